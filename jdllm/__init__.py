@@ -1,0 +1,31 @@
+"""jdllm: serving diffusion language models fast and honestly, in JAX.
+
+The names below load on first use, so that `import jdllm` costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jdllm.engine.engine import Engine
+    from jdllm.engine.llm import LLM
+    from jdllm.runner.full_forward import load_model
+    from jdllm.sampling_params import SamplingParams
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "Engine", "SamplingParams", "load_model"]
+
+_HOME = {
+    "Engine": "jdllm.engine.engine",
+    "LLM": "jdllm.engine.llm",
+    "SamplingParams": "jdllm.sampling_params",
+    "load_model": "jdllm.runner.full_forward",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'jdllm' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)

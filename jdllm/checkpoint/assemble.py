@@ -1,0 +1,33 @@
+"""Fills device parameters from checkpoint tensors through one staging buffer each.
+
+The buffer of one parameter (one layer's experts, say) is filled tensor by tensor,
+put on the device and dropped, so host and device never hold the model twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+import tqdm
+
+from jdllm.checkpoint import safetensors_source, weight_table
+
+
+def assemble(
+    source: safetensors_source.SafetensorsSource,
+    fills: Mapping[str, Sequence[weight_table.Fill]],
+    arrays: Mapping[str, jax.ShapeDtypeStruct],
+    *,
+    show_progress: bool = True,
+) -> dict[str, jax.Array]:
+    """Returns every parameter of `arrays` (path -> shape, dtype) on the default device."""
+    params = {}
+    for path in tqdm.tqdm(arrays, desc="loading weights", disable=not show_progress):
+        staging = np.empty(arrays[path].shape, arrays[path].dtype)
+        for fill in fills[path]:
+            fill.row.write(staging, source.read(fill.tensor))
+        # Wait, or the host would hold the staging buffers of all transfers in flight.
+        params[path] = jax.block_until_ready(jax.device_put(staging))
+    return params

@@ -1,0 +1,31 @@
+"""Writes parameters as a Hugging Face safetensors file, the reverse of loading.
+
+The weight table names the part of a parameter that each tensor fills; exporting
+reads the same parts. The first form of a table (split experts) is written.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Iterable, Mapping
+
+import jax
+import numpy as np
+import safetensors.numpy
+
+from jdllm.checkpoint import weight_table
+
+
+def export(
+    path: pathlib.Path,
+    rows: Iterable[weight_table.WeightRow],
+    params: Mapping[str, jax.Array],
+) -> None:
+    """Writes one safetensors file that holds every tensor of the table."""
+    form: dict[str, str] = {}
+    tensors = {}
+    host = {target: np.asarray(array) for target, array in params.items()}
+    for row in rows:
+        if form.setdefault(row.target, row.form) == row.form:
+            tensors[row.name] = np.ascontiguousarray(row.read(host[row.target]))
+    safetensors.numpy.save_file(tensors, path, metadata={"format": "pt"})

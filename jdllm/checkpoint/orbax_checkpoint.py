@@ -1,0 +1,124 @@
+"""Converted checkpoints: parameters as the engine holds them, stored with Orbax.
+
+A directory is ours when it holds the marker file, which is written last and lists
+every parameter and every stored file, so that a torn copy is found before it is
+read. Restoring puts arrays straight onto the device, with no transpose or merge.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from jdllm import errors
+from jdllm.checkpoint import source
+
+MARKER_NAME = "jdllm_checkpoint.json"
+FORMAT_VERSION = 1
+
+_PARAMS_DIR = "params"
+
+
+def is_checkpoint(directory: pathlib.Path) -> bool:
+    """Returns whether `directory` was written by `save`."""
+    return (directory / MARKER_NAME).is_file()
+
+
+def save(directory: pathlib.Path, params: Mapping[str, jax.Array], *, dtype: str) -> None:
+    """Writes parameters and the marker into an existing directory."""
+    stored = directory.absolute() / _PARAMS_DIR
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(stored, _storable(params))
+    marker = {
+        "format_version": FORMAT_VERSION,
+        "dtype": dtype,
+        "parameters": {path: list(array.shape) for path, array in params.items()},
+        "files": _file_sizes(stored),
+    }
+    (directory / MARKER_NAME).write_text(json.dumps(marker, indent=1), encoding="utf-8")
+
+
+def stored_dtype(directory: pathlib.Path) -> str:
+    """Returns the activation dtype the checkpoint was converted to."""
+    return _marker(directory)["dtype"]
+
+
+def restore(
+    directory: pathlib.Path, arrays: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, jax.Array]:
+    """Returns the parameters on the default device, cast to the dtypes of `arrays`."""
+    marker = _marker(directory)
+    stored = directory.absolute() / _PARAMS_DIR
+    _check_files(stored, marker["files"])
+    _check_parameters(directory, marker["parameters"], arrays)
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    targets = {
+        path: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+        for path, array in arrays.items()
+    }
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            restored = checkpointer.restore(stored, _storable(targets))
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise errors.ConfigError(f"{stored} cannot be restored: {error}") from error
+    return {path: restored[_key(path)] for path in arrays}
+
+
+def _key(path: str) -> str:
+    # Orbax joins its own key paths with dots.
+    return path.replace(".", "-")
+
+
+def _storable(params: Mapping[str, Any]) -> dict[str, Any]:
+    return {_key(path): value for path, value in params.items()}
+
+
+def _marker(directory: pathlib.Path) -> dict[str, Any]:
+    path = directory / MARKER_NAME
+    marker = source.read_json(path)
+    if marker.get("format_version") != FORMAT_VERSION:
+        raise errors.ConfigError(
+            f"{path} has format_version {marker.get('format_version')!r}, this version reads "
+            f"{FORMAT_VERSION}; convert the original checkpoint again"
+        )
+    lost = sorted({"dtype", "parameters", "files"} - marker.keys())
+    if lost:
+        raise errors.ConfigError(f"{path} lacks {', '.join(lost)}; convert the checkpoint again")
+    return marker
+
+
+def _file_sizes(stored: pathlib.Path) -> dict[str, int]:
+    files = (path for path in sorted(stored.rglob("*")) if path.is_file())
+    return {path.relative_to(stored).as_posix(): path.stat().st_size for path in files}
+
+
+def _check_files(stored: pathlib.Path, expected: Mapping[str, int]) -> None:
+    found = _file_sizes(stored)
+    torn = [name for name, size in expected.items() if found.get(name) != size]
+    if torn:
+        raise errors.ConfigError(
+            f"{stored} is incomplete: {len(torn)} of {len(expected)} files are missing or have "
+            f"another size than at conversion, e.g. {torn[0]}; copy or convert it again"
+        )
+
+
+def _check_parameters(
+    directory: pathlib.Path,
+    stored: Mapping[str, list[int]],
+    arrays: Mapping[str, jax.ShapeDtypeStruct],
+) -> None:
+    wanted = {path: list(array.shape) for path, array in arrays.items()}
+    if stored == wanted:
+        return
+    wrong = sorted(
+        path for path in stored.keys() | wanted.keys() if stored.get(path) != wanted.get(path)
+    )
+    lines = [f"  {p}: stored {stored.get(p)}, expected {wanted.get(p)}" for p in wrong[:20]]
+    raise errors.ConfigError(
+        "\n".join([f"{directory} does not fit its config.json; {len(wrong)} arrays differ", *lines])
+    )

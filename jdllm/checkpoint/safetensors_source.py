@@ -1,0 +1,129 @@
+"""Safetensors checkpoints, one file or sharded, read tensor by tensor.
+
+The library's numpy reader has no bfloat16, so the header (a length and a JSON
+object) is read here and tensors are views of a memory map: nothing is copied
+until a tensor fills its parameter.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jdllm import errors
+from jdllm.checkpoint import source
+
+INDEX_NAME = "model.safetensors.index.json"
+
+_DTYPES: dict[str, np.dtype] = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+_LENGTH_BYTES = 8
+
+
+class SafetensorsSource:
+    """The tensors of a checkpoint directory: `shapes` of all, `read` of one."""
+
+    def __init__(self, directory: pathlib.Path):
+        weight_map = _weight_map(directory)
+        self._tensors: dict[str, tuple[np.memmap, dict[str, Any]]] = {}
+        self._files: dict[str, pathlib.Path] = {}
+        for path in _files(directory, weight_map):
+            self._add_file(path, weight_map)
+        lost = sorted(weight_map.keys() - self._tensors.keys())
+        if lost:
+            raise errors.ConfigError(
+                f"{directory / INDEX_NAME} names tensors that their files lack: "
+                f"{', '.join(lost[:20])} ({len(lost)} in all)"
+            )
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Returns the shape of every tensor by name."""
+        return {name: tuple(info["shape"]) for name, (_, info) in self._tensors.items()}
+
+    def read(self, name: str) -> np.ndarray:
+        """Returns a read-only view of one tensor in its stored dtype."""
+        data, info = self._tensors[name]
+        begin, end = info["data_offsets"]
+        return data[begin:end].view(_DTYPES[info["dtype"]]).reshape(info["shape"])
+
+    def _add_file(self, path: pathlib.Path, weight_map: dict[str, str]) -> None:
+        header, offset = _read_header(path)
+        data = np.memmap(path, np.uint8, mode="r")[offset:]
+        for name, info in header.items():
+            if weight_map.get(name, path.name) != path.name:
+                continue
+            if name in self._tensors:
+                raise errors.ConfigError(f"{name} is in {self._files[name]} and in {path}")
+            self._tensors[name] = (data, info)
+            self._files[name] = path
+
+
+def _weight_map(directory: pathlib.Path) -> dict[str, str]:
+    path = directory / INDEX_NAME
+    if not path.is_file():
+        return {}
+    weight_map = source.read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise errors.ConfigError(f"{path} has no weight_map")
+    return weight_map
+
+
+def _files(directory: pathlib.Path, weight_map: dict[str, str]) -> list[pathlib.Path]:
+    if not weight_map:
+        files = sorted(directory.glob("*.safetensors"))
+        if not files:
+            raise errors.ConfigError(f"{directory} holds no *.safetensors file")
+        return files
+    files = [directory / name for name in sorted(set(weight_map.values()))]
+    lost = [path.name for path in files if not path.is_file()]
+    if lost:
+        raise errors.ConfigError(
+            f"{directory / INDEX_NAME} names shards that do not exist: {', '.join(lost)}"
+        )
+    return files
+
+
+def _read_header(path: pathlib.Path) -> tuple[dict[str, dict[str, Any]], int]:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        if size < _LENGTH_BYTES or length > size - _LENGTH_BYTES:
+            raise errors.ConfigError(f"{path} is truncated or no safetensors file ({size} bytes)")
+        text = file.read(length)
+    offset = _LENGTH_BYTES + length
+    try:
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        spans = sorted(_span(path, name, info) for name, info in header.items())
+    except errors.ConfigError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise errors.ConfigError(f"{path} has a corrupt safetensors header: {error}") from error
+    # Tensors lie end to end, so a file cut or grown anywhere shows here.
+    ends = [0, *(end for _, end in spans)]
+    if [begin for begin, _ in spans] != ends[:-1] or ends[-1] != size - offset:
+        raise errors.ConfigError(
+            f"{path} is truncated or corrupt: its header describes {ends[-1]} bytes of tensors, "
+            f"the file holds {size - offset}"
+        )
+    return header, offset
+
+
+def _span(path: pathlib.Path, name: str, info: dict[str, Any]) -> tuple[int, int]:
+    begin, end = info["data_offsets"]
+    if info["dtype"] not in _DTYPES:
+        raise errors.ConfigError(
+            f"{path}: {name} is stored as {info['dtype']}; supported: {', '.join(_DTYPES)}"
+        )
+    if end - begin != math.prod(info["shape"]) * _DTYPES[info["dtype"]].itemsize:
+        raise errors.ConfigError(f"{path}: {name} has offsets that do not fit its shape")
+    return begin, end

@@ -1,0 +1,66 @@
+"""From what a person types as a model to a local directory, and its JSON files."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+from typing import Any
+
+import huggingface_hub
+
+from jdllm import errors
+
+CONFIG_NAME = "config.json"
+
+_PATTERNS = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
+
+
+def resolve(
+    model_path: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    download_dir: str | os.PathLike[str] | None = None,
+) -> pathlib.Path:
+    """Returns the local directory of a model given as a directory or a Hugging Face id."""
+    directory = pathlib.Path(model_path).expanduser()
+    if not directory.is_dir():
+        directory = _download(str(model_path), revision, download_dir)
+    if not (directory / CONFIG_NAME).is_file():
+        raise errors.ConfigError(f"{directory} is no model directory: it holds no {CONFIG_NAME}")
+    return directory
+
+
+def _download(
+    repo_id: str, revision: str | None, download_dir: str | os.PathLike[str] | None
+) -> pathlib.Path:
+    try:
+        path = huggingface_hub.snapshot_download(
+            repo_id, revision=revision, cache_dir=download_dir, allow_patterns=list(_PATTERNS)
+        )
+    except (OSError, ValueError) as error:
+        # HFValidationError is a ValueError, hub and connection errors are OSErrors.
+        reason = str(error).strip().splitlines()[0]
+        raise errors.ConfigError(
+            f"{repo_id!r} is neither a directory on this machine nor a Hugging Face model that "
+            f"could be loaded ({type(error).__name__}: {reason})"
+        ) from error
+    return pathlib.Path(path)
+
+
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+    """Returns the object in a JSON file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise errors.ConfigError(f"{path} does not exist") from error
+    except ValueError as error:
+        raise errors.ConfigError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise errors.ConfigError(f"{path} holds no JSON object")
+    return value
+
+
+def read_optional_json(path: pathlib.Path) -> dict[str, Any]:
+    """Returns the object in a JSON file, or an empty one where there is no file."""
+    return read_json(path) if path.is_file() else {}

@@ -1,0 +1,138 @@
+"""Weight tables: which checkpoint tensor fills which part of which parameter.
+
+A table is data. Each row gives the view of the parameter that a tensor fills, so
+one table both loads (`view[...] = tensor`) and exports. `match` compares a whole
+checkpoint with the table and reports every disagreement in one error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+
+from jdllm import errors
+
+MAX_LISTED = 20
+
+# Tensors of training heads and recomputed buffers, which no forward pass reads.
+_SKIPPED_PARTS = frozenset({"v_head", "inv_freq"})
+# Multimodal checkpoints nest the language model: prefix in the file, prefix in the table.
+_PREFIXES = (("model.language_model.", "model."), ("model.lm_head.", "lm_head."))
+
+
+def whole(array: np.ndarray) -> np.ndarray:
+    """Returns the view of a parameter that is stored as in the checkpoint."""
+    return array
+
+
+def transposed(array: np.ndarray) -> np.ndarray:
+    """Returns the view of a linear weight [in, out] whose checkpoint form is [out, in]."""
+    return array.T
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WeightRow:
+    """One checkpoint tensor: HF name and shape, parameter path, and the part it fills.
+
+    Rows of one parameter that belong to different `form`s are alternatives (split or
+    merged experts); a checkpoint holds exactly one form.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    target: str
+    view: Callable[[np.ndarray], np.ndarray] = whole
+    form: str = ""
+
+    def read(self, array: np.ndarray) -> np.ndarray:
+        """Returns this row's tensor, in checkpoint shape, out of the full parameter."""
+        return self.view(array).reshape(self.shape)
+
+    def write(self, array: np.ndarray, tensor: np.ndarray) -> None:
+        """Fills this row's part of the parameter, casting to the parameter's dtype."""
+        part = self.view(array)
+        assert np.may_share_memory(part, array), f"{self.name} does not view its parameter"
+        part[...] = tensor.reshape(part.shape)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fill:
+    """A matched row and the name of its tensor in the checkpoint at hand."""
+
+    tensor: str
+    row: WeightRow
+
+
+def match(
+    rows: Iterable[WeightRow], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, list[Fill]]:
+    """Returns, per parameter, the tensors that fill it completely.
+
+    Raises one `ConfigError` with all missing, unexpected, doubly matched and
+    mis-shaped tensors of the checkpoint `shapes` (name -> shape).
+    """
+    sources, doubled = _sources(shapes)
+    by_target: dict[str, dict[str, list[WeightRow]]] = {}
+    for row in rows:
+        by_target.setdefault(row.target, {}).setdefault(row.form, []).append(row)
+    fills: dict[str, list[Fill]] = {}
+    missing, wrong = [], []
+    used: set[str] = set()
+    for target, forms in by_target.items():
+        present = [form for form in forms.values() if any(row.name in sources for row in form)]
+        used.update(row.name for form in forms.values() for row in form)
+        if len(present) > 1:
+            doubled.append(f"{target} by {' and '.join(form[0].name for form in present)}")
+        chosen = present[0] if present else next(iter(forms.values()))
+        missing += [row.name for row in chosen if row.name not in sources]
+        chosen = [row for row in chosen if row.name in sources]
+        wrong += [
+            f"{row.name} is {list(shapes[sources[row.name]])}, expected {list(row.shape)}"
+            for row in chosen
+            if tuple(shapes[sources[row.name]]) != row.shape
+        ]
+        fills[target] = [Fill(sources[row.name], row) for row in chosen]
+    unexpected = [raw for name, raw in sources.items() if name not in used]
+    _report(missing=missing, unexpected=unexpected, doubled=doubled, wrong=wrong)
+    return fills
+
+
+def _sources(shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, str], list[str]]:
+    sources: dict[str, str] = {}
+    doubled = []
+    for raw in shapes:
+        if _SKIPPED_PARTS.intersection(raw.split(".")):
+            continue
+        name = raw
+        for prefix, plain in _PREFIXES:
+            if raw.startswith(prefix):
+                name = plain + raw.removeprefix(prefix)
+        if name in sources:
+            doubled.append(f"{name} by {sources[name]} and {raw}")
+        sources[name] = raw
+    return sources, doubled
+
+
+def _report(
+    *,
+    missing: Sequence[str],
+    unexpected: Sequence[str],
+    doubled: Sequence[str],
+    wrong: Sequence[str],
+) -> None:
+    kinds = {
+        "missing": missing,
+        "unexpected": unexpected,
+        "matched twice": doubled,
+        "of a wrong shape": wrong,
+    }
+    lines = []
+    for kind, names in kinds.items():
+        if names:
+            more = [f"... and {len(names) - MAX_LISTED} more"] if len(names) > MAX_LISTED else []
+            lines.append(f"{len(names)} tensors {kind}:")
+            lines += [f"  {name}" for name in [*sorted(names)[:MAX_LISTED], *more]]
+    if lines:
+        raise errors.ConfigError("\n".join(["checkpoint does not fit the model", *lines]))

@@ -1,0 +1,185 @@
+"""Start-up options: one frozen dataclass for the engine, one for the server.
+
+Names are SGLang's with underscores; `serve.py` derives the command line from
+the fields. Options whose feature does not exist are in `REFUSED_FLAGS`: they are
+refused with the name of what replaces them, never ignored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import yaml
+
+from jdllm import errors, sampling_params
+
+LOAD_FORMATS = ("auto", "safetensors", "orbax", "dummy")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+POLICIES = ("fcfs", "lpm")
+
+# Flag -> what to do instead. Spellings are SGLang's.
+REFUSED_FLAGS: dict[str, str] = {
+    "attention_backend": "kernels are chosen by device; the choice is logged at start",
+    "cuda_graph_max_bs": "every bucket is compiled at start; use --max-running-requests",
+    "cuda_graph_bs": "every bucket is compiled at start; use --max-running-requests",
+    "disable_cuda_graph": "step functions are always compiled ahead; there is nothing to disable",
+    "no_dllm_fdfo": "there is no lock-step mode: rows never wait for one another",
+    "quantization": "quantised weights are not supported; use --dtype",
+    "kv_cache_dtype": "the KV pool has the dtype of the model; use --dtype",
+    "dp_size": "run one process per replica behind a load balancer",
+    "ep_size": "experts are not sharded yet; leave it at 1",
+    "enable_lora": "LoRA is not supported",
+    "speculative_algorithm": "diffusion models have no draft model; use --dllm-algorithm",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What the engine is built from; the defaults serve the bundled model.
+
+    Sizes are tokens, requests or pages. `mem_fraction_static` is the share of
+    device memory for weights and KV together (GPU only). None means: chosen from
+    the model, the checkpoint or the memory.
+    """
+
+    model_path: str | None = None
+    tokenizer_path: str | None = None
+    served_model_name: str | None = None
+    revision: str | None = None
+    download_dir: str | None = None
+    load_format: Literal["auto", "safetensors", "orbax", "dummy"] = "auto"
+    trust_remote_code: bool = False
+    skip_tokenizer_init: bool = False
+    chat_template: str | None = None
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    context_length: int | None = None
+    mem_fraction_static: float = 0.85
+    max_total_tokens: int | None = None
+    page_size: int | None = None
+    max_running_requests: int | None = None
+    max_queued_requests: int | None = None
+    chunked_prefill_size: int | None = None
+    schedule_policy: Literal["fcfs", "lpm"] = "fcfs"
+    disable_radix_cache: bool = False
+    dllm_algorithm: str | None = None
+    dllm_algorithm_config: str | Mapping[str, Any] | None = None
+    random_seed: int = 0
+    log_level: str = "info"
+    decode_log_interval: int = 40
+    tp_size: int = 1
+
+    def __post_init__(self) -> None:
+        _choice(self, "load_format", LOAD_FORMATS)
+        _choice(self, "dtype", DTYPES)
+        _choice(self, "schedule_policy", POLICIES)
+        _choice(self, "log_level", ("debug", "info", "warning", "error", "critical"))
+        for name in (
+            "context_length",
+            "max_total_tokens",
+            "page_size",
+            "max_running_requests",
+            "chunked_prefill_size",
+            "decode_log_interval",
+        ):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise errors.ConfigError(f"{name}={value!r} must be a positive integer")
+        if self.max_queued_requests is not None and self.max_queued_requests < 0:
+            raise errors.ConfigError(f"{self.max_queued_requests=} must be 0 or more")
+        if not 0.0 < self.mem_fraction_static < 1.0:
+            raise errors.ConfigError(f"{self.mem_fraction_static=} must lie between 0 and 1")
+        if self.tp_size != 1:
+            raise errors.ConfigError(
+                f"tp_size={self.tp_size} is not supported yet; run one process per GPU "
+                "(replicas behind a load balancer) and leave tp_size at 1"
+            )
+        self.algorithms()
+        self.algorithm_options()
+
+    def algorithms(self) -> tuple[str, ...]:
+        """Returns the algorithms named by `dllm_algorithm` ("A" or "A,B"), () if unset."""
+        if self.dllm_algorithm is None:
+            return ()
+        names = tuple(part.strip() for part in self.dllm_algorithm.split(","))
+        for name in names:
+            if name not in sampling_params.ALGORITHM_OPTIONS:
+                hint = errors.nearest(name, sampling_params.ALGORITHM_OPTIONS)
+                raise errors.ConfigError(f"unknown dllm_algorithm {name!r}{hint}")
+        return tuple(dict.fromkeys(names))
+
+    def algorithm_options(self) -> dict[str, Any]:
+        """Returns the mapping behind `dllm_algorithm_config` (a dict or a YAML file), checked."""
+        source = self.dllm_algorithm_config
+        if source is None:
+            return {}
+        options = source if isinstance(source, Mapping) else read_yaml(source)
+        known = {"block_size"} | {
+            field.name
+            for field in dataclasses.fields(sampling_params.DllmParams)
+            if field.name != "algorithm"
+        }
+        for key in options:
+            if key not in known:
+                raise errors.ConfigError(
+                    f"unknown key {key!r} in dllm_algorithm_config{errors.nearest(str(key), known)}"
+                )
+        block_size = options.get("block_size")
+        if block_size is not None and (not isinstance(block_size, int) or block_size < 1):
+            raise errors.ConfigError(f"{block_size=} in dllm_algorithm_config must be positive")
+        return dict(options)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """What the HTTP edge is built from."""
+
+    host: str = "127.0.0.1"
+    port: int = 30000
+    api_key: str | None = None
+    admin_api_key: str | None = None
+    enable_metrics: bool = False
+    log_level_http: str = "warning"
+    max_body_bytes: int = 8 * 1024 * 1024
+    drain_timeout_s: float = 30.0
+    skip_server_warmup: bool = False
+    strict_model_name: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise errors.ConfigError(f"port={self.port} must be between 0 and 65535")
+        if self.drain_timeout_s < 0:
+            raise errors.ConfigError(f"{self.drain_timeout_s=} must be 0 or more seconds")
+
+
+def read_yaml(path: str | pathlib.Path) -> dict[str, Any]:
+    """Returns the mapping in a YAML file; a missing file or non-mapping is a ConfigError."""
+    path = pathlib.Path(path)
+    if not path.is_file():
+        raise errors.ConfigError(f"no such file: {path}")
+    try:
+        content = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise errors.ConfigError(f"{path} is not valid YAML: {error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise errors.ConfigError(f"{path} must hold a mapping, not a {type(content).__name__}")
+    return content
+
+
+def from_mapping(cls: type, values: Mapping[str, Any]) -> Any:
+    """Builds a config dataclass; an unknown key is an error with the nearest match."""
+    known = {field.name for field in dataclasses.fields(cls)}
+    for key in values:
+        if key not in known:
+            raise errors.ConfigError(f"unknown option {key!r}{errors.nearest(str(key), known)}")
+    return cls(**values)
+
+
+def _choice(config: Any, name: str, allowed: tuple[str, ...]) -> None:
+    value = getattr(config, name)
+    if value not in allowed:
+        raise errors.ConfigError(f"{name}={value!r} must be one of {', '.join(allowed)}")

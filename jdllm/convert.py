@@ -1,0 +1,74 @@
+"""Converts a checkpoint once, so that every later start restores it straight to the device.
+
+    python -m jdllm.convert --model-path SRC --output DST [--dtype bfloat16]
+
+DST is a complete model directory (config, tokenizer, parameters): serve it with
+`--model-path DST`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+import shutil
+import sys
+from collections.abc import Sequence
+
+from jdllm import errors
+from jdllm.checkpoint import orbax_checkpoint, safetensors_source, source
+from jdllm.models import loading
+
+# Beside the weights: configuration, tokenizer and chat template.
+_COPIED_SUFFIXES = frozenset({".json", ".jinja", ".txt", ".model"})
+_NOT_COPIED = frozenset({safetensors_source.INDEX_NAME, orbax_checkpoint.MARKER_NAME})
+
+
+def convert(
+    model_path: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    dtype: str = "auto",
+    revision: str | None = None,
+    show_progress: bool = True,
+) -> pathlib.Path:
+    """Writes the converted model to `output`, which must not exist, and returns it."""
+    output = pathlib.Path(output)
+    if output.exists():
+        raise errors.ConfigError(f"{output} exists; give a directory that does not exist yet")
+    directory = source.resolve(model_path, revision=revision)
+    model = loading.load(
+        directory, dtype=dtype, load_format="safetensors", show_progress=show_progress
+    )
+    # Written aside and renamed, so that an interrupted run leaves no half directory.
+    partial = output.with_name(f"{output.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    for path in sorted(directory.iterdir()):
+        if path.suffix in _COPIED_SUFFIXES and path.name not in _NOT_COPIED:
+            shutil.copyfile(path, partial / path.name)
+    orbax_checkpoint.save(partial, model.params, dtype=str(model.params["norm.weight"].dtype))
+    partial.rename(output)
+    return output
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jdllm.convert", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--model-path", required=True, help="model directory or Hugging Face id")
+    parser.add_argument("--output", required=True, help="directory to create")
+    parser.add_argument("--dtype", default="auto", choices=("auto", *loading.DTYPES))
+    parser.add_argument("--revision", default=None, help="branch, tag or commit of the model")
+    options = parser.parse_args(argv)
+    try:
+        convert(options.model_path, options.output, dtype=options.dtype, revision=options.revision)
+    except (errors.ConfigError, OSError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

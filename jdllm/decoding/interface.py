@@ -1,0 +1,102 @@
+"""The array interface between step functions and decoding algorithms.
+
+An algorithm is a pure `update` of a `BlockState` from a `Proposal`; it sees no
+page, no request and no other row's logits. Structure (which rule) lives in the
+frozen dataclass that implements `Algorithm`, hence in the compiled step; every
+option a request may set is a `[B]` array in `BlockParams`, hence never a compile.
+
+Letters: B rows, T block length (one position per token).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BlockParams:
+    """Per-row options, [B] each; an algorithm reads those it has."""
+
+    threshold: jax.Array
+    edit_threshold: jax.Array
+    max_post_edit_steps: jax.Array
+    penalty_lambda: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BlockState:
+    """The block that each row denoises; every leaf leads with B.
+
+    masked: not written yet. editable: may change at all (False on the prompt's tail
+    and on padding). done: the forward just run wrote K,V of the final tokens.
+    extra: the algorithm's own state, zeros at the start of a block.
+    """
+
+    tokens: jax.Array  # [B, T] int32
+    masked: jax.Array  # [B, T] bool
+    editable: jax.Array  # [B, T] bool
+    done: jax.Array  # [B] bool
+    params: BlockParams
+    extra: Any
+
+    def write(self, tokens: jax.Array, *, where: jax.Array) -> BlockState:
+        """Writes `tokens` at editable positions of unfinished rows; written is unmasked."""
+        where = where & self.editable & ~self.done[:, None]
+        return dataclasses.replace(
+            self,
+            tokens=jnp.where(where, tokens, self.tokens),
+            masked=self.masked & ~where,
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """What the model suggests for every position, aligned to that position.
+
+    `tokens`/`prob`: the token to write into a masked position (drawn where the row
+    samples) and the confidence that gates it. `best`/`best_prob`: the argmax and its
+    probability, for edits. `is_drawn`: the row samples. The mask id is never
+    proposed.
+    """
+
+    tokens: jax.Array  # [B, T] int32
+    prob: jax.Array  # [B, T] float32
+    best: jax.Array  # [B, T] int32
+    best_prob: jax.Array  # [B, T] float32
+    is_drawn: jax.Array  # [B] bool
+
+
+class Algorithm(Protocol):
+    """Implemented by frozen dataclasses: hashable, so static under jit."""
+
+    def init_extra(self, num_rows: int, block_size: int) -> Any:
+        """Returns the zeroed `extra` of `num_rows` fresh blocks."""
+        ...
+
+    def update(self, block: BlockState, proposal: Proposal) -> BlockState:
+        """Returns the block after one step; rows that are done stay as they are."""
+        ...
+
+    def is_final(self, block: BlockState) -> jax.Array:
+        """Returns [B] bool: the row's tokens will not change any more."""
+        ...
+
+
+def select_masked(masked: jax.Array, prob: jax.Array, threshold: jax.Array) -> jax.Array:
+    """Returns [B, T]: masked positions whose `prob` exceeds the row's threshold, at least one.
+
+    Without any confident position the most probable masked one is taken, the lowest
+    position on a tie; rows without a masked position select nothing.
+    """
+    score = jnp.where(masked, prob, -1.0)  # [B, T]
+    confident = masked & (score > threshold[:, None])
+    best = jnp.arange(score.shape[-1]) == jnp.argmax(score, axis=-1)[:, None]
+    some = jnp.any(confident, axis=-1, keepdims=True)  # [B, 1]
+    return masked & jnp.where(some, confident, best)

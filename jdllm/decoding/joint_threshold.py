@@ -1,0 +1,59 @@
+"""JointThreshold: write confident masks and correct written tokens in the same step.
+
+The rule of LLaDA2.1 (SGLang 0.5.23, `dllm/algorithm/joint_threshold.py`). The step
+that changes nothing is at once the forward that persists K,V. Oscillating edits end
+by the budget `max_post_edit_steps`, counted once nothing is masked any more.
+The penalty lambda is part of the proposal (`decoding/proposal.py`), not of the rule.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jdllm.decoding import interface
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class JointThreshold:
+    """Mask-to-token and token-to-token; at most T + max_post_edit_steps + 1 updates."""
+
+    def init_extra(self, num_rows: int, block_size: int) -> dict[str, jax.Array]:
+        return {
+            "post_edit_steps": jnp.zeros((num_rows,), jnp.int32),
+            "drawn": jnp.zeros((num_rows, block_size), bool),
+        }
+
+    def update(
+        self, block: interface.BlockState, proposal: interface.Proposal
+    ) -> interface.BlockState:
+        """Writes masks above `threshold` (at least one) and edits above `edit_threshold`.
+
+        A row is done when it selects nothing, or when its edit budget is spent; then
+        it writes nothing, so the K,V just computed is that of its tokens.
+        """
+        active = ~block.done
+        unmasked = ~jnp.any(block.masked, axis=-1)
+        post_edit_steps = block.extra["post_edit_steps"] + (unmasked & active)
+        is_spent = unmasked & (post_edit_steps > block.params.max_post_edit_steps)
+        fill = interface.select_masked(block.masked, proposal.prob, block.params.threshold)
+        # A drawn token is a sample, not a mistake: the argmax must not revert it.
+        edit = (
+            ~block.masked
+            & block.editable
+            & ~block.extra["drawn"]
+            & (proposal.best_prob > block.params.edit_threshold[:, None])
+            & (proposal.best != block.tokens)
+        )
+        selects = jnp.any(fill | edit, axis=-1)
+        is_finished = is_spent | ~selects
+        where = (fill | edit) & ~is_finished[:, None]
+        written = block.write(jnp.where(fill, proposal.tokens, proposal.best), where=where)
+        drawn = block.extra["drawn"] | (fill & where & proposal.is_drawn[:, None])
+        extra = {"post_edit_steps": post_edit_steps, "drawn": drawn}
+        return dataclasses.replace(written, done=block.done | is_finished, extra=extra)
+
+    def is_final(self, block: interface.BlockState) -> jax.Array:
+        return block.done

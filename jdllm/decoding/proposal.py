@@ -1,0 +1,79 @@
+"""From hidden states to a `Proposal`: vocabulary statistics, penalty, draws.
+
+Greedy rows never see a logit: the fused unembedding streams the vocabulary. Rows that
+sample form their own logits, behind a `lax.cond`, so that greedy batches pay nothing.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+import pallas_kernels
+from jdllm.decoding import interface, sampling
+
+
+def previous_tokens(tokens: jax.Array) -> jax.Array:
+    """Returns [B, T] the token left of each position within the block (position 0: itself)."""
+    return jnp.concatenate([tokens[:, :1], tokens[:, :-1]], axis=1)
+
+
+def propose(
+    hidden: jax.Array,  # [B, T, D]
+    lm_head: jax.Array,  # [V, D]
+    block: interface.BlockState,
+    positions: jax.Array,  # [B, T]
+    step: jax.Array,  # [B]
+    rows: sampling.SamplingRows,
+    *,
+    forbidden_ids: tuple[int, ...],
+    implementation: str = "auto",
+) -> interface.Proposal:
+    """Returns the proposal for every position of the block.
+
+    The penalty lambda lowers the logit of the left neighbour's token, block-locally:
+    position 0 has none (SGLang 0.5.23, joint_threshold.py).
+    """
+    B, T, D = hidden.shape
+    flat = hidden.reshape(B * T, D)
+    left = previous_tokens(block.tokens)
+    penalty = jnp.broadcast_to(block.params.penalty_lambda[:, None], (B, T)).at[:, 0].set(0.0)
+    stats = pallas_kernels.unembed_stats(
+        flat,
+        lm_head,
+        forbidden_ids=forbidden_ids,
+        given_ids=left.reshape(-1),
+        implementation=implementation,
+    )
+    stats = pallas_kernels.penalize(stats, left.reshape(-1), penalty.reshape(-1))
+    best = stats.best_id.reshape(B, T)
+    best_prob = pallas_kernels.probability(stats.best_logit, stats.logsumexp).reshape(B, T)
+    samples = rows.temperature > 0
+
+    def draw_one(args):
+        states, left_ids, lam, pos, at, row, greedy = args
+
+        def draw():
+            logits = jnp.einsum("TD,VD->TV", states, lm_head, preferred_element_type=jnp.float32)
+            logits = logits.at[jnp.arange(T), left_ids].add(-lam)
+            for token_id in forbidden_ids:
+                logits = logits.at[:, token_id].set(sampling.NEVER)
+            return sampling.draw_row(logits, pos, at, row)
+
+        return jax.lax.cond(
+            row.temperature > 0, draw, lambda: (greedy, jnp.ones((T,), jnp.float32))
+        )
+
+    def draw_all():
+        return jax.lax.map(draw_one, (hidden, left, penalty, positions, step, rows, best))
+
+    tokens, relative = jax.lax.cond(
+        jnp.any(samples), draw_all, lambda: (best, jnp.ones((B, T), jnp.float32))
+    )
+    return interface.Proposal(
+        tokens=tokens,
+        prob=jnp.minimum(best_prob, relative),
+        best=best,
+        best_prob=best_prob,
+        is_drawn=samples,
+    )

@@ -1,0 +1,344 @@
+"""From options to a running core: load, size, compile, with progress.
+
+Everything left open in `EngineConfig` is decided here, once, and the result is kept
+as a resolved config that can be printed and shown in `/server_info`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.resources
+import logging
+import pathlib
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from jdllm import config as config_lib
+from jdllm import errors, sampling_params
+from jdllm.checkpoint import source
+from jdllm.engine import core as core_lib
+from jdllm.engine import startup
+from jdllm.engine import tokenizer as tokenizer_lib
+from jdllm.kv_cache import pool as pool_lib
+from jdllm.kv_cache import prefix_cache as prefix_cache_lib
+from jdllm.models import loading
+from jdllm.models import spec as spec_lib
+from jdllm.runner import compile_counter, model_runner
+from jdllm.scheduler import buckets as buckets_lib
+from jdllm.scheduler import scheduler as scheduler_lib
+
+logger = logging.getLogger(__name__)
+
+BUNDLED_MODEL = "jdllm-nano"
+CHAT_END_TOKEN = "<|role_end|>"
+# Rows and tokens of the default buckets: few and small on a CPU, where a launch is
+# compute bound at once and compile time is what one waits for.
+CPU_ROWS, ACCELERATOR_ROWS = 8, 32
+CPU_PREFILL_TOKENS, ACCELERATOR_PREFILL_TOKENS = 512, 4096
+DEFAULT_QUEUE = 4096
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """What was decided about memory and shapes. Tokens, rows, pages, bytes."""
+
+    context_length: int
+    max_running_requests: int
+    page_size: int
+    num_pages: int
+    prefill_token_budget: int
+    weight_bytes: int
+    kv_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """Everything an `Engine` holds."""
+
+    config: config_lib.EngineConfig
+    core: core_lib.EngineCore
+    model_dir: pathlib.Path
+    hf_config: dict[str, Any]
+    spec: spec_lib.ModelSpec
+    tokenizer: tokenizer_lib.Tokenizer | None
+    default_sampling: sampling_params.SamplingParams
+    default_dllm: sampling_params.DllmParams
+    algorithms: tuple[str, ...]
+    eos_token_ids: tuple[int, ...]
+    sizes: Sizes
+    startup_s: float
+    compiles_at_ready: int
+
+
+def bundled_model() -> pathlib.Path:
+    """Returns the directory of the model that comes with the package."""
+    return pathlib.Path(str(importlib.resources.files("jdllm") / "assets" / BUNDLED_MODEL))
+
+
+def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) -> Built:
+    """Loads the model, sizes the KV pool, compiles every bucket."""
+    began = time.monotonic()
+    _enable_compilation_cache()
+    progress.enter("load")
+    model_dir = (
+        bundled_model()
+        if config.model_path is None
+        else source.resolve(
+            config.model_path, revision=config.revision, download_dir=config.download_dir
+        )
+    )
+    generation_config = source.read_optional_json(model_dir / "generation_config.json")
+    algorithms, default_dllm, block_size = _algorithms(config, generation_config)
+    dtype = _dtype(config.dtype)
+    model = loading.load(
+        model_dir,
+        dtype=dtype,
+        load_format=config.load_format,
+        block_size=block_size,
+        seed=config.random_seed,
+    )
+    spec = model.spec
+    tokenizer = _tokenizer(config, model_dir)
+    _check_vocabulary(tokenizer, spec)
+    kv_dtype = str(model.params["norm.weight"].dtype)
+    sizes = _sizes(config, spec, model.params, kv_dtype)
+    pool_config = pool_lib.PoolConfig(
+        num_pages=sizes.num_pages,
+        page_size=sizes.page_size,
+        num_layers=spec.num_layers,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        dtype=kv_dtype,
+    )
+    runner = model_runner.ModelRunner(
+        model, pool_config, algorithms=algorithms, context_length=sizes.context_length
+    )
+    buckets = buckets_lib.Buckets.default(
+        sizes.max_running_requests, sizes.prefill_token_budget, spec.diffusion.block_size
+    )
+    progress.enter("compile", total=len(buckets.all()))
+    runner.compile(buckets.all(), progress.advance)
+    scheduler = _scheduler(config, spec, sizes, buckets, tokenizer)
+    return Built(
+        config=_resolved(config, model_dir, dtype, algorithms, default_dllm, sizes),
+        core=core_lib.EngineCore(
+            scheduler,
+            runner,
+            max_total_tokens=sizes.num_pages * sizes.page_size,
+            decode_log_interval=config.decode_log_interval,
+        ),
+        model_dir=model_dir,
+        hf_config=dict(model.hf_config),
+        spec=spec,
+        tokenizer=tokenizer,
+        default_sampling=_default_sampling(generation_config),
+        default_dllm=default_dllm,
+        algorithms=algorithms,
+        eos_token_ids=_eos_token_ids(spec, tokenizer),
+        sizes=sizes,
+        startup_s=time.monotonic() - began,
+        compiles_at_ready=compile_counter.COUNTER.count,
+    )
+
+
+def _enable_compilation_cache() -> None:
+    """Keeps compiled steps across starts, unless the user configured a cache."""
+    if jax.config.jax_compilation_cache_dir is None:
+        cache = pathlib.Path.home() / ".cache" / "jdllm" / "compilation"
+        jax.config.update("jax_compilation_cache_dir", str(cache))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def _dtype(wanted: str) -> str:
+    """Returns the dtype to load: "auto" is the checkpoint's, but float32 on a CPU.
+
+    CPUs emulate bfloat16 matmuls; float32 is several times faster there.
+    """
+    return "float32" if wanted == "auto" and jax.default_backend() == "cpu" else wanted
+
+
+def _algorithms(
+    config: config_lib.EngineConfig, generation_config: dict[str, Any]
+) -> tuple[tuple[str, ...], sampling_params.DllmParams, int | None]:
+    """Returns (compiled algorithms, default options, block size if it was given).
+
+    The checkpoint's recommendation (generation_config.json, "dllm") holds unless the
+    user names another algorithm; the user's options come on top.
+    """
+    recommended = dict(generation_config.get("dllm") or {})
+    options = config.algorithm_options()
+    block_size = options.pop("block_size", None)
+    names = config.algorithms()
+    if not names:
+        names = (recommended.get("algorithm", next(iter(sampling_params.ALGORITHM_OPTIONS))),)
+    if recommended.get("algorithm", names[0]) != names[0]:
+        recommended = {}
+    try:
+        given = sampling_params.DllmParams.from_mapping(
+            recommended | options | {"algorithm": names[0]}
+        )
+        return names, given.resolve(sampling_params.DllmParams()), block_size
+    except errors.RequestError as error:
+        raise errors.ConfigError(f"dLLM options of {names[0]}: {error}") from error
+
+
+def _tokenizer(
+    config: config_lib.EngineConfig, model_dir: pathlib.Path
+) -> tokenizer_lib.Tokenizer | None:
+    if config.skip_tokenizer_init:
+        return None
+    path: str | pathlib.Path = model_dir
+    if config.tokenizer_path is not None:
+        path = config.tokenizer_path
+    return tokenizer_lib.Tokenizer(path, chat_template=config.chat_template)
+
+
+def _check_vocabulary(tokenizer: tokenizer_lib.Tokenizer | None, spec: spec_lib.ModelSpec) -> None:
+    if tokenizer is not None and len(tokenizer) > spec.vocab_size:
+        raise errors.ConfigError(
+            f"the tokenizer at {tokenizer.path} has {len(tokenizer)} tokens, the model only "
+            f"vocab_size={spec.vocab_size}; they do not belong together"
+        )
+
+
+def _eos_token_ids(
+    spec: spec_lib.ModelSpec, tokenizer: tokenizer_lib.Tokenizer | None
+) -> tuple[int, ...]:
+    """Returns the model's end tokens and the chat template's end of turn."""
+    ids = dict.fromkeys(spec.diffusion.eos_token_ids)
+    if tokenizer is not None:
+        for token_id in (tokenizer.eos_token_id, tokenizer.token_id(CHAT_END_TOKEN)):
+            if token_id is not None:
+                ids[token_id] = None
+    return tuple(ids)
+
+
+def _default_sampling(generation_config: dict[str, Any]) -> sampling_params.SamplingParams:
+    """Returns the checkpoint's sampling defaults; greedy unless it says `do_sample`."""
+    if not generation_config.get("do_sample", False):
+        return sampling_params.SamplingParams(temperature=0.0, top_p=1.0, top_k=0)
+    return sampling_params.SamplingParams(
+        temperature=generation_config.get("temperature", 1.0),
+        top_p=generation_config.get("top_p", 1.0),
+        top_k=generation_config.get("top_k", 0),
+    )
+
+
+def _sizes(
+    config: config_lib.EngineConfig,
+    spec: spec_lib.ModelSpec,
+    params: dict[str, jax.Array],
+    kv_dtype: str,
+) -> Sizes:
+    is_cpu = jax.default_backend() == "cpu"
+    context_length = config.context_length or spec.max_position_embeddings
+    if context_length > spec.max_position_embeddings:
+        raise errors.ConfigError(
+            f"{context_length=} exceeds the model's max_position_embeddings="
+            f"{spec.max_position_embeddings}"
+        )
+    rows = config.max_running_requests or (CPU_ROWS if is_cpu else ACCELERATOR_ROWS)
+    block_size = spec.diffusion.block_size
+    budget = config.chunked_prefill_size or (
+        CPU_PREFILL_TOKENS if is_cpu else ACCELERATOR_PREFILL_TOKENS
+    )
+    if budget < block_size:
+        raise errors.ConfigError(
+            f"chunked_prefill_size={budget} is less than one block of {block_size} tokens"
+        )
+    page_size = pool_lib.choose_page_size(block_size, config.page_size)
+    weight_bytes = sum(array.nbytes for array in params.values())
+    num_pages = pool_lib.choose_num_pages(
+        spec,
+        page_size=page_size,
+        dtype=kv_dtype,
+        context_length=context_length,
+        max_running_requests=rows,
+        max_total_tokens=config.max_total_tokens,
+        free_bytes=None if is_cpu else _free_bytes(config.mem_fraction_static),
+    )
+    per_token = spec.kv_bytes_per_token(np.dtype(jax.numpy.dtype(kv_dtype)).itemsize)
+    return Sizes(
+        context_length=context_length,
+        max_running_requests=rows,
+        page_size=page_size,
+        num_pages=num_pages,
+        prefill_token_budget=budget,
+        weight_bytes=weight_bytes,
+        kv_bytes=per_token * num_pages * page_size,
+    )
+
+
+def _free_bytes(mem_fraction_static: float) -> int | None:
+    """Returns the bytes left for KV within the static share of the accelerator's memory."""
+    stats = jax.local_devices()[0].memory_stats()
+    if not stats:
+        return None
+    return int(stats["bytes_limit"] * mem_fraction_static) - stats["bytes_in_use"]
+
+
+def _scheduler(
+    config: config_lib.EngineConfig,
+    spec: spec_lib.ModelSpec,
+    sizes: Sizes,
+    buckets: buckets_lib.Buckets,
+    tokenizer: tokenizer_lib.Tokenizer | None,
+) -> scheduler_lib.Scheduler:
+    is_cached = (
+        not config.disable_radix_cache
+        and spec.diffusion.attention_pattern is spec_lib.AttentionPattern.BLOCK_CAUSAL
+    )
+    queue = DEFAULT_QUEUE if config.max_queued_requests is None else config.max_queued_requests
+    assert spec.diffusion.mask_token_id is not None, "checked when the config was parsed"
+    return scheduler_lib.Scheduler(
+        block_size=spec.diffusion.block_size,
+        page_size=sizes.page_size,
+        num_pages=sizes.num_pages,
+        max_running_requests=sizes.max_running_requests,
+        max_queued_requests=queue,
+        context_length=sizes.context_length,
+        buckets=buckets,
+        prefill_token_budget=sizes.prefill_token_budget,
+        policy=config.schedule_policy,
+        prefix_cache=prefix_cache_lib.PrefixCache(sizes.page_size) if is_cached else None,
+        mask_token_id=spec.diffusion.mask_token_id,
+        detokenize=None if tokenizer is None else tokenizer.decode,
+    )
+
+
+def _resolved(
+    config: config_lib.EngineConfig,
+    model_dir: pathlib.Path,
+    dtype: str,
+    algorithms: tuple[str, ...],
+    default_dllm: sampling_params.DllmParams,
+    sizes: Sizes,
+) -> config_lib.EngineConfig:
+    options = {
+        name: value
+        for name, value in dataclasses.asdict(default_dllm).items()
+        if name != "algorithm" and value is not None
+    }
+    block_size = config.algorithm_options().get("block_size")
+    if block_size is not None:
+        options["block_size"] = block_size
+    return dataclasses.replace(
+        config,
+        model_path=config.model_path or str(model_dir),
+        tokenizer_path=config.tokenizer_path or str(model_dir),
+        served_model_name=config.served_model_name or config.model_path or BUNDLED_MODEL,
+        dtype=dtype,
+        context_length=sizes.context_length,
+        max_total_tokens=sizes.num_pages * sizes.page_size,
+        page_size=sizes.page_size,
+        max_running_requests=sizes.max_running_requests,
+        max_queued_requests=(
+            DEFAULT_QUEUE if config.max_queued_requests is None else config.max_queued_requests
+        ),
+        chunked_prefill_size=sizes.prefill_token_budget,
+        dllm_algorithm=",".join(algorithms),
+        dllm_algorithm_config=options,
+    )

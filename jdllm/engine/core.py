@@ -1,0 +1,134 @@
+"""One round of the engine: schedule, execute, process; no threads, no text.
+
+`EngineCore` is used by one thread at a time (`engine/loop.py`). A launch that fails
+takes only its own requests with it: the pool is rebuilt, every other running request
+loses its K,V and is prefilled again with the tokens it already has.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from jdllm.engine import stats as stats_lib
+from jdllm.scheduler import batch as batch_lib
+from jdllm.scheduler import outputs as outputs_lib
+from jdllm.scheduler import request as request_lib
+from jdllm.scheduler import scheduler as scheduler_lib
+
+logger = logging.getLogger(__name__)
+
+
+class EngineCore:
+    """Drives a scheduler and a runner; both may be computable fakes in tests."""
+
+    def __init__(
+        self,
+        scheduler: scheduler_lib.Scheduler,
+        runner: batch_lib.Runner,
+        *,
+        max_total_tokens: int,
+        decode_log_interval: int = 40,
+    ):
+        self.scheduler = scheduler
+        self.runner = runner
+        self.counters = stats_lib.Counters()
+        self.throughput = stats_lib.Throughput()
+        self.requests: dict[str, request_lib.Request] = {}
+        self._max_total_tokens = max_total_tokens
+        self._decode_log_interval = decode_log_interval
+        self._logged_at = (time.monotonic(), 0, 0)
+
+    def add(self, request: request_lib.Request) -> None:
+        """Queues a request, or raises the RequestError that says why it cannot run."""
+        self.scheduler.add_request(request)
+        self.requests[request.request_id] = request
+        self.counters.requests += 1
+        self.counters.prompt_tokens += len(request.prompt_ids)
+
+    def abort(self, request_id: str) -> request_lib.Request | None:
+        """Removes a request in any phase and frees its pages; None when unknown."""
+        request = self.requests.pop(request_id, None)
+        if request is not None and self.scheduler.abort(request_id):
+            self.counters.aborted_requests += 1
+            self._count_end(request)
+        return request
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work()
+
+    def step(self) -> list[outputs_lib.RequestOutput]:
+        """Runs one launch and returns what its requests committed.
+
+        Raises whatever the runner raises, after the failed launch's requests were
+        removed (`LaunchFailed.requests`) and all others made ready to run again.
+        """
+        batch = self.scheduler.schedule()
+        if batch is None:
+            return []
+        try:
+            results = self.runner.execute(batch)
+        except Exception as error:  # a fault of one launch must not end the engine
+            raise self._recover(batch, error) from error
+        outputs = self.scheduler.process_results(batch, results)
+        self._count(batch, outputs)
+        return outputs
+
+    def _recover(self, batch: batch_lib.ScheduleBatch, error: Exception) -> LaunchFailed:
+        failed = [row.request for row in batch.rows]
+        for request in failed:
+            self.abort(request.request_id)
+        self.scheduler.drop_kv()
+        self.runner.reset_pool()
+        return LaunchFailed(f"{type(error).__name__}: {error}", failed)
+
+    def _count(
+        self, batch: batch_lib.ScheduleBatch, outputs: list[outputs_lib.RequestOutput]
+    ) -> None:
+        counters = self.counters
+        counters.count_launch(batch)
+        tokens = sum(len(output.new_token_ids) for output in outputs)
+        counters.generation_tokens += tokens
+        if tokens:
+            self.throughput.add(tokens)
+        for output in outputs:
+            if output.finish is not None:
+                self.requests.pop(output.request.request_id, None)
+                self._count_end(output.request)
+        if (
+            batch.phase is batch_lib.Phase.DECODE
+            and counters.decode_launches % self._decode_log_interval == 0
+        ):
+            self._log()
+
+    def _count_end(self, request: request_lib.Request) -> None:
+        self.counters.edited_tokens += request.num_edited
+        self.counters.discarded_tokens += request.num_discarded
+
+    def _log(self) -> None:
+        counters, stats = self.counters, self.scheduler.stats()
+        began, tokens_then, steps_then = self._logged_at
+        now = time.monotonic()
+        self._logged_at = (now, counters.generation_tokens, counters.denoising_steps)
+        tokens = counters.generation_tokens - tokens_then
+        steps = counters.denoising_steps - steps_then
+        logger.info(
+            "Decode batch. #running-req: %d, #token: %d, token usage: %.2f, denoise steps: %d, "
+            "tpf: %.2f, gen throughput (token/s): %.1f, #queue-req: %d",
+            stats.num_running,
+            round(stats.token_usage * self._max_total_tokens),
+            stats.token_usage,
+            steps,
+            tokens / steps if steps else 0.0,
+            tokens / max(now - began, 1e-9),
+            stats.num_queued,
+        )
+
+
+class LaunchFailed(RuntimeError):
+    """Carries the requests that a failed launch took with it."""
+
+    def __init__(self, message: str, requests: list[request_lib.Request]):
+        super().__init__(message)
+        self.requests = requests

@@ -1,0 +1,59 @@
+"""Text of one growing output that never takes back what it has shown.
+
+Held back while the output grows: an incomplete UTF-8 character at the end, and a tail
+that could be the beginning of a stop string.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jdllm import sampling_params
+from jdllm.engine import tokenizer as tokenizer_lib
+from jdllm.scheduler import outputs as outputs_lib
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class Detokenizer:
+    """Turns the committed ids of one request into cumulative text."""
+
+    def __init__(self, tokenizer: tokenizer_lib.Tokenizer, params: sampling_params.SamplingParams):
+        self._tokenizer = tokenizer
+        self._params = params
+        self.text = ""
+
+    def update(self, output_ids: Sequence[int], finish: outputs_lib.FinishReason | None) -> str:
+        """Returns the text that became certain; `self.text` is everything so far."""
+        text = self._full_text(output_ids, finish)
+        if finish is None:
+            text = text[: len(text) - self._held_back(text)]
+        delta = text[len(self.text) :]
+        self.text += delta
+        return delta
+
+    def _full_text(self, output_ids: Sequence[int], finish: outputs_lib.FinishReason | None) -> str:
+        skip, trim = self._params.skip_special_tokens, not self._params.no_stop_trim
+        if finish is not None and isinstance(finish.matched, int) and trim:
+            output_ids = output_ids[:-1]
+        text = self._tokenizer.decode(output_ids, skip_special_tokens=skip)
+        if finish is not None and isinstance(finish.matched, str):
+            at = text.find(finish.matched)
+            if at >= 0:
+                text = text[: at if trim else at + len(finish.matched)]
+        return text
+
+    def _held_back(self, text: str) -> int:
+        """Returns how many characters at the end may still change or be trimmed."""
+        settled = text.rstrip(REPLACEMENT)
+        held = len(text) - len(settled)
+        longest = max(
+            (
+                size
+                for stop in self._params.stop
+                for size in range(1, len(stop))
+                if settled.endswith(stop[:size])
+            ),
+            default=0,
+        )
+        return held + longest

@@ -1,0 +1,414 @@
+"""The engine as people use it: `generate` in a notebook, `stream` under the server.
+
+One process, one engine thread; any number of caller threads or asyncio loops. Text
+work (templates, tokenising, detokenising) happens on the caller's side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import queue
+import random
+import time
+import weakref
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+import pallas_kernels
+from jdllm import config as config_lib
+from jdllm import errors, sampling_params
+from jdllm.engine import build, outputs, requests, startup
+from jdllm.engine import loop as loop_lib
+from jdllm.engine import stats as stats_lib
+from jdllm.runner import compile_counter
+from jdllm.scheduler import request as request_lib
+
+
+class Engine:
+    """Serves one model; keyword arguments are the fields of `EngineConfig`.
+
+    Without arguments the bundled model is served. Use it as a context manager, or
+    call `shutdown`; a forgotten engine is shut down when it is collected.
+    """
+
+    def __init__(
+        self,
+        config: config_lib.EngineConfig | None = None,
+        *,
+        progress: startup.StartupProgress | None = None,
+        **options: Any,
+    ):
+        if config is None:
+            config = config_lib.from_mapping(config_lib.EngineConfig, options)
+        elif options:
+            raise TypeError("give either a config or keyword options, not both")
+        self.progress = progress or startup.StartupProgress()
+        try:
+            self._built = build.build(config, self.progress)
+        except Exception as error:
+            self.progress.enter("failed", error=str(error))
+            raise
+        self.config = self._built.config
+        self.spec = self._built.spec
+        self.tokenizer = self._built.tokenizer
+        self.model_name = self.config.served_model_name
+        self.context_length = self._built.sizes.context_length
+        self.max_running_requests = self._built.sizes.max_running_requests
+        self.max_total_tokens = self._built.sizes.num_pages * self._built.sizes.page_size
+        self._random = random.Random(config.random_seed)
+        self._loop = loop_lib.EngineLoop(self._built.core)
+        self._finalizer = weakref.finalize(self, loop_lib.EngineLoop.stop, self._loop)
+        self.progress.enter("ready")
+
+    # Generation
+
+    def generate(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        sampling_params: requests.Params | Sequence[requests.Params] = None,
+        *,
+        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        rid: str | Sequence[str] | None = None,
+        stream: bool = False,
+    ) -> Any:
+        """Returns a dict (text, output_ids, meta_info) for one prompt, a list for a list.
+
+        With `stream=True` an iterator of such dicts with cumulative text, as blocks
+        commit; for several prompts or choices each dict carries its `index`.
+        """
+        prompts, is_single = self._prompt_ids(prompt, input_ids)
+        params = requests.params_per_prompt(sampling_params, len(prompts))
+        rids = requests.request_ids(rid, len(prompts))
+        events = self._events(prompts, params, rids)
+        if stream:
+            return self._stream_dicts(events, is_single and params[0].n == 1)
+        final: dict[tuple[int, int], dict[str, Any]] = {}
+        for generation in events:
+            if generation.finish_reason is not None:
+                final[generation.prompt_index, generation.index] = generation.as_dict()
+        results = [final[key] for key in sorted(final)]
+        return results[0] if is_single and len(results) == 1 else results
+
+    async def async_generate(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        sampling_params: requests.Params | Sequence[requests.Params] = None,
+        *,
+        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        rid: str | Sequence[str] | None = None,
+    ) -> Any:
+        """Like `generate` without streaming, for an asyncio caller."""
+        prompts, is_single = self._prompt_ids(prompt, input_ids)
+        params = requests.params_per_prompt(sampling_params, len(prompts))
+        rids = requests.request_ids(rid, len(prompts))
+
+        async def run(i: int) -> list[dict[str, Any]]:
+            final = {}
+            async for generation in self.stream(prompts[i], params[i], request_id=rids[i]):
+                if generation.finish_reason is not None:
+                    final[generation.index] = generation.as_dict()
+            return [final[index] for index in sorted(final)]
+
+        results = sum(await asyncio.gather(*map(run, range(len(prompts)))), [])
+        return results[0] if is_single and len(results) == 1 else results
+
+    def iterate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[sampling_params.SamplingParams],
+    ) -> Iterator[outputs.Generation]:
+        """Yields the generations of several prompts as they come, for batch jobs."""
+        return self._events(prompts, params, requests.request_ids(None, len(prompts)))
+
+    async def stream(
+        self,
+        prompt_ids: Sequence[int],
+        params: sampling_params.SamplingParams,
+        *,
+        request_id: str | None = None,
+    ) -> AsyncIterator[outputs.Generation]:
+        """Yields each choice's text as its blocks commit.
+
+        Refusals raise at the first step. Closing the iterator aborts the request.
+        """
+        events: asyncio.Queue[tuple[str, loop_lib.Event]] = asyncio.Queue()
+        event_loop = asyncio.get_running_loop()
+
+        def sink(request_id: str) -> loop_lib.Sink:
+            def put(event: loop_lib.Event) -> None:
+                event_loop.call_soon_threadsafe(events.put_nowait, (request_id, event))
+
+            return put
+
+        choices = self._choices([prompt_ids], [params], [request_id or requests.new_id()])
+        submitted = self._loop.submit([choice.request for choice in choices.values()], sink)
+        unfinished = set(choices)
+        try:
+            await asyncio.wrap_future(submitted)
+            while unfinished:
+                request_id, event = await events.get()
+                generation = choices[request_id].update(event)
+                if generation.finish_reason is not None:
+                    unfinished.discard(request_id)
+                yield generation
+        finally:
+            if unfinished and self._loop.is_alive:
+                self._loop.abort(unfinished.__contains__)
+
+    # Control
+
+    def abort(self, request_id_prefix: str = "", *, abort_all: bool = False) -> int:
+        """Aborts the requests whose id begins so, or all; returns how many."""
+        if not request_id_prefix and not abort_all:
+            return 0
+        prefix = "" if abort_all else request_id_prefix
+        return self._loop.abort(lambda request_id: request_id.startswith(prefix)).result()
+
+    def flush_cache(self) -> bool:
+        """Empties the prefix cache; False, and nothing done, while requests run."""
+        return self._loop.call(self._built.core.scheduler.flush_cache).result()
+
+    def stop_admitting(self) -> None:
+        """Refuses new requests from now on; running ones go on."""
+        self._loop.is_admitting = False
+
+    def drain(self, timeout_s: float) -> bool:
+        """Waits until no request is left; False when the time is up before."""
+        deadline = time.monotonic() + timeout_s
+        while self._built.core.requests:
+            if time.monotonic() >= deadline or not self._loop.is_alive:
+                return False
+            time.sleep(0.02)
+        return True
+
+    def shutdown(self) -> None:
+        """Stops the engine thread and gives the device's memory back."""
+        self.stop_admitting()
+        self._finalizer()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    # Information
+
+    @property
+    def is_alive(self) -> bool:
+        return self._loop.is_alive
+
+    def heartbeat_age_s(self) -> float:
+        """Returns seconds since the engine thread last began a round."""
+        return time.monotonic() - self._loop.beat_s
+
+    def default_max_new_tokens(self, prompt_len: int) -> int:
+        """Returns what remains of the context, the default of chat requests."""
+        room = min(self.context_length, self.max_total_tokens)
+        return max(1, room - prompt_len)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Returns the ids of plain text."""
+        if self.tokenizer is None:
+            raise errors.RequestError(
+                "the engine runs with skip_tokenizer_init; give input_ids", param="prompt"
+            )
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def stats(self) -> stats_lib.EngineStats:
+        """Returns a snapshot; approximate while a launch is in flight."""
+        core, sizes = self._built.core, self._built.sizes
+        scheduled, counters = core.scheduler.stats(), core.counters
+        compiles = compile_counter.COUNTER
+        return stats_lib.EngineStats(
+            num_running_reqs=scheduled.num_running,
+            num_queue_reqs=scheduled.num_queued,
+            num_used_tokens=scheduled.num_used_pages * sizes.page_size,
+            max_total_num_tokens=self.max_total_tokens,
+            max_running_requests=sizes.max_running_requests,
+            token_usage=scheduled.token_usage,
+            gen_throughput=core.throughput.per_second(),
+            cache_hit_rate=scheduled.total_cached_tokens / max(scheduled.total_prompt_tokens, 1),
+            prompt_tokens_total=counters.prompt_tokens,
+            generation_tokens_total=counters.generation_tokens,
+            cached_tokens_total=scheduled.total_cached_tokens,
+            num_requests_total=counters.requests,
+            num_aborted_requests_total=counters.aborted_requests,
+            denoising_steps_total=counters.denoising_steps,
+            canvas_positions_total=counters.canvas_positions,
+            committed_tokens_total=counters.generation_tokens,
+            edited_tokens_total=counters.edited_tokens,
+            discarded_tokens_total=counters.discarded_tokens,
+            preemptions_total=scheduled.total_preemptions,
+            prefill_launches_total=counters.prefill_launches,
+            decode_launches_total=counters.decode_launches,
+            padding_fraction=counters.padding_fraction,
+            batch_occupancy=counters.batch_occupancy,
+            jit_compiles_total=compiles.count - self._built.compiles_at_ready,
+            jit_compile_seconds=compiles.seconds,
+            startup_time_seconds=self._built.startup_s,
+            weight_memory_usage_gb=sizes.weight_bytes / 1e9,
+            kv_cache_memory_usage_gb=sizes.kv_bytes / 1e9,
+        )
+
+    def server_info(self) -> dict[str, Any]:
+        """Returns resolved options, kernels, devices and one `internal_states` entry."""
+        device = jax.local_devices()[0]
+        return {
+            **dataclasses.asdict(self.config),
+            "kernels": pallas_kernels.describe(),
+            "device": f"{device.platform}: {device.device_kind}",
+            "block_size": self.spec.diffusion.block_size,
+            "algorithms": list(self._built.algorithms),
+            "internal_states": [dataclasses.asdict(self.stats())],
+        }
+
+    def model_info(self) -> dict[str, Any]:
+        """Returns what SGLang's `/model_info` returns."""
+        default = self._built.default_sampling
+        return {
+            "model_path": self.config.model_path,
+            "served_model_name": self.model_name,
+            "tokenizer_path": self.config.tokenizer_path,
+            "is_generation": True,
+            "preferred_sampling_params": {
+                "temperature": default.temperature,
+                "top_p": default.top_p,
+                "top_k": default.top_k,
+                "dllm": _without_none(dataclasses.asdict(self._built.default_dllm)),
+            },
+            "weight_version": "default",
+            "model_type": self.spec.model_type,
+            "architectures": [self.spec.architecture],
+            "context_length": self.context_length,
+        }
+
+    # Internals
+
+    def _events(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[sampling_params.SamplingParams],
+        rids: Sequence[str],
+    ) -> Iterator[outputs.Generation]:
+        """Submits now, yields later; leaving the iterator early aborts what is left."""
+        events: queue.SimpleQueue[tuple[str, loop_lib.Event]] = queue.SimpleQueue()
+
+        def sink(request_id: str) -> loop_lib.Sink:
+            return lambda event: events.put((request_id, event))
+
+        choices = self._choices(prompts, params, rids)
+        self._loop.submit([choice.request for choice in choices.values()], sink).result()
+        unfinished = set(choices)
+
+        def iterate() -> Iterator[outputs.Generation]:
+            try:
+                while unfinished:
+                    request_id, event = events.get()
+                    generation = choices[request_id].update(event)
+                    if generation.finish_reason is not None:
+                        unfinished.discard(request_id)
+                    yield generation
+            finally:
+                if unfinished and self._loop.is_alive:
+                    self._loop.abort(unfinished.__contains__)
+
+        return iterate()
+
+    def _choices(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[sampling_params.SamplingParams],
+        rids: Sequence[str],
+    ) -> dict[str, requests.Choice]:
+        choices: dict[str, requests.Choice] = {}
+        for i, (prompt_ids, one, rid) in enumerate(zip(prompts, params, rids, strict=True)):
+            full = self._complete(one, len(prompt_ids))
+            self._check_ids(prompt_ids, full)
+            seed = self._random.getrandbits(requests.SEED_BITS) if full.seed is None else full.seed
+            for index in range(full.n):
+                request = request_lib.Request(
+                    request_id=rid if full.n == 1 else f"{rid}-{index}",
+                    prompt_ids=list(prompt_ids),
+                    sampling=full,
+                    max_new_tokens=full.max_new_tokens,
+                    eos_token_ids=self._built.eos_token_ids,
+                    seed=requests.seed_of_choice(seed, index),
+                )
+                if request.request_id in choices:
+                    raise errors.RequestError(
+                        f"duplicate request id {request.request_id!r}", param="rid"
+                    )
+                choices[request.request_id] = requests.Choice(request, i, index, self.tokenizer)
+        return choices
+
+    def _complete(
+        self, params: sampling_params.SamplingParams, prompt_len: int
+    ) -> sampling_params.SamplingParams:
+        """Returns the params with every default filled in, options checked."""
+        dllm = params.dllm.resolve(self._built.default_dllm)
+        if dllm.algorithm not in self._built.algorithms:
+            raise errors.RequestError(
+                f"algorithm {dllm.algorithm!r} is not compiled; this server has "
+                f"{', '.join(self._built.algorithms)} (--dllm-algorithm A,B adds more)",
+                param="dllm.algorithm",
+            )
+        default = self._built.default_sampling
+        pick = lambda value, fallback: fallback if value is None else value  # noqa: E731
+        if params.stop and self.tokenizer is None:
+            raise errors.RequestError(
+                "stop strings need a tokenizer, the engine runs with skip_tokenizer_init",
+                param="stop",
+            )
+        return dataclasses.replace(
+            params,
+            max_new_tokens=pick(params.max_new_tokens, self.default_max_new_tokens(prompt_len)),
+            temperature=pick(params.temperature, default.temperature),
+            top_p=pick(params.top_p, default.top_p),
+            top_k=pick(params.top_k, default.top_k),
+            dllm=dllm,
+        )
+
+    def _check_ids(self, prompt_ids: Sequence[int], params: sampling_params.SamplingParams) -> None:
+        V = self.spec.vocab_size
+        for name, ids in (("input_ids", prompt_ids), ("stop_token_ids", params.stop_token_ids)):
+            for token_id in ids:
+                is_id = isinstance(token_id, int | np.integer) and not isinstance(token_id, bool)
+                if not is_id or not 0 <= token_id < V:
+                    raise errors.RequestError(
+                        f"{name} holds {token_id!r}, not a token id between 0 and {V - 1}",
+                        param=name,
+                    )
+
+    def _prompt_ids(
+        self,
+        prompt: str | Sequence[str] | None,
+        input_ids: Sequence[int] | Sequence[Sequence[int]] | None,
+    ) -> tuple[list[list[int]], bool]:
+        """Returns (one list of ids per prompt, whether a single prompt was given)."""
+        if (prompt is None) == (input_ids is None):
+            raise errors.RequestError("give either a prompt or input_ids", param="prompt")
+        if prompt is not None:
+            texts = [prompt] if isinstance(prompt, str) else list(prompt)
+            return [self.encode(text) for text in texts], isinstance(prompt, str)
+        return requests.id_rows(input_ids)
+
+    def _stream_dicts(
+        self, events: Iterator[outputs.Generation], is_single: bool
+    ) -> Iterator[dict[str, Any]]:
+        seen: dict[tuple[int, int], int] = {}
+        for generation in events:
+            item = generation.as_dict()
+            if not is_single:
+                key = generation.prompt_index, generation.index
+                item["index"] = seen.setdefault(key, len(seen))
+                item["prompt_index"] = generation.prompt_index
+            yield item
+
+
+def _without_none(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}

@@ -1,0 +1,120 @@
+"""vLLM's offline shape over the engine: `LLM(...).generate`, `.chat`, request outputs."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tqdm.auto
+
+from jdllm import errors
+from jdllm.engine import engine as engine_lib
+from jdllm.engine import outputs, requests
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionOutput:
+    """One choice of one prompt."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    meta_info: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutput:
+    """A prompt and its choices."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+
+
+class LLM:
+    """Batch generation with a progress bar; keyword arguments as for `Engine`."""
+
+    def __init__(self, model: str | None = None, **options: Any):
+        self.engine = engine_lib.Engine(model_path=model, **options)
+
+    def generate(
+        self,
+        prompts: str | Sequence[str],
+        sampling_params: requests.Params | Sequence[requests.Params] = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Returns one output per prompt, in order, whatever finishes first."""
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        ids = [self.engine.encode(text) for text in texts]
+        return self._run(texts, ids, sampling_params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: requests.Params | Sequence[requests.Params] = None,
+        *,
+        use_tqdm: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Returns the assistant's reply to one conversation, or to each of several."""
+        if not messages:
+            raise errors.RequestError("messages must not be empty", param="messages")
+        conversations = [messages] if isinstance(messages[0], Mapping) else list(messages)
+        tokenizer = self.engine.tokenizer
+        if tokenizer is None:
+            raise errors.RequestError("chat needs a tokenizer", param="messages")
+        options = dict(chat_template_kwargs or {})
+        ids = [tokenizer.apply_chat_template(one, **options) for one in conversations]
+        return self._run([None] * len(ids), ids, sampling_params, use_tqdm)
+
+    def shutdown(self) -> None:
+        """Stops the engine; see `Engine.shutdown`."""
+        self.engine.shutdown()
+
+    def _run(
+        self,
+        texts: Sequence[str | None],
+        ids: list[list[int]],
+        sampling_params: requests.Params | Sequence[requests.Params],
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        params = requests.params_per_prompt(sampling_params, len(ids))
+        choices: dict[tuple[int, int], outputs.Generation] = {}
+        began, tokens, nfe = time.monotonic(), 0, 0
+        with tqdm.auto.tqdm(
+            total=sum(one.n for one in params), desc="Generating", disable=not use_tqdm
+        ) as bar:
+            for generation in self.engine.iterate(ids, params):
+                if generation.finish_reason is None:
+                    continue
+                choices[generation.prompt_index, generation.index] = generation
+                tokens += len(generation.output_ids)
+                nfe += generation.meta_info["nfe"]
+                rate = tokens / max(time.monotonic() - began, 1e-9)
+                bar.set_postfix_str(f"output {rate:.1f} toks/s, TPF {tokens / max(nfe, 1):.2f}")
+                bar.update()
+        return [
+            RequestOutput(
+                prompt=texts[i],
+                prompt_token_ids=ids[i],
+                outputs=[_completion(choices[i, j]) for j in range(params[i].n)],
+            )
+            for i in range(len(ids))
+        ]
+
+
+def _completion(generation: outputs.Generation) -> CompletionOutput:
+    assert generation.finish_reason is not None, "only finished choices are kept"
+    return CompletionOutput(
+        index=generation.index,
+        text=generation.text,
+        token_ids=generation.output_ids,
+        finish_reason=generation.finish_reason["type"],
+        meta_info=generation.meta_info,
+    )

@@ -1,0 +1,173 @@
+"""The engine thread: the only one that touches scheduler and device.
+
+Other threads hand it callables (`call`), which run between launches, and receive
+events through a sink per request. A sink must not block.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from jdllm import errors
+from jdllm.engine import core as core_lib
+from jdllm.scheduler import outputs as outputs_lib
+from jdllm.scheduler import request as request_lib
+
+logger = logging.getLogger(__name__)
+
+R = TypeVar("R")
+
+IDLE_WAIT_S = 0.5
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokensEvent:
+    """Tokens that a request committed; the last one carries `finish`."""
+
+    output: outputs_lib.RequestOutput
+    num_output: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FaultEvent:
+    """The launch that held the request failed; nothing follows."""
+
+    message: str
+
+
+Event = TokensEvent | FaultEvent
+Sink = Callable[[Event], None]
+
+
+class EngineLoop:
+    """Runs an `EngineCore` in a thread of its own."""
+
+    def __init__(self, core: core_lib.EngineCore):
+        self.core = core
+        self._sinks: dict[str, Sink] = {}
+        self._calls: collections.deque[tuple[Callable[[], Any], concurrent.futures.Future]] = (
+            collections.deque()
+        )
+        self._wake = threading.Condition()
+        self._is_stopping = False
+        self.is_admitting = True
+        self.beat_s = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="jdllm-engine", daemon=True)
+        self._thread.start()
+
+    def call(self, function: Callable[[], R]) -> concurrent.futures.Future[R]:
+        """Runs `function` on the engine thread between launches."""
+        future: concurrent.futures.Future[R] = concurrent.futures.Future()
+        with self._wake:
+            if self._is_stopping:
+                raise errors.EngineStopped("the engine has shut down")
+            self._calls.append((function, future))
+            self._wake.notify()
+        return future
+
+    def submit(
+        self, requests: list[request_lib.Request], sink: Callable[[str], Sink]
+    ) -> concurrent.futures.Future[None]:
+        """Queues requests together: all of them or, when one is refused, none."""
+        if not self.is_admitting:
+            raise errors.EngineStopped("the engine is draining and takes no new requests")
+
+        def add() -> None:
+            added: list[str] = []
+            try:
+                for request in requests:
+                    self.core.add(request)
+                    self._sinks[request.request_id] = sink(request.request_id)
+                    added.append(request.request_id)
+            except errors.RequestError:
+                for request_id in added:
+                    self._sinks.pop(request_id, None)
+                    self.core.abort(request_id)
+                raise
+
+        return self.call(add)
+
+    def abort(self, matches: Callable[[str], bool]) -> concurrent.futures.Future[int]:
+        """Aborts every request whose id matches; their sinks get a final event."""
+
+        def run() -> int:
+            ids = [request_id for request_id in self.core.requests if matches(request_id)]
+            for request_id in ids:
+                request = self.core.abort(request_id)
+                sink = self._sinks.pop(request_id, None)
+                if request is None or sink is None:
+                    continue
+                reason = outputs_lib.FinishReason(
+                    kind="abort", finished_len=len(request.output_ids)
+                )
+                output = outputs_lib.RequestOutput(request=request, new_token_ids=[], finish=reason)
+                sink(TokensEvent(output, len(request.output_ids)))
+            return len(ids)
+
+        return self.call(run)
+
+    def stop(self) -> None:
+        """Ends the thread after the launch in flight; open requests get a fault."""
+        with self._wake:
+            self._is_stopping = True
+            self._wake.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            while not self._is_stopping:
+                self.beat_s = time.monotonic()
+                self._run_calls()
+                if self.core.has_work:
+                    self._step()
+                else:
+                    with self._wake:
+                        if not self._calls and not self._is_stopping:
+                            self._wake.wait(IDLE_WAIT_S)
+        finally:
+            self._is_stopping = True
+            self._run_calls()
+            for sink in self._sinks.values():
+                sink(FaultEvent("the engine has shut down"))
+            self._sinks.clear()
+
+    def _run_calls(self) -> None:
+        while self._calls:
+            function, future = self._calls.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(function())
+            except Exception as error:  # belongs to the caller, who waits on the future
+                future.set_exception(error)
+
+    def _step(self) -> None:
+        try:
+            outputs = self.core.step()
+        except core_lib.LaunchFailed as error:
+            logger.exception("a launch failed; %d requests end", len(error.requests))
+            for request in error.requests:
+                sink = self._sinks.pop(request.request_id, None)
+                if sink is not None:
+                    sink(FaultEvent(str(error)))
+            return
+        for output in outputs:
+            request = output.request
+            if output.finish is None:
+                sink = self._sinks.get(request.request_id)
+            else:
+                sink = self._sinks.pop(request.request_id, None)
+            if sink is not None:
+                sink(TokensEvent(output, len(request.output_ids)))

@@ -1,0 +1,82 @@
+"""What the engine tells its callers about a request, in SGLang's shapes."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+from jdllm.scheduler import outputs as outputs_lib
+from jdllm.scheduler import request as request_lib
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """One choice so far. `text` and `output_ids` are cumulative and never retract.
+
+    `delta_text` and `delta_ids` are what this event added; `finish_reason` is None
+    until the last event of the choice.
+    """
+
+    request_id: str
+    index: int
+    prompt_index: int
+    text: str
+    delta_text: str
+    output_ids: list[int]
+    delta_ids: list[int]
+    finish_reason: dict[str, Any] | None
+    meta_info: dict[str, Any]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns SGLang's `/generate` object."""
+        return {"text": self.text, "output_ids": self.output_ids, "meta_info": self.meta_info}
+
+
+def finish_dict(finish: outputs_lib.FinishReason | None) -> dict[str, Any] | None:
+    """Returns SGLang's `finish_reason` object, None while the request runs."""
+    if finish is None:
+        return None
+    match finish.kind:
+        case "stop":
+            return {"type": "stop", "matched": finish.matched}
+        case "length":
+            return {"type": "length", "length": finish.finished_len}
+        case "abort":
+            return {"type": "abort", "message": "aborted"}
+    raise AssertionError(f"unknown finish kind {finish.kind!r}")
+
+
+def meta_info(
+    request: request_lib.Request, output_len: int, finish_reason: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Returns SGLang's `meta_info` with the dLLM statistics beside it.
+
+    NFE counts the decode forwards this request took part in; TPF is completion tokens
+    per NFE. Times are seconds.
+    """
+    now = time.monotonic()
+    tpf = output_len / request.nfe if request.nfe else 0.0
+    started = request.first_scheduled_s
+    dllm = {
+        "nfe": request.nfe,
+        "tpf": round(tpf, 4),
+        "blocks": request.num_blocks,
+        "edited_tokens": request.num_edited,
+        "discarded_tokens": request.num_discarded,
+        "algorithm": request.sampling.dllm.algorithm,
+        "threshold": request.sampling.dllm.threshold,
+    }
+    return {
+        "id": request.request_id,
+        "finish_reason": finish_reason,
+        "prompt_tokens": len(request.prompt_ids),
+        "completion_tokens": output_len,
+        "cached_tokens": request.cached_tokens,
+        "e2e_latency": now - request.arrival_s,
+        "queue_time": (started if started is not None else now) - request.arrival_s,
+        "weight_version": "default",
+        "nfe": request.nfe,
+        "tpf": dllm["tpf"],
+        "dllm": dllm,
+    }

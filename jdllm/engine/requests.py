@@ -1,0 +1,127 @@
+"""Requests on the caller's side: ids, seeds and parameters in, generations out.
+
+`Choice` turns the events of one request into cumulative text; the functions bring
+what callers may pass (dicts, one for all, lists) into one form.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from jdllm import errors, sampling_params
+from jdllm.engine import detokenizer, outputs
+from jdllm.engine import loop as loop_lib
+from jdllm.engine import tokenizer as tokenizer_lib
+from jdllm.scheduler import request as request_lib
+
+Params = sampling_params.SamplingParams | Mapping[str, object] | None
+
+DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's default for /generate and Engine.generate
+SEED_BITS = 64
+
+
+class EngineFault(RuntimeError):
+    """The launch that held the request failed on the device."""
+
+
+class Choice:
+    """One request on the caller's side: turns its events into generations."""
+
+    def __init__(
+        self,
+        request: request_lib.Request,
+        prompt_index: int,
+        index: int,
+        tokenizer: tokenizer_lib.Tokenizer | None,
+    ):
+        self.request = request
+        self._prompt_index = prompt_index
+        self._index = index
+        self._num_shown = 0
+        self._detokenizer = (
+            None if tokenizer is None else detokenizer.Detokenizer(tokenizer, request.sampling)
+        )
+
+    def update(self, event: loop_lib.Event) -> outputs.Generation:
+        """Returns the generation after this event; a fault raises EngineFault."""
+        if isinstance(event, loop_lib.FaultEvent):
+            raise EngineFault(event.message)
+        output_ids = self.request.output_ids[: event.num_output]
+        finish = event.output.finish
+        delta_text = text = ""
+        if self._detokenizer is not None:
+            delta_text = self._detokenizer.update(output_ids, finish)
+            text = self._detokenizer.text
+        delta_ids = output_ids[self._num_shown :]
+        self._num_shown = len(output_ids)
+        reason = outputs.finish_dict(finish)
+        return outputs.Generation(
+            request_id=self.request.request_id,
+            index=self._index,
+            prompt_index=self._prompt_index,
+            text=text,
+            delta_text=delta_text,
+            output_ids=output_ids,
+            delta_ids=delta_ids,
+            finish_reason=reason,
+            meta_info=outputs.meta_info(self.request, len(output_ids), reason),
+        )
+
+
+def as_params(params: Params) -> sampling_params.SamplingParams:
+    """Returns the params of one prompt; SGLang's default length where none is given."""
+    if params is None:
+        params = sampling_params.SamplingParams()
+    elif isinstance(params, Mapping):
+        params = sampling_params.SamplingParams.from_mapping(params)
+    if params.max_new_tokens is None:
+        params = dataclasses.replace(params, max_new_tokens=DEFAULT_MAX_NEW_TOKENS)
+    return params
+
+
+def seed_of_choice(seed: int, index: int) -> int:
+    """Returns the seed of choice `index`; choice 0 has the request's own."""
+    seed %= 1 << SEED_BITS
+    if index == 0:
+        return seed
+    return int(np.random.SeedSequence([seed, index]).generate_state(1, np.uint64)[0])
+
+
+def new_id() -> str:
+    return uuid.uuid4().hex
+
+
+def request_ids(rid: str | Sequence[str] | None, count: int) -> list[str]:
+    if rid is None:
+        return [new_id() for _ in range(count)]
+    ids = [rid] if isinstance(rid, str) else list(rid)
+    if len(ids) != count:
+        raise errors.RequestError(f"{len(ids)} request ids for {count} prompts", param="rid")
+    return ids
+
+
+def params_per_prompt(
+    params: Params | Sequence[Params], count: int
+) -> list[sampling_params.SamplingParams]:
+    """Returns one SamplingParams per prompt; a single one serves all."""
+    if isinstance(params, Sequence):
+        if len(params) != count:
+            raise errors.RequestError(
+                f"{len(params)} sampling_params for {count} prompts", param="sampling_params"
+            )
+        return [as_params(one) for one in params]
+    return [as_params(params)] * count
+
+
+def id_rows(
+    input_ids: Sequence[int] | Sequence[Sequence[int]] | np.ndarray,
+) -> tuple[list[list[int]], bool]:
+    """Returns (ids of each prompt, whether a single prompt was given)."""
+    rows = input_ids.tolist() if isinstance(input_ids, np.ndarray) else list(input_ids)
+    is_single = not rows or not isinstance(rows[0], list | tuple | np.ndarray)
+    rows = [rows] if is_single else rows
+    return [row.tolist() if isinstance(row, np.ndarray) else list(row) for row in rows], is_single

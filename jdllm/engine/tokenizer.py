@@ -1,0 +1,84 @@
+"""Text to ids and back: a thin face over the checkpoint's own HF tokenizer.
+
+No remote code is ever run. Templates are applied by the tokenizer; templated text is
+tokenised without further special tokens.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jinja2
+import transformers
+
+from jdllm import errors
+
+
+class Tokenizer:
+    """Encodes prompts, applies the chat template, decodes outputs."""
+
+    def __init__(self, path: str | pathlib.Path, *, chat_template: str | None = None):
+        try:
+            self._hf = transformers.AutoTokenizer.from_pretrained(
+                str(path), trust_remote_code=False, use_fast=True
+            )
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            raise errors.ConfigError(f"no usable tokenizer at {path}: {error}") from error
+        if chat_template is not None:
+            self._hf.chat_template = _read_template(chat_template)
+        self.path = str(path)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._hf.chat_template)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._hf.eos_token_id
+
+    def token_id(self, token: str) -> int | None:
+        """Returns the id of one vocabulary entry, None when it has none."""
+        return self._hf.get_vocab().get(token)
+
+    def __len__(self) -> int:
+        return len(self._hf)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Returns the ids of plain text."""
+        return list(self._hf.encode(text, add_special_tokens=add_special_tokens))
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], **template_options: Any
+    ) -> list[int]:
+        """Returns the ids of a conversation with the generation prompt at its end."""
+        if not self.has_chat_template:
+            raise errors.RequestError(
+                "this model has no chat template; start the server with --chat-template",
+                param="messages",
+            )
+        options = {"add_generation_prompt": True} | template_options
+        try:
+            text = self._hf.apply_chat_template(list(messages), tokenize=False, **options)
+        except (jinja2.TemplateError, TypeError) as error:
+            raise errors.RequestError(
+                f"the chat template refuses these messages: {error}", param="messages"
+            ) from error
+        return self.encode(text, add_special_tokens=False)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Returns the text of `ids`; incomplete UTF-8 decodes to replacement characters."""
+        return self._hf.decode(
+            list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+
+
+def _read_template(source: str) -> str:
+    """Returns a template given inline or as the path of a file."""
+    if "{" in source:
+        return source
+    path = pathlib.Path(source)
+    if not path.is_file():
+        raise errors.ConfigError(f"chat_template={source!r} is neither a file nor a Jinja template")
+    return path.read_text()

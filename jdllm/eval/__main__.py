@@ -1,0 +1,193 @@
+"""`python -m jdllm.eval`: accuracy, TPF and NFE of a task, in process or against a server."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import logging
+import pathlib
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import yaml
+
+from jdllm import config as config_lib
+from jdllm import errors, sampling_params
+from jdllm.engine import engine as engine_lib
+from jdllm.eval import backends, report, runner
+from jdllm.tasks import registry
+
+# Options of the engine in this process; with --base-url they belong to the server.
+ENGINE_FLAGS: dict[str, type] = {
+    "model_path": str,
+    "tokenizer_path": str,
+    "revision": str,
+    "load_format": str,
+    "dtype": str,
+    "context_length": int,
+    "mem_fraction_static": float,
+    "max_running_requests": int,
+    "max_total_tokens": int,
+    "page_size": int,
+    "dllm_algorithm": str,
+    "dllm_algorithm_config": str,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 0, 1 when the run broke off, 2 for a wrong command line, 130 when interrupted."""
+    options = parse_args(argv)
+    try:
+        run(options)
+    except (errors.ConfigError, errors.RequestError) as error:
+        return _fail(error, 2)
+    except backends.BackendError as error:
+        return _fail(error, 1)
+    except KeyboardInterrupt:
+        return _fail("interrupted; answers so far are kept, the same command goes on", 130)
+    return 0
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m jdllm.eval", description=__doc__)
+    parser.add_argument("--task", required=True, choices=sorted(registry.TASKS))
+    parser.add_argument("--data", metavar="FILE", help="JSON lines with question and answer")
+    parser.add_argument("--limit", type=_positive, metavar="N", help="ask the first N only")
+    parser.add_argument("--num-shots", type=_natural, default=0, metavar="K")
+    parser.add_argument("--shots-data", metavar="FILE", help="take the shots from this file")
+    parser.add_argument("--output-dir", required=True, metavar="D")
+    group = parser.add_argument_group("decoding")
+    group.add_argument("--max-new-tokens", type=_positive, metavar="N")
+    group.add_argument("--temperature", type=float, default=0.0)
+    group.add_argument("--seed", type=int)
+    group.add_argument("--dllm", nargs="+", action="extend", default=[], metavar="KEY=VALUE")
+    group.add_argument("--sweep", metavar="KEY=A,B,C", help="one run per value, with a summary")
+    group.add_argument("--parallel", type=_positive, metavar="N", help="requests at a time")
+    group = parser.add_argument_group("against a server")
+    group.add_argument("--base-url", metavar="URL", help="http://127.0.0.1:30000")
+    group.add_argument("--api", choices=("chat", "completion"), default="chat")
+    group.add_argument("--api-key")
+    group.add_argument("--timeout-s", type=float, default=600.0)
+    group = parser.add_argument_group("in process, as for jdllm.serve")
+    for name, kind in ENGINE_FLAGS.items():
+        group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=kind.__name__.upper())
+    return parser.parse_args(argv)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Runs the one point or the sweep that the command line asks for."""
+    points = sweep_points(options)
+    samplings = {label: sampling(options, changed) for label, changed in points.items()}
+    questions = runner.load_questions(
+        options.task,
+        data=options.data,
+        limit=options.limit,
+        num_shots=options.num_shots,
+        shots_data=options.shots_data,
+    )
+    given = {name: vars(options)[name] for name in ENGINE_FLAGS if vars(options)[name] is not None}
+    if options.base_url is not None and given:
+        raise errors.ConfigError(
+            f"--{next(iter(given)).replace('_', '-')} is for evaluation in process; "
+            "with --base-url give it to the server"
+        )
+    settings = {**given, "base_url": options.base_url, "api": options.api}
+    root = pathlib.Path(options.output_dir)
+    results = {}
+    with open_backend(options, given) as backend:
+        for label, one in samplings.items():
+            results[label] = runner.evaluate(
+                questions,
+                backend,
+                one,
+                output_dir=root / label if options.sweep else root,
+                settings=settings,
+                parallel=options.parallel,
+            )
+            print(f"\n{label}\n" if options.sweep else "", report.lines(results[label]), sep="")
+    if options.sweep:
+        write_sweep(root, results)
+
+
+@contextlib.contextmanager
+def open_backend(
+    options: argparse.Namespace, engine_options: dict[str, Any]
+) -> Iterator[backends.Backend]:
+    """Yields the one backend and shuts it down afterwards."""
+    if options.base_url is not None:
+        yield backends.Http(
+            options.base_url,
+            api=options.api,
+            api_key=options.api_key,
+            timeout_s=options.timeout_s,
+        )
+        return
+    config = config_lib.from_mapping(config_lib.EngineConfig, engine_options)
+    logging.basicConfig(level=logging.WARNING)
+    with engine_lib.Engine(config) as engine:
+        yield backends.InProcess(engine)
+
+
+def sampling(options: argparse.Namespace, changed: dict[str, Any]) -> dict[str, Any]:
+    """Returns the sampling parameters of one point, checked by the engine's own rules."""
+    values = {
+        "max_new_tokens": options.max_new_tokens,
+        "temperature": options.temperature,
+        "seed": options.seed,
+        "dllm": {**dict(map(key_value, options.dllm)), **changed},
+    }
+    sampling_params.SamplingParams.from_mapping(values)
+    return values
+
+
+def sweep_points(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Returns label -> changed dLLM options; one point without changes when not sweeping."""
+    if options.sweep is None:
+        return {"run": {}}
+    name, values = key_value(options.sweep, as_text=True)
+    cells = [cell.strip() for cell in values.split(",") if cell.strip()]
+    if not cells:
+        raise errors.ConfigError(f"--sweep {options.sweep!r} has no values")
+    return {f"{name}={cell}": {name: yaml.safe_load(cell)} for cell in cells}
+
+
+def key_value(text: str, *, as_text: bool = False) -> tuple[str, Any]:
+    """Splits `key=value`; the value is read as YAML reads a scalar."""
+    key, equals, value = text.partition("=")
+    if not key or not equals or not value:
+        known = ", ".join(field.name for field in dataclasses.fields(sampling_params.DllmParams))
+        raise errors.ConfigError(f"{text!r} is not KEY=VALUE; keys: {known}")
+    return key, value if as_text else yaml.safe_load(value)
+
+
+def write_sweep(root: pathlib.Path, results: dict[str, dict[str, Any]]) -> None:
+    name = next(iter(results)).partition("=")[0]
+    points = {label.partition("=")[2]: one for label, one in results.items()}
+    (root / "sweep.csv").write_text(report.sweep_csv(name, points))
+    (root / "summary.md").write_text(report.sweep_markdown(name, points))
+    print(f"\n{report.sweep_markdown(name, points)}")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
+    return value
+
+
+def _natural(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} is negative")
+    return value
+
+
+def _fail(error: object, code: int) -> int:
+    print(f"jdllm.eval: error: {error}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""What a run measured, from its records: pure arithmetic, and the lines people read.
+
+Quantities: NFE = decode forwards a request took part in; TPF = completion tokens per
+NFE, once as the mean over requests and once token-weighted (all tokens over all NFE);
+output tokens per second are end to end, over the wall time of the run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+
+def summarize(
+    records: Sequence[Mapping[str, Any]], sessions: Sequence[Mapping[str, float]]
+) -> dict[str, Any]:
+    """Returns the figures of a run; None where nothing was measured."""
+    n = len(records)
+    accuracy = sum(record["correct"] for record in records) / n if n else None
+    told = [record for record in records if record["nfe"]]
+    nfe = sum(record["nfe"] for record in told)
+    latencies = [record["latency"] for record in records]
+    wall_s = sum(session["wall_time_s"] for session in sessions)
+    timed_tokens = sum(session["completion_tokens"] for session in sessions)
+    return {
+        "num_examples": n,
+        "accuracy": accuracy,
+        "accuracy_stderr": None if n < 2 else math.sqrt(accuracy * (1 - accuracy) / (n - 1)),
+        "invalid_rate": sum(record["invalid"] for record in records) / n if n else None,
+        "tpf_mean": _mean([record["completion_tokens"] / record["nfe"] for record in told]),
+        "tpf_token_weighted": (
+            sum(record["completion_tokens"] for record in told) / nfe if nfe else None
+        ),
+        "nfe_mean": _mean([record["nfe"] for record in told]),
+        "nfe_total": nfe,
+        "completion_tokens": sum(record["completion_tokens"] for record in records),
+        "output_tokens_per_s": timed_tokens / wall_s if wall_s else None,
+        "latency_p50_s": float(np.percentile(latencies, 50)) if n else None,
+        "latency_p95_s": float(np.percentile(latencies, 95)) if n else None,
+        "wall_time_s": wall_s,
+        "num_sessions": len(sessions),
+        "num_cut_by_length": sum(record["finish_reason"] == "length" for record in records),
+    }
+
+
+def lines(results: Mapping[str, Any]) -> str:
+    """Returns SGLang's four lines (Latency is the wall time of the run), then TPF and NFE."""
+    return "\n".join(
+        [
+            f"Accuracy: {_number(results['accuracy'])}",
+            f"Invalid: {_number(results['invalid_rate'])}",
+            f"Latency: {_number(results['wall_time_s'])} s",
+            f"Output throughput: {_number(results['output_tokens_per_s'])} token/s",
+            f"TPF: {_number(results['tpf_mean'])} "
+            f"(token-weighted {_number(results['tpf_token_weighted'])})",
+            f"NFE: {_number(results['nfe_mean'])} per request",
+            f"Examples: {results['num_examples']}, accuracy "
+            f"{_percent(results['accuracy'])} ± {_percent(results['accuracy_stderr'])}",
+        ]
+    )
+
+
+SWEEP_COLUMNS = (
+    "accuracy", "accuracy_stderr", "invalid_rate", "tpf_mean", "tpf_token_weighted", "nfe_mean",
+    "output_tokens_per_s", "latency_p50_s", "latency_p95_s", "num_examples",
+)  # fmt: skip
+
+
+def sweep_csv(name: str, points: Mapping[str, Mapping[str, Any]]) -> str:
+    """Returns one row per value of the swept option; an empty cell was not measured."""
+    rows = [",".join((name, *SWEEP_COLUMNS))]
+    for value, results in points.items():
+        cells = ("" if results[key] is None else str(results[key]) for key in SWEEP_COLUMNS)
+        rows.append(",".join((value, *cells)))
+    return "\n".join(rows) + "\n"
+
+
+def sweep_markdown(name: str, points: Mapping[str, Mapping[str, Any]]) -> str:
+    """Returns the same points as a table: speed never without the accuracy of its settings."""
+    rows = [
+        f"| {name} | accuracy | invalid | TPF | NFE | output token/s |",
+        "|---|---|---|---|---|---|",
+    ]
+    for value, results in points.items():
+        rows.append(
+            f"| {value} | {_percent(results['accuracy'])} ± {_percent(results['accuracy_stderr'])} "
+            f"| {_percent(results['invalid_rate'])} | {_number(results['tpf_mean'])} "
+            f"| {_number(results['nfe_mean'])} | {_number(results['output_tokens_per_s'])} |"
+        )
+    return "\n".join(rows) + "\n"
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _number(value: float | None) -> str:
+    return "n/a" if value is None else f"{value:.3f}"
+
+
+def _percent(value: float | None) -> str:
+    return "n/a" if value is None else f"{100 * value:.2f} %"

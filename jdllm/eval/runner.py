@@ -1,0 +1,234 @@
+"""One evaluation run: examples in, answers scored and written as they finish.
+
+grain reads the examples and skips finished ids; a pool of threads keeps the backend
+busy; only the calling thread touches the store, so a stop at any moment leaves whole lines.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import hashlib
+import importlib.metadata
+import os
+import pathlib
+import platform
+import subprocess
+import time
+from collections.abc import Container, Iterator, Sequence
+from typing import Any
+
+import grain
+import tqdm
+
+from jdllm import __version__, errors
+from jdllm.eval import backends, report, store
+from jdllm.tasks import registry
+from jdllm.tasks.example import Example
+
+# With shots the prompt is a list of questions, which a base model would go on writing.
+FEW_SHOT_STOP = "Question:"
+PACKAGES = ("jax", "jaxlib", "flax", "numpy", "transformers", "grain")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Questions:
+    """The examples of a run, with the solved ones that stand before each question."""
+
+    task: registry.Task
+    examples: Sequence[Example]
+    shots: Sequence[Example]
+    settings: dict[str, Any]
+
+    def prompt(self, example: Example) -> str:
+        return self.task.build_prompt(example, self.shots)
+
+
+def load_questions(
+    name: str,
+    *,
+    data: str | None = None,
+    limit: int | None = None,
+    num_shots: int = 0,
+    shots_data: str | None = None,
+) -> Questions:
+    """Reads a task; shots are the first examples, which are then not asked.
+
+    `shots_data` takes the shots from another file (GSM8K's train.jsonl) instead.
+    """
+    if name not in registry.TASKS:
+        raise errors.ConfigError(f"unknown task {name!r}{errors.nearest(name, registry.TASKS)}")
+    if name == "gsm8k" and data is None:
+        raise errors.ConfigError(
+            "task gsm8k needs --data FILE: GSM8K's test.jsonl (lines with question and answer)"
+        )
+    task = registry.TASKS[name]
+    own_shots = num_shots if shots_data is None else 0
+    wanted = None if limit is None else limit + own_shots
+    shots = [] if shots_data is None else _load(task, shots_data, num_shots)
+    loaded = _load(task, data, wanted)
+    shots += loaded[:own_shots]
+    if len(shots) < num_shots or len(loaded) <= own_shots:
+        raise errors.ConfigError(
+            f"{num_shots=} with {len(loaded)} examples leaves no question to ask"
+        )
+    settings = {
+        "task": name,
+        "data_sha256": None if data is None else _sha256(data),
+        "num_shots": num_shots,
+        "shots_sha256": None if shots_data is None else _sha256(shots_data),
+    }
+    return Questions(task=task, examples=loaded[own_shots:], shots=shots, settings=settings)
+
+
+def evaluate(
+    questions: Questions,
+    backend: backends.Backend,
+    sampling: dict[str, Any],
+    *,
+    output_dir: str | pathlib.Path,
+    settings: dict[str, Any],
+    parallel: int | None = None,
+) -> dict[str, Any]:
+    """Asks what is not yet answered, writes the files and returns `results.json`.
+
+    `settings` is whatever else identifies the run; a folder with other settings is refused.
+    """
+    if questions.shots:
+        sampling = {**sampling, "stop": [FEW_SHOT_STOP]}
+    about = backend.describe()
+    settings = {**questions.settings, **settings, "sampling": sampling, "model": about["model"]}
+    kept = store.Store(output_dir, settings)
+    asked = {example.id for example in questions.examples}
+    began, old = time.monotonic(), set(kept.records)
+    parallel = parallel or backend.default_parallel
+    try:
+        with tqdm.tqdm(
+            total=len(asked), initial=len(asked & old), desc=questions.task.name, unit="q"
+        ) as bar:
+            for record in _answers(questions, backend, sampling, kept.records, parallel):
+                kept.append(record)
+                bar.set_postfix_str(_progress(kept.records, asked))
+                bar.update()
+    finally:
+        new = [record for id_, record in kept.records.items() if id_ not in old]
+        if new:
+            kept.add_session(
+                {
+                    "wall_time_s": time.monotonic() - began,
+                    "num_examples": len(new),
+                    "completion_tokens": sum(record["completion_tokens"] for record in new),
+                }
+            )
+    records = [kept.records[example.id] for example in questions.examples]
+    results = {
+        **report.summarize(records, kept.sessions),
+        "config": {**settings, "parallel": parallel},
+        "backend": about,
+        **surroundings(),
+    }
+    kept.write_results(results)
+    return results
+
+
+def surroundings() -> dict[str, Any]:
+    """Returns versions, the machine and the commit this ran on."""
+    return {
+        "versions": {
+            "jdllm": __version__,
+            "python": platform.python_version(),
+            **{name: importlib.metadata.version(name) for name in PACKAGES},
+        },
+        "hardware": {
+            "machine": platform.machine(),
+            "system": platform.platform(),
+            "cpu_count": os.cpu_count(),
+        },
+        "git_commit": _git_commit(pathlib.Path(__file__).resolve().parents[2]),
+    }
+
+
+def _answers(
+    questions: Questions,
+    backend: backends.Backend,
+    sampling: dict[str, Any],
+    finished: Container[str],
+    parallel: int,
+) -> Iterator[store.Record]:
+    """Yields records as answers come; at the first failure the rest is given up."""
+    finished = frozenset(finished)
+    dataset = (
+        grain.MapDataset.source(questions.examples)
+        .filter(lambda example: example.id not in finished)
+        .map(lambda example: (example, questions.prompt(example)))
+        .to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
+    )
+    pool = concurrent.futures.ThreadPoolExecutor(max_workers=parallel)
+    try:
+        waiting = {
+            pool.submit(backend.answer, prompt, sampling): (example, prompt)
+            for example, prompt in dataset
+        }
+        for future in concurrent.futures.as_completed(waiting):
+            example, prompt = waiting[future]
+            try:
+                answer = future.result()
+            except backends.BackendError as error:
+                raise backends.BackendError(f"example {example.id}: {error}") from error
+            yield _record(questions.task, example, prompt, answer)
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        backend.abort()
+        raise
+    finally:
+        pool.shutdown()
+
+
+def _record(
+    task: registry.Task, example: Example, prompt: str, answer: backends.Answer
+) -> store.Record:
+    score = task.score(answer.text, example.gold)
+    return {
+        "id": example.id,
+        "prompt": prompt,
+        "output": answer.text,
+        "gold": example.gold,
+        "pred": score.predicted,
+        "correct": score.is_correct,
+        "invalid": score.is_invalid,
+        "nfe": answer.nfe,
+        "completion_tokens": answer.completion_tokens,
+        "finish_reason": answer.finish_reason,
+        "latency": answer.latency_s,
+    }
+
+
+def _progress(records: dict[str, store.Record], asked: set[str]) -> str:
+    done = [record for id_, record in records.items() if id_ in asked]
+    nfe = sum(record["nfe"] or 0 for record in done)
+    tokens = sum(record["completion_tokens"] for record in done)
+    correct = sum(record["correct"] for record in done)
+    return f"accuracy {correct / len(done):.3f}, TPF {tokens / max(nfe, 1):.2f}"
+
+
+def _load(task: registry.Task, path: str | None, limit: int | None) -> list[Example]:
+    try:
+        return task.load(path, limit)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise errors.ConfigError(f"cannot read {path} as {task.name} data: {error!r}") from error
+
+
+def _sha256(path: str) -> str:
+    return hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()
+
+
+def _git_commit(root: pathlib.Path) -> str | None:
+    """Returns the commit of the checkout this code lies in, None when installed."""
+    if not (root / ".git").exists():
+        return None
+    try:
+        command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()

@@ -1,0 +1,107 @@
+"""The folder of one run: settings and sessions in `run.json`, one line per answer beside it.
+
+A run can be killed at any moment and started again: finished ids are kept, a torn last
+line is dropped, and a folder that belongs to other settings is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from jdllm import errors
+
+Record = dict[str, Any]
+
+
+class Store:
+    """The answers so far, by example id; `append` is durable line by line."""
+
+    def __init__(self, folder: str | pathlib.Path, settings: Mapping[str, Any]):
+        self.folder = pathlib.Path(folder)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise errors.ConfigError(f"cannot use {folder} as output folder: {error}") from error
+        self._samples = self.folder / "samples.jsonl"
+        self._run = self.folder / "run.json"
+        # Through JSON, so that settings compare equal to what a file gives back.
+        self._settings = json.loads(json.dumps(settings))
+        self.sessions: list[dict[str, float]] = self._read_run()
+        self.records: dict[str, Record] = {record["id"]: record for record in self._read_samples()}
+        self._write_run()
+
+    def append(self, record: Record) -> None:
+        """Adds one answer; one write per line, so only the last line can ever be torn."""
+        self.records[record["id"]] = record
+        with self._samples.open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+    def add_session(self, session: dict[str, float]) -> None:
+        """Notes the wall time and tokens of one invocation, so that rates survive a resume."""
+        self.sessions.append(session)
+        self._write_run()
+
+    def write_results(self, results: Mapping[str, Any]) -> None:
+        write_json(self.folder / "results.json", results)
+
+    def _read_run(self) -> list[dict[str, float]]:
+        if not self._run.exists():
+            if self._samples.exists():
+                raise errors.ConfigError(
+                    f"{self._samples} has no run.json beside it; choose an empty --output-dir"
+                )
+            return []
+        try:
+            saved = json.loads(self._run.read_text())
+            old, sessions = saved["settings"], saved["sessions"]
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise errors.ConfigError(f"{self._run} is damaged: {error}") from error
+        changed = difference(old, self._settings)
+        if changed:
+            raise errors.ConfigError(
+                f"{self.folder} holds a run with other settings: {'; '.join(changed)}; "
+                "choose another --output-dir"
+            )
+        return sessions
+
+    def _read_samples(self) -> list[Record]:
+        if not self._samples.exists():
+            return []
+        content = self._samples.read_bytes()
+        whole = content[: content.rfind(b"\n") + 1]
+        if len(whole) < len(content):
+            with self._samples.open("r+b") as file:
+                file.truncate(len(whole))
+        records = []
+        # Not splitlines: an answer may hold U+2028, which JSON leaves as it is.
+        for number, line in enumerate(whole.decode().split("\n")[:-1], start=1):
+            try:
+                record = json.loads(line)
+                record["id"]
+            except (json.JSONDecodeError, KeyError, TypeError) as error:
+                raise errors.ConfigError(f"{self._samples}:{number} is damaged: {error}") from error
+            records.append(record)
+        return records
+
+    def _write_run(self) -> None:
+        write_json(self._run, {"settings": self._settings, "sessions": self.sessions})
+
+
+def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Returns one `name: old -> new` per setting that differs."""
+    names = sorted(old.keys() | new.keys())
+    return [
+        f"{name}: {old.get(name)!r} -> {new.get(name)!r}"
+        for name in names
+        if old.get(name) != new.get(name)
+    ]
+
+
+def write_json(path: pathlib.Path, content: Mapping[str, Any]) -> None:
+    """Writes a file that is either old or new, never half."""
+    scratch = path.with_suffix(".part")
+    scratch.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    scratch.replace(path)

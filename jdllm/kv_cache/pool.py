@@ -1,0 +1,97 @@
+"""The paged KV pool on the device: one array per layer, donated to every launch.
+
+Layout `[pages, 2, kv_heads, page_size, head_dim]`, part 0 K and part 1 V, so that a
+(page, part, head) tile is one contiguous box for a kernel. One array per layer: a
+stacked pool would be copied slice by slice by XLA.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jdllm import errors
+from jdllm.models import spec as spec_lib
+
+CPU_POOL_BYTES = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PoolConfig:
+    """Shape of the pool: `num_pages` pages of `page_size` tokens in each layer."""
+
+    num_pages: int
+    page_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+
+    @property
+    def layer_shape(self) -> tuple[int, int, int, int, int]:
+        return (self.num_pages, 2, self.num_kv_heads, self.page_size, self.head_dim)
+
+    @property
+    def total_bytes(self) -> int:
+        per_page = 2 * self.num_kv_heads * self.page_size * self.head_dim
+        return self.num_layers * self.num_pages * per_page * jnp.dtype(self.dtype).itemsize
+
+
+def create(config: PoolConfig) -> list[jax.Array]:
+    """Returns zeroed layer arrays. Zeros, not garbage: padding must never hold NaN."""
+    return [jnp.zeros(config.layer_shape, config.dtype) for _ in range(config.num_layers)]
+
+
+def choose_page_size(block_size: int, wanted: int | None) -> int:
+    """Returns a page size that divides the block or is a multiple of it; default 64."""
+    page_size = wanted or max(64, block_size)
+    if wanted is None and page_size % block_size and block_size % page_size:
+        page_size = block_size
+    if page_size % block_size and block_size % page_size:
+        divisors = [d for d in range(1, block_size + 1) if block_size % d == 0]
+        raise errors.ConfigError(
+            f"{page_size=} and {block_size=} must divide one another; use a multiple of "
+            f"{block_size} or one of {', '.join(map(str, divisors))}"
+        )
+    return page_size
+
+
+def choose_num_pages(
+    spec: spec_lib.ModelSpec,
+    *,
+    page_size: int,
+    dtype: str,
+    context_length: int,
+    max_running_requests: int,
+    max_total_tokens: int | None,
+    free_bytes: int | None,
+) -> int:
+    """Returns how many pages to allocate.
+
+    `free_bytes` is what an accelerator has left for KV, None on CPU, where the pool is
+    `max_running_requests` contexts capped at 1 GB. More pages than all rows can use
+    serve the prefix cache, so an accelerator's memory is used whole.
+    """
+    page_bytes = spec.kv_bytes_per_token(jnp.dtype(dtype).itemsize) * page_size
+    if max_total_tokens is not None:
+        pages = max_total_tokens // page_size
+        if pages < 1:
+            raise errors.ConfigError(f"{max_total_tokens=} is less than one page of {page_size}")
+        if free_bytes is not None and pages * page_bytes > free_bytes:
+            raise errors.ConfigError(
+                f"{max_total_tokens=} needs {pages * page_bytes / 1e9:.2f} GB of KV, "
+                f"{free_bytes / 1e9:.2f} GB are free; lower it or raise mem_fraction_static"
+            )
+        return pages
+    if free_bytes is None:
+        wanted = max_running_requests * -(-context_length // page_size)
+        return max(1, min(wanted, CPU_POOL_BYTES // page_bytes))
+    pages = free_bytes // page_bytes
+    if pages < 1:
+        raise errors.ConfigError(
+            f"no memory left for KV: {free_bytes / 1e9:.2f} GB free after weights, a page "
+            f"needs {page_bytes / 1e6:.2f} MB; raise mem_fraction_static"
+        )
+    return int(pages)

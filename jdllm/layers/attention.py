@@ -1,0 +1,147 @@
+"""Self-attention over packed tokens, independent of where K and V live.
+
+A model calls `attend(q, k, v, cache)`; the caller chooses what it does.
+`paged_attend` writes K and V to the KV pool and reads it through the page table
+(serving), `dense_attend` sees only the tokens of the call (training, logits,
+oracles). The model code is the same for both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import pallas_kernels
+from jdllm.layers import norm, rope
+from jdllm.models import spec
+
+# attend(q [T, N, H], k [T, K, H], v [T, K, H], cache) -> (out [T, N, H], cache)
+Attend = Callable[
+    [jax.Array, jax.Array, jax.Array, jax.Array | None], tuple[jax.Array, jax.Array | None]
+]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PagedBatch:
+    """Where the packed tokens of a launch belong: rows, pages and KV slots.
+
+    `slots[t]` is `page * Z + offset` of token t in the pool; a slot past the pool
+    (never a negative one) drops the write, which is how padding is expressed.
+    """
+
+    cu_q_lens: jax.Array  # int32 [R + 1]
+    context_lens: jax.Array  # int32 [R]
+    kv_lens: jax.Array  # int32 [R], context plus in-flight tokens, 0 for an inactive row
+    page_table: jax.Array  # int32 [R, M]
+    slots: jax.Array  # int32 [T]
+
+
+def paged_attend(
+    batch: PagedBatch,
+    *,
+    visibility: spec.AttentionPattern,
+    block_size: int,
+    implementation: str = "auto",
+) -> Attend:
+    """Returns an `attend` whose cache is one layer's pool [P, 2, K, Z, H]."""
+
+    def attend(
+        q: jax.Array, k: jax.Array, v: jax.Array, pool: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        page, offset = jnp.divmod(batch.slots, pool.shape[3])
+        kv = jnp.stack([k, v], axis=1).astype(pool.dtype)  # [T, 2, K, H]
+        pool = pool.at[page, :, :, offset].set(kv, mode="drop", unique_indices=True)
+        out = pallas_kernels.extend_attention(
+            q,
+            pool,
+            batch.cu_q_lens,
+            batch.context_lens,
+            batch.kv_lens,
+            batch.page_table,
+            visibility=str(visibility),
+            block_size=block_size,
+            scale=q.shape[-1] ** -0.5,
+            implementation=implementation,
+        )
+        return out, pool
+
+    return attend
+
+
+def dense_attend(mask: jax.Array | np.ndarray, batch: int) -> Attend:
+    """Returns a differentiable `attend` over `batch` sequences flattened to [B * S].
+
+    `mask` is bool [S, S] or [B, S, S], true where the query (row) sees the key; every
+    query must see at least one key. The cache is passed through untouched.
+    """
+
+    def attend(
+        q: jax.Array, k: jax.Array, v: jax.Array, cache: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        q4, k4, v4 = (x.reshape(batch, -1, *x.shape[1:]) for x in (q, k, v))
+        heads_mask = jnp.broadcast_to(mask, (batch, *mask.shape[-2:]))[:, None]  # [B, 1, S, S]
+        out = jax.nn.dot_product_attention(q4, k4, v4, mask=heads_mask, implementation="xla")
+        return out.reshape(q.shape), cache
+
+    return attend
+
+
+def visibility_mask(length: int, block_size: int, pattern: spec.AttentionPattern) -> np.ndarray:
+    """Returns bool [length, length], true where the query (row) sees the key (column)."""
+    query, key = np.arange(length)[:, None], np.arange(length)[None, :]
+    match spec.AttentionPattern(pattern):
+        case spec.AttentionPattern.BLOCK_CAUSAL:
+            return query // block_size >= key // block_size
+        case spec.AttentionPattern.FULL:
+            return np.ones((length, length), bool)
+        case spec.AttentionPattern.CAUSAL:
+            return query >= key
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionConfig:
+    """Head counts and sizes of one attention layer."""
+
+    dim: int
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with per-head q and k norms before the rotation.
+
+    `w_qkv` [D, (N + 2K) * H] holds q, then k, then v; cached K is post-norm, post-RoPE.
+    """
+
+    def __init__(self, config: AttentionConfig, *, dtype: jnp.dtype):
+        self.config = config
+        q_width = config.num_query_heads * config.head_dim
+        kv_width = config.num_kv_heads * config.head_dim
+        self.w_qkv = nnx.Param(jnp.zeros((config.dim, q_width + 2 * kv_width), dtype))
+        self.w_out = nnx.Param(jnp.zeros((q_width, config.dim), dtype))
+        self.query_layernorm = norm.RMSNorm(config.head_dim, eps=config.norm_eps, dtype=dtype)
+        self.key_layernorm = norm.RMSNorm(config.head_dim, eps=config.norm_eps, dtype=dtype)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        angles: tuple[jax.Array, jax.Array],
+        *,
+        attend: Attend,
+        cache: jax.Array | None,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        heads, kv_heads = self.config.num_query_heads, self.config.num_kv_heads
+        qkv = (x @ self.w_qkv[...]).reshape(x.shape[0], -1, self.config.head_dim)
+        q, k, v = jnp.split(qkv, (heads, heads + kv_heads), axis=1)
+        q = rope.apply_rope(self.query_layernorm(q), *angles)
+        k = rope.apply_rope(self.key_layernorm(k), *angles)
+        out, cache = attend(q, k, v, cache)
+        return out.reshape(x.shape[0], -1) @ self.w_out[...], cache

@@ -1,0 +1,162 @@
+"""LLaDA2 (2.0 and 2.1, MoE): the module that computes hidden states.
+
+Layers are unrolled, one array per layer. Attention and caches are the caller's:
+see `layers/attention.py`. The LM head is not applied here, because serving
+streams the vocabulary and only for positions that can still change.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jdllm.layers import attention, mlp, moe, norm, rope
+from jdllm.models import llada2_config
+
+# Odd constants of common integer hashes; any that mix well would do.
+_HASH_MULTIPLIERS = (0x9E3779B1, 0x85EBCA77, 0x2C1B3C6D)
+
+
+class DecoderLayer(nnx.Module):
+    """One pre-norm layer; the feed-forward is dense or routed, by layer number."""
+
+    def __init__(
+        self,
+        config: llada2_config.LLaDA2Config,
+        layer: int,
+        *,
+        dtype: jnp.dtype,
+        moe_implementation: str,
+    ):
+        model, eps = config.spec, config.rms_norm_eps
+        self.input_layernorm = norm.RMSNorm(config.hidden_size, eps=eps, dtype=dtype)
+        self.attention = attention.Attention(
+            attention.AttentionConfig(
+                dim=config.hidden_size,
+                num_query_heads=model.num_query_heads,
+                num_kv_heads=model.num_kv_heads,
+                head_dim=model.head_dim,
+                norm_eps=eps,
+            ),
+            dtype=dtype,
+        )
+        self.post_attention_layernorm = norm.RMSNorm(config.hidden_size, eps=eps, dtype=dtype)
+        if config.is_moe_layer(layer):
+            self.mlp = moe.SparseMoE(
+                config.hidden_size,
+                config.moe_intermediate_size,
+                config.shared_intermediate_size,
+                router=router_config(config),
+                dtype=dtype,
+                implementation=moe_implementation,
+            )
+        else:
+            self.mlp = mlp.DenseMLP(config.hidden_size, config.intermediate_size, dtype=dtype)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        angles: tuple[jax.Array, jax.Array],
+        *,
+        attend: attention.Attend,
+        cache: Any,
+        valid: jax.Array | None = None,
+    ) -> tuple[jax.Array, Any]:
+        """Returns the residual stream after this layer and the layer's new cache."""
+        out, cache = self.attention(self.input_layernorm(x), angles, attend=attend, cache=cache)
+        x = x + out
+        h = self.post_attention_layernorm(x)
+        if isinstance(self.mlp, moe.SparseMoE):
+            return x + self.mlp(h, valid=valid), cache
+        return x + self.mlp(h), cache
+
+
+class LLaDA2(nnx.Module):
+    """Hidden states of packed tokens; see `__call__`.
+
+    `hash_embedding_positions` belongs to random weights only: it spreads equal
+    tokens over the vocabulary, so that random routing spreads over the experts.
+    """
+
+    def __init__(
+        self,
+        config: llada2_config.LLaDA2Config,
+        *,
+        dtype: jnp.dtype,
+        moe_implementation: str = "auto",
+        hash_embedding_positions: bool = False,
+    ):
+        self.config = config
+        self.hash_embedding_positions = hash_embedding_positions
+        shape = (config.spec.vocab_size, config.hidden_size)
+        self.word_embeddings = nnx.Param(jnp.zeros(shape, dtype))
+        self.layers = nnx.List(
+            DecoderLayer(config, i, dtype=dtype, moe_implementation=moe_implementation)
+            for i in range(config.spec.num_layers)
+        )
+        self.norm = norm.RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+        self.lm_head = None if config.tie_word_embeddings else nnx.Param(jnp.zeros(shape, dtype))
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        *,
+        attend: attention.Attend,
+        caches: list[Any],
+        valid: jax.Array | None = None,
+    ) -> tuple[jax.Array, list[Any]]:
+        """Returns (hidden [T, D] after the final norm, one new cache per layer).
+
+        `tokens` and `positions` are int32 [T]; tokens where `valid` is false touch no expert.
+        """
+        x = self.embed(tokens, positions)
+        angles = self.angles(positions)
+        new_caches = []
+        for layer, cache in zip(self.layers, caches, strict=True):
+            x, cache = layer(x, angles, attend=attend, cache=cache, valid=valid)
+            new_caches.append(cache)
+        return self.norm(x), new_caches
+
+    def embed(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+        """Returns the embeddings [T, D]."""
+        if self.hash_embedding_positions:
+            tokens = _hash_rows(tokens, positions, self.config.spec.vocab_size)
+        return jnp.take(self.word_embeddings[...], tokens, axis=0, mode="clip")
+
+    def angles(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the rotary (cos, sin) that every layer shares."""
+        return rope.rope_angles(
+            positions, rotary_dim=self.config.rotary_dim, theta=self.config.rope_theta
+        )
+
+    def unembedding(self) -> jax.Array:
+        """Returns the LM head [V, D]: its own array, or the embedding where they are tied."""
+        return (self.word_embeddings if self.lm_head is None else self.lm_head)[...]
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Returns float32 logits [T, V]; for training and oracles, not for serving."""
+        return jnp.einsum(
+            "TD,VD->TV", hidden, self.unembedding(), preferred_element_type=jnp.float32
+        )
+
+
+def router_config(config: llada2_config.LLaDA2Config) -> moe.RouterConfig:
+    """Returns the routing constants of every MoE layer."""
+    return moe.RouterConfig(
+        num_experts=config.num_experts,
+        experts_per_token=config.experts_per_token,
+        num_groups=config.num_groups,
+        kept_groups=config.kept_groups,
+        scaling_factor=config.routed_scaling_factor,
+    )
+
+
+def _hash_rows(tokens: jax.Array, positions: jax.Array, vocab_size: int) -> jax.Array:
+    token_mix, position_mix, last_mix = jnp.array(_HASH_MULTIPLIERS, jnp.uint32)
+    mixed = tokens.astype(jnp.uint32) * token_mix + positions.astype(jnp.uint32) * position_mix
+    mixed = (mixed ^ (mixed >> 15)) * last_mix
+    return ((mixed ^ (mixed >> 13)) % jnp.uint32(vocab_size)).astype(jnp.int32)

@@ -1,0 +1,194 @@
+"""A model as data: a static graph and a flat dict of arrays.
+
+NNX modules describe the model; steps run `jax.jit` over plain dicts. Parameters
+are keyed by dotted path, e.g. `layers.0.attention.w_qkv`, which is also the
+target name in the weight tables.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jdllm import errors
+from jdllm.checkpoint import (
+    assemble,
+    export,
+    orbax_checkpoint,
+    safetensors_source,
+    source,
+    weight_table,
+)
+from jdllm.models import registry
+from jdllm.models import spec as spec_lib
+
+Params = dict[str, jax.Array]
+
+DTYPES = ("float32", "bfloat16", "float16")
+LOAD_FORMATS = ("auto", "safetensors", "orbax", "dummy")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """What a runner needs: static `graphdef`, `params`, and facts about the model."""
+
+    graphdef: nnx.GraphDef
+    params: Params
+    config: Any
+    spec: spec_lib.ModelSpec
+    hf_config: Mapping[str, Any]
+    path: pathlib.Path | None = None
+
+
+def load(
+    directory: str | os.PathLike[str],
+    *,
+    dtype: str = "auto",
+    block_size: int | None = None,
+    load_format: str = "auto",
+    moe_implementation: str = "auto",
+    seed: int = 0,
+    show_progress: bool = True,
+) -> LoadedModel:
+    """Returns the model of a local directory, its parameters on the default device.
+
+    dtype "auto" is the checkpoint's; router arrays stay float32 in every dtype.
+    load_format "dummy" needs config.json only and draws weights from `seed`.
+    """
+    directory = pathlib.Path(directory)
+    hf_config = source.read_json(directory / source.CONFIG_NAME)
+    architecture = registry.architecture_of(hf_config)
+    family = registry.family(architecture)
+    config = family.parse_config(
+        hf_config,
+        block_size=block_size,
+        generation_config=source.read_optional_json(directory / "generation_config.json"),
+    )
+    chosen = _load_format(directory, load_format)
+    if chosen == "orbax" and dtype == "auto":
+        dtype = orbax_checkpoint.stored_dtype(directory)
+    graphdef, arrays = abstract(
+        architecture,
+        config,
+        dtype=resolve_dtype(dtype, hf_config),
+        moe_implementation=moe_implementation,
+        hash_embedding_positions=chosen == "dummy",
+    )
+    match chosen:
+        case "dummy":
+            params = random_params(arrays, seed=seed)
+        case "orbax":
+            params = orbax_checkpoint.restore(directory, arrays)
+        case _:
+            tensors = safetensors_source.SafetensorsSource(directory)
+            fills = weight_table.match(family.weight_rows(config), tensors.shapes)
+            params = assemble.assemble(tensors, fills, arrays, show_progress=show_progress)
+            params = family.prepare(config, params)
+    return LoadedModel(
+        graphdef=graphdef,
+        params=params,
+        config=config,
+        spec=config.spec,
+        hf_config=hf_config,
+        path=directory,
+    )
+
+
+def resolve_dtype(dtype: str, hf_config: Mapping[str, Any]) -> jnp.dtype:
+    """Returns the activation dtype; "auto" is the one config.json names, else bfloat16."""
+    name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
+    if name == "auto":
+        name = hf_config.get("dtype") or hf_config.get("torch_dtype") or "bfloat16"
+    if name not in DTYPES:
+        raise errors.ConfigError(f"dtype={name!r} is not supported; choose {', '.join(DTYPES)}")
+    return jnp.dtype(name)
+
+
+def export_safetensors(
+    architecture: str, config: Any, params: Mapping[str, jax.Array], path: pathlib.Path
+) -> None:
+    """Writes parameters as one file of Hugging Face names and shapes, in their own dtypes."""
+    export.export(path, registry.family(architecture).weight_rows(config), params)
+
+
+def _load_format(directory: pathlib.Path, load_format: str) -> str:
+    if load_format not in LOAD_FORMATS:
+        raise errors.ConfigError(f"{load_format=} is unknown; choose {', '.join(LOAD_FORMATS)}")
+    is_orbax = orbax_checkpoint.is_checkpoint(directory)
+    if load_format == "orbax" and not is_orbax:
+        raise errors.ConfigError(
+            f"{directory} is no converted checkpoint: it holds no {orbax_checkpoint.MARKER_NAME}; "
+            "make one with python -m jdllm.convert"
+        )
+    if load_format == "auto":
+        return "orbax" if is_orbax else "safetensors"
+    return load_format
+
+
+def abstract(
+    architecture: str, config: Any, **build_options: Any
+) -> tuple[nnx.GraphDef, dict[str, jax.ShapeDtypeStruct]]:
+    """Returns (graphdef, shape and dtype of every parameter) without allocating memory.
+
+    `build_options`: dtype, moe_implementation, hash_embedding_positions.
+    """
+    build = registry.family(architecture).build
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: build(config, **build_options)))
+    flat = nnx.to_flat_state(state)
+    return graphdef, {
+        ".".join(map(str, path)): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        for path, leaf in flat
+    }
+
+
+def merge(graphdef: nnx.GraphDef, params: Mapping[str, jax.Array]) -> nnx.Module:
+    """Returns the module over these arrays; cheap, meant for use inside a traced function."""
+    nested: dict[str | int, Any] = {}
+    for path, array in params.items():
+        *parents, leaf = path.split(".")
+        node = nested
+        for part in parents:
+            node = node.setdefault(int(part) if part.isdigit() else part, {})
+        node[leaf] = array
+    return nnx.merge(graphdef, nested)
+
+
+def apply(
+    graphdef: nnx.GraphDef, params: Mapping[str, jax.Array], *args: Any, **kwargs: Any
+) -> Any:
+    """Returns the model's output: `merge`, then call."""
+    return merge(graphdef, params)(*args, **kwargs)
+
+
+def random_params(shapes: Mapping[str, jax.ShapeDtypeStruct], *, seed: int = 0) -> Params:
+    """Returns unit-variance random weights, made on the device one array at a time.
+
+    Embeddings have variance 1, linears std 1/sqrt(fan_in), norms are one and
+    `expert_bias` zero, so activations keep their scale through any depth.
+    """
+    key = jax.random.key(seed)
+    return {
+        path: _random_array(path, shape, jax.random.fold_in(key, i))
+        for i, (path, shape) in enumerate(sorted(shapes.items()))
+    }
+
+
+def _random_array(path: str, array: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
+    if path.endswith("expert_bias"):
+        return jnp.zeros(array.shape, array.dtype)
+    if len(array.shape) == 1:
+        return jnp.ones(array.shape, array.dtype)
+    draw = jax.random.normal(key, array.shape, array.dtype)
+    if path == "word_embeddings":
+        return draw
+    # The contracted axis is the last one of [V, D] heads and [E, out, in] experts.
+    is_out_in = path == "lm_head" or len(array.shape) == 3
+    fan_in = array.shape[-1] if is_out_in else array.shape[0]
+    return draw * jnp.asarray(fan_in**-0.5, array.dtype)

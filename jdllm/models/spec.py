@@ -1,0 +1,56 @@
+"""What the rest of the engine needs to know about a model, without jax.
+
+A family turns an HF config.json into a `ModelSpec`; host code (scheduler, KV
+sizing, validation) and device code (steps) read nothing else about the model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+
+class AttentionPattern(enum.StrEnum):
+    """Which positions a query sees; the prefix cache is exact only for BLOCK_CAUSAL."""
+
+    BLOCK_CAUSAL = "block_causal"
+    FULL = "full"
+    CAUSAL = "causal"
+
+
+class LogitAlignment(enum.StrEnum):
+    """Whether logit row i predicts position i, or position i + 1 (AR style)."""
+
+    SAME_POSITION = "same_position"
+    SHIFTED = "shifted"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DiffusionSpec:
+    """How a family denoises: block length in tokens, special ids, visibility."""
+
+    block_size: int
+    mask_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    attention_pattern: AttentionPattern = AttentionPattern.BLOCK_CAUSAL
+    logit_alignment: LogitAlignment = LogitAlignment.SAME_POSITION
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """Shapes and decoding facts of one loaded model."""
+
+    architecture: str
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    diffusion: DiffusionSpec
+
+    def kv_bytes_per_token(self, itemsize: int) -> int:
+        """Returns bytes of K and V over all layers for one token."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize

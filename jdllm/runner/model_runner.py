@@ -1,0 +1,142 @@
+"""Owns weights, KV pool and compiled steps; turns a `ScheduleBatch` into row results.
+
+Every (phase, bucket) is lowered and compiled at start-up, ahead of time, in threads;
+a launch only looks its executable up. The pool is donated to each launch and the
+result replaces it, so it exists once.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jdllm.kv_cache import pool as pool_lib
+from jdllm.models import loading
+from jdllm.runner import forward_batch, steps
+from jdllm.scheduler import batch as batch_lib
+
+logger = logging.getLogger(__name__)
+
+COMPILE_THREADS = 4
+
+
+class ModelRunner:
+    """Executes batches of one loaded model; used by the engine thread only."""
+
+    def __init__(
+        self,
+        model: loading.LoadedModel,
+        pool_config: pool_lib.PoolConfig,
+        *,
+        algorithms: tuple[str, ...],
+        context_length: int,
+        implementation: str = "auto",
+    ):
+        self.spec = model.spec
+        self.pool_config = pool_config
+        self._graphdef = model.graphdef
+        self._params = model.params
+        block_size = self.spec.diffusion.block_size
+        # A context that ends inside a block still needs that block's scratch.
+        last = -(-context_length // block_size) * block_size
+        self._shape = forward_batch.BatchShape(
+            block_size=block_size,
+            pages_per_row=-(-last // pool_config.page_size),
+            algorithms=algorithms,
+        )
+        self._step_config = steps.StepConfig(
+            spec=self.spec,
+            page_size=pool_config.page_size,
+            num_pages=pool_config.num_pages,
+            algorithms=algorithms,
+            implementation=implementation,
+        )
+        self._compiled: dict[batch_lib.Bucket, jax.stages.Compiled] = {}
+        self._pools = pool_lib.create(pool_config)
+
+    @property
+    def compiled(self) -> dict[batch_lib.Bucket, jax.stages.Compiled]:
+        """The executables by bucket, for tests of memory and donation."""
+        return self._compiled
+
+    def compile(
+        self,
+        buckets: Sequence[batch_lib.Bucket],
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Lowers and compiles every bucket; `on_progress(done, total)` after each."""
+        done, lock = 0, threading.Lock()
+
+        def compile_one(bucket: batch_lib.Bucket) -> None:
+            nonlocal done
+            started = time.monotonic()
+            compiled = self._lower(bucket).compile()
+            with lock:
+                self._compiled[bucket] = compiled
+                done += 1
+                if on_progress is not None:
+                    on_progress(done, len(buckets))
+            logger.info(
+                "compiled %s rows=%d tokens=%d in %.1f s",
+                bucket.phase.value,
+                bucket.rows,
+                bucket.tokens,
+                time.monotonic() - started,
+            )
+
+        with concurrent.futures.ThreadPoolExecutor(COMPILE_THREADS) as executor:
+            for future in [executor.submit(compile_one, bucket) for bucket in buckets]:
+                future.result()
+
+    def execute(self, batch: batch_lib.ScheduleBatch) -> tuple[batch_lib.RowResult, ...]:
+        """Runs one launch and waits for it; prefill gives no rows, decode one each."""
+        compiled = self._compiled[batch.bucket]
+        match batch.phase:
+            case batch_lib.Phase.PREFILL:
+                inputs = forward_batch.build_prefill(batch, self._shape)
+                self._pools = compiled(self._params, self._pools, inputs)
+                return ()
+            case batch_lib.Phase.DECODE:
+                inputs = forward_batch.build_decode(batch, self._shape)
+                self._pools, outputs = compiled(self._params, self._pools, inputs)
+                return _row_results(jax.device_get(outputs), len(batch.rows))
+
+    def reset_pool(self) -> None:
+        """Replaces the pool by zeros after a failed launch, whose donation consumed it."""
+        self._pools = pool_lib.create(self.pool_config)
+
+    def _lower(self, bucket: batch_lib.Bucket) -> jax.stages.Lowered:
+        empty = batch_lib.ScheduleBatch(rows=(), bucket=bucket)
+        match bucket.phase:
+            case batch_lib.Phase.PREFILL:
+                step, inputs = steps.prefill_step, forward_batch.build_prefill(empty, self._shape)
+            case batch_lib.Phase.DECODE:
+                step, inputs = steps.decode_step, forward_batch.build_decode(empty, self._shape)
+        bound = functools.partial(step, self._graphdef, self._step_config)
+        arguments = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
+            (self._params, self._pools, inputs),
+        )
+        return jax.jit(bound, donate_argnums=(1,)).lower(*arguments)
+
+
+def _row_results(outputs: Any, num_rows: int) -> tuple[batch_lib.RowResult, ...]:
+    return tuple(
+        batch_lib.RowResult(
+            tokens=np.asarray(outputs.tokens[i]),
+            masked=np.asarray(outputs.masked[i]),
+            is_final=bool(outputs.is_final[i]),
+            is_done=bool(outputs.is_done[i]),
+            num_edited=int(outputs.num_edited[i]),
+            extra=jax.tree.map(lambda leaf, i=i: leaf[i], outputs.extra),
+        )
+        for i in range(num_rows)
+    )

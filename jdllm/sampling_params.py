@@ -1,0 +1,239 @@
+"""What one request may ask for, validated before any device work.
+
+Two groups: `SamplingParams` (SGLang's and vLLM's names) and `DllmParams` (the
+denoising options, per request here though per server elsewhere). A value is
+honoured, neutral, or refused with a `RequestError` that names the field; nothing
+is dropped. The table `ALGORITHM_OPTIONS` is the single list of algorithms and
+their options with defaults; `decoding/` implements exactly these.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jdllm import errors
+
+# Defaults of SGLang 0.5.23 (low_confidence.py, joint_threshold.py).
+ALGORITHM_OPTIONS: dict[str, dict[str, float | int]] = {
+    "LowConfidence": {"threshold": 0.95},
+    "JointThreshold": {
+        "threshold": 0.5,
+        "edit_threshold": 0.0,
+        "max_post_edit_steps": 16,
+        "penalty_lambda": 0.0,
+    },
+}
+
+MAX_STOP_STRINGS = 16
+
+# Fields other engines know; a value other than the neutral one is refused by name.
+NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
+    "min_p": (None, 0, 0.0),
+    "frequency_penalty": (None, 0, 0.0),
+    "presence_penalty": (None, 0, 0.0),
+    "repetition_penalty": (None, 1, 1.0),
+    "min_new_tokens": (None, 0),
+    "min_tokens": (None, 0),
+    "logit_bias": (None, {}),
+    "json_schema": (None,),
+    "regex": (None,),
+    "ebnf": (None,),
+    "structural_tag": (None,),
+    "stop_regex": (None, [], ()),
+    "custom_params": (None, {}),
+    "best_of": (None, 1),
+    "use_beam_search": (None, False),
+    "length_penalty": (None, 1, 1.0),
+    "lora_path": (None,),
+    "logprobs": (None, False, 0),
+    "prompt_logprobs": (None, False, 0),
+    "stream_interval": (None, 1),
+    "spaces_between_special_tokens": (None, True),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DllmParams:
+    """Denoising options of one request; None means the server's default.
+
+    `threshold` is the confidence above which a masked position is written,
+    `edit_threshold` the one above which a written token may be replaced.
+    """
+
+    algorithm: str | None = None
+    threshold: float | None = None
+    edit_threshold: float | None = None
+    max_post_edit_steps: int | None = None
+    penalty_lambda: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.algorithm is not None and self.algorithm not in ALGORITHM_OPTIONS:
+            hint = errors.nearest(str(self.algorithm), ALGORITHM_OPTIONS)
+            raise errors.RequestError(
+                f"unknown dLLM algorithm {self.algorithm!r}{hint}", param="dllm.algorithm"
+            )
+        for name in ("threshold", "edit_threshold"):
+            _check_number(getattr(self, name), f"dllm.{name}", low=0.0, high=1.0)
+        _check_number(self.penalty_lambda, "dllm.penalty_lambda", low=0.0)
+        _check_integer(self.max_post_edit_steps, "dllm.max_post_edit_steps", low=0, high=4096)
+
+    @classmethod
+    def from_mapping(cls, options: Mapping[str, Any]) -> DllmParams:
+        """Builds from a request's `dllm` object; unknown keys are an error."""
+        if not isinstance(options, Mapping):
+            raise errors.RequestError(
+                f"dllm must be an object, got {type(options).__name__}", param="dllm"
+            )
+        known = {field.name for field in dataclasses.fields(cls)}
+        for key in options:
+            if key not in known:
+                raise errors.RequestError(
+                    f"unknown dLLM option {key!r}{errors.nearest(str(key), known)}",
+                    param=f"dllm.{key}",
+                )
+        return cls(**options)
+
+    def resolve(self, default: DllmParams) -> DllmParams:
+        """Returns options with every field of the chosen algorithm filled in.
+
+        `default` is the server's: its values apply only when the request keeps the
+        server's algorithm. An option that the algorithm does not have is an error.
+        """
+        algorithm = self.algorithm or default.algorithm or next(iter(ALGORITHM_OPTIONS))
+        known = ALGORITHM_OPTIONS[algorithm]
+        values: dict[str, Any] = dict(known)
+        if algorithm == default.algorithm:
+            values |= {k: getattr(default, k) for k in known if getattr(default, k) is not None}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name == "algorithm" or value is None:
+                continue
+            if field.name not in known:
+                raise errors.RequestError(
+                    f"{algorithm} has no option {field.name!r}; it has {', '.join(known)}",
+                    param=f"dllm.{field.name}",
+                )
+            values[field.name] = value
+        return DllmParams(algorithm=algorithm, **values)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Options of one request. `max_tokens` is an alias of `max_new_tokens`.
+
+    None means the default of the model (temperature, top_p, top_k) or of the
+    caller (`max_new_tokens`: what remains of the context).
+    """
+
+    max_new_tokens: int | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    n: int = 1
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    no_stop_trim: bool = False
+    dllm: DllmParams = dataclasses.field(default_factory=DllmParams)
+
+    def __post_init__(self) -> None:
+        put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
+        put("max_new_tokens", _one_of(self.max_new_tokens, self.max_tokens))
+        put("max_tokens", None)
+        put("stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
+        put("stop_token_ids", tuple(self.stop_token_ids or ()))
+        if isinstance(self.dllm, Mapping):
+            put("dllm", DllmParams.from_mapping(self.dllm))
+        _check_integer(self.max_new_tokens, "max_new_tokens", low=1)
+        _check_number(self.temperature, "temperature", low=0.0, high=100.0)
+        _check_number(self.top_p, "top_p", low=0.0, high=1.0, open_low=True)
+        _check_integer(self.top_k, "top_k", low=-1)
+        _check_integer(self.seed, "seed", low=-(2**63), high=2**64 - 1)
+        _check_integer(self.n, "n", low=1, high=128)
+        for name in ("ignore_eos", "skip_special_tokens", "no_stop_trim"):
+            if not isinstance(getattr(self, name), bool):
+                raise errors.RequestError(
+                    f"{name} must be true or false, got {getattr(self, name)!r}", param=name
+                )
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise errors.RequestError(
+                f"at most {MAX_STOP_STRINGS} stop strings, got {len(self.stop)}", param="stop"
+            )
+        if any(not isinstance(s, str) or not s for s in self.stop):
+            raise errors.RequestError("stop strings must be non-empty strings", param="stop")
+        for token_id in self.stop_token_ids:
+            _check_integer(token_id, "stop_token_ids", low=0)
+
+    @classmethod
+    def from_mapping(cls, options: Mapping[str, Any]) -> SamplingParams:
+        """Builds from a request's JSON object; neutral foreign fields pass, others fail."""
+        if not isinstance(options, Mapping):
+            raise errors.RequestError(
+                f"sampling_params must be an object, got {type(options).__name__}",
+                param="sampling_params",
+            )
+        known = {field.name for field in dataclasses.fields(cls)}
+        aliases = {"sampling_seed": "seed"}
+        values: dict[str, Any] = {}
+        for key, value in options.items():
+            name = aliases.get(key, key)
+            if name in known:
+                if value is not None:
+                    values[name] = value
+            else:
+                check_neutral(key, value, known)
+        return cls(**values)
+
+
+def check_neutral(key: str, value: Any, known: Sequence[str] | set[str]) -> None:
+    """Raises unless `key` is a known foreign field holding its neutral value."""
+    if key not in NEUTRAL_ONLY:
+        raise errors.RequestError(
+            f"unknown parameter {key!r}{errors.nearest(key, set(known) | set(NEUTRAL_ONLY))}",
+            param=key,
+        )
+    allowed = NEUTRAL_ONLY[key]
+    if not any(value == neutral and type(value) is type(neutral) for neutral in allowed):
+        raise errors.RequestError(
+            f"{key}={value!r} is not supported by this engine; leave it out", param=key
+        )
+
+
+def _one_of(first: int | None, second: int | None) -> int | None:
+    if first is not None and second is not None and first != second:
+        raise errors.RequestError(
+            f"max_new_tokens={first} and max_tokens={second} disagree; give one",
+            param="max_tokens",
+        )
+    return first if first is not None else second
+
+
+def _check_number(
+    value: Any, param: str, *, low: float, high: float = math.inf, open_low: bool = False
+) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise errors.RequestError(f"{param} must be a finite number, got {value!r}", param=param)
+    if not low <= value <= high or (open_low and value == low):
+        bracket = "(" if open_low else "["
+        raise errors.RequestError(
+            f"{param}={value!r} is outside {bracket}{low:g}, {high:g}]", param=param
+        )
+
+
+def _check_integer(value: Any, param: str, *, low: int, high: int = 2**31 - 1) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise errors.RequestError(f"{param} must be an integer, got {value!r}", param=param)
+    if not low <= value <= high:
+        raise errors.RequestError(
+            f"{param}={value!r} must be between {low} and {high}", param=param
+        )

@@ -1,0 +1,80 @@
+"""The shapes that are compiled at start-up; every launch is padded to one of them.
+
+Few, because each costs compile time: decode launches differ in rows, prefill
+launches in packed tokens with one width of page tables.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+
+from jdllm import errors
+from jdllm.scheduler import batch as batch_lib
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Buckets:
+    """Ascending sizes: rows of a decode launch, tokens and rows of a prefill launch."""
+
+    decode_rows: tuple[int, ...]
+    prefill_tokens: tuple[int, ...]
+    prefill_rows: int
+    block_size: int
+
+    def __post_init__(self) -> None:
+        for name in ("decode_rows", "prefill_tokens"):
+            sizes = getattr(self, name)
+            if not sizes or sizes[0] < 1 or list(sizes) != sorted(set(sizes)):
+                raise errors.ConfigError(f"{name}={sizes} must be positive and ascending")
+        if self.block_size < 1 or self.prefill_rows < 1:
+            raise errors.ConfigError(
+                f"{self.block_size=} and {self.prefill_rows=} must be positive"
+            )
+        if any(tokens % self.block_size for tokens in self.prefill_tokens):
+            raise errors.ConfigError(
+                f"{self.prefill_tokens=} must be multiples of {self.block_size=}"
+            )
+
+    @classmethod
+    def default(
+        cls, max_running_requests: int, prefill_token_budget: int, block_size: int
+    ) -> Buckets:
+        """Builds powers of two up to the row limit, and a quarter and all of the budget."""
+        powers = (1 << i for i in range(max_running_requests.bit_length()))
+        most = max(1, prefill_token_budget // block_size) * block_size
+        quarter = max(1, most // 4 // block_size) * block_size
+        return cls(
+            decode_rows=tuple(sorted({*powers, max_running_requests})),
+            prefill_tokens=tuple(sorted({quarter, most})),
+            prefill_rows=max_running_requests,
+            block_size=block_size,
+        )
+
+    def all(self) -> list[batch_lib.Bucket]:
+        """Returns every bucket, to be compiled."""
+        prefill = [self.prefill(1, tokens) for tokens in self.prefill_tokens]
+        return prefill + [self.decode(rows) for rows in self.decode_rows]
+
+    def decode(self, rows: int) -> batch_lib.Bucket:
+        """Returns the smallest bucket of `rows` rows of one block each."""
+        rows = _smallest(self.decode_rows, rows, "rows")
+        return batch_lib.Bucket(
+            phase=batch_lib.Phase.DECODE, rows=rows, tokens=rows * self.block_size
+        )
+
+    def prefill(self, rows: int, tokens: int) -> batch_lib.Bucket:
+        """Returns the smallest bucket that holds `tokens` tokens of `rows` requests."""
+        _smallest((self.prefill_rows,), rows, "rows")
+        return batch_lib.Bucket(
+            phase=batch_lib.Phase.PREFILL,
+            rows=self.prefill_rows,
+            tokens=_smallest(self.prefill_tokens, tokens, "tokens"),
+        )
+
+
+def _smallest(sizes: tuple[int, ...], wanted: int, name: str) -> int:
+    index = bisect.bisect_left(sizes, wanted)
+    if index == len(sizes):
+        raise ValueError(f"{wanted} {name} exceed the largest bucket of {sizes[-1]}")
+    return sizes[index]

@@ -1,0 +1,87 @@
+"""Where an output ends: the earliest of stop string, end token and token limit.
+
+A block is committed at once, so several of them can lie in the new tokens. The
+smallest number of kept tokens wins; at equal length a stop string comes before
+an end token, and that before the limit. Text after an end token is never searched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+from jdllm.scheduler import outputs
+
+Detokenize = Callable[[Sequence[int]], str]
+
+# A byte-level token may hold one of the up to four bytes of a character.
+MAX_BYTES_PER_CHARACTER = 4
+
+
+def check(
+    output_ids: Sequence[int],
+    num_new: int,
+    *,
+    eos_token_ids: Collection[int],
+    stop_token_ids: Collection[int],
+    ignore_eos: bool,
+    stop: Sequence[str],
+    max_new_tokens: int,
+    detokenize: Detokenize | None,
+) -> outputs.FinishReason | None:
+    """Returns why the output ends within its last `num_new` tokens, or None if it goes on.
+
+    Earlier tokens are taken as checked before. `ignore_eos` concerns the model's
+    `eos_token_ids`, not the `stop_token_ids` that a request names itself.
+    """
+    num_old = len(output_ids) - num_new
+    limit = min(len(output_ids), max_new_tokens)
+    ends = set(stop_token_ids) if ignore_eos else {*stop_token_ids, *eos_token_ids}
+    end_at = next((i for i in range(num_old, limit) if output_ids[i] in ends), None)
+    if stop and detokenize is not None:
+        bound = limit if end_at is None else end_at + 1
+        found = _first_stop_string(output_ids[:bound], num_old, stop, detokenize)
+        if found is not None:
+            return found
+    if end_at is not None:
+        return outputs.FinishReason(
+            kind="stop", finished_len=end_at + 1, matched=output_ids[end_at]
+        )
+    if len(output_ids) >= max_new_tokens:
+        return outputs.FinishReason(kind="length", finished_len=max_new_tokens)
+    return None
+
+
+def _first_stop_string(
+    output_ids: Sequence[int], num_old: int, stop: Sequence[str], detokenize: Detokenize
+) -> outputs.FinishReason | None:
+    """Returns the first token prefix longer than `num_old` whose text holds a stop string."""
+    start = _window_start(output_ids, num_old, max(map(len, stop)), detokenize)
+    if _earliest(detokenize(output_ids[start:]), stop) is None:
+        return None  # One decode of a bounded window for a block that does not end.
+    for length in range(num_old + 1, len(output_ids) + 1):
+        matched = _earliest(detokenize(output_ids[start:length]), stop)
+        if matched is not None:
+            return outputs.FinishReason(kind="stop", finished_len=length, matched=matched)
+    return None
+
+
+def _window_start(
+    output_ids: Sequence[int], num_old: int, longest: int, detokenize: Detokenize
+) -> int:
+    """Returns where to decode from, so that no match that ends in new tokens is cut.
+
+    The text before the new tokens must have `longest` characters, plus a few that a
+    window may spoil by starting inside a character or at a leading space. Tokens
+    without text (special ones that the tokenizer skips) widen the window.
+    """
+    wanted = longest + MAX_BYTES_PER_CHARACTER
+    span = wanted * MAX_BYTES_PER_CHARACTER
+    while span < num_old and len(detokenize(output_ids[num_old - span : num_old])) < wanted:
+        span *= 2
+    return max(0, num_old - span)
+
+
+def _earliest(text: str, stop: Sequence[str]) -> str | None:
+    """Returns the stop string that begins first in `text`; of equals the first listed."""
+    places = [(text.find(string), string) for string in stop]
+    return min((p for p in places if p[0] >= 0), key=lambda p: p[0], default=(-1, None))[1]

@@ -1,0 +1,147 @@
+"""Which pages a request holds: its own from the allocator, shared ones from the tree.
+
+`request.pages[i]` holds positions `i * page_size` and on. The first
+`len(request.prefix_nodes)` pages belong to the prefix cache and are locked by the
+request; the rest is its own. Only pages whose tokens are all below
+`context_len` ever enter the tree: the in-flight block is scratch.
+
+When another request has cached the same tokens first, a running request keeps
+its twin page, and with it all later ones, to itself until it leaves. Hanging them
+under the other's node would pin that node as well, and a request alone in the
+pool could then run out of the pages it was promised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jdllm.kv_cache import allocator as allocator_lib
+from jdllm.kv_cache import prefix_cache as prefix_cache_lib
+from jdllm.scheduler import request as request_lib
+
+
+class RequestPages:
+    """Gives pages to requests and takes them back; evicts cached ones when short."""
+
+    def __init__(
+        self,
+        *,
+        num_pages: int,
+        page_size: int,
+        block_size: int,
+        prefix_cache: prefix_cache_lib.PrefixCache | None,
+    ):
+        self.allocator = allocator_lib.PageAllocator(num_pages)
+        self.prefix_cache = prefix_cache
+        self._page_size = page_size
+        self._block_size = block_size
+
+    @property
+    def num_available(self) -> int:
+        """Pages that are free or can be freed by eviction."""
+        evictable = 0 if self.prefix_cache is None else self.prefix_cache.num_evictable
+        return self.allocator.num_free + evictable
+
+    @property
+    def num_used(self) -> int:
+        """Pages that running requests hold."""
+        return self.allocator.num_pages - self.num_available
+
+    def pages_of(self, num_tokens: int) -> int:
+        """Returns how many pages hold `num_tokens` tokens."""
+        return -(-num_tokens // self._page_size)
+
+    def cached_prefix_len(self, request: request_lib.Request) -> int:
+        """Returns how many leading tokens of a waiting request are in the tree."""
+        return len(self._match(request)) * self._page_size
+
+    def admit(self, request: request_lib.Request) -> bool:
+        """Takes the cached prefix and pages up to one block past whole committed blocks.
+
+        False, and nothing changed, when they are not to be had.
+        """
+        nodes = self._match(request)
+        # Locked before counting: what it shares must not count as evictable for it.
+        if self.prefix_cache is not None:
+            self.prefix_cache.lock(nodes)
+        request.prefix_nodes = nodes
+        request.pages = [node.page for node in nodes]
+        request.context_len = len(nodes) * self._page_size
+        if self.grow(request, request.whole_len(self._block_size) + self._block_size):
+            return True
+        self.release(request, keep=False)
+        return False
+
+    def grow(self, request: request_lib.Request, num_tokens: int) -> bool:
+        """Makes the pages of `request` hold `num_tokens` tokens; False if they cannot."""
+        missing = self.pages_of(num_tokens) - len(request.pages)
+        if missing <= 0:
+            return True
+        if missing > self.num_available:
+            return False
+        if missing > self.allocator.num_free and self.prefix_cache is not None:
+            self.allocator.free(self.prefix_cache.evict(missing - self.allocator.num_free))
+        request.pages.extend(self.allocator.allocate(missing))
+        return True
+
+    def publish(self, request: request_lib.Request) -> None:
+        """Moves newly full pages of a running request into the tree, up to the first twin."""
+        if self.prefix_cache is None:
+            return
+        nodes, token_ids = request.prefix_nodes, request.token_ids
+        for index in range(len(nodes), request.context_len // self._page_size):
+            key = self._key(token_ids, index)
+            node = self.prefix_cache.insert(nodes[-1] if nodes else None, key, request.pages[index])
+            if node.page != request.pages[index]:
+                return
+            self.prefix_cache.lock((node,))
+            nodes.append(node)
+
+    def release(self, request: request_lib.Request, *, keep: bool) -> None:
+        """Takes every page back; with `keep`, full pages that the tree lacks go there."""
+        shared = len(request.prefix_nodes)
+        own = request.pages[shared:]
+        if self.prefix_cache is not None:
+            if keep:
+                own = self._bequeath(request, self.prefix_cache)
+            self.prefix_cache.unlock(request.prefix_nodes)
+        self.allocator.free(own)
+        request.prefix_nodes = []
+        request.pages = []
+        request.context_len = 0
+
+    def flush(self) -> None:
+        """Empties the tree of everything that is not locked."""
+        if self.prefix_cache is not None:
+            self.allocator.free(self.prefix_cache.evict(self.prefix_cache.num_nodes))
+
+    def _match(self, request: request_lib.Request) -> list[prefix_cache_lib.Node]:
+        """Returns the cached path of whole pages that is also one of whole blocks."""
+        if self.prefix_cache is None:
+            return []
+        full = request.whole_len(self._block_size) // self._page_size
+        token_ids = request.token_ids
+        nodes = self.prefix_cache.match(self._key(token_ids, index) for index in range(full))
+        usable = len(nodes) * self._page_size // self._block_size * self._block_size
+        return nodes[: usable // self._page_size]
+
+    def _key(self, token_ids: Sequence[int], index: int) -> prefix_cache_lib.Key:
+        """Returns the tokens that decide the K,V of a page: its own, or its block's if more."""
+        start = index * self._page_size
+        if self._page_size < self._block_size:
+            start -= start % self._block_size
+        return tuple(token_ids[start : start + max(self._page_size, self._block_size)])
+
+    def _bequeath(
+        self, request: request_lib.Request, cache: prefix_cache_lib.PrefixCache
+    ) -> list[int]:
+        """Gives the tree every full page it lacks; returns the pages it did not take."""
+        nodes, token_ids = request.prefix_nodes, request.token_ids
+        full = request.context_len // self._page_size
+        parent = nodes[-1] if nodes else None
+        refused = request.pages[max(full, len(nodes)) :]
+        for index in range(len(nodes), full):
+            parent = cache.insert(parent, self._key(token_ids, index), request.pages[index])
+            if parent.page != request.pages[index]:
+                refused.append(request.pages[index])
+        return refused

@@ -1,0 +1,96 @@
+"""One request as the host sees it, from arrival to its last token.
+
+`output_ids` holds committed tokens only. The block being denoised is private to
+`block` and vanishes on preemption; committed tokens never do. `context_len` is
+the number of leading tokens of `token_ids` whose K,V in `pages` is final.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import time
+from typing import Any
+
+import numpy as np
+
+from jdllm import sampling_params
+from jdllm.kv_cache import prefix_cache
+
+
+class RequestState(enum.StrEnum):
+    """Where a request stands; only a running one holds pages and a row."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class BlockRow:
+    """The in-flight block of one row: three arrays of block length and a step counter.
+
+    `extra` is the algorithm's own state, opaque to the host; None before the first step.
+    `step` counts denoising steps; a forward after `is_final` only persists K,V.
+    """
+
+    tokens: np.ndarray
+    masked: np.ndarray
+    editable: np.ndarray
+    step: int = 0
+    is_final: bool = False
+    extra: Any = None
+
+
+@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
+class Request:
+    """State of one request. `sampling` has every default filled in by the engine.
+
+    `eos_token_ids` are the model's; `sampling.stop_token_ids` the request's own.
+    `arrival` is its place in the order of arrival, set by the scheduler;
+    `prefix_nodes` are the prefix-cache nodes that own its first pages.
+    """
+
+    request_id: str
+    prompt_ids: list[int]
+    sampling: sampling_params.SamplingParams
+    max_new_tokens: int
+    eos_token_ids: tuple[int, ...] = ()
+    seed: int = 0
+    arrival_s: float = dataclasses.field(default_factory=time.monotonic)
+    arrival: int = 0
+    state: RequestState = RequestState.WAITING
+    output_ids: list[int] = dataclasses.field(default_factory=list)
+    block: BlockRow | None = None
+    context_len: int = 0
+    pages: list[int] = dataclasses.field(default_factory=list)
+    prefix_nodes: list[prefix_cache.Node] = dataclasses.field(default_factory=list)
+    cached_tokens: int = 0
+    nfe: int = 0
+    num_blocks: int = 0
+    num_edited: int = 0
+    num_discarded: int = 0
+    num_preemptions: int = 0
+    first_scheduled_s: float | None = None
+    first_token_s: float | None = None
+    finished_s: float | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Prompt and committed output."""
+        return self.prompt_ids + self.output_ids
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of prompt and committed output."""
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        """Returns `token_ids[start:stop]` without building the whole list."""
+        split = len(self.prompt_ids)
+        head = self.prompt_ids[start:stop]
+        return head + self.output_ids[max(0, start - split) : max(0, stop - split)]
+
+    def whole_len(self, block_size: int) -> int:
+        """Returns how many committed tokens fill whole blocks."""
+        return self.num_tokens // block_size * block_size

@@ -1,0 +1,373 @@
+"""Decides what the next launch holds, and turns its results into committed tokens.
+
+A round is `schedule` -> `Runner.execute` -> `process_results`; requests may arrive
+and be aborted at any point between these calls.
+
+Each running request is in one of two phases, read off its state: PREFILL while
+whole committed blocks lack K,V in its pages, DECODE while a block is denoised (or,
+its tokens final, run once more to persist K,V). When both kinds wait, prefill
+and decode rounds take turns, so neither starves.
+
+Why nothing hangs: pages for all committed tokens and one block are taken on
+admission, so only decode rows ask for more; the request that arrived first takes
+them from the one that arrived last, and `add_request` refuses what could not run
+alone in the whole pool.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from jdllm import errors
+from jdllm.kv_cache import prefix_cache as prefix_cache_lib
+from jdllm.scheduler import batch as batch_lib
+from jdllm.scheduler import buckets as buckets_lib
+from jdllm.scheduler import finish as finish_lib
+from jdllm.scheduler import limits as limits_lib
+from jdllm.scheduler import outputs as outputs_lib
+from jdllm.scheduler import pages as pages_lib
+from jdllm.scheduler import policy as policy_lib
+from jdllm.scheduler import request as request_lib
+
+RequestState = request_lib.RequestState
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerStats:
+    """A snapshot; the three totals count from the start.
+
+    `num_used_pages` are held by running requests; `num_cached_pages` are in the tree
+    and may be counted in both.
+    """
+
+    num_running: int
+    num_queued: int
+    num_pages: int
+    num_used_pages: int
+    num_cached_pages: int
+    token_usage: float
+    total_prompt_tokens: int
+    total_cached_tokens: int
+    total_preemptions: int
+
+
+class Scheduler:
+    """Holds every live request: `waiting` and `running`, both in order of arrival."""
+
+    def __init__(
+        self,
+        *,
+        block_size: int,
+        page_size: int,
+        num_pages: int,
+        max_running_requests: int,
+        max_queued_requests: int | None,
+        context_length: int,
+        buckets: buckets_lib.Buckets,
+        prefill_token_budget: int,
+        policy: policy_lib.Policy,
+        prefix_cache: prefix_cache_lib.PrefixCache | None,
+        mask_token_id: int,
+        detokenize: finish_lib.Detokenize | None,
+    ):
+        if page_size % block_size and block_size % page_size:
+            raise errors.ConfigError(f"{page_size=} and {block_size=} must divide one another")
+        if buckets.block_size != block_size:
+            raise errors.ConfigError(f"{buckets.block_size=} differs from {block_size=}")
+        if prefix_cache is not None and prefix_cache.page_size != page_size:
+            raise errors.ConfigError(f"{prefix_cache.page_size=} differs from {page_size=}")
+        if not 1 <= max_running_requests <= buckets.decode_rows[-1]:
+            raise errors.ConfigError(
+                f"{max_running_requests=} must be between 1 and the largest decode bucket "
+                f"of {buckets.decode_rows[-1]} rows"
+            )
+        self.waiting: list[request_lib.Request] = []
+        self.running: list[request_lib.Request] = []
+        self.pages = pages_lib.RequestPages(
+            num_pages=num_pages,
+            page_size=page_size,
+            block_size=block_size,
+            prefix_cache=prefix_cache,
+        )
+        self._by_id: dict[str, request_lib.Request] = {}
+        self._block_size = block_size
+        self._max_running = max_running_requests
+        self._max_queued = max_queued_requests
+        self._limits = limits_lib.Limits(
+            context_length=context_length,
+            block_size=block_size,
+            page_size=page_size,
+            num_pages=num_pages,
+            has_tokenizer=detokenize is not None,
+        )
+        self._buckets = buckets
+        budget = min(prefill_token_budget, buckets.prefill_tokens[-1])
+        self._prefill_blocks = max(1, budget // block_size)
+        self._policy: policy_lib.Policy = policy
+        self._mask_token_id = mask_token_id
+        self._detokenize = detokenize
+        self._last_phase = batch_lib.Phase.DECODE
+        self._num_arrivals = 0
+        self._total_prompt_tokens = 0
+        self._total_cached_tokens = 0
+        self._total_preemptions = 0
+
+    def add_request(self, request: request_lib.Request) -> None:
+        """Queues a request; raises a `RequestError` for what can never run, or no room."""
+        if request.request_id in self._by_id:
+            raise errors.RequestError(
+                f"request id {request.request_id!r} is in use", param="request_id"
+            )
+        self._limits.check(request)
+        self._check_queue()
+        request.arrival = self._num_arrivals
+        request.state = RequestState.WAITING
+        self._num_arrivals += 1
+        self._by_id[request.request_id] = request
+        self.waiting.append(request)
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request in any phase and frees what it holds; False if it is not live."""
+        request = self._by_id.get(request_id)
+        if request is None:
+            return False
+        if request.state is RequestState.RUNNING:
+            self._leave(request, keep=False)
+        else:
+            self.waiting.remove(request)
+        self._end(request)
+        return True
+
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def schedule(self) -> batch_lib.ScheduleBatch | None:
+        """Admits what fits and returns the next launch; None only when no request is live."""
+        self._admit()
+        phases = [batch_lib.Phase.PREFILL, batch_lib.Phase.DECODE]
+        if self._last_phase is batch_lib.Phase.PREFILL:
+            phases.reverse()
+        for phase in phases:
+            batch = self._prefill() if phase is batch_lib.Phase.PREFILL else self._decode()
+            if batch is not None:
+                self._last_phase = phase
+                return batch
+        assert not self.has_work(), f"no launch for {self.stats()}"
+        return None
+
+    def process_results(
+        self, batch: batch_lib.ScheduleBatch, results: Sequence[batch_lib.RowResult]
+    ) -> list[outputs_lib.RequestOutput]:
+        """Applies a launch; returns the rows that committed tokens. Aborted rows are skipped."""
+        if batch.phase is batch_lib.Phase.PREFILL:
+            for row in batch.rows:
+                if row.request.state is RequestState.RUNNING:
+                    row.request.context_len = row.start + row.num_tokens
+                    self.pages.publish(row.request)
+            return []
+        outputs = [
+            self._apply(row.request, result)
+            for row, result in zip(batch.rows, results, strict=True)
+            if row.request.state is RequestState.RUNNING
+        ]
+        return [output for output in outputs if output is not None]
+
+    def flush_cache(self) -> bool:
+        """Empties the prefix cache; False, and nothing done, while requests run."""
+        if self.running:
+            return False
+        self.pages.flush()
+        return True
+
+    def drop_kv(self) -> None:
+        """Forgets all K,V, after the pool was lost; running requests will prefill again."""
+        for request in list(self.running):
+            self._preempt(request, keep=False)
+        self.pages.flush()
+
+    def drop_kv(self) -> None:
+        """Forgets all K,V after the pool was lost: running requests start over, cache empties.
+
+        Committed tokens stay; they are prefilled again.
+        """
+        for request in list(self.running):
+            self._preempt(request, keep=False)
+        self.pages.flush()
+
+    def stats(self) -> SchedulerStats:
+        num_pages, num_used = self.pages.allocator.num_pages, self.pages.num_used
+        cache = self.pages.prefix_cache
+        return SchedulerStats(
+            num_running=len(self.running),
+            num_queued=len(self.waiting),
+            num_pages=num_pages,
+            num_used_pages=num_used,
+            num_cached_pages=0 if cache is None else cache.num_nodes,
+            token_usage=num_used / num_pages,
+            total_prompt_tokens=self._total_prompt_tokens,
+            total_cached_tokens=self._total_cached_tokens,
+            total_preemptions=self._total_preemptions,
+        )
+
+    def _check_queue(self) -> None:
+        # A request that finds a row free at the next round does not count as queued.
+        free_rows = self._max_running - len(self.running)
+        if self._max_queued is not None and len(self.waiting) >= self._max_queued + free_rows:
+            raise errors.QueueFull(
+                f"the queue is full: {len(self.waiting)} requests wait and {self._max_queued} may; "
+                "retry later"
+            )
+
+    def _admit(self) -> None:
+        if not self.waiting or len(self.running) >= self._max_running:
+            return
+        order = policy_lib.admission_order(self.waiting, self._policy, self.pages.cached_prefix_len)
+        for request in order[: self._max_running - len(self.running)]:
+            # No overtaking: a small request must not keep a large one waiting for ever.
+            if not self.pages.admit(request):
+                return
+            self.waiting.remove(request)
+            bisect.insort(self.running, request, key=_arrival)
+            request.state = RequestState.RUNNING
+            if request.first_scheduled_s is None:
+                request.first_scheduled_s = time.monotonic()
+                request.cached_tokens = request.context_len
+                self._total_prompt_tokens += len(request.prompt_ids)
+                self._total_cached_tokens += request.cached_tokens
+
+    def _prefill(self) -> batch_lib.ScheduleBatch | None:
+        """Packs whole committed blocks of the oldest requests up to the token budget."""
+        rows: list[batch_lib.ScheduledRow] = []
+        budget = self._prefill_blocks * self._block_size
+        for request in self.running:
+            if budget == 0 or len(rows) == self._buckets.prefill_rows:
+                break
+            if self._needs_prefill(request):
+                start = request.context_len
+                count = min(request.whole_len(self._block_size) - start, budget)
+                rows.append(batch_lib.ScheduledRow(request=request, start=start, num_tokens=count))
+                budget -= count
+        if not rows:
+            return None
+        bucket = self._buckets.prefill(len(rows), sum(row.num_tokens for row in rows))
+        return batch_lib.ScheduleBatch(rows=tuple(rows), bucket=bucket)
+
+    def _decode(self) -> batch_lib.ScheduleBatch | None:
+        """Takes one block of every request that is past its prefill and gets its pages."""
+        rows: list[batch_lib.ScheduledRow] = []
+        for request in [r for r in self.running if not self._needs_prefill(r)]:
+            if not self._reserve_block(request):
+                break  # It was the youngest: none follows.
+            if request.block is None:
+                request.block = self._new_block(request)
+            rows.append(
+                batch_lib.ScheduledRow(
+                    request=request, start=request.context_len, num_tokens=self._block_size
+                )
+            )
+        if not rows:
+            return None
+        bucket = self._buckets.decode(len(rows))
+        return batch_lib.ScheduleBatch(rows=tuple(rows), bucket=bucket)
+
+    def _needs_prefill(self, request: request_lib.Request) -> bool:
+        # A block whose tokens are committed but not persisted stays a decode row.
+        if request.block is not None:
+            return False
+        return request.context_len < request.whole_len(self._block_size)
+
+    def _reserve_block(self, request: request_lib.Request) -> bool:
+        """Gets pages for the in-flight block, preempting the youngest; False if it is that."""
+        if request.state is not RequestState.RUNNING:
+            return False
+        while not self.pages.grow(request, request.context_len + self._block_size):
+            victim = self.running[-1]
+            self._preempt(victim, keep=True)
+            if victim is request:
+                return False
+        return True
+
+    def _preempt(self, request: request_lib.Request, *, keep: bool) -> None:
+        """Sends a request back to the queue with its committed tokens and nothing else."""
+        self._leave(request, keep=keep)
+        request.state = RequestState.WAITING
+        request.num_preemptions += 1
+        self._total_preemptions += 1
+        bisect.insort(self.waiting, request, key=_arrival)
+
+    def _new_block(self, request: request_lib.Request) -> request_lib.BlockRow:
+        head = request.tokens(request.context_len, request.num_tokens)
+        tokens = np.full(self._block_size, self._mask_token_id, dtype=np.int32)
+        tokens[: len(head)] = head
+        masked = np.arange(self._block_size) >= len(head)
+        return request_lib.BlockRow(tokens=tokens, masked=masked, editable=masked.copy())
+
+    def _apply(
+        self, request: request_lib.Request, result: batch_lib.RowResult
+    ) -> outputs_lib.RequestOutput | None:
+        """Stores one decode row's step; commits its block once, then opens the next."""
+        block = request.block
+        assert block is not None and (result.is_final or not result.is_done)
+        request.nfe += 1
+        request.num_edited += result.num_edited
+        block.tokens, block.masked, block.extra = result.tokens, result.masked, result.extra
+        output = None
+        if not block.is_final:
+            block.step += 1
+            if result.is_final:
+                block.is_final = True
+                output = self._commit(request, block)
+        if result.is_done and request.state is RequestState.RUNNING:
+            request.context_len += self._block_size
+            request.block = None
+            self.pages.publish(request)
+        return output
+
+    def _commit(
+        self, request: request_lib.Request, block: request_lib.BlockRow
+    ) -> outputs_lib.RequestOutput:
+        """Appends the written tokens; a finished request leaves at once, without persisting."""
+        new = block.tokens[block.editable].tolist()
+        request.num_blocks += 1
+        if request.first_token_s is None:
+            request.first_token_s = time.monotonic()
+        request.output_ids.extend(new)
+        sampling = request.sampling
+        finish = finish_lib.check(
+            request.output_ids,
+            len(new),
+            eos_token_ids=request.eos_token_ids,
+            stop_token_ids=sampling.stop_token_ids,
+            ignore_eos=sampling.ignore_eos,
+            stop=sampling.stop,
+            max_new_tokens=request.max_new_tokens,
+            detokenize=self._detokenize,
+        )
+        if finish is not None:
+            surplus = len(request.output_ids) - finish.finished_len
+            request.num_discarded += surplus
+            del request.output_ids[finish.finished_len :]
+            new = new[: len(new) - surplus]
+            self._leave(request, keep=True)
+            self._end(request)
+        return outputs_lib.RequestOutput(request=request, new_token_ids=new, finish=finish)
+
+    def _leave(self, request: request_lib.Request, *, keep: bool) -> None:
+        """Takes row, pages and in-flight block from a running request."""
+        self.running.remove(request)
+        self.pages.release(request, keep=keep)
+        request.block = None
+
+    def _end(self, request: request_lib.Request) -> None:
+        del self._by_id[request.request_id]
+        request.state = RequestState.FINISHED
+        request.finished_s = time.monotonic()
+
+
+def _arrival(request: request_lib.Request) -> int:
+    return request.arrival

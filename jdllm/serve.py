@@ -1,0 +1,62 @@
+"""`python -m jdllm.serve`: the HTTP server.
+
+Reads the options, configures logging (the only place that does) and hands over to
+`server.lifecycle`. Exit codes: 0 after a signal, 1 when the engine fails to start,
+2 for a wrong option.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from jdllm import errors
+from jdllm.engine import engine as engine_lib
+from jdllm.engine import startup
+from jdllm.server import cli, lifecycle
+
+logger = logging.getLogger(__name__)
+
+HTTP_LOGGERS = ("uvicorn", "jdllm.server.middleware")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the server; returns its exit code."""
+    try:
+        options = cli.parse(sys.argv[1:] if argv is None else argv)
+        configure_logging(options)
+        for line in options.describe():
+            logger.info("option %s", line)
+        if options.engine.trust_remote_code:
+            logger.warning("trust_remote_code is accepted, but no remote code is run")
+        progress = startup.StartupProgress()
+        return lifecycle.serve(
+            options.server,
+            lambda progress: engine_lib.Engine(options.engine, progress=progress),
+            progress,
+        )
+    except errors.ConfigError as error:
+        lifecycle.print_error(str(error))
+        return lifecycle.CONFIG_EXIT_CODE
+
+
+def configure_logging(options: cli.Options) -> None:
+    """Sends the log to stderr at the levels asked for."""
+    logging.basicConfig(
+        level=options.engine.log_level.upper(),
+        format="[%(asctime)s] %(levelname)s %(name)s: %(message)s",
+        datefmt="%Y-%m-%d %H:%M:%S",
+    )
+    for name in HTTP_LOGGERS:
+        logging.getLogger(name).setLevel(options.server.log_level_http.upper())
+
+
+if __name__ == "__main__":
+    code = main()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: a thread may still be compiling, and joining it would hang.
+    os._exit(code)

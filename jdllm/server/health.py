@@ -1,0 +1,124 @@
+"""Routes that say how the server is and what it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import Any
+
+import fastapi
+import prometheus_client
+from starlette import requests
+from starlette import responses as starlette_responses
+
+import jdllm
+from jdllm import sampling_params
+from jdllm.server import responses, running, state
+
+router = fastapi.APIRouter()
+
+# A step of the largest bucket on a slow device is seconds; this long means stuck.
+HEARTBEAT_LIMIT_S = 120.0
+GENERATE_LIMIT_S = 20.0
+
+
+@router.get("/health")
+@router.get("/ready")
+async def health(request: requests.Request) -> starlette_responses.Response:
+    """200 while requests are served, else 503 and why. Touches no device."""
+    server = state.of(request)
+    if server.phase == "starting":
+        return _unavailable({"status": "starting"} | server.progress.as_dict())
+    if server.phase == "draining":
+        return _unavailable({"status": "draining"})
+    age_s = server.engine.heartbeat_age_s()
+    if not server.engine.is_alive or age_s > HEARTBEAT_LIMIT_S:
+        return _unavailable({"status": "stuck", "heartbeat_age_s": round(age_s, 1)})
+    return responses.json_response({"status": "ok"})
+
+
+@router.get("/health_generate")
+async def health_generate(request: requests.Request) -> starlette_responses.Response:
+    """200 once one block has been generated, 503 when that takes too long."""
+    server = state.of(request)
+    job = running.Job(
+        prompt_ids=probe_ids(server.engine.tokenizer),
+        params=sampling_params.SamplingParams(max_new_tokens=1),
+        request_id=running.new_request_id("health"),
+    )
+    work = asyncio.wait_for(running.collect(server, [job]), GENERATE_LIMIT_S)
+    try:
+        await running.unless_client_leaves(request, work)
+    except TimeoutError:
+        return _unavailable({"status": "stuck", "waited_s": GENERATE_LIMIT_S})
+    return responses.json_response({"status": "ok"})
+
+
+def probe_ids(tokenizer: Any | None) -> list[int]:
+    """Returns a short prompt for warm-up and health checks."""
+    return [0] if tokenizer is None else tokenizer.encode("Hello")
+
+
+@router.get("/metrics")
+async def metrics(request: requests.Request) -> starlette_responses.Response:
+    """Prometheus text, with --enable-metrics."""
+    server = state.of(request)
+    if not server.server_config.enable_metrics:
+        return responses.error_response(
+            "metrics are off; start the server with --enable-metrics",
+            status=404,
+            code="not_found",
+        )
+    return starlette_responses.Response(
+        server.metrics.render(), media_type=prometheus_client.CONTENT_TYPE_LATEST
+    )
+
+
+@router.get("/v1/models")
+async def models(request: requests.Request) -> starlette_responses.Response:
+    """Lists the one model."""
+    return responses.json_response({"object": "list", "data": [_card(state.of(request))]})
+
+
+@router.get("/v1/models/{model_id:path}")
+async def model(request: requests.Request, model_id: str) -> starlette_responses.Response:
+    """Returns the card of a model, 404 for any other."""
+    server = state.of(request)
+    if model_id != server.engine.model_name:
+        raise state.model_not_found(model_id)
+    return responses.json_response(_card(server))
+
+
+def _card(server: state.ServerState) -> dict[str, Any]:
+    return {
+        "id": server.engine.model_name,
+        "object": "model",
+        "created": server.created_s,
+        "owned_by": "jdllm",
+        "root": server.engine.model_name,
+        "parent": None,
+        "max_model_len": server.engine.context_length,
+    }
+
+
+@router.get("/model_info")
+@router.get("/get_model_info")
+async def model_info(request: requests.Request) -> starlette_responses.Response:
+    """Returns SGLang's description of the model."""
+    return responses.json_response(state.of(request).engine.model_info())
+
+
+@router.get("/server_info")
+@router.get("/get_server_info")
+async def server_info(request: requests.Request) -> starlette_responses.Response:
+    """Returns the resolved options (no keys), the engine's state and the version."""
+    server = state.of(request)
+    options = dataclasses.asdict(server.server_config)
+    del options["api_key"], options["admin_api_key"]
+    content = options | {"version": jdllm.__version__} | server.engine.server_info()
+    return responses.json_response(content)
+
+
+def _unavailable(content: dict[str, Any]) -> starlette_responses.Response:
+    headers = {"Retry-After": str(responses.START_RETRY_AFTER_S)}
+    return responses.json_response(content, status=503, headers=headers)

@@ -1,0 +1,180 @@
+"""Start-up, signals and shutdown of one server process.
+
+The port is bound first; the engine loads in a thread while `/health` tells how far
+it is. On SIGTERM or SIGINT the server admits nothing new, drains, aborts what is
+left and exits 0; a second signal exits at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from jdllm import errors
+from jdllm.server import app as app_lib
+from jdllm.server import health, state
+
+if TYPE_CHECKING:
+    from jdllm import config
+    from jdllm.engine import engine as engine_lib
+    from jdllm.engine import startup
+
+logger = logging.getLogger(__name__)
+
+READY_LINE = "The server is fired up and ready to roll!"  # verbatim: tools grep for it
+CONFIG_EXIT_CODE = 2
+FAILED_EXIT_CODE = 1
+WARMUP_TOKENS = 8
+# Time for answers to leave after the last request has ended.
+GOODBYE_S = 5
+BACKLOG = 2048
+
+EngineBuilder = Callable[["startup.StartupProgress"], "engine_lib.Engine"]
+
+
+class QuietServer(uvicorn.Server):
+    """uvicorn without its signal handlers: they would stop before the drain."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def serve(
+    server_config: config.ServerConfig,
+    build_engine: EngineBuilder,
+    progress: startup.StartupProgress,
+) -> int:
+    """Serves until a signal or a failed start; returns the exit code."""
+    listener = bind(server_config.host, server_config.port)
+    host, port = listener.getsockname()[:2]
+    logger.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
+    server = state.ServerState(server_config=server_config, progress=progress)
+    return asyncio.run(Lifecycle(server, build_engine).run(listener))
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Returns a listening socket; a port in use is a ConfigError."""
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        raise errors.ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror}; choose another --port or --host"
+        ) from error
+    return listener
+
+
+class Lifecycle:
+    """One run of a server, from the open port to the exit code."""
+
+    def __init__(self, server: state.ServerState, build_engine: EngineBuilder):
+        self._server = server
+        self._build_engine = build_engine
+        self._stop = asyncio.Event()
+        self._exit_code = 0
+
+    async def run(self, listener: socket.socket) -> int:
+        """Serves on `listener` until told to stop."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+        http = QuietServer(
+            uvicorn.Config(
+                app_lib.create_app(self._server),
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                timeout_graceful_shutdown=GOODBYE_S,
+            )
+        )
+        serving = asyncio.create_task(http.serve(sockets=[listener]))
+        # A daemon: a signal during a long compilation must not wait for it.
+        threading.Thread(target=self._load, args=(loop,), name="load", daemon=True).start()
+        await self._stop.wait()
+        await self._drain()
+        http.should_exit = True
+        await serving
+        await self._close_engine()
+        return self._exit_code
+
+    def _on_signal(self, number: int) -> None:
+        if self._stop.is_set():
+            logger.warning("second signal: exiting at once")
+            os._exit(128 + number)
+        logger.info("received %s: no new requests, draining", signal.Signals(number).name)
+        self._server.phase = "draining"
+        self._stop.set()
+
+    def _load(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Runs in the loading thread: builds the engine, warms it up, opens the gate."""
+        try:
+            engine = self._build_engine(self._server.progress)
+            if not self._server.server_config.skip_server_warmup:
+                self._server.progress.enter("warmup", total=1)
+                prompt = health.probe_ids(engine.tokenizer)
+                engine.generate(input_ids=prompt, sampling_params={"max_new_tokens": WARMUP_TOKENS})
+        except errors.ConfigError as error:
+            self._call(loop, self._fail, CONFIG_EXIT_CODE, str(error))
+        except Exception as error:  # the edge: say it, exit 1
+            logger.error("the engine failed to start", exc_info=error)
+            self._call(loop, self._fail, FAILED_EXIT_CODE, f"{type(error).__name__}: {error}")
+        else:
+            self._call(loop, self._open, engine)
+
+    def _call(
+        self, loop: asyncio.AbstractEventLoop, function: Callable, *arguments: object
+    ) -> None:
+        # The loop is closed when a signal ended the run while this thread was loading.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(function, *arguments)
+
+    def _open(self, engine: engine_lib.Engine) -> None:
+        self._server.loaded_engine = engine
+        if self._stop.is_set():
+            return
+        self._server.progress.enter("ready")
+        self._server.phase = "ready"
+        logger.info(READY_LINE)
+
+    def _fail(self, exit_code: int, message: str) -> None:
+        if self._stop.is_set():
+            return
+        self._server.progress.enter("failed", error=message)
+        print_error(message)
+        self._exit_code = exit_code
+        self._stop.set()
+
+    async def _drain(self) -> None:
+        engine = self._server.loaded_engine
+        if engine is None:
+            return
+        engine.stop_admitting()
+        timeout_s = self._server.server_config.drain_timeout_s
+        if not await asyncio.to_thread(engine.drain, timeout_s):
+            aborted = await asyncio.to_thread(functools.partial(engine.abort, abort_all=True))
+            logger.warning("aborted %d requests after %.0f s of draining", aborted, timeout_s)
+
+    async def _close_engine(self) -> None:
+        if self._server.loaded_engine is not None:
+            await asyncio.to_thread(self._server.loaded_engine.shutdown)
+
+
+def print_error(message: str) -> None:
+    """Says on stderr, in one line, why the server does not run."""
+    sys.stderr.write(f"jdllm.serve: error: {' '.join(message.split())}\n")
+    sys.stderr.flush()

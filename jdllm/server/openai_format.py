@@ -1,0 +1,122 @@
+"""OpenAI answers: one object, or chunks, made from the engine's events.
+
+Chat and text completions differ only in names and in how a choice looks; a
+`Shape` holds that difference. `usage` counts each prompt once and every returned
+token; `usage.dllm` holds the denoising statistics.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from starlette import requests
+from starlette import responses as starlette_responses
+
+from jdllm.server import protocol, responses, running, sse, state
+
+if TYPE_CHECKING:
+    from jdllm.engine import outputs
+
+Choice = dict[str, Any]
+SUMMED = ("nfe", "blocks", "edited_tokens", "discarded_tokens")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """How one endpoint writes its objects."""
+
+    object_name: str
+    chunk_object_name: str
+    choice: Callable[[int, outputs.Generation], Choice]
+    # (choice index, event, is it the choice's first) -> choices, one chunk each
+    chunk_choices: Callable[[int, outputs.Generation, bool], list[Choice]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One request being answered; `jobs` share their options."""
+
+    server: state.ServerState
+    shape: Shape
+    jobs: Sequence[running.Job]
+    answer_id: str
+    body: protocol.OpenAIRequest
+    created_s: int = dataclasses.field(default_factory=lambda: int(time.time()))
+
+    async def respond(self, request: requests.Request) -> starlette_responses.Response:
+        """Returns the whole answer or a stream of chunks, as the body asks."""
+        if self.body.stream:
+            return sse.EventStream(self._frames(), ping_interval_s=self.server.ping_interval_s)
+        work = running.collect(self.server, self.jobs)
+        finals = await running.unless_client_leaves(request, work)
+        choices = [self.shape.choice(self._index(job, g), g) for job, g in finals]
+        content = self._object(self.shape.object_name, choices)
+        return responses.json_response(content | {"usage": usage([g for _, g in finals])})
+
+    async def _frames(self) -> AsyncIterator[bytes]:
+        options = self.body.stream_options or protocol.StreamOptions()
+        last: dict[tuple[int, int], outputs.Generation] = {}
+        async with contextlib.aclosing(running.merged(self.server, self.jobs)) as events:
+            async for job, g in events:
+                is_first = (job, g.index) not in last
+                last[job, g.index] = g
+                for choice in self.shape.chunk_choices(self._index(job, g), g, is_first):
+                    chunk = self._object(self.shape.chunk_object_name, [choice])
+                    if options.continuous_usage_stats:
+                        chunk["usage"] = usage([g])
+                    elif options.include_usage:
+                        chunk["usage"] = None
+                    yield sse.frame(chunk)
+        if options.include_usage:
+            finals = [last[key] for key in sorted(last)]
+            chunk = self._object(self.shape.chunk_object_name, [])
+            yield sse.frame(chunk | {"usage": usage(finals)})
+
+    def _index(self, job: int, generation: outputs.Generation) -> int:
+        return job * self.jobs[job].params.n + generation.index
+
+    def _object(self, name: str, choices: list[Choice]) -> dict[str, Any]:
+        return {
+            "id": self.answer_id,
+            "object": name,
+            "created": self.created_s,
+            "model": self.server.engine.model_name,
+            "choices": choices,
+        }
+
+
+def ending(generation: outputs.Generation) -> dict[str, Any]:
+    """Returns the fields of a choice that say how it ended."""
+    finish = generation.finish_reason
+    if finish is None:
+        return {"finish_reason": None, "matched_stop": None}
+    return {"finish_reason": finish["type"], "matched_stop": finish.get("matched")}
+
+
+def usage(generations: Sequence[outputs.Generation]) -> dict[str, Any]:
+    """Returns OpenAI's `usage` over the choices of one request, with `dllm` beside it."""
+    # Choices of one prompt share it, so only the first of each counts it.
+    firsts = [g.meta_info for g in generations if g.index == generations[0].index]
+    prompt = sum(meta["prompt_tokens"] for meta in firsts)
+    completion = sum(g.meta_info["completion_tokens"] for g in generations)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(m["cached_tokens"] for m in firsts)},
+        "dllm": _dllm_usage([g.meta_info["dllm"] for g in generations]),
+    }
+
+
+def _dllm_usage(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Returns one choice's statistics as they are, or the sums over several."""
+    if len(parts) == 1:
+        return dict(parts[0])
+    total = dict(parts[0]) | {name: sum(part[name] for part in parts) for name in SUMMED}
+    tokens = sum(part["tpf"] * part["nfe"] for part in parts)
+    total["tpf"] = round(tokens / total["nfe"], 4) if total["nfe"] else 0.0
+    return total

@@ -1,0 +1,112 @@
+"""Server-sent events: frames, keep-alive comments, and a response that notices leaving.
+
+Starlette's own streaming response learns of a disconnect only through some
+servers' versions of `send`; this one watches `receive` itself. It also waits
+briefly for the first event, so that a refused request is a real HTTP error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import logging
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from starlette import responses as starlette_responses
+from starlette import types as asgi
+
+from jdllm.server import responses, running
+
+logger = logging.getLogger(__name__)
+
+DONE_FRAME = b"data: [DONE]\n\n"
+PING_FRAME = b": ping\n\n"
+# Refusals come at once; past this wait the headers go out and errors become frames.
+FIRST_EVENT_WAIT_S = 1.0
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class _Signal(enum.Enum):
+    END = enum.auto()
+    CLIENT_GONE = enum.auto()
+
+
+def frame(content: Any) -> bytes:
+    """Returns one `data:` frame."""
+    return b"data: " + responses.json_bytes(content) + b"\n\n"
+
+
+class EventStream(starlette_responses.Response):
+    """Sends the frames of an async generator, then `[DONE]`; closes it on disconnect."""
+
+    def __init__(self, frames: AsyncGenerator[bytes], *, ping_interval_s: float):
+        super().__init__()
+        self._frames = frames
+        self._ping_interval_s = ping_interval_s
+
+    async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
+        queue: asyncio.Queue[bytes | Exception | _Signal] = asyncio.Queue()
+        tasks = (
+            asyncio.create_task(self._pump(queue)),
+            asyncio.create_task(_watch(receive, queue)),
+        )
+        try:
+            first = await self._next(queue, min(FIRST_EVENT_WAIT_S, self._ping_interval_s))
+            if isinstance(first, Exception):
+                await responses.from_exception(first)(scope, receive, send)
+            else:
+                await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+                await self._forward(first, queue, send)
+        finally:
+            await running.cancel(*tasks)
+
+    async def _forward(
+        self,
+        item: bytes | Exception | _Signal,
+        queue: asyncio.Queue[bytes | Exception | _Signal],
+        send: asgi.Send,
+    ) -> None:
+        while not isinstance(item, _Signal):
+            if isinstance(item, Exception):
+                _, body, _ = responses.describe(item)
+                await _send(send, frame(body))
+                break
+            await _send(send, item)
+            item = await self._next(queue, self._ping_interval_s)
+        if item is _Signal.CLIENT_GONE:
+            logger.info("client left during a stream; its requests are closed")
+        else:
+            await _send(send, DONE_FRAME)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _next(
+        self, queue: asyncio.Queue[bytes | Exception | _Signal], wait_s: float
+    ) -> bytes | Exception | _Signal:
+        try:
+            return await asyncio.wait_for(queue.get(), wait_s)
+        except TimeoutError:
+            return PING_FRAME
+
+    async def _pump(self, queue: asyncio.Queue[bytes | Exception | _Signal]) -> None:
+        try:
+            async with contextlib.aclosing(self._frames) as frames:
+                async for item in frames:
+                    queue.put_nowait(item)
+            queue.put_nowait(_Signal.END)
+        except Exception as error:  # handed to the sender, which answers it
+            queue.put_nowait(error)
+
+
+async def _send(send: asgi.Send, body: bytes) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+async def _watch(receive: asgi.Receive, queue: asyncio.Queue[bytes | Exception | _Signal]) -> None:
+    await running.client_gone(receive)
+    queue.put_nowait(_Signal.CLIENT_GONE)

@@ -1,0 +1,73 @@
+"""What the routes share: the configuration, the engine once it is up, and the phase.
+
+The engine arrives from the loading thread after the port is open, so every
+route asks here for it. The phase moves one way: starting, ready, draining.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import TYPE_CHECKING, Literal
+
+from jdllm import config, errors
+from jdllm.server import metrics, responses
+
+if TYPE_CHECKING:
+    from starlette import requests
+
+    from jdllm.engine import engine as engine_lib
+    from jdllm.engine import startup, tokenizer
+
+Phase = Literal["starting", "ready", "draining"]
+
+
+@dataclasses.dataclass(slots=True)
+class ServerState:
+    """One server; written by `lifecycle`, read by the routes."""
+
+    server_config: config.ServerConfig
+    progress: startup.StartupProgress
+    phase: Phase = "starting"
+    loaded_engine: engine_lib.Engine | None = None
+    created_s: int = dataclasses.field(default_factory=lambda: int(time.time()))
+    ping_interval_s: float = 15.0
+    metrics: metrics.EdgeMetrics = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.metrics = metrics.EdgeMetrics(lambda: self.loaded_engine)
+
+    @property
+    def engine(self) -> engine_lib.Engine:
+        """The engine; the gate middleware lets no request in before it exists."""
+        if self.loaded_engine is None:
+            raise errors.EngineStopped("the server is starting")
+        return self.loaded_engine
+
+    @property
+    def tokenizer(self) -> tokenizer.Tokenizer:
+        """The tokenizer, or a 400 where the server runs without one."""
+        found = self.engine.tokenizer
+        if found is None:
+            raise errors.RequestError(
+                "this server runs with --skip-tokenizer-init: it takes POST /generate with "
+                "input_ids only"
+            )
+        return found
+
+    def check_model(self, name: str | None) -> None:
+        """Refuses another model's name where `strict_model_name` is set."""
+        if self.server_config.strict_model_name and name not in (None, self.engine.model_name):
+            raise model_not_found(name)
+
+
+def model_not_found(name: str) -> responses.NotFound:
+    """Returns OpenAI's error for a model that is not served here."""
+    return responses.NotFound(
+        f"The model '{name}' does not exist", param="model", code="model_not_found"
+    )
+
+
+def of(request: requests.Request) -> ServerState:
+    """Returns the state of the app that serves `request`."""
+    return request.app.state.server

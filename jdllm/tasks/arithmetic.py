@@ -1,0 +1,270 @@
+"""Arithmetic word problems with worked answers in GSM8K's style, generated from a seed.
+
+A problem is one story of one to three steps of + - * and exact /, all values positive
+integers; every step is a sentence with a calculator annotation and the result stands after
+`####`. The answer follows from the question alone (no choice of words is left open), so
+a parallel decoder can write many of its tokens at once.
+
+`generate(index, split=..., seed=...)` is a pure function. The splits differ in three ways:
+  names     every name of the test split is in `words.TEST_NAMES`, never used in training;
+  numbers   an operand pair (op, a, b) with `splits.is_held_out_pair` never occurs in training, and
+            every test problem has one. For * and / the mirrored fact stays in training;
+  phrasings a (family, frame, verb) with `splits.is_held_out_phrasing` never occurs in training,
+            and every test problem has one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import random
+from collections.abc import Callable, Iterator
+
+from jdllm.tasks import words
+from jdllm.tasks.splits import Split
+from jdllm.tasks.story import Impossible, Step, Story
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One problem; `gold` is the number after `####`, `phrasings` the chosen sentence kinds."""
+
+    id: str
+    question: str
+    answer: str
+    gold: str
+    steps: tuple[Step, ...]
+    phrasings: tuple[str, ...]
+    names: tuple[str, ...]
+
+
+def generate(index: int, *, split: Split, seed: int = 0) -> Problem:
+    """Returns problem `index` of a split; the same arguments give the same problem."""
+    if split not in ("train", "test"):
+        raise ValueError(f"{split=} must be 'train' or 'test'")
+    rng = random.Random(f"{seed}/{split}/{index}")
+    num_steps = rng.choice((1, 1, 2, 2, 3))
+    while True:
+        story = Story(rng, split)
+        try:
+            question = rng.choice(SCENARIOS[num_steps])(story)
+        except Impossible:
+            continue
+        if story.is_allowed():
+            break
+    gold = str(story.steps[-1][3])
+    return Problem(
+        id=f"{split}-{seed}-{index}",
+        question=" ".join([*story.sentences, question]),
+        answer="\n".join([*story.answers, f"#### {gold}"]),
+        gold=gold,
+        steps=tuple(story.steps),
+        phrasings=tuple(story.phrasings),
+        names=tuple(story.names),
+    )
+
+
+def problems(split: Split, *, seed: int = 0, start: int = 0) -> Iterator[Problem]:
+    """Yields problems `start`, `start + 1`, ... of a split without end."""
+    index = start
+    while True:
+        yield generate(index, split=split, seed=seed)
+        index += 1
+
+
+# Parts of a story. Each says its sentences and returns the running value.
+
+
+def _start(story: Story) -> int:
+    value = story.amount()
+    story.say("start", n=value, c=story.rng.choice(words.PLACES))
+    return value
+
+
+def _groups(story: Story) -> int:
+    n, k = story.factors()
+    story.say("groups", n=n, k=k)
+    return story.step("*", n, k, "{A} has {x} {o}.")
+
+
+def _rate(story: Story) -> int:
+    k, n = story.factors()
+    story.say("rate", k=k, n=n)
+    return story.step("*", k, n, "{A} has {x} {o}.")
+
+
+def _change(story: Story, value: int) -> int:
+    """Adds a gain or a loss."""
+    rng = story.rng
+    if rng.random() < 0.5:
+        n = story.amount()
+        if rng.random() < 0.7:
+            story.say("gain", n=n)
+        else:
+            giver = story.partner(words.GIVERS)
+            is_name = giver in story.names
+            story.say("given", n=n, G=giver, g=giver if is_name else giver[0].lower() + giver[1:])
+        return story.step("+", value, n, "{A} has {x} {o}.")
+    n = story.below(value)
+    if rng.random() < 0.6:
+        story.say("lose", n=n)
+    else:
+        story.say("give", n=n, t=story.partner(words.TAKERS))
+    return story.step("-", value, n, "{A} has {x} {o} left.")
+
+
+def _money_change(story: Story, value: int) -> int:
+    if story.rng.random() < 0.5:
+        n = story.amount()
+        story.say("earn", n=n)
+        return story.step("+", value, n, "{A} has {x}.", unit="$")
+    n = story.below(value)
+    story.say("spend", n=n, o=story.new_things())
+    return story.step("-", value, n, "{A} has {x} left.", unit="$")
+
+
+def _compare(story: Story, value: int) -> int:
+    """Adds a second person who has more, fewer or times as many; returns their amount."""
+    rng = story.rng
+    draw = rng.random()
+    if draw < 0.3:
+        n = story.amount()
+        story.say("more", n=n)
+        return story.step("+", value, n, "{B} has {x} {o}.")
+    if draw < 0.6:
+        n = story.below(value)
+        story.say("fewer", n=n)
+        return story.step("-", value, n, "{B} has {x} {o}.")
+    if draw < 0.7:
+        story.say("times", n="half")
+        return story.step("/", value, 2, "{B} has {x} {o}.")
+    k = rng.randint(2, 6)
+    word = ("twice", "three times", "four times", "five times", "six times")[k - 2]
+    story.say("times", n=word if k == 2 or rng.random() < 0.5 else f"{k} times")
+    return story.step("*", value, k, "{B} has {x} {o}.")
+
+
+def _share(story: Story, value: int) -> str:
+    """Ends with an exact division; returns the question."""
+    n = story.divisor(value)
+    if story.rng.random() < 0.6:
+        story.say("share", n=n)
+        story.step("/", value, n, "Each {s} gets {x} {o}.")
+        return story.ask("each")
+    plural, single = story.rng.choice(words.CONTAINERS)
+    story.slots |= {"C": plural, "c": single}
+    story.say("pack", n=n)
+    story.step("/", value, n, "{A} needs {x} {C}.")
+    return story.ask("bags")
+
+
+# Scenarios: (number of steps) -> functions that tell a story and return its question.
+
+
+def _ask_state(story: Story) -> str:
+    op = story.steps[-1][0]
+    return story.ask({"+": "now", "-": "left", "*": "total"}[op])
+
+
+def _inventory(story: Story, num_steps: int) -> str:
+    value = _start(story)
+    for _ in range(num_steps):
+        value = _change(story, value)
+    return _ask_state(story)
+
+
+def _grouped(story: Story, num_steps: int) -> str:
+    value = story.rng.choice((_groups, _rate))(story)
+    for _ in range(num_steps - 1):
+        value = _change(story, value)
+    return _ask_state(story)
+
+
+def _shared(story: Story, num_steps: int) -> str:
+    if num_steps == 1:
+        value = story.rng.randint(2, 20) * story.rng.randint(2, 12)
+        story.say("start", n=value, c=story.rng.choice(words.PLACES))
+    elif story.rng.random() < 0.4:
+        value = story.rng.choice((_groups, _rate))(story)
+    else:
+        value = _change(story, _start(story))
+    while len(story.steps) < num_steps - 1:
+        value = _change(story, value)
+    return _share(story, value)
+
+
+def _comparison(story: Story, num_steps: int) -> str:
+    first = _start(story) if num_steps < 3 else _change(story, _start(story))
+    second = _compare(story, first)
+    if num_steps == 1:
+        return story.ask("other")
+    story.step("+", first, second, "They have {x} {o} together.")
+    return story.ask("both")
+
+
+def _two_people(story: Story, num_steps: int) -> str:
+    """Two amounts: their sum or difference, after changes of the first."""
+    first, second = story.amount(), story.amount()
+    story.say("two", n=first, k=second)
+    for _ in range(num_steps - 1):
+        first = _change(story, first)
+    if story.rng.random() < 0.6:
+        story.step("+", first, second, "They have {x} {o} together.")
+        return story.ask("both")
+    story.step("-", first, second, "{A} has {x} more {o} than {B}.")
+    return story.ask("differ")
+
+
+def _shopping(story: Story, num_steps: int) -> str:
+    """Buys things at a price; a second kind of thing at three steps, change at two."""
+    n, k = story.factors()
+    story.say("price", n=n, k=k)
+    cost = story.step("*", n, k, "The {o} cost {x}.", unit="$")
+    if num_steps == 1:
+        return story.ask("pay")
+    if num_steps == 2:
+        cash = cost + story.rng.randint(1, 60)
+        story.say("cash", n=cash)
+        story.step("-", cash, cost, "{A} gets {x} back.", unit="$")
+        return story.ask("change")
+    n, k = story.factors()
+    things = story.slots["o"]
+    while story.slots["o"] == things:
+        story.slots["o"] = story.new_things()
+    story.say("price_more", n=n, k=k)
+    other = story.step("*", n, k, "The {o} cost {x}.", unit="$")
+    story.step("+", cost, other, "{A} pays {x}.", unit="$")
+    return story.ask("pay")
+
+
+def _wages(story: Story, num_steps: int) -> str:
+    k, n = story.factors()
+    story.say("wage", k=k, n=n)
+    value = story.step("*", k, n, "{A} earns {x}.", unit="$")
+    if num_steps == 1:
+        return story.ask("earned")
+    for _ in range(num_steps - 1):
+        value = _money_change(story, value)
+    return story.ask("wallet")
+
+
+def _wallet(story: Story, num_steps: int) -> str:
+    value = story.amount()
+    story.say("money", n=value)
+    for _ in range(num_steps):
+        value = _money_change(story, value)
+    return story.ask("wallet")
+
+
+Scenario = Callable[[Story], str]
+
+
+def _of_length(num_steps: int) -> tuple[Scenario, ...]:
+    kinds = (
+        _inventory, _inventory, _inventory, _grouped, _grouped, _shared, _shared, _comparison,
+        _comparison, _two_people, _shopping, _wages, _wallet,
+    )  # fmt: skip
+    return tuple(functools.partial(kind, num_steps=num_steps) for kind in kinds)
+
+
+SCENARIOS: dict[int, tuple[Scenario, ...]] = {n: _of_length(n) for n in (1, 2, 3)}

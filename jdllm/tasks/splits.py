@@ -1,0 +1,47 @@
+"""Which numbers and phrasings training never shows, decided by a stable hash."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from typing import Literal
+
+from jdllm.tasks import words
+
+Split = Literal["train", "test"]
+
+# Chosen so that the plainest sentences ("He buys 5 more apples.") stay in training.
+PHRASING_SALT = "21/"
+
+
+@functools.cache
+def is_held_out_pair(op: str, a: int, b: int) -> bool:
+    """Says whether training never shows the step `a op b`.
+
+    + and -: one ordered pair in ten. * and /: of one fact in ten (such as 7, 8, 56) one
+    of the two orders, so that the fact itself can still be known.
+    """
+    if op in "+-":
+        return _hash(f"{op}{a},{b}") % 10 == 0
+    one, other = (a, b) if op == "*" else (a // b, b)
+    key = _hash(f"{op}{min(one, other)},{max(one, other)}")
+    return key % 10 == 0 and one != other and (one < other) == (key // 10 % 2 == 0)
+
+
+@functools.cache
+def is_held_out_phrasing(phrasing: str) -> bool:
+    """Says whether training never shows this `family|frame|verb`; about one in eight."""
+    return _hash(PHRASING_SALT + phrasing) % 8 == 0
+
+
+def _hash(text: str) -> int:
+    return zlib.crc32(text.encode()) >> 3
+
+
+@functools.cache
+def phrasings(family: str, split: Split) -> tuple[tuple[str, str, str], ...]:
+    """Returns the (frame, verb, key) of a family that a split may use."""
+    tables = words.FAMILIES if family in words.FAMILIES else words.QUESTIONS
+    frames, verbs = tables[family]
+    rows = [(frame, verb, f"{family}|{frame}|{verb}") for frame in frames for verb in verbs]
+    return tuple(row for row in rows if split == "test" or not is_held_out_phrasing(row[2]))

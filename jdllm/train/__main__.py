@@ -1,0 +1,52 @@
+"""Trains a small block-diffusion model from scratch: `python -m jdllm.train --config FILE`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import pathlib
+import sys
+
+from jdllm.train import config, loop
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Parses the command line, trains, prints the final numbers as one JSON line."""
+    parser = argparse.ArgumentParser(prog="jdllm.train", description=__doc__)
+    parser.add_argument("--config", type=pathlib.Path, required=True, help="YAML of TrainConfig")
+    parser.add_argument("--output-dir", type=pathlib.Path, required=True)
+    parser.add_argument(
+        "--resume",
+        choices=("auto", "never"),
+        default="auto",
+        help="auto: go on from the newest checkpoint in the output folder",
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a config key"
+    )
+    parser.add_argument(
+        "--export-state",
+        type=pathlib.Path,
+        help="also write weights as FILE.N.npz",
+    )
+    parser.add_argument(
+        "--import-state", type=pathlib.Path, help="start from weights written by --export-state"
+    )
+    args = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", force=True)
+    logging.getLogger("absl").setLevel(logging.WARNING)
+    final = loop.train(
+        config.load(args.config, args.set),
+        loop.RunPaths(
+            output_dir=args.output_dir,
+            import_state=args.import_state,
+            export_state=args.export_state,
+            is_resumed=args.resume == "auto",
+        ),
+    )
+    sys.stdout.write(json.dumps(final) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Saving and restoring a run: orbax for resuming, npz parts for carrying weights elsewhere.
+
+Orbax writes into a temporary folder and renames it, so a run killed at any moment
+resumes from its last whole checkpoint, bit for bit.
+"""
+
+from __future__ import annotations
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+
+from jdllm.train import step
+from jdllm.train.config import TrainConfig
+
+MAX_PART_BYTES = 15 * 2**20
+
+
+def manager(folder: pathlib.Path) -> ocp.CheckpointManager:
+    """Returns the run's checkpoint manager; it keeps the last two."""
+    options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
+    return ocp.CheckpointManager(folder.absolute(), options=options)
+
+
+def save(checkpoints: ocp.CheckpointManager, state: step.TrainState) -> None:
+    """Starts writing a checkpoint of the state's step; a second save waits for the first."""
+    number = int(state.step)
+    if number != checkpoints.latest_step():
+        checkpoints.save(number, args=ocp.args.StandardSave(state))
+
+
+def restore(checkpoints: ocp.CheckpointManager, like: step.TrainState) -> step.TrainState | None:
+    """Returns the latest checkpoint in the shape of `like`, or None where there is none."""
+    latest = checkpoints.latest_step()
+    if latest is None:
+        return None
+    shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+    return checkpoints.restore(latest, args=ocp.args.StandardRestore(shapes))
+
+
+def export_parts(state: step.TrainState, stem: pathlib.Path) -> list[pathlib.Path]:
+    """Writes weights and their average as STEM.0.npz, STEM.1.npz, ..., each under 16 MiB."""
+    arrays = {"step": np.asarray(state.step)}
+    for kind, params in (("params", state.params), ("average", state.average)):
+        arrays |= {f"{kind}/{path}": np.asarray(array) for path, array in params.items()}
+    parts: list[dict[str, np.ndarray]] = [{}]
+    size = 0
+    for name, array in arrays.items():
+        if size + array.nbytes > MAX_PART_BYTES and parts[-1]:
+            parts.append({})
+            size = 0
+        parts[-1][name] = array
+        size += array.nbytes
+    files = [stem.with_name(f"{stem.name}.{i}.npz") for i in range(len(parts))]
+    for file, part in zip(files, parts, strict=True):
+        np.savez(file, **part)
+    return files
+
+
+def import_parts(config: TrainConfig, stem: pathlib.Path) -> step.TrainState:
+    """Returns a state of `export_parts` files with fresh moments: the run re-warms."""
+    files = sorted(stem.parent.glob(f"{stem.name}.*.npz"))
+    if not files:
+        raise FileNotFoundError(f"no {stem}.0.npz: give --import-state the name without .N.npz")
+    arrays: dict[str, np.ndarray] = {}
+    for file in files:
+        with np.load(file) as part:
+            arrays |= dict(part)
+    number = int(arrays.pop("step"))
+    params, average = (
+        {n.removeprefix(kind): jnp.asarray(a) for n, a in arrays.items() if n.startswith(kind)}
+        for kind in ("params/", "average/")
+    )
+    return step.init_state(config, params, average=average, step=number)

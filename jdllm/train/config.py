@@ -1,0 +1,95 @@
+"""The training run as one frozen dataclass, read from YAML; unknown keys are errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from jdllm import errors
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """Everything that decides a run, apart from where it writes.
+
+    `model_path` holds config.json, tokenizer and chat template; the learning rate warms up,
+    stays at `learning_rate`, and falls linearly to 0 over the last `decay_steps` of `num_steps`.
+    """
+
+    model_path: str
+    seed: int = 0
+    num_steps: int = 10_000
+    max_minutes: float | None = None  # stop (checkpoint, evaluate, export) after this much time
+    batch_size: int = 512  # problems per step
+    sequence_length: int = 192  # tokens of prompt and answer, a multiple of the block size
+    answer_blocks: int = 4  # most blocks that an answer may touch
+    noise_copies: int = 1  # independently masked copies of every answer
+    full_mask_fraction: float = 0.2  # share of blocks that are masked entirely
+    learning_rate: float = 1.5e-3
+    warmup_steps: int = 300
+    decay_steps: int = 3_000
+    weight_decay: float = 0.1
+    adam_b2: float = 0.98
+    clip_norm: float = 1.0
+    ema_decay: float = 0.999
+    balance_rate: float = 1e-3  # step of the expert biases toward equal load
+    compute_dtype: str = "bfloat16"
+    log_every: int = 50
+    checkpoint_every: int = 1_000
+    eval_every: int = 1_000
+    eval_problems: int = 500
+    eval_thresholds: tuple[float, ...] = (0.9,)  # beside one token per step
+    data_threads: int = 4  # in each process that makes batches
+    data_workers: int = 0  # processes that make batches; 0: this one
+    prefetch_batches: int = 8
+
+    def __post_init__(self) -> None:
+        if self.compute_dtype not in ("bfloat16", "float32"):
+            raise errors.ConfigError(f"{self.compute_dtype=} must be 'bfloat16' or 'float32'")
+        for name in ("num_steps", "batch_size", "sequence_length", "answer_blocks", "log_every"):
+            if getattr(self, name) < 1:
+                raise errors.ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.decay_steps > self.num_steps:
+            raise errors.ConfigError(f"{self.decay_steps=} exceeds {self.num_steps=}")
+
+
+def load(path: pathlib.Path, overrides: Sequence[str] = ()) -> TrainConfig:
+    """Returns the config of a YAML file with `key=value` overrides (values as YAML)."""
+    values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    for override in overrides:
+        key, sign, text = override.partition("=")
+        if not sign:
+            raise errors.ConfigError(f"--set {override!r} must be key=value")
+        values[key] = yaml.safe_load(text)
+    return from_mapping(values)
+
+
+def from_mapping(values: Mapping[str, Any]) -> TrainConfig:
+    """Returns the config of a mapping; checks names and types."""
+    fields = {field.name: field for field in dataclasses.fields(TrainConfig)}
+    for key in values:
+        if key not in fields:
+            raise errors.ConfigError(f"unknown key {key!r}{errors.nearest(key, fields)}")
+    if "model_path" not in values:
+        raise errors.ConfigError("model_path is missing")
+    return TrainConfig(**{key: _typed(key, fields[key].type, v) for key, v in values.items()})
+
+
+def _typed(key: str, kind: str, value: Any) -> Any:
+    # Annotations are strings in this module (PEP 563).
+    match kind:
+        case "str" if isinstance(value, str):
+            return value
+        case "int" if isinstance(value, int) and not isinstance(value, bool):
+            return value
+        case "float" | "float | None" if isinstance(value, int | float | str):
+            return float(value)  # YAML reads 1e-3 as text
+        case "float | None" if value is None:
+            return None
+        case "tuple[float, ...]" if isinstance(value, list | tuple):
+            return tuple(float(v) for v in value)
+    raise errors.ConfigError(f"{key}={value!r} must be of type {kind}")

@@ -1,0 +1,159 @@
+"""Training batches: generated problems, tokenised as the chat endpoint would see them.
+
+Batch `step` is a pure function of (seed, step), so a resumed run reads on where it
+stopped without any saved iterator state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Sequence
+
+import grain
+import jinja2
+import numpy as np
+import tokenizers
+from absl import flags
+
+from jdllm import errors
+from jdllm.tasks import arithmetic
+
+Batch = dict[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Shapes of a batch."""
+
+    sequence_length: int
+    block_size: int
+    answer_blocks: int
+
+    def __post_init__(self) -> None:
+        if self.sequence_length % self.block_size:
+            raise errors.ConfigError(
+                f"{self.sequence_length=} must be a multiple of {self.block_size=}"
+            )
+
+    def fits(self, prompt_len: int, total_len: int) -> bool:
+        """Says whether a row of these lengths has a place in the batch."""
+        last = (total_len - 1) // self.block_size
+        blocks = last - prompt_len // self.block_size + 1
+        return total_len <= self.sequence_length and blocks <= self.answer_blocks
+
+
+class ChatFormat:
+    """Turns problems into token ids with a model folder's own tokenizer and chat template."""
+
+    def __init__(self, model_path: pathlib.Path):
+        self.tokenizer = tokenizers.Tokenizer.from_file(str(model_path / "tokenizer.json"))
+        template = (model_path / "chat_template.jinja").read_text(encoding="utf-8")
+        rendered = (
+            jinja2.Environment(autoescape=False)
+            .from_string(template)
+            .render(messages=[{"role": "user", "content": "\0"}], add_generation_prompt=True)
+        )
+        self._before, self._after = rendered.split("\0")
+        hf = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
+        self.pad_id: int = hf["pad_token_id"]
+        self.turn_end_id: int = self.tokenizer.token_to_id("<|role_end|>")
+
+    def prompts(self, questions: Sequence[str]) -> list[list[int]]:
+        """Returns the ids of each question as a one-turn chat, ready for the answer."""
+        return self._encode([self._before + question + self._after for question in questions])
+
+    def answers(self, answers: Sequence[str]) -> list[list[int]]:
+        """Returns the ids of each answer with the end of the turn."""
+        return [[*ids, self.turn_end_id] for ids in self._encode(answers)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
+        return [e.ids for e in self.tokenizer.encode_batch(texts, add_special_tokens=False)]
+
+
+class ProblemBatches(grain.sources.RandomAccessDataSource):
+    """Element `step` is the whole batch of that step, tokenised and padded."""
+
+    def __init__(
+        self, chat: ChatFormat, layout: Layout, *, batch_size: int, seed: int, length: int
+    ):
+        self.chat, self.layout = chat, layout
+        self.batch_size, self.seed, self.length = batch_size, seed, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, step: int) -> Batch:
+        rows: list[tuple[list[int], list[int]]] = []
+        # Spare problems stand in for those too long; 2 in 16 are never needed in practice.
+        stride = self.batch_size + self.batch_size // 8 + 2
+        problems = [
+            arithmetic.generate(int(step) * stride + i, split="train", seed=self.seed)
+            for i in range(stride)
+        ]
+        prompts = self.chat.prompts([p.question for p in problems])
+        answers = self.chat.answers([p.answer for p in problems])
+        rows = [
+            row
+            for row in zip(prompts, answers, strict=True)
+            if self.layout.fits(len(row[0]), len(row[0]) + len(row[1]))
+        ]
+        if len(rows) < self.batch_size:
+            raise errors.ConfigError(
+                f"only {len(rows)} of {stride} problems fit {self.layout}; raise sequence_length"
+            )
+        return pad_rows(rows[: self.batch_size], self.layout, self.chat.pad_id)
+
+
+def pad_rows(rows: Sequence[tuple[list[int], list[int]]], layout: Layout, pad_id: int) -> Batch:
+    """Returns `tokens` [B, S], `prompt_lens` [B] and `total_lens` [B], the latter whole blocks.
+
+    The rest of an answer's last block is `pad_id` (the end-of-text token): the model
+    learns to fill a block it has nothing more to say in.
+    """
+    tokens = np.full((len(rows), layout.sequence_length), pad_id, np.uint16)
+    prompt_lens = np.zeros(len(rows), np.int32)
+    total_lens = np.zeros(len(rows), np.int32)
+    for i, (prompt, answer) in enumerate(rows):
+        ids = prompt + answer
+        tokens[i, : len(ids)] = ids
+        prompt_lens[i] = len(prompt)
+        total_lens[i] = -(-len(ids) // layout.block_size) * layout.block_size
+    return {"tokens": tokens, "prompt_lens": prompt_lens, "total_lens": total_lens}
+
+
+def batches(
+    source: ProblemBatches, *, start_step: int, num_threads: int, num_workers: int, prefetch: int
+) -> grain.DatasetIterator[Batch]:
+    """Returns the batches of `start_step`, `start_step + 1`, ..., made ahead of need.
+
+    By `num_workers` processes if any (an accelerator that takes ten batches a second),
+    else by threads of this one; the batches and their order are the same.
+    """
+    dataset = grain.MapDataset.source(source)[start_step:]
+    options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=prefetch)
+    ahead = dataset.to_iter_dataset(options)
+    if num_workers:
+        # grain's workers read absl flags, which only absl's own main would have parsed.
+        flags.FLAGS.mark_as_parsed()
+        ahead = ahead.mp_prefetch(
+            grain.MultiprocessingOptions(num_workers=num_workers, per_worker_buffer_size=prefetch)
+        )
+    return iter(ahead)
+
+
+def heldout(chat: ChatFormat, layout: Layout, count: int) -> tuple[list[arithmetic.Problem], Batch]:
+    """Returns the first `count` test problems that fit, and their batch."""
+    problems, rows = [], []
+    for problem in arithmetic.problems("test"):
+        prompt, answer = chat.prompts([problem.question])[0], chat.answers([problem.answer])[0]
+        if layout.fits(len(prompt), len(prompt) + len(answer)):
+            problems.append(problem)
+            rows.append((prompt, answer))
+        if len(rows) == count:
+            break
+    return problems, pad_rows(rows, layout, chat.pad_id)

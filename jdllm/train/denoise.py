@@ -1,0 +1,124 @@
+"""Greedy block denoising of whole sequences, for measuring a model while it trains.
+
+The rule is LowConfidence: write every masked position of the current block whose
+probability passes the threshold, or the best one. No KV cache: every forward runs the
+block-causal sequence, which is exact and cheap for a small model. A threshold of 1 or
+more writes one token per step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from jdllm.layers import attention
+from jdllm.models import loading, spec
+from jdllm.train.step import Network, Params
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Denoised:
+    """Rows during and after denoising; `forwards` counts persist forwards too."""
+
+    tokens: jax.Array  # int32 [B, S]
+    masked: jax.Array  # bool [B, S]
+    prompt_lens: jax.Array  # int32 [B]
+    block: jax.Array  # int32 [B], the block being written
+    forwards: jax.Array  # int32 [B]
+    done: jax.Array  # bool [B]
+
+
+def denoiser(
+    network: Network, *, length: int, stop_ids: tuple[int, ...]
+) -> Callable[[Params, jax.Array, jax.Array, jax.Array], Denoised]:
+    """Returns the jitted `denoise(params, tokens [B, S], prompt_lens [B], threshold)`.
+
+    `params` are in compute dtypes. Only the prompt of `tokens` is read.
+    """
+    diffusion = network.config.spec.diffusion
+    visible = attention.visibility_mask(
+        length, diffusion.block_size, spec.AttentionPattern.BLOCK_CAUSAL
+    )
+
+    @jax.jit
+    def denoise(
+        params: Params, tokens: jax.Array, prompt_lens: jax.Array, threshold: jax.Array
+    ) -> Denoised:
+        masked = jnp.arange(length) >= prompt_lens[:, None]
+        rows = tokens.shape[0]
+        start = Denoised(
+            tokens=jnp.where(masked, diffusion.mask_token_id, tokens.astype(jnp.int32)),
+            masked=masked,
+            prompt_lens=prompt_lens,
+            block=prompt_lens // diffusion.block_size,
+            forwards=jnp.zeros(rows, jnp.int32),
+            done=jnp.zeros(rows, bool),
+        )
+        body = functools.partial(
+            _step, network, params, visible=visible, threshold=threshold, stop_ids=stop_ids
+        )
+        return jax.lax.while_loop(lambda rows: ~jnp.all(rows.done), body, start)
+
+    return denoise
+
+
+def _step(
+    network: Network,
+    params: Params,
+    rows: Denoised,
+    *,
+    visible: jax.Array,
+    threshold: jax.Array,
+    stop_ids: tuple[int, ...],
+) -> Denoised:
+    diffusion = network.config.spec.diffusion
+    B, S = rows.tokens.shape
+    place = rows.block[:, None] * diffusion.block_size + jnp.arange(diffusion.block_size)
+    in_block = functools.partial(jnp.take_along_axis, indices=place, axis=1)
+    logits = _block_logits(network, params, rows.tokens, place, visible)  # [B, block, V]
+    logits = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    allowed = logits.at[..., diffusion.mask_token_id].set(-jnp.inf)
+    best = jnp.argmax(allowed, axis=-1)
+    masked = in_block(rows.masked)
+    score = jnp.where(masked, jnp.exp(jnp.max(allowed, axis=-1)), -1.0)
+    confident = score > threshold
+    top = jnp.arange(diffusion.block_size) == jnp.argmax(score, axis=-1)[:, None]
+    some = jnp.any(confident, axis=-1, keepdims=True)
+    write = masked & jnp.where(some, confident, top) & ~rows.done[:, None]
+    written = jnp.where(write, best, in_block(rows.tokens))
+    still = masked & ~write
+    is_final = ~jnp.any(still, axis=-1) & ~rows.done
+    # A stop token of the prompt's tail does not end the answer.
+    is_stop = jnp.isin(written, jnp.array(stop_ids)) & (place >= rows.prompt_lens[:, None])
+    is_last = rows.block == S // diffusion.block_size - 1
+    done = rows.done | (is_final & (jnp.any(is_stop, axis=-1) | is_last))
+    row = jnp.arange(B)[:, None]
+    return Denoised(
+        tokens=rows.tokens.at[row, place].set(written),
+        masked=rows.masked.at[row, place].set(still),
+        prompt_lens=rows.prompt_lens,
+        block=rows.block + (is_final & ~done),
+        forwards=rows.forwards + ~rows.done + (is_final & ~done),
+        done=done,
+    )
+
+
+def _block_logits(
+    network: Network, params: Params, tokens: jax.Array, place: jax.Array, visible: jax.Array
+) -> jax.Array:
+    B, S = tokens.shape
+    model = loading.merge(network.graphdef, params)
+    positions = jnp.tile(jnp.arange(S), B)
+    hidden, _ = model(
+        tokens.reshape(-1),
+        positions,
+        attend=attention.dense_attend(visible, B),
+        caches=[None] * network.config.spec.num_layers,
+    )
+    hidden = hidden.reshape(B, S, -1)[jnp.arange(B)[:, None], place]  # [B, block, D]
+    return model.logits(hidden.reshape(-1, hidden.shape[-1])).reshape(*place.shape, -1)

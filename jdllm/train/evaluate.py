@@ -1,0 +1,77 @@
+"""Measures a model on held-out problems: loss, solved share and tokens per forward."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdllm.tasks import example
+from jdllm.train import data, denoise, objective, step
+from jdllm.train.config import TrainConfig
+
+ONE_TOKEN_PER_STEP = 2.0  # no probability passes it
+
+
+def evaluator(
+    network: step.Network,
+    config: TrainConfig,
+    chat: data.ChatFormat,
+    layout: data.Layout,
+    noise: objective.NoiseConfig,
+) -> Callable[[step.Params], dict[str, float]]:
+    """Returns `evaluate(params) -> numbers`; compiled on first use, same problems every time."""
+    problems, batch = data.heldout(chat, layout, config.eval_problems)
+    stop_ids = (chat.pad_id, chat.turn_end_id)
+    run = denoise.denoiser(network, length=layout.sequence_length, stop_ids=stop_ids)
+
+    @jax.jit
+    def heldout_loss(params: step.Params) -> jax.Array:
+        noisy = step.noisy_batch(jax.random.key(0), batch, noise)
+        return step.loss(network, params, noisy)[0]
+
+    @jax.jit
+    def cast(params: step.Params) -> step.Params:
+        return network.cast(params)
+
+    def evaluate(params: step.Params) -> dict[str, float]:
+        numbers = {"heldout_loss": float(heldout_loss(params))}
+        in_compute = cast(params)
+        for threshold in (ONE_TOKEN_PER_STEP, *config.eval_thresholds):
+            rows = run(in_compute, batch["tokens"], batch["prompt_lens"], jnp.float32(threshold))
+            name = "one_token" if threshold == ONE_TOKEN_PER_STEP else f"{threshold:g}"
+            scored = _score(rows, problems, chat, stop_ids)
+            numbers |= {f"{key}@{name}": value for key, value in scored.items()}
+        return numbers
+
+    return evaluate
+
+
+def _score(
+    rows: denoise.Denoised,
+    problems: list,
+    chat: data.ChatFormat,
+    stop_ids: tuple[int, ...],
+) -> dict[str, float]:
+    tokens, forwards = np.asarray(rows.tokens), np.asarray(rows.forwards)
+    prompt_lens = np.asarray(rows.prompt_lens)
+    cut = functools.partial(_until_stop, stop_ids=stop_ids)
+    outputs = [cut(row[start:]) for row, start in zip(tokens, prompt_lens, strict=True)]
+    solved = [
+        example.score(chat.decode(ids), problem.gold).is_correct
+        for ids, problem in zip(outputs, problems, strict=True)
+    ]
+    lengths = np.array([len(ids) for ids in outputs])
+    return {
+        "accuracy": float(np.mean(solved)),
+        "tpf": float(lengths.sum() / forwards.sum()),
+        "forwards": float(forwards.mean()),
+    }
+
+
+def _until_stop(ids: np.ndarray, *, stop_ids: tuple[int, ...]) -> list[int]:
+    stops = np.flatnonzero(np.isin(ids, stop_ids))
+    return ids[: stops[0] if stops.size else len(ids)].tolist()

@@ -1,0 +1,114 @@
+"""The block-diffusion objective, all blocks of a sequence in one forward.
+
+A row is the clean sequence followed by masked copies of its answer blocks. A masked
+block sees itself and the clean blocks before it; a clean block sees clean blocks up to
+itself. That is exactly what the block sees when it is decoded: finished blocks before
+it, its own unfinished state, and nothing after. The loss is the cross-entropy of the
+masked answer positions; prompt positions are never masked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NoiseConfig:
+    """How answer blocks are masked."""
+
+    block_size: int
+    answer_blocks: int
+    copies: int
+    full_mask_fraction: float
+    mask_token_id: int
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NoisyBatch:
+    """The model's input [B, L], L = S + copies * answer_blocks * block_size."""
+
+    tokens: jax.Array  # int32 [B, L]
+    positions: jax.Array  # int32 [B, L]
+    valid: jax.Array  # bool [B, L]
+    visible: jax.Array  # bool [B, L, L]
+    targets: jax.Array  # int32 [B, L - S], clean tokens of the masked copies
+    masked: jax.Array  # bool [B, L - S], where the loss counts
+
+
+def add_noise(
+    key: jax.Array,
+    tokens: jax.Array,
+    prompt_lens: jax.Array,
+    total_lens: jax.Array,
+    config: NoiseConfig,
+) -> NoisyBatch:
+    """Returns the clean rows [B, S] with masked copies of their answer blocks behind them."""
+    B, S = tokens.shape
+    width = config.answer_blocks * config.block_size
+    first = prompt_lens // config.block_size * config.block_size  # [B]
+    place = first[:, None] + jnp.arange(width)  # [B, width], positions of one copy
+    place = jnp.tile(place, (1, config.copies))  # [B, C * width]
+    targets = jnp.take_along_axis(tokens, place, axis=1, mode="clip")
+    is_real = place < total_lens[:, None]
+    masked = draw_mask(key, is_real & (place >= prompt_lens[:, None]), config)
+    clean_place = jnp.broadcast_to(jnp.arange(S), (B, S))
+    return NoisyBatch(
+        tokens=jnp.concatenate([tokens, jnp.where(masked, config.mask_token_id, targets)], axis=1),
+        positions=jnp.concatenate([clean_place, place], axis=1),
+        valid=jnp.concatenate([clean_place < total_lens[:, None], is_real], axis=1),
+        visible=visibility(clean_place, place, config),
+        targets=targets,
+        masked=masked,
+    )
+
+
+def draw_mask(key: jax.Array, editable: jax.Array, config: NoiseConfig) -> jax.Array:
+    """Masks each block's editable positions with a ratio t ~ U(0, 1), or all of them.
+
+    At least one editable position of every block is masked, or the block teaches nothing.
+    """
+    B, width = editable.shape
+    shape = (B, width // config.block_size, config.block_size)
+    key_ratio, key_full, key_place = jax.random.split(key, 3)
+    ratio = jax.random.uniform(key_ratio, (*shape[:2], 1))
+    is_full = jax.random.uniform(key_full, (*shape[:2], 1)) < config.full_mask_fraction
+    can = editable.reshape(shape)
+    draw = jnp.where(can, jax.random.uniform(key_place, shape), 2.0)
+    lowest = jnp.min(draw, axis=-1, keepdims=True)
+    masked = can & (is_full | (draw < ratio) | (draw == lowest))
+    return masked.reshape(B, width)
+
+
+def visibility(clean_place: jax.Array, noisy_place: jax.Array, config: NoiseConfig) -> jax.Array:
+    """Returns bool [B, L, L], true where the query (row) sees the key (column)."""
+    clean = clean_place // config.block_size  # [B, S]
+    noisy = noisy_place // config.block_size  # [B, C * width]
+    chunk = jnp.arange(noisy.shape[1]) // config.block_size  # one id per copy and block
+    B, S = clean.shape
+    clean_clean = clean[:, :, None] >= clean[:, None, :]
+    noisy_clean = noisy[:, :, None] > clean[:, None, :]
+    noisy_noisy = jnp.broadcast_to(chunk[:, None] == chunk[None, :], (B, *2 * chunk.shape))
+    clean_noisy = jnp.zeros((B, S, noisy.shape[1]), bool)
+    return jnp.concatenate(
+        [
+            jnp.concatenate([clean_clean, clean_noisy], axis=2),
+            jnp.concatenate([noisy_clean, noisy_noisy], axis=2),
+        ],
+        axis=1,
+    )
+
+
+def masked_cross_entropy(
+    logits: jax.Array, targets: jax.Array, masked: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (mean loss in nats, accuracy) over masked positions; `logits` [T, V] float32."""
+    targets, weight = targets.reshape(-1), masked.reshape(-1).astype(jnp.float32)
+    count = jnp.maximum(jnp.sum(weight), 1.0)
+    given = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
+    loss = jax.nn.logsumexp(logits, axis=-1) - given
+    right = (jnp.argmax(logits, axis=-1) == targets).astype(jnp.float32)
+    return jnp.sum(loss * weight) / count, jnp.sum(right * weight) / count

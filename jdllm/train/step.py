@@ -1,0 +1,207 @@
+"""The compiled training step: loss, AdamW, weight average and expert balance.
+
+Master weights, moments and the average are float32; the forward pass runs on a cast
+copy in the model's own dtypes. Expert biases get no gradient (they select experts but
+do not weigh them): each moves by a fixed step toward equal load, as DeepSeek-V3 does,
+so no auxiliary loss disturbs the objective.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from jdllm.layers import attention, moe
+from jdllm.models import loading, registry
+from jdllm.train import objective
+from jdllm.train.config import TrainConfig
+
+Params = dict[str, jax.Array]
+EXPERT_BIAS = "expert_bias"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """The model to train: static graph, shapes in compute dtypes, parsed config."""
+
+    graphdef: nnx.GraphDef
+    shapes: Mapping[str, jax.ShapeDtypeStruct]
+    config: Any
+
+    def cast(self, params: Mapping[str, jax.Array]) -> Params:
+        """Returns the parameters in the dtypes of the forward pass."""
+        return {path: array.astype(self.shapes[path].dtype) for path, array in params.items()}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TrainState:
+    """All that a checkpoint holds; `start_step` is where the optimiser's moments began."""
+
+    step: jax.Array
+    start_step: jax.Array
+    params: Params
+    average: Params
+    opt_state: optax.OptState
+
+
+def build_network(hf_config: Mapping[str, Any], dtype: str) -> Network:
+    """Returns the model of a config.json, without weights."""
+    architecture = registry.architecture_of(hf_config)
+    config = registry.family(architecture).parse_config(hf_config)
+    graphdef, shapes = loading.abstract(
+        architecture, config, dtype=jnp.dtype(dtype), moe_implementation="dense"
+    )
+    return Network(graphdef=graphdef, shapes=shapes, config=config)
+
+
+def init_params(network: Network, seed: int) -> Params:
+    """Returns float32 starting weights; residual branches start small, for depth."""
+    shapes = {p: jax.ShapeDtypeStruct(s.shape, jnp.float32) for p, s in network.shapes.items()}
+    params = loading.random_params(shapes, seed=seed)
+    branch = (2 * network.config.spec.num_layers) ** -0.5
+    for path in params:
+        if path.endswith((".w_out", ".w_down")):
+            params[path] = params[path] * branch
+    params["word_embeddings"] = params["word_embeddings"] * 0.5
+    return params
+
+
+def optimizer(config: TrainConfig) -> optax.GradientTransformation:
+    """Returns AdamW's direction; the step size is applied in `train_step`."""
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip_norm),
+        optax.scale_by_adam(b1=0.9, b2=config.adam_b2),
+        optax.add_decayed_weights(
+            config.weight_decay, mask=lambda params: {p: a.ndim > 1 for p, a in params.items()}
+        ),
+    )
+
+
+def init_state(config: TrainConfig, params: Params, *, average: Params, step: int) -> TrainState:
+    """Returns a state with fresh moments at a step; warm-up begins there."""
+    return TrainState(
+        step=jnp.int32(step),
+        start_step=jnp.int32(step),
+        params=params,
+        average=jax.tree.map(jnp.copy, average),
+        opt_state=optimizer(config).init(params),
+    )
+
+
+def learning_rate(config: TrainConfig, step: jax.Array, start_step: jax.Array) -> jax.Array:
+    """Returns the step size: warm-up, plateau, linear decay to 0 at `num_steps`."""
+    warm = jnp.minimum(1.0, (step - start_step + 1) / max(config.warmup_steps, 1))
+    left = (config.num_steps - step) / max(config.decay_steps, 1)
+    return config.learning_rate * warm * jnp.clip(left, 0.0, 1.0)
+
+
+def forward(
+    network: Network, params: Params, batch: objective.NoisyBatch
+) -> tuple[jax.Array, Params]:
+    """Returns logits [B * (L - S), V] of the masked copies and each router's load [E].
+
+    The layers run here one by one, because training needs the routers' choices.
+    """
+    B, L = batch.tokens.shape
+    model = loading.merge(network.graphdef, params)
+    attend = attention.dense_attend(batch.visible, B)
+    valid = batch.valid.reshape(-1)
+    positions = batch.positions.reshape(-1)
+    x = model.embed(batch.tokens.reshape(-1), positions)  # [B * L, D]
+    angles = model.angles(positions)
+    loads = {}
+    for i, layer in enumerate(model.layers):
+        out, _ = layer.attention(layer.input_layernorm(x), angles, attend=attend, cache=None)
+        x = x + out
+        h = layer.post_attention_layernorm(x)
+        if isinstance(layer.mlp, moe.SparseMoE):
+            ids, _ = layer.mlp.router(h)
+            loads[f"layers.{i}.mlp.router.{EXPERT_BIAS}"] = _load(
+                ids, valid, network.config.num_experts
+            )
+            x = x + layer.mlp(h, valid=valid)
+        else:
+            x = x + layer.mlp(h)
+    S = L - batch.targets.shape[1]
+    hidden = model.norm(x).reshape(B, L, -1)[:, S:]
+    return model.logits(hidden.reshape(-1, hidden.shape[-1])), loads
+
+
+def _load(ids: jax.Array, valid: jax.Array, num_experts: int) -> jax.Array:
+    chosen = jax.nn.one_hot(ids, num_experts, dtype=jnp.float32).sum(axis=1)  # [T, E]
+    load = jnp.sum(chosen * valid[:, None], axis=0)
+    return jax.lax.stop_gradient(load / jnp.maximum(jnp.sum(load), 1.0))
+
+
+def loss(
+    network: Network, params: Params, batch: objective.NoisyBatch
+) -> tuple[jax.Array, tuple[jax.Array, Params]]:
+    """Returns (loss, (token accuracy, loads)) of float32 parameters."""
+    logits, loads = forward(network, network.cast(params), batch)
+    value, accuracy = objective.masked_cross_entropy(logits, batch.targets, batch.masked)
+    return value, (accuracy, loads)
+
+
+def train_step(
+    network: Network, config: TrainConfig, noise: objective.NoiseConfig
+) -> Callable[[TrainState, Mapping[str, jax.Array]], tuple[TrainState, Params]]:
+    """Returns the jitted `step(state, batch) -> (state, metrics)`; it consumes the state."""
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state: TrainState, batch: Mapping[str, jax.Array]) -> tuple[TrainState, Params]:
+        key = jax.random.fold_in(jax.random.key(config.seed), state.step)
+        noisy = noisy_batch(key, batch, noise)
+        grads_of = jax.value_and_grad(functools.partial(loss, network), has_aux=True)
+        (value, (accuracy, loads)), grads = grads_of(state.params, noisy)
+        direction, opt_state = optimizer(config).update(grads, state.opt_state, state.params)
+        rate = learning_rate(config, state.step, state.start_step)
+        params = {p: a - rate * direction[p] for p, a in state.params.items()}
+        for path, load in loads.items():
+            push = jnp.sign(1.0 / load.shape[0] - load)
+            params[path] = state.params[path] + config.balance_rate * push
+        new = TrainState(
+            step=state.step + 1,
+            start_step=state.start_step,
+            params=params,
+            average=_averaged(state.average, params, state.step, config.ema_decay),
+            opt_state=opt_state,
+        )
+        metrics = {
+            "loss": value,
+            "token_accuracy": accuracy,
+            "learning_rate": rate,
+            "grad_norm": optax.global_norm(grads),
+            "max_expert_load": jnp.max(jnp.stack(list(loads.values())))
+            if loads
+            else jnp.float32(0),
+        }
+        return new, metrics
+
+    return step
+
+
+def noisy_batch(
+    key: jax.Array, batch: Mapping[str, jax.Array], noise: objective.NoiseConfig
+) -> objective.NoisyBatch:
+    """Returns the masked form of a batch as `data.pad_rows` makes it."""
+    return objective.add_noise(
+        key,
+        batch["tokens"].astype(jnp.int32),
+        batch["prompt_lens"],
+        batch["total_lens"],
+        noise,
+    )
+
+
+def _averaged(average: Params, params: Params, step: jax.Array, decay: float) -> Params:
+    # Early on a long memory would only hold the random start.
+    keep = jnp.minimum(decay, (1.0 + step) / (10.0 + step))
+    return {p: keep * average[p] + (1.0 - keep) * params[p] for p in params}

@@ -1,0 +1,58 @@
+"""Rows of the LLaDA2 table write the array layouts that the kernels expect."""
+
+import json
+import pathlib
+
+import numpy as np
+import pytest
+
+import pallas_kernels
+from jdllm import errors
+from jdllm.checkpoint import weight_table
+from jdllm.models import llada2_config, llada2_weights
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "data" / "goldens" / "llada2"
+
+
+def rows_of_layer_1(width):
+    hf = json.loads((GOLDEN / "config.json").read_text()) | {"moe_intermediate_size": width}
+    rows = llada2_weights.weight_rows(llada2_config.parse_config(hf, block_size=8))
+    return {row.name: row for row in rows if row.name.startswith("model.layers.1.mlp.")}
+
+
+@pytest.mark.parametrize("width", [16, 128], ids=["one-group", "two-groups"])
+@pytest.mark.parametrize("form", ["split", "merged", "fused"])
+def test_every_form_of_experts_gives_the_kernel_layout(width, form):
+    rng = np.random.default_rng(0)
+    gate, up = rng.normal(size=(2, 32, width, 64)).astype(np.float32)
+    rows = rows_of_layer_1(width)
+    array = np.full((32, 2 * width, 64), np.nan, np.float32)
+    prefix = "model.layers.1.mlp."
+    if form == "fused":
+        rows[prefix + "w1"].write(array, np.concatenate([gate, up], axis=1))
+    elif form == "merged":
+        rows[prefix + "experts.gate_proj"].write(array, gate)
+        rows[prefix + "experts.up_proj"].write(array, up)
+    else:
+        for e in range(32):
+            rows[f"{prefix}experts.{e}.gate_proj.weight"].write(array, gate[e])
+            rows[f"{prefix}experts.{e}.up_proj.weight"].write(array, up[e])
+    np.testing.assert_array_equal(array, pallas_kernels.interleave_gate_up(gate, up))
+    np.testing.assert_array_equal(rows[prefix + "experts.up_proj"].read(array), up)
+
+
+def test_gate_comes_first_in_dense_layers():
+    rows = rows_of_layer_1(16)
+    array = np.zeros((64, 32), np.float32)
+    rows["model.layers.1.mlp.shared_experts.gate_proj.weight"].write(array, np.ones((16, 64)))
+    np.testing.assert_array_equal(array[:, :16], 1)
+    np.testing.assert_array_equal(array[:, 16:], 0)
+
+
+def test_long_lists_are_cut_and_counted():
+    rows = [weight_table.WeightRow(name=f"t{i}", shape=(1,), target=f"t{i}") for i in range(50)]
+    with pytest.raises(errors.ConfigError) as error:
+        weight_table.match(rows, {})
+    assert "50 tensors missing" in str(error.value)
+    assert "... and 30 more" in str(error.value)
+    assert len(str(error.value).splitlines()) == 23

@@ -1,0 +1,52 @@
+"""LowConfidence on the tiny reference checkpoint: generated ids and forward counts, exact.
+
+The reference ran PyTorch's published `generate` (see the README beside the data). Its
+`nfe` counts denoising forwards; ours counts persist forwards too, one per block but
+the last, which ends the request.
+"""
+
+import json
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+
+import jdllm
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "data" / "goldens" / "llada2"
+META = json.loads((GOLDEN / "meta.json").read_text())["generate"]
+
+
+@pytest.mark.parametrize("run", [0, 1, 3], ids=lambda run: f"gen{run}")
+@pytest.mark.parametrize("page_size", [None, 8])
+def test_generation_equals_the_reference_token_for_token(run, page_size):
+    meta = META[run]
+    prompt = np.load(GOLDEN / f"gen{run}_prompt.npy")[0]
+    expected = np.load(GOLDEN / f"gen{run}_output.npy").reshape(-1)
+    with (
+        jax.default_matmul_precision("highest"),
+        jdllm.Engine(
+            model_path=str(GOLDEN),
+            dtype="float32",
+            skip_tokenizer_init=True,
+            dllm_algorithm="LowConfidence",
+            dllm_algorithm_config={
+                "threshold": meta["threshold"],
+                "block_size": meta["block_length"],
+            },
+            max_running_requests=1,
+            context_length=96,
+            chunked_prefill_size=16,
+            page_size=page_size,
+        ) as engine,
+    ):
+        result = engine.generate(
+            input_ids=prompt, sampling_params={"max_new_tokens": meta["gen_length"]}
+        )
+    assert result["output_ids"] == expected.tolist()
+    info = result["meta_info"]
+    persists = info["dllm"]["blocks"] - 1
+    assert info["nfe"] - persists == meta["nfe"]
+    assert info["completion_tokens"] == meta["out_len"]
+    assert info["tpf"] == pytest.approx(meta["out_len"] / info["nfe"], abs=1e-3)

@@ -1,0 +1,289 @@
+"""The laws of the engine on a real (tiny) model: batching, caching, preemption, compiles."""
+
+import time
+
+import numpy as np
+import pytest
+from conftest import BLOCK, VOCAB, make_engine
+
+from jdllm import errors
+from jdllm.engine import requests
+
+
+def random_prompts(seed, count, longest=60):
+    rng = np.random.default_rng(seed)
+    shared = rng.integers(0, VOCAB, 40).tolist()
+    prompts = []
+    for i in range(count):
+        own = rng.integers(0, VOCAB, rng.integers(1, longest)).tolist()
+        prompts.append((shared + own)[:longest] if i % 2 else own)
+    return prompts
+
+
+def params_for(i):
+    """Mixed algorithms, thresholds, lengths and sampling: everything a batch may hold."""
+    options = [
+        {"max_new_tokens": 20},
+        {"max_new_tokens": 33, "dllm": {"threshold": 0.9}},
+        {"max_new_tokens": 9, "temperature": 1.0, "seed": i, "top_p": 0.9},
+        {"max_new_tokens": 26, "dllm": {"algorithm": "JointThreshold", "threshold": 0.4}},
+        {
+            "max_new_tokens": 17,
+            "temperature": 0.7,
+            "seed": 7 * i,
+            "top_k": 20,
+            "dllm": {"algorithm": "JointThreshold", "penalty_lambda": 1.0},
+        },
+    ]
+    return options[i % len(options)]
+
+
+def answers(results):
+    return [
+        (r["output_ids"], r["meta_info"]["nfe"], r["meta_info"]["finish_reason"]) for r in results
+    ]
+
+
+def alone(engine, prompts, params):
+    return [
+        engine.generate(input_ids=prompt, sampling_params=one)
+        for prompt, one in zip(prompts, params, strict=True)
+    ]
+
+
+def assert_nothing_held(engine):
+    scheduler = engine._built.core.scheduler
+    stats = scheduler.stats()
+    assert (stats.num_running, stats.num_queued, stats.num_used_pages) == (0, 0, 0)
+    allocator = scheduler.pages.allocator
+    assert allocator.num_free + stats.num_cached_pages == allocator.num_pages
+
+
+def test_together_equals_alone_and_hit_equals_miss(engine, cacheless_engine):
+    prompts = random_prompts(1, 15)
+    params = [params_for(i) for i in range(15)]
+    expected = answers(alone(cacheless_engine, prompts, params))
+    assert engine.flush_cache()
+    first = engine.generate(input_ids=prompts, sampling_params=params)
+    again = engine.generate(input_ids=prompts, sampling_params=params)
+    assert answers(first) == expected
+    assert answers(again) == expected
+    assert sum(r["meta_info"]["cached_tokens"] for r in again) > sum(
+        r["meta_info"]["cached_tokens"] for r in first
+    )
+    assert_nothing_held(engine)
+
+
+def test_preempted_requests_give_the_text_of_undisturbed_ones(cacheless_engine):
+    prompts = random_prompts(2, 8, longest=40)
+    params = [params_for(i) | {"max_new_tokens": 60} for i in range(8)]
+    expected = answers(alone(cacheless_engine, prompts, params))
+    with make_engine(max_total_tokens=13 * 16) as small:
+        got = small.generate(input_ids=prompts, sampling_params=params)
+        assert small.stats().preemptions_total > 0
+        assert_nothing_held(small)
+    # A preempted block starts anew, so its forward count differs; its tokens do not.
+    assert [(ids, reason) for ids, _, reason in answers(got)] == [
+        (ids, reason) for ids, _, reason in expected
+    ]
+
+
+def test_nothing_compiles_after_start_up(engine):
+    engine.generate(
+        input_ids=random_prompts(3, 10), sampling_params=[params_for(i) for i in range(10)]
+    )
+    assert engine.stats().jit_compiles_total == 0
+
+
+def test_the_pool_is_never_copied(engine):
+    runner = engine._built.core.runner
+    with make_engine(max_total_tokens=512 * 1024) as large:
+        runner = large._built.core.runner
+        for bucket, compiled in runner.compiled.items():
+            memory = compiled.memory_analysis()
+            assert memory.temp_size_in_bytes < runner.pool_config.total_bytes / 10, bucket
+            assert memory.alias_size_in_bytes >= runner.pool_config.total_bytes, bucket
+
+
+def test_max_new_tokens_is_exact_and_counts(engine):
+    for wanted in (1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK):
+        result = engine.generate(
+            input_ids=[5] * 11,
+            sampling_params={"max_new_tokens": wanted, "ignore_eos": True},
+        )
+        assert len(result["output_ids"]) == wanted
+        info = result["meta_info"]
+        assert info["finish_reason"] == {"type": "length", "length": wanted}
+        assert info["completion_tokens"] == wanted
+        # The first block holds the prompt's tail (11 mod 8 = 3 tokens).
+        blocks = -(-(3 + wanted) // BLOCK)
+        assert info["dllm"]["blocks"] == blocks
+        assert info["dllm"]["discarded_tokens"] == blocks * BLOCK - 3 - wanted
+
+
+def test_the_context_can_be_used_to_its_last_token(engine):
+    result = engine.generate(input_ids=[3] * 119, sampling_params={"max_new_tokens": 9})
+    assert len(result["output_ids"]) == 9
+    with pytest.raises(errors.RequestTooLong, match=r"119.*10.*128"):
+        engine.generate(input_ids=[3] * 119, sampling_params={"max_new_tokens": 10})
+
+
+def test_choices_differ_by_seed_and_repeat_with_it(engine):
+    params = {"max_new_tokens": 12, "temperature": 2.0, "seed": 4, "n": 3}
+    first = engine.generate(input_ids=[1, 2, 3], sampling_params=params)
+    second = engine.generate(input_ids=[1, 2, 3], sampling_params=params)
+    single = engine.generate(input_ids=[1, 2, 3], sampling_params=params | {"n": 1})
+    texts = [r["output_ids"] for r in first]
+    assert len({tuple(t) for t in texts}) == 3
+    assert texts == [r["output_ids"] for r in second]
+    assert single["output_ids"] == texts[0]
+
+
+def test_stop_token_ends_the_output_and_is_its_last_id(engine):
+    free = engine.generate(input_ids=[9] * 5, sampling_params={"max_new_tokens": 24})
+    target = free["output_ids"][10]
+    at = free["output_ids"].index(target)
+    stopped = engine.generate(
+        input_ids=[9] * 5, sampling_params={"max_new_tokens": 24, "stop_token_ids": [target]}
+    )
+    assert stopped["output_ids"] == free["output_ids"][: at + 1]
+    assert stopped["meta_info"]["finish_reason"] == {"type": "stop", "matched": target}
+
+
+def test_streaming_shows_a_growing_prefix_of_the_final_answer(engine):
+    params = {"max_new_tokens": 30, "ignore_eos": True}
+    whole = engine.generate(input_ids=[4] * 6, sampling_params=params)
+    seen = [
+        item["output_ids"]
+        for item in engine.generate(input_ids=[4] * 6, sampling_params=params, stream=True)
+    ]
+    assert len(seen) >= 4
+    assert all(later[: len(ids)] == ids for ids, later in zip(seen, seen[1:], strict=False))
+    assert seen[-1] == whole["output_ids"]
+
+
+def test_leaving_a_stream_early_frees_everything(engine):
+    stream = engine.generate(
+        input_ids=[4] * 6, sampling_params={"max_new_tokens": 100}, stream=True
+    )
+    next(stream)
+    stream.close()
+    deadline = time.monotonic() + 10
+    while engine.stats().num_running_reqs and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert_nothing_held(engine)
+
+
+def test_abort_by_prefix_ends_requests_with_their_partial_output(engine):
+    stream = engine.generate(
+        input_ids=[[4] * 6, [5] * 6],
+        sampling_params={"max_new_tokens": 100, "ignore_eos": True},
+        rid=["job-a", "job-b"],
+        stream=True,
+    )
+    next(stream)
+    assert engine.abort("job-") == 2
+    last = {}
+    for item in stream:
+        last[item["meta_info"]["id"]] = item["meta_info"]["finish_reason"]
+    assert {reason["type"] for reason in last.values()} == {"abort"}
+    assert_nothing_held(engine)
+
+
+def test_a_failed_launch_ends_its_requests_and_no_other(engine, cacheless_engine, monkeypatch):
+    runner = engine._built.core.runner
+    execute, failed = runner.execute, []
+
+    def fail_on_row(batch):
+        if any(row.request.request_id == "bad" for row in batch.rows) and not failed:
+            failed.append(batch)
+            execute(batch)  # consumes the donated pool, as a real fault would
+            raise RuntimeError("device fault")
+        return execute(batch)
+
+    monkeypatch.setattr(runner, "execute", fail_on_row)
+    healthy = engine.generate(
+        input_ids=[8] * 30, sampling_params={"max_new_tokens": 60}, rid="good", stream=True
+    )
+    next(healthy)
+    scheduler = engine._built.core.scheduler
+    # Only prefill rounds of "bad" alone fail, so that "good" is in another launch.
+    with pytest.raises(requests.EngineFault, match="device fault"):
+        engine.generate(input_ids=[7] * 40, sampling_params={"max_new_tokens": 8}, rid="bad")
+    *_, last = healthy
+    expected = cacheless_engine.generate(input_ids=[8] * 30, sampling_params={"max_new_tokens": 60})
+    assert last["output_ids"] == expected["output_ids"]
+    assert scheduler.stats().total_preemptions > 0
+    assert_nothing_held(engine)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "param"),
+    [
+        ({"input_ids": []}, "prompt"),
+        ({"input_ids": [VOCAB]}, "input_ids"),
+        ({"input_ids": [-1]}, "input_ids"),
+        ({"input_ids": ["a"]}, "input_ids"),
+        ({"prompt": "no tokenizer"}, "prompt"),
+        ({}, "prompt"),
+        ({"input_ids": [1], "sampling_params": {"max_new_tokens": 0}}, "max_new_tokens"),
+        ({"input_ids": [1], "sampling_params": {"temperature": -1}}, "temperature"),
+        ({"input_ids": [1], "sampling_params": {"top_p": 0}}, "top_p"),
+        ({"input_ids": [1], "sampling_params": {"stop": "x"}}, "stop"),
+        ({"input_ids": [1], "sampling_params": {"stop_token_ids": [VOCAB]}}, "stop_token_ids"),
+        ({"input_ids": [1], "sampling_params": {"dllm": {"threshold": 2}}}, "dllm.threshold"),
+        ({"input_ids": [1], "sampling_params": {"dllm": {"treshold": 1}}}, "dllm.treshold"),
+        ({"input_ids": [1], "sampling_params": {"dllm": {"algorithm": "X"}}}, "dllm.algorithm"),
+        (
+            {"input_ids": [1], "sampling_params": {"dllm": {"edit_threshold": 0.5}}},
+            "dllm.edit_threshold",
+        ),
+        ({"input_ids": [1], "sampling_params": {"frequency_penalty": 1.0}}, "frequency_penalty"),
+        ({"input_ids": [1], "sampling_params": {"json_schema": "{}"}}, "json_schema"),
+        ({"input_ids": [1], "sampling_params": {"tempratur": 1.0}}, "tempratur"),
+    ],
+)
+def test_bad_requests_are_refused_by_name_and_harm_nobody(engine, kwargs, param):
+    with pytest.raises(errors.RequestError) as raised:
+        engine.generate(**kwargs)
+    assert raised.value.param == param
+    assert_nothing_held(engine)
+
+
+def test_neutral_foreign_parameters_pass(engine):
+    params = {"max_new_tokens": 2, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "min_p": 0}
+    assert len(engine.generate(input_ids=[1], sampling_params=params)["output_ids"]) == 2
+
+
+def test_an_uncompiled_algorithm_is_refused(cacheless_engine):
+    with make_engine(dllm_algorithm="LowConfidence", max_running_requests=1) as engine:
+        with pytest.raises(errors.RequestError, match="not compiled"):
+            engine.generate(
+                input_ids=[1], sampling_params={"dllm": {"algorithm": "JointThreshold"}}
+            )
+
+
+def test_a_pool_too_small_for_a_request_says_so():
+    with make_engine(max_total_tokens=32, max_running_requests=1) as engine:
+        assert engine.generate(input_ids=[1] * 8, sampling_params={"max_new_tokens": 8})
+        with pytest.raises(errors.RequestTooLong, match="KV pages"):
+            engine.generate(input_ids=[1] * 8, sampling_params={"max_new_tokens": 40})
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"page_size": 12}, "page_size=12"),
+        ({"context_length": 4096}, "max_position_embeddings"),
+        ({"dllm_algorithm": "LowConfidense"}, "did you mean 'LowConfidence'"),
+        ({"dllm_algorithm_config": {"treshold": 0.5}}, "did you mean 'threshold'"),
+        ({"dllm_algorithm_config": {"threshold": 7}}, "threshold"),
+        ({"tp_size": 2}, "tp_size=2"),
+        ({"max_total_tokens": 3}, "page"),
+        ({"mem_fraction_static": 1.5}, "mem_fraction_static"),
+        ({"contxt_length": 5}, "did you mean 'context_length'"),
+    ],
+)
+def test_bad_options_are_refused_at_start(options, match):
+    with pytest.raises(errors.ConfigError, match=match):
+        make_engine(**options)

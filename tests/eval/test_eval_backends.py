@@ -1,0 +1,332 @@
+"""Runs against a real HTTP server in a thread and against a hand-made engine."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import json
+import threading
+
+import pytest
+
+from jdllm import errors
+from jdllm.engine import outputs
+from jdllm.eval import __main__ as cli
+from jdllm.eval import backends, runner
+
+
+class ToyServer(http.server.BaseHTTPRequestHandler):
+    """An OpenAI-compatible server that answers `<number of words> ####`."""
+
+    protocol_version = "HTTP/1.1"
+    bodies: list[dict]
+    refuse: list[tuple[int, dict]]
+
+    def do_GET(self):
+        if self.path == "/v1/models":
+            self.reply(200, {"data": [{"id": "toy"}]})
+        elif self.path in ("/health", "/server_info"):
+            self.reply(200, {"device": "toy device"})
+        else:
+            self.reply(404, {})
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.refuse:
+            self.reply(*self.refuse.pop())
+            return
+        self.bodies.append({**body, "path": self.path, "key": self.headers["Authorization"]})
+        prompt = body["prompt"] if "prompt" in body else body["messages"][0]["content"]
+        text = f"#### {len(prompt.split())}"
+        self.reply(
+            200,
+            {
+                "choices": [{"message": {"content": text}, "text": text, "finish_reason": "stop"}],
+                "usage": {"completion_tokens": 6, "dllm": {"nfe": 3, "tpf": 2.0}},
+            },
+        )
+
+    def reply(self, status: int, content: dict):
+        data = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.send_header("Retry-After", "0")
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def server():
+    handler = type("Handler", (ToyServer,), {"bodies": [], "refuse": []})
+    toy = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=toy.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    handler.url = f"http://127.0.0.1:{toy.server_address[1]}"
+    yield handler
+    toy.shutdown()
+    thread.join()
+    toy.server_close()
+
+
+@pytest.fixture
+def data(tmp_path):
+    """Four questions; the toy server is right on all but "two words"."""
+    rows = [
+        ("one two", "#### 2"),
+        ("one", "x #### 1"),
+        ("two words", "#### 9"),
+        ("a b c", "#### 3"),
+    ]
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps({"question": q, "answer": a}) + "\n" for q, a in rows))
+    return path
+
+
+def run(server, data, out, *extra):
+    argv = ["--task", "gsm8k", "--data", str(data), "--base-url", server.url]
+    return cli.main([*argv, "--output-dir", str(out), "--parallel", "2", *extra])
+
+
+def samples(out):
+    return {r["id"]: r for r in map(json.loads, (out / "samples.jsonl").read_text().splitlines())}
+
+
+def test_a_run_against_a_server(server, data, tmp_path, capsys):
+    out = tmp_path / "out"
+    options = ("--dllm", "threshold=0.8", "--api-key", "k", "--max-new-tokens", "77")
+    assert run(server, data, out, *options) == 0
+    results = json.loads((out / "results.json").read_text())
+    assert results["accuracy"] == 0.75
+    assert results["tpf_mean"] == 2.0
+    assert results["nfe_total"] == 12
+    assert results["completion_tokens"] == 24
+    assert results["backend"] == {
+        "kind": "http",
+        "base_url": server.url,
+        "api": "chat",
+        "model": "toy",
+        "device": "toy device",
+    }
+    assert results["versions"]["jax"]
+    assert results["config"]["sampling"]["dllm"] == {"threshold": 0.8}
+    body = server.bodies[0]
+    assert body["path"] == "/v1/chat/completions"
+    assert (body["model"], body["max_tokens"], body["temperature"]) == ("toy", 77, 0.0)
+    assert (body["dllm"], body["key"]) == ({"threshold": 0.8}, "Bearer k")
+    assert "seed" not in body
+    one = samples(out)["2"]
+    assert (one["prompt"], one["gold"], one["pred"], one["correct"]) == (
+        "two words",
+        "9",
+        "2",
+        False,
+    )
+    assert (one["nfe"], one["completion_tokens"], one["finish_reason"]) == (3, 6, "stop")
+    assert "Accuracy: 0.750\nInvalid: 0.000\nLatency: " in capsys.readouterr().out
+
+
+def test_resume_asks_only_what_is_missing(server, data, tmp_path):
+    out = tmp_path / "out"
+    assert run(server, data, out, "--limit", "2") == 0
+    with (out / "samples.jsonl").open("a") as lines:
+        lines.write('{"id": "2", "pro')
+    server.bodies.clear()
+    assert run(server, data, out) == 0
+    asked = [body["messages"][0]["content"] for body in server.bodies]
+    assert sorted(asked) == ["a b c", "two words"]
+    results = json.loads((out / "results.json").read_text())
+    assert (results["num_examples"], results["accuracy"], results["num_sessions"]) == (4, 0.75, 2)
+    server.bodies.clear()
+    assert run(server, data, out) == 0
+    assert server.bodies == []
+
+
+def test_other_settings_in_the_same_folder_exit_2(server, data, tmp_path, capsys):
+    assert run(server, data, tmp_path / "out") == 0
+    assert run(server, data, tmp_path / "out", "--temperature", "0.5") == 2
+    assert "temperature" in capsys.readouterr().err
+    data.write_text(data.read_text().replace("one two", "one  two"))
+    assert run(server, data, tmp_path / "out") == 2
+    assert "data_sha256" in capsys.readouterr().err
+
+
+def test_a_broken_run_keeps_its_answers_and_goes_on(server, data, tmp_path, capsys):
+    out = tmp_path / "out"
+    server.refuse[:] = [(400, {"error": "no"})]
+    assert run(server, data, out, "--parallel", "1") == 1
+    assert "answers 400" in capsys.readouterr().err
+    assert not (out / "results.json").exists()
+    assert run(server, data, out, "--parallel", "1") == 0
+    assert sorted(samples(out)) == ["0", "1", "2", "3"]
+
+
+def test_a_full_queue_is_tried_again(server, data, tmp_path):
+    server.refuse[:] = [(503, {}), (503, {})]
+    assert run(server, data, tmp_path / "out") == 0
+    assert len(server.bodies) == 4
+
+
+def test_shots_are_shown_and_not_asked(server, data, tmp_path):
+    assert run(server, data, tmp_path / "out", "--num-shots", "2", "--api", "completion") == 0
+    prompts = sorted(body["prompt"] for body in server.bodies)
+    shots = "Question: one two\nAnswer: #### 2\n\nQuestion: one\nAnswer: x #### 1\n\n"
+    assert prompts == [
+        f"{shots}Question: a b c\nAnswer:",
+        f"{shots}Question: two words\nAnswer:",
+    ]
+    assert server.bodies[0]["stop"] == ["Question:"]
+    assert server.bodies[0]["path"] == "/v1/completions"
+
+
+def test_a_sweep_has_one_folder_per_point(server, data, tmp_path):
+    out = tmp_path / "out"
+    assert run(server, data, out, "--sweep", "threshold=0.5,0.9", "--dllm", "algorithm=X") == 2
+    argv = ("--sweep", "threshold=0.5,0.9", "--dllm", "algorithm=LowConfidence")
+    assert run(server, data, out, *argv) == 0
+    thresholds = {body["dllm"]["threshold"] for body in server.bodies}
+    assert thresholds == {0.5, 0.9}
+    assert (out / "threshold=0.9" / "results.json").exists()
+    assert len((out / "sweep.csv").read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        (("--dllm", "treshold=0.5"), "did you mean 'threshold'"),
+        (("--dllm", "threshold"), "KEY=VALUE"),
+        (("--dllm", "threshold=2"), "outside"),
+        (("--temperature", "-1"), "temperature"),
+        (("--dtype", "float32"), "--dtype"),
+        (("--num-shots", "4"), "num_shots=4"),
+        (("--data", "absent.jsonl"), "absent.jsonl"),
+    ],
+)
+def test_bad_command_lines_exit_2(server, data, tmp_path, capsys, extra, words):
+    assert run(server, data, tmp_path / "out", *extra) == 2
+    assert words in capsys.readouterr().err
+    assert server.bodies == []
+
+
+def test_bad_data_and_missing_data_exit_2(tmp_path, capsys):
+    out = str(tmp_path / "out")
+    assert cli.main(["--task", "gsm8k", "--output-dir", out]) == 2
+    assert "--data FILE" in capsys.readouterr().err
+    broken = tmp_path / "broken.jsonl"
+    for content in ('{"question": "q"}\n', "not json\n", '{"question": "q", "answer": "7"}\n'):
+        broken.write_text(content)
+        assert cli.main(["--task", "gsm8k", "--data", str(broken), "--output-dir", out]) == 2
+        assert "broken.jsonl" in capsys.readouterr().err
+
+
+def test_no_server_says_so(data, tmp_path, capsys):
+    argv = ["--task", "gsm8k", "--data", str(data), "--output-dir", str(tmp_path / "out")]
+    assert cli.main([*argv, "--base-url", "http://127.0.0.1:9"]) == 1
+    assert "no server at http://127.0.0.1:9" in capsys.readouterr().err
+    assert cli.main([*argv, "--base-url", "127.0.0.1:30000"]) == 2
+
+
+class ToyTokenizer:
+    has_chat_template = True
+
+    def apply_chat_template(self, messages):
+        return [len(messages[0]["content"].split())]
+
+
+class ToyEngine:
+    """Answers with its prompt's only id, in two events."""
+
+    tokenizer = ToyTokenizer()
+    model_name = "toy"
+    max_running_requests = 2
+
+    def __init__(self):
+        self.params = []
+        self.aborted = 0
+
+    def default_max_new_tokens(self, prompt_len):
+        return 300 + prompt_len
+
+    def iterate(self, prompts, params):
+        self.params += params
+        ((word_count,),) = prompts
+        if word_count > 5:
+            raise errors.RequestTooLong("too long for the toy")
+        for text, reason in (("####", None), (f"#### {word_count}", {"type": "stop"})):
+            yield outputs.Generation(
+                request_id="r",
+                index=0,
+                prompt_index=0,
+                text=text,
+                delta_text="",
+                output_ids=[1] * len(text),
+                delta_ids=[],
+                finish_reason=reason,
+                meta_info={"nfe": 2, "e2e_latency": 0.5},
+            )
+
+    def abort(self, *, abort_all):
+        self.aborted += abort_all
+
+
+def in_process(engine, data, out):
+    return runner.evaluate(
+        runner.load_questions("gsm8k", data=str(data)),
+        backends.InProcess(engine),
+        {"max_new_tokens": None, "temperature": 0.0, "seed": 5, "dllm": {"threshold": 0.7}},
+        output_dir=out,
+        settings={},
+    )
+
+
+def test_a_run_in_process(data, tmp_path):
+    engine = ToyEngine()
+    results = in_process(engine, data, tmp_path / "out")
+    assert results["accuracy"] == 0.75
+    assert results["tpf_mean"] == 3.0  # six tokens in two forwards
+    assert results["latency_p50_s"] == 0.5
+    assert results["config"]["parallel"] == 4
+    params = engine.params[0]
+    assert (params.seed, params.dllm.threshold) == (5, 0.7)
+    assert {one.max_new_tokens for one in engine.params} == {301}
+
+
+def test_a_refused_request_names_its_example(data, tmp_path):
+    engine = ToyEngine()
+    data.write_text(data.read_text() + '{"question": "a b c d e f", "answer": "#### 6"}\n')
+    with pytest.raises(backends.BackendError, match="example 4: .*too long for the toy"):
+        in_process(engine, data, tmp_path / "out")
+    assert engine.aborted == 1
+
+
+def test_ctrl_c_keeps_what_is_written(data, tmp_path):
+    engine = ToyEngine()
+    backend = backends.InProcess(engine)
+    questions = runner.load_questions("gsm8k", data=str(data))
+    gate = threading.Event()
+
+    class Interrupted(Exception):
+        """Stands for the signal: it breaks off at the second record."""
+
+    def score(output, gold):
+        if gate.is_set():
+            raise Interrupted
+        gate.set()
+        return questions.task.score(output, gold)
+
+    task = runner.dataclasses.replace(questions.task, score=score)
+    broken = runner.dataclasses.replace(questions, task=task)
+    with contextlib.suppress(Interrupted):
+        runner.evaluate(broken, backend, {}, output_dir=tmp_path / "out", settings={})
+    assert len(samples(tmp_path / "out")) == 1
+    results = runner.evaluate(questions, backend, {}, output_dir=tmp_path / "out", settings={})
+    assert (results["num_examples"], results["num_sessions"]) == (4, 2)
+
+
+def test_arithmetic_needs_no_file():
+    questions = runner.load_questions("arithmetic", limit=3, num_shots=1)
+    assert len(questions.examples) == 3
+    assert len({example.id for example in (*questions.examples, *questions.shots)}) == 4
+    assert questions.prompt(questions.examples[0]).endswith("\nAnswer:")

@@ -1,0 +1,78 @@
+"""Dense and paged attention against a numpy softmax."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdllm.layers import attention
+
+ATOL = 1e-5
+
+
+def numpy_attention(q, k, v, mask):
+    out = np.zeros_like(q)
+    group = q.shape[1] // k.shape[1]
+    for t in range(q.shape[0]):
+        for n in range(q.shape[1]):
+            scores = k[:, n // group] @ q[t, n] / np.sqrt(q.shape[2])
+            weights = np.exp(scores - scores.max()) * mask[t]
+            out[t, n] = (weights / weights.sum()) @ v[:, n // group]
+    return out
+
+
+def random_qkv(tokens, rng):
+    shapes = ((tokens, 4, 8), (tokens, 2, 8), (tokens, 2, 8))
+    return tuple(rng.normal(size=shape).astype(np.float32) for shape in shapes)
+
+
+def test_visibility_masks_by_hand():
+    assert attention.visibility_mask(4, 2, "block_causal").astype(int).tolist() == [
+        [1, 1, 0, 0],
+        [1, 1, 0, 0],
+        [1, 1, 1, 1],
+        [1, 1, 1, 1],
+    ]
+    assert attention.visibility_mask(2, 2, "causal").tolist() == [[True, False], [True, True]]
+    assert attention.visibility_mask(3, 2, "full").all()
+    with pytest.raises(ValueError, match="sideways"):
+        attention.visibility_mask(3, 2, "sideways")
+
+
+def test_dense_attend_equals_numpy_for_each_sequence():
+    q, k, v = random_qkv(12, np.random.default_rng(0))
+    mask = attention.visibility_mask(6, 2, "block_causal")
+    out, cache = attention.dense_attend(mask, 2)(*map(jnp.asarray, (q, k, v)), None)
+    for rows in (slice(0, 6), slice(6, 12)):
+        expected = numpy_attention(q[rows], k[rows], v[rows], mask)
+        np.testing.assert_allclose(out[rows], expected, atol=ATOL)
+    assert cache is None
+
+
+def test_dense_attend_takes_one_mask_per_sequence():
+    q, k, v = random_qkv(8, np.random.default_rng(1))
+    masks = np.stack([np.ones((4, 4), bool), np.tril(np.ones((4, 4), bool))])
+    out, _ = attention.dense_attend(masks, 2)(*map(jnp.asarray, (q, k, v)), None)
+    for i, rows in enumerate((slice(0, 4), slice(4, 8))):
+        expected = numpy_attention(q[rows], k[rows], v[rows], masks[i])
+        np.testing.assert_allclose(out[rows], expected, atol=ATOL)
+
+
+def test_paged_attend_writes_only_its_slots_and_drops_padding():
+    q, k, v = random_qkv(4, np.random.default_rng(2))
+    pool = jnp.full((3, 2, 2, 2, 8), 7.0)  # 3 pages of 2 tokens
+    batch = attention.PagedBatch(
+        cu_q_lens=jnp.array([0, 2], jnp.int32),
+        context_lens=jnp.array([0], jnp.int32),
+        kv_lens=jnp.array([2], jnp.int32),
+        page_table=jnp.array([[2, 0]], jnp.int32),
+        slots=jnp.array([4, 5, 6, 6], jnp.int32),  # page 2; then past the pool
+    )
+    attend = attention.paged_attend(batch, visibility="block_causal", block_size=2)
+    out, new_pool = jax.jit(attend)(*map(jnp.asarray, (q, k, v)), pool)
+    np.testing.assert_array_equal(new_pool[:2], 7.0)
+    np.testing.assert_array_equal(new_pool[2, 0], np.swapaxes(k[:2], 0, 1))
+    np.testing.assert_array_equal(new_pool[2, 1], np.swapaxes(v[:2], 0, 1))
+    expected = numpy_attention(q[:2], k[:2], v[:2], np.ones((2, 2), bool))
+    np.testing.assert_allclose(out[:2], expected, atol=ATOL)
+    np.testing.assert_array_equal(out[2:], 0.0)

@@ -1,0 +1,184 @@
+"""LLaDA2 against the stored outputs of the reference implementation (float32)."""
+
+import functools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdllm.layers import attention
+from jdllm.models import loading
+from jdllm.runner import full_forward
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "data" / "goldens" / "llada2"
+ATOL, RTOL = 2e-4, 1e-4  # the goldens' tolerance for float32 logits and hidden states
+BLOCK = 8
+
+
+def golden(name):
+    return np.load(GOLDEN / f"{name}.npy")
+
+
+@functools.cache
+def model(moe_implementation="auto"):
+    return loading.load(
+        GOLDEN, block_size=BLOCK, moe_implementation=moe_implementation, show_progress=False
+    )
+
+
+def dense_logits(loaded, params, ids, mask):
+    batch, length = ids.shape
+    module = loading.merge(loaded.graphdef, params)
+    hidden, _ = module(
+        jnp.asarray(ids).reshape(-1),
+        jnp.tile(jnp.arange(length), batch),
+        attend=attention.dense_attend(mask, batch),
+        caches=[None] * loaded.spec.num_layers,
+    )
+    return module.logits(hidden).reshape(batch, length, -1)
+
+
+def close(actual, expected):
+    np.testing.assert_allclose(actual, expected, atol=ATOL, rtol=RTOL)
+
+
+def test_full_model_logits_are_block_causal():
+    assert attention.visibility_mask(24, BLOCK, "block_causal").tolist() == (
+        golden("attn_mask").tolist()
+    )
+    full = full_forward.load_model(GOLDEN, block_size=BLOCK)
+    logits = full.logits(golden("inputs").tolist())
+    assert logits.dtype == jnp.float32
+    close(logits, golden("logits"))
+
+
+@pytest.mark.parametrize("moe_implementation", ["dense", "xla"])
+@pytest.mark.parametrize(
+    ("pattern", "expected"), [("block_causal", "logits"), ("full", "logits_bidirectional")]
+)
+def test_dense_forward_equals_reference(moe_implementation, pattern, expected):
+    loaded = model(moe_implementation)
+    mask = attention.visibility_mask(24, BLOCK, pattern)
+    close(dense_logits(loaded, loaded.params, golden("inputs"), mask), golden(expected))
+
+
+def test_hidden_states_and_routing_equal_reference_layer_by_layer():
+    loaded = model()
+    ids = golden("inputs")
+    module = loading.merge(loaded.graphdef, loaded.params)
+    positions = jnp.tile(jnp.arange(24), 2)
+    attend = attention.dense_attend(golden("attn_mask"), 2)
+    angles = module.angles(positions)
+    x = module.embed(jnp.asarray(ids).reshape(-1), positions)
+    for i, layer in enumerate(module.layers):
+        close(x.reshape(2, 24, -1), golden("hidden_states")[i])
+        out, _ = layer.attention(layer.input_layernorm(x), angles, attend=attend, cache=None)
+        if i:
+            h = layer.post_attention_layernorm(x + out)
+            close(layer.mlp.router.logits(h).reshape(2, 24, -1), golden("router_logits")[i - 1])
+            chosen = layer.mlp.router(h)[0].reshape(2, 24, -1)
+            reference = golden("router_topk_idx")[i - 1]
+            np.testing.assert_array_equal(np.sort(chosen, -1), np.sort(reference, -1))
+        x, _ = layer(x, angles, attend=attend, cache=None)
+    close(module.norm(x).reshape(2, 24, -1), golden("hidden_states")[3])
+
+
+def paged_batch(row_pages, contexts, lengths, page_size):
+    """Packs one segment per row at positions contexts[r] .. contexts[r] + lengths[r]."""
+    slots = [
+        pages[p // page_size] * page_size + p % page_size
+        for pages, start, length in zip(row_pages, contexts, lengths)
+        for p in range(start, start + length)
+    ]
+    return attention.PagedBatch(
+        cu_q_lens=jnp.asarray(np.cumsum([0, *lengths]), jnp.int32),
+        context_lens=jnp.asarray(contexts, jnp.int32),
+        kv_lens=jnp.asarray(np.add(contexts, lengths), jnp.int32),
+        page_table=jnp.asarray(row_pages, jnp.int32),
+        slots=jnp.asarray(slots, jnp.int32),
+    )
+
+
+@pytest.mark.parametrize("page_size", [4, 8, 16])
+def test_chunked_paged_forward_equals_the_full_forward(page_size):
+    loaded, ids = model(), golden("inputs")
+    pages_per_row = -(-24 // page_size)
+    # Pages of the two rows alternate and run backwards; page 0 stays unused.
+    order = np.arange(2 * pages_per_row, 0, -1).reshape(pages_per_row, 2).T
+    pool_shape = (2 * pages_per_row + 1, 2, 2, page_size, 16)
+    caches = [jnp.full(pool_shape, jnp.nan) for _ in range(3)]
+    # Prefill in unequal chunks, then one decode block on every row.
+    for contexts, lengths in (((0, 0), (16, 8)), ((16, 8), (0, 8)), ((16, 16), (8, 8))):
+        batch = paged_batch(order.tolist(), contexts, lengths, page_size)
+        positions = np.concatenate([np.arange(c, c + n) for c, n in zip(contexts, lengths)])
+        tokens = np.concatenate(
+            [ids[r, c : c + n] for r, (c, n) in enumerate(zip(contexts, lengths))]
+        )
+        hidden, caches = loading.apply(
+            loaded.graphdef,
+            loaded.params,
+            jnp.asarray(tokens),
+            jnp.asarray(positions),
+            attend=attention.paged_attend(batch, visibility="block_causal", block_size=BLOCK),
+            caches=caches,
+        )
+        logits = loading.merge(loaded.graphdef, loaded.params).logits(hidden)
+        expected = [
+            golden("logits")[r, c : c + n] for r, (c, n) in enumerate(zip(contexts, lengths))
+        ]
+        close(logits, np.concatenate(expected))
+
+
+def test_invalid_tokens_do_not_change_valid_ones():
+    loaded, ids = model(), golden("inputs")[:1, :8]
+    mask = attention.visibility_mask(16, 8, "block_causal")
+    padded = jnp.asarray(np.concatenate([ids[0], np.zeros(8, np.int32)]))
+    hidden, _ = loading.apply(
+        loaded.graphdef,
+        loaded.params,
+        padded,
+        jnp.arange(16),
+        attend=attention.dense_attend(mask, 1),
+        caches=[None] * 3,
+        valid=jnp.arange(16) < 8,
+    )
+    logits = loading.merge(loaded.graphdef, loaded.params).logits(hidden)[:8]
+    close(logits, golden("logits")[0, :8])
+
+
+def test_gradient_of_the_dense_path_is_the_finite_difference():
+    loaded, ids = model("dense"), golden("inputs")[:1, :8]
+    mask = attention.visibility_mask(8, BLOCK, "block_causal")
+
+    def loss(params):
+        logits = dense_logits(loaded, params, ids, mask)
+        return -jnp.mean(jax.nn.log_softmax(logits)[..., 5])
+
+    grads = jax.jit(jax.grad(loss))(loaded.params)
+    for path in ("layers.2.mlp.experts.w_down", "layers.0.attention.w_qkv", "word_embeddings"):
+        direction = grads[path] / jnp.linalg.norm(grads[path])
+        step = 1e-2
+        up = loss(loaded.params | {path: loaded.params[path] + step * direction})
+        down = loss(loaded.params | {path: loaded.params[path] - step * direction})
+        slope = float(up - down) / (2 * step)
+        # Float32 differences of a loss near 6 carry about 1e-4 of noise at this step.
+        np.testing.assert_allclose(slope, float(jnp.linalg.norm(grads[path])), rtol=0.03, atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([1, 2], "batch, length"),
+        ([[]], "batch, length"),
+        ([[0.5]], "integer"),
+        ([[1, 320]], "from 1 to 320"),
+        ([[-1]], "from -1"),
+        ([[1] * 513], "max_position_embeddings=512"),
+    ],
+    ids=["one-dim", "empty", "float", "too-large", "negative", "too-long"],
+)
+def test_bad_ids_are_refused(ids, message):
+    with pytest.raises(ValueError, match=message):
+        full_forward.FullModel(model()).logits(ids)

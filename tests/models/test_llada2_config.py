@@ -1,0 +1,119 @@
+"""Every config key is honoured or refused by name."""
+
+import json
+import pathlib
+
+import pytest
+
+from jdllm import errors
+from jdllm.models import llada2_config, registry
+
+ROOT = pathlib.Path(__file__).parents[2]
+TINY = json.loads((ROOT / "tests/data/goldens/llada2/config.json").read_text())
+
+
+def parse(changes=None, drop=(), **options):
+    hf = {key: value for key, value in TINY.items() if key not in drop} | (changes or {})
+    return llada2_config.parse_config(hf, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    # Published sizes: 16B and 100B, embeddings and routers included.
+    [("llada2.0-mini", 16.3e9), ("llada2.1-mini", 16.3e9), ("llada2.0-flash", 102.9e9)],
+)
+def test_shipped_configs_have_the_published_size(name, parameters):
+    hf = json.loads((ROOT / "configs" / name / "config.json").read_text())
+    family = registry.family(registry.architecture_of(hf))
+    config = family.parse_config(hf, block_size=None)
+    diffusion = config.spec.diffusion
+    assert (diffusion.mask_token_id, diffusion.eos_token_ids) == (156895, (156892,))
+    assert diffusion.block_size == 32
+    total = sum(_size(row.shape) for row in family.weight_rows(config) if row.form in ("", "split"))
+    assert total == pytest.approx(parameters, rel=0.01)
+
+
+def test_tensor_count_of_mini_is_the_published_one():
+    hf = json.loads((ROOT / "configs/llada2.0-mini/config.json").read_text())
+    family = registry.family(registry.architecture_of(hf))
+    rows = family.weight_rows(family.parse_config(hf, block_size=None))
+    assert sum(row.form in ("", "split") for row in rows) == 14813
+
+
+def _size(shape):
+    total = 1
+    for dim in shape:
+        total *= dim
+    return total
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("use_sliding_window", True),
+        ("use_bias", True),
+        ("use_qkv_bias", True),
+        ("use_qk_norm", False),
+        ("expert_capacity", 48),
+        ("score_function", "softmax"),
+        ("rope_scaling", {"type": "yarn", "factor": 4}),
+        ("rope_parameters", {"rope_type": "yarn"}),
+        ("quantization_config", {"bits": 8}),
+        ("hidden_act", "gelu"),
+        ("norm_topk_prob", False),
+        ("mask_token_id", 320),
+        ("eos_token_id", [301, -1]),
+        ("rotary_dim", 16),
+        ("topk_group", 9),
+        ("num_experts", 30),
+        ("num_experts_per_tok", 17),
+        ("num_key_value_heads", 3),
+        ("vocab_size", "many"),
+        ("block_size", 0),
+    ],
+)
+def test_unsupported_values_are_refused_by_name(key, value):
+    with pytest.raises(errors.ConfigError, match=key):
+        parse({key: value})
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "rms_norm_eps", "rope_theta", "num_experts"])
+def test_missing_keys_are_named(key):
+    with pytest.raises(errors.ConfigError, match=f"{key}.*"):
+        parse(drop=(key,))
+
+
+def test_missing_qk_norm_means_true_and_missing_groups_mean_none():
+    config = parse(drop=("use_qk_norm", "n_group", "topk_group"))
+    assert config.num_groups == 1
+
+
+def test_rope_theta_may_sit_in_rope_parameters():
+    config = parse({"rope_parameters": {"rope_theta": 5000.0}}, drop=("rope_theta",))
+    assert config.rope_theta == 5000.0
+
+
+def test_block_and_ids_come_from_the_checkpoint_before_the_family():
+    config = parse({"block_size": 16})
+    assert config.spec.diffusion.block_size == 16
+    assert parse({"block_length": 4}).spec.diffusion.block_size == 4
+    assert parse({"block_size": 16}, block_size=8).spec.diffusion.block_size == 8
+    with pytest.raises(errors.ConfigError, match="disagree"):
+        parse({"block_size": 16, "block_length": 4})
+    generation = {"eos_token_id": [301, 302]}
+    config = parse(drop=("mask_token_id",), generation_config=generation | {"mask_token_id": 7})
+    assert config.spec.diffusion.eos_token_ids == (301, 302)
+    assert config.spec.diffusion.mask_token_id == 7
+
+
+def test_family_default_ids_outside_a_small_vocabulary_are_refused():
+    with pytest.raises(errors.ConfigError, match="mask_token_id=156895.*320"):
+        parse(drop=("mask_token_id",))
+
+
+@pytest.mark.parametrize("names", [None, [], ["GPT2LMHeadModel"]])
+def test_unknown_architectures_list_the_supported_ones(names):
+    with pytest.raises(errors.ConfigError, match="supported: LLaDA2MoeModelLM"):
+        registry.architecture_of({"architectures": names})
+    with pytest.raises(errors.ConfigError, match="supported: LLaDA2MoeModelLM"):
+        registry.family("GPT2LMHeadModel")

@@ -1,0 +1,53 @@
+"""Buckets: few, sorted, and always the smallest that fits."""
+
+import pytest
+
+from jdllm import errors
+from jdllm.scheduler import batch, buckets
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 48, 64, 100])
+@pytest.mark.parametrize("budget", [1, 32, 100, 2048, 8192])
+def test_defaults_cover_limits_with_few_shapes(rows, budget):
+    made = buckets.Buckets.default(rows, budget, 32)
+    assert made.decode_rows[0] == 1 and made.decode_rows[-1] == rows
+    assert made.prefill_tokens[-1] == max(32, budget // 32 * 32)
+    assert all(tokens % 32 == 0 for tokens in made.prefill_tokens)
+    assert made.prefill_rows == rows
+    assert len(made.all()) <= rows.bit_length() + 1 + 2
+    assert len(set(made.all())) == len(made.all())
+
+
+def test_smallest_that_fits():
+    made = buckets.Buckets(
+        decode_rows=(1, 2, 6), prefill_tokens=(8, 32), prefill_rows=6, block_size=4
+    )
+    for rows in range(1, 7):
+        bucket = made.decode(rows)
+        assert bucket.rows == min(r for r in (1, 2, 6) if r >= rows)
+        assert bucket.tokens == bucket.rows * 4 and bucket.phase is batch.Phase.DECODE
+        assert bucket in made.all()
+    for tokens in range(4, 33, 4):
+        bucket = made.prefill(2, tokens)
+        assert (bucket.rows, bucket.tokens) == (6, 8 if tokens <= 8 else 32)
+        assert bucket.phase is batch.Phase.PREFILL and bucket in made.all()
+    with pytest.raises(ValueError, match="exceed the largest bucket"):
+        made.decode(7)
+    with pytest.raises(ValueError, match="exceed the largest bucket"):
+        made.prefill(1, 36)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"decode_rows": ()},
+        {"decode_rows": (2, 1)},
+        {"decode_rows": (0, 1)},
+        {"prefill_tokens": (6,)},
+        {"prefill_rows": 0},
+    ],
+)
+def test_wrong_sizes_are_config_errors(wrong):
+    right = {"decode_rows": (1,), "prefill_tokens": (4,), "prefill_rows": 1, "block_size": 4}
+    with pytest.raises(errors.ConfigError):
+        buckets.Buckets(**(right | wrong))

@@ -1,0 +1,380 @@
+"""The scheduler step by step, with results written by hand; block 4, page 4 unless said."""
+
+import numpy as np
+import pytest
+
+from jdllm import errors, sampling_params
+from jdllm.kv_cache import prefix_cache
+from jdllm.scheduler import batch as batch_lib
+from jdllm.scheduler import buckets, request, scheduler
+
+B, MASK, EOS = 4, 0, 99
+
+
+def make(**changes):
+    rows = changes.get("max_running_requests", 4)
+    budget = changes.get("prefill_token_budget", 16)
+    options = {
+        "block_size": B,
+        "page_size": 4,
+        "num_pages": 32,
+        "max_running_requests": rows,
+        "max_queued_requests": None,
+        "context_length": 64,
+        "buckets": buckets.Buckets.default(rows, budget, B),
+        "prefill_token_budget": budget,
+        "policy": "fcfs",
+        "prefix_cache": None,
+        "mask_token_id": MASK,
+        "detokenize": None,
+    }
+    return scheduler.Scheduler(**(options | changes))
+
+
+def ask(name, prompt, max_new=8, **sampling):
+    return request.Request(
+        request_id=name,
+        prompt_ids=list(prompt),
+        sampling=sampling_params.SamplingParams(**sampling),
+        max_new_tokens=max_new,
+        eos_token_ids=(EOS,),
+    )
+
+
+def write(block, value=5, *, is_final=True, is_done=False, extra=None):
+    """A step that writes `value` on every editable position (all at once)."""
+    return batch_lib.RowResult(
+        tokens=np.where(block.editable, value, block.tokens),
+        masked=np.zeros(B, bool) if is_final else block.masked,
+        is_final=is_final,
+        is_done=is_done,
+        extra=extra,
+    )
+
+
+def round_of(made, **result):
+    """One round in which every decode row writes its whole block; returns batch, outputs."""
+    batch = made.schedule()
+    results = ()
+    if batch.phase is batch_lib.Phase.DECODE:
+        results = [write(row.request.block, **result) for row in batch.rows]
+    return batch, made.process_results(batch, results)
+
+
+def names(batch):
+    return [row.request.request_id for row in batch.rows]
+
+
+def test_prompt_remainder_heads_the_first_block_and_stays():
+    made = make()
+    made.add_request(ask("a", [7, MASK, 8, 9, 7, MASK], max_new=3))
+    batch, _ = round_of(made)
+    assert batch.phase is batch_lib.Phase.PREFILL
+    assert (batch.rows[0].start, batch.rows[0].num_tokens) == (0, 4)
+    batch = made.schedule()
+    block = batch.rows[0].request.block
+    assert batch.phase is batch_lib.Phase.DECODE and batch.rows[0].start == 4
+    assert block.tokens.tolist() == [7, MASK, MASK, MASK]
+    # The literal mask id of the prompt is data: neither masked nor editable.
+    assert block.masked.tolist() == block.editable.tolist() == [False, False, True, True]
+    assert block.step == 0 and block.extra is None
+
+
+def test_short_prompt_needs_no_prefill():
+    made = make()
+    made.add_request(ask("a", [7, 8, 9]))
+    assert made.schedule().phase is batch_lib.Phase.DECODE
+
+
+def test_block_is_committed_once_then_persisted_then_followed():
+    made = make()
+    one = ask("a", [7], max_new=8)
+    made.add_request(one)
+    batch = made.schedule()
+    made.process_results(batch, [write(one.block, is_final=False, extra="state")])
+    assert (one.block.step, one.block.extra, one.output_ids) == (1, "state", [])
+    _, outputs = round_of(made)
+    assert outputs[0].new_token_ids == one.output_ids == [5, 5, 5]
+    assert (one.block.step, one.context_len, one.num_blocks) == (2, 0, 1)
+    batch, outputs = round_of(made, is_done=True)
+    assert batch.phase is batch_lib.Phase.DECODE and outputs == []
+    assert (one.context_len, one.block, one.output_ids) == (4, None, [5, 5, 5])
+    assert (one.nfe, one.num_blocks) == (3, 1)
+    batch = made.schedule()
+    assert batch.rows[0].start == 4 and batch.rows[0].request.block.masked.all()
+
+
+def test_persist_forward_is_no_denoising_step():
+    made = make()
+    one = ask("a", [7])
+    made.add_request(one)
+    round_of(made)
+    block = one.block
+    round_of(made, is_done=True)
+    assert block.step == 1 and one.nfe == 2
+
+
+def test_finished_request_leaves_at_once_and_surplus_is_counted():
+    made = make()
+    one = ask("a", [7, 8], max_new=1)
+    made.add_request(one)
+    _, outputs = round_of(made)
+    assert outputs[0].new_token_ids == one.output_ids == [5]
+    assert (outputs[0].finish.kind, outputs[0].finish.finished_len) == ("length", 1)
+    assert one.num_discarded == 1 and one.finished_s is not None
+    assert not made.has_work() and made.schedule() is None
+    assert made.stats().num_used_pages == 0
+
+
+def test_final_and_done_at_once_needs_no_persist_round():
+    made = make()
+    one = ask("a", [7], max_new=8)
+    made.add_request(one)
+    _, outputs = round_of(made, is_done=True)
+    assert outputs[0].new_token_ids == [5, 5, 5] and one.context_len == 4
+    batch, outputs = round_of(made, is_done=True)
+    assert outputs[0].new_token_ids == [5, 5, 5, 5] and one.num_blocks == 2
+
+
+def test_context_can_be_used_to_the_last_token():
+    made = make(context_length=10, num_pages=3)
+    one = ask("a", [7] * 9, max_new=1)
+    made.add_request(one)
+    round_of(made)
+    _, outputs = round_of(made)
+    assert outputs[0].finish.kind == "length" and one.output_ids == [5]
+
+
+@pytest.mark.parametrize(
+    "wrong,error,words",
+    [
+        (ask("x", []), errors.RequestError, ["empty"]),
+        (ask("x", [7], max_new=0), errors.RequestError, ["max_new_tokens=0"]),
+        (ask("x", [7] * 30, max_new=35), errors.RequestTooLong, ["65", "64", "30", "35"]),
+        (ask("x", [7] * 20, max_new=21), errors.RequestTooLong, ["11 KV pages", "has 10"]),
+        (ask("x", [7], stop=["a"]), errors.RequestError, ["stop"]),
+        (ask("a", [7]), errors.RequestError, ["'a'", "in use"]),
+    ],
+    ids=["empty", "no tokens", "context", "pool", "stop without tokenizer", "duplicate"],
+)
+def test_what_can_never_run_is_refused_at_once(wrong, error, words):
+    made = make(num_pages=10)
+    made.add_request(ask("a", [7]))
+    with pytest.raises(error) as caught:
+        made.add_request(wrong)
+    assert all(word in str(caught.value) for word in words)
+    assert made.stats().num_queued == 1
+
+
+def test_queue_limit_counts_only_requests_that_find_no_row():
+    made = make(max_running_requests=2, max_queued_requests=1)
+    for i in range(3):
+        made.add_request(ask(str(i), [7]))
+    with pytest.raises(errors.QueueFull) as caught:
+        made.add_request(ask("3", [7]))
+    assert caught.value.status == 503
+    made.schedule()
+    with pytest.raises(errors.QueueFull):
+        made.add_request(ask("3", [7]))
+    assert made.abort("2")
+    made.add_request(ask("3", [7]))
+
+
+def test_a_refused_id_can_be_used_again_after_the_end():
+    made = make()
+    made.add_request(ask("a", [7], max_new=1))
+    round_of(made)
+    made.add_request(ask("a", [7], max_new=1))
+
+
+def test_prefill_is_chunked_by_budget_and_takes_turns_with_decode():
+    made = make()
+    made.add_request(ask("short", [7], max_new=32))
+    round_of(made, is_final=False)
+    made.add_request(ask("long", [7] * 40))
+    made.add_request(ask("next", [7] * 9))
+    seen = []
+    for _ in range(7):
+        batch, _ = round_of(made, is_final=False)
+        seen.append((batch.phase.value, [(r.request.request_id, r.num_tokens) for r in batch.rows]))
+    assert seen == [
+        ("prefill", [("long", 16)]),
+        ("decode", [("short", 4)]),
+        ("prefill", [("long", 16)]),
+        ("decode", [("short", 4)]),
+        ("prefill", [("long", 8), ("next", 8)]),
+        ("decode", [("short", 4), ("long", 4), ("next", 4)]),
+        ("decode", [("short", 4), ("long", 4), ("next", 4)]),
+    ]
+
+
+def test_abort_in_every_phase_frees_pages_and_late_results_change_nothing():
+    for rounds in range(5):
+        made = make(max_running_requests=1, prefix_cache=prefix_cache.PrefixCache(4))
+        one, two = ask("a", [7] * 20), ask("b", [8])
+        made.add_request(one)
+        made.add_request(two)
+        for _ in range(rounds):
+            round_of(made)
+        batch = made.schedule()
+        results = [write(row.request.block) for row in batch.rows if row.request.block is not None]
+        assert made.abort("b") and not made.abort("b")
+        committed = list(one.output_ids)
+        assert made.abort("a") and not made.abort("a")
+        assert made.process_results(batch, results) == []
+        assert (one.output_ids, one.pages, one.block) == (committed, [], None)
+        assert made.stats().num_used_pages == 0 and not made.has_work()
+        assert made.flush_cache() and made.pages.allocator.num_free == 32
+
+
+def test_youngest_is_preempted_keeps_tokens_and_comes_back_first():
+    made = make(num_pages=4, max_running_requests=2)
+    old, young, late = ask("old", [7], 15), ask("young", [7], 15), ask("late", [7], 1)
+    for one in (old, young, late):
+        made.add_request(one)
+    for _ in range(4):
+        batch, _ = round_of(made, is_done=True)
+        if young.num_preemptions:
+            break
+    assert names(batch) == ["old"]
+    assert young.output_ids == [5] * 7 and young.num_preemptions == 1
+    assert (young.pages, young.block, young.context_len) == ([], None, 0)
+    assert made.waiting == [young, late]
+    assert made.stats().total_preemptions == 1
+    while made.has_work():
+        round_of(made, is_done=True)
+    assert old.output_ids == young.output_ids == [5] * 15 and late.output_ids == [5]
+
+
+def test_preempted_between_commit_and_persist_commits_no_token_twice():
+    made = make(num_pages=4, max_running_requests=2)
+    old, young = ask("old", [7] * 7, 9), ask("young", [7], 8)
+    made.add_request(old)
+    made.add_request(young)
+    round_of(made)  # prefill of old
+    batch = made.schedule()
+    assert names(batch) == ["old", "young"]
+    results = [write(old.block, is_done=True), write(young.block)]
+    made.process_results(batch, results)  # young is final, not persisted
+    assert young.output_ids == [5, 5, 5] and young.block.is_final
+    round_of(made, is_done=True)
+    while made.has_work():
+        round_of(made, is_done=True)
+    assert young.num_preemptions >= 1 and young.output_ids == [5] * 8
+    assert old.output_ids == [5] * 9 and young.num_blocks == 3
+
+
+@pytest.mark.parametrize("page_size,hit", [(2, 8), (4, 8), (8, 8), (16, 0)])
+def test_prefix_hit_is_cut_to_whole_pages_and_whole_blocks(page_size, hit):
+    cache = prefix_cache.PrefixCache(page_size)
+    made = make(page_size=page_size, prefix_cache=cache, num_pages=64 // page_size)
+    first = ask("a", range(10, 23), max_new=1)
+    made.add_request(first)
+    while made.has_work():
+        round_of(made, is_done=True)
+    # 10 common tokens: with pages of 2 the tree matches five pages, of which four are blocks.
+    second = ask("b", [*range(10, 20), 50, 51, 52], max_new=1)
+    made.add_request(second)
+    batch, _ = round_of(made)
+    assert second.cached_tokens == hit and batch.rows[0].start == hit
+    assert made.stats().total_cached_tokens == hit
+    assert made.stats().total_prompt_tokens == 26
+
+
+def test_whole_prompt_hit_goes_straight_to_decode():
+    made = make(prefix_cache=prefix_cache.PrefixCache(4))
+    for name in "ab":
+        made.add_request(ask(name, range(10, 18), max_new=1))
+        batch = made.schedule()
+        while made.has_work():
+            made.process_results(batch, [write(r.request.block) for r in batch.rows if r.start])
+            batch = made.schedule() or batch
+    assert batch.phase is batch_lib.Phase.DECODE and batch.rows[0].start == 8
+
+
+def test_pages_of_simultaneous_twins_reach_the_tree_when_they_leave():
+    made = make(prefix_cache=prefix_cache.PrefixCache(4), prefill_token_budget=32)
+    one, two = ask("a", range(10, 18), max_new=9), ask("b", range(10, 18), max_new=8)
+    made.add_request(one)
+    made.add_request(two)
+    batch, _ = round_of(made)
+    assert names(batch) == ["a", "b"]
+    assert [len(r.prefix_nodes) for r in (one, two)] == [2, 0]
+    assert made.stats().num_used_pages == 6
+    while made.has_work():
+        round_of(made, is_done=True)
+    assert made.stats().num_cached_pages == 4 and made.stats().num_used_pages == 0
+
+
+def test_longest_cached_prefix_first_under_lpm():
+    made = make(prefix_cache=prefix_cache.PrefixCache(4), policy="lpm", max_running_requests=1)
+    made.add_request(ask("warm", range(10, 22), max_new=1))
+    while made.has_work():
+        round_of(made, is_done=True)
+    for name, prompt in [
+        ("none", [1] * 12),
+        ("some", [*range(10, 14), *[1] * 8]),
+        ("all", range(10, 22)),
+        ("none too", [2] * 12),
+    ]:
+        made.add_request(ask(name, prompt, max_new=1))
+    order = []
+    while made.has_work():
+        batch, outputs = round_of(made, is_done=True)
+        order += [output.request.request_id for output in outputs]
+    assert order == ["all", "some", "none", "none too"]
+
+
+def test_flush_waits_for_running_requests():
+    made = make(prefix_cache=prefix_cache.PrefixCache(4))
+    made.add_request(ask("a", [7] * 8, max_new=1))
+    round_of(made)
+    assert not made.flush_cache()
+    round_of(made)
+    assert made.stats().num_cached_pages == 2
+    assert made.flush_cache() and made.stats().num_cached_pages == 0
+
+
+def test_drop_kv_sends_every_running_request_through_prefill_again():
+    made = make(prefix_cache=prefix_cache.PrefixCache(4))
+    one = ask("a", [7] * 8, max_new=8)
+    made.add_request(one)
+    round_of(made)
+    round_of(made, is_done=True)
+    made.drop_kv()
+    assert made.pages.allocator.num_free == 32 and made.stats().num_cached_pages == 0
+    batch, _ = round_of(made)
+    assert batch.phase is batch_lib.Phase.PREFILL and batch.rows[0].num_tokens == 12
+    round_of(made)
+    assert one.output_ids == [5] * 8 and not made.has_work()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"page_size": 6},
+        {"max_running_requests": 9, "buckets": buckets.Buckets.default(8, 16, B)},
+        {"buckets": buckets.Buckets.default(4, 16, 2 * B)},
+        {"prefix_cache": prefix_cache.PrefixCache(8)},
+    ],
+    ids=["page and block", "rows", "bucket block", "cache page"],
+)
+def test_sizes_that_do_not_fit_are_config_errors(wrong):
+    with pytest.raises(errors.ConfigError):
+        make(**wrong)
+
+
+def test_a_page_smaller_than_a_block_is_shared_only_with_its_whole_block():
+    """K,V of the first page of a block depends on the block's later tokens."""
+    made = make(page_size=2, prefix_cache=prefix_cache.PrefixCache(2))
+    pages = {}
+    for name, prompt in [("a", [1, 2, 3, 4]), ("b", [1, 2, 5, 6]), ("c", [1, 2, 5, 6])]:
+        one = ask(name, prompt, max_new=1)
+        made.add_request(one)
+        while made.has_work():
+            batch = made.schedule()
+            pages[name] = one.pages[:2]
+            results = [write(r.request.block) for r in batch.rows if r.request.block is not None]
+            made.process_results(batch, results)
+    assert one.cached_tokens == 4 and pages["c"] == pages["b"]
+    assert not set(pages["a"]) & set(pages["b"])

@@ -1,0 +1,65 @@
+"""Helpers of the edge tests: an app around the fake engine, requests without a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import fake_engine
+import httpx
+
+from jdllm import config
+from jdllm.engine import startup
+from jdllm.server import app, state
+
+
+def make_state(
+    engine: fake_engine.FakeEngine | None = None, *, ready: bool = True, **options: Any
+) -> state.ServerState:
+    server = state.ServerState(
+        server_config=config.ServerConfig(**options), progress=startup.StartupProgress()
+    )
+    if ready:
+        server.loaded_engine = engine or fake_engine.FakeEngine()
+        server.phase = "ready"
+    return server
+
+
+def call(
+    server: state.ServerState,
+    path: str,
+    content: Any = None,
+    *,
+    method: str | None = None,
+    headers: dict[str, str] | None = None,
+    raw: bytes | None = None,
+) -> httpx.Response:
+    """Sends one request; a JSON body makes it a POST."""
+
+    async def send() -> httpx.Response:
+        transport = httpx.ASGITransport(app.create_app(server))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            verb = method or ("GET" if content is None and raw is None else "POST")
+            if raw is not None:
+                return await client.request(verb, path, content=raw, headers=headers)
+            return await client.request(verb, path, json=content, headers=headers)
+
+    return asyncio.run(send())
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    """Returns the error object, having checked its shape."""
+    body = response.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    return body["error"]
+
+
+def frames(response: httpx.Response) -> list[Any]:
+    """Returns the parsed `data:` frames of a stream that ended with [DONE]."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    lines = [part for part in response.text.split("\n\n") if part and not part.startswith(":")]
+    assert all(line.startswith("data: ") for line in lines)
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]

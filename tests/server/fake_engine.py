@@ -1,0 +1,225 @@
+"""A computable engine that obeys the interface of `jdllm.engine.engine.Engine`.
+
+Token i of a request is a letter, a function of the prompt and the choice alone, so a
+test knows every text. Blocks of 4 tokens come `block_s` apart. `open_requests` are
+the ids of requests whose iterator is open: what holds pages in the real engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from jdllm import config, errors, sampling_params
+from jdllm.engine import outputs, stats
+from jdllm.models import spec
+
+BLOCK = 4
+VOCAB = 256
+CONTEXT = 512
+SPEC = spec.ModelSpec(
+    architecture="Fake",
+    model_type="fake",
+    vocab_size=VOCAB,
+    hidden_size=1,
+    num_layers=1,
+    num_query_heads=1,
+    num_kv_heads=1,
+    head_dim=1,
+    max_position_embeddings=CONTEXT,
+    diffusion=spec.DiffusionSpec(block_size=BLOCK, mask_token_id=None, eos_token_ids=()),
+)
+
+
+def expected_ids(prompt_ids: list[int], count: int, choice: int = 0) -> list[int]:
+    return [97 + (sum(prompt_ids) + 7 * choice + i) % 26 for i in range(count)]
+
+
+def expected_text(prompt: str, count: int, choice: int = 0) -> str:
+    return bytes(expected_ids(list(prompt.encode()), count, choice)).decode()
+
+
+class FakeTokenizer:
+    """One token per UTF-8 byte."""
+
+    def __init__(self, *, has_chat_template: bool = True):
+        self.has_chat_template = has_chat_template
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        return bytes(ids).decode(errors="replace")
+
+    def apply_chat_template(self, messages: list[dict[str, str]], *, shout: bool = False):
+        text = "".join(f"<{m['role']}>{m['content']}" for m in messages)
+        return list((text.upper() if shout else text).encode())
+
+
+class FakeEngine:
+    def __init__(
+        self,
+        *,
+        block_s: float = 0.0,
+        max_queued: int = 1000,
+        tokenizer: FakeTokenizer | None = None,
+        skip_tokenizer_init: bool = False,
+    ):
+        self.config = config.EngineConfig()
+        self.spec = SPEC
+        self.tokenizer = None if skip_tokenizer_init else tokenizer or FakeTokenizer()
+        self.model_name = "fake-model"
+        self.context_length = CONTEXT
+        self.max_running_requests = 8
+        self.max_total_tokens = 4096
+        self.is_alive = True
+        self.open_requests: set[str] = set()
+        self.seen_params: list[sampling_params.SamplingParams] = []
+        self.seen_prompts: list[list[int]] = []
+        self.shut_down = False
+        self._block_s = block_s
+        self._max_queued = max_queued
+        self._admitting = True
+        self._aborted: set[str] = set()
+        self._tokens = 0
+
+    async def stream(
+        self, prompt_ids: list[int], params: sampling_params.SamplingParams, *, request_id: str
+    ) -> AsyncIterator[outputs.Generation]:
+        if not self._admitting:
+            raise errors.EngineStopped("the engine is draining")
+        if len(self.open_requests) >= self._max_queued:
+            raise errors.QueueFull("The request queue is full.")
+        if len(prompt_ids) + params.max_new_tokens > CONTEXT:
+            raise errors.RequestTooLong(
+                f"{len(prompt_ids)} prompt tokens and {params.max_new_tokens} new ones exceed "
+                f"the context of {CONTEXT}"
+            )
+        self.seen_params.append(params)
+        self.seen_prompts.append(prompt_ids)
+        self.open_requests.add(request_id)
+        began = time.monotonic()
+        try:
+            if prompt_ids == [0, 255]:
+                raise RuntimeError("secret detail of a fault")
+            count = 0
+            running = set(range(params.n))
+            while running:
+                await asyncio.sleep(self._block_s)
+                before, count = count, min(count + BLOCK, params.max_new_tokens)
+                for index in sorted(running):
+                    generation = self._generation(
+                        prompt_ids, params, request_id, index, before, count, began
+                    )
+                    if generation.finish_reason is not None:
+                        running.discard(index)
+                    yield generation
+                if before and prompt_ids == [0, 254]:
+                    raise RuntimeError("secret detail of a late fault")
+        finally:
+            self.open_requests.discard(request_id)
+
+    def _generation(
+        self,
+        prompt_ids: list[int],
+        params: sampling_params.SamplingParams,
+        request_id: str,
+        index: int,
+        before: int,
+        count: int,
+        began: float,
+    ) -> outputs.Generation:
+        ids = expected_ids(prompt_ids, count, index)
+        finish: dict[str, Any] | None = None
+        stops = [i for i, token in enumerate(ids) if token in params.stop_token_ids]
+        if request_id in self._aborted:
+            ids, finish = ids[:before], {"type": "abort", "message": "aborted"}
+        elif stops:
+            finish = {"type": "stop", "matched": ids[stops[0]]}
+            ids = ids[: stops[0]]
+        elif count == params.max_new_tokens:
+            finish = {"type": "length", "length": count}
+        blocks = -(-len(ids) // BLOCK)
+        self._tokens += len(ids[before:])
+        dllm = {
+            "nfe": 2 * blocks,
+            "tpf": len(ids) / (2 * blocks) if blocks else 0.0,
+            "blocks": blocks,
+            "edited_tokens": 1,
+            "discarded_tokens": 0,
+            "algorithm": params.dllm.algorithm or "LowConfidence",
+            "threshold": params.dllm.threshold or 0.95,
+        }
+        meta = {
+            "id": request_id if params.n == 1 else f"{request_id}-{index}",
+            "finish_reason": finish,
+            "prompt_tokens": len(prompt_ids),
+            "completion_tokens": len(ids),
+            "cached_tokens": 2,
+            "e2e_latency": time.monotonic() - began,
+            "queue_time": 0.0,
+            "weight_version": "default",
+            "nfe": dllm["nfe"],
+            "tpf": dllm["tpf"],
+            "dllm": dllm,
+        }
+        return outputs.Generation(
+            request_id=meta["id"],
+            index=index,
+            prompt_index=0,
+            text=bytes(ids).decode(),
+            delta_text=bytes(ids[before:]).decode(),
+            output_ids=ids,
+            delta_ids=ids[before:],
+            finish_reason=finish,
+            meta_info=meta,
+        )
+
+    def generate(self, *, input_ids: list[int], sampling_params: dict[str, Any]) -> dict[str, Any]:
+        return {"text": "", "output_ids": [], "meta_info": {}}
+
+    def default_max_new_tokens(self, prompt_len: int) -> int:
+        return max(1, CONTEXT - prompt_len)
+
+    def abort(self, request_id_prefix: str = "", *, abort_all: bool = False) -> int:
+        found = {
+            r for r in self.open_requests if abort_all or r.startswith(request_id_prefix or "\0")
+        }
+        self._aborted |= found
+        return len(found)
+
+    def flush_cache(self) -> bool:
+        return not self.open_requests
+
+    def heartbeat_age_s(self) -> float:
+        return 0.0
+
+    def stats(self) -> stats.EngineStats:
+        values = {
+            field: 0 for field in stats.EngineStats.__dataclass_fields__ if field != "token_usage"
+        }
+        values["num_running_reqs"] = len(self.open_requests)
+        values["generation_tokens_total"] = self._tokens
+        return stats.EngineStats(token_usage=0.25, **values)
+
+    def server_info(self) -> dict[str, Any]:
+        return {"model_path": None, "internal_states": [{}]}
+
+    def model_info(self) -> dict[str, Any]:
+        return {"model_path": None, "is_generation": True}
+
+    def stop_admitting(self) -> None:
+        self._admitting = False
+
+    def drain(self, timeout_s: float) -> bool:
+        assert threading.current_thread() is not threading.main_thread()
+        deadline = time.monotonic() + timeout_s
+        while self.open_requests and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return not self.open_requests
+
+    def shutdown(self) -> None:
+        self.shut_down = True

@@ -1,0 +1,237 @@
+"""A server process: start-up, leaving clients, signals, exit codes (fake engine)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import edge
+import httpx
+import pytest
+
+from jdllm.server import lifecycle
+
+PROGRAM = pathlib.Path(__file__).parent / "fake_server.py"
+ROOT = PROGRAM.parents[2]
+LONG = {"prompt": "hi", "max_tokens": 400}
+WAIT_S = 20.0
+
+
+class Process:
+    """A running server; its log is collected as it comes."""
+
+    def __init__(self, *, drain_s: float = 10, block_s: float = 0.02, extra: tuple[str, ...] = ()):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        command = [sys.executable, str(PROGRAM), str(self.port), str(drain_s), str(block_s), *extra]
+        self.popen = subprocess.Popen(
+            command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}
+        )
+        self.log: list[str] = []
+        threading.Thread(target=lambda: self.log.extend(self.popen.stderr), daemon=True).start()
+
+    def wait_ready(self) -> None:
+        def ready() -> bool:
+            with contextlib.suppress(httpx.TransportError):
+                return httpx.get(self.url + "/health").status_code == 200
+            return False
+
+        wait_until(ready)
+
+    def num_running(self) -> int:
+        text = httpx.get(self.url + "/metrics").text
+        line = next(x for x in text.splitlines() if x.startswith("jdllm:num_running_reqs{"))
+        return int(float(line.rsplit(" ", 1)[1]))
+
+    def signal(self, number: int = signal.SIGTERM) -> None:
+        self.popen.send_signal(number)
+
+    def exit_code(self) -> int:
+        return self.popen.wait(timeout=WAIT_S)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def running(**options) -> Iterator[Process]:
+    process = Process(**options)
+    try:
+        yield process
+    finally:
+        process.popen.kill()
+        process.popen.wait()
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Process]:
+    with running() as process:
+        process.wait_ready()
+        yield process
+
+
+def test_health_tells_the_start_and_the_ready_line_comes():
+    with running() as process:
+        seen = []
+
+        def ready() -> bool:
+            with contextlib.suppress(httpx.TransportError):
+                response = httpx.get(process.url + "/health")
+                if response.status_code == 200:
+                    return True
+                seen.append(response.json())
+            return False
+
+        wait_until(ready)
+        assert {body["status"] for body in seen} == {"starting"}
+        compiling = [body for body in seen if body["phase"] == "compile"]
+        assert compiling
+        assert all(body["total"] == 4 for body in compiling)
+        wait_until(lambda: any(lifecycle.READY_LINE in line for line in process.log))
+        process.signal()
+        assert process.exit_code() == 0
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/generate"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_leaving_client_frees_its_request(shared, path, stream):
+    body = (
+        LONG | {"stream": stream}
+        if path != "/generate"
+        else {"text": "hi", "sampling_params": {"max_new_tokens": 400, "n": 2}, "stream": stream}
+    )
+    assert shared.num_running() == 0
+    raw = json.dumps(body).encode()
+    with socket.create_connection(("127.0.0.1", shared.port)) as connection:
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
+        wait_until(lambda: shared.num_running() == 1)
+        if stream:
+            assert connection.recv(1000).startswith(b"HTTP/1.1 200")
+    left_s = time.monotonic()
+    wait_until(lambda: shared.num_running() == 0)
+    # The whole reply would take 100 blocks of 20 ms.
+    assert time.monotonic() - left_s < 1.0
+
+
+def test_abort_ends_a_stream_with_its_reason(shared):
+    body = LONG | {"stream": True, "rid": "abort-me-1"}
+    with httpx.stream("POST", shared.url + "/v1/completions", json=body) as response:
+        lines = response.iter_lines()
+        next(lines)
+        reply = httpx.post(shared.url + "/abort_request", json={"rid": "abort-me"})
+        assert reply.json()["num_aborted"] == 1
+        data = [line for line in lines if line]
+    assert data[-1] == "data: [DONE]"
+    assert json.loads(data[-2][6:])["choices"][0]["finish_reason"] == "abort"
+
+
+def test_a_real_413_for_a_body_without_length(shared):
+    def chunks() -> Iterator[bytes]:
+        for _ in range(90):
+            yield b" " * 100_000
+
+    headers = {"content-type": "application/json"}
+    with contextlib.suppress(httpx.WriteError, httpx.ReadError):
+        response = httpx.post(shared.url + "/v1/completions", content=chunks(), headers=headers)
+        assert response.status_code == 413
+        edge.error_of(response)
+    assert httpx.get(shared.url + "/health").status_code == 200
+
+
+def test_the_drain_lets_a_stream_end_and_refuses_new_requests():
+    with running(block_s=0.05) as process:
+        process.wait_ready()
+        body = {"prompt": "hi", "max_tokens": 80, "stream": True}
+        with httpx.stream("POST", process.url + "/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            process.signal()
+            wait_until(lambda: httpx.get(process.url + "/health").status_code == 503)
+            refused = httpx.post(process.url + "/v1/completions", json=LONG)
+            assert refused.status_code == 503
+            assert "retry-after" in refused.headers
+            data = [line for line in lines if line]
+        assert data[-1] == "data: [DONE]"
+        assert json.loads(data[-2][6:])["choices"][0]["finish_reason"] == "length"
+        assert process.exit_code() == 0
+
+
+def test_after_the_drain_time_the_rest_is_aborted_with_an_error():
+    with running(drain_s=0.3, block_s=0.1) as process:
+        process.wait_ready()
+        answers = []
+        plain = threading.Thread(
+            target=lambda: answers.append(
+                httpx.post(process.url + "/v1/completions", json=LONG, timeout=WAIT_S)
+            )
+        )
+        plain.start()
+        body = LONG | {"stream": True}
+        with httpx.stream("POST", process.url + "/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            wait_until(lambda: process.num_running() == 2)
+            process.signal(signal.SIGINT)
+            data = [line for line in lines if line]
+        plain.join()
+        assert data[-1] == "data: [DONE]"
+        assert json.loads(data[-2][6:])["error"]["type"] == "service_unavailable"
+        assert answers[0].status_code == 503
+        edge.error_of(answers[0])
+        assert process.exit_code() == 0
+
+
+def test_a_second_signal_exits_at_once():
+    with running(drain_s=60, block_s=0.5) as process:
+        process.wait_ready()
+        with httpx.stream("POST", process.url + "/generate", json={"text": "a", "stream": True}):
+            process.signal()
+            wait_until(lambda: httpx.get(process.url + "/health").status_code == 503)
+            process.signal()
+            assert process.exit_code() == 128 + signal.SIGTERM
+
+
+def test_a_signal_while_loading_exits_0():
+    with running() as process:
+        wait_until(lambda: any("listening" in line for line in process.log))
+        process.signal()
+        assert process.exit_code() == 0
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "text"),
+    [
+        ("fail-config", 2, "error: the checkpoint is wrong\n"),
+        ("fail", 1, "error: RuntimeError: out of memory\n"),
+    ],
+)
+def test_a_failed_start_says_so_and_exits(how, code, text):
+    with running(extra=(how,)) as process:
+        assert process.exit_code() == code
+        wait_until(lambda: any(line.endswith(text) for line in process.log))
+        assert ("Traceback" in "".join(process.log)) == (how == "fail")
+
+
+def test_a_port_in_use_is_a_clear_error(shared):
+    command = [sys.executable, str(PROGRAM), str(shared.port), "1", "0"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}
+    )
+    assert done.returncode == 2
+    assert f":{shared.port}: Address already in use" in done.stderr
+    assert "Traceback" not in done.stderr

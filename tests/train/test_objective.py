@@ -1,0 +1,91 @@
+"""The objective's mask, noise and loss against loops written from the definition."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdllm.train import objective
+
+BLOCK, SEQ, BLOCKS, MASK = 4, 16, 3, 99
+
+
+def config(**changes):
+    values = dict(
+        block_size=BLOCK, answer_blocks=BLOCKS, copies=2, full_mask_fraction=0.3, mask_token_id=MASK
+    )
+    return objective.NoiseConfig(**{**values, **changes})
+
+
+def noisy(prompt_lens, total_lens, seed=0, **changes):
+    rows = len(prompt_lens)
+    tokens = jnp.arange(rows * SEQ, dtype=jnp.int32).reshape(rows, SEQ) % 90
+    return tokens, objective.add_noise(
+        jax.random.key(seed),
+        tokens,
+        jnp.array(prompt_lens),
+        jnp.array(total_lens),
+        config(**changes),
+    )
+
+
+def test_visibility_is_what_a_block_sees_when_it_is_decoded():
+    prompts = [5, 8]
+    _, batch = noisy(prompts, [12, 16])
+    for row, prompt in enumerate(prompts):
+        # (stream, copy, block) of every position, by hand
+        where = [("clean", 0, i // BLOCK) for i in range(SEQ)]
+        for copy in range(2):
+            for j in range(BLOCKS * BLOCK):
+                where.append(("noisy", copy, prompt // BLOCK + j // BLOCK))
+        for q, (q_kind, q_copy, q_block) in enumerate(where):
+            for k, (k_kind, k_copy, k_block) in enumerate(where):
+                if q_kind == "clean":
+                    want = k_kind == "clean" and k_block <= q_block
+                elif k_kind == "clean":
+                    want = k_block < q_block
+                else:
+                    want = (q_copy, q_block) == (k_copy, k_block)
+                assert bool(batch.visible[row, q, k]) == want, (row, q, k)
+
+
+def test_only_answer_positions_are_masked_and_every_block_has_one():
+    prompts, totals = np.array([5, 8, 11]), np.array([12, 16, 12])
+    for seed in range(20):
+        tokens, batch = noisy(prompts, totals, seed=seed)
+        place = np.asarray(batch.positions)[:, SEQ:]
+        masked = np.asarray(batch.masked)
+        noisy_tokens = np.asarray(batch.tokens)[:, SEQ:]
+        for row in range(3):
+            editable = (place[row] >= prompts[row]) & (place[row] < totals[row])
+            assert not masked[row][~editable].any()
+            for chunk in range(2 * BLOCKS):
+                cut = slice(chunk * BLOCK, (chunk + 1) * BLOCK)
+                assert masked[row][cut].any() == editable[cut].any()
+            for j, p in enumerate(place[row]):
+                if p < SEQ:
+                    want = MASK if masked[row, j] else int(tokens[row, p])
+                    assert noisy_tokens[row, j] == want
+        assert np.array_equal(np.asarray(batch.tokens)[:, :SEQ], tokens)
+
+
+def test_full_mask_fraction_one_masks_every_answer_position():
+    _, batch = noisy([5], [12], full_mask_fraction=1.0)
+    place = np.asarray(batch.positions)[0, SEQ:]
+    assert np.array_equal(np.asarray(batch.masked)[0], (place >= 5) & (place < 12))
+
+
+def test_masked_cross_entropy_is_the_mean_over_masked_positions():
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(6, 5)).astype(np.float32)
+    targets = rng.integers(0, 5, 6)
+    masked = np.array([True, False, True, True, False, False])
+    want = [
+        -(logits[i][targets[i]] - np.log(np.exp(logits[i]).sum())) for i in range(6) if masked[i]
+    ]
+    right = [logits[i].argmax() == targets[i] for i in range(6) if masked[i]]
+    loss, accuracy = objective.masked_cross_entropy(
+        jnp.array(logits), jnp.array(targets), jnp.array(masked)
+    )
+    assert float(loss) == pytest.approx(np.mean(want), rel=1e-5)
+    assert float(accuracy) == pytest.approx(np.mean(right))

@@ -1,0 +1,168 @@
+"""A tiny run on CPU: its loss falls, it resumes bit for bit, its export loads."""
+
+import json
+import pathlib
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdllm import errors
+from jdllm.models import loading
+from jdllm.train import checkpoints, config, data, denoise, evaluate, loop, step
+
+NANO = pathlib.Path(data.__file__).parents[1] / "assets" / "jdllm-nano"
+TINY = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "rotary_dim": 8,
+    "num_experts": 4,
+    "moe_intermediate_size": 16,
+    "moe_shared_expert_intermediate_size": 16,
+}
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    for file in NANO.iterdir():
+        if file.suffix in (".json", ".jinja"):
+            shutil.copy(file, folder)
+    hf = json.loads((NANO / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**hf, **TINY}))
+    return folder
+
+
+def run_config(model_path, **changes):
+    values = dict(
+        model_path=str(model_path),
+        num_steps=30,
+        decay_steps=5,
+        warmup_steps=3,
+        learning_rate=3e-3,
+        batch_size=4,
+        log_every=5,
+        checkpoint_every=10,
+        eval_every=1000,
+        eval_problems=2,
+        data_threads=1,
+    )
+    return config.from_mapping({**values, **changes})
+
+
+def curve(folder):
+    return [json.loads(line) for line in (folder / "curve.jsonl").read_text().splitlines()]
+
+
+def test_a_run_learns_resumes_bit_for_bit_and_exports(model_path, tmp_path):
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    settings = run_config(model_path)
+    loop.train(settings, loop.RunPaths(output_dir=whole))
+    losses = [line["loss"] for line in curve(whole) if "loss" in line]
+    assert losses[-1] < losses[0] - 1.0
+
+    # The second run is the first one, killed after its checkpoint of step 20.
+    halves.mkdir()
+    shutil.copytree(whole / "checkpoints" / "20", halves / "checkpoints" / "20")
+    loop.train(settings, loop.RunPaths(output_dir=halves, export_state=halves / "state"))
+    assert [line["loss"] for line in curve(halves) if "loss" in line] == losses[4:]
+    one, two = (f / "hf" / "model.safetensors" for f in (whole, halves))
+    assert one.read_bytes() == two.read_bytes()
+
+    loaded = loading.load(whole / "hf", show_progress=False)
+    imported = checkpoints.import_parts(settings, halves / "state")
+    assert int(imported.step) == 30
+    for path, array in loaded.params.items():
+        want = imported.average[path].astype(array.dtype)
+        assert np.array_equal(np.asarray(array), np.asarray(want)), path
+
+
+def test_batches_are_a_function_of_the_step(model_path):
+    chat = data.ChatFormat(model_path)
+    layout = data.Layout(sequence_length=192, block_size=32, answer_blocks=4)
+    source = data.ProblemBatches(chat, layout, batch_size=4, seed=0, length=10)
+    ahead = data.batches(source, start_step=3, num_threads=2, num_workers=0, prefetch=4)
+    for number in range(3, 6):
+        batch = next(ahead)
+        assert all(np.array_equal(batch[key], source[number][key]) for key in batch)
+    ahead.close()
+    row, prompt = batch["tokens"][0], batch["prompt_lens"][0]
+    total = batch["total_lens"][0]
+    end = list(row).index(chat.turn_end_id, prompt)
+    assert total % 32 == 0 and end < total and (row[end + 1 :] == chat.pad_id).all()
+    assert "####" in chat.decode(row[prompt:end].tolist())
+
+
+def test_one_token_per_step_writes_every_position_once(model_path):
+    hf = json.loads((model_path / "config.json").read_text())
+    network = step.build_network(hf, "float32")
+    params = step.init_params(network, 0)
+    chat = data.ChatFormat(model_path)
+    layout = data.Layout(sequence_length=96, block_size=32, answer_blocks=2)
+    _, batch = data.heldout(chat, layout, 2)
+    run = denoise.denoiser(network, length=96, stop_ids=())
+    rows = run(params, batch["tokens"], batch["prompt_lens"], jnp.float32(2.0))
+    blocks = 3 - batch["prompt_lens"] // 32
+    # A forward per masked position, and a persist forward per block but the last.
+    assert np.array_equal(rows.forwards, 96 - batch["prompt_lens"] + blocks - 1)
+    assert not np.any(rows.masked)
+    assert not np.any(rows.tokens == 2)
+    for row, prompt in enumerate(batch["prompt_lens"]):
+        assert np.array_equal(rows.tokens[row, :prompt], batch["tokens"][row, :prompt])
+    every = run(params, batch["tokens"], batch["prompt_lens"], jnp.float32(0.0))
+    assert np.array_equal(every.forwards, 2 * blocks - 1)
+
+
+def test_balance_moves_biases_toward_equal_load(model_path):
+    settings = run_config(model_path, balance_rate=0.01)
+    hf = json.loads((model_path / "config.json").read_text())
+    network = step.build_network(hf, "float32")
+    params = step.init_params(network, 0)
+    path = "layers.1.mlp.router.expert_bias"
+    params[path] = jnp.array([1.0, 0.0, 0.0, -1.0])  # expert 0 always chosen, 3 never
+    state = step.init_state(settings, params, average=params, step=0)
+    chat = data.ChatFormat(model_path)
+    layout = data.Layout(sequence_length=96, block_size=32, answer_blocks=2)
+    _, batch = data.heldout(chat, layout, 2)
+    noise = evaluate.objective.NoiseConfig(
+        block_size=32, answer_blocks=2, copies=1, full_mask_fraction=0.2, mask_token_id=2
+    )
+    moved, _ = step.train_step(network, settings, noise)(state, batch)
+    assert float(moved.params[path][0]) == pytest.approx(0.99)
+    assert float(moved.params[path][3]) == pytest.approx(-0.99)
+
+
+def test_learning_rate_warms_up_holds_and_falls_to_zero(model_path):
+    settings = run_config(model_path, num_steps=100, warmup_steps=10, decay_steps=20)
+    rates = [
+        float(step.learning_rate(settings, jnp.int32(s), jnp.int32(0))) for s in (0, 9, 50, 90, 100)
+    ]
+    assert rates == pytest.approx([3e-4, 3e-3, 3e-3, 1.5e-3, 0.0])
+
+
+def test_an_unknown_key_is_refused_with_the_nearest_name(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("model_path: x\nlearning_rat: 1e-3\n")
+    with pytest.raises(errors.ConfigError, match="learning_rate"):
+        config.load(file)
+    file.write_text("model_path: x\nlearning_rate: 1e-3\n")
+    assert config.load(file, ["num_steps=20", "decay_steps=3"]).num_steps == 20
+    assert config.load(file).learning_rate == 1e-3
+    with pytest.raises(errors.ConfigError, match="batch_size"):
+        config.load(file, ["batch_size=many"])
+
+
+def test_the_shipped_config_is_valid():
+    shipped = config.load(NANO.parents[2] / "configs" / "train" / "nano.yaml")
+    assert shipped.model_path == "jdllm/assets/jdllm-nano"
+    hf = json.loads((NANO / "config.json").read_text())
+    network = step.build_network(hf, shipped.compute_dtype)
+    size = sum(int(np.prod(s.shape)) * s.dtype.itemsize for s in network.shapes.values())
+    assert size < 16 * 2**20
+    assert jax.tree.leaves(dict(network.shapes))
