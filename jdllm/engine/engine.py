@@ -15,16 +15,13 @@ import weakref
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
-import pallas_kernels
 from jdllm import config as config_lib
 from jdllm import errors, sampling_params
-from jdllm.engine import build, outputs, requests, startup
+from jdllm.engine import build, info, outputs, requests, startup
 from jdllm.engine import loop as loop_lib
 from jdllm.engine import stats as stats_lib
-from jdllm.runner import compile_counter
 from jdllm.scheduler import request as request_lib
 
 
@@ -221,71 +218,15 @@ class Engine:
 
     def stats(self) -> stats_lib.EngineStats:
         """Returns a snapshot; approximate while a launch is in flight."""
-        core, sizes = self._built.core, self._built.sizes
-        scheduled, counters = core.scheduler.stats(), core.counters
-        compiles = compile_counter.COUNTER
-        return stats_lib.EngineStats(
-            num_running_reqs=scheduled.num_running,
-            num_queue_reqs=scheduled.num_queued,
-            num_used_tokens=scheduled.num_used_pages * sizes.page_size,
-            max_total_num_tokens=self.max_total_tokens,
-            max_running_requests=sizes.max_running_requests,
-            token_usage=scheduled.token_usage,
-            gen_throughput=core.throughput.per_second(),
-            cache_hit_rate=scheduled.total_cached_tokens / max(scheduled.total_prompt_tokens, 1),
-            prompt_tokens_total=counters.prompt_tokens,
-            generation_tokens_total=counters.generation_tokens,
-            cached_tokens_total=scheduled.total_cached_tokens,
-            num_requests_total=counters.requests,
-            num_aborted_requests_total=counters.aborted_requests,
-            denoising_steps_total=counters.denoising_steps,
-            canvas_positions_total=counters.canvas_positions,
-            committed_tokens_total=counters.generation_tokens,
-            edited_tokens_total=counters.edited_tokens,
-            discarded_tokens_total=counters.discarded_tokens,
-            preemptions_total=scheduled.total_preemptions,
-            prefill_launches_total=counters.prefill_launches,
-            decode_launches_total=counters.decode_launches,
-            padding_fraction=counters.padding_fraction,
-            batch_occupancy=counters.batch_occupancy,
-            jit_compiles_total=compiles.count - self._built.compiles_at_ready,
-            jit_compile_seconds=compiles.seconds,
-            startup_time_seconds=self._built.startup_s,
-            weight_memory_usage_gb=sizes.weight_bytes / 1e9,
-            kv_cache_memory_usage_gb=sizes.kv_bytes / 1e9,
-        )
+        return info.stats(self._built)
 
     def server_info(self) -> dict[str, Any]:
         """Returns resolved options, kernels, devices and one `internal_states` entry."""
-        device = jax.local_devices()[0]
-        return {
-            **dataclasses.asdict(self.config),
-            "kernels": pallas_kernels.describe(),
-            "device": f"{device.platform}: {device.device_kind}",
-            "block_size": self.spec.diffusion.block_size,
-            "algorithms": list(self._built.algorithms),
-            "internal_states": [dataclasses.asdict(self.stats())],
-        }
+        return info.server_info(self._built)
 
     def model_info(self) -> dict[str, Any]:
         """Returns what SGLang's `/model_info` returns."""
-        default = self._built.default_sampling
-        return {
-            "model_path": self.config.model_path,
-            "served_model_name": self.model_name,
-            "tokenizer_path": self.config.tokenizer_path,
-            "is_generation": True,
-            "preferred_sampling_params": {
-                "temperature": default.temperature,
-                "top_p": default.top_p,
-                "top_k": default.top_k,
-                "dllm": _without_none(dataclasses.asdict(self._built.default_dllm)),
-            },
-            "weight_version": "default",
-            "model_type": self.spec.model_type,
-            "architectures": [self.spec.architecture],
-            "context_length": self.context_length,
-        }
+        return info.model_info(self._built)
 
     # Internals
 
@@ -408,7 +349,3 @@ class Engine:
                 item["index"] = seen.setdefault(key, len(seen))
                 item["prompt_index"] = generation.prompt_index
             yield item
-
-
-def _without_none(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}

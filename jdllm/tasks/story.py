@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import string
 
 from jdllm.tasks import splits, words
@@ -65,7 +66,7 @@ class Story:
         rng = self.rng
         draw = rng.random()
         if draw < 0.1:
-            return _invented(rng) + "s"
+            return _invented(rng).rstrip("s") + "s"
         if draw < 0.25:
             return f"{rng.choice(words.COLORS)} {rng.choice(words.THINGS)}"
         return rng.choice(words.THINGS)
@@ -124,13 +125,31 @@ class Story:
 
 
 def _invented(rng: random.Random) -> str:
-    """Returns a made-up word: mostly syllables, sometimes plain letters."""
-    parts: list[str] = []
-    if rng.random() < 0.1:
-        # Any letters in any order, so that no piece of an unseen word is a stranger.
+    """Returns a made-up word.
+
+    Syllables, two real words spliced, or plain letters: together they show every piece
+    that an unseen word may be tokenised into, so that copying it is nothing new.
+    """
+    draw = rng.random()
+    if draw < 0.1:
         return "".join(rng.choices(string.ascii_lowercase, k=rng.randint(2, 7)))
-    if rng.random() < 0.25:
+    if draw < 0.4:
+        head, tail = rng.choice(_REAL), rng.choice(_REAL)
+        return head[: rng.randint(1, 5)] + tail[-rng.randint(2, 6) :]
+    parts: list[str] = []
+    if draw < 0.55:
         parts.append(rng.choice("aeiou") + rng.choice("bdfglmnprstvz"))
     for _ in range(rng.choice((1, 1, 2, 2, 3))):
         parts += rng.choice(words.ONSETS), rng.choice(words.VOWELS), rng.choice(words.CODAS)
     return "".join(parts)
+
+
+def _real_words() -> tuple[str, ...]:
+    tables = (*words.FAMILIES.values(), *words.QUESTIONS.values())
+    texts = [text for frames, verbs in tables for text in (*frames, *verbs)]
+    texts += [*words.HE_NAMES, *words.SHE_NAMES, *words.THINGS, *words.COLORS, *words.PLACES]
+    texts += [text for pair in (*words.CONTAINERS, *words.SHARERS) for text in pair]
+    return tuple(sorted({w for text in texts for w in re.findall("[a-z]{2,}", text.lower())}))
+
+
+_REAL = _real_words()

@@ -89,15 +89,16 @@ def test_preempted_requests_give_the_text_of_undisturbed_ones(cacheless_engine):
 
 
 def test_nothing_compiles_after_start_up(engine):
+    # The counter is the process's, and other engines of this session compiled since.
+    before = engine.stats().jit_compiles_total
     engine.generate(
         input_ids=random_prompts(3, 10), sampling_params=[params_for(i) for i in range(10)]
     )
-    assert engine.stats().jit_compiles_total == 0
+    assert engine.stats().jit_compiles_total == before
 
 
-def test_the_pool_is_never_copied(engine):
-    runner = engine._built.core.runner
-    with make_engine(max_total_tokens=512 * 1024) as large:
+def test_the_pool_is_never_copied():
+    with make_engine(max_total_tokens=512 * 1024, max_running_requests=1) as large:
         runner = large._built.core.runner
         for bucket, compiled in runner.compiled.items():
             memory = compiled.memory_analysis()

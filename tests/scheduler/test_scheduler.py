@@ -368,7 +368,7 @@ def test_a_page_smaller_than_a_block_is_shared_only_with_its_whole_block():
     """K,V of the first page of a block depends on the block's later tokens."""
     made = make(page_size=2, prefix_cache=prefix_cache.PrefixCache(2))
     pages = {}
-    for name, prompt in [("a", [1, 2, 3, 4]), ("b", [1, 2, 5, 6]), ("c", [1, 2, 5, 6])]:
+    for name, prompt in [("a", [1, 2, 3, 4, 8]), ("b", [1, 2, 5, 6, 8]), ("c", [1, 2, 5, 6, 9])]:
         one = ask(name, prompt, max_new=1)
         made.add_request(one)
         while made.has_work():
@@ -378,3 +378,15 @@ def test_a_page_smaller_than_a_block_is_shared_only_with_its_whole_block():
             made.process_results(batch, results)
     assert one.cached_tokens == 4 and pages["c"] == pages["b"]
     assert not set(pages["a"]) & set(pages["b"])
+
+
+def test_a_small_request_does_not_overtake_a_large_one_that_waits_for_pages():
+    made = make(num_pages=6)
+    for name, length in [("running", 13), ("large", 9), ("small", 1)]:
+        made.add_request(ask(name, [7] * length, max_new=1))
+    round_of(made)
+    assert [one.request_id for one in made.running] == ["running"]
+    assert made.stats().num_used_pages == 4
+    while made.has_work():
+        batch, _ = round_of(made)
+        assert "running" not in names(batch) or names(batch) == ["running"]

@@ -1,0 +1,88 @@
+"""What a built engine says about itself: numbers, options, model facts."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+
+import pallas_kernels
+from jdllm.engine import build
+from jdllm.engine import stats as stats_lib
+from jdllm.runner import compile_counter
+
+
+def stats(built: build.Built) -> stats_lib.EngineStats:
+    """Returns a snapshot; approximate while a launch is in flight."""
+    core, sizes = built.core, built.sizes
+    scheduled, counters = core.scheduler.stats(), core.counters
+    compiles = compile_counter.COUNTER
+    return stats_lib.EngineStats(
+        num_running_reqs=scheduled.num_running,
+        num_queue_reqs=scheduled.num_queued,
+        num_used_tokens=scheduled.num_used_pages * sizes.page_size,
+        max_total_num_tokens=sizes.num_pages * sizes.page_size,
+        max_running_requests=sizes.max_running_requests,
+        token_usage=scheduled.token_usage,
+        gen_throughput=core.throughput.per_second(),
+        cache_hit_rate=scheduled.total_cached_tokens / max(scheduled.total_prompt_tokens, 1),
+        prompt_tokens_total=counters.prompt_tokens,
+        generation_tokens_total=counters.generation_tokens,
+        cached_tokens_total=scheduled.total_cached_tokens,
+        num_requests_total=counters.requests,
+        num_aborted_requests_total=counters.aborted_requests,
+        denoising_steps_total=counters.denoising_steps,
+        canvas_positions_total=counters.canvas_positions,
+        committed_tokens_total=counters.generation_tokens,
+        edited_tokens_total=counters.edited_tokens,
+        discarded_tokens_total=counters.discarded_tokens,
+        preemptions_total=scheduled.total_preemptions,
+        prefill_launches_total=counters.prefill_launches,
+        decode_launches_total=counters.decode_launches,
+        padding_fraction=counters.padding_fraction,
+        batch_occupancy=counters.batch_occupancy,
+        jit_compiles_total=compiles.count - built.compiles_at_ready,
+        jit_compile_seconds=compiles.seconds,
+        startup_time_seconds=built.startup_s,
+        weight_memory_usage_gb=sizes.weight_bytes / 1e9,
+        kv_cache_memory_usage_gb=sizes.kv_bytes / 1e9,
+    )
+
+
+def server_info(built: build.Built) -> dict[str, Any]:
+    """Returns resolved options, kernels, devices and one `internal_states` entry."""
+    device = jax.local_devices()[0]
+    return {
+        **dataclasses.asdict(built.config),
+        "kernels": pallas_kernels.describe(),
+        "device": f"{device.platform}: {device.device_kind}",
+        "block_size": built.spec.diffusion.block_size,
+        "algorithms": list(built.algorithms),
+        "internal_states": [dataclasses.asdict(stats(built))],
+    }
+
+
+def model_info(built: build.Built) -> dict[str, Any]:
+    """Returns what SGLang's `/model_info` returns."""
+    default = built.default_sampling
+    return {
+        "model_path": built.config.model_path,
+        "served_model_name": built.config.served_model_name,
+        "tokenizer_path": built.config.tokenizer_path,
+        "is_generation": True,
+        "preferred_sampling_params": {
+            "temperature": default.temperature,
+            "top_p": default.top_p,
+            "top_k": default.top_k,
+            "dllm": _without_none(dataclasses.asdict(built.default_dllm)),
+        },
+        "weight_version": "default",
+        "model_type": built.spec.model_type,
+        "architectures": [built.spec.architecture],
+        "context_length": built.sizes.context_length,
+    }
+
+
+def _without_none(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
