@@ -8,14 +8,15 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from jdllm.version import __version__
+
 if TYPE_CHECKING:
     from jdllm.engine.engine import Engine
     from jdllm.engine.llm import LLM
     from jdllm.runner.full_forward import load_model
     from jdllm.sampling_params import SamplingParams
 
-__version__ = "0.1.0"
-__all__ = ["LLM", "Engine", "SamplingParams", "load_model"]
+__all__ = ["LLM", "Engine", "SamplingParams", "__version__", "load_model"]
 
 _HOME = {
     "Engine": "jdllm.engine.engine",

@@ -48,6 +48,7 @@ def configure_logging(options: cli.Options) -> None:
         level=options.engine.log_level.upper(),
         format="[%(asctime)s] %(levelname)s %(name)s: %(message)s",
         datefmt="%Y-%m-%d %H:%M:%S",
+        force=True,  # libraries imported above leave handlers of their own on the root logger
     )
     for name in HTTP_LOGGERS:
         logging.getLogger(name).setLevel(options.server.log_level_http.upper())

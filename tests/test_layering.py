@@ -23,6 +23,7 @@ Sources = Mapping[str, str]  # repository-relative path -> text
 # first row that fits a path counts.
 FLOORS: tuple[tuple[str, int, str], ...] = (
     ("pallas_kernels/", 0, "pallas_kernels"),
+    ("jdllm/version.py", 0, "options"),
     ("jdllm/errors.py", 0, "options"),
     ("jdllm/config.py", 0, "options"),
     ("jdllm/sampling_params.py", 0, "options"),
@@ -46,6 +47,7 @@ FLOORS: tuple[tuple[str, int, str], ...] = (
     ("jdllm/__init__.py", 7, "public"),
 )
 HOST = (
+    "jdllm/version.py",
     "jdllm/errors.py",
     "jdllm/config.py",
     "jdllm/sampling_params.py",
@@ -123,13 +125,8 @@ def imports_of(source: str) -> Iterator[Import]:
 
 
 def resolve(sources: Sources, one: Import) -> str | None:
-    """Returns the file an import of our own names, None for other packages.
-
-    The version alone may be taken from the public package: it is no code.
-    """
+    """Returns the file an import of our own names, None for other packages."""
     if one.module.split(".")[0] not in ("jdllm", "pallas_kernels"):
-        return None
-    if (one.module, one.name) == ("jdllm", "__version__"):
         return None
     dotted = [one.module] if one.name is None else [f"{one.module}.{one.name}", one.module]
     for module in dotted:

@@ -81,10 +81,11 @@ def test_rules_leave_a_sound_house_alone():
         "jdllm/__init__.py": "import importlib\nif TYPE_CHECKING:\n    import jdllm.engine.a\n"
         "def __getattr__(n): return importlib.import_module(n)",
         "jdllm/errors.py": "import os.path",
+        "jdllm/version.py": "",
         "jdllm/models/spec.py": "import enum",
         "jdllm/decoding/a.py": "import jax\nfrom jdllm.models import spec\nimport jdllm.errors",
         "jdllm/runner/b.py": "from jax import jit\nimport jdllm.decoding.a\nf = jax.jit(g)",
-        "jdllm/engine/a.py": "from jdllm.runner import b\nfrom jdllm import __version__\n"
+        "jdllm/engine/a.py": "from jdllm.runner import b\nfrom jdllm import version\n"
         "os.environ['JAX_PLATFORMS']\nos.environ.get('HF_HOME')\ngetattr(x, 'f')",
         "jdllm/serve.py": "from jdllm.server import app\nprint('ready')",
         "jdllm/server/app.py": "from jdllm.engine import a",

@@ -60,8 +60,9 @@ class Built:
 
     config: config_lib.EngineConfig
     core: core_lib.EngineCore
+    runner: model_runner.ModelRunner
+    model: loading.LoadedModel
     model_dir: pathlib.Path
-    hf_config: dict[str, Any]
     spec: spec_lib.ModelSpec
     tokenizer: tokenizer_lib.Tokenizer | None
     default_sampling: sampling_params.SamplingParams
@@ -130,8 +131,9 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
             max_total_tokens=sizes.num_pages * sizes.page_size,
             decode_log_interval=config.decode_log_interval,
         ),
+        runner=runner,
+        model=model,
         model_dir=model_dir,
-        hf_config=dict(model.hf_config),
         spec=spec,
         tokenizer=tokenizer,
         default_sampling=_default_sampling(generation_config),

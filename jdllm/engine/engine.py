@@ -22,6 +22,7 @@ from jdllm import errors, sampling_params
 from jdllm.engine import build, info, outputs, requests, startup
 from jdllm.engine import loop as loop_lib
 from jdllm.engine import stats as stats_lib
+from jdllm.models import loading
 from jdllm.scheduler import request as request_lib
 
 
@@ -186,6 +187,7 @@ class Engine:
         """Stops the engine thread and gives the device's memory back."""
         self.stop_admitting()
         self._finalizer()
+        self._built.runner.release()
 
     def __enter__(self) -> Engine:
         return self
@@ -194,6 +196,11 @@ class Engine:
         self.shutdown()
 
     # Information
+
+    @property
+    def model(self) -> loading.LoadedModel:
+        """The weights being served, for inspection; freed by `shutdown`."""
+        return self._built.model
 
     @property
     def is_alive(self) -> bool:

@@ -137,7 +137,8 @@ class EngineLoop:
                         if not self._calls and not self._is_stopping:
                             self._wake.wait(IDLE_WAIT_S)
         finally:
-            self._is_stopping = True
+            with self._wake:  # no call can slip in behind the last look at the queue
+                self._is_stopping = True
             self._run_calls()
             for sink in self._sinks.values():
                 sink(FaultEvent("the engine has shut down"))

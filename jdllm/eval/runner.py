@@ -21,7 +21,7 @@ from typing import Any
 import grain
 import tqdm
 
-from jdllm import __version__, errors
+from jdllm import errors, version
 from jdllm.eval import backends, report, store
 from jdllm.tasks import registry
 from jdllm.tasks.example import Example
@@ -135,7 +135,7 @@ def surroundings() -> dict[str, Any]:
     """Returns versions, the machine and the commit this ran on."""
     return {
         "versions": {
-            "jdllm": __version__,
+            "jdllm": version.__version__,
             "python": platform.python_version(),
             **{name: importlib.metadata.version(name) for name in PACKAGES},
         },

@@ -113,6 +113,13 @@ class ModelRunner:
         """Replaces the pool by zeros after a failed launch, whose donation consumed it."""
         self._pools = pool_lib.create(self.pool_config)
 
+    def release(self) -> None:
+        """Frees weights and pool on the device; nothing can be executed afterwards."""
+        for array in (*self._params.values(), *self._pools):
+            if not array.is_deleted():
+                array.delete()
+        self._compiled.clear()
+
     def _lower(self, bucket: batch_lib.Bucket) -> jax.stages.Lowered:
         empty = batch_lib.ScheduleBatch(rows=(), bucket=bucket)
         match bucket.phase:

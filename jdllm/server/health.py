@@ -11,8 +11,7 @@ import prometheus_client
 from starlette import requests
 from starlette import responses as starlette_responses
 
-import jdllm
-from jdllm import sampling_params
+from jdllm import sampling_params, version
 from jdllm.server import responses, running, state
 
 router = fastapi.APIRouter()
@@ -115,7 +114,7 @@ async def server_info(request: requests.Request) -> starlette_responses.Response
     server = state.of(request)
     options = dataclasses.asdict(server.server_config)
     del options["api_key"], options["admin_api_key"]
-    content = options | {"version": jdllm.__version__} | server.engine.server_info()
+    content = options | {"version": version.__version__} | server.engine.server_info()
     return responses.json_response(content)
 
 

@@ -2,6 +2,7 @@
 
 import time
 
+import jax
 import numpy as np
 import pytest
 from conftest import BLOCK, VOCAB, make_engine
@@ -288,3 +289,13 @@ def test_a_pool_too_small_for_a_request_says_so():
 def test_bad_options_are_refused_at_start(options, match):
     with pytest.raises(errors.ConfigError, match=match):
         make_engine(**options)
+
+
+def test_shutdown_frees_the_device_and_refuses_further_work():
+    live_before = sum(array.nbytes for array in jax.live_arrays())
+    engine = make_engine(max_running_requests=1)
+    engine.generate(input_ids=[1], sampling_params={"max_new_tokens": 2})
+    engine.shutdown()
+    assert sum(array.nbytes for array in jax.live_arrays()) <= live_before
+    with pytest.raises(errors.EngineStopped):
+        engine.generate(input_ids=[1])

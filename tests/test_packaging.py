@@ -1,0 +1,66 @@
+"""The wheel holds what the main job needs: code, the bundled model, nothing else."""
+
+from __future__ import annotations
+
+import importlib.util
+import pathlib
+import shutil
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+BUNDLE = ROOT / "jdllm" / "assets" / "jdllm-nano"
+MEBIBYTE = 1024 * 1024
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> zipfile.ZipFile:
+    """Builds from a copy, so that neither an old build folder nor the checkout is touched."""
+    tree = tmp_path_factory.mktemp("tree")
+    for folder in ("jdllm", "pallas_kernels"):
+        shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", str(tree)]
+    if importlib.util.find_spec("setuptools") is not None:
+        command.append("--no-build-isolation")
+    done = subprocess.run(
+        [*command, "-w", str(tree / "dist")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    (built,) = (tree / "dist").glob("jdllm-*.whl")
+    return zipfile.ZipFile(built)
+
+
+def files(folder: pathlib.Path, pattern: str) -> set[str]:
+    return {str(path.relative_to(ROOT)) for path in folder.rglob(pattern) if path.is_file()}
+
+
+def test_all_code_and_all_assets_are_in_the_wheel(wheel):
+    names = set(wheel.namelist())
+    code = files(ROOT / "jdllm", "*.py") | files(ROOT / "pallas_kernels", "*.py")
+    assets = files(ROOT / "jdllm" / "assets", "*")
+    assert "jdllm/assets/jdllm-nano/tokenizer.json" in assets
+    assert (code | assets) - names == set()
+
+
+def test_nothing_else_is_in_the_wheel(wheel):
+    roots = {name.split("/")[0] for name in wheel.namelist()}
+    assert {root for root in roots if not root.endswith(".dist-info")} == {
+        "jdllm",
+        "pallas_kernels",
+    }
+    assert any(
+        name.endswith("licenses/LICENSE") or name.endswith("LICENSE") for name in wheel.namelist()
+    )
+
+
+def test_the_bundled_model_is_complete_and_small():
+    sizes = {path.name: path.stat().st_size for path in BUNDLE.iterdir()}
+    assert {"config.json", "generation_config.json", "tokenizer.json"} <= sizes.keys()
+    assert any(name.endswith(".safetensors") for name in sizes)
+    assert sum(sizes.values()) <= 24 * MEBIBYTE
+    assert max(sizes.values()) < 16 * MEBIBYTE
