@@ -146,8 +146,8 @@ class SamplingParams:
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
         put("max_new_tokens", _one_of(self.max_new_tokens, self.max_tokens))
         put("max_tokens", None)
-        put("stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
-        put("stop_token_ids", tuple(self.stop_token_ids or ()))
+        put("stop", (self.stop,) if isinstance(self.stop, str) else _tuple(self.stop, "stop"))
+        put("stop_token_ids", _tuple(self.stop_token_ids, "stop_token_ids"))
         if isinstance(self.dllm, Mapping):
             put("dllm", DllmParams.from_mapping(self.dllm))
         _check_integer(self.max_new_tokens, "max_new_tokens", low=1)
@@ -203,6 +203,14 @@ def check_neutral(key: str, value: Any, known: Sequence[str] | set[str]) -> None
         raise errors.RequestError(
             f"{key}={value!r} is not supported by this engine; leave it out", param=key
         )
+
+
+def _tuple(value: Any, param: str) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list | tuple):
+        raise errors.RequestError(f"{param} must be a list, got {value!r}", param=param)
+    return tuple(value)
 
 
 def _one_of(first: int | None, second: int | None) -> int | None:

@@ -7,6 +7,8 @@ Reads the options, configures logging (the only place that does) and hands over 
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import logging
 import os
 import sys
@@ -31,15 +33,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             logger.info("option %s", line)
         if options.engine.trust_remote_code:
             logger.warning("trust_remote_code is accepted, but no remote code is run")
-        progress = startup.StartupProgress()
-        return lifecycle.serve(
-            options.server,
-            lambda progress: engine_lib.Engine(options.engine, progress=progress),
-            progress,
-        )
+        build = functools.partial(build_engine, options)
+        return lifecycle.serve(options.server, build, startup.StartupProgress())
     except errors.ConfigError as error:
         lifecycle.print_error(str(error))
         return lifecycle.CONFIG_EXIT_CODE
+
+
+def build_engine(options: cli.Options, progress: startup.StartupProgress) -> engine_lib.Engine:
+    """Returns the running engine, having said what it chose where nothing was given."""
+    engine = engine_lib.Engine(options.engine, progress=progress)
+    for field in dataclasses.fields(engine.config):
+        value = getattr(engine.config, field.name)
+        if value != getattr(options.engine, field.name):
+            logger.info("option %s=%r (chosen at start)", field.name, value)
+    return engine
 
 
 def configure_logging(options: cli.Options) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib.metadata
 import pathlib
 import shutil
 import subprocess
@@ -25,7 +25,7 @@ def wheel(tmp_path_factory) -> zipfile.ZipFile:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree)
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", str(tree)]
-    if importlib.util.find_spec("setuptools") is not None:
+    if can_build_wheels():
         command.append("--no-build-isolation")
     done = subprocess.run(
         [*command, "-w", str(tree / "dist")], capture_output=True, text=True, check=False
@@ -33,6 +33,16 @@ def wheel(tmp_path_factory) -> zipfile.ZipFile:
     assert done.returncode == 0, done.stderr
     (built,) = (tree / "dist").glob("jdllm-*.whl")
     return zipfile.ZipFile(built)
+
+
+def can_build_wheels() -> bool:
+    """Says whether this environment's own setuptools will do; otherwise pip fetches one."""
+    try:
+        version = importlib.metadata.version("setuptools")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    # Since 70.1 setuptools builds wheels without the `wheel` package.
+    return tuple(map(int, version.split(".")[:2])) >= (70, 1)
 
 
 def files(folder: pathlib.Path, pattern: str) -> set[str]:

@@ -141,7 +141,7 @@ class EngineLoop:
                 self._is_stopping = True
             self._run_calls()
             for sink in self._sinks.values():
-                sink(FaultEvent("the engine has shut down"))
+                self._deliver(sink, FaultEvent("the engine has shut down"))
             self._sinks.clear()
 
     def _run_calls(self) -> None:
@@ -160,9 +160,7 @@ class EngineLoop:
         except core_lib.LaunchFailed as error:
             logger.exception("a launch failed; %d requests end", len(error.requests))
             for request in error.requests:
-                sink = self._sinks.pop(request.request_id, None)
-                if sink is not None:
-                    sink(FaultEvent(str(error)))
+                self._deliver(self._sinks.pop(request.request_id, None), FaultEvent(str(error)))
             return
         for output in outputs:
             request = output.request
@@ -170,5 +168,17 @@ class EngineLoop:
                 sink = self._sinks.get(request.request_id)
             else:
                 sink = self._sinks.pop(request.request_id, None)
-            if sink is not None:
-                sink(TokensEvent(output, len(request.output_ids)))
+            if not self._deliver(sink, TokensEvent(output, len(request.output_ids))):
+                self._sinks.pop(request.request_id, None)
+                self.core.abort(request.request_id)
+
+    def _deliver(self, sink: Sink | None, event: Event) -> bool:
+        """Hands an event over; False when the consumer is gone (a closed asyncio loop)."""
+        if sink is None:
+            return True
+        try:
+            sink(event)
+        except RuntimeError:
+            logger.warning("a consumer is gone without a word; its request is aborted")
+            return False
+        return True

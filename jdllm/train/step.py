@@ -115,7 +115,9 @@ def forward(
     attend = attention.dense_attend(batch.visible, B)
     valid = batch.valid.reshape(-1)
     positions = batch.positions.reshape(-1)
-    x = model.embed(batch.tokens.reshape(-1), positions)  # [B * L, D]
+    # A product, not a lookup: the gradient of a lookup adds up the many padding rows one by one.
+    one_hot = jax.nn.one_hot(batch.tokens.reshape(-1), model.word_embeddings.shape[0], dtype=model.word_embeddings.dtype)
+    x = one_hot @ model.word_embeddings[...]  # [B * L, D]
     angles = model.angles(positions)
     loads = {}
     for i, layer in enumerate(model.layers):

@@ -1,0 +1,73 @@
+"""Keeps the README true: its flags, paths, names and routes exist."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+from jdllm import config, sampling_params
+from jdllm.tasks import registry
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_two_commands_stand_on_their_own_lines():
+    lines = README.splitlines()
+    assert "pip install . && python -m jdllm.serve" in lines
+    assert "pip install '.[test]' && python -m pytest" in lines
+
+
+@pytest.mark.parametrize("module", ["serve", "eval", "train"])
+def test_flags_of_the_commands_exist(module):
+    commands = re.findall(rf"^python -m jdllm\.{module} (.*)$", README, re.MULTILINE)
+    flags = {flag for command in commands for flag in re.findall(r"--[a-z-]+", command)}
+    assert flags
+    done = subprocess.run(
+        [sys.executable, "-m", f"jdllm.{module}", "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert flags - set(re.findall(r"--[a-z-]+", done.stdout)) == set()
+
+
+def test_paths_of_the_layout_exist():
+    block = README.split("## Layout")[1].split("```")[1]
+    paths = re.findall(r"(?:^|\s)((?:jdllm/|pallas_kernels/|configs/|tests/)[\w./]*)", block)
+    assert len(paths) > 10
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    assert (ROOT / "configs/train/nano.yaml").exists()
+
+
+def test_support_matrix_names_what_exists():
+    for algorithm, options in sampling_params.ALGORITHM_OPTIONS.items():
+        for name in (algorithm, *options):
+            assert f"`{name}`" in README
+    for name in ("logit_bias", "logprobs", "min_p"):
+        assert name in sampling_params.NEUTRAL_ONLY
+    with pytest.raises(ValueError, match="tp_size"):
+        config.EngineConfig(tp_size=2)
+    for task in registry.TASKS:
+        assert f"--task {task}" in README
+
+
+def test_routes_exist():
+    row = next(line for line in README.splitlines() if line.startswith("| Endpoints"))
+    source = "".join(path.read_text() for path in (ROOT / "jdllm" / "server").glob("*.py"))
+    routes = re.findall(r"`(/[\w/]+)`", row)
+    assert len(routes) > 10
+    assert [route for route in routes if f'"{route}"' not in source] == []
+
+
+def test_facts_of_the_bundled_model():
+    content = json.loads((ROOT / "jdllm/assets/jdllm-nano/config.json").read_text())
+    assert (content["num_hidden_layers"], content["num_experts"]) == (6, 8)
+    assert content["block_size"] == 32
+    assert "(six layers, eight experts, blocks of 32)" in README
