@@ -148,7 +148,7 @@ class SamplingParams:
         put("max_tokens", None)
         put("stop", (self.stop,) if isinstance(self.stop, str) else _tuple(self.stop, "stop"))
         put("stop_token_ids", _tuple(self.stop_token_ids, "stop_token_ids"))
-        if isinstance(self.dllm, Mapping):
+        if not isinstance(self.dllm, DllmParams):
             put("dllm", DllmParams.from_mapping(self.dllm))
         _check_integer(self.max_new_tokens, "max_new_tokens", low=1)
         _check_number(self.temperature, "temperature", low=0.0, high=100.0)

@@ -7,6 +7,7 @@ as a resolved config that can be printed and shown in `/server_info`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.resources
 import logging
 import pathlib
@@ -307,7 +308,12 @@ def _scheduler(
         policy=config.schedule_policy,
         prefix_cache=prefix_cache_lib.PrefixCache(sizes.page_size) if is_cached else None,
         mask_token_id=spec.diffusion.mask_token_id,
-        detokenize=None if tokenizer is None else tokenizer.decode,
+        # A stop string may name a special token, which the shown text leaves out.
+        detokenize=(
+            None
+            if tokenizer is None
+            else functools.partial(tokenizer.decode, skip_special_tokens=False)
+        ),
     )
 
 

@@ -108,7 +108,7 @@ class EngineLoop:
                     kind="abort", finished_len=len(request.output_ids)
                 )
                 output = outputs_lib.RequestOutput(request=request, new_token_ids=[], finish=reason)
-                sink(TokensEvent(output, len(request.output_ids)))
+                self._deliver(sink, TokensEvent(output, len(request.output_ids)))
             return len(ids)
 
         return self.call(run)

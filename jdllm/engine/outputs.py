@@ -43,7 +43,7 @@ def finish_dict(finish: outputs_lib.FinishReason | None) -> dict[str, Any] | Non
         case "length":
             return {"type": "length", "length": finish.finished_len}
         case "abort":
-            return {"type": "abort", "message": "aborted"}
+            return {"type": "abort", "message": finish.message or "aborted"}
     raise AssertionError(f"unknown finish kind {finish.kind!r}")
 
 

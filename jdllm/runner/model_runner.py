@@ -143,6 +143,7 @@ def _row_results(outputs: Any, num_rows: int) -> tuple[batch_lib.RowResult, ...]
             is_final=bool(outputs.is_final[i]),
             is_done=bool(outputs.is_done[i]),
             num_edited=int(outputs.num_edited[i]),
+            is_invalid=bool(outputs.is_invalid[i]),
             extra=jax.tree.map(lambda leaf, i=i: leaf[i], outputs.extra),
         )
         for i in range(num_rows)

@@ -46,6 +46,7 @@ class DecodeOutputs:
     is_final: jax.Array  # [R]
     is_done: jax.Array  # [R]
     num_edited: jax.Array  # [R]
+    is_invalid: jax.Array  # [R]
     extra: Any
 
 
@@ -157,6 +158,7 @@ def _denoise(
         is_final=is_final,
         is_done=after.done,
         num_edited=jnp.sum(edited, axis=-1, dtype=jnp.int32),
+        is_invalid=jnp.any(jnp.isnan(proposed.best_prob), axis=-1) & (inputs.kv_lens > 0),
         extra=tuple(extras),
     )
 

@@ -54,6 +54,8 @@ class RowResult:
 
     `is_final`: the block's tokens will not change any more. `is_done`: moreover the
     K,V that this step wrote belongs to those tokens, so the context may advance.
+    `is_invalid`: the statistics are not numbers (broken weights, overflow); the tokens
+    mean nothing.
     """
 
     tokens: np.ndarray
@@ -61,6 +63,7 @@ class RowResult:
     is_final: bool
     is_done: bool
     num_edited: int = 0
+    is_invalid: bool = False
     extra: Any = None
 
 

@@ -13,12 +13,14 @@ class FinishReason:
     """Why and where an output ends: `finished_len` tokens are kept.
 
     `matched` is the stop token id (the last kept token) or the stop string (inside
-    the text of the kept tokens); None for length and abort.
+    the text of the kept tokens); None for length and abort. `message` says why a
+    request was aborted.
     """
 
     kind: Literal["stop", "length", "abort"]
     finished_len: int
     matched: int | str | None = None
+    message: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

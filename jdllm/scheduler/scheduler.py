@@ -185,12 +185,6 @@ class Scheduler:
         return True
 
     def drop_kv(self) -> None:
-        """Forgets all K,V, after the pool was lost; running requests will prefill again."""
-        for request in list(self.running):
-            self._preempt(request, keep=False)
-        self.pages.flush()
-
-    def drop_kv(self) -> None:
         """Forgets all K,V after the pool was lost: running requests start over, cache empties.
 
         Committed tokens stay; they are prefilled again.
@@ -314,6 +308,8 @@ class Scheduler:
         block = request.block
         assert block is not None and (result.is_final or not result.is_done)
         request.nfe += 1
+        if result.is_invalid:
+            return self._give_up(request)
         request.num_edited += result.num_edited
         block.tokens, block.masked, block.extra = result.tokens, result.masked, result.extra
         output = None
@@ -356,6 +352,17 @@ class Scheduler:
             self._leave(request, keep=True)
             self._end(request)
         return outputs_lib.RequestOutput(request=request, new_token_ids=new, finish=finish)
+
+    def _give_up(self, request: request_lib.Request) -> outputs_lib.RequestOutput:
+        """Ends a request whose logits are not numbers; its K,V is shared with nobody."""
+        self._leave(request, keep=False)
+        self._end(request)
+        reason = outputs_lib.FinishReason(
+            kind="abort",
+            finished_len=len(request.output_ids),
+            message="the model's logits are not numbers (NaN)",
+        )
+        return outputs_lib.RequestOutput(request=request, new_token_ids=[], finish=reason)
 
     def _leave(self, request: request_lib.Request, *, keep: bool) -> None:
         """Takes row, pages and in-flight block from a running request."""

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+import pallas_kernels
 from jdllm.layers import attention, moe
 from jdllm.models import loading, registry
 from jdllm.train import objective
@@ -116,8 +117,9 @@ def forward(
     valid = batch.valid.reshape(-1)
     positions = batch.positions.reshape(-1)
     # A product, not a lookup: the gradient of a lookup adds up the many padding rows one by one.
-    one_hot = jax.nn.one_hot(batch.tokens.reshape(-1), model.word_embeddings.shape[0], dtype=model.word_embeddings.dtype)
-    x = one_hot @ model.word_embeddings[...]  # [B * L, D]
+    table = model.word_embeddings[...]
+    one_hot = jax.nn.one_hot(batch.tokens.reshape(-1), table.shape[0], dtype=table.dtype)
+    x = one_hot @ table  # [B * L, D]
     angles = model.angles(positions)
     loads = {}
     for i, layer in enumerate(model.layers):
@@ -125,16 +127,33 @@ def forward(
         x = x + out
         h = layer.post_attention_layernorm(x)
         if isinstance(layer.mlp, moe.SparseMoE):
-            ids, _ = layer.mlp.router(h)
+            ids, weights = layer.mlp.router(h)
             loads[f"layers.{i}.mlp.router.{EXPERT_BIAS}"] = _load(
                 ids, valid, network.config.num_experts
             )
-            x = x + layer.mlp(h, valid=valid)
+            x = x + _all_experts(layer.mlp, h, ids, jnp.where(valid[:, None], weights, 0.0))
         else:
             x = x + layer.mlp(h)
     S = L - batch.targets.shape[1]
     hidden = model.norm(x).reshape(B, L, -1)[:, S:]
     return model.logits(hidden.reshape(-1, hidden.shape[-1])), loads
+
+
+def _all_experts(mlp: moe.SparseMoE, x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+    """Returns `mlp(x)` [T, D] as one wide network whose columns are the experts of all tokens.
+
+    With experts this narrow, two large products take half the time of one expert after another.
+    """
+    experts = mlp.experts
+    E, D, F = experts.w_down.shape
+    chosen = jax.nn.one_hot(ids, E, dtype=jnp.float32) * weights[:, :, None]  # [T, k, E]
+    gate, up = pallas_kernels.split_gate_up(experts.w_gate_up[...])
+    gate, up = (x @ part.reshape(E * F, D).T for part in (gate, up))  # [T, E * F] each
+    hidden = jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)
+    hidden = hidden.reshape(-1, E, F) * jnp.sum(chosen, axis=1)[:, :, None]
+    w_down = experts.w_down[...].transpose(0, 2, 1).reshape(E * F, D)
+    out = hidden.reshape(-1, E * F).astype(x.dtype) @ w_down
+    return out if mlp.shared_experts is None else out + mlp.shared_experts(x)
 
 
 def _load(ids: jax.Array, valid: jax.Array, num_experts: int) -> jax.Array:

@@ -1,11 +1,13 @@
 """The laws of the engine on a real (tiny) model: batching, caching, preemption, compiles."""
 
+import shutil
 import time
 
 import jax
 import numpy as np
 import pytest
-from conftest import BLOCK, VOCAB, make_engine
+import safetensors.numpy
+from conftest import BLOCK, GOLDEN, VOCAB, make_engine
 
 from jdllm import errors
 from jdllm.engine import requests
@@ -258,11 +260,11 @@ def test_neutral_foreign_parameters_pass(engine):
 
 
 def test_an_uncompiled_algorithm_is_refused(cacheless_engine):
-    with make_engine(dllm_algorithm="LowConfidence", max_running_requests=1) as engine:
-        with pytest.raises(errors.RequestError, match="not compiled"):
-            engine.generate(
-                input_ids=[1], sampling_params={"dllm": {"algorithm": "JointThreshold"}}
-            )
+    with (
+        make_engine(dllm_algorithm="LowConfidence", max_running_requests=1) as engine,
+        pytest.raises(errors.RequestError, match="not compiled"),
+    ):
+        engine.generate(input_ids=[1], sampling_params={"dllm": {"algorithm": "JointThreshold"}})
 
 
 def test_a_pool_too_small_for_a_request_says_so():
@@ -299,3 +301,16 @@ def test_shutdown_frees_the_device_and_refuses_further_work():
     assert sum(array.nbytes for array in jax.live_arrays()) <= live_before
     with pytest.raises(errors.EngineStopped):
         engine.generate(input_ids=[1])
+
+
+def test_logits_that_are_no_numbers_end_the_request_and_say_so(tmp_path):
+    tensors = safetensors.numpy.load_file(GOLDEN / "model.safetensors")
+    tensors["lm_head.weight"][5, 3] = np.nan
+    safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
+    shutil.copy(GOLDEN / "config.json", tmp_path / "config.json")
+    with make_engine(model_path=str(tmp_path), max_running_requests=1) as engine:
+        result = engine.generate(input_ids=[1, 2], sampling_params={"max_new_tokens": 4})
+        reason = result["meta_info"]["finish_reason"]
+        assert reason["type"] == "abort" and "NaN" in reason["message"]
+        assert result["output_ids"] == []
+        assert_nothing_held(engine)

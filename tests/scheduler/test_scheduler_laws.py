@@ -1,12 +1,7 @@
 """The law: whatever the traffic, every request gets the tokens it would get alone.
 
-`PagedModel` obeys the Runner protocol over a paged store of numbers. The "K,V" of
-a block hashes its tokens and all K,V before it, read back from the pages; what a
-step writes hashes the context and the block, also read back. Hence a wrong page, a
-stale or unpersisted K,V, a wrong context length or a lost step changes the output.
-Free pages are overwritten with noise before every launch.
-
-The oracle `alone` has no pages, batches or scheduler: one list of numbers.
+The model is `hash_model.PagedModel`; free pages are overwritten with noise before
+every launch.
 """
 
 import collections
@@ -14,167 +9,11 @@ import random
 
 import numpy as np
 import pytest
+from hash_model import CONTEXT, B, PagedModel, alone, build, random_request
 
-from jdllm import sampling_params
-from jdllm.kv_cache import prefix_cache
 from jdllm.scheduler import batch as batch_lib
-from jdllm.scheduler import buckets, request, scheduler
 
-B, VOCAB, MASK, EOS, STOP_ID = 4, 26, 3, 25, 24
-CONTEXT = 64
 NUM_REQUESTS = 80
-PLACE = np.random.default_rng(0).integers(0, 2**63, CONTEXT + 8 * B, dtype=np.uint64) | 1
-
-
-def scramble(x):
-    """Returns uniform 64-bit hashes of a uint64 array (splitmix64)."""
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
-def block_kv(context, tokens, start):
-    """Returns one block's K,V; a masked position looks like a literal mask id, as in a model."""
-    places = PLACE[start : start + B]
-    parts = [context * PLACE[:start], (tokens.astype(np.uint64) + np.uint64(1)) * places]
-    return scramble(np.concatenate(parts).sum() + places)
-
-
-def step(kind, visible, block_tokens, masked, editable, seed, num_steps):
-    """One denoising step from all visible K,V: (tokens, masked, is_final, is_done, edits)."""
-    tokens, masked = block_tokens.copy(), masked.copy()
-    if kind == "persist" and not masked.any():
-        return tokens, masked, True, True, 0
-    seen = (visible * PLACE[: len(visible)]).sum()
-    salt = np.arange(3 * B, dtype=np.uint64) + np.uint64(seed * 10_000 + num_steps * 100)
-    draw = scramble(seen + salt).reshape(3, B)
-    new = 4 + (draw[0] % np.uint64(VOCAB - 4)).astype(np.int32)
-    written = masked & (draw[1] % np.uint64(2) == 0)
-    if masked.any() and not written.any():
-        written[np.argmax(masked)] = True
-    edited = np.zeros(B, bool)
-    if kind == "edit" and num_steps < 10:
-        edited = editable & ~masked & (draw[2] % np.uint64(8) == 0)
-    is_done = kind == "edit" and not (written | edited).any()
-    tokens[written | edited] = new[written | edited]
-    masked &= ~written
-    is_final = is_done if kind == "edit" else not masked.any()
-    return tokens, masked, is_final, is_done, int(edited.sum())
-
-
-class PagedModel:
-    """Executes batches on a store of `num_pages` pages exactly as the rows say."""
-
-    def __init__(self, kind, num_pages, page_size):
-        self.kind, self.page_size = kind, page_size
-        self.store = np.zeros((num_pages, page_size), np.uint64)
-
-    def slots(self, one, start, stop):
-        positions = np.arange(start, stop)
-        pages = np.asarray(one.pages)[positions // self.page_size]
-        return pages, positions % self.page_size
-
-    def write_block(self, one, start, tokens):
-        """Writes K,V of one block in place and returns all that its queries see."""
-        assert start // self.page_size >= len(one.prefix_nodes), "wrote a shared page"
-        context = self.store[self.slots(one, 0, start)]
-        self.store[self.slots(one, start, start + B)] = block_kv(context, tokens, start)
-        return self.store[self.slots(one, 0, start + B)]
-
-    def execute(self, batch):
-        if batch.phase is batch_lib.Phase.DECODE:
-            return tuple(self.decode(row) for row in batch.rows)
-        for row in batch.rows:
-            for start in range(row.start, row.start + row.num_tokens, B):
-                tokens = np.array(row.request.token_ids[start : start + B])
-                self.write_block(row.request, start, tokens)
-        return ()
-
-    def decode(self, row):
-        block = row.request.block
-        visible = self.write_block(row.request, row.start, block.tokens)
-        assert (0 if block.extra is None else block.extra) == block.step
-        tokens, masked, is_final, is_done, edits = step(
-            self.kind,
-            visible,
-            block.tokens,
-            block.masked,
-            block.editable,
-            row.request.seed,
-            block.step,
-        )
-        return batch_lib.RowResult(
-            tokens=tokens,
-            masked=masked,
-            is_final=is_final,
-            is_done=is_done,
-            num_edited=edits,
-            extra=block.step + 1,
-        )
-
-
-def decode_text(ids):
-    return "".join(chr(ord("a") + i) for i in ids)
-
-
-def ends_at(output, one):
-    """Returns how many tokens are kept once some rule holds, scanning one by one."""
-    ends = set(one.sampling.stop_token_ids)
-    if not one.sampling.ignore_eos:
-        ends |= set(one.eos_token_ids)
-    for length in range(1, len(output) + 1):
-        stopped = any(s in decode_text(output[:length]) for s in one.sampling.stop)
-        if stopped or output[length - 1] in ends or length == one.max_new_tokens:
-            return length
-    return None
-
-
-def alone(kind, one):
-    """Returns (output ids, forwards) of a request served by itself."""
-    committed, kv, forwards = list(one.prompt_ids), np.zeros(0, np.uint64), 0
-    while True:
-        start = len(kv)
-        tokens = np.array((committed + [MASK] * B)[start : start + B])
-        masked = np.arange(start, start + B) >= len(committed)
-        editable, is_done = masked, not masked.any()
-        count, was_final = 0, is_done
-        while not is_done:
-            visible = np.concatenate([kv, block_kv(kv, tokens, start)])
-            tokens, masked, is_final, is_done, _ = step(
-                kind, visible, tokens, masked, editable, one.seed, count
-            )
-            count, forwards = count + 1, forwards + 1
-            if is_final and not was_final:
-                committed[start:] = tokens.tolist()
-                output = committed[len(one.prompt_ids) :]
-                length = ends_at(output, one)
-                if length is not None:
-                    return output[:length], forwards
-            was_final = is_final
-        kv = np.concatenate([kv, block_kv(kv, tokens, start)])
-
-
-def random_request(rng, name):
-    some = rng.randint(1, 40)
-    length = rng.choice([1, B - 1, B, B + 1, 2 * B, 3 * B, 3 * B + 2, 9 * B, 9 * B, some, some])
-    # Two common beginnings that part inside a block, and one of mask ids only.
-    shared = rng.choice([[5] * 22, [5] * 9 + [6] * 13, [MASK] * 40])
-    shared = shared[: rng.choice([0, 6, 22, 40, 40])]
-    prompt = (shared + [rng.choice([MASK, 4, 5, 6]) for _ in range(length)])[:length]
-    stop = tuple("".join(rng.choices("efgh", k=2)) for _ in range(rng.choice([0, 0, 1, 2])))
-    return request.Request(
-        request_id=name,
-        prompt_ids=prompt,
-        sampling=sampling_params.SamplingParams(
-            stop=stop,
-            stop_token_ids=rng.choice([(), (STOP_ID,)]),
-            ignore_eos=rng.random() < 0.5,
-        ),
-        max_new_tokens=rng.choice([1, 2, B, rng.randint(1, 24), CONTEXT - length, 20]),
-        eos_token_ids=(EOS,),
-        seed=rng.randint(0, 3),
-    )
 
 
 def check_pages(made):
@@ -222,25 +61,6 @@ def check_batch(made, batch, last_phase, shapes):
     for row in batch.rows:
         assert row.start == row.request.context_len and row.num_tokens % B == 0
         assert len(row.request.pages) * made.pages._page_size >= row.start + row.num_tokens
-
-
-def build(page_size, with_cache, policy, num_pages, rows):
-    shapes = buckets.Buckets.default(rows, 5 * B, B)
-    made = scheduler.Scheduler(
-        block_size=B,
-        page_size=page_size,
-        num_pages=num_pages,
-        max_running_requests=rows,
-        max_queued_requests=None,
-        context_length=CONTEXT,
-        buckets=shapes,
-        prefill_token_budget=5 * B,
-        policy=policy,
-        prefix_cache=prefix_cache.PrefixCache(page_size) if with_cache else None,
-        mask_token_id=MASK,
-        detokenize=decode_text,
-    )
-    return made, shapes
 
 
 def serve(made, shapes, model, rng, todo):
