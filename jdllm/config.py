@@ -30,7 +30,7 @@ REFUSED_FLAGS: dict[str, str] = {
     "quantization": "quantised weights are not supported; use --dtype",
     "kv_cache_dtype": "the KV pool has the dtype of the model; use --dtype",
     "dp_size": "run one process per replica behind a load balancer",
-    "ep_size": "experts are not sharded yet; leave it at 1",
+    "ep_size": "experts are not sharded yet; leave it out",
     "enable_lora": "LoRA is not supported",
     "speculative_algorithm": "diffusion models have no draft model; use --dllm-algorithm",
 }
