@@ -155,6 +155,8 @@ class SamplingParams:
         _check_number(self.top_p, "top_p", low=0.0, high=1.0, open_low=True)
         _check_integer(self.top_k, "top_k", low=-1)
         _check_integer(self.seed, "seed", low=-(2**63), high=2**64 - 1)
+        if self.n is None:
+            raise errors.RequestError("n must be an integer, got None", param="n")
         _check_integer(self.n, "n", low=1, high=128)
         for name in ("ignore_eos", "skip_special_tokens", "no_stop_trim"):
             if not isinstance(getattr(self, name), bool):

@@ -142,7 +142,8 @@ def _attend_tiles(q, pages, ends, *, kv_pool, scale, tiling) -> jax.Array:
     trips = (last_end.max() + chunk - 1) // chunk
     _, total, acc = lax.fori_loop(0, trips, step, (high, jnp.zeros_like(high), acc))
     acc = acc.reshape(tiles, K, block, G, H)
-    return jnp.where(total > 0, acc / jnp.where(total > 0, total, 1.0), 0.0).astype(q.dtype)
+    # "== 0", not "> 0": NaN must reach the logits, where it ends the request.
+    return jnp.where(total == 0, 0.0, acc / jnp.where(total == 0, 1.0, total)).astype(q.dtype)
 
 
 def _map_groups(function, arguments, group: int):

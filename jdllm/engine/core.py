@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 
+from jdllm import errors
 from jdllm.engine import stats as stats_lib
 from jdllm.scheduler import batch as batch_lib
 from jdllm.scheduler import outputs as outputs_lib
@@ -39,12 +41,24 @@ class EngineCore:
         self._decode_log_interval = decode_log_interval
         self._logged_at = (time.monotonic(), 0, 0)
 
-    def add(self, request: request_lib.Request) -> None:
-        """Queues a request, or raises the RequestError that says why it cannot run."""
-        self.scheduler.add_request(request)
-        self.requests[request.request_id] = request
-        self.counters.requests += 1
-        self.counters.prompt_tokens += len(request.prompt_ids)
+    def add(self, requests: Sequence[request_lib.Request], *, is_bounded: bool = True) -> None:
+        """Queues all requests, or none and raises the RequestError of the one refused.
+
+        `is_bounded`: the queue limit applies.
+        """
+        added: list[str] = []
+        try:
+            for request in requests:
+                self.scheduler.add_request(request, is_bounded=is_bounded)
+                added.append(request.request_id)
+        except errors.RequestError:
+            for request_id in added:
+                self.scheduler.abort(request_id)
+            raise
+        for request in requests:
+            self.requests[request.request_id] = request
+            self.counters.requests += 1
+            self.counters.prompt_tokens += len(request.prompt_ids)
 
     def abort(self, request_id: str) -> request_lib.Request | None:
         """Removes a request in any phase and frees its pages; None when unknown."""
@@ -95,6 +109,7 @@ class EngineCore:
         for output in outputs:
             if output.finish is not None:
                 self.requests.pop(output.request.request_id, None)
+                counters.aborted_requests += output.finish.kind == "abort"
                 self._count_end(output.request)
         if (
             batch.phase is batch_lib.Phase.DECODE

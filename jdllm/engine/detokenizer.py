@@ -12,6 +12,8 @@ from jdllm import sampling_params
 from jdllm.engine import tokenizer as tokenizer_lib
 from jdllm.scheduler import outputs as outputs_lib
 
+# A character cut by the token border shows as up to three replacement characters.
+MAX_CUT_CHARACTERS = 3
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -38,7 +40,11 @@ class Detokenizer:
             output_ids = output_ids[:-1]
         text = self._tokenizer.decode(output_ids, skip_special_tokens=skip)
         if finish is not None and isinstance(finish.matched, str):
-            at = text.find(finish.matched)
+            # The match ends in the last kept token; a skipped special token before it may
+            # have joined the same characters earlier in the shown text.
+            before = self._tokenizer.decode(output_ids[:-1], skip_special_tokens=skip)
+            slack = len(finish.matched) + MAX_CUT_CHARACTERS
+            at = text.find(finish.matched, max(0, len(before) - slack))
             if at >= 0:
                 text = text[: at if trim else at + len(finish.matched)]
         return text

@@ -6,20 +6,19 @@ work (templates, tokenising, detokenising) happens on the caller's side.
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import dataclasses
-import queue
 import random
 import time
 import weakref
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from jdllm import config as config_lib
 from jdllm import errors, sampling_params
-from jdllm.engine import build, info, outputs, requests, startup
+from jdllm.engine import build, info, outputs, requests, startup, streams
 from jdllm.engine import loop as loop_lib
 from jdllm.engine import stats as stats_lib
 from jdllm.models import loading
@@ -78,18 +77,16 @@ class Engine:
         With `stream=True` an iterator of such dicts with cumulative text, as blocks
         commit; for several prompts or choices each dict carries its `index`.
         """
-        prompts, is_single = self._prompt_ids(prompt, input_ids)
-        params = requests.params_per_prompt(sampling_params, len(prompts))
-        rids = requests.request_ids(rid, len(prompts))
-        events = self._events(prompts, params, rids)
+        choices, is_single = self._choices_of(prompt, input_ids, sampling_params, rid)
         if stream:
-            return self._stream_dicts(events, is_single and params[0].n == 1)
-        final: dict[tuple[int, int], dict[str, Any]] = {}
-        for generation in events:
-            if generation.finish_reason is not None:
-                final[generation.prompt_index, generation.index] = generation.as_dict()
-        results = [final[key] for key in sorted(final)]
-        return results[0] if is_single and len(results) == 1 else results
+            return streams.GenerationStream(self._loop, choices, _dict_maker(choices, is_single))
+        with contextlib.closing(self._stream(choices)) as events:
+            final = {
+                generation.request_id: generation.as_dict()
+                for generation in events
+                if generation.finish_reason is not None
+            }
+        return _in_order(choices, final, is_single)
 
     async def async_generate(
         self,
@@ -100,19 +97,14 @@ class Engine:
         rid: str | Sequence[str] | None = None,
     ) -> Any:
         """Like `generate` without streaming, for an asyncio caller."""
-        prompts, is_single = self._prompt_ids(prompt, input_ids)
-        params = requests.params_per_prompt(sampling_params, len(prompts))
-        rids = requests.request_ids(rid, len(prompts))
-
-        async def run(i: int) -> list[dict[str, Any]]:
-            final = {}
-            async for generation in self.stream(prompts[i], params[i], request_id=rids[i]):
+        choices, is_single = self._choices_of(prompt, input_ids, sampling_params, rid)
+        final = {}
+        generations = streams.generations(self._loop, choices, is_bounded=False)
+        async with contextlib.aclosing(generations) as events:
+            async for generation in events:
                 if generation.finish_reason is not None:
-                    final[generation.index] = generation.as_dict()
-            return [final[index] for index in sorted(final)]
-
-        results = sum(await asyncio.gather(*map(run, range(len(prompts)))), [])
-        return results[0] if is_single and len(results) == 1 else results
+                    final[generation.request_id] = generation.as_dict()
+        return _in_order(choices, final, is_single)
 
     def iterate(
         self,
@@ -120,42 +112,22 @@ class Engine:
         params: Sequence[sampling_params.SamplingParams],
     ) -> Iterator[outputs.Generation]:
         """Yields the generations of several prompts as they come, for batch jobs."""
-        return self._events(prompts, params, requests.request_ids(None, len(prompts)))
+        rids = requests.request_ids(None, len(prompts))
+        return self._stream(self._choices(prompts, params, rids))
 
-    async def stream(
+    def stream(
         self,
         prompt_ids: Sequence[int],
         params: sampling_params.SamplingParams,
         *,
         request_id: str | None = None,
     ) -> AsyncIterator[outputs.Generation]:
-        """Yields each choice's text as its blocks commit.
+        """Yields each choice's text as its blocks commit; for servers, so the queue limit holds.
 
-        Refusals raise at the first step. Closing the iterator aborts the request.
+        Refusals of the scheduler raise at the first step. Closing the iterator aborts.
         """
-        events: asyncio.Queue[tuple[str, loop_lib.Event]] = asyncio.Queue()
-        event_loop = asyncio.get_running_loop()
-
-        def sink(request_id: str) -> loop_lib.Sink:
-            def put(event: loop_lib.Event) -> None:
-                event_loop.call_soon_threadsafe(events.put_nowait, (request_id, event))
-
-            return put
-
         choices = self._choices([prompt_ids], [params], [request_id or requests.new_id()])
-        submitted = self._loop.submit([choice.request for choice in choices.values()], sink)
-        unfinished = set(choices)
-        try:
-            await asyncio.wrap_future(submitted)
-            while unfinished:
-                request_id, event = await events.get()
-                generation = choices[request_id].update(event)
-                if generation.finish_reason is not None:
-                    unfinished.discard(request_id)
-                yield generation
-        finally:
-            if unfinished and self._loop.is_alive:
-                self._loop.abort(unfinished.__contains__)
+        return streams.generations(self._loop, choices, is_bounded=True)
 
     # Control
 
@@ -164,7 +136,8 @@ class Engine:
         if not request_id_prefix and not abort_all:
             return 0
         prefix = "" if abort_all else request_id_prefix
-        return self._loop.abort(lambda request_id: request_id.startswith(prefix)).result()
+        aborted = self._loop.abort(lambda request: request.request_id.startswith(prefix))
+        return aborted.result()
 
     def flush_cache(self) -> bool:
         """Empties the prefix cache; False, and nothing done, while requests run."""
@@ -212,7 +185,10 @@ class Engine:
 
     def default_max_new_tokens(self, prompt_len: int) -> int:
         """Returns what remains of the context, the default of chat requests."""
-        room = min(self.context_length, self.max_total_tokens)
+        block_size = self.spec.diffusion.block_size
+        # The pool holds whole blocks; with pages smaller than a block a rest may be left over.
+        pool = self.max_total_tokens // block_size * block_size
+        room = min(self.context_length, pool)
         return max(1, room - prompt_len)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -237,35 +213,23 @@ class Engine:
 
     # Internals
 
-    def _events(
+    def _stream(
+        self, choices: dict[str, requests.Choice]
+    ) -> streams.GenerationStream[outputs.Generation]:
+        return streams.GenerationStream(self._loop, choices, lambda generation: generation)
+
+    def _choices_of(
         self,
-        prompts: Sequence[Sequence[int]],
-        params: Sequence[sampling_params.SamplingParams],
-        rids: Sequence[str],
-    ) -> Iterator[outputs.Generation]:
-        """Submits now, yields later; leaving the iterator early aborts what is left."""
-        events: queue.SimpleQueue[tuple[str, loop_lib.Event]] = queue.SimpleQueue()
-
-        def sink(request_id: str) -> loop_lib.Sink:
-            return lambda event: events.put((request_id, event))
-
-        choices = self._choices(prompts, params, rids)
-        self._loop.submit([choice.request for choice in choices.values()], sink).result()
-        unfinished = set(choices)
-
-        def iterate() -> Iterator[outputs.Generation]:
-            try:
-                while unfinished:
-                    request_id, event = events.get()
-                    generation = choices[request_id].update(event)
-                    if generation.finish_reason is not None:
-                        unfinished.discard(request_id)
-                    yield generation
-            finally:
-                if unfinished and self._loop.is_alive:
-                    self._loop.abort(unfinished.__contains__)
-
-        return iterate()
+        prompt: str | Sequence[str] | None,
+        input_ids: Any,
+        params: requests.Params | Sequence[requests.Params],
+        rid: str | Sequence[str] | None,
+    ) -> tuple[dict[str, requests.Choice], bool]:
+        """Returns (choices by request id, whether one answer is wanted, not a list)."""
+        prompts, is_single = self._prompt_ids(prompt, input_ids)
+        rows = requests.params_per_prompt(params, len(prompts))
+        choices = self._choices(prompts, rows, requests.request_ids(rid, len(prompts)))
+        return choices, is_single and len(choices) == 1
 
     def _choices(
         self,
@@ -341,18 +305,33 @@ class Engine:
         if (prompt is None) == (input_ids is None):
             raise errors.RequestError("give either a prompt or input_ids", param="prompt")
         if prompt is not None:
-            texts = [prompt] if isinstance(prompt, str) else list(prompt)
-            return [self.encode(text) for text in texts], isinstance(prompt, str)
+            is_single = isinstance(prompt, str)
+            texts = [prompt] if is_single else prompt
+            if not isinstance(texts, list | tuple) or not all(isinstance(t, str) for t in texts):
+                raise errors.RequestError("prompt must be text or a list of texts", param="prompt")
+            return [self.encode(text) for text in texts], is_single
         return requests.id_rows(input_ids)
 
-    def _stream_dicts(
-        self, events: Iterator[outputs.Generation], is_single: bool
-    ) -> Iterator[dict[str, Any]]:
-        seen: dict[tuple[int, int], int] = {}
-        for generation in events:
-            item = generation.as_dict()
-            if not is_single:
-                key = generation.prompt_index, generation.index
-                item["index"] = seen.setdefault(key, len(seen))
-                item["prompt_index"] = generation.prompt_index
-            yield item
+
+def _in_order(
+    choices: dict[str, requests.Choice], final: dict[str, dict[str, Any]], is_single: bool
+) -> Any:
+    """Returns the finished answers in the order of the prompts and their choices."""
+    results = [final[request_id] for request_id in choices]
+    return results[0] if is_single else results
+
+
+def _dict_maker(
+    choices: dict[str, requests.Choice], is_single: bool
+) -> Callable[[outputs.Generation], dict[str, Any]]:
+    """Returns what turns streamed generations into SGLang's dicts, numbered unless single."""
+    places = {request_id: place for place, request_id in enumerate(choices)}
+
+    def make(generation: outputs.Generation) -> dict[str, Any]:
+        item = generation.as_dict()
+        if not is_single:
+            item["index"] = places[generation.request_id]
+            item["prompt_index"] = generation.prompt_index
+        return item
+
+    return make

@@ -9,10 +9,11 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import dataclasses
+import functools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from jdllm import errors
@@ -29,10 +30,33 @@ IDLE_WAIT_S = 0.5
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokensEvent:
-    """Tokens that a request committed; the last one carries `finish`."""
+    """Tokens that a request committed; the last one carries `finish`.
+
+    The consumer may look much later, when the request has moved on: what it says
+    about cost and time is fixed here. `at_s` is `time.monotonic()`.
+    """
 
     output: outputs_lib.RequestOutput
     num_output: int
+    nfe: int
+    num_blocks: int
+    num_edited: int
+    num_discarded: int
+    at_s: float
+
+    @classmethod
+    def of(cls, output: outputs_lib.RequestOutput) -> TokensEvent:
+        """Returns the event of what a request has just committed."""
+        request = output.request
+        return cls(
+            output=output,
+            num_output=len(request.output_ids),
+            nfe=request.nfe,
+            num_blocks=request.num_blocks,
+            num_edited=request.num_edited,
+            num_discarded=request.num_discarded,
+            at_s=time.monotonic(),
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,32 +97,33 @@ class EngineLoop:
         return future
 
     def submit(
-        self, requests: list[request_lib.Request], sink: Callable[[str], Sink]
+        self,
+        requests: Sequence[request_lib.Request],
+        sink: Callable[[str, Event], None],
+        *,
+        is_bounded: bool = True,
     ) -> concurrent.futures.Future[None]:
-        """Queues requests together: all of them or, when one is refused, none."""
+        """Queues requests together: all of them or, when one is refused, none.
+
+        `sink(request_id, event)` gets their events; `is_bounded`: the queue limit applies.
+        """
         if not self.is_admitting:
             raise errors.EngineStopped("the engine is draining and takes no new requests")
 
         def add() -> None:
-            added: list[str] = []
-            try:
-                for request in requests:
-                    self.core.add(request)
-                    self._sinks[request.request_id] = sink(request.request_id)
-                    added.append(request.request_id)
-            except errors.RequestError:
-                for request_id in added:
-                    self._sinks.pop(request_id, None)
-                    self.core.abort(request_id)
-                raise
+            self.core.add(requests, is_bounded=is_bounded)
+            for request in requests:
+                self._sinks[request.request_id] = functools.partial(sink, request.request_id)
 
         return self.call(add)
 
-    def abort(self, matches: Callable[[str], bool]) -> concurrent.futures.Future[int]:
-        """Aborts every request whose id matches; their sinks get a final event."""
+    def abort(
+        self, matches: Callable[[request_lib.Request], bool]
+    ) -> concurrent.futures.Future[int]:
+        """Aborts every live request that matches; their sinks get a final event."""
 
         def run() -> int:
-            ids = [request_id for request_id in self.core.requests if matches(request_id)]
+            ids = [name for name, request in self.core.requests.items() if matches(request)]
             for request_id in ids:
                 request = self.core.abort(request_id)
                 sink = self._sinks.pop(request_id, None)
@@ -108,7 +133,7 @@ class EngineLoop:
                     kind="abort", finished_len=len(request.output_ids)
                 )
                 output = outputs_lib.RequestOutput(request=request, new_token_ids=[], finish=reason)
-                self._deliver(sink, TokensEvent(output, len(request.output_ids)))
+                self._deliver(sink, TokensEvent.of(output))
             return len(ids)
 
         return self.call(run)
@@ -168,7 +193,7 @@ class EngineLoop:
                 sink = self._sinks.get(request.request_id)
             else:
                 sink = self._sinks.pop(request.request_id, None)
-            if not self._deliver(sink, TokensEvent(output, len(request.output_ids))):
+            if not self._deliver(sink, TokensEvent.of(output)):
                 self._sinks.pop(request.request_id, None)
                 self.core.abort(request.request_id)
 

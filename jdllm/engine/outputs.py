@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from typing import Any
 
+from jdllm.engine import loop as loop_lib
 from jdllm.scheduler import outputs as outputs_lib
 from jdllm.scheduler import request as request_lib
 
@@ -48,22 +48,23 @@ def finish_dict(finish: outputs_lib.FinishReason | None) -> dict[str, Any] | Non
 
 
 def meta_info(
-    request: request_lib.Request, output_len: int, finish_reason: dict[str, Any] | None
+    request: request_lib.Request,
+    event: loop_lib.TokensEvent,
+    finish_reason: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """Returns SGLang's `meta_info` with the dLLM statistics beside it.
 
     NFE counts the decode forwards this request took part in; TPF is completion tokens
     per NFE. Times are seconds.
     """
-    now = time.monotonic()
-    tpf = output_len / request.nfe if request.nfe else 0.0
+    tpf = event.num_output / event.nfe if event.nfe else 0.0
     started = request.first_scheduled_s
     dllm = {
-        "nfe": request.nfe,
+        "nfe": event.nfe,
         "tpf": round(tpf, 4),
-        "blocks": request.num_blocks,
-        "edited_tokens": request.num_edited,
-        "discarded_tokens": request.num_discarded,
+        "blocks": event.num_blocks,
+        "edited_tokens": event.num_edited,
+        "discarded_tokens": event.num_discarded,
         "algorithm": request.sampling.dllm.algorithm,
         "threshold": request.sampling.dllm.threshold,
     }
@@ -71,12 +72,12 @@ def meta_info(
         "id": request.request_id,
         "finish_reason": finish_reason,
         "prompt_tokens": len(request.prompt_ids),
-        "completion_tokens": output_len,
+        "completion_tokens": event.num_output,
         "cached_tokens": request.cached_tokens,
-        "e2e_latency": now - request.arrival_s,
-        "queue_time": (started if started is not None else now) - request.arrival_s,
+        "e2e_latency": event.at_s - request.arrival_s,
+        "queue_time": (event.at_s if started is None else started) - request.arrival_s,
         "weight_version": "default",
-        "nfe": request.nfe,
+        "nfe": event.nfe,
         "tpf": dllm["tpf"],
         "dllm": dllm,
     }

@@ -68,7 +68,7 @@ class Choice:
             output_ids=output_ids,
             delta_ids=delta_ids,
             finish_reason=reason,
-            meta_info=outputs.meta_info(self.request, len(output_ids), reason),
+            meta_info=outputs.meta_info(self.request, event, reason),
         )
 
 
@@ -121,7 +121,17 @@ def id_rows(
     input_ids: Sequence[int] | Sequence[Sequence[int]] | np.ndarray,
 ) -> tuple[list[list[int]], bool]:
     """Returns (ids of each prompt, whether a single prompt was given)."""
-    rows = input_ids.tolist() if isinstance(input_ids, np.ndarray) else list(input_ids)
-    is_single = not rows or not isinstance(rows[0], list | tuple | np.ndarray)
+    rows = input_ids.tolist() if isinstance(input_ids, np.ndarray) else input_ids
+    if not isinstance(rows, list | tuple):
+        raise errors.RequestError(
+            f"input_ids must be a list of ids or of lists, got {rows!r}", param="input_ids"
+        )
+    nested = [isinstance(row, list | tuple | np.ndarray) for row in rows]
+    if any(nested) and not all(nested):
+        raise errors.RequestError(
+            "input_ids mixes ids and lists; give one list of ids, or one list per prompt",
+            param="input_ids",
+        )
+    is_single = not any(nested)
     rows = [rows] if is_single else rows
     return [row.tolist() if isinstance(row, np.ndarray) else list(row) for row in rows], is_single

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import time
 
@@ -88,25 +89,22 @@ class Counters:
 
 
 class Throughput:
-    """Tokens per second over the last few seconds."""
+    """Tokens per second over the last few seconds; read from any thread."""
 
     def __init__(self, window_s: float = THROUGHPUT_WINDOW_S):
         self._window_s = window_s
-        self._events: list[tuple[float, int]] = []
+        self._created_s = time.monotonic()
+        self._events: collections.deque[tuple[float, int]] = collections.deque()
 
     def add(self, tokens: int) -> None:
-        """Counts tokens committed now."""
-        self._events.append((time.monotonic(), tokens))
-        self._trim()
+        """Counts tokens committed now; called by the engine thread alone."""
+        now = time.monotonic()
+        self._events.append((now, tokens))
+        while self._events[0][0] < now - self._window_s:
+            self._events.popleft()
 
     def per_second(self) -> float:
-        """Returns the rate over the window, 0 when nothing was committed in it."""
-        self._trim()
-        if not self._events:
-            return 0.0
-        span = max(time.monotonic() - self._events[0][0], 1e-3)
-        return sum(tokens for _, tokens in self._events) / span
-
-    def _trim(self) -> None:
-        oldest = time.monotonic() - self._window_s
-        self._events = [event for event in self._events if event[0] >= oldest]
+        """Returns the rate over the window, or over the time since the start if shorter."""
+        now = time.monotonic()
+        tokens = sum(tokens for at, tokens in self._events.copy() if at >= now - self._window_s)
+        return tokens / max(min(self._window_s, now - self._created_s), 1e-3)

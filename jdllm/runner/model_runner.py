@@ -12,7 +12,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -103,6 +103,8 @@ class ModelRunner:
             case batch_lib.Phase.PREFILL:
                 inputs = forward_batch.build_prefill(batch, self._shape)
                 self._pools = compiled(self._params, self._pools, inputs)
+                # A fault must surface here, where the engine knows whose launch it was.
+                jax.block_until_ready(self._pools)
                 return ()
             case batch_lib.Phase.DECODE:
                 inputs = forward_batch.build_decode(batch, self._shape)
@@ -110,14 +112,13 @@ class ModelRunner:
                 return _row_results(jax.device_get(outputs), len(batch.rows))
 
     def reset_pool(self) -> None:
-        """Replaces the pool by zeros after a failed launch, whose donation consumed it."""
+        """Replaces the pool by zeros after a failed launch, whose donation may have consumed it."""
+        _delete(self._pools)  # first: there is no room for two pools
         self._pools = pool_lib.create(self.pool_config)
 
     def release(self) -> None:
         """Frees weights and pool on the device; nothing can be executed afterwards."""
-        for array in (*self._params.values(), *self._pools):
-            if not array.is_deleted():
-                array.delete()
+        _delete((*self._params.values(), *self._pools))
         self._compiled.clear()
 
     def _lower(self, bucket: batch_lib.Bucket) -> jax.stages.Lowered:
@@ -133,6 +134,12 @@ class ModelRunner:
             (self._params, self._pools, inputs),
         )
         return jax.jit(bound, donate_argnums=(1,)).lower(*arguments)
+
+
+def _delete(arrays: Iterable[jax.Array]) -> None:
+    for array in arrays:
+        if not array.is_deleted():
+            array.delete()
 
 
 def _row_results(outputs: Any, num_rows: int) -> tuple[batch_lib.RowResult, ...]:

@@ -72,8 +72,6 @@ class Request:
     num_discarded: int = 0
     num_preemptions: int = 0
     first_scheduled_s: float | None = None
-    first_token_s: float | None = None
-    finished_s: float | None = None
 
     @property
     def token_ids(self) -> list[int]:

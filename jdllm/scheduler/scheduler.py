@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import logging
 import time
 from collections.abc import Sequence
 
@@ -33,6 +34,8 @@ from jdllm.scheduler import outputs as outputs_lib
 from jdllm.scheduler import pages as pages_lib
 from jdllm.scheduler import policy as policy_lib
 from jdllm.scheduler import request as request_lib
+
+logger = logging.getLogger(__name__)
 
 RequestState = request_lib.RequestState
 
@@ -117,14 +120,18 @@ class Scheduler:
         self._total_cached_tokens = 0
         self._total_preemptions = 0
 
-    def add_request(self, request: request_lib.Request) -> None:
-        """Queues a request; raises a `RequestError` for what can never run, or no room."""
+    def add_request(self, request: request_lib.Request, *, is_bounded: bool = True) -> None:
+        """Queues a request; raises a `RequestError` for what can never run, or no room.
+
+        `is_bounded`: the queue limit applies (a server's traffic, not an offline list).
+        """
         if request.request_id in self._by_id:
             raise errors.RequestError(
                 f"request id {request.request_id!r} is in use", param="request_id"
             )
         self._limits.check(request)
-        self._check_queue()
+        if is_bounded:
+            self._check_queue()
         request.arrival = self._num_arrivals
         request.state = RequestState.WAITING
         self._num_arrivals += 1
@@ -171,7 +178,7 @@ class Scheduler:
                     self.pages.publish(row.request)
             return []
         outputs = [
-            self._apply(row.request, result)
+            self._apply_guarded(row.request, result)
             for row, result in zip(batch.rows, results, strict=True)
             if row.request.state is RequestState.RUNNING
         ]
@@ -301,6 +308,16 @@ class Scheduler:
         masked = np.arange(self._block_size) >= len(head)
         return request_lib.BlockRow(tokens=tokens, masked=masked, editable=masked.copy())
 
+    def _apply_guarded(
+        self, request: request_lib.Request, result: batch_lib.RowResult
+    ) -> outputs_lib.RequestOutput | None:
+        """Ends a request whose own processing fails (its stop strings, say), and no other."""
+        try:
+            return self._apply(request, result)
+        except Exception as error:  # law 6: a fault in one request never touches another
+            logger.exception("request %s ends by a fault of its own", request.request_id)
+            return self._give_up(request, f"{type(error).__name__}: {error}")
+
     def _apply(
         self, request: request_lib.Request, result: batch_lib.RowResult
     ) -> outputs_lib.RequestOutput | None:
@@ -309,7 +326,7 @@ class Scheduler:
         assert block is not None and (result.is_final or not result.is_done)
         request.nfe += 1
         if result.is_invalid:
-            return self._give_up(request)
+            return self._give_up(request, "the model's logits are not numbers (NaN)")
         request.num_edited += result.num_edited
         block.tokens, block.masked, block.extra = result.tokens, result.masked, result.extra
         output = None
@@ -330,8 +347,6 @@ class Scheduler:
         """Appends the written tokens; a finished request leaves at once, without persisting."""
         new = block.tokens[block.editable].tolist()
         request.num_blocks += 1
-        if request.first_token_s is None:
-            request.first_token_s = time.monotonic()
         request.output_ids.extend(new)
         sampling = request.sampling
         finish = finish_lib.check(
@@ -353,14 +368,13 @@ class Scheduler:
             self._end(request)
         return outputs_lib.RequestOutput(request=request, new_token_ids=new, finish=finish)
 
-    def _give_up(self, request: request_lib.Request) -> outputs_lib.RequestOutput:
-        """Ends a request whose logits are not numbers; its K,V is shared with nobody."""
-        self._leave(request, keep=False)
-        self._end(request)
+    def _give_up(self, request: request_lib.Request, message: str) -> outputs_lib.RequestOutput:
+        """Ends a request that cannot go on; nothing more of it enters the prefix cache."""
+        if request.state is RequestState.RUNNING:
+            self._leave(request, keep=False)
+            self._end(request)
         reason = outputs_lib.FinishReason(
-            kind="abort",
-            finished_len=len(request.output_ids),
-            message="the model's logits are not numbers (NaN)",
+            kind="abort", finished_len=len(request.output_ids), message=message
         )
         return outputs_lib.RequestOutput(request=request, new_token_ids=[], finish=reason)
 
@@ -373,7 +387,6 @@ class Scheduler:
     def _end(self, request: request_lib.Request) -> None:
         del self._by_id[request.request_id]
         request.state = RequestState.FINISHED
-        request.finished_s = time.monotonic()
 
 
 def _arrival(request: request_lib.Request) -> int:

@@ -123,8 +123,8 @@ async def _pump(
 ) -> None:
     arrival_s = time.monotonic()
     trackers: dict[int, metrics.Tracker] = {}
-    stream = server.engine.stream(job.prompt_ids, job.params, request_id=job.request_id)
     try:
+        stream = server.engine.stream(job.prompt_ids, job.params, request_id=job.request_id)
         async with contextlib.aclosing(stream) as events:
             async for generation in events:
                 finish = generation.finish_reason

@@ -1,31 +1,7 @@
-"""One tiny engine (random reference weights, block 8) for the tests of this folder."""
+"""One tiny engine for the tests of this folder, and one that serves requests alone."""
 
-import pathlib
-
-import jax
 import pytest
-
-import jdllm
-
-GOLDEN = pathlib.Path(__file__).parents[1] / "data" / "goldens" / "llada2"
-VOCAB, BLOCK = 320, 8
-
-
-def make_engine(**options):
-    defaults = {
-        "model_path": str(GOLDEN),
-        "dtype": "float32",
-        "skip_tokenizer_init": True,
-        "dllm_algorithm": "LowConfidence,JointThreshold",
-        "dllm_algorithm_config": {"threshold": 0.3, "block_size": BLOCK},
-        "max_running_requests": 4,
-        "context_length": 128,
-        "chunked_prefill_size": 32,
-        "page_size": 16,
-    }
-    # The default matmul precision is read when steps are traced, in Engine().
-    with jax.default_matmul_precision("highest"):
-        return jdllm.Engine(**defaults | options)
+from tiny_engine import make_engine
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 """Streamed text: deltas never retract, join to the final text, and respect stop strings."""
 
+import functools
 import random
 
 import pytest
@@ -31,7 +32,7 @@ def stream(nano_tokenizer, ids, params, rng):
             ignore_eos=False,
             stop=params.stop,
             max_new_tokens=len(ids),
-            detokenize=nano_tokenizer.decode,
+            detokenize=functools.partial(nano_tokenizer.decode, skip_special_tokens=False),
         )
         kept = shown if reason is None else reason.finished_len
         deltas.append(incremental.update(ids[:kept], reason))
@@ -84,3 +85,17 @@ def test_stop_tokens_are_trimmed_unless_asked(nano_tokenizer, no_stop_trim, expe
     incremental = detokenizer.Detokenizer(nano_tokenizer, params)
     reason = outputs.FinishReason(kind="stop", finished_len=2, matched=ids[-1])
     assert incremental.update(ids, reason) == expected
+
+
+def test_a_skipped_special_token_does_not_move_the_cut(nano_tokenizer):
+    special = nano_tokenizer.token_id("<|startoftext|>")
+    one = nano_tokenizer.encode("a", add_special_tokens=False) + [special]
+    one += nano_tokenizer.encode("b one", add_special_tokens=False)
+    two = nano_tokenizer.encode(" two ab", add_special_tokens=False)
+    params = sampling_params.SamplingParams(stop=["ab"])
+    incremental = detokenizer.Detokenizer(nano_tokenizer, params)
+    first = incremental.update(one, None)
+    reason = outputs.FinishReason(kind="stop", finished_len=len(one + two), matched="ab")
+    incremental.update(one + two, reason)
+    assert first == "ab one"
+    assert incremental.text == "ab one two "

@@ -1,5 +1,6 @@
 """The laws of the engine on a real (tiny) model: batching, caching, preemption, compiles."""
 
+import asyncio
 import shutil
 import time
 
@@ -7,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 import safetensors.numpy
-from conftest import BLOCK, GOLDEN, VOCAB, make_engine
+from tiny_engine import BLOCK, GOLDEN, VOCAB, make_engine
 
 from jdllm import errors
 from jdllm.engine import requests
@@ -178,6 +179,65 @@ def test_leaving_a_stream_early_frees_everything(engine):
     assert_nothing_held(engine)
 
 
+def test_a_stream_dropped_before_its_first_item_is_aborted(engine):
+    before = engine.stats().num_aborted_requests_total
+    engine.generate(
+        input_ids=[4] * 6,
+        sampling_params={"max_new_tokens": 100, "ignore_eos": True},
+        stream=True,
+    ).close()
+    deadline = time.monotonic() + 10
+    while engine.stats().num_aborted_requests_total == before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert engine.stats().num_aborted_requests_total == before + 1
+    assert_nothing_held(engine)
+
+
+def test_closing_a_finished_stream_spares_a_new_request_of_the_same_id(engine):
+    params = {"max_new_tokens": 100, "ignore_eos": True}
+    first = engine.generate(
+        input_ids=[1], sampling_params={"max_new_tokens": 1}, rid="X", stream=True
+    )
+    while engine._built.core.requests:
+        time.sleep(0.01)
+    second = engine.generate(input_ids=[4] * 6, sampling_params=params, rid="X", stream=True)
+    first.close()
+    *_, last = second
+    assert last["meta_info"]["finish_reason"]["type"] == "length"
+
+
+def test_async_generate_refuses_all_prompts_together(engine):
+    before = engine.stats().num_requests_total
+    with pytest.raises(errors.RequestTooLong):
+        asyncio.run(engine.async_generate(input_ids=[[1], [1] * 500]))
+    assert engine.stats().num_requests_total == before
+    results = asyncio.run(
+        engine.async_generate(input_ids=[[1], [2]], sampling_params={"max_new_tokens": 5})
+    )
+    expected = engine.generate(input_ids=[[1], [2]], sampling_params={"max_new_tokens": 5})
+    assert answers(results) == answers(expected)
+
+
+def test_offline_lists_are_not_bounded_by_the_servers_queue():
+    with make_engine(max_queued_requests=1, max_running_requests=1) as engine:
+        prompts = [[i] for i in range(6)]
+        assert len(engine.generate(input_ids=prompts, sampling_params={"max_new_tokens": 1})) == 6
+
+
+@pytest.mark.parametrize("input_ids", [5, [[1], 2], "ab"])
+def test_ids_of_a_wrong_shape_are_refused(engine, input_ids):
+    with pytest.raises(errors.RequestError) as raised:
+        engine.generate(input_ids=input_ids)
+    assert raised.value.param == "input_ids"
+
+
+def test_the_default_length_fits_a_pool_that_ends_inside_a_block():
+    with make_engine(page_size=4, max_total_tokens=5 * 4, max_running_requests=1) as engine:
+        wanted = engine.default_max_new_tokens(3)
+        result = engine.generate(input_ids=[1] * 3, sampling_params={"max_new_tokens": wanted})
+        assert len(result["output_ids"]) == wanted == 13
+
+
 def test_abort_by_prefix_ends_requests_with_their_partial_output(engine):
     stream = engine.generate(
         input_ids=[[4] * 6, [5] * 6],
@@ -291,6 +351,21 @@ def test_a_pool_too_small_for_a_request_says_so():
 def test_bad_options_are_refused_at_start(options, match):
     with pytest.raises(errors.ConfigError, match=match):
         make_engine(**options)
+
+
+def test_not_a_number_in_the_context_ends_the_request_too(tmp_path):
+    tensors = safetensors.numpy.load_file(GOLDEN / "model.safetensors")
+    tensors["model.word_embeddings.weight"][7] = np.nan
+    safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
+    shutil.copy(GOLDEN / "config.json", tmp_path / "config.json")
+    with make_engine(model_path=str(tmp_path)) as engine:
+        params = {"max_new_tokens": 8}
+        bad, good = engine.generate(
+            input_ids=[[1, 2, 7] + [3] * 40, [1, 2, 8]], sampling_params=params
+        )
+        assert bad["meta_info"]["finish_reason"]["type"] == "abort"
+        assert good["meta_info"]["finish_reason"]["type"] == "length"
+        assert engine.stats().num_aborted_requests_total == 1
 
 
 def test_shutdown_frees_the_device_and_refuses_further_work():

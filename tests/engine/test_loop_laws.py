@@ -12,8 +12,8 @@ import threading
 import pytest
 from hash_model import CONTEXT, B, PagedModel, alone, build, random_request
 
-from jdllm import errors
-from jdllm.engine import core, loop
+from jdllm import errors, sampling_params
+from jdllm.engine import core, loop, stats
 
 REQUESTS_PER_CLIENT = 25
 CLIENTS = 4
@@ -38,10 +38,6 @@ class FaultyModel(PagedModel):
         self.store[:] = 0
 
 
-def sink_to(events):
-    return lambda name: lambda event: events.put((name, event))
-
-
 def client(engine, requests, rng, outcomes):
     """Submits requests one after another or overlapping, aborts some, records every event."""
     events = queue.SimpleQueue()
@@ -49,10 +45,10 @@ def client(engine, requests, rng, outcomes):
     while todo or waiting:
         if todo and (not waiting or rng.random() < 0.5):
             one = todo.pop()
-            engine.submit([one], sink_to(events)).result(timeout=60)
+            engine.submit([one], lambda name, event: events.put((name, event))).result(timeout=60)
             waiting[one.request_id] = one
             if rng.random() < 0.1:
-                engine.abort(one.request_id.__eq__)
+                engine.abort(lambda request, one=one: request is one)
             continue
         name, event = events.get(timeout=60)
         if isinstance(event, loop.FaultEvent):
@@ -105,8 +101,59 @@ def test_one_refused_choice_refuses_all_and_nothing_stays():
     good, bad = random_request(rng, "good"), random_request(rng, "bad")
     bad.prompt_ids = [1] * (CONTEXT + 1)
     with pytest.raises(errors.RequestTooLong):
-        engine.submit([good, bad], lambda name: lambda event: None).result(timeout=10)
+        engine.submit([good, bad], lambda name, event: None).result(timeout=10)
     assert engine.call(lambda: not made.has_work()).result(timeout=10)
     engine.stop()
     with pytest.raises(errors.EngineStopped):
-        engine.submit([good], lambda name: lambda event: None)
+        engine.submit([good], lambda name, event: None)
+
+
+def test_a_request_whose_own_processing_fails_harms_no_other():
+    made, _ = build(B, True, "fcfs", 2 * CONTEXT // B, 4)
+
+    def detokenize(ids):
+        raise OverflowError("a detokenizer's own fault")
+
+    made._detokenize = detokenize
+    model = FaultyModel("persist", 2 * CONTEXT // B, B, rng=random.Random(0), fault_rate=0.0)
+    engine = loop.EngineLoop(core.EngineCore(made, model, max_total_tokens=CONTEXT))
+    rng, events = random.Random(3), queue.SimpleQueue()
+    bad, good = random_request(rng, "bad"), random_request(rng, "good")
+    bad.sampling = sampling_params.SamplingParams(stop=["x"])
+    good.sampling = sampling_params.SamplingParams()
+    engine.submit([bad, good], lambda name, event: events.put((name, event))).result(timeout=10)
+    ends = {}
+    while len(ends) < 2:
+        name, event = events.get(timeout=10)
+        if event.output.finish is not None:
+            ends[name] = event.output
+    assert ends["bad"].finish.kind == "abort" and "OverflowError" in ends["bad"].finish.message
+    assert good.output_ids == alone("persist", good)[0]
+    assert made.stats().num_used_pages == 0
+    engine.stop()
+
+
+def test_events_say_what_was_true_when_they_were_made():
+    made, _ = build(B, True, "fcfs", CONTEXT // B, 2)
+    model = FaultyModel("persist", CONTEXT // B, B, rng=random.Random(0), fault_rate=0.0)
+    engine = loop.EngineLoop(core.EngineCore(made, model, max_total_tokens=CONTEXT))
+    one = random_request(random.Random(5), "slow")
+    one.prompt_ids, one.max_new_tokens = [4] * B, 5 * B
+    one.sampling = sampling_params.SamplingParams(ignore_eos=True)
+    events = queue.SimpleQueue()
+    engine.submit([one], lambda name, event: events.put(event)).result(timeout=10)
+    seen = []
+    while not seen or seen[-1].output.finish is None:
+        seen.append(events.get(timeout=10))
+    engine.stop()
+    assert [event.num_blocks for event in seen] == [1, 2, 3, 4, 5]
+    forwards = [event.nfe for event in seen]
+    assert forwards == sorted(set(forwards)) and forwards[-1] == one.nfe
+
+
+def test_throughput_is_a_rate_over_the_window():
+    rate = stats.Throughput(window_s=100.0)
+    assert rate.per_second() == 0.0
+    rate._created_s -= 50.0  # as if the engine had run for 50 s
+    rate.add(100)
+    assert rate.per_second() == pytest.approx(2.0, rel=0.01)
