@@ -8,7 +8,10 @@ refused with the name of what replaces them, never ignored.
 from __future__ import annotations
 
 import dataclasses
+import os
 import pathlib
+import types
+import typing
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -16,9 +19,11 @@ import yaml
 
 from jdllm import errors, sampling_params
 
-LOAD_FORMATS = ("auto", "safetensors", "orbax", "dummy")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-POLICIES = ("fcfs", "lpm")
+LoadFormat = Literal["auto", "safetensors", "orbax", "dummy"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+LogLevel = Literal["debug", "info", "warning", "error", "critical"]
+LOAD_FORMATS: tuple[str, ...] = typing.get_args(LoadFormat)
+DTYPES: tuple[str, ...] = typing.get_args(Dtype)
 
 # Flag -> what to do instead. Spellings are SGLang's.
 REFUSED_FLAGS: dict[str, str] = {
@@ -50,11 +55,11 @@ class EngineConfig:
     served_model_name: str | None = None
     revision: str | None = None
     download_dir: str | None = None
-    load_format: Literal["auto", "safetensors", "orbax", "dummy"] = "auto"
+    load_format: LoadFormat = "auto"
     trust_remote_code: bool = False
     skip_tokenizer_init: bool = False
     chat_template: str | None = None
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    dtype: Dtype = "auto"
     context_length: int | None = None
     mem_fraction_static: float = 0.85
     max_total_tokens: int | None = None
@@ -67,15 +72,12 @@ class EngineConfig:
     dllm_algorithm: str | None = None
     dllm_algorithm_config: str | Mapping[str, Any] | None = None
     random_seed: int = 0
-    log_level: str = "info"
+    log_level: LogLevel = "info"
     decode_log_interval: int = 40
     tp_size: int = 1
 
     def __post_init__(self) -> None:
-        _choice(self, "load_format", LOAD_FORMATS)
-        _choice(self, "dtype", DTYPES)
-        _choice(self, "schedule_policy", POLICIES)
-        _choice(self, "log_level", ("debug", "info", "warning", "error", "critical"))
+        _check_types(self)
         for name in (
             "context_length",
             "max_total_tokens",
@@ -85,12 +87,16 @@ class EngineConfig:
             "decode_log_interval",
         ):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
+            if value is not None and value < 1:
                 raise errors.ConfigError(f"{name}={value!r} must be a positive integer")
         if self.max_queued_requests is not None and self.max_queued_requests < 0:
-            raise errors.ConfigError(f"{self.max_queued_requests=} must be 0 or more")
+            raise errors.ConfigError(
+                f"max_queued_requests={self.max_queued_requests} must be 0 or more"
+            )
         if not 0.0 < self.mem_fraction_static < 1.0:
-            raise errors.ConfigError(f"{self.mem_fraction_static=} must lie between 0 and 1")
+            raise errors.ConfigError(
+                f"mem_fraction_static={self.mem_fraction_static} must lie between 0 and 1"
+            )
         if self.tp_size != 1:
             raise errors.ConfigError(
                 f"tp_size={self.tp_size} is not supported yet; run one process per GPU "
@@ -127,7 +133,7 @@ class EngineConfig:
                     f"unknown key {key!r} in dllm_algorithm_config{errors.nearest(str(key), known)}"
                 )
         block_size = options.get("block_size")
-        if block_size is not None and (not isinstance(block_size, int) or block_size < 1):
+        if block_size is not None and (not matches(block_size, int) or block_size < 1):
             raise errors.ConfigError(f"{block_size=} in dllm_algorithm_config must be positive")
         return dict(options)
 
@@ -138,20 +144,23 @@ class ServerConfig:
 
     host: str = "127.0.0.1"
     port: int = 30000
-    api_key: str | None = None
-    admin_api_key: str | None = None
+    api_key: str | None = dataclasses.field(default=None, repr=False)
+    admin_api_key: str | None = dataclasses.field(default=None, repr=False)
     enable_metrics: bool = False
-    log_level_http: str = "warning"
+    log_level_http: LogLevel = "warning"
     max_body_bytes: int = 8 * 1024 * 1024
     drain_timeout_s: float = 30.0
     skip_server_warmup: bool = False
     strict_model_name: bool = False
 
     def __post_init__(self) -> None:
+        _check_types(self)
         if not 0 <= self.port <= 65535:
             raise errors.ConfigError(f"port={self.port} must be between 0 and 65535")
-        if self.drain_timeout_s < 0:
-            raise errors.ConfigError(f"{self.drain_timeout_s=} must be 0 or more seconds")
+        if not self.drain_timeout_s >= 0:  # written so that NaN is refused
+            raise errors.ConfigError(
+                f"drain_timeout_s={self.drain_timeout_s} must be 0 or more seconds"
+            )
 
 
 def read_yaml(path: str | pathlib.Path) -> dict[str, Any]:
@@ -179,7 +188,42 @@ def from_mapping(cls: type, values: Mapping[str, Any]) -> Any:
     return cls(**values)
 
 
-def _choice(config: Any, name: str, allowed: tuple[str, ...]) -> None:
-    value = getattr(config, name)
-    if value not in allowed:
-        raise errors.ConfigError(f"{name}={value!r} must be one of {', '.join(allowed)}")
+def matches(value: Any, hint: Any) -> bool:
+    """Returns whether `value` is of a field's type; an int is a float, a bool is no int."""
+    origin = typing.get_origin(hint)
+    if hint is Any:
+        return True
+    if origin in (typing.Union, types.UnionType):
+        return any(matches(value, part) for part in typing.get_args(hint))
+    if origin is Literal:
+        return isinstance(value, str) and value in typing.get_args(hint)
+    if origin is Mapping:
+        return isinstance(value, Mapping)
+    if hint is int or hint is float:
+        kinds = (int, float) if hint is float else int
+        return isinstance(value, kinds) and not isinstance(value, bool)
+    if hint in (bool, str, types.NoneType):
+        return isinstance(value, hint)
+    raise TypeError(f"no rule for options of type {hint}")
+
+
+def _check_types(config: Any) -> None:
+    hints = typing.get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        value, hint = getattr(config, field.name), hints[field.name]
+        if isinstance(value, os.PathLike):
+            value = os.fspath(value)
+            object.__setattr__(config, field.name, value)
+        if not matches(value, hint):
+            # Fields without repr are secrets.
+            shown = f"{field.name}={value!r}" if field.repr else field.name
+            raise errors.ConfigError(f"{shown} must be {_describe(hint)}")
+
+
+def _describe(hint: Any) -> str:
+    if typing.get_origin(hint) is Literal:
+        return f"one of {', '.join(typing.get_args(hint))}"
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return " or ".join(_describe(part) for part in typing.get_args(hint))
+    names = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
+    return names.get(hint, "None" if hint is types.NoneType else "a mapping")

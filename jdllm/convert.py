@@ -15,7 +15,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 
-from jdllm import errors
+from jdllm import config, errors
 from jdllm.checkpoint import orbax_checkpoint, safetensors_source, source
 from jdllm.models import loading
 
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--model-path", required=True, help="model directory or Hugging Face id")
     parser.add_argument("--output", required=True, help="directory to create")
-    parser.add_argument("--dtype", default="auto", choices=("auto", *loading.DTYPES))
+    parser.add_argument("--dtype", default="auto", choices=config.DTYPES)
     parser.add_argument("--revision", default=None, help="branch, tag or commit of the model")
     options = parser.parse_args(argv)
     try:

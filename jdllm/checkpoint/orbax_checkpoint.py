@@ -32,8 +32,8 @@ def is_checkpoint(directory: pathlib.Path) -> bool:
 def save(directory: pathlib.Path, params: Mapping[str, jax.Array], *, dtype: str) -> None:
     """Writes parameters and the marker into an existing directory."""
     stored = directory.absolute() / _PARAMS_DIR
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(stored, _storable(params))
+    with _checkpointer() as checkpointer:
+        checkpointer.save(stored, args=ocp.args.PyTreeSave(_storable(params)))
     marker = {
         "format_version": FORMAT_VERSION,
         "dtype": dtype,
@@ -62,11 +62,21 @@ def restore(
         for path, array in arrays.items()
     }
     try:
-        with ocp.StandardCheckpointer() as checkpointer:
-            restored = checkpointer.restore(stored, _storable(targets))
+        storable = _storable(targets)
+        restore_args = ocp.checkpoint_utils.construct_restore_args(storable)
+        with _checkpointer() as checkpointer:
+            restored = checkpointer.restore(
+                stored, args=ocp.args.PyTreeRestore(storable, restore_args=restore_args)
+            )
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise errors.ConfigError(f"{stored} cannot be restored: {error}") from error
     return {path: restored[_key(path)] for path in arrays}
+
+
+def _checkpointer() -> ocp.Checkpointer:
+    # Weights do not compress: plain zarr files load 2 to 3 times as fast as the default.
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=True, use_compression=False)
+    return ocp.Checkpointer(handler)
 
 
 def _key(path: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.resources
 import json
 import os
 import pathlib
@@ -12,18 +13,24 @@ import huggingface_hub
 from jdllm import errors
 
 CONFIG_NAME = "config.json"
+BUNDLED_MODEL = "jdllm-nano"
 
 _PATTERNS = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 
 
+def bundled_model() -> pathlib.Path:
+    """Returns the directory of the model that comes with the package."""
+    return pathlib.Path(str(importlib.resources.files("jdllm") / "assets" / BUNDLED_MODEL))
+
+
 def resolve(
-    model_path: str | os.PathLike[str],
+    model_path: str | os.PathLike[str] | None,
     *,
     revision: str | None = None,
     download_dir: str | os.PathLike[str] | None = None,
 ) -> pathlib.Path:
-    """Returns the local directory of a model given as a directory or a Hugging Face id."""
-    directory = pathlib.Path(model_path).expanduser()
+    """Returns the directory of a model given as one, as a hub id, or as None (the bundled one)."""
+    directory = bundled_model() if model_path is None else pathlib.Path(model_path).expanduser()
     if not directory.is_dir():
         directory = _download(str(model_path), revision, download_dir)
     if not (directory / CONFIG_NAME).is_file():

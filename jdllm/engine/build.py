@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.resources
 import logging
 import pathlib
 import time
@@ -21,7 +20,7 @@ from jdllm import config as config_lib
 from jdllm import errors, sampling_params
 from jdllm.checkpoint import source
 from jdllm.engine import core as core_lib
-from jdllm.engine import startup
+from jdllm.engine import sampling_defaults, startup
 from jdllm.engine import tokenizer as tokenizer_lib
 from jdllm.kv_cache import pool as pool_lib
 from jdllm.kv_cache import prefix_cache as prefix_cache_lib
@@ -33,7 +32,6 @@ from jdllm.scheduler import scheduler as scheduler_lib
 
 logger = logging.getLogger(__name__)
 
-BUNDLED_MODEL = "jdllm-nano"
 CHAT_END_TOKEN = "<|role_end|>"
 # Rows and tokens of the default buckets: few and small on a CPU, where a launch is
 # compute bound at once and compile time is what one waits for.
@@ -75,22 +73,13 @@ class Built:
     compiles_at_ready: int
 
 
-def bundled_model() -> pathlib.Path:
-    """Returns the directory of the model that comes with the package."""
-    return pathlib.Path(str(importlib.resources.files("jdllm") / "assets" / BUNDLED_MODEL))
-
-
 def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) -> Built:
     """Loads the model, sizes the KV pool, compiles every bucket."""
     began = time.monotonic()
     _enable_compilation_cache()
     progress.enter("load")
-    model_dir = (
-        bundled_model()
-        if config.model_path is None
-        else source.resolve(
-            config.model_path, revision=config.revision, download_dir=config.download_dir
-        )
+    model_dir = source.resolve(
+        config.model_path, revision=config.revision, download_dir=config.download_dir
     )
     generation_config = source.read_optional_json(model_dir / "generation_config.json")
     algorithms, default_dllm, block_size = _algorithms(config, generation_config)
@@ -137,7 +126,7 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
         model_dir=model_dir,
         spec=spec,
         tokenizer=tokenizer,
-        default_sampling=_default_sampling(generation_config),
+        default_sampling=sampling_defaults.default_sampling(generation_config),
         default_dllm=default_dllm,
         algorithms=algorithms,
         eos_token_ids=_eos_token_ids(spec, tokenizer),
@@ -171,7 +160,9 @@ def _algorithms(
     The checkpoint's recommendation (generation_config.json, "dllm") holds unless the
     user names another algorithm; the user's options come on top.
     """
-    recommended = dict(generation_config.get("dllm") or {})
+    recommended = generation_config.get("dllm") or {}
+    if not isinstance(recommended, dict):
+        raise errors.ConfigError(f"generation_config.json: dllm={recommended!r} must be an object")
     options = config.algorithm_options()
     block_size = options.pop("block_size", None)
     names = config.algorithms()
@@ -193,10 +184,12 @@ def _tokenizer(
 ) -> tokenizer_lib.Tokenizer | None:
     if config.skip_tokenizer_init:
         return None
-    path: str | pathlib.Path = model_dir
-    if config.tokenizer_path is not None:
-        path = config.tokenizer_path
-    return tokenizer_lib.Tokenizer(path, chat_template=config.chat_template)
+    return tokenizer_lib.Tokenizer(
+        config.tokenizer_path or model_dir,
+        chat_template=config.chat_template,
+        revision=config.revision,
+        download_dir=config.download_dir,
+    )
 
 
 def _check_vocabulary(tokenizer: tokenizer_lib.Tokenizer | None, spec: spec_lib.ModelSpec) -> None:
@@ -217,17 +210,6 @@ def _eos_token_ids(
             if token_id is not None:
                 ids[token_id] = None
     return tuple(ids)
-
-
-def _default_sampling(generation_config: dict[str, Any]) -> sampling_params.SamplingParams:
-    """Returns the checkpoint's sampling defaults; greedy unless it says `do_sample`."""
-    if not generation_config.get("do_sample", False):
-        return sampling_params.SamplingParams(temperature=0.0, top_p=1.0, top_k=0)
-    return sampling_params.SamplingParams(
-        temperature=generation_config.get("temperature", 1.0),
-        top_p=generation_config.get("top_p", 1.0),
-        top_k=generation_config.get("top_k", 0),
-    )
 
 
 def _sizes(
@@ -337,7 +319,7 @@ def _resolved(
         config,
         model_path=config.model_path or str(model_dir),
         tokenizer_path=config.tokenizer_path or str(model_dir),
-        served_model_name=config.served_model_name or config.model_path or BUNDLED_MODEL,
+        served_model_name=(config.served_model_name or config.model_path or source.BUNDLED_MODEL),
         dtype=dtype,
         context_length=sizes.context_length,
         max_total_tokens=sizes.num_pages * sizes.page_size,

@@ -6,25 +6,49 @@ tokenised without further special tokens.
 
 from __future__ import annotations
 
+import logging
+import os
 import pathlib
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jinja2
-import transformers
 
 from jdllm import errors
+
+# Importing transformers says that PyTorch is missing; only its tokenizers are used here.
+logging.getLogger("transformers").disabled = True
+import transformers  # noqa: E402
+
+logging.getLogger("transformers").disabled = False
+# It reads config.json next to the tokenizer and comments on model types and RoPE keys it
+# does not know; `models/` decides about that file.
+logging.getLogger("transformers.configuration_utils").setLevel(logging.ERROR)
+logging.getLogger("transformers.modeling_rope_utils").setLevel(logging.ERROR)
 
 
 class Tokenizer:
     """Encodes prompts, applies the chat template, decodes outputs."""
 
-    def __init__(self, path: str | pathlib.Path, *, chat_template: str | None = None):
+    def __init__(
+        self,
+        path: str | pathlib.Path,
+        *,
+        chat_template: str | None = None,
+        revision: str | None = None,
+        download_dir: str | os.PathLike[str] | None = None,
+    ):
+        directory = pathlib.Path(path).expanduser()
+        hub = {} if directory.is_dir() else {"revision": revision, "cache_dir": download_dir}
         try:
-            self._hf = transformers.AutoTokenizer.from_pretrained(
-                str(path), trust_remote_code=False, use_fast=True
-            )
-        except (OSError, ValueError, KeyError, ImportError) as error:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # RoPE keys in config.json
+                self._hf = transformers.AutoTokenizer.from_pretrained(
+                    str(path if hub else directory), trust_remote_code=False, use_fast=True, **hub
+                )
+        except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
+            # AttributeError: RoPE keys in a config.json of a family transformers does not know.
             raise errors.ConfigError(f"no usable tokenizer at {path}: {error}") from error
         if chat_template is not None:
             self._hf.chat_template = _read_template(chat_template)

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jdllm import config as config_lib
 from jdllm import errors
 from jdllm.checkpoint import (
     assemble,
@@ -30,9 +31,6 @@ from jdllm.models import registry
 from jdllm.models import spec as spec_lib
 
 Params = dict[str, jax.Array]
-
-DTYPES = ("float32", "bfloat16", "float16")
-LOAD_FORMATS = ("auto", "safetensors", "orbax", "dummy")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,8 +104,10 @@ def resolve_dtype(dtype: str, hf_config: Mapping[str, Any]) -> jnp.dtype:
     name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
     if name == "auto":
         name = hf_config.get("dtype") or hf_config.get("torch_dtype") or "bfloat16"
-    if name not in DTYPES:
-        raise errors.ConfigError(f"dtype={name!r} is not supported; choose {', '.join(DTYPES)}")
+    if name not in config_lib.DTYPES or name == "auto":
+        raise errors.ConfigError(
+            f"dtype={name!r} is not supported; choose {', '.join(config_lib.DTYPES)}"
+        )
     return jnp.dtype(name)
 
 
@@ -119,8 +119,10 @@ def export_safetensors(
 
 
 def _load_format(directory: pathlib.Path, load_format: str) -> str:
-    if load_format not in LOAD_FORMATS:
-        raise errors.ConfigError(f"{load_format=} is unknown; choose {', '.join(LOAD_FORMATS)}")
+    if load_format not in config_lib.LOAD_FORMATS:
+        raise errors.ConfigError(
+            f"{load_format=} is unknown; choose {', '.join(config_lib.LOAD_FORMATS)}"
+        )
     is_orbax = orbax_checkpoint.is_checkpoint(directory)
     if load_format == "orbax" and not is_orbax:
         raise errors.ConfigError(

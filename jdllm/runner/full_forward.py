@@ -7,7 +7,6 @@ that of the full `[B, S, V]` float32 result; serving never builds one.
 from __future__ import annotations
 
 import functools
-import importlib.resources
 import os
 
 import jax
@@ -20,8 +19,6 @@ from jdllm.checkpoint import source
 from jdllm.layers import attention
 from jdllm.models import loading
 from jdllm.models import spec as spec_lib
-
-BUNDLED_MODEL = "jdllm-nano"
 
 
 class FullModel:
@@ -69,8 +66,6 @@ def load_model(
     load_format: str = "auto",
 ) -> FullModel:
     """Returns the model of a directory or Hugging Face id, or the bundled one for None."""
-    if path is None:
-        path = str(importlib.resources.files("jdllm") / "assets" / BUNDLED_MODEL)
     directory = source.resolve(path)
     return FullModel(
         loading.load(directory, dtype=dtype, block_size=block_size, load_format=load_format)

@@ -18,8 +18,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from jdllm import errors
 from jdllm.kv_cache import pool as pool_lib
 from jdllm.models import loading
+from jdllm.models import spec as spec_lib
 from jdllm.runner import forward_batch, steps
 from jdllm.scheduler import batch as batch_lib
 
@@ -40,6 +42,7 @@ class ModelRunner:
         context_length: int,
         implementation: str = "auto",
     ):
+        _check_alignment(model.spec)
         self.spec = model.spec
         self.pool_config = pool_config
         self._graphdef = model.graphdef
@@ -140,6 +143,15 @@ def _delete(arrays: Iterable[jax.Array]) -> None:
     for array in arrays:
         if not array.is_deleted():
             array.delete()
+
+
+def _check_alignment(spec: spec_lib.ModelSpec) -> None:
+    # Steps read logit row i for position i; shifted families need steps of their own.
+    if spec.diffusion.logit_alignment is not spec_lib.LogitAlignment.SAME_POSITION:
+        raise errors.ConfigError(
+            f"{spec.architecture}: {spec.diffusion.logit_alignment.value} logits are not "
+            f"supported yet; supported: {spec_lib.LogitAlignment.SAME_POSITION.value}"
+        )
 
 
 def _row_results(outputs: Any, num_rows: int) -> tuple[batch_lib.RowResult, ...]:

@@ -6,7 +6,8 @@ import random
 import pytest
 
 from jdllm import sampling_params
-from jdllm.engine import build, detokenizer, tokenizer
+from jdllm.checkpoint import source
+from jdllm.engine import detokenizer, tokenizer
 from jdllm.scheduler import finish, outputs
 
 ALPHABET = "ab c\u00e4\u4e2d\U0001f600<|1+="
@@ -14,7 +15,7 @@ ALPHABET = "ab c\u00e4\u4e2d\U0001f600<|1+="
 
 @pytest.fixture(scope="module")
 def nano_tokenizer():
-    return tokenizer.Tokenizer(build.bundled_model())
+    return tokenizer.Tokenizer(source.bundled_model())
 
 
 def stream(nano_tokenizer, ids, params, rng):

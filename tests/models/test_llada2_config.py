@@ -1,9 +1,11 @@
 """Every config key is honoured or refused by name."""
 
 import json
+import logging
 import pathlib
 
 import pytest
+import transformers
 
 from jdllm import errors
 from jdllm.models import llada2_config, registry
@@ -70,11 +72,77 @@ def _size(shape):
         ("num_key_value_heads", 3),
         ("vocab_size", "many"),
         ("block_size", 0),
+        # Keys of other families that would change the forward pass.
+        ("attention_bias", True),
+        ("mlp_bias", True),
+        ("logit_softcap", 30.0),
+        ("final_logit_softcapping", 30.0),
+        ("attn_logit_softcapping", 50.0),
+        ("moe_layer_freq", 2),
+        ("mlp_only_layers", [0]),
+        ("use_rmsnorm", False),
+        ("embedding_multiplier", 12.0),
+        ("residual_multiplier", 0.22),
+        ("logits_scaling", 8.0),
+        ("num_nextn_predict_layers", 1),
+        ("layer_types", ["full_attention", "sliding_attention", "full_attention"]),
+        ("rope_parameters", {"type": "yarn"}),
+        ("rope_interleave", True),
+        ("tie_word_embeddings", "false"),
+        ("norm_head", "no"),
     ],
 )
 def test_unsupported_values_are_refused_by_name(key, value):
     with pytest.raises(errors.ConfigError, match=key):
         parse({key: value})
+
+
+def warnings_of(caplog):
+    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+def test_unknown_keys_are_named_with_their_values_in_one_warning(caplog):
+    parse({"wobble": 3, "attention_sinks": True, "rope_parameters": {"twist": 0.5}})
+    (message,) = warnings_of(caplog)
+    for part in ("wobble=3", "attention_sinks=True", "rope_parameters.twist=0.5"):
+        assert part in message
+    assert "hidden_size" not in message
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "configs/llada2.0-mini",
+        "configs/llada2.0-flash",
+        "configs/llada2.1-mini",
+        "tests/data/goldens/llada2",
+        "jdllm/assets/jdllm-nano",
+    ],
+)
+def test_configs_we_ship_give_no_warning(path, caplog):
+    llada2_config.parse_config(json.loads((ROOT / path / "config.json").read_text()))
+    assert not warnings_of(caplog)
+
+
+def test_configs_that_transformers_wrote_give_no_warning(caplog):
+    # What save_pretrained adds to a config, and neutral values of foreign keys.
+    written = transformers.PretrainedConfig().to_dict() | {
+        "_name_or_path": "x/y",
+        "id2label": {"0": "LABEL_0"},
+        "return_dict": True,
+        "torchscript": False,
+    }
+    neutral = {
+        "attention_bias": False,
+        "moe_layer_freq": 1,
+        "use_rmsnorm": True,
+        "logit_softcap": None,
+        "num_nextn_predict_layers": 0,
+        "layer_types": ["full_attention"] * 3,
+        "wobble": None,
+    }
+    parse({key: value for key, value in written.items() if key not in TINY} | neutral)
+    assert not warnings_of(caplog)
 
 
 @pytest.mark.parametrize("key", ["hidden_size", "rms_norm_eps", "rope_theta", "num_experts"])

@@ -153,7 +153,7 @@ def test_dummy_embeddings_of_equal_tokens_differ_by_position():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dtype": "int8"}, "choose float32, bfloat16, float16"),
+        ({"dtype": "int8"}, "choose auto, float32, bfloat16, float16"),
         ({"load_format": "gguf"}, "choose auto, safetensors, orbax, dummy"),
         ({"load_format": "orbax"}, "jdllm_checkpoint.json"),
     ],

@@ -21,7 +21,7 @@ import httpx
 import openai
 import pytest
 
-from jdllm.engine import build
+from jdllm.checkpoint import source
 from jdllm.server import lifecycle
 
 START_S = 240.0
@@ -47,7 +47,7 @@ class Live:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
-        bundled = (build.bundled_model() / "model.safetensors").is_file()
+        bundled = (source.bundled_model() / "model.safetensors").is_file()
         load = () if bundled else ("--load-format=dummy",)
         command = [sys.executable, "-m", "jdllm.serve", f"--port={port}", *FLAGS, *load]
         self.popen = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)

@@ -1,0 +1,77 @@
+"""A checkpoint's generation_config.json as the sampling defaults of its requests.
+
+Every key is used, says nothing about the output, or is named in one warning at start.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from jdllm import errors, sampling_params
+
+logger = logging.getLogger(__name__)
+
+# Keys of generation_config.json that are used, or say nothing about the output.
+_HONOURED = frozenset(
+    """
+    do_sample temperature top_p top_k dllm mask_token_id eos_token_id bos_token_id pad_token_id
+    decoder_start_token_id max_length use_cache cache_implementation cache_config
+    transformers_version _from_model_config output_attentions output_hidden_states
+    output_scores output_logits return_dict_in_generate
+    """.split()  # noqa: SIM905
+)
+# Hugging Face's other sampling keys and the values that change nothing.
+_NEUTRAL: dict[str, Any] = {
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "num_beams": 1,
+    "num_beam_groups": 1,
+    "num_return_sequences": 1,
+    "diversity_penalty": 0.0,
+    "no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1.0,
+    "encoder_no_repeat_ngram_size": 0,
+    "min_length": 0,
+    "early_stopping": False,
+    "remove_invalid_values": False,
+    "renormalize_logits": False,
+}
+
+
+def default_sampling(generation_config: Mapping[str, Any]) -> sampling_params.SamplingParams:
+    """Returns the checkpoint's sampling defaults; greedy unless it says `do_sample`.
+
+    Keys that ask for what the engine does not do are named in one warning.
+    """
+    ignored = [
+        f"{key}={value!r}" for key, value in generation_config.items() if _is_ignored(key, value)
+    ]
+    if ignored:
+        logger.warning("generation_config.json: not supported, ignored: %s", ", ".join(ignored))
+    do_sample = generation_config.get("do_sample") or False
+    if not isinstance(do_sample, bool):
+        raise errors.ConfigError(f"generation_config.json: {do_sample=} must be true or false")
+    values: dict[str, Any] = {"temperature": float(do_sample), "top_p": 1.0, "top_k": 0}
+    if do_sample:
+        given = {key: generation_config.get(key) for key in values}
+        values |= {key: value for key, value in given.items() if value is not None}
+    try:
+        return sampling_params.SamplingParams(**values)
+    except errors.RequestError as error:
+        raise errors.ConfigError(f"generation_config.json: {error}") from error
+
+
+def _is_ignored(key: str, value: Any) -> bool:
+    """Returns whether a key of generation_config.json asks for what is not done."""
+    if value is None or key in _HONOURED:
+        return False
+    if key in _NEUTRAL:
+        return value != _NEUTRAL[key]
+    try:
+        sampling_params.check_neutral(key, value, ())
+    except errors.RequestError:
+        return True
+    return False

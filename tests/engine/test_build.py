@@ -1,0 +1,141 @@
+"""What is decided at start: sampling defaults, tokenizers, and refusals."""
+
+import dataclasses
+import json
+import logging
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import huggingface_hub
+import pytest
+
+from jdllm import errors
+from jdllm.checkpoint import source
+from jdllm.engine import sampling_defaults, tokenizer
+from jdllm.kv_cache import pool
+from jdllm.models import loading
+from jdllm.models import spec as spec_lib
+from jdllm.runner import full_forward, model_runner
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "data" / "goldens" / "llada2"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+def warnings_of(caplog):
+    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+def test_sampling_keys_that_are_not_honoured_are_named_in_one_warning(caplog):
+    options = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": None}
+    ignored = {"repetition_penalty": 1.05, "min_p": 0.1, "typical_p": 0.9}
+    ids = {"eos_token_id": [1, 5], "mask_token_id": 2, "transformers_version": "4.50"}
+    params = sampling_defaults.default_sampling(options | ignored | ids)
+    assert (params.temperature, params.top_p, params.top_k) == (0.7, 1.0, 20)
+    (message,) = warnings_of(caplog)
+    assert "generation_config.json" in message
+    for key, value in ignored.items():
+        assert f"{key}={value}" in message
+    for key in (*options, *ids):
+        assert key not in message
+
+
+@pytest.mark.parametrize("do_sample", [True, False])
+def test_neutral_sampling_keys_give_no_warning(do_sample, caplog):
+    neutral = {"repetition_penalty": 1.0, "min_p": 0.0, "typical_p": 1.0, "num_beams": 1}
+    params = sampling_defaults.default_sampling(
+        {"do_sample": do_sample, "stop_strings": None} | neutral
+    )
+    assert params.temperature == float(do_sample)
+    assert not warnings_of(caplog)
+
+
+def test_a_penalty_is_named_without_do_sample_too(caplog):
+    assert sampling_defaults.default_sampling({"repetition_penalty": 1.2}).temperature == 0.0
+    assert "repetition_penalty=1.2" in warnings_of(caplog)[0]
+
+
+def test_the_bundled_generation_config_gives_no_warning(caplog):
+    bundled = source.read_json(source.bundled_model() / "generation_config.json")
+    assert sampling_defaults.default_sampling(bundled).temperature == 0.0
+    assert not warnings_of(caplog)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("temperature", -1), ("top_p", 1.5), ("top_k", 2.5), ("do_sample", "yes")],
+)
+def test_wrong_sampling_defaults_name_the_file(key, value):
+    with pytest.raises(errors.ConfigError, match=rf"generation_config\.json.*{key}"):
+        sampling_defaults.default_sampling({"do_sample": True} | {key: value})
+
+
+def hub_cache(cache, repo_id, revision, bos_token):
+    """Writes a hub cache that holds the bundled tokenizer, marked by its bos token."""
+    commit = revision.encode().hex().ljust(40, "0")
+    folder = cache / f"models--{repo_id.replace('/', '--')}"
+    snapshot = folder / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    for name in TOKENIZER_FILES:
+        shutil.copy(source.bundled_model() / name, snapshot)
+    options = json.loads((snapshot / "tokenizer_config.json").read_text())
+    (snapshot / "tokenizer_config.json").write_text(json.dumps(options | {"bos_token": bos_token}))
+    shutil.copy(GOLDEN / "config.json", snapshot)
+    (folder / "refs").mkdir(exist_ok=True)
+    (folder / "refs" / revision).write_text(commit)
+
+
+def test_revision_and_download_dir_apply_to_a_tokenizer_from_the_hub(tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    for revision, token in (("main", "<|mask|>"), ("v2", "<|role_end|>")):
+        hub_cache(tmp_path, "nobody/nothing", revision, token)
+    for revision, token_id in ((None, 2), ("v2", 5)):
+        loaded = tokenizer.Tokenizer("nobody/nothing", revision=revision, download_dir=tmp_path)
+        assert loaded._hf.bos_token_id == token_id
+    with pytest.raises(errors.ConfigError, match="nobody/nothing"):
+        tokenizer.Tokenizer("nobody/nothing", revision="v3", download_dir=tmp_path)
+    with pytest.raises(errors.ConfigError, match="nobody/nothing"):
+        tokenizer.Tokenizer("nobody/nothing", revision="v2", download_dir=tmp_path / "other")
+
+
+def test_loading_a_tokenizer_says_nothing(tmp_path):
+    # As published: a family that transformers does not know, with RoPE keys it renamed.
+    for name in TOKENIZER_FILES:
+        shutil.copy(source.bundled_model() / name, tmp_path)
+    hf = json.loads((GOLDEN / "config.json").read_text())
+    assert "rope_scaling" in hf
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    code = (
+        "import sys; from jdllm.engine import tokenizer;"
+        "t = tokenizer.Tokenizer(sys.argv[1]); print(t.eos_token_id, t.has_chat_template)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "default::FutureWarning", "-c", code, str(tmp_path)],
+        capture_output=True,
+        text=True,
+    )
+    assert (done.stdout, done.stderr) == ("1 True\n", "")
+
+
+def test_one_bundled_model_for_engine_and_full_forward():
+    directory = source.bundled_model()
+    assert (directory / "config.json").is_file()
+    if not (directory / "model.safetensors").is_file():
+        pytest.skip("the bundled weights are not here")
+    assert full_forward.load_model().model.path == directory
+
+
+def test_shifted_logits_are_refused():
+    model = loading.load(GOLDEN, block_size=8, load_format="dummy")
+    diffusion = dataclasses.replace(
+        model.spec.diffusion, logit_alignment=spec_lib.LogitAlignment.SHIFTED
+    )
+    shifted = dataclasses.replace(model, spec=dataclasses.replace(model.spec, diffusion=diffusion))
+    config = pool.PoolConfig(
+        num_pages=4, page_size=8, num_layers=3, num_kv_heads=2, head_dim=16, dtype="float32"
+    )
+    options = {"algorithms": ("LowConfidence",), "context_length": 32}
+    model_runner.ModelRunner(model, config, **options)
+    with pytest.raises(errors.ConfigError, match="shifted"):
+        model_runner.ModelRunner(shifted, config, **options)

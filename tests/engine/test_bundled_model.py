@@ -1,0 +1,58 @@
+"""The model that comes with the package: it answers, in vLLM's shape too, and keeps its promise."""
+
+import pytest
+
+import jdllm
+from jdllm import errors
+from jdllm.tasks import arithmetic, example
+
+TOM = "Tom has 7 apples. He buys 5 more apples. How many apples does he have now?"
+NUM_PROBLEMS = 60
+
+
+@pytest.fixture(scope="module")
+def llm():
+    made = jdllm.LLM()
+    yield made
+    made.shutdown()
+
+
+def chat(question):
+    return [{"role": "user", "content": question}]
+
+
+def test_the_question_of_the_readme_is_answered(llm):
+    (output,) = llm.chat(chat(TOM), use_tqdm=False)
+    assert example.extract_answer(output.outputs[0].text) == "12"
+    assert output.outputs[0].finish_reason == "stop"
+    assert output.outputs[0].meta_info["tpf"] > 1
+
+
+def test_held_out_problems_are_solved_with_many_tokens_a_forward(llm):
+    # 500 problems are measured by `python -m jdllm.eval`; this guards the bundle in CI.
+    problems = [arithmetic.generate(i, split="test") for i in range(NUM_PROBLEMS)]
+    replies = llm.chat([chat(problem.question) for problem in problems], use_tqdm=False)
+    right = sum(
+        example.extract_answer(reply.outputs[0].text) == problem.gold
+        for reply, problem in zip(replies, problems, strict=True)
+    )
+    assert right >= 0.9 * NUM_PROBLEMS
+    tokens = sum(len(reply.outputs[0].token_ids) for reply in replies)
+    forwards = sum(reply.outputs[0].meta_info["nfe"] for reply in replies)
+    assert tokens / forwards >= 3
+
+
+def test_generate_keeps_the_order_of_prompts_and_choices(llm):
+    prompts = [f"{n} + {n} =" for n in range(5)]
+    params = jdllm.SamplingParams(max_tokens=6, temperature=1.0, seed=1, n=2)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert [output.prompt for output in outputs] == prompts
+    assert [[c.index for c in output.outputs] for output in outputs] == [[0, 1]] * 5
+    again = llm.generate(prompts[3], params, use_tqdm=False)
+    assert again[0].outputs[0].token_ids == outputs[3].outputs[0].token_ids
+
+
+def test_messages_must_be_there(llm):
+    with pytest.raises(errors.RequestError) as raised:
+        llm.chat([])
+    assert raised.value.param == "messages"

@@ -1,0 +1,96 @@
+"""Options are checked where they are given, by type and by value, and named in the error."""
+
+import math
+import pathlib
+import types
+import typing
+
+import pytest
+
+from jdllm import config, errors
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("skip_tokenizer_init", "false"),
+        ("trust_remote_code", 1),
+        ("disable_radix_cache", None),
+        ("context_length", True),
+        ("context_length", 128.0),
+        ("max_queued_requests", "5"),
+        ("random_seed", 1.5),
+        ("random_seed", None),
+        ("mem_fraction_static", "0.8"),
+        ("mem_fraction_static", True),
+        ("mem_fraction_static", math.nan),
+        ("dllm_algorithm", 5),
+        ("dllm_algorithm", ["LowConfidence"]),
+        ("dllm_algorithm_config", 3),
+        ("model_path", 7),
+        ("load_format", "gguf"),
+        ("load_format", ["auto"]),
+        ("dtype", None),
+        ("log_level", "loud"),
+        ("schedule_policy", "best"),
+    ],
+)
+def test_a_wrong_engine_option_names_field_and_value(name, value):
+    with pytest.raises(errors.ConfigError) as caught:
+        config.EngineConfig(**{name: value})
+    assert f"{name}={value!r}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("port", "80"),
+        ("port", True),
+        ("port", 70000),
+        ("host", None),
+        ("api_key", 5),
+        ("enable_metrics", "yes"),
+        ("drain_timeout_s", "30"),
+        ("drain_timeout_s", math.nan),
+        ("log_level_http", "loud"),
+        ("max_body_bytes", 1e6),
+    ],
+)
+def test_a_wrong_server_option_names_field_and_value(name, value):
+    with pytest.raises(errors.ConfigError) as caught:
+        config.ServerConfig(**{name: value})
+    assert f"{name}={value!r}" in str(caught.value) or name == "api_key"
+
+
+def test_an_api_key_of_a_wrong_type_is_not_shown():
+    with pytest.raises(errors.ConfigError) as caught:
+        config.ServerConfig(api_key=48151623)
+    assert "api_key" in str(caught.value)
+    assert "48151623" not in str(caught.value)
+
+
+def test_right_types_pass():
+    options = {"threshold": 0.5}
+    assert config.EngineConfig(dllm_algorithm_config=options).algorithm_options() == options
+    frozen = types.MappingProxyType(options)
+    assert config.EngineConfig(dllm_algorithm_config=frozen).algorithm_options() == options
+    assert config.ServerConfig(drain_timeout_s=3).drain_timeout_s == 3
+    assert config.EngineConfig(context_length=64, dllm_algorithm="LowConfidence")
+
+
+def test_paths_may_be_path_objects():
+    assert config.EngineConfig(model_path=pathlib.Path("some/model")).model_path == "some/model"
+
+
+@pytest.mark.parametrize("block_size", [True, 0, "8"])
+def test_a_wrong_block_size_is_refused(block_size):
+    with pytest.raises(errors.ConfigError, match="block_size"):
+        config.EngineConfig(dllm_algorithm_config={"block_size": block_size})
+
+
+@pytest.mark.parametrize("cls", [config.EngineConfig, config.ServerConfig])
+def test_every_annotation_is_one_the_check_understands(cls):
+    for hint in typing.get_type_hints(cls).values():
+        assert isinstance(config.matches(None, hint), bool)
+    with pytest.raises(TypeError):
+        config.matches([], list[int])
