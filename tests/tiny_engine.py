@@ -21,6 +21,8 @@ def make_engine(**options):
         "context_length": 128,
         "chunked_prefill_size": 32,
         "page_size": 16,
+        # Stated, so that two engines fit on an accelerator: by default one takes its memory.
+        "max_total_tokens": 4 * 128,
     }
     # The default matmul precision is read when steps are traced, in Engine().
     with jax.default_matmul_precision("highest"):

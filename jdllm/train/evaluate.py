@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdllm.tasks import example
-from jdllm.train import data, denoise, objective, step
+from jdllm.train import denoise, examples, objective, step
 from jdllm.train.config import TrainConfig
 
 ONE_TOKEN_PER_STEP = 2.0  # no probability passes it
@@ -19,12 +19,12 @@ ONE_TOKEN_PER_STEP = 2.0  # no probability passes it
 def evaluator(
     network: step.Network,
     config: TrainConfig,
-    chat: data.ChatFormat,
-    layout: data.Layout,
+    chat: examples.ChatFormat,
+    layout: examples.Layout,
     noise: objective.NoiseConfig,
 ) -> Callable[[step.Params], dict[str, float]]:
     """Returns `evaluate(params) -> numbers`; compiled on first use, same problems every time."""
-    problems, batch = data.heldout(chat, layout, config.eval_problems)
+    problems, batch = examples.heldout(chat, layout, config.eval_problems)
     stop_ids = (chat.pad_id, chat.turn_end_id)
     run = denoise.denoiser(network, length=layout.sequence_length, stop_ids=stop_ids)
 
@@ -53,7 +53,7 @@ def evaluator(
 def _score(
     rows: denoise.Denoised,
     problems: list,
-    chat: data.ChatFormat,
+    chat: examples.ChatFormat,
     stop_ids: tuple[int, ...],
 ) -> dict[str, float]:
     tokens, forwards = np.asarray(rows.tokens), np.asarray(rows.forwards)

@@ -14,7 +14,7 @@ import time
 
 import tqdm
 
-from jdllm.train import checkpoints, data, evaluate, export, objective, step
+from jdllm.train import checkpoints, evaluate, examples, export, objective, step
 from jdllm.train.config import TrainConfig
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ def train(config: TrainConfig, paths: RunPaths) -> dict[str, float]:
     hf_config = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
     network = step.build_network(hf_config, config.compute_dtype)
     diffusion = network.config.spec.diffusion
-    layout = data.Layout(
+    layout = examples.Layout(
         sequence_length=config.sequence_length,
         block_size=diffusion.block_size,
         answer_blocks=config.answer_blocks,
@@ -49,12 +49,12 @@ def train(config: TrainConfig, paths: RunPaths) -> dict[str, float]:
         full_mask_fraction=config.full_mask_fraction,
         mask_token_id=diffusion.mask_token_id,
     )
-    chat = data.ChatFormat(model_path)
+    chat = examples.ChatFormat(model_path)
     evaluate_now = evaluate.evaluator(network, config, chat, layout, noise)
     paths.output_dir.mkdir(parents=True, exist_ok=True)
     saved = checkpoints.manager(paths.output_dir / "checkpoints")
     state = _first_state(config, network, paths, saved)
-    source = data.ProblemBatches(
+    source = examples.ProblemBatches(
         chat,
         layout,
         batch_size=config.batch_size,
@@ -65,7 +65,7 @@ def train(config: TrainConfig, paths: RunPaths) -> dict[str, float]:
     run_step = step.train_step(network, config, noise)
     number = int(state.step)
     logger.info("training from step %d to %d", number, config.num_steps)
-    batches = data.batches(
+    batches = examples.batches(
         source,
         start_step=number,
         num_threads=config.data_threads,

@@ -199,7 +199,7 @@ def train_step(
             "loss": value,
             "token_accuracy": accuracy,
             "learning_rate": rate,
-            "grad_norm": optax.global_norm(grads),
+            "grad_norm": optax.tree.norm(grads),
             "max_expert_load": jnp.max(jnp.stack(list(loads.values())))
             if loads
             else jnp.float32(0),
@@ -212,7 +212,7 @@ def train_step(
 def noisy_batch(
     key: jax.Array, batch: Mapping[str, jax.Array], noise: objective.NoiseConfig
 ) -> objective.NoisyBatch:
-    """Returns the masked form of a batch as `data.pad_rows` makes it."""
+    """Returns the masked form of a batch as `examples.pad_rows` makes it."""
     return objective.add_noise(
         key,
         batch["tokens"].astype(jnp.int32),

@@ -11,9 +11,9 @@ import pytest
 
 from jdllm import errors
 from jdllm.models import loading
-from jdllm.train import checkpoints, config, data, denoise, evaluate, loop, step
+from jdllm.train import checkpoints, config, denoise, evaluate, examples, loop, step
 
-NANO = pathlib.Path(data.__file__).parents[1] / "assets" / "jdllm-nano"
+NANO = pathlib.Path(examples.__file__).parents[1] / "assets" / "jdllm-nano"
 TINY = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -84,10 +84,10 @@ def test_a_run_learns_resumes_bit_for_bit_and_exports(model_path, tmp_path):
 
 
 def test_batches_are_a_function_of_the_step(model_path):
-    chat = data.ChatFormat(model_path)
-    layout = data.Layout(sequence_length=192, block_size=32, answer_blocks=4)
-    source = data.ProblemBatches(chat, layout, batch_size=4, seed=0, length=10)
-    ahead = data.batches(source, start_step=3, num_threads=2, num_workers=0, prefetch=4)
+    chat = examples.ChatFormat(model_path)
+    layout = examples.Layout(sequence_length=192, block_size=32, answer_blocks=4)
+    source = examples.ProblemBatches(chat, layout, batch_size=4, seed=0, length=10)
+    ahead = examples.batches(source, start_step=3, num_threads=2, num_workers=0, prefetch=4)
     for number in range(3, 6):
         batch = next(ahead)
         assert all(np.array_equal(batch[key], source[number][key]) for key in batch)
@@ -103,9 +103,9 @@ def test_one_token_per_step_writes_every_position_once(model_path):
     hf = json.loads((model_path / "config.json").read_text())
     network = step.build_network(hf, "float32")
     params = step.init_params(network, 0)
-    chat = data.ChatFormat(model_path)
-    layout = data.Layout(sequence_length=96, block_size=32, answer_blocks=2)
-    _, batch = data.heldout(chat, layout, 2)
+    chat = examples.ChatFormat(model_path)
+    layout = examples.Layout(sequence_length=96, block_size=32, answer_blocks=2)
+    _, batch = examples.heldout(chat, layout, 2)
     run = denoise.denoiser(network, length=96, stop_ids=())
     rows = run(params, batch["tokens"], batch["prompt_lens"], jnp.float32(2.0))
     blocks = 3 - batch["prompt_lens"] // 32
@@ -127,9 +127,9 @@ def test_balance_moves_biases_toward_equal_load(model_path):
     path = "layers.1.mlp.router.expert_bias"
     params[path] = jnp.array([1.0, 0.0, 0.0, -1.0])  # expert 0 always chosen, 3 never
     state = step.init_state(settings, params, average=params, step=0)
-    chat = data.ChatFormat(model_path)
-    layout = data.Layout(sequence_length=96, block_size=32, answer_blocks=2)
-    _, batch = data.heldout(chat, layout, 2)
+    chat = examples.ChatFormat(model_path)
+    layout = examples.Layout(sequence_length=96, block_size=32, answer_blocks=2)
+    _, batch = examples.heldout(chat, layout, 2)
     noise = evaluate.objective.NoiseConfig(
         block_size=32, answer_blocks=2, copies=1, full_mask_fraction=0.2, mask_token_id=2
     )

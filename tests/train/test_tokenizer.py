@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jdllm.tasks import arithmetic, words
-from jdllm.train import data
+from jdllm.train import examples
 
-NANO = pathlib.Path(data.__file__).parents[1] / "assets" / "jdllm-nano"
-ENCODER = data.ChatFormat(NANO).tokenizer
+NANO = pathlib.Path(examples.__file__).parents[1] / "assets" / "jdllm-nano"
+ENCODER = examples.ChatFormat(NANO).tokenizer
 TOM = "Tom has 7 apples. He buys 5 more apples. How many apples does he have now?"
 
 
@@ -51,7 +51,7 @@ def test_training_prompt_is_the_chat_template(tokenizer):
     served = tokenizer.apply_chat_template(
         [{"role": "user", "content": TOM}], add_generation_prompt=True, return_dict=False
     )
-    assert data.ChatFormat(NANO).prompts([TOM]) == [list(served)]
+    assert examples.ChatFormat(NANO).prompts([TOM]) == [list(served)]
     assert tokenizer.decode(served).endswith("<|role_end|><role>ASSISTANT</role>")
 
 
