@@ -24,7 +24,6 @@ ALIASES = {
 }
 # Accepted, and change nothing: what they ask for is always so.
 NEUTRAL_FLAGS = {"dllm_fdfo": "rows never wait for one another (always so)"}
-LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 SECRETS = ("api_key", "admin_api_key")
 REFUSED_PREFIXES = {"cuda_graph_": "every bucket is compiled at start; use --max-running-requests"}
 
@@ -106,10 +105,6 @@ def parse(argv: Sequence[str]) -> Options:
         cls(**{f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values})
         for cls in (config.EngineConfig, config.ServerConfig)
     )
-    if server.log_level_http not in LOG_LEVELS:
-        raise errors.ConfigError(
-            f"log_level_http={server.log_level_http!r} must be one of {', '.join(LOG_LEVELS)}"
-        )
     return Options(engine=engine, server=server, sources=sources)
 
 

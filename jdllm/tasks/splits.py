@@ -13,21 +13,16 @@ Split = Literal["train", "test"]
 # Chosen so that the plainest sentences ("He buys 5 more apples.") stay in training.
 PHRASING_SALT = "21/"
 
-MAX_DIVISOR = 12  # of the divisions that stories draw
-
 
 @functools.cache
 def is_held_out_pair(op: str, a: int, b: int) -> bool:
     """Says whether training never shows the step `a op b`.
 
     + and -: one ordered pair in ten. * and /: of one fact in ten (such as 7, 8, 56) one
-    of the two orders, so that the fact itself can still be known. A division whose mirror
-    no story draws (64 / 16) is never held out: nothing else would teach it.
+    of the two orders, so that the fact itself can still be known.
     """
     if op in "+-":
         return _hash(f"{op}{a},{b}") % 10 == 0
-    if op == "/" and a // b > MAX_DIVISOR:
-        return False
     one, other = (a, b) if op == "*" else (a // b, b)
     key = _hash(f"{op}{min(one, other)},{max(one, other)}")
     return key % 10 == 0 and one != other and (one < other) == (key // 10 % 2 == 0)

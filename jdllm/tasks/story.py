@@ -118,8 +118,7 @@ class Story:
 
     def divisor(self, value: int) -> int:
         """Draws an exact divisor of `value` for a division."""
-        divisors = range(2, splits.MAX_DIVISOR + 1)
-        fit = [d for d in divisors if value % d == 0 and 2 <= value // d <= MAX_QUOTIENT]
+        fit = [d for d in range(2, 13) if value % d == 0 and 2 <= value // d <= MAX_QUOTIENT]
         if not fit:
             raise Impossible
         return self.rng.choice(fit)
