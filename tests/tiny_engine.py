@@ -27,3 +27,11 @@ def make_engine(**options):
     # The default matmul precision is read when steps are traced, in Engine().
     with jax.default_matmul_precision("highest"):
         return jdllm.Engine(**defaults | options)
+
+
+def assert_nothing_held(engine):
+    scheduler = engine._built.core.scheduler
+    stats = scheduler.stats()
+    assert (stats.num_running, stats.num_queued, stats.num_used_pages) == (0, 0, 0)
+    allocator = scheduler.pages.allocator
+    assert allocator.num_free + stats.num_cached_pages == allocator.num_pages

@@ -14,13 +14,12 @@ import time
 from typing import Any
 
 import jax
-import numpy as np
 
 from jdllm import config as config_lib
 from jdllm import errors, sampling_params
 from jdllm.checkpoint import source
 from jdllm.engine import core as core_lib
-from jdllm.engine import sampling_defaults, startup
+from jdllm.engine import sampling_defaults, sizing, startup
 from jdllm.engine import tokenizer as tokenizer_lib
 from jdllm.kv_cache import pool as pool_lib
 from jdllm.kv_cache import prefix_cache as prefix_cache_lib
@@ -32,25 +31,9 @@ from jdllm.scheduler import scheduler as scheduler_lib
 
 logger = logging.getLogger(__name__)
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 CHAT_END_TOKEN = "<|role_end|>"
-# Rows and tokens of the default buckets: few and small on a CPU, where a launch is
-# compute bound at once and compile time is what one waits for.
-CPU_ROWS, ACCELERATOR_ROWS = 8, 32
-CPU_PREFILL_TOKENS, ACCELERATOR_PREFILL_TOKENS = 512, 4096
 DEFAULT_QUEUE = 4096
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
-    """What was decided about memory and shapes. Tokens, rows, pages, bytes."""
-
-    context_length: int
-    max_running_requests: int
-    page_size: int
-    num_pages: int
-    prefill_token_budget: int
-    weight_bytes: int
-    kv_bytes: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +51,7 @@ class Built:
     default_dllm: sampling_params.DllmParams
     algorithms: tuple[str, ...]
     eos_token_ids: tuple[int, ...]
-    sizes: Sizes
+    sizes: sizing.Sizes
     startup_s: float
     compiles_at_ready: int
 
@@ -84,6 +67,11 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
     generation_config = source.read_optional_json(model_dir / "generation_config.json")
     algorithms, default_dllm, block_size = _algorithms(config, generation_config)
     dtype = _dtype(config.dtype)
+    # Everything that can be refused is refused before the weights are read.
+    spec = loading.read_spec(model_dir, block_size=block_size)
+    shapes = sizing.choose_shapes(config, spec)
+    tokenizer = _tokenizer(config, model_dir)
+    _check_vocabulary(tokenizer, spec)
     model = loading.load(
         model_dir,
         dtype=dtype,
@@ -91,11 +79,8 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
         block_size=block_size,
         seed=config.random_seed,
     )
-    spec = model.spec
-    tokenizer = _tokenizer(config, model_dir)
-    _check_vocabulary(tokenizer, spec)
     kv_dtype = str(model.params["norm.weight"].dtype)
-    sizes = _sizes(config, spec, model.params, kv_dtype)
+    sizes = sizing.choose_sizes(config, spec, shapes, model.params, kv_dtype)
     pool_config = pool_lib.PoolConfig(
         num_pages=sizes.num_pages,
         page_size=sizes.page_size,
@@ -114,7 +99,9 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
     runner.compile(buckets.all(), progress.advance)
     scheduler = _scheduler(config, spec, sizes, buckets, tokenizer)
     return Built(
-        config=_resolved(config, model_dir, dtype, algorithms, default_dllm, sizes),
+        config=_resolved(
+            config, model_dir, dtype, algorithms, default_dllm, sizes, tokenizer is not None
+        ),
         core=core_lib.EngineCore(
             scheduler,
             runner,
@@ -184,6 +171,10 @@ def _tokenizer(
 ) -> tokenizer_lib.Tokenizer | None:
     if config.skip_tokenizer_init:
         return None
+    is_bare = not any((model_dir / name).is_file() for name in TOKENIZER_FILES)
+    if config.load_format == "dummy" and config.tokenizer_path is None and is_bare:
+        logger.warning("%s holds no tokenizer: token ids in, token ids out", model_dir)
+        return None
     return tokenizer_lib.Tokenizer(
         config.tokenizer_path or model_dir,
         chat_template=config.chat_template,
@@ -212,63 +203,10 @@ def _eos_token_ids(
     return tuple(ids)
 
 
-def _sizes(
-    config: config_lib.EngineConfig,
-    spec: spec_lib.ModelSpec,
-    params: dict[str, jax.Array],
-    kv_dtype: str,
-) -> Sizes:
-    is_cpu = jax.default_backend() == "cpu"
-    context_length = config.context_length or spec.max_position_embeddings
-    if context_length > spec.max_position_embeddings:
-        raise errors.ConfigError(
-            f"{context_length=} exceeds the model's max_position_embeddings="
-            f"{spec.max_position_embeddings}"
-        )
-    rows = config.max_running_requests or (CPU_ROWS if is_cpu else ACCELERATOR_ROWS)
-    block_size = spec.diffusion.block_size
-    budget = config.chunked_prefill_size or (
-        CPU_PREFILL_TOKENS if is_cpu else ACCELERATOR_PREFILL_TOKENS
-    )
-    if budget < block_size:
-        raise errors.ConfigError(
-            f"chunked_prefill_size={budget} is less than one block of {block_size} tokens"
-        )
-    page_size = pool_lib.choose_page_size(block_size, config.page_size)
-    weight_bytes = sum(array.nbytes for array in params.values())
-    num_pages = pool_lib.choose_num_pages(
-        spec,
-        page_size=page_size,
-        dtype=kv_dtype,
-        context_length=context_length,
-        max_running_requests=rows,
-        max_total_tokens=config.max_total_tokens,
-        free_bytes=None if is_cpu else _free_bytes(config.mem_fraction_static),
-    )
-    per_token = spec.kv_bytes_per_token(np.dtype(jax.numpy.dtype(kv_dtype)).itemsize)
-    return Sizes(
-        context_length=context_length,
-        max_running_requests=rows,
-        page_size=page_size,
-        num_pages=num_pages,
-        prefill_token_budget=budget,
-        weight_bytes=weight_bytes,
-        kv_bytes=per_token * num_pages * page_size,
-    )
-
-
-def _free_bytes(mem_fraction_static: float) -> int | None:
-    """Returns the bytes left for KV within the static share of the accelerator's memory."""
-    stats = jax.local_devices()[0].memory_stats()
-    if not stats:
-        return None
-    return int(stats["bytes_limit"] * mem_fraction_static) - stats["bytes_in_use"]
-
-
 def _scheduler(
     config: config_lib.EngineConfig,
     spec: spec_lib.ModelSpec,
-    sizes: Sizes,
+    sizes: sizing.Sizes,
     buckets: buckets_lib.Buckets,
     tokenizer: tokenizer_lib.Tokenizer | None,
 ) -> scheduler_lib.Scheduler:
@@ -305,7 +243,8 @@ def _resolved(
     dtype: str,
     algorithms: tuple[str, ...],
     default_dllm: sampling_params.DllmParams,
-    sizes: Sizes,
+    sizes: sizing.Sizes,
+    has_tokenizer: bool,
 ) -> config_lib.EngineConfig:
     options = {
         name: value
@@ -320,6 +259,7 @@ def _resolved(
         model_path=config.model_path or str(model_dir),
         tokenizer_path=config.tokenizer_path or str(model_dir),
         served_model_name=(config.served_model_name or config.model_path or source.BUNDLED_MODEL),
+        skip_tokenizer_init=not has_tokenizer,
         dtype=dtype,
         context_length=sizes.context_length,
         max_total_tokens=sizes.num_pages * sizes.page_size,

@@ -126,6 +126,13 @@ class Engine:
 
         Refusals of the scheduler raise at the first step. Closing the iterator aborts.
         """
+        places = self.max_running_requests + self.config.max_queued_requests
+        if params.n > places:
+            raise errors.RequestError(
+                f"n={params.n} can never fit: max_running_requests and max_queued_requests allow "
+                f"{places} together",
+                param="n",
+            )
         choices = self._choices([prompt_ids], [params], [request_id or requests.new_id()])
         return streams.generations(self._loop, choices, is_bounded=True)
 
@@ -206,6 +213,10 @@ class Engine:
     def server_info(self) -> dict[str, Any]:
         """Returns resolved options, kernels, devices and one `internal_states` entry."""
         return info.server_info(self._built)
+
+    def get_server_info(self) -> dict[str, Any]:
+        """SGLang's name of `server_info`."""
+        return self.server_info()
 
     def model_info(self) -> dict[str, Any]:
         """Returns what SGLang's `/model_info` returns."""

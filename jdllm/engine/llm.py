@@ -14,6 +14,8 @@ from jdllm.engine import engine as engine_lib
 from jdllm.engine import outputs, requests
 
 Messages = Sequence[Mapping[str, Any]]
+# Text, or vLLM's {"prompt": text} or {"prompt_token_ids": ids}.
+Prompt = str | Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +36,7 @@ class RequestOutput:
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
+    finished: bool = True
 
 
 class LLM:
@@ -44,14 +47,15 @@ class LLM:
 
     def generate(
         self,
-        prompts: str | Sequence[str],
+        prompts: Prompt | Sequence[Prompt],
         sampling_params: requests.Params | Sequence[requests.Params] = None,
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Returns one output per prompt, in order, whatever finishes first."""
-        texts = [prompts] if isinstance(prompts, str) else list(prompts)
-        ids = [self.engine.encode(text) for text in texts]
+        rows = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        pairs = [self._text_and_ids(row) for row in rows]
+        texts, ids = [text for text, _ in pairs], [ids for _, ids in pairs]
         return self._run(texts, ids, sampling_params, use_tqdm)
 
     def chat(
@@ -76,6 +80,21 @@ class LLM:
     def shutdown(self) -> None:
         """Stops the engine; see `Engine.shutdown`."""
         self.engine.shutdown()
+
+    def _text_and_ids(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, str):
+            return prompt, self.engine.encode(prompt)
+        if isinstance(prompt, Mapping) and len(prompt) == 1:
+            if isinstance(prompt.get("prompt"), str):
+                return prompt["prompt"], self.engine.encode(prompt["prompt"])
+            if "prompt_token_ids" in prompt:
+                (ids,), is_single = requests.id_rows(prompt["prompt_token_ids"])
+                if is_single:
+                    return None, ids
+        raise errors.RequestError(
+            f'a prompt is text, {{"prompt": text}} or {{"prompt_token_ids": ids}}, not {prompt!r}',
+            param="prompt",
+        )
 
     def _run(
         self,

@@ -82,6 +82,13 @@ class Tokenizer:
                 "this model has no chat template; start the server with --chat-template",
                 param="messages",
             )
+        for i, message in enumerate(messages):
+            is_message = isinstance(message, Mapping) and isinstance(message.get("role"), str)
+            if not is_message or not isinstance(message.get("content"), str):
+                raise errors.RequestError(
+                    f"a message needs a role and text content, got {message!r}",
+                    param=f"messages.{i}",
+                )
         options = {"add_generation_prompt": True} | template_options
         try:
             text = self._hf.apply_chat_template(list(messages), tokenize=False, **options)

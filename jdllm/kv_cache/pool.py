@@ -58,6 +58,13 @@ def choose_page_size(block_size: int, wanted: int | None) -> int:
     return page_size
 
 
+def pages_of_total(max_total_tokens: int, page_size: int) -> int:
+    """Returns how many whole pages `max_total_tokens` make, at least one."""
+    if max_total_tokens < page_size:
+        raise errors.ConfigError(f"{max_total_tokens=} is less than one page of {page_size}")
+    return max_total_tokens // page_size
+
+
 def choose_num_pages(
     spec: spec_lib.ModelSpec,
     *,
@@ -76,9 +83,7 @@ def choose_num_pages(
     """
     page_bytes = spec.kv_bytes_per_token(jnp.dtype(dtype).itemsize) * page_size
     if max_total_tokens is not None:
-        pages = max_total_tokens // page_size
-        if pages < 1:
-            raise errors.ConfigError(f"{max_total_tokens=} is less than one page of {page_size}")
+        pages = pages_of_total(max_total_tokens, page_size)
         if free_bytes is not None and pages * page_bytes > free_bytes:
             raise errors.ConfigError(
                 f"{max_total_tokens=} needs {pages * page_bytes / 1e9:.2f} GB of KV, "

@@ -61,14 +61,8 @@ def load(
     load_format "dummy" needs config.json only and draws weights from `seed`.
     """
     directory = pathlib.Path(directory)
-    hf_config = source.read_json(directory / source.CONFIG_NAME)
-    architecture = registry.architecture_of(hf_config)
+    hf_config, architecture, config = _parse(directory, block_size)
     family = registry.family(architecture)
-    config = family.parse_config(
-        hf_config,
-        block_size=block_size,
-        generation_config=source.read_optional_json(directory / "generation_config.json"),
-    )
     chosen = _load_format(directory, load_format)
     if chosen == "orbax" and dtype == "auto":
         dtype = orbax_checkpoint.stored_dtype(directory)
@@ -97,6 +91,25 @@ def load(
         hf_config=hf_config,
         path=directory,
     )
+
+
+def read_spec(
+    directory: str | os.PathLike[str], *, block_size: int | None = None
+) -> spec_lib.ModelSpec:
+    """Returns what a local directory's config files say of its model; reads no weight."""
+    return _parse(pathlib.Path(directory), block_size)[2].spec
+
+
+def _parse(directory: pathlib.Path, block_size: int | None) -> tuple[dict[str, Any], str, Any]:
+    """Returns (config.json, architecture, the family's config)."""
+    hf_config = source.read_json(directory / source.CONFIG_NAME)
+    architecture = registry.architecture_of(hf_config)
+    config = registry.family(architecture).parse_config(
+        hf_config,
+        block_size=block_size,
+        generation_config=source.read_optional_json(directory / "generation_config.json"),
+    )
+    return hf_config, architecture, config
 
 
 def resolve_dtype(dtype: str, hf_config: Mapping[str, Any]) -> jnp.dtype:

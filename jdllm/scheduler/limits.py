@@ -36,6 +36,13 @@ class Limits:
                 "stop strings need a tokenizer, which this engine runs without; use stop_token_ids",
                 param="stop",
             )
+        if prompt >= self.context_length:
+            raise errors.RequestTooLong(
+                f"the prompt has {prompt} tokens, which leaves no room in the context length of "
+                f"{self.context_length}; shorten it",
+                param="prompt",
+                code="context_length_exceeded",
+            )
         asked = f"the prompt has {prompt} tokens and max_new_tokens={wanted}"
         if prompt + wanted > self.context_length:
             raise errors.RequestTooLong(

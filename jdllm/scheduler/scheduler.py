@@ -126,9 +126,7 @@ class Scheduler:
         `is_bounded`: the queue limit applies (a server's traffic, not an offline list).
         """
         if request.request_id in self._by_id:
-            raise errors.RequestError(
-                f"request id {request.request_id!r} is in use", param="request_id"
-            )
+            raise errors.RequestError(f"request id {request.request_id!r} is in use", param="rid")
         self._limits.check(request)
         if is_bounded:
             self._check_queue()

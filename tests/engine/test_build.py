@@ -11,6 +11,7 @@ import sys
 import huggingface_hub
 import pytest
 
+import jdllm
 from jdllm import errors
 from jdllm.checkpoint import source
 from jdllm.engine import sampling_defaults, tokenizer
@@ -139,3 +140,37 @@ def test_shifted_logits_are_refused():
     model_runner.ModelRunner(model, config, **options)
     with pytest.raises(errors.ConfigError, match="shifted"):
         model_runner.ModelRunner(shifted, config, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"page_size": 12}, "page_size"),
+        ({"context_length": 100_000}, "max_position_embeddings"),
+        ({"max_total_tokens": 3}, "page"),
+        ({"chunked_prefill_size": 4}, "chunked_prefill_size"),
+        ({"tokenizer_path": "/"}, "tokenizer"),
+        ({"chat_template": "/nope.jinja"}, "chat_template"),
+    ],
+)
+def test_options_are_refused_before_weights_are_read(options, match, tmp_path):
+    for name in ("config.json", "generation_config.json", *TOKENIZER_FILES):
+        shutil.copy(source.bundled_model() / name, tmp_path / name)
+    (tmp_path / "model.safetensors").write_bytes(b"torn: reading it would be another error")
+    with pytest.raises(errors.ConfigError, match=match):
+        jdllm.Engine(model_path=str(tmp_path), **options)
+
+
+def test_dummy_weights_need_no_tokenizer(tmp_path, caplog):
+    shutil.copy(GOLDEN / "config.json", tmp_path / "config.json")
+    with jdllm.Engine(
+        model_path=str(tmp_path),
+        load_format="dummy",
+        context_length=64,
+        max_running_requests=1,
+        chunked_prefill_size=32,
+    ) as engine:
+        assert engine.tokenizer is None and engine.config.skip_tokenizer_init
+        result = engine.generate(input_ids=[1, 2], sampling_params={"max_new_tokens": 3})
+        assert len(result["output_ids"]) == 3
+    assert "no tokenizer" in caplog.text

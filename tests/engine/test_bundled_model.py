@@ -52,6 +52,26 @@ def test_generate_keeps_the_order_of_prompts_and_choices(llm):
     assert again[0].outputs[0].token_ids == outputs[3].outputs[0].token_ids
 
 
+def test_vllms_prompt_objects_are_understood_and_others_refused(llm):
+    params = {"max_new_tokens": 4}
+    ids = llm.engine.encode("1 + 1 =")
+    prompts = ["1 + 1 =", {"prompt": "1 + 1 ="}, {"prompt_token_ids": ids}]
+    first, *others = llm.generate(prompts, params, use_tqdm=False)
+    for other in others:
+        assert other.outputs[0].token_ids == first.outputs[0].token_ids
+        assert other.prompt_token_ids == ids and other.finished
+    for wrong in (5, {"text": "x"}, {"prompt": 3}, {"prompt_token_ids": [[1]]}):
+        with pytest.raises(errors.RequestError):
+            llm.generate([wrong], params, use_tqdm=False)
+
+
+@pytest.mark.parametrize("message", [{"role": "user"}, {"content": "x"}, "hi", {"role": 1}])
+def test_incomplete_messages_are_refused(llm, message):
+    with pytest.raises(errors.RequestError) as raised:
+        llm.chat([[message]], use_tqdm=False)
+    assert raised.value.param == "messages.0"
+
+
 def test_messages_must_be_there(llm):
     with pytest.raises(errors.RequestError) as raised:
         llm.chat([])

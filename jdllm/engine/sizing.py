@@ -1,0 +1,110 @@
+"""What is decided about shapes and memory at start: rows, tokens, pages, bytes.
+
+Shapes follow from the options and the model's config alone, so a wrong option is
+refused before any weight is read; the number of pages needs to know what weights left.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jdllm import config as config_lib
+from jdllm import errors
+from jdllm.kv_cache import pool
+from jdllm.models import spec as spec_lib
+
+# Rows and tokens of the default buckets: few and small on a CPU, where a launch is
+# compute bound at once and compile time is what one waits for.
+CPU_ROWS, ACCELERATOR_ROWS = 8, 32
+CPU_PREFILL_TOKENS, ACCELERATOR_PREFILL_TOKENS = 512, 4096
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Shapes:
+    """Tokens and rows of the compiled steps."""
+
+    context_length: int
+    max_running_requests: int
+    page_size: int
+    prefill_token_budget: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Shapes, and what they and the weights occupy. Tokens, rows, pages, bytes."""
+
+    context_length: int
+    max_running_requests: int
+    page_size: int
+    prefill_token_budget: int
+    num_pages: int
+    weight_bytes: int
+    kv_bytes: int
+
+
+def choose_shapes(config: config_lib.EngineConfig, spec: spec_lib.ModelSpec) -> Shapes:
+    """Returns the shapes; an option that does not fit the model is a ConfigError."""
+    is_cpu = jax.default_backend() == "cpu"
+    context_length = config.context_length or spec.max_position_embeddings
+    if context_length > spec.max_position_embeddings:
+        raise errors.ConfigError(
+            f"{context_length=} exceeds the model's max_position_embeddings="
+            f"{spec.max_position_embeddings}"
+        )
+    block_size = spec.diffusion.block_size
+    budget = config.chunked_prefill_size or (
+        CPU_PREFILL_TOKENS if is_cpu else ACCELERATOR_PREFILL_TOKENS
+    )
+    if budget < block_size:
+        raise errors.ConfigError(
+            f"chunked_prefill_size={budget} is less than one block of {block_size} tokens"
+        )
+    page_size = pool.choose_page_size(block_size, config.page_size)
+    if config.max_total_tokens is not None:
+        pool.pages_of_total(config.max_total_tokens, page_size)
+    return Shapes(
+        context_length=context_length,
+        max_running_requests=(
+            config.max_running_requests or (CPU_ROWS if is_cpu else ACCELERATOR_ROWS)
+        ),
+        page_size=page_size,
+        prefill_token_budget=budget,
+    )
+
+
+def choose_sizes(
+    config: config_lib.EngineConfig,
+    spec: spec_lib.ModelSpec,
+    shapes: Shapes,
+    params: dict[str, jax.Array],
+    kv_dtype: str,
+) -> Sizes:
+    """Returns shapes and the pool that fits beside the loaded weights."""
+    is_cpu = jax.default_backend() == "cpu"
+    num_pages = pool.choose_num_pages(
+        spec,
+        page_size=shapes.page_size,
+        dtype=kv_dtype,
+        context_length=shapes.context_length,
+        max_running_requests=shapes.max_running_requests,
+        max_total_tokens=config.max_total_tokens,
+        free_bytes=None if is_cpu else _free_bytes(config.mem_fraction_static),
+    )
+    per_token = spec.kv_bytes_per_token(jnp.dtype(kv_dtype).itemsize)
+    return Sizes(
+        **dataclasses.asdict(shapes),
+        num_pages=num_pages,
+        weight_bytes=sum(array.nbytes for array in params.values()),
+        kv_bytes=per_token * num_pages * shapes.page_size,
+    )
+
+
+def _free_bytes(mem_fraction_static: float) -> int | None:
+    """Returns the bytes left for KV within the static share of the accelerator's memory."""
+    stats = jax.local_devices()[0].memory_stats()
+    if not stats:
+        return None
+    return int(stats["bytes_limit"] * mem_fraction_static) - stats["bytes_in_use"]
