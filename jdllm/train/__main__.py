@@ -8,14 +8,36 @@ import logging
 import pathlib
 import sys
 
+from jdllm import errors
 from jdllm.train import config, loop
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Parses the command line, trains, prints the final numbers as one JSON line."""
+def main(argv: list[str] | None = None) -> int:
+    """Trains, prints the final numbers as one JSON line, returns the exit code."""
+    args = _parser().parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", force=True)
+    logging.getLogger("absl").setLevel(logging.WARNING)
+    paths = loop.RunPaths(
+        output_dir=args.output_dir or pathlib.Path("runs") / args.config.stem,
+        import_state=args.import_state,
+        export_state=args.export_state,
+        is_resumed=args.resume == "auto",
+    )
+    try:
+        final = loop.train(config.load(args.config, args.set), paths)
+    except (errors.ConfigError, OSError) as error:
+        sys.stderr.write(f"jdllm.train: error: {error}\n")
+        return 2
+    sys.stdout.write(json.dumps(final) + "\n")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="jdllm.train", description=__doc__)
     parser.add_argument("--config", type=pathlib.Path, required=True, help="YAML of TrainConfig")
-    parser.add_argument("--output-dir", type=pathlib.Path, required=True)
+    parser.add_argument(
+        "--output-dir", type=pathlib.Path, help="default: runs/NAME for a config NAME.yaml"
+    )
     parser.add_argument(
         "--resume",
         choices=("auto", "never"),
@@ -23,7 +45,12 @@ def main(argv: list[str] | None = None) -> None:
         help="auto: go on from the newest checkpoint in the output folder",
     )
     parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a config key"
+        "--set",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override config keys",
     )
     parser.add_argument(
         "--export-state",
@@ -33,20 +60,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--import-state", type=pathlib.Path, help="start from weights written by --export-state"
     )
-    args = parser.parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", force=True)
-    logging.getLogger("absl").setLevel(logging.WARNING)
-    final = loop.train(
-        config.load(args.config, args.set),
-        loop.RunPaths(
-            output_dir=args.output_dir,
-            import_state=args.import_state,
-            export_state=args.export_state,
-            is_resumed=args.resume == "auto",
-        ),
-    )
-    sys.stdout.write(json.dumps(final) + "\n")
+    return parser
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

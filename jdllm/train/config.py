@@ -11,6 +11,22 @@ import yaml
 
 from jdllm import errors
 
+_AT_LEAST_ONE = (
+    "num_steps",
+    "batch_size",
+    "sequence_length",
+    "answer_blocks",
+    "noise_copies",
+    "warmup_steps",
+    "decay_steps",
+    "log_every",
+    "checkpoint_every",
+    "eval_every",
+    "eval_problems",
+    "data_threads",
+    "prefetch_batches",
+)
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
@@ -50,22 +66,34 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.compute_dtype not in ("bfloat16", "float32"):
             raise errors.ConfigError(f"{self.compute_dtype=} must be 'bfloat16' or 'float32'")
-        for name in ("num_steps", "batch_size", "sequence_length", "answer_blocks", "log_every"):
+        for name in _AT_LEAST_ONE:
             if getattr(self, name) < 1:
                 raise errors.ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.data_workers < 0:
+            raise errors.ConfigError(f"data_workers={self.data_workers} must be at least 0")
         if self.decay_steps > self.num_steps:
             raise errors.ConfigError(f"{self.decay_steps=} exceeds {self.num_steps=}")
 
 
 def load(path: pathlib.Path, overrides: Sequence[str] = ()) -> TrainConfig:
     """Returns the config of a YAML file with `key=value` overrides (values as YAML)."""
-    values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    values = _parsed(path.read_text(encoding="utf-8"), str(path)) or {}
+    if not isinstance(values, dict):
+        raise errors.ConfigError(f"{path} must hold a mapping, not a {type(values).__name__}")
     for override in overrides:
         key, sign, text = override.partition("=")
         if not sign:
             raise errors.ConfigError(f"--set {override!r} must be key=value")
-        values[key] = yaml.safe_load(text)
+        values[key] = _parsed(text, f"--set {key}")
     return from_mapping(values)
+
+
+def _parsed(text: str, origin: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise errors.ConfigError(f"{origin} is not valid YAML: {reason}") from error
 
 
 def from_mapping(values: Mapping[str, Any]) -> TrainConfig:
@@ -81,15 +109,18 @@ def from_mapping(values: Mapping[str, Any]) -> TrainConfig:
 
 def _typed(key: str, kind: str, value: Any) -> Any:
     # Annotations are strings in this module (PEP 563).
-    match kind:
-        case "str" if isinstance(value, str):
-            return value
-        case "int" if isinstance(value, int) and not isinstance(value, bool):
-            return value
-        case "float" | "float | None" if isinstance(value, int | float | str):
-            return float(value)  # YAML reads 1e-3 as text
-        case "float | None" if value is None:
-            return None
-        case "tuple[float, ...]" if isinstance(value, list | tuple):
-            return tuple(float(v) for v in value)
+    try:
+        match kind:
+            case "str" if isinstance(value, str):
+                return value
+            case "int" if isinstance(value, int) and not isinstance(value, bool):
+                return value
+            case "float" | "float | None" if isinstance(value, int | float | str):
+                return float(value)  # YAML reads 1e-3 as text
+            case "float | None" if value is None:
+                return None
+            case "tuple[float, ...]" if isinstance(value, list | tuple):
+                return tuple(float(v) for v in value)
+    except (TypeError, ValueError):
+        pass  # the text is no number: the same error as any other wrong type
     raise errors.ConfigError(f"{key}={value!r} must be of type {kind}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 
 import jax
@@ -12,6 +13,8 @@ import numpy as np
 from jdllm.tasks import example
 from jdllm.train import denoise, examples, objective, step
 from jdllm.train.config import TrainConfig
+
+logger = logging.getLogger(__name__)
 
 ONE_TOKEN_PER_STEP = 2.0  # no probability passes it
 
@@ -40,9 +43,13 @@ def evaluator(
     def evaluate(params: step.Params) -> dict[str, float]:
         numbers = {"heldout_loss": float(heldout_loss(params))}
         in_compute = cast(params)
-        for threshold in (ONE_TOKEN_PER_STEP, *config.eval_thresholds):
-            rows = run(in_compute, batch["tokens"], batch["prompt_lens"], jnp.float32(threshold))
+        thresholds = (ONE_TOKEN_PER_STEP, *config.eval_thresholds)
+        for i, threshold in enumerate(thresholds, start=1):
             name = "one_token" if threshold == ONE_TOKEN_PER_STEP else f"{threshold:g}"
+            logger.info(
+                "evaluation %d of %d: %d problems @%s", i, len(thresholds), len(problems), name
+            )
+            rows = run(in_compute, batch["tokens"], batch["prompt_lens"], jnp.float32(threshold))
             scored = _score(rows, problems, chat, stop_ids)
             numbers |= {f"{key}@{name}": value for key, value in scored.items()}
         return numbers

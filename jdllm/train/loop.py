@@ -84,16 +84,16 @@ def train(config: TrainConfig, paths: RunPaths) -> dict[str, float]:
         if number % config.checkpoint_every == 0:
             checkpoints.save(saved, state)
         if number % config.eval_every == 0 and number < config.num_steps:
+            _save_now(saved, state)
             curve.write(number, evaluate_now(state.average))
     progress.close()
     batches.close()
-    checkpoints.save(saved, state)
+    _save_now(saved, state)
     final = evaluate_now(state.average)
     curve.write(number, final)
     export.write_hf(network, state.average, model_path, paths.output_dir / "hf")
     if paths.export_state is not None:
         checkpoints.export_parts(state, paths.export_state)
-    saved.wait_until_finished()
     saved.close()
     logger.info("stopped at step %d after %.1f min", number, (time.monotonic() - began) / 60)
     return final
@@ -113,6 +113,12 @@ def _first_state(
     if paths.import_state is not None:
         return checkpoints.import_parts(config, paths.import_state)
     return fresh
+
+
+def _save_now(saved: checkpoints.ocp.CheckpointManager, state: step.TrainState) -> None:
+    # An evaluation takes minutes: a run stopped during it must not lose the steps before it.
+    checkpoints.save(saved, state)
+    saved.wait_until_finished()
 
 
 def _is_over(config: TrainConfig, began: float) -> bool:

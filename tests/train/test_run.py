@@ -1,5 +1,6 @@
 """A tiny run on CPU: its loss falls, it resumes bit for bit, its export loads."""
 
+import dataclasses
 import json
 import pathlib
 import shutil
@@ -11,6 +12,7 @@ import pytest
 
 from jdllm import errors
 from jdllm.models import loading
+from jdllm.train import __main__ as train_main
 from jdllm.train import checkpoints, config, denoise, evaluate, examples, loop, step
 
 NANO = pathlib.Path(examples.__file__).parents[1] / "assets" / "jdllm-nano"
@@ -60,12 +62,15 @@ def curve(folder):
     return [json.loads(line) for line in (folder / "curve.jsonl").read_text().splitlines()]
 
 
-def test_a_run_learns_resumes_bit_for_bit_and_exports(model_path, tmp_path):
+def test_a_run_learns_resumes_bit_for_bit_and_exports(model_path, tmp_path, caplog):
+    caplog.set_level("INFO", logger="jdllm.train.evaluate")
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     settings = run_config(model_path)
     loop.train(settings, loop.RunPaths(output_dir=whole))
     losses = [line["loss"] for line in curve(whole) if "loss" in line]
     assert losses[-1] < losses[0] - 1.0
+    assert "evaluation 1 of 2: 2 problems @one_token" in caplog.text
+    assert "evaluation 2 of 2: 2 problems @0.9" in caplog.text
 
     # The second run is the first one, killed after its checkpoint of step 20.
     halves.mkdir()
@@ -81,6 +86,20 @@ def test_a_run_learns_resumes_bit_for_bit_and_exports(model_path, tmp_path):
     for path, array in loaded.params.items():
         want = imported.average[path].astype(array.dtype)
         assert np.array_equal(np.asarray(array), np.asarray(want)), path
+
+
+def test_a_stop_during_evaluation_loses_no_step(model_path, tmp_path, monkeypatch):
+    def stop(_params):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(evaluate, "evaluator", lambda *_: stop)
+    monkeypatch.chdir(tmp_path)
+    values = dataclasses.asdict(run_config(model_path, eval_every=3, eval_thresholds=[]))
+    (tmp_path / "tiny.json").write_text(json.dumps(values))  # JSON is YAML
+    with pytest.raises(KeyboardInterrupt):
+        train_main.main(["--config", "tiny.json"])
+    folder = tmp_path / "runs" / "tiny" / "checkpoints"  # where a run without --output-dir writes
+    assert [path.name for path in folder.iterdir()] == ["3"]
 
 
 def test_batches_are_a_function_of_the_step(model_path):
