@@ -152,6 +152,7 @@ class ServerConfig:
     drain_timeout_s: float = 30.0
     skip_server_warmup: bool = False
     strict_model_name: bool = False
+    cors_allow_origins: str = "*"
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -161,6 +162,11 @@ class ServerConfig:
             raise errors.ConfigError(
                 f"drain_timeout_s={self.drain_timeout_s} must be 0 or more seconds"
             )
+
+    def cors_origins(self) -> list[str]:
+        """Returns the origins in `cors_allow_origins` ("A" or "A,B"); none turns CORS off."""
+        parts = (part.strip() for part in self.cors_allow_origins.split(","))
+        return [part for part in parts if part]
 
 
 def read_yaml(path: str | pathlib.Path) -> dict[str, Any]:

@@ -63,6 +63,7 @@ HELP = {
     "drain_timeout_s": "seconds running requests get to end after SIGTERM",
     "skip_server_warmup": "no warm-up generation before ready",
     "strict_model_name": "404 for requests that name another model",
+    "cors_allow_origins": "origins, by comma, whose pages may call; * is any, '' none",
 }
 
 

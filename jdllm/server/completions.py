@@ -32,6 +32,7 @@ async def completions(request: requests.Request) -> starlette_responses.Response
             prompt_ids=ids,
             params=body.sampling(default_tokens(server, len(ids), DEFAULT_MAX_TOKENS)),
             request_id=request_id,
+            field_names=body.field_names(),
         )
         for ids, request_id in zip(prompts, running.job_ids(answer_id, len(prompts)), strict=True)
     ]

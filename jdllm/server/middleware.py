@@ -1,12 +1,14 @@
 """Plain ASGI middleware: counting, keys, the start-up and drain gate, the body limit.
 
 Not Starlette's BaseHTTPMiddleware: that one runs the app behind a task of its own
-and hides disconnects from it. Order, outermost first: Count, Authenticate, Gate,
+and hides disconnects from it. Order, outermost first: Count, (CORS), Authenticate, Gate,
 LimitBody.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hmac
 import logging
 import time
@@ -24,6 +26,9 @@ OPEN_PATHS = frozenset({"/health", "/health_generate", "/ready", "/metrics"})
 ADMIN_PATHS = frozenset({"/flush_cache"})
 # Answer while starting and draining: these say so themselves, or show how it goes.
 UNGATED_PATHS = frozenset({"/health", "/ready", "/metrics"})
+# How much of a refused body is read, and how long, before it is refused.
+DISCARD_BYTES = 64 * 1024 * 1024
+DISCARD_S = 5.0
 
 
 def bearer_matches(headers: Mapping[str, str], *keys: str | None) -> bool:
@@ -106,6 +111,7 @@ class LimitBody:
             return
         declared = datastructures.Headers(scope=scope).get("content-length", "0")
         if declared.isdecimal() and int(declared) > self._max_bytes:
+            await _discard_body(receive)
             await responses.from_exception(self._too_large())(scope, receive, send)
             return
         seen = 0
@@ -115,6 +121,8 @@ class LimitBody:
             message = await receive()
             seen += len(message.get("body", b""))
             if seen > self._max_bytes:
+                if message.get("more_body", False):
+                    await _discard_body(receive)
                 raise self._too_large()
             return message
 
@@ -122,6 +130,20 @@ class LimitBody:
 
     def _too_large(self) -> responses.BodyTooLarge:
         return responses.BodyTooLarge(f"the body is larger than {self._max_bytes} bytes")
+
+
+async def _discard_body(receive: asgi.Receive) -> None:
+    """Reads the rest of a body, in bounds.
+
+    Closing a socket with unread data resets it, and the client may never see the answer.
+    """
+    seen, more = 0, True
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(DISCARD_S):
+            while more and seen < DISCARD_BYTES:
+                message = await receive()
+                seen += len(message.get("body", b""))
+                more = message.get("more_body", False)  # not in a disconnect
 
 
 class Count:

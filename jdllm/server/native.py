@@ -28,7 +28,12 @@ async def generate(request: requests.Request) -> starlette_responses.Response:
     options = _sampling_options(body.sampling_params, len(prompts))
     ids = [await completions.prompt_ids(server, prompt, name) for prompt in prompts]
     jobs = [
-        running.Job(prompt_ids=i, params=_params(server, i, o), request_id=request_id)
+        running.Job(
+            prompt_ids=i,
+            params=_params(server, i, o),
+            request_id=request_id,
+            field_names=_field_names(name, o),
+        )
         for i, o, request_id in zip(ids, options, _request_ids(body, len(prompts)), strict=True)
     ]
     is_list = is_list or jobs[0].params.n > 1
@@ -94,6 +99,12 @@ def _params(server: state.ServerState, prompt_ids: list[int], options: dict[str,
         default = completions.default_tokens(server, len(prompt_ids), DEFAULT_MAX_NEW_TOKENS)
         options = options | {"max_new_tokens": default}
     return protocol.sampling_from(options)
+
+
+def _field_names(prompt_field: str, options: dict[str, Any]) -> dict[str, str]:
+    is_openai = options.get("max_new_tokens") is None and options.get("max_tokens") is not None
+    limit = "max_tokens" if is_openai else "max_new_tokens"
+    return {"prompt": prompt_field, "input_ids": prompt_field, "max_new_tokens": limit}
 
 
 def _request_ids(body: protocol.GenerateRequest, count: int) -> list[str]:

@@ -8,6 +8,7 @@ once, in `SamplingParams`.
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
 
 import orjson
@@ -91,18 +92,19 @@ class OpenAIRequest(RequestModel):
         """Returns the field that limits the output, and its value."""
         return "max_tokens", self.max_tokens
 
+    def field_names(self) -> dict[str, str]:
+        """Returns this body's names of what the engine names in its errors."""
+        return {"max_new_tokens": self.wanted_tokens()[0]}
+
     def sampling(self, default_max_tokens: int) -> sampling_params.SamplingParams:
         """Returns the checked options; errors name the field of this body."""
-        name, wanted = self.wanted_tokens()
+        _, wanted = self.wanted_tokens()
         options = {key: getattr(self, key) for key in SAMPLING_FIELDS}
         options["max_new_tokens"] = default_max_tokens if wanted is None else wanted
         try:
             return sampling_from(options)
         except errors.RequestError as error:
-            if error.param != "max_new_tokens":
-                raise
-            message = str(error).replace("max_new_tokens", name)
-            raise errors.RequestError(message, param=name) from error
+            raise renamed(error, self.field_names()) from error
 
 
 class TextPart(RequestModel):
@@ -150,10 +152,16 @@ class ChatRequest(OpenAIRequest):
             return "max_completion_tokens", self.max_completion_tokens
         return super().wanted_tokens()
 
+    def field_names(self) -> dict[str, str]:
+        return super().field_names() | {"prompt": "messages", "input_ids": "messages"}
+
 
 class CompletionRequest(OpenAIRequest):
     foreign: ClassVar = foreign_fields.OPENAI
     prompt: Any = None
+
+    def field_names(self) -> dict[str, str]:
+        return super().field_names() | {"input_ids": "prompt"}
 
 
 class GenerateRequest(RequestModel):
@@ -216,6 +224,15 @@ def sampling_from(options: dict[str, Any]) -> sampling_params.SamplingParams:
                 f"{name} must be a {wanted}, got {reprlib.repr(value)}", param=name
             )
     return sampling_params.SamplingParams.from_mapping(options)
+
+
+def renamed(error: errors.RequestError, names: Mapping[str, str]) -> errors.RequestError:
+    """Returns `error` with the fields it names called as in the request's body."""
+    if error.param is None:
+        return error
+    limit = "max_new_tokens"
+    message = str(error).replace(limit, names.get(limit, limit))
+    return type(error)(message, param=names.get(error.param, error.param), code=error.code)
 
 
 def is_ids(value: Any) -> bool:

@@ -8,7 +8,7 @@ happened; the stack goes to the log.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import fastapi
@@ -107,8 +107,11 @@ def from_exception(error: Exception) -> responses.Response:
     return json_response(body, status=status, headers=headers)
 
 
-def install_handlers(app: fastapi.FastAPI) -> None:
-    """Makes every way to fail answer in one shape, FastAPI's own 404, 405 and 422 included."""
+def install_handlers(app: fastapi.FastAPI, methods: Mapping[str, Collection[str]]) -> None:
+    """Makes every way to fail answer in one shape, FastAPI's own 404, 405 and 422 included.
+
+    `methods` are those of each path: FastAPI's own 405 names one of its routes only.
+    """
 
     async def on_request_error(_: requests.Request, error: Exception) -> responses.Response:
         return from_exception(error)
@@ -118,7 +121,10 @@ def install_handlers(app: fastapi.FastAPI) -> None:
     ) -> responses.Response:
         message = f"{request.method} {request.url.path}: {error.detail}"
         code = "not_found" if error.status_code == 404 else None
-        return error_response(message, status=error.status_code, code=code, headers=error.headers)
+        headers = dict(error.headers or {})
+        if error.status_code == 405 and request.url.path in methods:
+            headers["Allow"] = ", ".join(sorted(methods[request.url.path]))
+        return error_response(message, status=error.status_code, code=code, headers=headers)
 
     async def on_query(
         _: requests.Request, error: exceptions.RequestValidationError

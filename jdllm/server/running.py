@@ -12,14 +12,14 @@ import contextlib
 import dataclasses
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette import requests
 from starlette import types as asgi
 
 from jdllm import errors, sampling_params
-from jdllm.server import metrics, state
+from jdllm.server import metrics, protocol, state
 
 if TYPE_CHECKING:
     from jdllm.engine import outputs
@@ -32,11 +32,16 @@ INLINE_CHARACTERS = 20_000
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One prompt with its options."""
+    """One prompt with its options.
+
+    `field_names` says which field of the body holds what the engine calls `prompt`,
+    `max_new_tokens` and so on, where the names differ.
+    """
 
     prompt_ids: list[int]
     params: sampling_params.SamplingParams
     request_id: str
+    field_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def new_request_id(prefix: str) -> str:
@@ -136,5 +141,7 @@ async def _pump(
                 tracker.see(generation)
                 queue.put_nowait((position, generation))
         queue.put_nowait(None)
+    except errors.RequestError as error:
+        queue.put_nowait(protocol.renamed(error, job.field_names))
     except Exception as error:  # handed to the consumer, which answers it
         queue.put_nowait(error)

@@ -67,6 +67,7 @@ class FakeEngine:
         max_queued: int = 1000,
         tokenizer: FakeTokenizer | None = None,
         skip_tokenizer_init: bool = False,
+        refusal: errors.RequestError | None = None,
     ):
         self.config = config.EngineConfig()
         self.spec = SPEC
@@ -81,6 +82,7 @@ class FakeEngine:
         self.seen_prompts: list[list[int]] = []
         self.shut_down = False
         self._block_s = block_s
+        self._refusal = refusal
         self._max_queued = max_queued
         self._admitting = True
         self._aborted: set[str] = set()
@@ -93,10 +95,15 @@ class FakeEngine:
             raise errors.EngineStopped("the engine is draining")
         if len(self.open_requests) >= self._max_queued:
             raise errors.QueueFull("The request queue is full.")
+        if self._refusal is not None:
+            raise self._refusal
+        if request_id in self.open_requests:
+            raise errors.RequestError(f"request id {request_id!r} is in use", param="rid")
         if len(prompt_ids) + params.max_new_tokens > CONTEXT:
             raise errors.RequestTooLong(
                 f"{len(prompt_ids)} prompt tokens and {params.max_new_tokens} new ones exceed "
-                f"the context of {CONTEXT}"
+                f"the context of {CONTEXT}; lower max_new_tokens",
+                param="prompt" if len(prompt_ids) >= CONTEXT else "max_new_tokens",
             )
         self.seen_params.append(params)
         self.seen_prompts.append(prompt_ids)

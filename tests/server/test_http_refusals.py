@@ -189,6 +189,11 @@ def test_unknown_path_and_method():
     response = edge.call(edge.make_state(), CHAT)
     assert response.status_code == 405
     edge.error_of(response)
+    assert response.headers["allow"] == "POST"
+    for path, allowed in ((GEN, "POST, PUT"), ("/flush_cache", "GET, POST")):
+        response = edge.call(edge.make_state(), path, method="DELETE")
+        assert response.status_code == 405
+        assert response.headers["allow"] == allowed
     assert edge.call(edge.make_state(), CHAT + "/", chat()).status_code == 404
 
 

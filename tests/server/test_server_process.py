@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import pathlib
@@ -146,11 +147,40 @@ def test_a_real_413_for_a_body_without_length(shared):
             yield b" " * 100_000
 
     headers = {"content-type": "application/json"}
-    with contextlib.suppress(httpx.WriteError, httpx.ReadError):
-        response = httpx.post(shared.url + "/v1/completions", content=chunks(), headers=headers)
-        assert response.status_code == 413
-        edge.error_of(response)
+    response = httpx.post(shared.url + "/v1/completions", content=chunks(), headers=headers)
+    assert response.status_code == 413
+    assert response.headers["connection"] == "close"
+    edge.error_of(response)
     assert httpx.get(shared.url + "/health").status_code == 200
+
+
+def test_every_oversize_body_on_one_client_gets_its_413(shared):
+    headers = {"content-type": "application/json"}
+    body = b" " * 10_000_000
+    with httpx.Client(base_url=shared.url) as client:
+        for _ in range(20):
+            response = client.post("/v1/completions", content=body, headers=headers)
+            assert response.status_code == 413
+            assert response.headers["connection"] == "close"
+
+
+def test_accepted_connections_do_not_delay_small_replies():
+    async def no_delay() -> int:
+        accepted = asyncio.get_running_loop().create_future()
+
+        def on_connection(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            connection = writer.get_extra_info("socket")
+            accepted.set_result(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        listener = lifecycle.bind("127.0.0.1", 0)
+        async with await asyncio.start_server(on_connection, sock=listener):
+            _, writer = await asyncio.open_connection(*listener.getsockname())
+            found = await accepted
+            writer.close()
+        return found
+
+    assert asyncio.run(no_delay()) != 0
 
 
 def test_the_drain_lets_a_stream_end_and_refuses_new_requests():
