@@ -58,8 +58,6 @@ def serve(
 ) -> int:
     """Serves until a signal or a failed start; returns the exit code."""
     listener = bind(server_config.host, server_config.port)
-    host, port = listener.getsockname()[:2]
-    logger.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
     server = state.ServerState(server_config=server_config, progress=progress)
     return asyncio.run(Lifecycle(server, build_engine).run(listener))
 
@@ -95,6 +93,9 @@ class Lifecycle:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
+        # Said only now: a signal that follows this line is heard.
+        host, port = listener.getsockname()[:2]
+        logger.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
         http = QuietServer(
             uvicorn.Config(
                 app_lib.create_app(self._server),
