@@ -174,15 +174,21 @@ def read_yaml(path: str | pathlib.Path) -> dict[str, Any]:
     path = pathlib.Path(path)
     if not path.is_file():
         raise errors.ConfigError(f"no such file: {path}")
-    try:
-        content = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
-        raise errors.ConfigError(f"{path} is not valid YAML: {error}") from error
+    content = parse_yaml(path.read_text(encoding="utf-8"), str(path))
     if content is None:
         return {}
     if not isinstance(content, dict):
         raise errors.ConfigError(f"{path} must hold a mapping, not a {type(content).__name__}")
     return content
+
+
+def parse_yaml(text: str, origin: str) -> Any:
+    """Returns the value of a YAML text; a ConfigError, on one line, names its `origin`."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise errors.ConfigError(f"{origin} is not valid YAML: {reason}") from error
 
 
 def from_mapping(cls: type, values: Mapping[str, Any]) -> Any:

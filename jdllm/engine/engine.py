@@ -282,11 +282,6 @@ class Engine:
             )
         default = self._built.default_sampling
         pick = lambda value, fallback: fallback if value is None else value  # noqa: E731
-        if params.stop and self.tokenizer is None:
-            raise errors.RequestError(
-                "stop strings need a tokenizer, the engine runs with skip_tokenizer_init",
-                param="stop",
-            )
         return dataclasses.replace(
             params,
             max_new_tokens=pick(params.max_new_tokens, self.default_max_new_tokens(prompt_len)),

@@ -7,8 +7,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import yaml
-
+from jdllm import config as config_lib
 from jdllm import errors
 
 _AT_LEAST_ONE = (
@@ -77,23 +76,13 @@ class TrainConfig:
 
 def load(path: pathlib.Path, overrides: Sequence[str] = ()) -> TrainConfig:
     """Returns the config of a YAML file with `key=value` overrides (values as YAML)."""
-    values = _parsed(path.read_text(encoding="utf-8"), str(path)) or {}
-    if not isinstance(values, dict):
-        raise errors.ConfigError(f"{path} must hold a mapping, not a {type(values).__name__}")
+    values = config_lib.read_yaml(path)
     for override in overrides:
         key, sign, text = override.partition("=")
         if not sign:
             raise errors.ConfigError(f"--set {override!r} must be key=value")
-        values[key] = _parsed(text, f"--set {key}")
+        values[key] = config_lib.parse_yaml(text, f"--set {key}")
     return from_mapping(values)
-
-
-def _parsed(text: str, origin: str) -> Any:
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        reason = " ".join(str(error).split())
-        raise errors.ConfigError(f"{origin} is not valid YAML: {reason}") from error
 
 
 def from_mapping(values: Mapping[str, Any]) -> TrainConfig:
