@@ -1,6 +1,5 @@
 """Public ops of the kernel package; it imports jax only and knows nothing of the engine."""
 
-from pallas_kernels.dispatch import describe
 from pallas_kernels.extend_attention import AttentionTiling, extend_attention
 from pallas_kernels.grouped_matmul import (
     gate_up_group,
@@ -8,18 +7,24 @@ from pallas_kernels.grouped_matmul import (
     interleave_gate_up,
     split_gate_up,
 )
+from pallas_kernels.norm_and_rope import add_rms_norm, apply_rope, qk_norm_rope, rms_norm
+from pallas_kernels.top_k_routing import top_k_routing
 from pallas_kernels.unembed_stats import UnembedStats, penalize, probability, unembed_stats
 
 __all__ = [
     "AttentionTiling",
     "UnembedStats",
-    "describe",
+    "add_rms_norm",
+    "apply_rope",
     "extend_attention",
     "gate_up_group",
     "grouped_matmul",
     "interleave_gate_up",
     "penalize",
     "probability",
+    "qk_norm_rope",
+    "rms_norm",
     "split_gate_up",
+    "top_k_routing",
     "unembed_stats",
 ]

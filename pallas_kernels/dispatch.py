@@ -1,50 +1,108 @@
-"""Which implementation of an op runs.
+"""Which implementation of an op runs, and why not a better one.
 
-A plain function of the forced choice, the jax version and the platform; never an environment
-variable. A forced choice that cannot run raises instead of falling back, so a benchmark never
-measures the wrong kernel. Today every op has its XLA implementation only: a GPU kernel is added
-by listing it in `IMPLEMENTATIONS` and choosing it for `"auto"` in `choose`.
+A plain function of the forced choice, the target (platform, compute capability, jax version) and
+the op's own limits; never an environment variable. "auto" takes the first implementation that
+nothing speaks against. A forced choice that cannot run raises with the reason instead of falling
+back, so a benchmark never measures the wrong kernel.
 """
+
+import dataclasses
+import functools
+from collections.abc import Mapping
 
 import jax
 
+from pallas_kernels.mosaic_gpu import compat
+
+# Best first; "auto" never takes what comes after "xla".
 IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
-    "extend_attention": ("xla",),
-    "grouped_matmul": ("xla", "dense"),
-    "unembed_stats": ("xla",),
+    "add_rms_norm": ("mosaic_gpu", "xla"),
+    "extend_attention": ("mosaic_gpu", "cudnn", "xla"),
+    "grouped_matmul": ("mosaic_gpu", "xla", "dense"),
+    "qk_norm_rope": ("mosaic_gpu", "xla"),
+    "top_k_routing": ("mosaic_gpu", "xla"),
+    "unembed_stats": ("mosaic_gpu", "xla"),
 }
-PLANNED = ("mosaic_gpu", "cudnn")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What a program is compiled for; `compute_capability` is (0, 0) off NVIDIA GPUs."""
+
+    platform: str
+    compute_capability: tuple[int, int]
+    jax_version: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The implementation that runs, and what spoke against each better one."""
+
+    implementation: str
+    refusals: dict[str, str]
+
+    def __str__(self) -> str:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in self.refusals.items())
+        return self.implementation + (f" ({reasons})" if reasons else "")
+
+
+@functools.cache
+def current_target() -> Target:
+    """Returns the target of this process's default device."""
+    device = jax.local_devices()[0]
+    capability = str(device.compute_capability) if device.platform == "gpu" else "0.0"
+    major, _, minor = capability.partition(".")
+    return Target(
+        platform=device.platform,
+        compute_capability=(int(major), int(minor or 0)),
+        jax_version=jax.__version__,
+    )
 
 
 def choose(
     op: str,
     implementation: str = "auto",
     *,
-    jax_version: str | None = None,
-    platform: str | None = None,
-) -> str:
-    """Returns the implementation of `op` that runs; version and platform default to this process.
+    refusals: Mapping[str, str | None] | None = None,
+    target: Target | None = None,
+) -> Choice:
+    """Returns which implementation of `op` runs.
 
-    Raises ValueError for a name no op knows and NotImplementedError for a kernel not built yet.
+    `refusals` holds, by implementation, the op's own reason against this shape (None: none).
+    Raises ValueError for a name that the op does not have and for a forced choice that cannot run.
     """
-    available = IMPLEMENTATIONS[op]
-    if implementation == "auto":
-        return "xla"
-    if implementation in available:
-        return implementation
-    if implementation in PLANNED:
-        jax_version = jax_version or jax.__version__
-        platform = platform or jax.default_backend()
-        raise NotImplementedError(
-            f"{op}: no such kernel in this build, {implementation=} {jax_version=} {platform=}; "
-            f"use one of {', '.join(('auto', *available))}"
+    names = IMPLEMENTATIONS[op]
+    if implementation not in ("auto", *names):
+        raise ValueError(
+            f"{op}: unknown {implementation=}; known names are {', '.join(('auto', *names))}"
         )
-    raise ValueError(
-        f"{op}: unknown {implementation=}; known names are "
-        f"{', '.join(('auto', *available, *PLANNED))}"
-    )
+    target = target or current_target()
+
+    def refusal(name: str) -> str | None:
+        return _target_refusal(name, target) or (refusals or {}).get(name)
+
+    if implementation != "auto":
+        if reason := refusal(implementation):
+            raise ValueError(f"{op}: {implementation} cannot run here: {reason}")
+        return Choice(implementation=implementation, refusals={})
+    against: dict[str, str] = {}
+    for name in names:
+        reason = refusal(name)
+        if reason is None:
+            return Choice(implementation=name, refusals=against)
+        against[name] = reason
+    raise AssertionError(f"{op}: xla runs everywhere")
 
 
-def describe() -> dict[str, str]:
-    """Returns what "auto" means for every op in this process (start-up log, /server_info)."""
-    return {op: choose(op) for op in IMPLEMENTATIONS}
+def _target_refusal(name: str, target: Target) -> str | None:
+    major, minor = target.compute_capability
+    if name in ("mosaic_gpu", "cudnn") and not major:
+        return f"needs an NVIDIA GPU, this is {target.platform}"
+    if name == "mosaic_gpu":
+        if (major, minor) != (9, 0):
+            return f"written for compute capability 9.0, this is {major}.{minor}"
+        if not compat.supported(target.jax_version):
+            return f"needs jax >= {compat.MIN_JAX_VERSION}, this is {target.jax_version}"
+    if name == "cudnn" and major < 8:
+        return f"needs compute capability 8.0 or later, this is {major}.{minor}"
+    return None

@@ -40,7 +40,7 @@ def grouped_matmul(
     whose expert id lies outside [0, E): a shard of the experts may pass ids it does not own.
     """
     _check_shapes(x, w_gate_up, w_down, expert_ids, expert_weights, valid)
-    chosen = dispatch.choose("grouped_matmul", implementation)
+    chosen = dispatch.choose("grouped_matmul", implementation).implementation
     run = _dense if chosen == "dense" else _rounds
     used = (expert_ids >= 0) & (expert_ids < w_gate_up.shape[0])  # [T, k]
     if valid is not None:

@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 
 import pallas_kernels
-from jdllm.layers import norm, rope
+from jdllm.layers import norm
 from jdllm.models import spec
 
 # attend(q [T, N, H], k [T, K, H], v [T, K, H], cache) -> (out [T, N, H], cache)
@@ -121,8 +121,9 @@ class Attention(nnx.Module):
     `w_qkv` [D, (N + 2K) * H] holds q, then k, then v; cached K is post-norm, post-RoPE.
     """
 
-    def __init__(self, config: AttentionConfig, *, dtype: jnp.dtype):
+    def __init__(self, config: AttentionConfig, *, dtype: jnp.dtype, implementation: str = "auto"):
         self.config = config
+        self.implementation = implementation
         q_width = config.num_query_heads * config.head_dim
         kv_width = config.num_kv_heads * config.head_dim
         self.w_qkv = nnx.Param(jnp.zeros((config.dim, q_width + 2 * kv_width), dtype))
@@ -139,9 +140,20 @@ class Attention(nnx.Module):
         cache: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array | None]:
         heads, kv_heads = self.config.num_query_heads, self.config.num_kv_heads
-        qkv = (x @ self.w_qkv[...]).reshape(x.shape[0], -1, self.config.head_dim)
-        q, k, v = jnp.split(qkv, (heads, heads + kv_heads), axis=1)
-        q = rope.apply_rope(self.query_layernorm(q), *angles)
-        k = rope.apply_rope(self.key_layernorm(k), *angles)
-        out, cache = attend(q, k, v, cache)
-        return out.reshape(x.shape[0], -1) @ self.w_out[...], cache
+        with jax.named_scope("qkv"):
+            qkv = x @ self.w_qkv[...]
+            q, k = pallas_kernels.qk_norm_rope(
+                qkv,
+                self.query_layernorm.weight[...],
+                self.key_layernorm.weight[...],
+                *angles,
+                num_query_heads=heads,
+                num_kv_heads=kv_heads,
+                eps=self.config.norm_eps,
+                implementation=self.implementation,
+            )
+            v = qkv.reshape(x.shape[0], -1, self.config.head_dim)[:, heads + kv_heads :]
+        with jax.named_scope("attend"):
+            out, cache = attend(q, k, v, cache)
+        with jax.named_scope("attention_out"):
+            return out.reshape(x.shape[0], -1) @ self.w_out[...], cache

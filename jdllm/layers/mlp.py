@@ -15,5 +15,6 @@ class DenseMLP(nnx.Module):
         self.w_down = nnx.Param(jnp.zeros((width, dim), dtype))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        gate, up = jnp.split(x @ self.w_gate_up[...], 2, axis=-1)
-        return (jax.nn.silu(gate) * up) @ self.w_down[...]
+        with jax.named_scope("mlp"):
+            gate, up = jnp.split(x @ self.w_gate_up[...], 2, axis=-1)
+            return (jax.nn.silu(gate) * up) @ self.w_down[...]

@@ -1,8 +1,4 @@
-"""RMSNorm: statistics in float32, the weight applied in the activation dtype.
-
-LLaDA2 and the Qwen-style families cast the normalised value before they
-multiply by the weight; the order is visible at bf16 rounding level.
-"""
+"""RMSNorm: statistics in float32, the weight applied in the activation dtype."""
 
 from __future__ import annotations
 
@@ -10,12 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """Returns `x / rms(x) * weight` over the last axis, in the dtype of `x`."""
-    x32 = x.astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
-    return (x32 * scale).astype(x.dtype) * weight.astype(x.dtype)
+import pallas_kernels
 
 
 class RMSNorm(nnx.Module):
@@ -26,4 +17,12 @@ class RMSNorm(nnx.Module):
         self.weight = nnx.Param(jnp.ones((dim,), dtype))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return rms_norm(x, self.weight[...], self.eps)
+        return pallas_kernels.rms_norm(x, self.weight[...], self.eps)
+
+    def add(
+        self, x: jax.Array, added: jax.Array, *, implementation: str = "auto"
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns (x + added, the norm of that sum), both [T, D]."""
+        return pallas_kernels.add_rms_norm(
+            x, added, self.weight[...], eps=self.eps, implementation=implementation
+        )

@@ -29,9 +29,10 @@ class DecoderLayer(nnx.Module):
         layer: int,
         *,
         dtype: jnp.dtype,
-        moe_implementation: str,
+        implementation: str,
     ):
         model, eps = config.spec, config.rms_norm_eps
+        self.ops = _ops(implementation)
         self.input_layernorm = norm.RMSNorm(config.hidden_size, eps=eps, dtype=dtype)
         self.attention = attention.Attention(
             attention.AttentionConfig(
@@ -42,6 +43,7 @@ class DecoderLayer(nnx.Module):
                 norm_eps=eps,
             ),
             dtype=dtype,
+            implementation=self.ops,
         )
         self.post_attention_layernorm = norm.RMSNorm(config.hidden_size, eps=eps, dtype=dtype)
         if config.is_moe_layer(layer):
@@ -51,7 +53,7 @@ class DecoderLayer(nnx.Module):
                 config.shared_intermediate_size,
                 router=router_config(config),
                 dtype=dtype,
-                implementation=moe_implementation,
+                implementation=implementation,
             )
         else:
             self.mlp = mlp.DenseMLP(config.hidden_size, config.intermediate_size, dtype=dtype)
@@ -59,19 +61,26 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self,
         x: jax.Array,
+        pending: jax.Array | None,
         angles: tuple[jax.Array, jax.Array],
         *,
         attend: attention.Attend,
         cache: Any,
         valid: jax.Array | None = None,
-    ) -> tuple[jax.Array, Any]:
-        """Returns the residual stream after this layer and the layer's new cache."""
-        out, cache = self.attention(self.input_layernorm(x), angles, attend=attend, cache=cache)
-        x = x + out
-        h = self.post_attention_layernorm(x)
+    ) -> tuple[jax.Array, jax.Array, Any]:
+        """Returns the residual stream, what is still to be added to it, and the new cache.
+
+        The last addition of a layer is left to the next norm, which then does both at once.
+        """
+        if pending is None:
+            h = self.input_layernorm(x)
+        else:
+            x, h = self.input_layernorm.add(x, pending, implementation=self.ops)
+        out, cache = self.attention(h, angles, attend=attend, cache=cache)
+        x, h = self.post_attention_layernorm.add(x, out, implementation=self.ops)
         if isinstance(self.mlp, moe.SparseMoE):
-            return x + self.mlp(h, valid=valid), cache
-        return x + self.mlp(h), cache
+            return x, self.mlp(h, valid=valid), cache
+        return x, self.mlp(h), cache
 
 
 class LLaDA2(nnx.Module):
@@ -86,15 +95,16 @@ class LLaDA2(nnx.Module):
         config: llada2_config.LLaDA2Config,
         *,
         dtype: jnp.dtype,
-        moe_implementation: str = "auto",
+        implementation: str = "auto",
         hash_embedding_positions: bool = False,
     ):
         self.config = config
         self.hash_embedding_positions = hash_embedding_positions
+        self.ops = _ops(implementation)
         shape = (config.spec.vocab_size, config.hidden_size)
         self.word_embeddings = nnx.Param(jnp.zeros(shape, dtype))
         self.layers = nnx.List(
-            DecoderLayer(config, i, dtype=dtype, moe_implementation=moe_implementation)
+            DecoderLayer(config, i, dtype=dtype, implementation=implementation)
             for i in range(config.spec.num_layers)
         )
         self.norm = norm.RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
@@ -115,11 +125,11 @@ class LLaDA2(nnx.Module):
         """
         x = self.embed(tokens, positions)
         angles = self.angles(positions)
-        new_caches = []
+        pending, new_caches = None, []
         for layer, cache in zip(self.layers, caches, strict=True):
-            x, cache = layer(x, angles, attend=attend, cache=cache, valid=valid)
+            x, pending, cache = layer(x, pending, angles, attend=attend, cache=cache, valid=valid)
             new_caches.append(cache)
-        return self.norm(x), new_caches
+        return self.norm.add(x, pending, implementation=self.ops)[1], new_caches
 
     def embed(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
         """Returns the embeddings [T, D]."""
@@ -142,6 +152,11 @@ class LLaDA2(nnx.Module):
         return jnp.einsum(
             "TD,VD->TV", hidden, self.unembedding(), preferred_element_type=jnp.float32
         )
+
+
+def _ops(implementation: str) -> str:
+    """The implementation of the ops around the experts: "dense" asks for differentiable ones."""
+    return "xla" if implementation == "dense" else implementation
 
 
 def router_config(config: llada2_config.LLaDA2Config) -> moe.RouterConfig:

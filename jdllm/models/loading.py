@@ -27,6 +27,7 @@ from jdllm.checkpoint import (
     source,
     weight_table,
 )
+from jdllm.layers import moe
 from jdllm.models import registry
 from jdllm.models import spec as spec_lib
 
@@ -51,7 +52,7 @@ def load(
     dtype: str = "auto",
     block_size: int | None = None,
     load_format: str = "auto",
-    moe_implementation: str = "auto",
+    implementation: str = "auto",
     seed: int = 0,
     show_progress: bool = True,
 ) -> LoadedModel:
@@ -70,7 +71,7 @@ def load(
         architecture,
         config,
         dtype=resolve_dtype(dtype, hf_config),
-        moe_implementation=moe_implementation,
+        implementation=implementation,
         hash_embedding_positions=chosen == "dummy",
     )
     match chosen:
@@ -91,6 +92,19 @@ def load(
         hf_config=hf_config,
         path=directory,
     )
+
+
+def serving_params(params: Params, dtype: jnp.dtype) -> Params:
+    """Returns `params` in the form that steps want: what each step would derive is done once.
+
+    Not for checkpoints or training: router weights of a bfloat16 model become bfloat16 parts.
+    """
+    if jnp.dtype(dtype) != jnp.bfloat16:
+        return params
+    return {
+        path: moe.split_router_weight(array) if path.endswith(".router.weight") else array
+        for path, array in params.items()
+    }
 
 
 def read_spec(
@@ -152,7 +166,7 @@ def abstract(
 ) -> tuple[nnx.GraphDef, dict[str, jax.ShapeDtypeStruct]]:
     """Returns (graphdef, shape and dtype of every parameter) without allocating memory.
 
-    `build_options`: dtype, moe_implementation, hash_embedding_positions.
+    `build_options`: dtype, implementation, hash_embedding_positions.
     """
     build = registry.family(architecture).build
     graphdef, state = nnx.split(nnx.eval_shape(lambda: build(config, **build_options)))

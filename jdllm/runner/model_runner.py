@@ -46,7 +46,7 @@ class ModelRunner:
         self.spec = model.spec
         self.pool_config = pool_config
         self._graphdef = model.graphdef
-        self._params = model.params
+        self._params = loading.serving_params(model.params, pool_config.dtype)
         block_size = self.spec.diffusion.block_size
         # A context that ends inside a block still needs that block's scratch.
         last = -(-context_length // block_size) * block_size

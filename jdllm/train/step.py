@@ -58,7 +58,7 @@ def build_network(hf_config: Mapping[str, Any], dtype: str) -> Network:
     architecture = registry.architecture_of(hf_config)
     config = registry.family(architecture).parse_config(hf_config)
     graphdef, shapes = loading.abstract(
-        architecture, config, dtype=jnp.dtype(dtype), moe_implementation="dense"
+        architecture, config, dtype=jnp.dtype(dtype), implementation="dense"
     )
     return Network(graphdef=graphdef, shapes=shapes, config=config)
 

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdllm.layers import norm, rope
+import pallas_kernels
+from jdllm.layers import rope
 
 ATOL = 1e-5  # float32 rounding of a few operations on values of order one
 
@@ -19,14 +20,14 @@ def test_rms_norm_equals_the_formula():
     for t in range(3):
         mean_square = sum(float(v) ** 2 for v in x[t]) / 8
         expected[t] = [v / math.sqrt(mean_square + 1e-6) * w for v, w in zip(x[t], weight)]
-    out = norm.rms_norm(jnp.asarray(x), jnp.asarray(weight), 1e-6)
+    out = pallas_kernels.rms_norm(jnp.asarray(x), jnp.asarray(weight), 1e-6)
     np.testing.assert_allclose(out, expected, atol=ATOL)
 
 
 def test_rms_norm_takes_bfloat16_statistics_in_float32():
     # In bfloat16 the sum of 4096 equal squares would stop growing at 256.
     x = jnp.full((1, 4096), 2.0, jnp.bfloat16)
-    out = norm.rms_norm(x, jnp.ones((4096,), jnp.bfloat16), 1e-6)
+    out = pallas_kernels.rms_norm(x, jnp.ones((4096,), jnp.bfloat16), 1e-6)
     assert out.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(out, np.float32), 1.0, atol=1e-2)
 
@@ -45,4 +46,6 @@ def test_rope_rotates_pairs_of_the_first_dims_and_passes_the_rest(rotary_dim):
             expected[t, :, j + half] = b * math.cos(angle) + a * math.sin(angle)
     angles = rope.rope_angles(jnp.asarray(positions), rotary_dim=rotary_dim, theta=theta)
     # At position 1000 a float32 angle has an absolute error of up to 6e-5.
-    np.testing.assert_allclose(rope.apply_rope(jnp.asarray(x), *angles), expected, atol=3e-4)
+    np.testing.assert_allclose(
+        pallas_kernels.apply_rope(jnp.asarray(x), *angles), expected, atol=3e-4
+    )

@@ -1,0 +1,43 @@
+"""Tuned tile parameters: data, one folder per device, one JSON file per op.
+
+A file is a list of entries `{"when": {size: upper bound}, "tile": {parameter: value}}`. The first
+entry whose every bound is at least the problem's size is taken, and the last has no bound. Sizes
+are static facts of a compiled shape, never live lengths: a row's rounding must not depend on its
+neighbours. `scripts/tune_kernels.py` writes the files.
+"""
+
+import functools
+import json
+import pathlib
+from typing import Any
+
+TILES_DIR = pathlib.Path(__file__).parent / "tiles"
+DEFAULT_DEVICE = "nvidia_h200"  # also serves devices of the same generation without a folder
+
+
+def device_folder(device_kind: str) -> str:
+    """Returns the folder name of a jax device kind: "NVIDIA H200" -> "nvidia_h200"."""
+    return "_".join(device_kind.lower().replace("-", " ").split())
+
+
+@functools.cache
+def entries(op: str, device: str = DEFAULT_DEVICE) -> tuple[dict[str, Any], ...]:
+    """Returns the entries of an op; a device without a file takes the default device's.
+
+    Raises ValueError for a file that is not such a list or does not end without a bound.
+    """
+    path = TILES_DIR / device / f"{op}.json"
+    if not path.exists():
+        path = TILES_DIR / DEFAULT_DEVICE / f"{op}.json"
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if not found or any(set(entry) != {"when", "tile"} for entry in found) or found[-1]["when"]:
+        raise ValueError(f"{path}: a list of when/tile entries whose last one has no bound")
+    return tuple(found)
+
+
+def lookup(op: str, *, device: str = DEFAULT_DEVICE, **sizes: int) -> dict[str, Any]:
+    """Returns the tile parameters of `op` for a problem of these sizes."""
+    for entry in entries(op, device):
+        if all(sizes[name] <= bound for name, bound in entry["when"].items()):
+            return dict(entry["tile"])
+    raise AssertionError(f"{op}: the last entry has no bound")

@@ -1,0 +1,273 @@
+"""Times one denoising forward, or one prefill launch, of a whole model with random weights.
+
+    python scripts/bench_forward.py --config configs/llada2.0-mini \
+        --batch 1,4,16,64 --context 512,4096
+    python scripts/bench_forward.py --config configs/bench/llada-8b-shapes \
+        --batch 1,4,16 --context 512
+    python scripts/bench_forward.py --config configs/llada2.0-mini --prefill 2048 --batch 8
+
+A denoising forward embeds one block a row, runs every layer over the paged pool with
+`context` cached tokens a row, and streams the vocabulary for the statistics of every
+token. Several forwards run in one compiled loop, the tokens of each chosen by the one
+before, as in serving; the time is the median loop over the forwards in it. Floors are
+those of `floors.py`. Random weights spread routing as a uniform router does; the experts
+hit per layer are printed. `configs/bench/llada-8b-shapes` has the shapes of LLaDA-8B in
+the LLaDA2 family with every layer dense (its q and k norms are on top).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import sys
+import time
+from typing import Any
+
+import floors
+import jax
+import jax.numpy as jnp
+import kernel_profile
+import numpy as np
+from bench_engine import distinct_experts
+from tqdm import tqdm
+
+import pallas_kernels
+from jdllm.kv_cache import pool as pool_lib
+from jdllm.layers import attention
+from jdllm.models import loading
+
+SCOPES = (
+    "embed", "attention", "qkv", "attend", "attention_out", "moe", "router", "experts",
+    "shared_experts", "mlp", "norm", "head",
+)  # fmt: skip
+GROUPS = {
+    "attend": "attention",
+    "attention": "attention",
+    "experts": "moe",
+    "qkv": "dense",
+    "attention_out": "dense",
+    "shared_experts": "dense",
+    "mlp": "dense",
+    "router": "router",
+    "moe": "router",
+    "head": "head",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Rows of `new_tokens` in-flight tokens after `context` cached ones."""
+
+    rows: int
+    new_tokens: int
+    context: int
+    page_size: int
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.new_tokens
+
+    @property
+    def pages_per_row(self) -> int:
+        return -(-(self.context + self.new_tokens) // self.page_size)
+
+
+def forward(
+    model_of: Any, shape: Shape, implementation: str, params: Any, pools: Any, tokens: jax.Array
+) -> tuple[Any, Any]:
+    """Returns (hidden [T, D], pools) of packed rows; pages of a row are strided over the pool."""
+    spec, R, L = model_of.spec, shape.rows, shape.new_tokens
+    positions = jnp.tile(shape.context + jnp.arange(L, dtype=jnp.int32), R)
+    row = jnp.repeat(jnp.arange(R, dtype=jnp.int32), L)
+    pages = jnp.arange(R * shape.pages_per_row, dtype=jnp.int32)
+    page_table = pages.reshape(shape.pages_per_row, R).T
+    page = page_table[row, positions // shape.page_size]
+    batch = attention.PagedBatch(
+        cu_q_lens=jnp.arange(R + 1, dtype=jnp.int32) * L,
+        context_lens=jnp.full((R,), shape.context, jnp.int32),
+        kv_lens=jnp.full((R,), shape.context + L, jnp.int32),
+        page_table=page_table,
+        slots=page * shape.page_size + positions % shape.page_size,
+    )
+    attend = attention.paged_attend(
+        batch,
+        visibility=spec.diffusion.attention_pattern,
+        block_size=spec.diffusion.block_size,
+        implementation=implementation,
+    )
+    model = loading.merge(model_of.graphdef, params)
+    valid = jnp.ones((shape.tokens,), bool)
+    return model(tokens, positions, attend=attend, caches=pools, valid=valid)
+
+
+def denoise(
+    model_of: Any, shape: Shape, implementation: str, count: int, params: Any, pools: Any,
+    tokens: jax.Array,
+) -> tuple[Any, jax.Array]:  # fmt: skip
+    """Runs `count` forwards; each block's tokens are the best ids of the forward before."""
+    mask_id = model_of.spec.diffusion.mask_token_id
+
+    def step(_: Any, state: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
+        pools, tokens = state
+        hidden, pools = forward(model_of, shape, implementation, params, pools, tokens)
+        with jax.named_scope("head"):
+            stats = pallas_kernels.unembed_stats(
+                hidden,
+                loading.merge(model_of.graphdef, params).unembedding(),
+                forbidden_ids=(mask_id,),
+                given_ids=tokens,
+                implementation=implementation,
+            )
+        return pools, stats.best_id
+
+    return jax.lax.fori_loop(0, count, step, (pools, tokens))
+
+
+def prefill(
+    model_of: Any, shape: Shape, implementation: str, count: int, params: Any, pools: Any,
+    tokens: jax.Array,
+) -> tuple[Any, jax.Array]:  # fmt: skip
+    """Runs `count` prefill launches; only the pool is kept, so the last layer ends at K,V."""
+
+    def step(_: Any, state: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
+        pools, tokens = state
+        _, pools = forward(model_of, shape, implementation, params, pools, tokens)
+        changed = pools[-1][0, 0, 0, 0, 0] > 0  # so that the launches depend on one another
+        return pools, (tokens + 1 + changed.astype(jnp.int32)) % model_of.spec.vocab_size
+
+    return jax.lax.fori_loop(0, count, step, (pools, tokens))
+
+
+def run_shape(model: Any, shape: Shape, args: argparse.Namespace) -> dict[str, Any]:
+    """Compiles, times and (if asked) profiles one shape."""
+    spec = model.spec
+    pools = pool_lib.create(
+        pool_lib.PoolConfig(
+            num_pages=shape.rows * shape.pages_per_row,
+            page_size=shape.page_size,
+            num_layers=spec.num_layers,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            dtype=args.dtype,
+        )
+    )
+    random = np.random.default_rng(0)
+    tokens = random.integers(0, spec.vocab_size, shape.tokens).astype(np.int32)
+    pools = [
+        jax.random.normal(jax.random.key(i), pool.shape, pool.dtype) for i, pool in enumerate(pools)
+    ]
+    run = prefill if args.prefill else denoise
+    model_of = _Static(model)
+    bound = functools.partial(run, model_of, shape, args.implementation, args.forwards)
+    began = time.monotonic()
+    lowered = jax.jit(bound, donate_argnums=(1,)).lower(model.params, pools, tokens)
+    compiled = lowered.compile()
+    compile_s = time.monotonic() - began
+    tokens = jax.device_put(tokens)
+    times = []
+    for _ in range(args.repeats + 2):  # the first two warm up: launches, then captured graphs
+        began = time.perf_counter()
+        pools, tokens = compiled(model.params, pools, tokens)
+        jax.block_until_ready((pools, tokens))
+        times.append((time.perf_counter() - began) * 1e3 / args.forwards)
+    found: dict[str, Any] = {"ms": float(np.median(times[2:])), "compile_s": compile_s}
+    found["temp_mb"] = compiled.memory_analysis().temp_size_in_bytes / 1e6
+    peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
+    found["peak_gb"] = peak / 1e9
+    if args.profile:
+        # Kernels of a captured graph do not say which instruction they belong to.
+        plain = lowered.compile(compiler_options={"xla_gpu_enable_command_buffer": ""})
+        state = list(plain(model.params, pools, tokens))
+
+        def once() -> None:
+            state[:] = plain(model.params, *state)
+            jax.block_until_ready(state)
+
+        found["profile"] = kernel_profile.profile(once, plain.as_text(), SCOPES, args.forwards)
+    return found
+
+
+class _Static:
+    """The static half of a model: hashable by identity, holds no arrays."""
+
+    def __init__(self, model: loading.LoadedModel):
+        self.graphdef, self.spec, self.config = model.graphdef, model.spec, model.config
+
+
+def main() -> None:
+    """Parses the command line, runs every shape, prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", required=True, help="directory that holds config.json")
+    parser.add_argument("--batch", default="1,4,16,64")
+    parser.add_argument("--context", default="512")
+    parser.add_argument("--prefill", type=int, help="prompt tokens a row; times prefill instead")
+    parser.add_argument("--page-size", type=int, default=64)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--implementation", default="auto", help="auto, mosaic_gpu or xla")
+    parser.add_argument("--forwards", type=int, default=8, help="forwards in one compiled loop")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--profile", action="store_true", help="kernel time by part of the model")
+    parser.add_argument("--top", type=int, default=0, help="with --profile: longest kernels listed")
+    args = parser.parse_args()
+    model = loading.load(args.config, dtype=args.dtype, load_format="dummy", block_size=32)
+    block = model.spec.diffusion.block_size
+    model = dataclasses.replace(model, params=loading.serving_params(model.params, args.dtype))
+    device, out = jax.local_devices()[0], sys.stdout.write
+    out(f"# {' '.join(sys.argv)}\n# {device.device_kind}, jax {jax.__version__}, {args.dtype}\n")
+    batches = [int(size) for size in args.batch.split(",")]
+    contexts = [0] if args.prefill else [int(size) for size in args.context.split(",")]
+    shapes = [
+        Shape(
+            rows=rows, new_tokens=args.prefill or block, context=context, page_size=args.page_size
+        )
+        for context in contexts
+        for rows in batches
+    ]
+    header = "batch context tokens experts  ms      floor  ratio  peak GB  temp MB  compile s"
+    out(header + ("  TFLOP/s  share  tokens/s" if args.prefill else "") + "\n")
+    for shape in tqdm(shapes, disable=None):
+        work = floors.forward(
+            model.config, rows=shape.rows, new_tokens=shape.new_tokens, context=shape.context,
+            head=not args.prefill,
+        )  # fmt: skip
+        sample = np.random.default_rng(0).integers(
+            0, model.spec.vocab_size, min(shape.tokens, 2048)
+        )
+        hit = distinct_experts(model, sample.astype(np.int32))
+        found = run_shape(model, shape, args)
+        floor = floors.total_floor_ms(work)
+        out(
+            f"{shape.rows:5d} {shape.context:7d} {shape.tokens:6d} {np.mean(hit or [0]):7.1f} "
+            f"{found['ms']:7.3f} {floor:7.3f} {found['ms'] / floor:5.2f} {found['peak_gb']:8.1f} "
+            f"{found['temp_mb']:8.0f} {found['compile_s']:9.1f}"
+        )
+        if args.prefill:
+            rate = sum(part.flops for part in work.values()) / found["ms"] / 1e9
+            out(f"  {rate:7.0f} {rate / floors.FLOPS_PER_S * 1e14:5.1f}%")
+            out(f"  {shape.tokens / found['ms'] * 1e3:8.0f}")
+        out("\n")
+        if args.profile:
+            _print_profile(found["profile"], work, args.top)
+        sys.stdout.flush()
+
+
+def _print_profile(profile: kernel_profile.Profile, work: dict[str, floors.Work], top: int) -> None:
+    """Kernel time by group beside its floor, then the longest kernels."""
+    out = sys.stdout.write
+    groups: dict[str, float] = {}
+    for scope, ms in profile.by_scope.items():
+        group = GROUPS.get(scope, "other")
+        groups[group] = groups.get(group, 0.0) + ms
+    parts = [
+        f"{name} {ms:.3f}" + (f" (floor {work[name].floor_ms:.3f})" if name in work else "")
+        for name, ms in sorted(groups.items(), key=lambda item: -item[1])
+    ]
+    out(f"      kernels {profile.busy_ms:.3f} ms in {profile.launches} launches: ")
+    out(", ".join(parts) + "\n")
+    for scope, name, ms, launches in profile.by_kernel[:top]:
+        out(f"        {ms:7.4f} ms {launches:5d}x  {scope:14s} {name}\n")
+
+
+if __name__ == "__main__":
+    main()

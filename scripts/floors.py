@@ -1,0 +1,114 @@
+"""The least time that bytes and FLOPs allow, op by op, for the benchmarks beside this file.
+
+Rates are what one NVIDIA H200 was measured to reach, not its data sheet: a device copy moves
+4.3 TB/s (read plus written), a bf16 matmul of 8192^3 runs at 790 TFLOP/s. An op's floor is the
+larger of its two times; a forward's floor is the sum over its ops, since they run one after
+another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+BYTES_PER_S = 4.3e12
+FLOPS_PER_S = 790e12
+BF16_BYTES = 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What an op must read or write and compute."""
+
+    bytes: float
+    flops: float
+
+    @property
+    def floor_ms(self) -> float:
+        """The larger of the two times, in milliseconds."""
+        return max(self.bytes / BYTES_PER_S, self.flops / FLOPS_PER_S) * 1e3
+
+    def __add__(self, other: Work) -> Work:
+        return Work(bytes=self.bytes + other.bytes, flops=self.flops + other.flops)
+
+
+def distinct_experts(tokens: int, num_experts: int, experts_per_token: int) -> float:
+    """Returns how many experts `tokens` hit under uniform independent routing."""
+    return num_experts * (1 - (1 - experts_per_token / num_experts) ** tokens)
+
+
+def matmul(tokens: int, params: float) -> Work:
+    """`tokens` rows times `params` weights."""
+    return Work(bytes=params * BF16_BYTES, flops=2 * tokens * params)
+
+
+def experts(tokens: int, *, hit: float, experts_per_token: int, expert_params: float) -> Work:
+    """The routed experts of one layer, `hit` of them read."""
+    return Work(
+        bytes=hit * expert_params * BF16_BYTES,
+        flops=2 * tokens * experts_per_token * expert_params,
+    )
+
+
+def attention(
+    *, scores: float, kv_tokens: float, query_heads: int, kv_heads: int, head_dim: int
+) -> Work:
+    """One layer; `scores` counts visible (query, key) pairs over all rows, heads apart."""
+    return Work(
+        bytes=2 * kv_tokens * kv_heads * head_dim * BF16_BYTES,
+        flops=4 * scores * query_heads * head_dim,
+    )
+
+
+def forward(
+    config: Any, *, rows: int, new_tokens: int, context: int, head: bool
+) -> dict[str, Work]:
+    """Returns the work of a whole forward by op; each op's layers are added up.
+
+    `config` is a LLaDA2Config; rows have `context` cached and `new_tokens` in-flight tokens, seen
+    block-causally. Without `head` (prefill), nothing after the last layer's K and V is needed, so
+    that layer counts its K,V projection alone.
+    """
+    model, T = config.spec, rows * new_tokens
+    D, H = config.hidden_size, model.head_dim
+    q_width, kv_width = model.num_query_heads * H, model.num_kv_heads * H
+    layers = model.num_layers if head else model.num_layers - 1
+    blocks = new_tokens // model.diffusion.block_size
+    seen = context + (blocks + 1) / 2 * model.diffusion.block_size  # keys a query sees on average
+    moe_layers = sum(config.is_moe_layer(i) for i in range(layers))
+    linear = layers * (D * (q_width + 2 * kv_width) + q_width * D)
+    linear += (layers - moe_layers) * 3 * D * config.intermediate_size
+    linear += moe_layers * (3 * D * (config.shared_intermediate_size or 0))
+    work = {
+        "attention": _times(
+            layers,
+            attention(
+                scores=T * seen, kv_tokens=rows * (context + new_tokens),
+                query_heads=model.num_query_heads, kv_heads=model.num_kv_heads, head_dim=H,
+            ),
+        ),
+        "dense": matmul(T, linear),
+    }  # fmt: skip
+    if moe_layers:
+        expert_params = 3 * D * config.moe_intermediate_size
+        hit = distinct_experts(T, config.num_experts, config.experts_per_token)
+        one = experts(
+            T, hit=hit, experts_per_token=config.experts_per_token, expert_params=expert_params
+        )
+        router = Work(bytes=D * config.num_experts * 4, flops=2 * T * D * config.num_experts)
+        work["moe"] = _times(moe_layers, one)
+        work["dense"] += _times(moe_layers, router)
+    if head:
+        work["head"] = matmul(T, model.vocab_size * D)
+    else:
+        work["dense"] += matmul(T, 2 * kv_width * D)
+    return work
+
+
+def total_floor_ms(work: dict[str, Work]) -> float:
+    """Returns the sum of the ops' own floors."""
+    return sum(part.floor_ms for part in work.values())
+
+
+def _times(count: float, work: Work) -> Work:
+    return Work(bytes=count * work.bytes, flops=count * work.flops)
