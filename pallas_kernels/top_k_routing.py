@@ -2,7 +2,7 @@
 
 DeepSeek-V3's sigmoid gate ("noaux_tc"), as LLaDA2 uses it: a bias selects but does not weigh, and
 only experts of the best groups can be chosen. The XLA implementation is three `top_k`; the kernel
-(`mosaic_gpu/top_k_routing.py`) is one launch.
+(`mosaic_gpu/top_k_routing.py`) is two launches.
 """
 
 import functools
@@ -14,19 +14,9 @@ from pallas_kernels import dispatch
 from pallas_kernels.mosaic_gpu import top_k_routing as gpu_kernel
 
 
-def choose(
-    implementation: str = "auto",
-    *,
-    tokens: int,
-    num_experts: int,
-    num_groups: int,
-) -> dispatch.Choice:
+def choose(implementation: str = "auto", *, num_experts: int) -> dispatch.Choice:
     """Returns which implementation serves this shape."""
-    reason = gpu_kernel.why_not(
-        tokens=tokens,
-        num_experts=num_experts,
-        num_groups=num_groups,
-    )
+    reason = gpu_kernel.why_not(num_experts=num_experts)
     return dispatch.choose("top_k_routing", implementation, refusals={"mosaic_gpu": reason})
 
 
@@ -51,13 +41,7 @@ def top_k_routing(
     Equal scores go to the lower id. A token with NaN logits gets any ids, in range or not.
     """
     _check_shapes(router_logits, expert_bias, experts_per_token, num_groups, kept_groups)
-    T, E = router_logits.shape
-    chosen = choose(
-        implementation,
-        tokens=T,
-        num_experts=E,
-        num_groups=num_groups,
-    )
+    chosen = choose(implementation, num_experts=router_logits.shape[1])
     if chosen.implementation == "mosaic_gpu":
         return gpu_kernel.top_k_routing(
             router_logits,

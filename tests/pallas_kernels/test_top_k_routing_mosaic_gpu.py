@@ -37,10 +37,10 @@ def interpreted(logits, bias, **options):
 @pytest.mark.parametrize(
     ("T", "E", "options"),
     [
-        (32, 64, PUBLISHED | {"experts_per_token": 4}),
-        (100, 256, PUBLISHED),
-        (36, 128, {"experts_per_token": 8, "num_groups": 1, "kept_groups": 1}),
-        (4, 16, {"experts_per_token": 2, "num_groups": 2, "kept_groups": 1}),
+        (3, 128, PUBLISHED | {"experts_per_token": 4}),
+        (5, 256, PUBLISHED),
+        (2, 128, {"experts_per_token": 8, "num_groups": 1, "kept_groups": 1}),
+        (2, 128, {"experts_per_token": 2, "num_groups": 2, "kept_groups": 1}),
     ],
 )
 def test_kernel_equals_the_xla_implementation(T, E, options):
@@ -53,17 +53,16 @@ def test_kernel_equals_the_xla_implementation(T, E, options):
 
 
 def test_a_row_of_nan_leaves_its_neighbours_alone():
-    logits, bias = random_router(64, 64)
-    options = PUBLISHED | {"experts_per_token": 4}
-    ids, weights = interpreted(logits, bias, **options)
-    other_ids, other_weights = interpreted(logits.at[7].set(jnp.nan), bias, **options)
-    others = np.arange(64) != 7
+    logits, bias = random_router(4, 128)
+    ids, weights = interpreted(logits, bias, **PUBLISHED)
+    other_ids, other_weights = interpreted(logits.at[2].set(jnp.nan), bias, **PUBLISHED)
+    others = np.arange(4) != 2
     np.testing.assert_array_equal(ids[others], other_ids[others])
     np.testing.assert_array_equal(weights[others], other_weights[others])
 
 
 @pytest.mark.parametrize("tokens", [32, 2048, 16384])
-@pytest.mark.parametrize(("num_experts", "num_groups"), [(256, 8), (128, 1), (64, 4)])
+@pytest.mark.parametrize(("num_experts", "num_groups"), [(256, 8), (128, 1), (384, 4)])
 def test_serving_shapes_lower_for_cuda(tokens, num_experts, num_groups):
     def run(logits, bias):
         return gpu_kernel.top_k_routing(
@@ -71,8 +70,7 @@ def test_serving_shapes_lower_for_cuda(tokens, num_experts, num_groups):
             kept_groups=max(1, num_groups // 2), scaling_factor=2.5,
         )  # fmt: skip
 
-    facts = {"tokens": tokens, "num_experts": num_experts, "num_groups": num_groups}
-    assert gpu_kernel.why_not(**facts) is None
+    assert gpu_kernel.why_not(num_experts=num_experts) is None
     shapes = (
         jax.ShapeDtypeStruct((tokens, num_experts), jnp.float32),
         jax.ShapeDtypeStruct((num_experts,), jnp.float32),
@@ -81,15 +79,6 @@ def test_serving_shapes_lower_for_cuda(tokens, num_experts, num_groups):
     assert "mosaic_gpu" in lowered.as_text()
 
 
-@pytest.mark.parametrize(
-    ("facts", "reason"),
-    [
-        ({"tokens": 30}, "multiple of 16 bytes"),
-        ({"num_experts": 512}, "registers"),
-        ({"num_experts": 60, "num_groups": 5}, "8, 16, .. or 128"),
-        ({"num_experts": 60, "num_groups": 1}, "no multiple of 8"),
-    ],
-)
-def test_what_the_kernel_cannot_route_has_a_reason(facts, reason):
-    defaults = {"tokens": 32, "num_experts": 256, "num_groups": 8}
-    assert reason in gpu_kernel.why_not(**(defaults | facts))
+def test_what_the_kernel_cannot_route_has_a_reason():
+    assert "multiple of 128" in gpu_kernel.why_not(num_experts=64)
+    assert "at most 1024" in gpu_kernel.why_not(num_experts=2048)
