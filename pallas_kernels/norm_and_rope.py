@@ -46,22 +46,27 @@ def choose_add_rms_norm(
 @functools.partial(jax.jit, static_argnames=("eps", "implementation"))
 def add_rms_norm(
     x: jax.Array,  # [T, D]
-    added: jax.Array,  # [T, D]
+    added: tuple[jax.Array, ...],  # [T, D] each, at least one
     weight: jax.Array,  # [D]
     *,
     eps: float,
     implementation: str = "auto",
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (x + added, rms_norm of that sum), both [T, D] in the dtype of `x`."""
-    if x.ndim != 2 or x.shape != added.shape or weight.shape != x.shape[1:]:
+    """Returns (x + sum(added), rms_norm of that), both [T, D]; all of one dtype.
+
+    What is added is summed first, and every addition rounds to the dtype.
+    """
+    wrong = [part for part in added if part.shape != x.shape or part.dtype != x.dtype]
+    if x.ndim != 2 or not added or wrong or weight.shape != x.shape[1:]:
         raise ValueError(
-            f"add_rms_norm: x and added must be [T, D] and weight [D]: x {x.shape}, "
-            f"added {added.shape}, weight {weight.shape}"
+            f"add_rms_norm: x and all that is added must be [T, D] of one dtype and weight [D]: "
+            f"x {x.dtype}{x.shape}, added {[f'{a.dtype}{a.shape}' for a in added]}, "
+            f"weight {weight.shape}"
         )
     chosen = choose_add_rms_norm(implementation, dtype=x.dtype, width=x.shape[1])
-    if chosen.implementation == "mosaic_gpu" and added.dtype == weight.dtype == x.dtype:
-        return norm_kernel.add_rms_norm(x, added, weight, eps=eps)
-    total = x + added
+    if chosen.implementation == "mosaic_gpu":
+        return norm_kernel.add_rms_norm(x, added, weight.astype(x.dtype), eps=eps)
+    total = x + functools.reduce(jnp.add, added)
     return total, rms_norm(total, weight, eps)
 
 

@@ -7,6 +7,7 @@ product tokens flip experts and the logits move by whole units.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -108,6 +109,10 @@ class SparseMoE(nnx.Module):
         self.shared_experts = mlp.DenseMLP(dim, shared_width, dtype=dtype) if shared_width else None
 
     def __call__(self, x: jax.Array, *, valid: jax.Array | None = None) -> jax.Array:
+        return functools.reduce(jnp.add, self.parts(x, valid=valid))
+
+    def parts(self, x: jax.Array, *, valid: jax.Array | None = None) -> tuple[jax.Array, ...]:
+        """Returns what the layer adds up, [T, D] each: routed experts, then the shared one."""
         with jax.named_scope("router"):
             ids, weights = self.router(x)
         with jax.named_scope("experts"):
@@ -119,8 +124,9 @@ class SparseMoE(nnx.Module):
                 weights,
                 valid=valid,
                 implementation=self.implementation,
-            ).astype(x.dtype)
+                out_dtype=x.dtype,
+            )
         if self.shared_experts is None:
-            return routed
+            return (routed,)
         with jax.named_scope("shared_experts"):
-            return routed + self.shared_experts(x)
+            return routed, self.shared_experts(x)

@@ -20,9 +20,9 @@ class RMSNorm(nnx.Module):
         return pallas_kernels.rms_norm(x, self.weight[...], self.eps)
 
     def add(
-        self, x: jax.Array, added: jax.Array, *, implementation: str = "auto"
+        self, x: jax.Array, added: tuple[jax.Array, ...], *, implementation: str = "auto"
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns (x + added, the norm of that sum), both [T, D]."""
+        """Returns (x + sum(added), the norm of that), both [T, D]."""
         return pallas_kernels.add_rms_norm(
             x, added, self.weight[...], eps=self.eps, implementation=implementation
         )

@@ -61,26 +61,26 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self,
         x: jax.Array,
-        pending: jax.Array | None,
+        pending: tuple[jax.Array, ...],
         angles: tuple[jax.Array, jax.Array],
         *,
         attend: attention.Attend,
         cache: Any,
         valid: jax.Array | None = None,
-    ) -> tuple[jax.Array, jax.Array, Any]:
+    ) -> tuple[jax.Array, tuple[jax.Array, ...], Any]:
         """Returns the residual stream, what is still to be added to it, and the new cache.
 
-        The last addition of a layer is left to the next norm, which then does both at once.
+        The last additions of a layer are left to the next norm, which does all of it at once.
         """
-        if pending is None:
-            h = self.input_layernorm(x)
-        else:
+        if pending:
             x, h = self.input_layernorm.add(x, pending, implementation=self.ops)
+        else:
+            h = self.input_layernorm(x)
         out, cache = self.attention(h, angles, attend=attend, cache=cache)
-        x, h = self.post_attention_layernorm.add(x, out, implementation=self.ops)
+        x, h = self.post_attention_layernorm.add(x, (out,), implementation=self.ops)
         if isinstance(self.mlp, moe.SparseMoE):
-            return x, self.mlp(h, valid=valid), cache
-        return x, self.mlp(h), cache
+            return x, self.mlp.parts(h, valid=valid), cache
+        return x, (self.mlp(h),), cache
 
 
 class LLaDA2(nnx.Module):
@@ -125,7 +125,7 @@ class LLaDA2(nnx.Module):
         """
         x = self.embed(tokens, positions)
         angles = self.angles(positions)
-        pending, new_caches = None, []
+        pending, new_caches = (), []
         for layer, cache in zip(self.layers, caches, strict=True):
             x, pending, cache = layer(x, pending, angles, attend=attend, cache=cache, valid=valid)
             new_caches.append(cache)

@@ -170,18 +170,27 @@ def parse_config(
     shared_width = width * _integer(hf, "num_shared_experts", default=0, low=0)
     if shared_width:
         shared_width = _integer(hf, "moe_shared_expert_intermediate_size", default=shared_width)
+    rotary_dim = _rotary_dim(hf, head_dim)
+    num_layers = _integer(hf, "num_hidden_layers")
+    num_dense_layers = _integer(hf, "first_k_dense_replace", default=0, low=0)
+    experts = spec_lib.MoESpec(
+        num_experts=_integer(hf, "num_experts"),
+        experts_per_token=_integer(hf, "num_experts_per_tok"),
+        num_groups=_integer(hf, "n_group", default=1),
+        intermediate_size=width,
+    )
     config = LLaDA2Config(
         hidden_size=hidden,
         intermediate_size=_integer(hf, "intermediate_size"),
         moe_intermediate_size=width,
         shared_intermediate_size=shared_width,
-        num_experts=_integer(hf, "num_experts"),
-        experts_per_token=_integer(hf, "num_experts_per_tok"),
-        num_groups=_integer(hf, "n_group", default=1),
+        num_experts=experts.num_experts,
+        experts_per_token=experts.experts_per_token,
+        num_groups=experts.num_groups,
         kept_groups=_integer(hf, "topk_group", default=1),
-        num_dense_layers=_integer(hf, "first_k_dense_replace", default=0, low=0),
+        num_dense_layers=num_dense_layers,
         routed_scaling_factor=_number(hf, "routed_scaling_factor"),
-        rotary_dim=_rotary_dim(hf, head_dim),
+        rotary_dim=rotary_dim,
         rope_theta=_rope_theta(hf),
         rms_norm_eps=_number(hf, "rms_norm_eps"),
         tie_word_embeddings=_flag(hf, "tie_word_embeddings"),
@@ -191,12 +200,14 @@ def parse_config(
             model_type=hf.get("model_type", "llada2_moe"),
             vocab_size=_integer(hf, "vocab_size"),
             hidden_size=hidden,
-            num_layers=_integer(hf, "num_hidden_layers"),
+            num_layers=num_layers,
             num_query_heads=heads,
             num_kv_heads=_integer(hf, "num_key_value_heads", default=heads),
             head_dim=head_dim,
             max_position_embeddings=_integer(hf, "max_position_embeddings"),
             diffusion=_diffusion(hf, generation_config or {}, block_size),
+            rotary_dim=rotary_dim,
+            moe=experts if num_dense_layers < num_layers else None,
         ),
     )
     _check(config)

@@ -37,6 +37,16 @@ class DiffusionSpec:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MoESpec:
+    """Sizes of the routed experts; `num_groups` 1 means no group limit."""
+
+    num_experts: int
+    experts_per_token: int
+    num_groups: int
+    intermediate_size: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """Shapes and decoding facts of one loaded model."""
 
@@ -50,6 +60,8 @@ class ModelSpec:
     head_dim: int
     max_position_embeddings: int
     diffusion: DiffusionSpec
+    rotary_dim: int
+    moe: MoESpec | None = None  # None where no layer routes
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Returns bytes of K and V over all layers for one token."""

@@ -45,16 +45,23 @@ def assert_within_one_rounding(ours, expected):
 
 def test_add_rms_norm_equals_the_reference():
     x, added, weight = normal(5, 1024), normal(5, 1024, seed=1), normal(1024, seed=2)
-    total, normed = interpreted(norm_kernel.add_rms_norm, x, added, weight, eps=EPS)
+    total, normed = interpreted(norm_kernel.add_rms_norm, x, (added,), weight, eps=EPS)
     # Op by op: inside one jit XLA may keep the excess precision of a rounded value.
     np.testing.assert_array_equal(bits(total), bits(x + added))
     assert_within_one_rounding(normed, pallas_kernels.rms_norm(x + added, weight, EPS))
 
 
+def test_several_additions_round_one_by_one():
+    x, first, second = (normal(3, 1024, seed=seed) for seed in (0, 1, 2))
+    weight = normal(1024, seed=3)
+    total, _ = interpreted(norm_kernel.add_rms_norm, x, (first, second), weight, eps=EPS)
+    np.testing.assert_array_equal(bits(total), bits(x + (first + second)))
+
+
 def test_a_row_of_nan_stays_alone():
     x, added, weight = normal(5, 1024), normal(5, 1024, seed=1), normal(1024, seed=2)
-    clean = interpreted(norm_kernel.add_rms_norm, x, added, weight, eps=EPS)
-    dirty = interpreted(norm_kernel.add_rms_norm, x.at[2].set(jnp.nan), added, weight, eps=EPS)
+    clean = interpreted(norm_kernel.add_rms_norm, x, (added,), weight, eps=EPS)
+    dirty = interpreted(norm_kernel.add_rms_norm, x.at[2].set(jnp.nan), (added,), weight, eps=EPS)
     for before, after in zip(clean, dirty, strict=True):
         others = np.arange(5) != 2
         np.testing.assert_array_equal(bits(before)[others], bits(after)[others])
@@ -91,8 +98,10 @@ def test_shapes_that_do_not_fit_are_refused_with_the_shapes():
     arguments, options = qk_case(8, 2, 2, 64, 64)
     with pytest.raises(ValueError, match=r"qk_norm_rope: .*qkv \(8, 384\)"):
         pallas_kernels.qk_norm_rope(*arguments, **(options | {"num_kv_heads": 1}))
-    with pytest.raises(ValueError, match=r"add_rms_norm: .*added \(3, 4\)"):
-        pallas_kernels.add_rms_norm(jnp.ones((2, 4)), jnp.ones((3, 4)), jnp.ones(4), eps=EPS)
+    with pytest.raises(ValueError, match=r"add_rms_norm: .*added \['float32\(3, 4\)'\]"):
+        pallas_kernels.add_rms_norm(jnp.ones((2, 4)), (jnp.ones((3, 4)),), jnp.ones(4), eps=EPS)
+    with pytest.raises(ValueError, match=r"add_rms_norm: .*added \[\]"):
+        pallas_kernels.add_rms_norm(jnp.ones((2, 4)), (), jnp.ones(4), eps=EPS)
 
 
 @pytest.mark.parametrize("T", [32, 2048, 16384])
@@ -100,7 +109,7 @@ def test_shapes_that_do_not_fit_are_refused_with_the_shapes():
 def test_serving_shapes_lower_for_cuda(T, D):
     def run(*arguments):
         x, added, weight, *qk = arguments
-        return norm_kernel.add_rms_norm(x, added, weight, eps=EPS), qk_kernel.qk_norm_rope(
+        return norm_kernel.add_rms_norm(x, (added, x), weight, eps=EPS), qk_kernel.qk_norm_rope(
             *qk, num_query_heads=16, num_kv_heads=4, eps=EPS
         )
 

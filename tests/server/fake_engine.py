@@ -31,6 +31,7 @@ SPEC = spec.ModelSpec(
     head_dim=1,
     max_position_embeddings=CONTEXT,
     diffusion=spec.DiffusionSpec(block_size=BLOCK, mask_token_id=None, eos_token_ids=()),
+    rotary_dim=1,
 )
 
 
