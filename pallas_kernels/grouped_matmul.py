@@ -7,7 +7,8 @@ O((T * k + 32 * E) * (D + I)), never [T, E, ...], and no weight is copied. A loo
 one expert at a time would never read an unused expert, but costs several launches per tile: 28 ms
 against 0.6 ms a layer (H200, jax 0.11.2, 32 tokens, 256 experts of width 512, hidden 2048).
 `lax.ragged_dot` is a masked dense product on GPUs. "dense" runs all experts on all tokens; it is
-differentiable and serves training and as an oracle only.
+differentiable and serves training and as an oracle only. The GPU kernels are in
+`mosaic_gpu/grouped_matmul.py`.
 
 Gate and up rows of `w_gate_up` are interleaved in groups (`gate_up_group`), so that one weight
 tile of a fused GPU kernel holds both halves of the columns it finishes.
@@ -21,9 +22,20 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import dispatch
+from pallas_kernels.mosaic_gpu import grouped_matmul as gpu_kernel
 
 
-@functools.partial(jax.jit, static_argnames=("implementation",))
+def choose(
+    implementation: str = "auto", *, dtype, hidden_size: int, intermediate_size: int
+) -> dispatch.Choice:
+    """Returns which implementation serves this shape."""
+    reason = gpu_kernel.why_not(
+        dtype=dtype, hidden_size=hidden_size, intermediate_size=intermediate_size
+    )
+    return dispatch.choose("grouped_matmul", implementation, refusals={"mosaic_gpu": reason})
+
+
+@functools.partial(jax.jit, static_argnames=("implementation", "out_dtype"))
 def grouped_matmul(
     x: jax.Array,  # [T, D]
     w_gate_up: jax.Array,  # [E, 2 * I, D], interleaved
@@ -33,19 +45,25 @@ def grouped_matmul(
     *,
     valid: jax.Array | None = None,  # bool [T]
     implementation: str = "auto",
+    out_dtype=jnp.float32,
 ) -> jax.Array:
-    """Returns sum_k weight * expert(x) as float32 [T, D].
+    """Returns sum_k weight * expert(x), summed in float32, as [T, D] of `out_dtype`.
 
     Tokens that are not valid give zeros and touch no expert, whatever they hold. So does a pair
     whose expert id lies outside [0, E): a shard of the experts may pass ids it does not own.
     """
     _check_shapes(x, w_gate_up, w_down, expert_ids, expert_weights, valid)
-    chosen = dispatch.choose("grouped_matmul", implementation).implementation
-    run = _dense if chosen == "dense" else _rounds
+    chosen = choose(
+        implementation, dtype=x.dtype, hidden_size=x.shape[1], intermediate_size=w_down.shape[2]
+    ).implementation
     used = (expert_ids >= 0) & (expert_ids < w_gate_up.shape[0])  # [T, k]
     if valid is not None:
         used &= valid[:, None]
-    return run(x, w_gate_up, w_down, expert_ids, expert_weights.astype(jnp.float32), used)
+    arguments = (x, w_gate_up, w_down, expert_ids, expert_weights.astype(jnp.float32), used)
+    if chosen == "mosaic_gpu":
+        return gpu_kernel.grouped_matmul(*arguments, out_dtype=out_dtype)
+    run = _dense if chosen == "dense" else _rounds
+    return run(*arguments).astype(out_dtype)
 
 
 def gate_up_group(intermediate_size: int) -> int:

@@ -1,0 +1,220 @@
+"""The expert kernels equal loops in float64 in the interpreter and lower for CUDA."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import grouped_matmul, interleave_gate_up, tiles
+from pallas_kernels.mosaic_gpu import compat, expert_tiles
+from pallas_kernels.mosaic_gpu import grouped_matmul as gpu_kernel
+
+if not compat.supported():
+    pytest.skip("needs the Mosaic GPU of a newer jax", allow_module_level=True)
+
+import kernel_interpreter
+
+# bfloat16 operands; hidden values and each expert's result are rounded to 8 bits once more.
+TOLERANCE = {"rtol": 2e-2, "atol": 2e-2}
+T, D, F, E, TOP = 20, 128, 64, 5, 2
+SMALL = gpu_kernel.Tile(rows=8, warpgroups=1, block_k=64, stages=2)
+
+
+def weights(*, experts=E, size=F, width=D, seed=0):
+    rng = np.random.default_rng(seed)
+    gate, up = rng.normal(size=(2, experts, size, width)) * width**-0.5
+    down = rng.normal(size=(experts, width, size)) * size**-0.5
+    return tuple(jnp.asarray(a, jnp.bfloat16) for a in (interleave_gate_up(gate, up), down))
+
+
+def oracle(x, w_gate_up, w_down, ids, expert_weights, used):
+    x, w_gate_up, w_down = (np.asarray(a, np.float64) for a in (x, w_gate_up, w_down))
+    out = np.zeros(x.shape)
+    for t, choice in np.argwhere(used):
+        e = ids[t, choice]
+        both = (w_gate_up[e] @ x[t]).reshape(-1, 2, 64)
+        gate, up = both[:, 0].reshape(-1), both[:, 1].reshape(-1)
+        out[t] += expert_weights[t, choice] * (w_down[e] @ (gate / (1 + np.exp(-gate)) * up))
+    return out
+
+
+def routing(kind, rng, *, tokens=T, experts=E, top=TOP):
+    match kind:
+        case "random":
+            ids = np.stack([rng.permutation(experts)[:top] for _ in range(tokens)])
+        case "one_expert_takes_all":
+            ids = np.full((tokens, top), experts - 2)
+        case "some_outside":
+            ids = rng.integers(-1, experts + 2, (tokens, top))
+    return ids.astype(np.int32), rng.uniform(0.1, 1, (tokens, top)).astype(np.float32)
+
+
+def interpreted(*arguments, tile=SMALL, **options):
+    with kernel_interpreter.fresh_interpreter():
+        out = gpu_kernel.grouped_matmul(
+            *arguments,
+            tile=tile,
+            num_ctas=3,
+            interpret=kernel_interpreter.interpret_params(),
+            **options,
+        )
+        kernel_interpreter.assert_no_races()
+    return np.asarray(out)
+
+
+@pytest.mark.parametrize("kind", ["random", "one_expert_takes_all", "some_outside"])
+def test_equals_loops(kind):
+    rng = np.random.default_rng(3)
+    w_gate_up, w_down = weights()
+    x = jnp.asarray(rng.normal(size=(T, D)), jnp.bfloat16)
+    ids, expert_weights = routing(kind, rng)
+    used = (ids >= 0) & (ids < E)
+    out = interpreted(x, w_gate_up, w_down, ids, expert_weights, used)
+    expected = oracle(x, w_gate_up, w_down, ids, expert_weights, used)
+    np.testing.assert_allclose(out, expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("tile", "size", "width"),
+    [
+        # Two warpgroups where the sizes allow, one where not; pieces of 8, 16 and 32 rows stored.
+        (gpu_kernel.Tile(rows=24, warpgroups=2, block_k=128, stages=2), 192, 256),
+        (gpu_kernel.Tile(rows=48, warpgroups=2, block_k=64, stages=3), 128, 128),
+    ],
+    ids=["fitted", "wide"],
+)
+def test_every_way_through_the_tiles(tile, size, width):
+    rng = np.random.default_rng(4)
+    tokens, top, experts = 60, 2, 3
+    w_gate_up, w_down = weights(experts=experts, size=size, width=width)
+    x = jnp.asarray(rng.normal(size=(tokens, width)), jnp.bfloat16)
+    ids, expert_weights = routing("random", rng, tokens=tokens, experts=experts, top=top)
+    used = np.ones(ids.shape, bool)
+    arguments = (x, w_gate_up, w_down, ids, expert_weights, used)
+    out = interpreted(*arguments, tile=tile, out_dtype=jnp.bfloat16)
+    assert out.dtype == jnp.bfloat16
+    np.testing.assert_allclose(out.astype(np.float32), oracle(*arguments), **TOLERANCE)
+
+
+def test_invalid_tokens_give_zeros_and_leak_nothing():
+    rng = np.random.default_rng(5)
+    w_gate_up, w_down = weights()
+    valid = rng.random(T) < 0.6
+    x = jnp.asarray(np.where(valid[:, None], rng.normal(size=(T, D)), np.nan), jnp.bfloat16)
+    ids, expert_weights = routing("random", rng)
+    ids[valid] = np.minimum(ids[valid], 3)  # nobody valid chooses the last expert
+    ids[~valid, 0] = E - 1
+    expert_weights[~valid] = np.nan
+    w_gate_up, w_down = w_gate_up.at[E - 1].set(jnp.nan), w_down.at[E - 1].set(jnp.nan)
+    used = np.broadcast_to(valid[:, None], ids.shape)
+    arguments = (x, w_gate_up, w_down, ids, expert_weights, used)
+    out = interpreted(*arguments)
+    np.testing.assert_allclose(out, oracle(*arguments), **TOLERANCE)
+    assert np.all(out[~valid] == 0)
+
+
+def test_nobody_routed_gives_zeros():
+    arguments = (jnp.full((4, D), jnp.nan, jnp.bfloat16), *weights())
+    ids, expert_weights = routing("random", np.random.default_rng(0), tokens=4)
+    assert np.all(interpreted(*arguments, ids, expert_weights, np.zeros(ids.shape, bool)) == 0)
+
+
+def test_a_token_ignores_its_neighbours_bit_for_bit():
+    rng = np.random.default_rng(6)
+    w_gate_up, w_down = weights()
+    watched = rng.normal(size=(3, D))
+    watched_ids, watched_weights = routing("random", rng, tokens=3)
+    kept = []
+    for kind in ("random", "one_expert_takes_all"):
+        x = rng.normal(size=(T, D))
+        ids, expert_weights = routing(kind, rng)
+        rows = rng.permutation(T)[:3]
+        x[rows], ids[rows], expert_weights[rows] = watched, watched_ids, watched_weights
+        x = jnp.asarray(x, jnp.bfloat16)
+        used = np.ones(ids.shape, bool)
+        kept.append(interpreted(x, w_gate_up, w_down, ids, expert_weights, used)[rows])
+    np.testing.assert_array_equal(kept[0], kept[1])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "choices", "experts"),
+    [(5, 3, 4), (32, 8, 256), (600, 8, 16), (1100, 4, 5)],
+    ids=str,
+)
+def test_segments_hold_every_pair_once_and_in_order(tokens, choices, experts):
+    rng = np.random.default_rng(7)
+    ids = rng.integers(-1, experts + 1, (tokens, choices)).astype(np.int32)
+    used = (ids >= 0) & (ids < experts) & (rng.random((tokens, 1)) < 0.8)
+    where = expert_tiles.segments(jnp.asarray(ids), jnp.asarray(used), num_experts=experts)
+    starts = np.asarray(where.starts)[where.first_start :][:experts]
+    counts = np.asarray(where.counts)[where.first_count :][:experts]
+    places = np.asarray(where.places)[: ids.size].reshape(ids.shape)
+    seen = np.zeros(experts, int)
+    for t, choice in np.ndindex(ids.shape):
+        if not used[t, choice]:
+            assert places[t, choice] == -1
+            continue
+        expert = ids[t, choice]
+        assert places[t, choice] == starts[expert] + seen[expert]
+        seen[expert] += 1
+    np.testing.assert_array_equal(counts, seen)
+    ends = starts + -(-seen // 8) * 8
+    assert np.all(starts % 8 == 0)
+    assert np.all(starts[1:] >= ends[:-1])
+    assert ends[-1] <= expert_tiles.most_rows(ids.size, experts)
+
+
+def serving_arguments(tokens, *, choices=8, experts=256, width=2048, size=512):
+    def array(dtype, *shape):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    return (
+        array(jnp.bfloat16, tokens, width),
+        array(jnp.bfloat16, experts, 2 * size, width),
+        array(jnp.bfloat16, experts, width, size),
+        array(jnp.int32, tokens, choices),
+        array(jnp.float32, tokens, choices),
+        array(jnp.bool_, tokens, choices),
+    )
+
+
+def lower(*arguments, **options):
+    def run(*arrays):
+        return gpu_kernel.grouped_matmul(*arrays, **options)
+
+    return jax.jit(run).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("entry", tiles.entries("grouped_matmul"), ids=lambda entry: str(entry))
+def test_every_tuned_tile_lowers(entry):
+    assert "mosaic_gpu" in lower(*serving_arguments(64), tile=gpu_kernel.Tile(**entry["tile"]))
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"tokens": 1, "choices": 2, "experts": 16, "width": 128, "size": 64},
+        {"tokens": 4, "experts": 128, "size": 768},
+        {"tokens": 32, "width": 4096, "size": 1024},
+        {"tokens": 1200},
+        {"tokens": 8192, "choices": 2, "experts": 16, "size": 192},
+    ],
+    ids=str,
+)
+def test_other_shapes_lower_with_the_tuned_tile(sizes):
+    assert "mosaic_gpu" in lower(*serving_arguments(**sizes))
+
+
+def test_what_the_kernel_cannot_serve_is_named():
+    arguments = [jnp.zeros(a.shape, a.dtype) for a in serving_arguments(2, experts=3, width=192)]
+    with pytest.raises(ValueError, match=r"hidden size must be a multiple of 128, not 192"):
+        gpu_kernel.grouped_matmul(*arguments)
+    with pytest.raises(ValueError, match="needs an NVIDIA GPU"):
+        grouped_matmul(*arguments[:-1], implementation="mosaic_gpu")
+    with pytest.raises(ValueError, match="no such tile"):
+        gpu_kernel.Tile(rows=12, warpgroups=1, block_k=64, stages=2)
+    with pytest.raises(ValueError, match="shared_memory"):
+        lower(
+            *serving_arguments(4),
+            tile=gpu_kernel.Tile(rows=128, warpgroups=2, block_k=128, stages=4),
+        )
