@@ -27,7 +27,6 @@ read between the launches add a fifth; from about 8192 the tensor cores bound it
 """
 
 import dataclasses
-import functools
 import math
 
 import jax
@@ -37,7 +36,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import tiles
-from pallas_kernels.mosaic_gpu import compat, expert_tiles, row_gather
+from pallas_kernels.mosaic_gpu import compat, expert_tiles
 
 _WEIGHT_ROWS = 128  # of a compute warpgroup
 _CHUNK = 64  # output columns that are stored at once; the gate_up interleaving
@@ -110,26 +109,27 @@ def grouped_matmul(
         raise ValueError(f"grouped_matmul: {reason}: x {x.shape}, w_down {w_down.shape}")
     tile = tile or tile_for(T, choices, E)
     num_ctas = num_ctas or compat.num_multiprocessors()
-    where = expert_tiles.segments(
-        expert_ids,
-        used,
+    where = expert_tiles.segments(expert_ids, used, num_experts=E)
+    rows, tile_ends = expert_tiles.spread(
+        x,
+        where,
         num_experts=E,
+        rows=max(expert_tiles.most_rows(T * choices, E), tile.rows),
         tile_rows=tile.rows,
         interpret=interpret,
     )
-    options = {"num_ctas": num_ctas, "interpret": interpret}
-    hidden = _matmul(w_gate_up, x, where, tile.fitted(2 * size, D), gate_up=True, **options)
-    rows = _matmul(w_down, hidden, where, tile.fitted(D, size), gate_up=False, **options)
+    options = {"tile_ends": tile_ends, "num_ctas": num_ctas, "interpret": interpret}
+    hidden = _matmul(w_gate_up, rows, where, tile.fitted(2 * size, D), swiglu=True, **options)
+    rows = _matmul(w_down, hidden, where, tile.fitted(D, size), swiglu=False, **options)
     return expert_tiles.combine(
         rows, expert_weights, where, out_dtype=out_dtype, interpret=interpret
     )
 
 
-def _matmul(weights, rows, where, tile: Tile, *, gate_up: bool, num_ctas: int, interpret):
+def _matmul(weights, rows, where, tile: Tile, *, swiglu: bool, tile_ends, num_ctas: int, interpret):
     """Returns each segment's rows times its expert's weights [E, R, K] transposed.
 
-    With `gate_up`, `rows` are the tokens, gathered here, R is the interleaved gate and up, and the
-    result has R / 2 columns.
+    With `swiglu`, R is the interleaved gate and up and the result has R / 2 columns.
     """
     E, R, K = weights.shape
     N, warpgroups, block_k = tile.rows, tile.warpgroups, tile.block_k
@@ -138,13 +138,11 @@ def _matmul(weights, rows, where, tile: Tile, *, gate_up: bool, num_ctas: int, i
         raise ValueError(f"grouped_matmul: {tile} needs {tile.shared_memory()=} > {_SHARED_MEMORY}")
     weight_rows = warpgroups * _WEIGHT_ROWS
     weight_tiles, k_tiles = R // weight_rows, K // block_k
-    out_columns = _WEIGHT_ROWS // 2 if gate_up else _WEIGHT_ROWS  # that a warpgroup makes
-    depth = stages - 2  # stages whose token rows may be on their way
+    out_columns = _WEIGHT_ROWS // 2 if swiglu else _WEIGHT_ROWS  # that a warpgroup makes
     int32 = jnp.int32
-    tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
     def body(
-        weights_gmem, rows_gmem, tokens_gmem, counts_gmem, starts_gmem, tile_ends_gmem, out_gmem,
+        weights_gmem, rows_gmem, counts_gmem, starts_gmem, tile_ends_gmem, out_gmem,
         weights_smem, rows_smem, out_smem, full, empty,
     ):  # fmt: skip
         cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
@@ -159,22 +157,16 @@ def _matmul(weights, rows, where, tile: Tile, *, gate_up: bool, num_ctas: int, i
             for step in reversed(range((E - 1).bit_length())):
                 probe = jnp.minimum(expert + (1 << step), E) - 1
                 expert = jnp.where(tile_ends_gmem[probe] <= row_tile, probe + 1, expert)
-            count = counts_gmem[expert]
+            count = counts_gmem[where.first_count + expert]
             past_end = tile_ends_gmem[expert] - row_tile  # >= 1: the last tile has 1
             first = (lax.div(count + (N - 1), int32(N)) - past_end) * N
             size = jnp.minimum(lax.div(count - first + 7, int32(8)) * 8, N)
-            row = pl.multiple_of(starts_gmem[expert] + first, 8)
+            row = pl.multiple_of(starts_gmem[where.first_start + expert] + first, 8)
             return expert, row, size, lax.rem(item, int32(weight_tiles))
 
         @pl.when(warpgroup == warpgroups)
         def _fetch():
-            # 56 + 2 * 224 registers a thread are what 3 warpgroups get at launch (168 each): one
-            # more, and the increase below waits for ever.
-            plgpu.set_max_registers(56, action="decrease")
-
-            def publish(step, newest):
-                row_gather.wait(newest, interpret=interpret)
-                plgpu.barrier_arrive(full.at[lax.rem(step, int32(stages))])
+            plgpu.set_max_registers(40, action="decrease")
 
             def fetch_item(index, _):
                 expert, row, _, weight_tile = locate(index)
@@ -194,19 +186,9 @@ def _matmul(weights, rows, where, tile: Tile, *, gate_up: bool, num_ctas: int, i
                         weights_smem.at[stage],
                         full.at[stage],
                     )
-                    if gate_up:
-                        row_gather.issue(
-                            rows_gmem, tokens_gmem, row, columns, rows_smem.at[stage], tiled,
-                            interpret=interpret,
-                        )  # fmt: skip
-
-                        @pl.when(step >= depth)
-                        def _():
-                            publish(step - depth, depth)
-
-                    else:
-                        source = rows_gmem.at[pl.ds(row, N), columns]
-                        plgpu.copy_gmem_to_smem(source, rows_smem.at[stage], full.at[stage])
+                    plgpu.copy_gmem_to_smem(
+                        rows_gmem.at[pl.ds(row, N), columns], rows_smem.at[stage], full.at[stage]
+                    )
                     return ()
 
                 return lax.fori_loop(0, k_tiles, fetch, ())
@@ -217,10 +199,6 @@ def _matmul(weights, rows, where, tile: Tile, *, gate_up: bool, num_ctas: int, i
 
             lax.fori_loop(0, my_items, fetch_item, ())
             steps = my_items * k_tiles
-            if gate_up:
-                for newest in reversed(range(depth)):
-                    step = steps - 1 - newest
-                    pl.when(step >= 0)(functools.partial(publish, step, newest))
             lax.fori_loop(jnp.maximum(steps - stages, 0), steps, drain, ())
 
         def store(source, row, column, size):
@@ -242,7 +220,7 @@ def _matmul(weights, rows, where, tile: Tile, *, gate_up: bool, num_ctas: int, i
 
         @pl.when(warpgroup < warpgroups)
         def _compute():
-            plgpu.set_max_registers(224, action="increase")
+            plgpu.set_max_registers(232, action="increase")
             my_weights = pl.ds(warpgroup * _WEIGHT_ROWS, _WEIGHT_ROWS)
             out_mine = out_smem.at[warpgroup]
 
@@ -270,7 +248,7 @@ def _matmul(weights, rows, where, tile: Tile, *, gate_up: bool, num_ctas: int, i
                     return value
 
                 value = pl.run_scoped(product, plgpu.ACC((_WEIGHT_ROWS, N), jnp.float32))
-                if gate_up:
+                if swiglu:
                     gate, up = value[:_CHUNK], value[_CHUNK:]
                     value = gate / (1 + jnp.exp(-gate)) * up
                 value = value.astype(out_gmem.dtype)
@@ -285,14 +263,15 @@ def _matmul(weights, rows, where, tile: Tile, *, gate_up: bool, num_ctas: int, i
             lax.fori_loop(0, my_items, compute_item, ())
             plgpu.wait_smem_to_gmem(0)
 
-    body.__name__ = "expert_gate_up" if gate_up else "expert_down"
+    body.__name__ = "expert_gate_up" if swiglu else "expert_down"
+    tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
     def buffer(*shape):
         return plgpu.SMEM(shape, weights.dtype, transforms=tiled)
 
     return compat.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((where.tokens.size, R // 2 if gate_up else R), weights.dtype),
+        out_type=jax.ShapeDtypeStruct((rows.shape[0], R // 2 if swiglu else R), weights.dtype),
         grid=(num_ctas,),
         grid_names=("cta",),
         num_threads=warpgroups + 1,
@@ -308,4 +287,4 @@ def _matmul(weights, rows, where, tile: Tile, *, gate_up: bool, num_ctas: int, i
         # alone, after commit_smem, and written again after wait_smem_to_gmem.
         compiler_params={"unsafe_no_auto_barriers": True},
         interpret=interpret,
-    )(weights, rows, where.tokens, where.counts, where.starts, where.tile_ends)
+    )(weights, rows, where.counts, where.starts, tile_ends)
