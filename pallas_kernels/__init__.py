@@ -1,21 +1,40 @@
 """Public ops of the kernel package; it imports jax only and knows nothing of the engine."""
 
+from pallas_kernels.dispatch import Choice
 from pallas_kernels.extend_attention import AttentionTiling, extend_attention
+from pallas_kernels.extend_attention import choose as choose_extend_attention
+from pallas_kernels.grouped_matmul import choose as choose_grouped_matmul
 from pallas_kernels.grouped_matmul import (
     gate_up_group,
     grouped_matmul,
     interleave_gate_up,
     split_gate_up,
 )
-from pallas_kernels.norm_and_rope import add_rms_norm, apply_rope, qk_norm_rope, rms_norm
+from pallas_kernels.norm_and_rope import (
+    add_rms_norm,
+    apply_rope,
+    choose_add_rms_norm,
+    choose_qk_norm_rope,
+    qk_norm_rope,
+    rms_norm,
+)
+from pallas_kernels.top_k_routing import choose as choose_top_k_routing
 from pallas_kernels.top_k_routing import top_k_routing
 from pallas_kernels.unembed_stats import UnembedStats, penalize, probability, unembed_stats
+from pallas_kernels.unembed_stats import choose as choose_unembed_stats
 
 __all__ = [
     "AttentionTiling",
+    "Choice",
     "UnembedStats",
     "add_rms_norm",
     "apply_rope",
+    "choose_add_rms_norm",
+    "choose_extend_attention",
+    "choose_grouped_matmul",
+    "choose_qk_norm_rope",
+    "choose_top_k_routing",
+    "choose_unembed_stats",
     "extend_attention",
     "gate_up_group",
     "grouped_matmul",

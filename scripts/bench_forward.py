@@ -94,6 +94,7 @@ def forward(
         batch,
         visibility=spec.diffusion.attention_pattern,
         block_size=spec.diffusion.block_size,
+        q_len=L if spec.diffusion.block_size == L else None,
         implementation=implementation,
     )
     model = loading.merge(model_of.graphdef, params)

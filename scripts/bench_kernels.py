@@ -202,6 +202,7 @@ def attention(
             visibility="block_causal",
             block_size=block,
             scale=H**-0.5,
+            q_len=None if L == S else L,
             implementation=implementation,
         )
 

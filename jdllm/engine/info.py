@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 
-import pallas_kernels
 from jdllm.engine import build
 from jdllm.engine import stats as stats_lib
 from jdllm.runner import compile_counter
@@ -55,7 +54,7 @@ def server_info(built: build.Built) -> dict[str, Any]:
     device = jax.local_devices()[0]
     return {
         **dataclasses.asdict(built.config),
-        "kernels": pallas_kernels.describe(),
+        "kernels": {op: str(choice) for op, choice in built.runner.kernels.items()},
         "device": f"{device.platform}: {device.device_kind}",
         "block_size": built.spec.diffusion.block_size,
         "algorithms": list(built.algorithms),

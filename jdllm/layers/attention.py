@@ -47,9 +47,13 @@ def paged_attend(
     *,
     visibility: spec.AttentionPattern,
     block_size: int,
+    q_len: int | None = None,
     implementation: str = "auto",
 ) -> Attend:
-    """Returns an `attend` whose cache is one layer's pool [P, 2, K, Z, H]."""
+    """Returns an `attend` whose cache is one layer's pool [P, 2, K, Z, H].
+
+    `q_len` promises that every row owns that many tokens, inactive rows too (decode).
+    """
 
     def attend(
         q: jax.Array, k: jax.Array, v: jax.Array, pool: jax.Array
@@ -67,6 +71,7 @@ def paged_attend(
             visibility=str(visibility),
             block_size=block_size,
             scale=q.shape[-1] ** -0.5,
+            q_len=q_len,
             implementation=implementation,
         )
         return out, pool

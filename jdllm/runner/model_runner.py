@@ -22,7 +22,7 @@ from jdllm import errors
 from jdllm.kv_cache import pool as pool_lib
 from jdllm.models import loading
 from jdllm.models import spec as spec_lib
-from jdllm.runner import forward_batch, steps
+from jdllm.runner import forward_batch, kernels, steps
 from jdllm.scheduler import batch as batch_lib
 
 logger = logging.getLogger(__name__)
@@ -62,6 +62,12 @@ class ModelRunner:
             algorithms=algorithms,
             implementation=implementation,
         )
+        self.kernels = kernels.describe(
+            self.spec,
+            dtype=pool_config.dtype,
+            page_size=pool_config.page_size,
+            implementation=implementation,
+        )
         self._compiled: dict[batch_lib.Bucket, jax.stages.Compiled] = {}
         self._pools = pool_lib.create(pool_config)
 
@@ -76,6 +82,8 @@ class ModelRunner:
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
         """Lowers and compiles every bucket; `on_progress(done, total)` after each."""
+        for op, choice in self.kernels.items():
+            logger.info("kernel %s: %s", op, choice)
         done, lock = 0, threading.Lock()
 
         def compile_one(bucket: batch_lib.Bucket) -> None:

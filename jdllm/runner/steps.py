@@ -102,7 +102,7 @@ def decode_step(
     hidden, pools = model(
         inputs.tokens.reshape(-1),
         positions.reshape(-1),
-        attend=_attend(config, batch),
+        attend=_attend(config, batch, q_len=L),
         caches=pools,
         valid=is_valid,
     )
@@ -163,9 +163,12 @@ def _denoise(
     )
 
 
-def _attend(config: StepConfig, batch: attention.PagedBatch) -> attention.Attend:
+def _attend(
+    config: StepConfig, batch: attention.PagedBatch, q_len: int | None = None
+) -> attention.Attend:
     return attention.paged_attend(
         batch,
+        q_len=q_len,
         visibility=config.spec.diffusion.attention_pattern,
         block_size=config.spec.diffusion.block_size,
         implementation=config.implementation,

@@ -56,7 +56,7 @@ def top_k_routing(
     arguments = [router_logits, expert_bias]
     if num_groups > 1:
         choice = jax.nn.sigmoid(router_logits) + expert_bias
-        arguments.append(_sum_of_best_two(choice.reshape(T, num_groups, -1)))
+        arguments += _best_two(choice.reshape(T, num_groups, -1))
     return compat.kernel(
         body,
         out_type=(
@@ -71,8 +71,8 @@ def top_k_routing(
     )(*arguments)
 
 
-def _sum_of_best_two(x: jax.Array) -> jax.Array:
-    """Returns the sum of the two largest along the last axis, in one pass."""
+def _best_two(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the two largest along the last axis, in one pass; adding them would be a launch."""
 
     def best_two(left, right):
         (high, second), (other_high, other_second) = left, right
@@ -80,16 +80,13 @@ def _sum_of_best_two(x: jax.Array) -> jax.Array:
         return jnp.maximum(high, other_high), jnp.maximum(jnp.minimum(high, other_high), rest)
 
     lowest = jnp.full((), _DROPPED, x.dtype)
-    high, second = lax.reduce(
-        (x, jnp.full_like(x, _DROPPED)), (lowest, lowest), best_two, (x.ndim - 1,)
-    )
-    return high + second
+    return lax.reduce((x, jnp.full_like(x, _DROPPED)), (lowest, lowest), best_two, (x.ndim - 1,))
 
 
 def _route_token(
     logits_gmem, bias_gmem, *refs, k, num_groups, kept_groups, scaling_factor
 ):  # fmt: skip
-    *group_scores, ids_gmem, weights_gmem = refs
+    *best_two, ids_gmem, weights_gmem = refs
     token = lax.axis_index("token")
     E = bias_gmem.shape[0]
     layout = plgpu.Layout.WG_STRIDED((E,), vec_size=E // _THREADS)
@@ -97,7 +94,8 @@ def _route_token(
     logits = plgpu.layout_cast(logits_gmem[token], layout)
     choice = _sigmoid(logits) + plgpu.layout_cast(bias_gmem[...], layout)
     if num_groups > 1:
-        scores = [group_scores[0][token, group] for group in range(num_groups)]
+        high, second = best_two
+        scores = [high[token, group] + second[token, group] for group in range(num_groups)]
         group_of = lax.div(index, jnp.int32(E // num_groups))
         for group, kept in enumerate(_kept(scores, kept_groups)):
             lost = jnp.where(kept, num_groups, group)  # no expert is of group `num_groups`

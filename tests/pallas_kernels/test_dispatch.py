@@ -1,42 +1,85 @@
-"""Choosing an implementation: what "auto" means, and what a forced choice that cannot run says."""
+"""Choosing an implementation: what "auto" takes where, and what a refused choice says."""
 
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import describe, dispatch, unembed_stats
+import pallas_kernels
+from pallas_kernels import dispatch, unembed_stats
 
-OPS = ("extend_attention", "grouped_matmul", "unembed_stats")
+OPS = tuple(dispatch.IMPLEMENTATIONS)
+HOPPER = {"platform": "gpu", "compute_capability": (9, 0), "jax_version": "0.11.2"}
+
+
+def target(**changes):
+    return dispatch.Target(**(HOPPER | changes))
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("platform", ["cpu", "gpu"])
-@pytest.mark.parametrize("jax_version", ["0.10.2", "0.12.0"])
-def test_auto_is_xla_everywhere(op, platform, jax_version):
-    assert dispatch.choose(op, "auto", jax_version=jax_version, platform=platform) == "xla"
+def test_auto_takes_the_kernel_on_hopper(op):
+    choice = dispatch.choose(op, target=target())
+    assert (choice.implementation, choice.refusals) == ("mosaic_gpu", {})
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("implementation", ["mosaic_gpu", "cudnn"])
-def test_forced_kernel_that_does_not_exist_raises(op, implementation):
-    with pytest.raises(NotImplementedError, match="no such kernel in this build"):
-        dispatch.choose(op, implementation)
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"platform": "cpu", "compute_capability": (0, 0)}, "needs an NVIDIA GPU, this is cpu"),
+        ({"compute_capability": (8, 0)}, "capability 9.0, this is 8.0"),
+        ({"compute_capability": (10, 0)}, "capability 9.0, this is 10.0"),
+        ({"jax_version": "0.10.2"}, "needs jax >= 0.11.1, this is 0.10.2"),
+    ],
+)
+def test_elsewhere_auto_falls_back_and_says_why(op, changes, reason):
+    choice = dispatch.choose(op, target=target(**changes))
+    assert choice.implementation != "mosaic_gpu"
+    assert reason in choice.refusals["mosaic_gpu"]
+    assert reason in str(choice)
+
+
+def test_a_shape_that_the_kernel_refuses_falls_back():
+    refusals = {"mosaic_gpu": "odd shape", "cudnn": None}
+    choice = dispatch.choose("extend_attention", refusals=refusals, target=target())
+    assert (choice.implementation, choice.refusals) == ("cudnn", {"mosaic_gpu": "odd shape"})
+    both = {"mosaic_gpu": "odd shape", "cudnn": "no"}
+    assert dispatch.choose("extend_attention", refusals=both, target=target()).implementation == (
+        "xla"
+    )
+
+
+def test_cudnn_is_not_for_old_gpus():
+    old = target(compute_capability=(7, 5))
+    assert dispatch.choose("extend_attention", target=old).implementation == "xla"
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_forced_choice_that_cannot_run_raises_with_the_reason(op):
+    with pytest.raises(ValueError, match=f"{op}: mosaic_gpu cannot run here: needs jax"):
+        dispatch.choose(op, "mosaic_gpu", target=target(jax_version="0.10.2"))
+    with pytest.raises(ValueError, match="odd shape"):
+        dispatch.choose(op, "mosaic_gpu", refusals={"mosaic_gpu": "odd shape"}, target=target())
+
+
+def test_a_forced_choice_that_can_run_is_taken():
+    assert dispatch.choose("extend_attention", "cudnn", target=target()).implementation == "cudnn"
+    assert dispatch.choose("grouped_matmul", "dense", target=target()).implementation == "dense"
 
 
 def test_unknown_name_lists_the_names():
-    with pytest.raises(ValueError, match="auto, xla, dense, mosaic_gpu, cudnn"):
+    with pytest.raises(ValueError, match="auto, mosaic_gpu, xla, dense"):
         dispatch.choose("grouped_matmul", "triton")
-
-
-def test_dense_belongs_to_grouped_matmul_only():
-    assert dispatch.choose("grouped_matmul", "dense") == "dense"
     with pytest.raises(ValueError, match="unknown"):
         dispatch.choose("extend_attention", "dense")
 
 
-def test_describe_names_every_op():
-    assert describe() == dict.fromkeys(OPS, "xla")
-
-
 def test_ops_pass_the_forced_choice_on():
-    with pytest.raises(NotImplementedError, match="unembed_stats: no such kernel"):
+    with pytest.raises(ValueError, match="unembed_stats: mosaic_gpu cannot run here"):
         unembed_stats(jnp.zeros((2, 4)), jnp.zeros((8, 4)), implementation="mosaic_gpu")
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [("0.10.2", False), ("0.11.0", False), ("0.11.1", True), ("0.12.0.1", True), ("1.0", True)],
+)
+def test_versions_compare_by_number(version, expected):
+    assert pallas_kernels.dispatch.compat.supported(version) is expected
