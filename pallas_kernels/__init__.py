@@ -9,6 +9,7 @@ from pallas_kernels.grouped_matmul import (
     grouped_matmul,
     interleave_gate_up,
     split_gate_up,
+    swiglu,
 )
 from pallas_kernels.norm_and_rope import (
     add_rms_norm,
@@ -44,6 +45,7 @@ __all__ = [
     "qk_norm_rope",
     "rms_norm",
     "split_gate_up",
+    "swiglu",
     "top_k_routing",
     "unembed_stats",
 ]

@@ -43,6 +43,7 @@ def grouped_matmul(
     expert_ids: jax.Array,  # int32 [T, k]
     expert_weights: jax.Array,  # float32 [T, k]
     *,
+    shared: tuple[jax.Array, jax.Array] | None = None,  # [2 * I', D] interleaved, [D, I']
     valid: jax.Array | None = None,  # bool [T]
     implementation: str = "auto",
     out_dtype=jnp.float32,
@@ -51,8 +52,10 @@ def grouped_matmul(
 
     Tokens that are not valid give zeros and touch no expert, whatever they hold. So does a pair
     whose expert id lies outside [0, E): a shard of the experts may pass ids it does not own.
+    `shared`, an expert of every token at weight 1, is added to all rows, valid or not.
     """
     _check_shapes(x, w_gate_up, w_down, expert_ids, expert_weights, valid)
+    _check_shared(x, shared)
     chosen = choose(
         implementation, dtype=x.dtype, hidden_size=x.shape[1], intermediate_size=w_down.shape[2]
     ).implementation
@@ -61,9 +64,15 @@ def grouped_matmul(
         used &= valid[:, None]
     arguments = (x, w_gate_up, w_down, expert_ids, expert_weights.astype(jnp.float32), used)
     if chosen == "mosaic_gpu":
-        return gpu_kernel.grouped_matmul(*arguments, out_dtype=out_dtype)
-    run = _dense if chosen == "dense" else _rounds
-    return run(*arguments).astype(out_dtype)
+        if shared is None or shared[1].shape == w_down.shape[1:]:
+            return gpu_kernel.grouped_matmul(*arguments, shared=shared, out_dtype=out_dtype)
+        out = gpu_kernel.grouped_matmul(*arguments)
+    else:
+        run = _dense if chosen == "dense" else _rounds
+        out = run(*arguments)
+    if shared is not None:
+        out = out + swiglu(x, *shared)
+    return out.astype(out_dtype)
 
 
 def gate_up_group(intermediate_size: int) -> int:
@@ -89,8 +98,8 @@ def split_gate_up(w_gate_up):
     return tuple(grouped[..., part, :, :].reshape(*lead, size // 2, width) for part in (0, 1))
 
 
-def _experts(x: jax.Array, w_gate_up: jax.Array, w_down: jax.Array) -> jax.Array:
-    """Experts [..., 2 * I, D], [..., D, I] on rows [..., n, D]; float32 accumulation and result."""
+def swiglu(x: jax.Array, w_gate_up: jax.Array, w_down: jax.Array) -> jax.Array:
+    """Returns experts [..., 2 * I, D] interleaved, [..., D, I] of rows [..., n, D], in float32."""
     both = jnp.einsum("...nd,...id->...ni", x, w_gate_up, preferred_element_type=jnp.float32)
     gate, up = (part[..., 0] for part in split_gate_up(both[..., None]))  # [..., n, I] each
     hidden = (jax.nn.silu(gate) * up).astype(x.dtype)
@@ -114,7 +123,7 @@ def _rounds(x, w_gate_up, w_down, expert_ids, expert_weights, used) -> jax.Array
         # Rows past an expert's end repeat some other pair's token; nobody reads their result.
         first = starts[:E, None] + index * N
         pairs = order[jnp.minimum(first + jnp.arange(N, dtype=jnp.int32), T * k - 1)]  # [E, N]
-        rows = _experts(x[pairs // k], w_gate_up, w_down).reshape(E * N, -1)
+        rows = swiglu(x[pairs // k], w_gate_up, w_down).reshape(E * N, -1)
         return jnp.where((rank // N == index)[:, None], rows[slot], out)
 
     trips = (counts[:E].max() + N - 1) // N
@@ -137,7 +146,7 @@ def _dense(x, w_gate_up, w_down, expert_ids, expert_weights, used) -> jax.Array:
     def add_expert(total, expert):
         index, gate_up, down = expert
         weight = jnp.sum(jnp.where(expert_ids == index, expert_weights, 0.0), axis=1)  # [T]
-        return total + weight[:, None] * _experts(x, gate_up, down), None
+        return total + weight[:, None] * swiglu(x, gate_up, down), None
 
     experts = (jnp.arange(w_gate_up.shape[0]), w_gate_up, w_down)
     return lax.scan(add_expert, jnp.zeros(x.shape, jnp.float32), experts)[0]
@@ -155,6 +164,18 @@ def _rows_per_round(tokens: int, choices: int, experts: int) -> int:
 
 def _round_up(rows: int) -> int:
     return -(-rows // 8) * 8
+
+
+def _check_shared(x, shared) -> None:
+    if shared is None:
+        return
+    w_gate_up, w_down = shared
+    D, size = x.shape[1], w_down.shape[-1]
+    if w_gate_up.shape != (2 * size, D) or w_down.shape != (D, size):
+        raise ValueError(
+            f"grouped_matmul: shared must be [2 * I, D] and [D, I]: x {x.shape}, "
+            f"shared {w_gate_up.shape}, {w_down.shape}"
+        )
 
 
 def _check_shapes(x, w_gate_up, w_down, expert_ids, expert_weights, valid) -> None:

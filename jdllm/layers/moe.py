@@ -7,14 +7,12 @@ product tokens flip experts and the logits move by whole units.
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 import pallas_kernels
-from jdllm.layers import mlp
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +86,14 @@ class Experts(nnx.Module):
         self.w_down = nnx.Param(jnp.zeros((num_experts, dim, width), dtype))
 
 
+class SharedExpert(nnx.Module):
+    """The expert of every token, in the layout of the routed ones; it may be wider."""
+
+    def __init__(self, dim: int, width: int, *, dtype: jnp.dtype):
+        self.w_gate_up = nnx.Param(jnp.zeros((2 * width, dim), dtype))
+        self.w_down = nnx.Param(jnp.zeros((dim, width), dtype))
+
+
 class SparseMoE(nnx.Module):
     """Adds the routed experts' weighted sum and the unscaled shared expert."""
 
@@ -106,27 +112,21 @@ class SparseMoE(nnx.Module):
         ops = "xla" if implementation == "dense" else implementation
         self.router = Router(dim, router, implementation=ops)
         self.experts = Experts(dim, width, router.num_experts, dtype=dtype)
-        self.shared_experts = mlp.DenseMLP(dim, shared_width, dtype=dtype) if shared_width else None
+        self.shared_experts = SharedExpert(dim, shared_width, dtype=dtype) if shared_width else None
 
     def __call__(self, x: jax.Array, *, valid: jax.Array | None = None) -> jax.Array:
-        return functools.reduce(jnp.add, self.parts(x, valid=valid))
-
-    def parts(self, x: jax.Array, *, valid: jax.Array | None = None) -> tuple[jax.Array, ...]:
-        """Returns what the layer adds up, [T, D] each: routed experts, then the shared one."""
         with jax.named_scope("router"):
             ids, weights = self.router(x)
+        shared = self.shared_experts
         with jax.named_scope("experts"):
-            routed = pallas_kernels.grouped_matmul(
+            return pallas_kernels.grouped_matmul(
                 x,
                 self.experts.w_gate_up[...],
                 self.experts.w_down[...],
                 ids,
                 weights,
+                shared=None if shared is None else (shared.w_gate_up[...], shared.w_down[...]),
                 valid=valid,
                 implementation=self.implementation,
                 out_dtype=x.dtype,
             )
-        if self.shared_experts is None:
-            return (routed,)
-        with jax.named_scope("shared_experts"):
-            return routed, self.shared_experts(x)

@@ -79,7 +79,7 @@ class DecoderLayer(nnx.Module):
         out, cache = self.attention(h, angles, attend=attend, cache=cache)
         x, h = self.post_attention_layernorm.add(x, (out,), implementation=self.ops)
         if isinstance(self.mlp, moe.SparseMoE):
-            return x, self.mlp.parts(h, valid=valid), cache
+            return x, (self.mlp(h, valid=valid),), cache
         return x, (self.mlp(h),), cache
 
 

@@ -2,7 +2,8 @@
 
 Experts come in three forms: split per expert (published checkpoints), merged over
 experts (dFactory), and pre-fused gate and up (dInfer). Their parameter interleaves
-gate and up rows in groups, the layout of `pallas_kernels.grouped_matmul`.
+gate and up rows in groups, the layout of `pallas_kernels.grouped_matmul`; so does the
+shared expert's.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def _moe_rows(config: llada2_config.LLaDA2Config, layer: int) -> Iterator[Weight
         name=f"{hf}.gate.expert_bias", shape=(experts,), target=f"{ours}.router.expert_bias"
     )
     if config.shared_intermediate_size:
-        yield from _swiglu_rows(
+        yield from _shared_rows(
             f"{hf}.shared_experts",
             f"{ours}.shared_experts",
             dim=dim,
@@ -120,6 +121,17 @@ def _moe_rows(config: llada2_config.LLaDA2Config, layer: int) -> Iterator[Weight
     yield from _expert_rows(
         hf, f"{ours}.experts", dim=dim, width=config.moe_intermediate_size, experts=experts
     )
+
+
+def _shared_rows(hf: str, ours: str, *, dim: int, width: int) -> Iterator[WeightRow]:
+    for part, name in ((_GATE, "gate_proj"), (_UP, "up_proj")):
+        yield WeightRow(
+            name=f"{hf}.{name}.weight",
+            shape=(width, dim),
+            target=f"{ours}.w_gate_up",
+            view=_shared_part(part, width),
+        )
+    yield WeightRow(name=f"{hf}.down_proj.weight", shape=(dim, width), target=f"{ours}.w_down")
 
 
 def _expert_rows(hf: str, ours: str, *, dim: int, width: int, experts: int) -> Iterator[WeightRow]:
@@ -170,6 +182,10 @@ def _expert(e: int) -> Callable[[np.ndarray], np.ndarray]:
 
 def _expert_part(e: int | slice, part: int, width: int) -> Callable[[np.ndarray], np.ndarray]:
     return lambda array: _grouped(array, width)[e, ..., part, :, :]
+
+
+def _shared_part(part: int, width: int) -> Callable[[np.ndarray], np.ndarray]:
+    return lambda array: _grouped(array[None], width)[0, :, part]
 
 
 def _grouped(array: np.ndarray, width: int) -> np.ndarray:

@@ -153,7 +153,10 @@ def _all_experts(mlp: moe.SparseMoE, x: jax.Array, ids: jax.Array, weights: jax.
     hidden = hidden.reshape(-1, E, F) * jnp.sum(chosen, axis=1)[:, :, None]
     w_down = experts.w_down[...].transpose(0, 2, 1).reshape(E * F, D)
     out = hidden.reshape(-1, E * F).astype(x.dtype) @ w_down
-    return out if mlp.shared_experts is None else out + mlp.shared_experts(x)
+    shared = mlp.shared_experts
+    if shared is None:
+        return out
+    return out + pallas_kernels.swiglu(x, shared.w_gate_up[...], shared.w_down[...]).astype(x.dtype)
 
 
 def _load(ids: jax.Array, valid: jax.Array, num_experts: int) -> jax.Array:

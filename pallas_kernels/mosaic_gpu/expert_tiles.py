@@ -133,12 +133,19 @@ def _column_blocks(tokens: int, width: int) -> int:
 
 
 def spread(
-    x: jax.Array, where: Segments, *, num_experts: int, rows: int, tile_rows: int, interpret=None
+    x: jax.Array,
+    where: Segments,
+    *,
+    num_experts: int,
+    rows: int,
+    tile_rows: int,
+    has_shared: bool,
+    interpret=None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (row array [rows, D], cumulated tiles [num_experts]).
+    """Returns (row array [rows, D], cumulated tiles [num_experts + has_shared]).
 
     Each token's row is at its pairs' places, other rows hold anything. Expert e's tiles of
-    `tile_rows` rows end at entry e.
+    `tile_rows` rows end at entry e; the shared expert's, those of all tokens, come last.
     """
     T, D = x.shape
     choices = where.choices
@@ -166,24 +173,34 @@ def spread(
             counts = counts_gmem[pl.ds(where.first_count, E)]
             tiles = lax.div(counts + (tile_rows - 1), jnp.full((E,), tile_rows, jnp.int32))
             earlier = lax.broadcasted_iota(jnp.int32, (E,), 0) <= jnp.full((E,), expert)
-            tile_ends_gmem[expert] = jnp.sum(jnp.where(earlier, tiles, 0))
+            shared_tiles = jnp.where(expert == num_experts, -(-T // tile_rows), 0)
+            tile_ends_gmem[expert] = jnp.sum(jnp.where(earlier, tiles, 0)) + shared_tiles
 
     return compat.kernel(
         spread_rows,
         out_type=[
             jax.ShapeDtypeStruct((rows, D), x.dtype),
-            jax.ShapeDtypeStruct((num_experts,), jnp.int32),
+            jax.ShapeDtypeStruct((num_experts + has_shared,), jnp.int32),
         ],
-        grid=(T * blocks + num_experts,),
+        grid=(T * blocks + num_experts + has_shared,),
         grid_names=("cta",),
         interpret=interpret,
     )(x, where.places, where.counts)
 
 
 def combine(
-    rows: jax.Array, weights: jax.Array, where: Segments, *, out_dtype, interpret=None
+    rows: jax.Array,
+    weights: jax.Array,
+    where: Segments,
+    *,
+    shared_row: int | None,
+    out_dtype,
+    interpret=None,
 ) -> jax.Array:
-    """Returns [T, D] in `out_dtype`: the sum of weight * row, float32 [T, k], over used pairs."""
+    """Returns [T, D] in `out_dtype`: the sum of weight * row, float32 [T, k], over used pairs.
+
+    Token t's row of the shared expert, at `shared_row` + t, is added at weight 1.
+    """
     T, choices = weights.shape
     D = rows.shape[1]
     blocks = _column_blocks(T, D)
@@ -196,11 +213,15 @@ def combine(
         # All loads before the first use: their latencies overlap.
         parts = [rows_gmem[jnp.maximum(place, 0), columns] for place in places]
         total = jnp.zeros((D // blocks,), jnp.float32)
+        if shared_row is not None:
+            shared = rows_gmem[shared_row + token, columns]
         for pair, place, part in zip(pairs, places, parts, strict=True):
             weighted = part.astype(jnp.float32) * weights_gmem[pair]
             # A pair without a row read row 0, which may hold anything: select, do not multiply.
             used = jnp.broadcast_to(place >= 0, weighted.shape)
             total += jnp.where(used, weighted, 0.0)
+        if shared_row is not None:
+            total += shared.astype(jnp.float32)
         out_gmem[token, columns] = total.astype(out_dtype)
 
     return compat.kernel(

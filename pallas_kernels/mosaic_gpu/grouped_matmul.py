@@ -97,12 +97,17 @@ def grouped_matmul(
     expert_weights: jax.Array,  # float32 [T, k]
     used: jax.Array,  # bool [T, k]; every used id lies in [0, E)
     *,
+    shared: tuple[jax.Array, jax.Array] | None = None,  # [2 * I, D] interleaved, [D, I]
     out_dtype=jnp.float32,
     tile: Tile | None = None,
     num_ctas: int | None = None,
     interpret=None,
 ) -> jax.Array:
-    """Returns the weighted sum of the experts' outputs, [T, D] in `out_dtype`."""
+    """Returns the weighted sum of the experts' outputs, [T, D] in `out_dtype`.
+
+    The shared expert is one more, of all tokens: its input rows are x itself, and its hidden and
+    output rows lie behind all others.
+    """
     T, choices = expert_ids.shape
     E, D, size = w_down.shape
     if reason := why_not(dtype=x.dtype, hidden_size=D, intermediate_size=size):
@@ -110,28 +115,54 @@ def grouped_matmul(
     tile = tile or tile_for(T, choices, E)
     num_ctas = num_ctas or compat.num_multiprocessors()
     where = expert_tiles.segments(expert_ids, used, num_experts=E)
+    routed_rows = max(expert_tiles.most_rows(T * choices, E), tile.rows)
     rows, tile_ends = expert_tiles.spread(
         x,
         where,
         num_experts=E,
-        rows=max(expert_tiles.most_rows(T * choices, E), tile.rows),
+        rows=routed_rows,
         tile_rows=tile.rows,
+        has_shared=shared is not None,
         interpret=interpret,
     )
-    options = {"tile_ends": tile_ends, "num_ctas": num_ctas, "interpret": interpret}
-    hidden = _matmul(w_gate_up, rows, where, tile.fitted(2 * size, D), swiglu=True, **options)
-    rows = _matmul(w_down, hidden, where, tile.fitted(D, size), swiglu=False, **options)
+    options = {
+        "tile_ends": tile_ends,
+        "routed_rows": routed_rows,
+        "shared_rows": 0 if shared is None else T,
+        "num_ctas": num_ctas,
+        "interpret": interpret,
+    }
+    shared_gate_up, shared_down = shared or (None, None)
+    hidden = _matmul(
+        w_gate_up, shared_gate_up, rows, x, where, tile.fitted(2 * size, D), swiglu=True, **options
+    )
+    rows = _matmul(
+        w_down, shared_down, hidden, None, where, tile.fitted(D, size), swiglu=False, **options
+    )
     return expert_tiles.combine(
-        rows, expert_weights, where, out_dtype=out_dtype, interpret=interpret
+        rows,
+        expert_weights,
+        where,
+        shared_row=None if shared is None else routed_rows,
+        out_dtype=out_dtype,
+        interpret=interpret,
     )
 
 
-def _matmul(weights, rows, where, tile: Tile, *, swiglu: bool, tile_ends, num_ctas: int, interpret):
+def _matmul(
+    weights, shared_weights, rows, tokens, where, tile: Tile, *,
+    swiglu: bool, tile_ends, routed_rows: int, shared_rows: int, num_ctas: int, interpret,
+):  # fmt: skip
     """Returns each segment's rows times its expert's weights [E, R, K] transposed.
 
-    With `swiglu`, R is the interleaved gate and up and the result has R / 2 columns.
+    With `swiglu`, R is the interleaved gate and up and the result has R / 2 columns. Expert E is
+    the shared one: `shared_weights` [R, K] on `shared_rows` rows, of `tokens` in gate_up and of
+    `rows` behind the `routed_rows` in down; its results go there too.
     """
     E, R, K = weights.shape
+    num_experts = E + (shared_rows > 0)
+    out_rows = routed_rows + -(-shared_rows // 8) * 8
+    shared = [shared_weights] * (shared_rows > 0) + [tokens] * (shared_rows > 0 and swiglu)
     N, warpgroups, block_k = tile.rows, tile.warpgroups, tile.block_k
     stages = tile.stages
     if tile.shared_memory() > _SHARED_MEMORY:
@@ -141,12 +172,11 @@ def _matmul(weights, rows, where, tile: Tile, *, swiglu: bool, tile_ends, num_ct
     out_columns = _WEIGHT_ROWS // 2 if swiglu else _WEIGHT_ROWS  # that a warpgroup makes
     int32 = jnp.int32
 
-    def body(
-        weights_gmem, rows_gmem, counts_gmem, starts_gmem, tile_ends_gmem, out_gmem,
-        weights_smem, rows_smem, out_smem, full, empty,
-    ):  # fmt: skip
+    def body(*refs):
+        weights_gmem, *shared_gmem, rows_gmem, counts_gmem, starts_gmem, tile_ends_gmem = refs[:-6]
+        out_gmem, weights_smem, rows_smem, out_smem, full, empty = refs[-6:]
         cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
-        items = tile_ends_gmem[E - 1] * weight_tiles
+        items = tile_ends_gmem[num_experts - 1] * weight_tiles
         my_items = lax.div(items - cta + (num_ctas - 1), int32(num_ctas))
 
         def locate(index):
@@ -154,14 +184,19 @@ def _matmul(weights, rows, where, tile: Tile, *, swiglu: bool, tile_ends, num_ct
             item = cta + index * num_ctas
             row_tile = lax.div(item, int32(weight_tiles))
             expert = int32(0)  # experts whose tiles all come before this one
-            for step in reversed(range((E - 1).bit_length())):
-                probe = jnp.minimum(expert + (1 << step), E) - 1
+            for step in reversed(range((num_experts - 1).bit_length())):
+                probe = jnp.minimum(expert + (1 << step), num_experts) - 1
                 expert = jnp.where(tile_ends_gmem[probe] <= row_tile, probe + 1, expert)
-            count = counts_gmem[where.first_count + expert]
+            routed = jnp.minimum(expert, E - 1)
+            count = counts_gmem[where.first_count + routed]
+            start = starts_gmem[where.first_start + routed]
+            if shared_rows:
+                count = jnp.where(expert == E, shared_rows, count)
+                start = jnp.where(expert == E, routed_rows, start)
             past_end = tile_ends_gmem[expert] - row_tile  # >= 1: the last tile has 1
             first = (lax.div(count + (N - 1), int32(N)) - past_end) * N
             size = jnp.minimum(lax.div(count - first + 7, int32(8)) * 8, N)
-            row = pl.multiple_of(starts_gmem[where.first_start + expert] + first, 8)
+            row = pl.multiple_of(start + first, 8)
             return expert, row, size, lax.rem(item, int32(weight_tiles))
 
         @pl.when(warpgroup == warpgroups)
@@ -181,14 +216,30 @@ def _matmul(weights, rows, where, tile: Tile, *, swiglu: bool, tile_ends, num_ct
                         plgpu.barrier_wait(empty.at[stage])
 
                     columns = pl.ds(k * block_k, block_k)
-                    plgpu.copy_gmem_to_smem(
-                        weights_gmem.at[expert, tile_rows, columns],
-                        weights_smem.at[stage],
-                        full.at[stage],
-                    )
-                    plgpu.copy_gmem_to_smem(
-                        rows_gmem.at[pl.ds(row, N), columns], rows_smem.at[stage], full.at[stage]
-                    )
+
+                    def copy(weights_of, rows_of, first):
+                        plgpu.copy_gmem_to_smem(
+                            weights_of.at[tile_rows, columns],
+                            weights_smem.at[stage],
+                            full.at[stage],
+                        )
+                        plgpu.copy_gmem_to_smem(
+                            rows_of.at[pl.ds(pl.multiple_of(first, 8), N), columns],
+                            rows_smem.at[stage],
+                            full.at[stage],
+                        )
+
+                    if not shared_rows:
+                        copy(weights_gmem.at[expert], rows_gmem, row)
+                        return ()
+                    is_shared = expert == E
+                    pl.when(~is_shared)(lambda: copy(weights_gmem.at[expert], rows_gmem, row))
+                    shared_weights_gmem, *tokens_gmem = shared_gmem
+                    if tokens_gmem:
+                        source, first = tokens_gmem[0], row - routed_rows
+                    else:
+                        source, first = rows_gmem, row
+                    pl.when(is_shared)(lambda: copy(shared_weights_gmem, source, first))
                     return ()
 
                 return lax.fori_loop(0, k_tiles, fetch, ())
@@ -271,7 +322,7 @@ def _matmul(weights, rows, where, tile: Tile, *, swiglu: bool, tile_ends, num_ct
 
     return compat.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((rows.shape[0], R // 2 if swiglu else R), weights.dtype),
+        out_type=jax.ShapeDtypeStruct((out_rows, R // 2 if swiglu else R), weights.dtype),
         grid=(num_ctas,),
         grid_names=("cta",),
         num_threads=warpgroups + 1,
@@ -287,4 +338,4 @@ def _matmul(weights, rows, where, tile: Tile, *, swiglu: bool, tile_ends, num_ct
         # alone, after commit_smem, and written again after wait_smem_to_gmem.
         compiler_params={"unsafe_no_auto_barriers": True},
         interpret=interpret,
-    )(weights, rows, where.counts, where.starts, tile_ends)
+    )(weights, *shared, rows, where.counts, where.starts, tile_ends)

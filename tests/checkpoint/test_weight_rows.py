@@ -14,10 +14,10 @@ from jdllm.models import llada2_config, llada2_weights
 GOLDEN = pathlib.Path(__file__).parents[1] / "data" / "goldens" / "llada2"
 
 
-def rows_of_layer_1(width):
-    hf = json.loads((GOLDEN / "config.json").read_text()) | {"moe_intermediate_size": width}
+def rows_of_layer(layer, **changes):
+    hf = json.loads((GOLDEN / "config.json").read_text()) | changes
     rows = llada2_weights.weight_rows(llada2_config.parse_config(hf, block_size=8))
-    return {row.name: row for row in rows if row.name.startswith("model.layers.1.mlp.")}
+    return {row.name: row for row in rows if row.name.startswith(f"model.layers.{layer}.mlp.")}
 
 
 @pytest.mark.parametrize("width", [16, 128], ids=["one-group", "two-groups"])
@@ -25,7 +25,7 @@ def rows_of_layer_1(width):
 def test_every_form_of_experts_gives_the_kernel_layout(width, form):
     rng = np.random.default_rng(0)
     gate, up = rng.normal(size=(2, 32, width, 64)).astype(np.float32)
-    rows = rows_of_layer_1(width)
+    rows = rows_of_layer(1, moe_intermediate_size=width)
     array = np.full((32, 2 * width, 64), np.nan, np.float32)
     prefix = "model.layers.1.mlp."
     if form == "fused":
@@ -42,11 +42,27 @@ def test_every_form_of_experts_gives_the_kernel_layout(width, form):
 
 
 def test_gate_comes_first_in_dense_layers():
-    rows = rows_of_layer_1(16)
+    rows = rows_of_layer(0, intermediate_size=16)
     array = np.zeros((64, 32), np.float32)
-    rows["model.layers.1.mlp.shared_experts.gate_proj.weight"].write(array, np.ones((16, 64)))
+    rows["model.layers.0.mlp.gate_proj.weight"].write(array, np.ones((16, 64)))
     np.testing.assert_array_equal(array[:, :16], 1)
     np.testing.assert_array_equal(array[:, 16:], 0)
+
+
+@pytest.mark.parametrize("width", [16, 128], ids=["one-group", "two-groups"])
+def test_the_shared_expert_has_the_layout_of_the_routed_ones(width):
+    rng = np.random.default_rng(0)
+    gate, up = rng.normal(size=(2, width, 64)).astype(np.float32)
+    down = rng.normal(size=(64, width)).astype(np.float32)
+    rows = rows_of_layer(1, moe_intermediate_size=width)
+    prefix = "model.layers.1.mlp.shared_experts."
+    gate_up, stored = np.full((2 * width, 64), np.nan, np.float32), np.zeros((64, width))
+    rows[prefix + "gate_proj.weight"].write(gate_up, gate)
+    rows[prefix + "up_proj.weight"].write(gate_up, up)
+    rows[prefix + "down_proj.weight"].write(stored, down)
+    np.testing.assert_array_equal(gate_up, pallas_kernels.interleave_gate_up(gate, up))
+    np.testing.assert_array_equal(stored, down)
+    np.testing.assert_array_equal(rows[prefix + "up_proj.weight"].read(gate_up), up)
 
 
 def test_long_lists_are_cut_and_counted():

@@ -68,6 +68,31 @@ def test_equals_loops(kind, implementation):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("width", [F, 2 * F], ids=["same-width", "wider"])
+def test_the_shared_expert_is_added_to_every_row(width, implementation):
+    rng = np.random.default_rng(4)
+    gate, up, down = weights(0)
+    shared = [array[0] for array in weights(9, experts=1, size=width)]
+    x = rng.normal(size=(T, D)).astype(np.float32)
+    ids, expert_weights = routing("random", rng)
+    valid = rng.random(T) < 0.5
+    out = grouped_matmul(
+        x,
+        interleave_gate_up(gate, up),
+        down,
+        ids,
+        expert_weights,
+        shared=(interleave_gate_up(*shared[:2]), shared[2]),
+        valid=valid,
+        implementation=implementation,
+    )
+    everyone = np.zeros((T, 1), np.int32), np.ones((T, 1), np.float32)
+    expected = oracle(x, gate, up, down, ids, expert_weights, valid)
+    expected += oracle(x, *(array[None] for array in shared), *everyone)
+    np.testing.assert_allclose(out, expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("share", [0.0, 0.6])
 def test_invalid_tokens_give_zeros_and_leak_nothing(share, implementation):
     rng = np.random.default_rng(4)
@@ -246,6 +271,9 @@ def test_bad_shapes_are_named():
     x, ids = jnp.zeros((4, D)), jnp.zeros((4, 2), jnp.int32)
     with pytest.raises(ValueError, match=r"w_gate_up must be \[E, 2 \* I, D\].*\(7, 10, 12\)"):
         grouped_matmul(x, gate, down, ids, jnp.zeros((4, 2)))
+    packed = interleave_gate_up(gate, up)
+    with pytest.raises(ValueError, match=r"shared must be .* \(10, 12\), \(12, 10\)"):
+        grouped_matmul(x, packed, down, ids, jnp.zeros((4, 2)), shared=(gate[0], down[0]))
     with pytest.raises(ValueError, match="one dtype"):
         packed = interleave_gate_up(gate, up)
         grouped_matmul(x.astype(jnp.bfloat16), packed, down, ids, jnp.zeros((4, 2)))

@@ -38,6 +38,11 @@ def oracle(x, w_gate_up, w_down, ids, expert_weights, used):
     return out
 
 
+def shared_expert(size=F, width=D, seed=50):
+    w_gate_up, w_down = weights(experts=1, size=size, width=width, seed=seed)
+    return w_gate_up[0], w_down[0]
+
+
 def routing(kind, rng, *, tokens=T, experts=E, top=TOP):
     match kind:
         case "random":
@@ -96,6 +101,26 @@ def test_every_way_through_the_tiles(tile, size, width):
     np.testing.assert_allclose(out.astype(np.float32), oracle(*arguments), **TOLERANCE)
 
 
+@pytest.mark.parametrize(
+    "tile",
+    [SMALL, gpu_kernel.Tile(rows=24, warpgroups=2, block_k=128, stages=2)],
+    ids=["several-tiles", "one-tile"],
+)
+@pytest.mark.parametrize("tokens", [20, 3])
+def test_the_shared_expert_is_one_more_of_every_token(tile, tokens):
+    rng = np.random.default_rng(8)
+    w_gate_up, w_down = weights()
+    shared = shared_expert()
+    x = jnp.asarray(rng.normal(size=(tokens, D)), jnp.bfloat16)
+    ids, expert_weights = routing("some_outside", rng, tokens=tokens)
+    used = (ids >= 0) & (ids < E)
+    out = interpreted(x, w_gate_up, w_down, ids, expert_weights, used, shared=shared, tile=tile)
+    expected = oracle(x, w_gate_up, w_down, ids, expert_weights, used)
+    everyone = np.zeros((tokens, 1), np.int32), np.ones((tokens, 1)), np.ones((tokens, 1), bool)
+    expected += oracle(x, shared[0][None], shared[1][None], *everyone)
+    np.testing.assert_allclose(out, expected, **TOLERANCE)
+
+
 def test_invalid_tokens_give_zeros_and_leak_nothing():
     rng = np.random.default_rng(5)
     w_gate_up, w_down = weights()
@@ -122,6 +147,7 @@ def test_nobody_routed_gives_zeros():
 def test_a_token_ignores_its_neighbours_bit_for_bit():
     rng = np.random.default_rng(6)
     w_gate_up, w_down = weights()
+    shared = shared_expert()
     watched = rng.normal(size=(3, D))
     watched_ids, watched_weights = routing("random", rng, tokens=3)
     kept = []
@@ -132,7 +158,8 @@ def test_a_token_ignores_its_neighbours_bit_for_bit():
         x[rows], ids[rows], expert_weights[rows] = watched, watched_ids, watched_weights
         x = jnp.asarray(x, jnp.bfloat16)
         used = np.ones(ids.shape, bool)
-        kept.append(interpreted(x, w_gate_up, w_down, ids, expert_weights, used)[rows])
+        out = interpreted(x, w_gate_up, w_down, ids, expert_weights, used, shared=shared)
+        kept.append(out[rows])
     np.testing.assert_array_equal(kept[0], kept[1])
 
 
@@ -185,9 +212,19 @@ def lower(*arguments, **options):
     return jax.jit(run).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
+@pytest.mark.parametrize("has_shared", [False, True], ids=["routed", "with-shared"])
 @pytest.mark.parametrize("entry", tiles.entries("grouped_matmul"), ids=lambda entry: str(entry))
-def test_every_tuned_tile_lowers(entry):
-    assert "mosaic_gpu" in lower(*serving_arguments(64), tile=gpu_kernel.Tile(**entry["tile"]))
+def test_every_tuned_tile_lowers(entry, has_shared):
+    arguments = serving_arguments(64)
+    shared = [jax.ShapeDtypeStruct(w.shape[1:], w.dtype) for w in arguments[1:3]] * has_shared
+
+    def run(arrays, shared):
+        return gpu_kernel.grouped_matmul(
+            *arrays, shared=tuple(shared) or None, tile=gpu_kernel.Tile(**entry["tile"])
+        )
+
+    lowered = jax.jit(run).trace(arguments, shared).lower(lowering_platforms=("cuda",))
+    assert "mosaic_gpu" in lowered.as_text()
 
 
 @pytest.mark.parametrize(
