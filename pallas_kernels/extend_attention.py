@@ -5,7 +5,7 @@ tokens alike. Queries are cut into tiles of one diffusion block; a tile belongs 
 XLA implementation keeps an online softmax over chunks of pages. Its trip count is the largest
 need in the batch, so cost follows the actual context. A tile that needs fewer chunks sees only
 masked keys in the rest: probabilities are exactly 0 and the rescale factor exactly 1, so a
-neighbour never changes a row's bits.
+neighbour never changes a row's bits. The GPU kernel is in `mosaic_gpu/extend_attention.py`.
 """
 
 import dataclasses
@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import dispatch
+from pallas_kernels import cudnn_attention, dispatch
+from pallas_kernels.mosaic_gpu import extend_attention as gpu_kernel
 
 Visibility = Literal["block_causal", "full", "causal"]
 
@@ -32,8 +33,44 @@ class AttentionTiling:
     group_bytes: int = 128 * 2**20  # gathered K,V and scores of the tiles handled at once
 
 
+def choose(
+    implementation: str = "auto",
+    *,
+    dtype,
+    head_dim: int,
+    page_size: int,
+    block_size: int,
+    q_heads: int,
+    kv_heads: int,
+    visibility: Visibility,
+    tokens: int,
+    rows: int,
+) -> dispatch.Choice:
+    """Returns which implementation serves this shape."""
+    refusals = {
+        "mosaic_gpu": gpu_kernel.why_not(
+            dtype=dtype,
+            head_dim=head_dim,
+            page_size=page_size,
+            block_size=block_size,
+            q_heads=q_heads,
+            kv_heads=kv_heads,
+        ),
+        "cudnn": cudnn_attention.why_not(
+            dtype=dtype,
+            head_dim=head_dim,
+            visibility=visibility,
+            tokens=tokens,
+            rows=rows,
+            block_size=block_size,
+        ),
+    }
+    return dispatch.choose("extend_attention", implementation, refusals=refusals)
+
+
 @functools.partial(
-    jax.jit, static_argnames=("visibility", "block_size", "scale", "implementation", "tiling")
+    jax.jit,
+    static_argnames=("visibility", "block_size", "scale", "q_len", "implementation", "tiling"),
 )
 def extend_attention(
     q: jax.Array,  # [tokens, N, H]
@@ -46,6 +83,7 @@ def extend_attention(
     visibility: Visibility,
     block_size: int,
     scale: float,
+    q_len: int | None = None,
     implementation: str = "auto",
     tiling: AttentionTiling = AttentionTiling(),
 ) -> jax.Array:
@@ -55,15 +93,40 @@ def extend_attention(
     offset i has position context_lens[r] + i. kv_lens[r] is context plus in-flight tokens; 0 marks
     an inactive row, which gets zeros, as do the padding tokens past cu_q_lens[-1]. Pages and
     table entries past kv_lens[r] are never used, whatever they hold.
+
+    `q_len` is a promise that the caller may give: tokens = rows * q_len and row r owns
+    [r * q_len, (r + 1) * q_len), inactive rows too. The kernel then needs no work list.
     """
-    _check_shapes(q, kv_pool, cu_q_lens, context_lens, kv_lens, page_table, block_size)
-    dispatch.choose("extend_attention", implementation)  # raises on what cannot run
+    _check_shapes(q, kv_pool, cu_q_lens, context_lens, kv_lens, page_table, block_size, q_len)
     K, H = kv_pool.shape[2], kv_pool.shape[4]
     T, N = q.shape[:2]
+    chosen = choose(
+        implementation,
+        dtype=q.dtype,
+        head_dim=H,
+        page_size=kv_pool.shape[3],
+        block_size=block_size,
+        q_heads=N,
+        kv_heads=K,
+        visibility=visibility,
+        tokens=T,
+        rows=page_table.shape[0],
+    )
+    if chosen.implementation == "mosaic_gpu":
+        return gpu_kernel.extend_attention(
+            q, kv_pool, cu_q_lens, context_lens, kv_lens, page_table,
+            visibility=visibility, block_size=block_size, scale=scale, q_len=q_len,
+        )  # fmt: skip
     rows, ends = _tile_rows_and_visible_ends(
         cu_q_lens, context_lens, kv_lens, tiles=T // block_size, block_size=block_size,
         visibility=visibility,
     )  # fmt: skip
+    if chosen.implementation == "cudnn":
+        blocks = q.reshape(T // block_size, block_size, N, H)
+        out = cudnn_attention.attend_blocks(
+            blocks, kv_pool, page_table[rows], ends[:, -1], scale=scale
+        )
+        return out.reshape(T, N, H)
     # Heads lead inside a tile and the G queries of a kv head are folded into its rows.
     q_tiles = q.reshape(T // block_size, block_size, K, N // K, H).transpose(0, 2, 1, 3, 4)
     attend = functools.partial(_attend_tiles, kv_pool=kv_pool, scale=scale, tiling=tiling)
@@ -179,11 +242,13 @@ def _tiles_per_group(q_tiles, kv_pool, tiling: AttentionTiling) -> int:
     return -(-tiles // groups)
 
 
-def _check_shapes(q, kv_pool, cu_q_lens, context_lens, kv_lens, page_table, block_size) -> None:
+def _check_shapes(
+    q, kv_pool, cu_q_lens, context_lens, kv_lens, page_table, block_size, q_len
+) -> None:
     shapes = (
         f"q {q.dtype}{q.shape}, kv_pool {kv_pool.dtype}{kv_pool.shape}, "
         f"cu_q_lens {cu_q_lens.shape}, context_lens {context_lens.shape}, "
-        f"kv_lens {kv_lens.shape}, page_table {page_table.shape}, {block_size=}"
+        f"kv_lens {kv_lens.shape}, page_table {page_table.shape}, {block_size=}, {q_len=}"
     )
     ranks = (q.ndim, kv_pool.ndim, cu_q_lens.ndim, context_lens.ndim, kv_lens.ndim, page_table.ndim)
     if ranks != (3, 5, 1, 1, 1, 2):
@@ -200,6 +265,8 @@ def _check_shapes(q, kv_pool, cu_q_lens, context_lens, kv_lens, page_table, bloc
             cu_q_lens.shape[0] - 1 == rows == context_lens.shape[0] == kv_lens.shape[0]
         ),
         "page_table must not be empty": 0 in page_table.shape,
+        "q_len must be whole blocks, and tokens must be rows * q_len": q_len is not None
+        and (q_len < 1 or q_len % block_size != 0 or rows * q_len != T),
     }
     for problem, found in problems.items():
         if found:
