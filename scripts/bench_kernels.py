@@ -82,7 +82,7 @@ def main() -> None:
 def _row(case: Case, implementation: str, reference: Any, args: argparse.Namespace) -> str:
     head = f"{case.op:10s} {case.shape:44s} {implementation:14s}"
     try:
-        ms, temp = _time(case, implementation, args.calls, args.repeats)
+        ms, temp = time_case(case, implementation, args.calls, args.repeats)
         error = "-"
         if reference is not None:
             one = jax.jit(functools.partial(case.call, implementation=implementation))
@@ -96,7 +96,7 @@ def _row(case: Case, implementation: str, reference: Any, args: argparse.Namespa
     )
 
 
-def _time(case: Case, implementation: str, calls: int, repeats: int) -> tuple[float, int]:
+def time_case(case: Case, implementation: str, calls: int, repeats: int) -> tuple[float, int]:
     """Returns (milliseconds a call, bytes of temporaries of the program)."""
 
     def program(carry: Any, sets: tuple[Any, ...]) -> Any:
@@ -244,9 +244,13 @@ def cudnn_dense(*, B: int, S: int, L: int = 32, N: int = 16, K: int = 4, H: int 
     )
 
 
-def unembed(*, T: int, V: int = 157184, D: int = 2048) -> Case:
-    """The LM head's statistics of T tokens, one forbidden id, one given id a row."""
+def unembed(*, T: int, V: int = 157184, D: int = 2048, draws: bool = False) -> Case:
+    """The LM head's statistics of T tokens: a forbidden id, a given id a row, maybe a draw."""
     x = _normal(7, T, D)
+    drawing = {
+        "draw_keys": jax.random.bits(jax.random.key(8), (T, 2), jnp.uint32),
+        "temperature": jnp.full((T,), 0.8, jnp.float32),
+    }
     sets = tuple(_normal(seed, V, D, std=D**-0.5) for seed in range(2))
 
     def call(given_ids: Any, w: jax.Array, implementation: str) -> Any:
@@ -257,6 +261,7 @@ def unembed(*, T: int, V: int = 157184, D: int = 2048) -> Case:
             forbidden_ids=(V - 5,),
             given_ids=given_ids,
             implementation=implementation,
+            **(drawing if draws else {}),
         )
         return stats.best_id, stats.logsumexp + stats.entropy + stats.second_logit
 
@@ -267,7 +272,7 @@ def unembed(*, T: int, V: int = 157184, D: int = 2048) -> Case:
     no_ids = jnp.zeros((T,), jnp.int32), jnp.zeros((T,), jnp.float32)
     return Case(
         op="unembed",
-        shape=f"T={T} V={V} D={D}",
+        shape=f"T={T} V={V} D={D}" + (" with a draw" if draws else ""),
         work=floors.matmul(T, V * D),
         implementations=("mosaic_gpu", "xla"),
         carry=no_ids,
@@ -315,6 +320,7 @@ CASES: dict[str, list[Any]] = {
         unembed,
         *_rows(T=(32, 64, 128, 256, 512, 1024, 2048)),
         *_rows(T=(32, 128, 512), V=126464, D=4096),  # LLaDA-8B
+        *_rows(T=(32, 512), draws=True),
     ),
 }
 

@@ -1,0 +1,177 @@
+"""Finds the fastest tile parameters of each kernel on this device and writes its table.
+
+    python scripts/tune_kernels.py --ops grouped_matmul,extend_attention --write
+
+Every entry of the present table (`pallas_kernels/tiles/<device>/<op>.json`) is a bucket; its
+problem below is timed, as `bench_kernels.py` does, with every candidate tile. The winner replaces
+the entry where it is at least `--margin` faster than the entry's own tile, so that noise does not
+rewrite the table. Without `--write` the table is only printed. Run the kernel tests afterwards:
+they lower every entry.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import bench_kernels as bench
+import jax
+from tqdm import tqdm
+
+from pallas_kernels import dispatch, tiles
+
+# op: by the bounds of an entry, in the table's order, the problem that stands for the bucket.
+PROBLEMS: dict[str, list[tuple[dict[str, int], Any]]] = {
+    "grouped_matmul": [
+        ({"mean_rows": 2}, functools.partial(bench.moe, T=32)),
+        ({"mean_rows": 5}, functools.partial(bench.moe, T=128)),
+        ({"mean_rows": 16}, functools.partial(bench.moe, T=512)),
+        ({"mean_rows": 40}, functools.partial(bench.moe, T=1024)),
+        ({"mean_rows": 72}, functools.partial(bench.moe, T=2048)),
+        ({"mean_rows": 136}, functools.partial(bench.moe, T=4096)),
+        ({}, functools.partial(bench.moe, T=16384)),
+    ],
+    "extend_attention": [
+        ({"ragged": 0, "streams": 1, "items": 8}, functools.partial(bench.attention, B=1, S=4096)),
+        ({"ragged": 0, "streams": 1, "items": 32}, functools.partial(bench.attention, B=4, S=4096)),
+        (
+            {"ragged": 0, "streams": 1, "items": 64},
+            functools.partial(bench.attention, B=16, S=2048),
+        ),
+        (
+            {"ragged": 0, "streams": 1, "width": 1024},
+            functools.partial(bench.attention, B=64, S=544),
+        ),
+        ({"ragged": 0, "streams": 1}, functools.partial(bench.attention, B=64, S=2048)),
+        ({"ragged": 0, "items": 16}, functools.partial(bench.attention, B=1, S=544, N=32, K=32)),
+        ({"ragged": 0, "items": 64}, functools.partial(bench.attention, B=4, S=544, N=32, K=32)),
+        ({"ragged": 0}, functools.partial(bench.attention, B=16, S=544, N=32, K=32)),
+        (
+            {"streams": 1},
+            functools.partial(bench.attention, B=1, S=8192, L=8192, N=32, K=32),
+        ),
+        ({}, functools.partial(bench.attention, B=8, S=2048, L=2048, N=16, K=16, block=4)),
+    ],
+    "unembed_stats": [
+        ({"tokens": 64, "draws": 0}, functools.partial(bench.unembed, T=64)),
+        ({"tokens": 128, "draws": 0}, functools.partial(bench.unembed, T=128)),
+        ({"draws": 0}, functools.partial(bench.unembed, T=512)),
+        ({"tokens": 64}, functools.partial(bench.unembed, T=64, draws=True)),
+        ({"tokens": 128}, functools.partial(bench.unembed, T=128, draws=True)),
+        ({}, functools.partial(bench.unembed, T=512, draws=True)),
+    ],
+}
+# op: values of each parameter; combinations that the kernel refuses are passed over.
+CANDIDATES: dict[str, dict[str, tuple[Any, ...]]] = {
+    "grouped_matmul": {
+        "rows": (8, 16, 24, 32, 48, 64, 80, 96, 128, 144),
+        "warpgroups": (1, 2),
+        "block_k": (64, 128),
+        "stages": (3, 4, 5, 6),
+    },
+    "extend_attention": {
+        "kv_tokens": (64, 128),
+        "stages": (2, 3, 4),
+        "split_tokens": (0, 256, 512, 1024),
+        "persistent": (True, False),
+        "combine_kernel": (False, True),
+        "ping_pong": (True, False),
+    },
+    "unembed_stats": {
+        "columns": (64, 128, 256),
+        "split": ("rows", "columns"),
+        "pair": (False, True),
+        "stages": (4, 5, 6),
+    },
+}
+
+
+def candidates(op: str, bounds: dict[str, int]) -> Iterator[dict[str, Any]]:
+    """Yields tiles worth trying in a bucket."""
+    names = CANDIDATES[op]
+    for values in itertools.product(*names.values()):
+        tile = dict(zip(names, values, strict=True))
+        if op == "grouped_matmul":
+            mean = bounds.get("mean_rows", 96)
+            if not mean <= tile["rows"] <= max(16, 3 * mean):
+                continue
+        if op == "extend_attention":
+            decodes = bounds.get("ragged") == 0
+            if tile["persistent"] != decodes or (tile["split_tokens"] and not decodes):
+                continue
+            if tile["combine_kernel"] and not tile["split_tokens"]:
+                continue
+        yield tile
+
+
+def timed(case: bench.Case, op: str, tile: dict[str, Any], args: argparse.Namespace) -> float:
+    """Returns milliseconds a call with this tile, infinity where the kernel refuses it."""
+
+    def forced(wanted: str, **sizes: int) -> dict[str, Any]:
+        return tile if wanted == op else tiles.lookup(wanted, **sizes)
+
+    jax.clear_caches()
+    try:
+        with mock.patch.object(tiles, "lookup", forced):
+            return bench.time_case(case, "mosaic_gpu", args.calls, args.repeats)[0]
+    except (ValueError, jax.errors.JaxRuntimeError):
+        return float("inf")
+
+
+def tune(op: str, device: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Returns the op's table with the winners in place; prints the best of each bucket."""
+    out = sys.stdout.write
+    table = [dict(entry) for entry in tiles.entries(op, device)]
+    for bounds, problem in PROBLEMS[op]:
+        (entry,) = (entry for entry in table if entry["when"] == bounds)
+        case = problem()
+        now = timed(case, op, entry["tile"], args)
+        found = [(now, entry["tile"])]
+        for tile in tqdm(list(candidates(op, bounds)), desc=f"{op} {bounds}", disable=None):
+            found.append((timed(case, op, tile, args), tile))
+        best, tile = min(found, key=lambda pair: pair[0])
+        kept = best > now * (1 - args.margin)
+        out(f"{op} {case.shape} {bounds}: now {now:.4f} ms, best {best:.4f} ms, ")
+        out(f"floor {case.work.floor_ms:.4f}: {'kept' if kept else tile}\n")
+        for ms, other in sorted(found, key=lambda pair: pair[0])[: args.top]:
+            out(f"    {ms:.4f} {other}\n")
+        sys.stdout.flush()
+        if not kept:
+            entry["tile"] = tile
+    return table
+
+
+def main() -> None:
+    """Parses the command line, tunes, writes."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ops", default=",".join(PROBLEMS))
+    parser.add_argument("--write", action="store_true", help="write the table, not only print it")
+    parser.add_argument("--margin", type=float, default=0.02)
+    parser.add_argument("--calls", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--top", type=int, default=3, help="tiles listed per bucket")
+    args = parser.parse_args()
+    device = jax.local_devices()[0]
+    if dispatch.choose("grouped_matmul").implementation != "mosaic_gpu":
+        sys.exit(f"no kernel to tune here: {dispatch.choose('grouped_matmul')}")
+    folder = tiles.device_folder(device.device_kind)
+    sys.stdout.write(f"# {' '.join(sys.argv)}\n# {device.device_kind}, jax {jax.__version__}\n")
+    for op in args.ops.split(","):
+        table = tune(op, folder, args)
+        lines = ",\n".join(f"  {json.dumps(entry)}" for entry in table)
+        if args.write:
+            path = tiles.TILES_DIR / folder / f"{op}.json"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+        else:
+            sys.stdout.write(f"[\n{lines}\n]\n")
+
+
+if __name__ == "__main__":
+    main()
