@@ -1,0 +1,259 @@
+"""Every Mosaic GPU kernel, compiled and run on a Hopper GPU, against the XLA references.
+
+The interpreter proves the algorithm and the lowering proves that it compiles; registers, barriers
+and asynchronous copies are real only here. Run by hand on a GPU machine:
+
+    python -m pytest tests/pallas_kernels/test_kernels_on_gpu.py
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_kernels
+from pallas_kernels import dispatch
+
+pytestmark = pytest.mark.gpu
+if dispatch.current_target().compute_capability != (9, 0):
+    pytest.skip("needs a Hopper GPU", allow_module_level=True)
+
+EPS = 1e-6
+
+
+def normal(rng, *shape, std=1.0):
+    return jnp.asarray(rng.normal(size=shape) * std, jnp.bfloat16)
+
+
+def relative_error(out, reference):
+    out, reference = np.asarray(out, np.float64), np.asarray(reference, np.float64)
+    return np.linalg.norm(out - reference) / np.linalg.norm(reference)
+
+
+def wide(tree):
+    return jax.tree.map(lambda a: a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a, tree)
+
+
+def attention_case(rng, rows, *, N=16, K=4, H=128, page=64, block=32, padding=0, width=None):
+    """`rows` are (context, in-flight) or None; everything that nobody may read is NaN."""
+    spans = [row or (0, 0) for row in rows]
+    lengths = np.array([new for _, new in spans])
+    ends = np.array([context + new for context, new in spans])
+    M = -(-(width or max(ends.max(), 1)) // page)
+    num_pages = len(rows) * M + 3
+    table = rng.permutation(num_pages)[: len(rows) * M].reshape(len(rows), M).astype(np.int32)
+    pool = np.full((num_pages, 2, K, page, H), np.nan, np.float32)
+    for row, end in enumerate(ends):
+        for at in range(end):
+            pool[table[row, at // page], :, :, at % page] = rng.normal(size=(2, K, H))
+        table[row, -(-int(end) // page) :] = 2**30
+    T = int(lengths.sum()) + padding
+    q = rng.normal(size=(T, N, H)).astype(np.float32)
+    q[lengths.sum() :] = np.nan
+    arguments = (
+        jnp.asarray(q, jnp.bfloat16),
+        jnp.asarray(pool, jnp.bfloat16),
+        jnp.asarray(np.cumsum([0, *lengths]), jnp.int32),
+        jnp.asarray([context for context, _ in spans], jnp.int32),
+        jnp.asarray(ends, jnp.int32),
+        jnp.asarray(table),
+    )
+    return arguments, {"block_size": block, "scale": H**-0.5}
+
+
+DECODE = {
+    "one_row": dict(rows=[(512, 32)]),
+    "one_long_row": dict(rows=[(4064, 32)]),
+    "ragged_and_empty": dict(rows=[(512, 32), (0, 32), (96, 32), (2016, 32)]),
+    "many_rows": dict(rows=[(32 * (i * 7 % 60), 32) for i in range(64)]),
+    "two_blocks": dict(rows=[(256, 64), (64, 64), (1984, 64)]),
+    "mha": dict(rows=[(512, 32), (480, 32), (0, 32)], N=32, K=32),
+    "mha_one_row": dict(rows=[(512, 32)], N=32, K=32),
+    "blocks_of_4": dict(rows=[(508, 4), (12, 4), (0, 4), (2044, 4)], N=32, K=8, block=4),
+    "blocks_of_8": dict(rows=[(504, 8), (16, 8)], N=32, K=8, block=8),
+    "blocks_of_16": dict(rows=[(512, 16), (16, 16)], N=28, K=4, block=16),
+    "blocks_of_64": dict(rows=[(512, 64), (64, 64)], block=64),
+    "pages_of_32": dict(rows=[(512, 32), (96, 32)], page=32),
+    "pages_of_128": dict(rows=[(512, 32), (96, 32)], page=128),
+    "head_dim_64": dict(rows=[(512, 32), (96, 32)], H=64, N=14, K=2),
+    "wide_table": dict(rows=[(512, 32), (96, 32)], width=8192),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DECODE)
+def test_decode_attention(name):
+    problem = DECODE[name]
+    arguments, options = attention_case(np.random.default_rng(len(name)), **problem)
+    q_len = problem["rows"][0][1]
+    for visibility in ("block_causal", "full", "causal"):
+        run = pallas_kernels.extend_attention
+        out = run(
+            *arguments, **options, visibility=visibility, q_len=q_len, implementation="mosaic_gpu"
+        )
+        expected = run(*wide(arguments), **options, visibility=visibility, implementation="xla")
+        assert relative_error(out, expected) < 5e-3, visibility
+        again = run(
+            *arguments, **options, visibility=visibility, q_len=q_len, implementation="mosaic_gpu"
+        )
+        np.testing.assert_array_equal(np.asarray(out).view(np.uint16), bits(again))
+
+
+def bits(array):
+    return np.asarray(array).view(np.uint16)
+
+
+PREFILL = {
+    "one_row": dict(rows=[(0, 2048)]),
+    "mha": dict(rows=[(0, 1024), (64, 512)], N=32, K=32),
+    "ragged": dict(rows=[(0, 96), (512, 32), None, (1024, 1056)], padding=64),
+    "blocks_of_4": dict(rows=[(40, 12), (3 * 4, 4), None, (0, 100)], padding=4, block=4, N=32, K=8),
+    "pages_of_32": dict(rows=[(0, 512), (96, 160)], page=32),
+    "head_dim_64": dict(rows=[(0, 512), (96, 160)], H=64, N=14, K=2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PREFILL)
+def test_prefill_attention(name):
+    arguments, options = attention_case(np.random.default_rng(len(name)), **PREFILL[name])
+    for visibility in ("block_causal", "full", "causal"):
+        run = pallas_kernels.extend_attention
+        out = run(*arguments, **options, visibility=visibility, implementation="mosaic_gpu")
+        expected = run(*wide(arguments), **options, visibility=visibility, implementation="xla")
+        assert relative_error(out, expected) < 5e-3, visibility
+        assert not np.asarray(out[arguments[2][-1] :], np.float32).any()
+
+
+def test_neighbours_never_change_a_rows_bits():
+    rows = [(512, 32), (0, 32), (2016, 32), (96, 32)]
+    arguments, options = attention_case(np.random.default_rng(5), rows=rows)
+    q, pool, cu_q_lens, contexts, ends, table = arguments
+    first_pages = pool[table[0, :9]]
+    others = jnp.full_like(pool, 3.0).at[table[0, :9]].set(first_pages)
+    neighbours = (
+        q.at[32:].set(-2.0), others, cu_q_lens,
+        contexts.at[1:].set(jnp.array([64, 0, 992])),
+        ends.at[1:].set(jnp.array([96, 0, 1024])), jnp.minimum(table, pool.shape[0] - 1),
+    )  # fmt: skip
+    kept = [
+        pallas_kernels.extend_attention(
+            *batch, **options, visibility="block_causal", q_len=32, implementation="mosaic_gpu"
+        )[:32]
+        for batch in (arguments, neighbours)
+    ]
+    np.testing.assert_array_equal(bits(kept[0]), bits(kept[1]))
+
+
+def test_cudnn_attends_blocks_of_a_context():
+    arguments, options = attention_case(np.random.default_rng(3), rows=[(512, 32), (96, 32)])
+    run = pallas_kernels.extend_attention
+    out = run(*arguments, **options, visibility="block_causal", implementation="cudnn")
+    expected = run(*wide(arguments), **options, visibility="block_causal", implementation="xla")
+    assert relative_error(out, expected) < 5e-3
+
+
+@pytest.mark.parametrize("has_shared", [False, True], ids=["routed", "with-shared"])
+@pytest.mark.parametrize(
+    ("T", "E", "k", "D", "size"),
+    [
+        (1, 16, 2, 128, 64), (32, 256, 8, 2048, 512), (100, 256, 8, 2048, 512),
+        (512, 256, 8, 2048, 512), (2048, 256, 8, 2048, 512), (4096, 64, 8, 2048, 512),
+        (8192, 16, 2, 1024, 192), (32, 128, 8, 2048, 768), (32, 64, 8, 4096, 1024),
+    ],
+)  # fmt: skip
+def test_grouped_matmul(T, E, k, D, size, has_shared):
+    rng = np.random.default_rng(T)
+    x = normal(rng, T, D)
+    weights = normal(rng, E, 2 * size, D, std=D**-0.5), normal(rng, E, D, size, std=size**-0.5)
+    ids = np.argsort(rng.random((T, E)), axis=1)[:, :k].astype(np.int32)
+    ids[: T // 4, 0] = rng.integers(-2, E + 2, T // 4)
+    expert_weights = rng.uniform(0.1, 1, (T, k)).astype(np.float32)
+    valid = rng.random(T) < 0.9
+    shared = None
+    if has_shared:
+        shared = normal(rng, 2 * size, D, std=D**-0.5), normal(rng, D, size, std=size**-0.5)
+    else:
+        x = jnp.where(jnp.asarray(valid)[:, None], x, jnp.nan)
+    arguments = (x, *weights, jnp.asarray(ids), jnp.asarray(expert_weights))
+    run = pallas_kernels.grouped_matmul
+    out = run(*arguments, shared=shared, valid=valid, implementation="mosaic_gpu")
+    with jax.default_matmul_precision("highest"):
+        expected = run(*wide(arguments), shared=wide(shared), valid=valid, implementation="xla")
+    assert relative_error(out, expected) < 8e-3
+    again = run(*arguments, shared=shared, valid=valid, implementation="mosaic_gpu")
+    np.testing.assert_array_equal(np.asarray(out), np.asarray(again))
+
+
+@pytest.mark.parametrize("T", [1, 32, 2048])
+@pytest.mark.parametrize(("E", "groups", "kept"), [(256, 8, 4), (128, 1, 1)])
+def test_routing(T, E, groups, kept):
+    rng = np.random.default_rng(T)
+    logits = jnp.asarray(rng.normal(size=(T, E)), jnp.float32)
+    bias = jnp.asarray(rng.normal(size=E) * 0.1, jnp.float32)
+    options = {
+        "experts_per_token": 8, "num_groups": groups, "kept_groups": kept, "scaling_factor": 2.5,
+    }  # fmt: skip
+    ids, weights = pallas_kernels.top_k_routing(
+        logits, bias, **options, implementation="mosaic_gpu"
+    )
+    expected = pallas_kernels.top_k_routing(logits, bias, **options, implementation="xla")
+    # A difference of one rounding in a sigmoid may swap two experts of equal score.
+    same = np.asarray(ids == expected[0]).all(axis=1)
+    assert same.mean() > 0.999
+    np.testing.assert_allclose(weights[same], expected[1][same], rtol=1e-5)
+
+
+@pytest.mark.parametrize("T", [1, 32, 64, 100, 128, 256, 512, 2048])
+@pytest.mark.parametrize(("V", "D"), [(157184, 2048), (1000, 512)])
+@pytest.mark.parametrize("draws", [False, True], ids=["greedy", "drawn"])
+def test_unembed_stats(T, V, D, draws):
+    rng = np.random.default_rng(T)
+    x = normal(rng, T, D)
+    w = jax.random.normal(jax.random.key(1), (V, D), jnp.bfloat16) * jnp.bfloat16(D**-0.5)
+    options = {"forbidden_ids": (3, V - 1), "given_ids": jnp.arange(T, dtype=jnp.int32) % V}
+    if draws:
+        options["draw_keys"] = jax.random.bits(jax.random.key(2), (T, 2), jnp.uint32)
+        options["temperature"] = jnp.where(jnp.arange(T) % 3 > 0, 0.8, 0.0)
+    out = pallas_kernels.unembed_stats(x, w, **options, implementation="mosaic_gpu")
+    with jax.default_matmul_precision("highest"):
+        expected = pallas_kernels.unembed_stats(
+            x.astype(jnp.float32), w.astype(jnp.float32), **options, implementation="xla"
+        )
+    for name in ("best_logit", "second_logit", "logsumexp", "entropy", "given_logit"):
+        np.testing.assert_allclose(
+            np.asarray(getattr(out, name)), np.asarray(getattr(expected, name)), atol=2e-3,
+            err_msg=name,
+        )  # fmt: skip
+    # float32 sums in another order decide ids only where two logits nearly tie.
+    for name in ("best_id", "second_id", "drawn_id"):
+        same = np.asarray(getattr(out, name) == getattr(expected, name)).mean()
+        assert same >= 1 - 2 / T, name
+
+
+@pytest.mark.parametrize("T", [1, 32, 2048])
+def test_norms_and_rotation(T):
+    rng = np.random.default_rng(T)
+    x, first, second = (normal(rng, T, 2048) for _ in range(3))
+    weight = normal(rng, 2048)
+    total, normed = pallas_kernels.add_rms_norm(
+        x, (first, second), weight, eps=EPS, implementation="mosaic_gpu"
+    )
+    np.testing.assert_array_equal(bits(total), bits(x + (first + second)))
+    expected = pallas_kernels.rms_norm(x + (first + second), weight, EPS)
+    np.testing.assert_allclose(
+        np.asarray(normed, np.float32), np.asarray(expected, np.float32), rtol=2**-6, atol=2**-6
+    )
+    N, K, H = 16, 4, 128
+    qkv, q_weight, k_weight = normal(rng, T, (N + 2 * K) * H), normal(rng, H), normal(rng, H)
+    angles = rng.uniform(0, 6, (T, 32)).astype(np.float32)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    options = {"num_query_heads": N, "num_kv_heads": K, "eps": EPS}
+    out = pallas_kernels.qk_norm_rope(
+        qkv, q_weight, k_weight, cos, sin, **options, implementation="mosaic_gpu"
+    )
+    expected = pallas_kernels.qk_norm_rope(
+        qkv, q_weight, k_weight, cos, sin, **options, implementation="xla"
+    )
+    for ours, theirs in zip(out, expected, strict=True):
+        np.testing.assert_allclose(
+            np.asarray(ours, np.float32), np.asarray(theirs, np.float32), rtol=2**-5, atol=2**-5
+        )
