@@ -24,7 +24,7 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "unembed_stats": ("mosaic_gpu", "xla"),
 }
 
-# Ops whose kernel, in its present form, has yet to pass `test_kernels_on_gpu.py` on a GPU: "auto"
+# Ops whose GPU paths, in their present form, have yet to pass `test_kernels_on_gpu.py` on a GPU: "auto"
 # leaves them alone, a forced choice runs them.
 UNPROVEN = frozenset(
     {
@@ -101,7 +101,7 @@ def choose(
     against: dict[str, str] = {}
     for name in names:
         reason = refusal(name)
-        if reason is None and name == "mosaic_gpu" and op in UNPROVEN:
+        if reason is None and name in ("mosaic_gpu", "cudnn") and op in UNPROVEN:
             reason = "has not passed test_kernels_on_gpu.py in its present form; force it by name"
         if reason is None:
             return Choice(implementation=name, refusals=against)
