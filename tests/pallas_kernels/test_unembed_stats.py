@@ -1,11 +1,14 @@
 """Vocabulary statistics against float64 numpy over the whole row of logits."""
 
+import functools
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import UnembedStats, penalize, probability, unembed_stats
+from pallas_kernels import UnembedStats, penalize, probability, unembed_partials, unembed_stats
 
 T, D, V = 6, 8, 50
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}  # float32 sums of 50 terms
@@ -203,9 +206,174 @@ def test_stats_are_a_pytree_of_rows():
         ({"forbidden_ids": (V,)}, "forbidden ids must lie"),
         ({"forbidden_ids": tuple(range(V - 1))}, "at least two ids"),
         ({"given_ids": jnp.zeros(T + 1, jnp.int32)}, "given_ids must be"),
+        ({"temperature": jnp.zeros(T + 1)}, "temperature must be"),
+        ({"draw_keys": jnp.zeros((T, 2), jnp.int32)}, r"draw_keys must be uint32 \[T, 2\]"),
+        ({"x": jnp.zeros((0, D))}, "at least one row"),
     ],
-    ids=["width", "dtype", "range", "all", "given"],
+    ids=["width", "dtype", "range", "all", "given", "temperature", "keys", "empty"],
 )
 def test_bad_arguments_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         unembed_stats(**({"x": jnp.zeros((T, D)), "w": jnp.zeros((V, D))} | arguments))
+
+
+PARTS = 5
+
+
+def partials_of(logits, keys, temperature) -> list[unembed_partials.PartialStats]:
+    """Statistics of consecutive ranges of ids, from numpy loops over the ids of each row."""
+    first, second = unembed_partials.draw_words(keys)
+    T, V = logits.shape
+    scores = logits / temperature[:, None] + np.asarray(
+        unembed_partials.noise(
+            unembed_partials.draw_counter(first[:, None], jnp.arange(V)), second[:, None]
+        )
+    )
+    found = []
+    for ids in np.array_split(np.arange(V), PARTS):
+        z = logits[:, ids]
+        order = np.argsort(-z, axis=1, kind="stable")
+        rows = np.arange(T)
+        high = z.max(axis=1)
+        weight = np.exp(z - high[:, None])
+        drawn = scores[:, ids].argmax(axis=1)
+        found.append(
+            unembed_partials.PartialStats(
+                high=high,
+                total=weight.sum(axis=1),
+                moment=(weight * (z - high[:, None])).sum(axis=1),
+                best_id=ids[order[:, 0]].astype(np.int32),
+                best_logit=z[rows, order[:, 0]],
+                second_id=ids[order[:, 1]].astype(np.int32),
+                second_logit=z[rows, order[:, 1]],
+                given_logit=z[:, 0] * (ids[0] == 0),
+                drawn_score=scores[rows, ids[drawn]],
+                drawn_id=ids[drawn].astype(np.int32),
+                drawn_logit=logits[rows, ids[drawn]],
+            )
+        )
+    return found
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(PARTS)))[::17])
+def test_merging_in_any_order_and_grouping_gives_the_same(order):
+    """Dozens of ties; ids and logits equal in every bit, sums to rounding."""
+    rng = np.random.default_rng(7)
+    logits = rng.integers(0, 4, (T, V)).astype(np.float32)
+    keys = jnp.asarray(rng.integers(0, 2**32, (T, 2)), jnp.uint32)
+    parts = partials_of(logits, keys, np.ones(T, np.float32))
+    merge = unembed_partials.merge
+    expected = functools.reduce(merge, parts)
+    a, b, c, d, e = (parts[i] for i in order)
+    start = unembed_partials.empty((T,), draws=True)
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), a, b, c, d, e)
+    for found in (
+        merge(merge(merge(merge(a, b), c), d), e),
+        merge(a, merge(b, merge(c, merge(d, e)))),
+        merge(merge(start, merge(a, b)), merge(merge(c, d), merge(e, start))),
+        unembed_partials.merge_all(stacked),
+    ):
+        for name in unembed_partials.PartialStats.__dataclass_fields__:
+            compare = np.testing.assert_array_equal
+            if name in ("total", "moment"):
+                compare = functools.partial(np.testing.assert_allclose, rtol=1e-5)
+            compare(getattr(found, name), getattr(expected, name), err_msg=name)
+    np.testing.assert_array_equal(expected.best_id, oracle(logits)["best_id"])
+    np.testing.assert_array_equal(expected.second_id, oracle(logits)["second_id"])
+
+
+def draw(logits, keys, temperature, **options):
+    temperature = jnp.broadcast_to(jnp.float32(temperature), len(logits))
+    return unembed_stats(*identity_case(logits), draw_keys=keys, temperature=temperature, **options)
+
+
+def sequential_keys(T) -> jax.Array:
+    """Neighbouring keys, as of one request's positions: the hardest for a hash."""
+    return jnp.stack([jnp.full(T, 42, jnp.uint32), jnp.arange(T, dtype=jnp.uint32)], axis=1)
+
+
+def test_draws_follow_the_tempered_softmax():
+    """Chi-square over 20000 draws of 10 ids, forbidden ones never: 40 is far past p = 1e-4."""
+    draws, ids, temperature = 20_000, 12, 1.7
+    row = np.random.default_rng(8).normal(size=ids) * 1.5
+    w = np.asarray(row, np.float32)[:, None]
+    stats = unembed_stats(
+        np.ones((draws, 1), np.float32),
+        w,
+        forbidden_ids=(2, 11),
+        draw_keys=sequential_keys(draws),
+        temperature=jnp.full(draws, temperature, jnp.float32),
+    )
+    counts = np.bincount(stats.drawn_id, minlength=ids)
+    p = np.exp(row / temperature)
+    p[[2, 11]] = 0
+    expected = draws * p / p.sum()
+    assert counts[[2, 11]].sum() == 0
+    kept = expected > 0
+    assert ((counts - expected)[kept] ** 2 / expected[kept]).sum() < 40
+    np.testing.assert_array_equal(stats.drawn_logit, np.float32(row)[stats.drawn_id])
+
+
+@pytest.mark.parametrize("axis", ["ids", "positions", "seeds"])
+def test_noise_is_uniform_and_uncorrelated(axis):
+    """exp(-exp(-noise)) is uniform: 64 bins of 2**18 values, and no correlation of neighbours."""
+    count = 2**18
+    counter = jnp.arange(count, dtype=jnp.uint32)
+    fixed = jnp.full(count, 7, jnp.uint32)
+    keys = {"ids": (fixed, fixed), "positions": (fixed, counter), "seeds": (counter, fixed)}[axis]
+    first, second = unembed_partials.draw_words(jnp.stack(keys, axis=1))
+    ids = counter if axis == "ids" else fixed
+    noise = np.asarray(
+        unembed_partials.noise(unembed_partials.draw_counter(first, ids), second), np.float64
+    )
+    assert np.isfinite(noise).all()
+    uniform = np.exp(-np.exp(-noise))
+    counts = np.histogram(uniform, bins=64, range=(0, 1))[0]
+    assert ((counts - count / 64) ** 2 / (count / 64)).sum() < 63 + 5 * np.sqrt(2 * 63)
+    for lag in (1, 2, 64):
+        correlation = np.corrcoef(uniform[:-lag], uniform[lag:])[0, 1]
+        assert abs(correlation) < 5 / np.sqrt(count)
+
+
+def test_a_draw_depends_on_its_key_and_logits_alone():
+    """Not on the chunk, the row, the neighbours or how many there are."""
+    rng = np.random.default_rng(9)
+    logits = rng.normal(size=(T, V)).astype(np.float32)
+    keys = sequential_keys(T)
+    whole = draw(logits, keys, 1.5, chunk_size=V)
+    for chunk in (7, 16):
+        np.testing.assert_array_equal(
+            draw(logits, keys, 1.5, chunk_size=chunk).drawn_id, whole.drawn_id
+        )
+    back = draw(logits[::-1], keys[::-1], 1.5)
+    np.testing.assert_array_equal(back.drawn_id[::-1], whole.drawn_id)
+    alone = draw(logits[2:3], keys[2:3], 1.5)
+    assert alone.drawn_id[0] == whole.drawn_id[2]
+    others = draw(logits, keys + jnp.uint32(1), 1.5)
+    assert (others.drawn_id != whole.drawn_id).any()
+
+
+def test_cold_rows_and_calls_without_keys_take_the_best_id():
+    rng = np.random.default_rng(10)
+    logits = rng.normal(size=(T, V)).astype(np.float32)
+    cold = np.where(np.arange(T) % 2, 1.5, [0.0, -1.0, -0.0] * 2).astype(np.float32)
+    stats = draw(logits, sequential_keys(T), cold)
+    np.testing.assert_array_equal(stats.drawn_id[::2], stats.best_id[::2])
+    np.testing.assert_array_equal(stats.drawn_logit[::2], stats.best_logit[::2])
+    assert (stats.drawn_id[1::2] != stats.best_id[1::2]).any()
+    greedy = unembed_stats(*identity_case(logits))
+    np.testing.assert_array_equal(greedy.drawn_id, greedy.best_id)
+    np.testing.assert_array_equal(greedy.drawn_logit, greedy.best_logit)
+
+
+def test_a_nan_row_is_nan_and_no_other_is():
+    logits = np.random.default_rng(11).normal(size=(T, V))
+    x, w = identity_case(logits)
+    x[2] = np.nan
+    stats = unembed_stats(x, w, draw_keys=sequential_keys(T), temperature=jnp.ones(T))
+    for name in UnembedStats.__dataclass_fields__:
+        value = np.asarray(getattr(stats, name))
+        if name.endswith("_id"):
+            assert value[2] == 0
+        else:
+            np.testing.assert_array_equal(np.isnan(value), np.arange(T) == 2, err_msg=name)
