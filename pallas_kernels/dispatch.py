@@ -24,8 +24,8 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "unembed_stats": ("mosaic_gpu", "xla"),
 }
 
-# Ops whose GPU paths, in their present form, have yet to pass `test_kernels_on_gpu.py` on a GPU: "auto"
-# leaves them alone, a forced choice runs them.
+# Ops whose GPU paths, in their present form, have yet to pass `test_kernels_on_gpu.py` on a GPU:
+# "auto" leaves them alone, a forced choice runs them.
 UNPROVEN = frozenset(
     {
         "add_rms_norm",
