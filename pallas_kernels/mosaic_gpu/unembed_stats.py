@@ -74,15 +74,12 @@ class UnembedTile:
     pair: bool = False  # two CTAs share each w tile
     stages: int = 4
     sms: int = 132  # persistent CTAs
-    overlap: int = 0  # last depth steps whose second half of columns hides half of the epilogue
 
     def __post_init__(self) -> None:
         if self.columns % 16 or not 16 <= self.columns <= 256:
             raise ValueError(f"{self.columns=} must be a multiple of 16 up to 256")
         if self.stages < 2 or self.sms < 2:
             raise ValueError(f"{self.stages=} and {self.sms=} must be at least 2")
-        if not 0 <= self.overlap < self.stages:
-            raise ValueError(f"{self.overlap=} must be less than {self.stages=}: it holds stages")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,15 +158,6 @@ class _Plan:
     def depth_steps(self) -> int:
         return self.D // DEPTH
 
-    @property
-    def overlap(self) -> int:
-        return min(self.tile.overlap, self.depth_steps - 1)
-
-    @property
-    def half(self) -> int:
-        """Columns of the accumulator's left half, a multiple of the 8 that wgmma takes."""
-        return self.columns // 2 // SLOTS * SLOTS
-
 
 def why_not(*, dtype, hidden_size: int, num_forbidden: int = 0) -> str | None:
     """Returns why this kernel cannot serve the shape, None if it can."""
@@ -213,9 +201,7 @@ def partial_stats(
     if "given_ids" in padded:
         inputs.insert(0, _flags(plan, padded["given_ids"]))
     floats, ids = _fields(plan)
-    outputs = dict(
-        zip(floats + ids, _kernel(plan, interpret)(x, w, *inputs), strict=True),
-    )
+    outputs = dict(zip(floats + ids, _kernel(plan, interpret)(x, w, *inputs), strict=True))
     absent = dict.fromkeys(() if plan.draws else (*_DRAWN_FLOATS, *_DRAWN_IDS))
     merged = partials.merge_all(PartialStats(**outputs, **absent))
     return jax.tree.map(lambda a: a[:T], merged)
@@ -328,86 +314,53 @@ def _kernel(plan: _Plan, interpret):
             slots = plgpu.broadcasted_iota(jnp.int32, (ROWS, SLOTS), 1, layout=plgpu.Layout.WGMMA)
             inputs = load_rows(my_row)
 
-            def multiply(acc, step, low, high):
-                """Starts one depth step of the columns [low, high) of the accumulator."""
-                slot = slot_of(step)
-                ids = pl.ds((0 if by_rows else warpgroup * columns) + low, high - low)
-                x_tile = (
-                    x_smem.at[slot, pl.ds(warpgroup * ROWS, ROWS)] if by_rows else x_smem.at[slot]
-                )
-                plgpu.wgmma(acc, x_tile, w_smem.at[slot, ids].T)
-
-            def release(step):
-                plgpu.barrier_arrive(empty.at[slot_of(step)])
-
-            def accumulate(acc, base, stop):
-                """Adds the tile's depth steps before `stop`; the last one stays in flight."""
+            def accumulate(acc, turn):
+                base = turn * plan.depth_steps
 
                 def one_stage(k, _):
-                    plgpu.barrier_wait(full.at[slot_of(base + k)])
-                    multiply(acc, base + k, 0, columns)
+                    slot = slot_of(base + k)
+                    x_tile, w_tile = x_smem.at[slot], w_smem.at[slot]
+                    if by_rows:
+                        x_tile = x_tile.at[pl.ds(warpgroup * ROWS, ROWS)]
+                    else:
+                        w_tile = w_tile.at[pl.ds(warpgroup * columns, columns)]
+                    plgpu.barrier_wait(full.at[slot])
+                    plgpu.wgmma(acc, x_tile, w_tile.T)
+                    # One wgmma stays in flight; the stage before it has been read.
                     plgpu.wgmma_wait(1)
-                    pl.when(k > 0)(lambda: release(base + k - 1))
+
+                    @pl.when(k > 0)
+                    def _():
+                        plgpu.barrier_arrive(empty.at[slot_of(base + k - 1)])
+
                     return ()
 
-                lax.fori_loop(0, stop, one_stage, ())
-
-            def all_logits(acc, base):
-                accumulate(acc, base, plan.depth_steps)
+                lax.fori_loop(0, plan.depth_steps, one_stage, ())
                 plgpu.wgmma_wait(0)
-                release(base + plan.depth_steps - 1)
+                plgpu.barrier_arrive(empty.at[slot_of(base + plan.depth_steps - 1)])
                 return acc[...]
-
-            def fold_left_half(acc, base, fold, state):
-                """Returns the state with the left columns folded in, and the right logits.
-
-                The last steps run the left columns first: the right ones keep the tensor cores
-                busy meanwhile.
-                """
-                left, right = acc.at[:, : plan.half], acc.at[:, plan.half :]
-                last = range(plan.depth_steps - plan.overlap, plan.depth_steps)
-                accumulate(acc, base, last[0])
-                for k in last:
-                    plgpu.barrier_wait(full.at[slot_of(base + k)])
-                    multiply(left, base + k, 0, plan.half)
-                    if k == last[0]:
-                        plgpu.wgmma_wait(1)
-                        release(base + k - 1)
-                for k in last:
-                    multiply(right, base + k, plan.half, columns)
-                done = plgpu.wgmma_accumulator_load(acc, wait_n=plan.overlap)
-                chunks = plan.half // SLOTS
-                for i, k in enumerate(last):
-                    low, high = (chunks * j // plan.overlap * SLOTS for j in (i, i + 1))
-                    state = fold(done[:, low:high], low, state)
-                    plgpu.wgmma_wait(plan.overlap - 1 - i)
-                    release(base + k)
-                return state, acc[...][:, plan.half :]
 
             def one_tile(turn, state):
                 index = worker + turn * plan.workers
-                base = turn * plan.depth_steps
                 if has_flags:
                     masked = flags_gmem[lax.div(my_row, ROWS), index] != 0
                 else:
                     masked = index < 0
                     for masked_tile in _masked_tiles(plan):
                         masked |= index == masked_tile
-
-                def fold(logits, low, state):
-                    first_id = index * plan.tile_columns + my_columns + low
-                    update = functools.partial(_update, plan, inputs, slots, first_id)
-                    branches = (functools.partial(update, on) for on in (True, False))
-                    return lax.cond(masked, *branches, logits, state)
-
-                accumulator = plgpu.ACC((ROWS, columns), jnp.float32)
-                if not plan.overlap:
-                    logits = pl.run_scoped(lambda acc: all_logits(acc, base), accumulator)
-                    return fold(logits, 0, state)
-                state, logits = pl.run_scoped(
-                    lambda acc: fold_left_half(acc, base, fold, state), accumulator
+                logits = pl.run_scoped(
+                    functools.partial(accumulate, turn=turn),
+                    plgpu.ACC((ROWS, columns), jnp.float32),
                 )
-                return fold(logits, plan.half, state)
+                first_id = index * plan.tile_columns + my_columns
+                update = functools.partial(_update, plan, inputs, slots, first_id)
+                return lax.cond(
+                    masked,
+                    functools.partial(update, True),
+                    functools.partial(update, False),
+                    logits,
+                    state,
+                )
 
             state = lax.fori_loop(0, my_tiles, one_tile, _start(plan))
             store(_reduce_slots(plan, state, slots), my_row)
