@@ -84,7 +84,7 @@ CANDIDATES: dict[str, dict[str, tuple[Any, ...]]] = {
         "ping_pong": (True, False),
     },
     "unembed_stats": {
-        "columns": (64, 128, 256),
+        "columns": (64, 128, 160, 192, 240, 256),
         "split": ("rows", "columns"),
         "pair": (False, True),
         "stages": (4, 5, 6),
