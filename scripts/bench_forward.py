@@ -211,7 +211,13 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="kernel time by part of the model")
     parser.add_argument("--top", type=int, default=0, help="with --profile: longest kernels listed")
     args = parser.parse_args()
-    model = loading.load(args.config, dtype=args.dtype, load_format="dummy", block_size=32)
+    model = loading.load(
+        args.config,
+        dtype=args.dtype,
+        load_format="dummy",
+        block_size=32,
+        implementation=args.implementation,
+    )
     block = model.spec.diffusion.block_size
     model = dataclasses.replace(model, params=loading.serving_params(model.params, args.dtype))
     device, out = jax.local_devices()[0], sys.stdout.write
