@@ -9,6 +9,8 @@ block of a row would gather it again, stays with XLA.
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import dispatch
+
 
 def why_not(
     *,
@@ -20,8 +22,8 @@ def why_not(
     block_size: int,
 ) -> str | None:
     """Returns why cuDNN cannot serve the shape, or None."""
-    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
-        return f"needs 16-bit activations, this is {jnp.dtype(dtype).name}"
+    if reason := dispatch.dtype_refusal(dtype):
+        return reason
     if head_dim % 8 or head_dim > 128:
         return f"head_dim must be a multiple of 8 and at most 128, this is {head_dim}"
     if visibility == "causal":

@@ -11,6 +11,7 @@ import functools
 from collections.abc import Mapping
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.mosaic_gpu import compat
 
@@ -107,6 +108,14 @@ def choose(
             return Choice(implementation=name, refusals=against)
         against[name] = reason
     raise AssertionError(f"{op}: xla runs everywhere")
+
+
+def dtype_refusal(dtype) -> str | None:
+    """Returns why a GPU implementation, all of which take 16-bit activations only, cannot serve."""
+    name = jnp.dtype(dtype).name
+    if name in ("bfloat16", "float16"):
+        return None
+    return f"16-bit activations only: needs bfloat16 or float16, this is {name}"
 
 
 def _target_refusal(name: str, target: Target) -> str | None:

@@ -11,22 +11,24 @@ import json
 import pathlib
 from typing import Any
 
+import jax
+
 TILES_DIR = pathlib.Path(__file__).parent / "tiles"
 DEFAULT_DEVICE = "nvidia_h200"  # also serves devices of the same generation without a folder
 
 
-def device_folder(device_kind: str) -> str:
-    """Returns the folder name of a jax device kind: "NVIDIA H200" -> "nvidia_h200"."""
-    return "_".join(device_kind.lower().replace("-", " ").split())
+def device_folder() -> str:
+    """Returns the folder name of this process's device: "NVIDIA H200" -> "nvidia_h200"."""
+    return "_".join(jax.local_devices()[0].device_kind.lower().replace("-", " ").split())
 
 
 @functools.cache
-def entries(op: str, device: str = DEFAULT_DEVICE) -> tuple[dict[str, Any], ...]:
-    """Returns the entries of an op; a device without a file takes the default device's.
+def entries(op: str) -> tuple[dict[str, Any], ...]:
+    """Returns this device's entries of an op, the default device's if it has none.
 
     Raises ValueError for a file that is not such a list or does not end without a bound.
     """
-    path = TILES_DIR / device / f"{op}.json"
+    path = TILES_DIR / device_folder() / f"{op}.json"
     if not path.exists():
         path = TILES_DIR / DEFAULT_DEVICE / f"{op}.json"
     found = json.loads(path.read_text(encoding="utf-8"))
@@ -35,9 +37,9 @@ def entries(op: str, device: str = DEFAULT_DEVICE) -> tuple[dict[str, Any], ...]
     return tuple(found)
 
 
-def lookup(op: str, *, device: str = DEFAULT_DEVICE, **sizes: int) -> dict[str, Any]:
+def lookup(op: str, **sizes: int) -> dict[str, Any]:
     """Returns the tile parameters of `op` for a problem of these sizes."""
-    for entry in entries(op, device):
+    for entry in entries(op):
         if all(sizes[name] <= bound for name, bound in entry["when"].items()):
             return dict(entry["tile"])
     raise AssertionError(f"{op}: the last entry has no bound")

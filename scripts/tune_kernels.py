@@ -113,8 +113,10 @@ def candidates(op: str, bounds: dict[str, int]) -> Iterator[dict[str, Any]]:
 def timed(case: bench.Case, op: str, tile: dict[str, Any], args: argparse.Namespace) -> float:
     """Returns milliseconds a call with this tile, infinity where the kernel refuses it."""
 
+    tuned = tiles.lookup
+
     def forced(wanted: str, **sizes: int) -> dict[str, Any]:
-        return tile if wanted == op else tiles.lookup(wanted, **sizes)
+        return tile if wanted == op else tuned(wanted, **sizes)
 
     jax.clear_caches()
     try:
@@ -124,10 +126,10 @@ def timed(case: bench.Case, op: str, tile: dict[str, Any], args: argparse.Namesp
         return float("inf")
 
 
-def tune(op: str, device: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+def tune(op: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Returns the op's table with the winners in place; prints the best of each bucket."""
     out = sys.stdout.write
-    table = [dict(entry) for entry in tiles.entries(op, device)]
+    table = [dict(entry) for entry in tiles.entries(op)]
     for bounds, problem in PROBLEMS[op]:
         (entry,) = (entry for entry in table if entry["when"] == bounds)
         case = problem()
@@ -158,15 +160,16 @@ def main() -> None:
     parser.add_argument("--top", type=int, default=3, help="tiles listed per bucket")
     args = parser.parse_args()
     device = jax.local_devices()[0]
-    if dispatch.choose("grouped_matmul").implementation != "mosaic_gpu":
-        sys.exit(f"no kernel to tune here: {dispatch.choose('grouped_matmul')}")
-    folder = tiles.device_folder(device.device_kind)
+    try:
+        dispatch.choose("grouped_matmul", "mosaic_gpu")
+    except ValueError as refused:
+        sys.exit(f"no kernel to tune here: {refused}")
     sys.stdout.write(f"# {' '.join(sys.argv)}\n# {device.device_kind}, jax {jax.__version__}\n")
     for op in args.ops.split(","):
-        table = tune(op, folder, args)
+        table = tune(op, args)
         lines = ",\n".join(f"  {json.dumps(entry)}" for entry in table)
         if args.write:
-            path = tiles.TILES_DIR / folder / f"{op}.json"
+            path = tiles.TILES_DIR / tiles.device_folder() / f"{op}.json"
             path.parent.mkdir(exist_ok=True)
             path.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
         else:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import jax
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -17,6 +19,16 @@ def interpret_params() -> plgpu.InterpretGPUParams:
 def assert_no_races() -> None:
     """Fails if the last interpreted kernel raced: jax 0.11 only prints a race it detects."""
     assert not interpreter.get_races().races_found
+
+
+def run(kernel: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Returns `kernel(*args, **options)` interpreted; fails if it raced."""
+    with fresh_interpreter():
+        result = kernel(*args, **options, interpret=interpret_params())
+        # Races are known only once the kernels, which run asynchronously, have ended.
+        jax.block_until_ready(result)
+        assert_no_races()
+    return result
 
 
 @contextlib.contextmanager

@@ -59,6 +59,11 @@ class Router(nnx.Module):
         )
 
 
+def ops_around_experts(implementation: str) -> str:
+    """Returns what the ops around the experts use: "dense" asks for differentiable ones, XLA's."""
+    return "xla" if implementation == "dense" else implementation
+
+
 def split_router_weight(weight: jax.Array) -> jax.Array:
     """Returns the bfloat16 form [D, 3 * E] of a float32 router weight, for bfloat16 models.
 
@@ -108,9 +113,7 @@ class SparseMoE(nnx.Module):
         implementation: str,
     ):
         self.implementation = implementation
-        # "dense" is the differentiable way through the experts; the router's is XLA's.
-        ops = "xla" if implementation == "dense" else implementation
-        self.router = Router(dim, router, implementation=ops)
+        self.router = Router(dim, router, implementation=ops_around_experts(implementation))
         self.experts = Experts(dim, width, router.num_experts, dtype=dtype)
         self.shared_experts = SharedExpert(dim, shared_width, dtype=dtype) if shared_width else None
 

@@ -32,7 +32,7 @@ class DecoderLayer(nnx.Module):
         implementation: str,
     ):
         model, eps = config.spec, config.rms_norm_eps
-        self.ops = _ops(implementation)
+        self.ops = moe.ops_around_experts(implementation)
         self.input_layernorm = norm.RMSNorm(config.hidden_size, eps=eps, dtype=dtype)
         self.attention = attention.Attention(
             attention.AttentionConfig(
@@ -100,7 +100,7 @@ class LLaDA2(nnx.Module):
     ):
         self.config = config
         self.hash_embedding_positions = hash_embedding_positions
-        self.ops = _ops(implementation)
+        self.ops = moe.ops_around_experts(implementation)
         shape = (config.spec.vocab_size, config.hidden_size)
         self.word_embeddings = nnx.Param(jnp.zeros(shape, dtype))
         self.layers = nnx.List(
@@ -152,11 +152,6 @@ class LLaDA2(nnx.Module):
         return jnp.einsum(
             "TD,VD->TV", hidden, self.unembedding(), preferred_element_type=jnp.float32
         )
-
-
-def _ops(implementation: str) -> str:
-    """The implementation of the ops around the experts: "dense" asks for differentiable ones."""
-    return "xla" if implementation == "dense" else implementation
 
 
 def router_config(config: llada2_config.LLaDA2Config) -> moe.RouterConfig:

@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 
 import pallas_kernels
-from jdllm.checkpoint.weight_table import WeightRow, transposed
+from jdllm.checkpoint.weight_table import WeightRow, transposed, whole
 from jdllm.models import llada2_config
+
+View = Callable[[np.ndarray], np.ndarray]
 
 _GATE, _UP = 0, 1
 _NORM_HEAD_EPS = 1e-7
@@ -83,19 +85,29 @@ def _dense_rows(config: llada2_config.LLaDA2Config, layer: int) -> Iterator[Weig
         f"layers.{layer}.mlp",
         dim=config.hidden_size,
         width=config.intermediate_size,
+        gate_up_view=_half_columns,
+        down_view=transposed,
     )
 
 
-def _swiglu_rows(hf: str, ours: str, *, dim: int, width: int) -> Iterator[WeightRow]:
+def _swiglu_rows(
+    hf: str,
+    ours: str,
+    *,
+    dim: int,
+    width: int,
+    gate_up_view: Callable[[int, int], View],
+    down_view: View,
+) -> Iterator[WeightRow]:
     for part, name in ((_GATE, "gate_proj"), (_UP, "up_proj")):
         yield WeightRow(
             name=f"{hf}.{name}.weight",
             shape=(width, dim),
             target=f"{ours}.w_gate_up",
-            view=_half_columns(part, width),
+            view=gate_up_view(part, width),
         )
     yield WeightRow(
-        name=f"{hf}.down_proj.weight", shape=(dim, width), target=f"{ours}.w_down", view=transposed
+        name=f"{hf}.down_proj.weight", shape=(dim, width), target=f"{ours}.w_down", view=down_view
     )
 
 
@@ -112,26 +124,17 @@ def _moe_rows(config: llada2_config.LLaDA2Config, layer: int) -> Iterator[Weight
         name=f"{hf}.gate.expert_bias", shape=(experts,), target=f"{ours}.router.expert_bias"
     )
     if config.shared_intermediate_size:
-        yield from _shared_rows(
+        yield from _swiglu_rows(
             f"{hf}.shared_experts",
             f"{ours}.shared_experts",
             dim=dim,
             width=config.shared_intermediate_size,
+            gate_up_view=_shared_part,
+            down_view=whole,
         )
     yield from _expert_rows(
         hf, f"{ours}.experts", dim=dim, width=config.moe_intermediate_size, experts=experts
     )
-
-
-def _shared_rows(hf: str, ours: str, *, dim: int, width: int) -> Iterator[WeightRow]:
-    for part, name in ((_GATE, "gate_proj"), (_UP, "up_proj")):
-        yield WeightRow(
-            name=f"{hf}.{name}.weight",
-            shape=(width, dim),
-            target=f"{ours}.w_gate_up",
-            view=_shared_part(part, width),
-        )
-    yield WeightRow(name=f"{hf}.down_proj.weight", shape=(dim, width), target=f"{ours}.w_down")
 
 
 def _expert_rows(hf: str, ours: str, *, dim: int, width: int, experts: int) -> Iterator[WeightRow]:
@@ -172,19 +175,19 @@ def _expert_rows(hf: str, ours: str, *, dim: int, width: int, experts: int) -> I
     )
 
 
-def _half_columns(part: int, width: int) -> Callable[[np.ndarray], np.ndarray]:
+def _half_columns(part: int, width: int) -> View:
     return lambda array: array[:, part * width : (part + 1) * width].T
 
 
-def _expert(e: int) -> Callable[[np.ndarray], np.ndarray]:
+def _expert(e: int) -> View:
     return lambda array: array[e]
 
 
-def _expert_part(e: int | slice, part: int, width: int) -> Callable[[np.ndarray], np.ndarray]:
+def _expert_part(e: int | slice, part: int, width: int) -> View:
     return lambda array: _grouped(array, width)[e, ..., part, :, :]
 
 
-def _shared_part(part: int, width: int) -> Callable[[np.ndarray], np.ndarray]:
+def _shared_part(part: int, width: int) -> View:
     return lambda array: _grouped(array[None], width)[0, :, part]
 
 

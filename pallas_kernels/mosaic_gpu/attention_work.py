@@ -22,6 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels import dispatch
+
 WARPGROUP_ROWS = 64
 MAX_ROWS = 2 * WARPGROUP_ROWS
 MAX_SPLITS = 32  # the combine holds one slice of every split in shared memory
@@ -218,8 +220,8 @@ def why_not(
     *, dtype: jnp.dtype, head_dim: int, page_size: int, block_size: int, q_heads: int, kv_heads: int
 ) -> str | None:
     """Returns why the kernel cannot serve such a shape, None if it can."""
-    if dtype not in (jnp.bfloat16, jnp.float16):
-        return f"needs bfloat16 or float16, this is {jnp.dtype(dtype).name}"
+    if reason := dispatch.dtype_refusal(dtype):
+        return reason
     if head_dim not in (64, 128):
         return f"needs head_dim 64 or 128, this is {head_dim}"
     if page_size < 32 or page_size & (page_size - 1):

@@ -35,13 +35,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import tiles
+from pallas_kernels import dispatch, tiles
 from pallas_kernels.mosaic_gpu import compat, expert_tiles
 
 _WEIGHT_ROWS = 128  # of a compute warpgroup
 _CHUNK = 64  # output columns that are stored at once; the gate_up interleaving
 _SHARED_MEMORY = 232448 - 2048  # bytes of a CTA, less barriers and padding
-_DTYPES = ("bfloat16", "float16")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +79,8 @@ def tile_for(tokens: int, choices: int, num_experts: int) -> Tile:
 
 def why_not(*, dtype, hidden_size: int, intermediate_size: int) -> str | None:
     """Returns why the kernel cannot serve this shape; None if it can."""
-    if jnp.dtype(dtype).name not in _DTYPES:
-        return f"dtype must be one of {', '.join(_DTYPES)}, not {jnp.dtype(dtype).name}"
+    if reason := dispatch.dtype_refusal(dtype):
+        return reason
     if hidden_size % _WEIGHT_ROWS:
         return f"hidden size must be a multiple of {_WEIGHT_ROWS}, not {hidden_size}"
     if intermediate_size % _CHUNK:

@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import dispatch
 from pallas_kernels.mosaic_gpu import compat
 
 ROWS = 64
@@ -22,8 +23,8 @@ ROWS = 64
 
 def why_not(*, dtype: jnp.dtype, head_dim: int, rotary_dim: int) -> str | None:
     """Returns why this kernel cannot serve the shape, or None."""
-    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
-        return f"needs 16-bit activations, this is {jnp.dtype(dtype).name}"
+    if reason := dispatch.dtype_refusal(dtype):
+        return reason
     if head_dim not in (64, 128, 256):
         return f"head_dim must be 64, 128 or 256, this is {head_dim}"
     if rotary_dim % 64:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import dispatch
 from pallas_kernels.mosaic_gpu import compat
 
 _THREADS = 128
@@ -21,8 +22,8 @@ _MAX_WIDTH = 8192  # 64 values a thread
 
 def why_not(*, dtype: jnp.dtype, width: int) -> str | None:
     """Returns why this kernel cannot serve the shape, or None."""
-    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
-        return f"needs 16-bit activations, this is {jnp.dtype(dtype).name}"
+    if reason := dispatch.dtype_refusal(dtype):
+        return reason
     if width % (8 * _THREADS) or width > _MAX_WIDTH:
         return f"the row must be a multiple of {8 * _THREADS} and at most {_MAX_WIDTH}, {width=}"
     return None

@@ -39,7 +39,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import tiles
+from pallas_kernels import dispatch, tiles
 from pallas_kernels import unembed_partials as partials
 from pallas_kernels.mosaic_gpu import compat
 from pallas_kernels.unembed_partials import LOWEST, PartialStats
@@ -161,8 +161,8 @@ class _Plan:
 
 def why_not(*, dtype, hidden_size: int, num_forbidden: int = 0) -> str | None:
     """Returns why this kernel cannot serve the shape, None if it can."""
-    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
-        return f"needs bfloat16 or float16, this is {jnp.dtype(dtype)}"
+    if reason := dispatch.dtype_refusal(dtype):
+        return reason
     if hidden_size % DEPTH:
         return f"needs a hidden size that {DEPTH} divides, this is {hidden_size}"
     if num_forbidden > MAX_FORBIDDEN:

@@ -86,21 +86,18 @@ def make_batch(problem: Problem, seed: int) -> Batch:
 def run(problem: Problem, batch: Batch, monkeypatch) -> np.ndarray:
     monkeypatch.setattr(compat, "num_multiprocessors", lambda: problem.multiprocessors)
     q, pool, *rest = batch.arguments
-    with kernel_interpreter.fresh_interpreter():
-        out = gpu_kernel.extend_attention(
-            jnp.asarray(q, jnp.bfloat16),
-            jnp.asarray(pool, jnp.bfloat16),
-            *(jnp.asarray(array) for array in rest),
-            visibility=problem.visibility,
-            block_size=problem.block,
-            scale=problem.head_dim**-0.5,
-            q_len=problem.q_len,
-            tile=problem.tile,
-            interpret=kernel_interpreter.interpret_params(),
-        )
-        out = np.asarray(out, np.float32)
-        kernel_interpreter.assert_no_races()
-    return out
+    out = kernel_interpreter.run(
+        gpu_kernel.extend_attention,
+        jnp.asarray(q, jnp.bfloat16),
+        jnp.asarray(pool, jnp.bfloat16),
+        *(jnp.asarray(array) for array in rest),
+        visibility=problem.visibility,
+        block_size=problem.block,
+        scale=problem.head_dim**-0.5,
+        q_len=problem.q_len,
+        tile=problem.tile,
+    )
+    return np.asarray(out, np.float32)
 
 
 def oracle(problem: Problem, batch: Batch) -> np.ndarray:

@@ -55,16 +55,11 @@ def routing(kind, rng, *, tokens=T, experts=E, top=TOP):
 
 
 def interpreted(*arguments, tile=SMALL, **options):
-    with kernel_interpreter.fresh_interpreter():
-        out = gpu_kernel.grouped_matmul(
-            *arguments,
-            tile=tile,
-            num_ctas=3,
-            interpret=kernel_interpreter.interpret_params(),
-            **options,
+    return np.asarray(
+        kernel_interpreter.run(
+            gpu_kernel.grouped_matmul, *arguments, tile=tile, num_ctas=3, **options
         )
-        kernel_interpreter.assert_no_races()
-    return np.asarray(out)
+    )
 
 
 @pytest.mark.parametrize("kind", ["random", "one_expert_takes_all", "some_outside"])

@@ -22,13 +22,6 @@ def normal(*shape, seed=0):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.bfloat16)
 
 
-def interpreted(kernel, *args, **options):
-    with kernel_interpreter.fresh_interpreter():
-        result = kernel(*args, **options, interpret=kernel_interpreter.interpret_params())
-        kernel_interpreter.assert_no_races()
-    return result
-
-
 def bits(array):
     return np.asarray(array).view(np.uint16)
 
@@ -45,7 +38,7 @@ def assert_within_one_rounding(ours, expected):
 
 def test_add_rms_norm_equals_the_reference():
     x, added, weight = normal(5, 1024), normal(5, 1024, seed=1), normal(1024, seed=2)
-    total, normed = interpreted(norm_kernel.add_rms_norm, x, (added,), weight, eps=EPS)
+    total, normed = kernel_interpreter.run(norm_kernel.add_rms_norm, x, (added,), weight, eps=EPS)
     # Op by op: inside one jit XLA may keep the excess precision of a rounded value.
     np.testing.assert_array_equal(bits(total), bits(x + added))
     assert_within_one_rounding(normed, pallas_kernels.rms_norm(x + added, weight, EPS))
@@ -54,14 +47,16 @@ def test_add_rms_norm_equals_the_reference():
 def test_several_additions_round_one_by_one():
     x, first, second = (normal(3, 1024, seed=seed) for seed in (0, 1, 2))
     weight = normal(1024, seed=3)
-    total, _ = interpreted(norm_kernel.add_rms_norm, x, (first, second), weight, eps=EPS)
+    total, _ = kernel_interpreter.run(norm_kernel.add_rms_norm, x, (first, second), weight, eps=EPS)
     np.testing.assert_array_equal(bits(total), bits(x + (first + second)))
 
 
 def test_a_row_of_nan_stays_alone():
     x, added, weight = normal(5, 1024), normal(5, 1024, seed=1), normal(1024, seed=2)
-    clean = interpreted(norm_kernel.add_rms_norm, x, (added,), weight, eps=EPS)
-    dirty = interpreted(norm_kernel.add_rms_norm, x.at[2].set(jnp.nan), (added,), weight, eps=EPS)
+    clean = kernel_interpreter.run(norm_kernel.add_rms_norm, x, (added,), weight, eps=EPS)
+    dirty = kernel_interpreter.run(
+        norm_kernel.add_rms_norm, x.at[2].set(jnp.nan), (added,), weight, eps=EPS
+    )
     for before, after in zip(clean, dirty, strict=True):
         others = np.arange(5) != 2
         np.testing.assert_array_equal(bits(before)[others], bits(after)[others])
@@ -85,7 +80,7 @@ def qk_case(T, N, K, H, rotary_dim):
 )
 def test_qk_norm_rope_equals_the_reference(T, N, K, H, rotary_dim):
     arguments, options = qk_case(T, N, K, H, rotary_dim)
-    q, k = interpreted(qk_kernel.qk_norm_rope, *arguments, **options)
+    q, k = kernel_interpreter.run(qk_kernel.qk_norm_rope, *arguments, **options)
     qkv, q_weight, k_weight, *angles = arguments
     heads = qkv.reshape(T, N + 2 * K, H)
     normed_q = pallas_kernels.rms_norm(heads[:, :N], q_weight, EPS)

@@ -26,12 +26,7 @@ def random_router(T, E, seed=0):
 
 
 def interpreted(logits, bias, **options):
-    with kernel_interpreter.fresh_interpreter():
-        result = gpu_kernel.top_k_routing(
-            logits, bias, **options, interpret=kernel_interpreter.interpret_params()
-        )
-        kernel_interpreter.assert_no_races()
-    return result
+    return kernel_interpreter.run(gpu_kernel.top_k_routing, logits, bias, **options)
 
 
 @pytest.mark.parametrize(

@@ -50,18 +50,9 @@ def all_rows(rng, T, V):
 
 
 def interpreted(x, w, rows, tile, forbidden=()):
-    with kernel_interpreter.fresh_interpreter():
-        out = gpu_kernel.partial_stats(
-            x,
-            w,
-            rows,
-            forbidden_ids=forbidden,
-            tile=tile,
-            interpret=kernel_interpreter.interpret_params(),
-        )
-        jax.block_until_ready(out)
-        kernel_interpreter.assert_no_races()
-    return out
+    return kernel_interpreter.run(
+        gpu_kernel.partial_stats, x, w, rows, forbidden_ids=forbidden, tile=tile
+    )
 
 
 def finish(partial):
