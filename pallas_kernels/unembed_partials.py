@@ -97,7 +97,7 @@ def merge(left: PartialStats, right: PartialStats) -> PartialStats:
 
 
 def merge_all(partials: PartialStats) -> PartialStats:
-    """Returns the merge over the first axis; one fusion on a GPU."""
+    """Returns the merge over the last axis; one fusion on a GPU."""
     leaves, structure = jax.tree.flatten(partials)
     start = jax.tree.leaves(empty((), draws=partials.drawn_score is not None))
 
@@ -105,7 +105,7 @@ def merge_all(partials: PartialStats) -> PartialStats:
         merged = merge(structure.unflatten(left), structure.unflatten(right))
         return tuple(jax.tree.leaves(merged))
 
-    return structure.unflatten(lax.reduce(tuple(leaves), tuple(start), join, (0,)))
+    return structure.unflatten(lax.reduce(tuple(leaves), tuple(start), join, (leaves[0].ndim - 1,)))
 
 
 def draw_words(draw_keys: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -58,7 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ops", default=",".join(CASES), help=f"of {', '.join(CASES)}")
     parser.add_argument("--implementations", default="mosaic_gpu,cudnn,xla")
-    parser.add_argument("--calls", type=int, default=16, help="calls in one compiled program")
+    parser.add_argument("--calls", type=int, default=4, help="calls in one compiled program")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--match", default="", help="only shapes that contain this text")
     parser.add_argument("--no-errors", action="store_true", help="times only")
@@ -104,7 +104,8 @@ def time_case(case: Case, implementation: str, calls: int, repeats: int) -> tupl
     Launching a program costs up to a millisecond that belongs to no call: a program repeats its
     calls until it should last `_PROGRAM_MS`, and several are queued before the clock is read.
     """
-    rounds = int(np.clip(_PROGRAM_MS / (2 * calls * case.work.floor_ms), 1, 32))
+    calls = max(calls, len(case.sets))  # every set takes part
+    rounds = int(np.clip(_PROGRAM_MS / (2 * calls * case.work.floor_ms), 1, 256))
 
     def program(carry: Any, sets: tuple[Any, ...]) -> Any:
         def one_round(_: Any, carry: Any) -> Any:

@@ -38,20 +38,35 @@ PROBLEMS: dict[str, list[tuple[dict[str, int], Any]]] = {
         ({}, functools.partial(bench.moe, T=16384)),
     ],
     "extend_attention": [
+        (
+            {"ragged": 0, "streams": 1, "items": 16, "width": 1024},
+            functools.partial(bench.attention, B=4, S=544),
+        ),
+        (
+            {"ragged": 0, "streams": 1, "items": 32, "width": 1024},
+            functools.partial(bench.attention, B=8, S=544),
+        ),
+        (
+            {"ragged": 0, "streams": 1, "width": 1024},
+            functools.partial(bench.attention, B=64, S=544),
+        ),
         ({"ragged": 0, "streams": 1, "items": 8}, functools.partial(bench.attention, B=1, S=4096)),
         ({"ragged": 0, "streams": 1, "items": 32}, functools.partial(bench.attention, B=4, S=4096)),
         (
             {"ragged": 0, "streams": 1, "items": 64},
             functools.partial(bench.attention, B=16, S=2048),
         ),
-        (
-            {"ragged": 0, "streams": 1, "width": 1024},
-            functools.partial(bench.attention, B=64, S=544),
-        ),
         ({"ragged": 0, "streams": 1}, functools.partial(bench.attention, B=64, S=2048)),
-        ({"ragged": 0, "items": 16}, functools.partial(bench.attention, B=1, S=544, N=32, K=32)),
-        ({"ragged": 0, "items": 64}, functools.partial(bench.attention, B=4, S=544, N=32, K=32)),
-        ({"ragged": 0}, functools.partial(bench.attention, B=16, S=544, N=32, K=32)),
+        *(
+            ({"ragged": 0, **bounds}, functools.partial(bench.attention, B=B, S=S, N=32, K=32))
+            for bounds, B, S in (
+                ({"items": 16, "width": 1024}, 1, 544),
+                ({"width": 1024}, 16, 544),
+                ({"items": 16}, 1, 4096),
+                ({"items": 64}, 4, 4096),
+                ({}, 16, 4096),
+            )
+        ),
         (
             {"streams": 1},
             functools.partial(bench.attention, B=1, S=8192, L=8192, N=32, K=32),
@@ -78,7 +93,7 @@ CANDIDATES: dict[str, dict[str, tuple[Any, ...]]] = {
     "extend_attention": {
         "kv_tokens": (64, 128),
         "stages": (2, 3, 4),
-        "split_tokens": (0, 256, 512, 1024),
+        "split_tokens": (0, 128, 256, 512, 1024),
         "persistent": (True, False),
         "combine_kernel": (False, True),
         "ping_pong": (True, False),
@@ -155,7 +170,7 @@ def main() -> None:
     parser.add_argument("--ops", default=",".join(PROBLEMS))
     parser.add_argument("--write", action="store_true", help="write the table, not only print it")
     parser.add_argument("--margin", type=float, default=0.02)
-    parser.add_argument("--calls", type=int, default=16)
+    parser.add_argument("--calls", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--top", type=int, default=3, help="tiles listed per bucket")
     args = parser.parse_args()

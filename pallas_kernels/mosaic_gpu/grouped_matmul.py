@@ -132,8 +132,17 @@ def grouped_matmul(
         "interpret": interpret,
     }
     shared_gate_up, shared_down = shared or (None, None)
+    # A TMA box of 8 rows must not be taller than its array.
+    tokens = jnp.pad(x, ((0, -T % 8), (0, 0)))
     hidden = _matmul(
-        w_gate_up, shared_gate_up, rows, x, where, tile.fitted(2 * size, D), swiglu=True, **options
+        w_gate_up,
+        shared_gate_up,
+        rows,
+        tokens,
+        where,
+        tile.fitted(2 * size, D),
+        swiglu=True,
+        **options,
     )
     rows = _matmul(
         w_down, shared_down, hidden, None, where, tile.fitted(D, size), swiglu=False, **options

@@ -201,6 +201,8 @@ def partial_stats(
     if "given_ids" in padded:
         inputs.insert(0, _flags(plan, padded["given_ids"]))
     floats, ids = _fields(plan)
+    if T % 8:  # a TMA box of 8 rows must not be taller than its array
+        x = jnp.pad(x, ((0, -T % 8), (0, 0)))
     outputs = dict(zip(floats + ids, _kernel(plan, interpret)(x, w, *inputs), strict=True))
     absent = dict.fromkeys(() if plan.draws else (*_DRAWN_FLOATS, *_DRAWN_IDS))
     merged = partials.merge_all(PartialStats(**outputs, **absent))
@@ -228,12 +230,12 @@ def _pad(plan: _Plan, name: str, values: jax.Array) -> jax.Array:
 
 def _flags(plan: _Plan, given_ids: jax.Array) -> jax.Array:
     """Returns int32 [blocks of 64 rows, tiles]: whether the tile needs masks for the block."""
-    index = jnp.arange(plan.num_tiles, dtype=jnp.int32)
-    blocks = (given_ids // plan.tile_columns).reshape(-1, ROWS, 1)
+    index = jnp.arange(plan.num_tiles, dtype=jnp.int32)[:, None]
+    blocks = (given_ids // plan.tile_columns).reshape(-1, 1, ROWS)
     masked = functools.reduce(
         jnp.logical_or, (index == i for i in _masked_tiles(plan)), blocks == index
     )
-    return masked.astype(jnp.int32).max(axis=1)
+    return masked.astype(jnp.int32).max(axis=2)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,7 +259,7 @@ def _kernel(plan: _Plan, interpret):
         refs = refs[has_flags:]
         rows_gmem, refs = refs[:num_rows], refs[num_rows:]
         outs, refs = refs[: len(floats) + len(ids)], refs[len(floats) + len(ids) :]
-        x_smem, w_smem, floats_smem, ids_smem, full, empty, *refs = refs
+        x_smem, w_smem, full, empty, *refs = refs
         rows_smem, rows_barrier = refs[:num_rows], refs[-1] if num_rows else None
 
         warpgroup = lax.axis_index("warpgroup")
@@ -387,15 +389,8 @@ def _kernel(plan: _Plan, interpret):
             part = worker * plan.accumulators
             if plan.accumulators > 1:
                 part += warpgroup
-            for staging, names in ((floats_smem, floats), (ids_smem, ids)):
-                for i, name in enumerate(names):
-                    staging[warpgroup, i] = fields[name]
-            plgpu.commit_smem()
-            staged = [floats_smem.at[warpgroup, i] for i in range(len(floats))]
-            staged += [ids_smem.at[warpgroup, i] for i in range(len(ids))]
-            for source, out in zip(staged, outs, strict=True):
-                plgpu.copy_smem_to_gmem(source, out.at[part, pl.ds(my_row, ROWS)])
-            plgpu.wait_smem_to_gmem(0)
+            for name, out in zip((*floats, *ids), outs, strict=True):
+                out[pl.ds(my_row, ROWS), part] = fields[name]
 
         # One branch per role: ptxas honours set_max_registers in no other form.
         lax.cond(warpgroup == WARPGROUPS, load, compute)
@@ -412,15 +407,13 @@ def _kernel(plan: _Plan, interpret):
     scratch = [
         plgpu.SMEM((stages, plan.cta_rows, DEPTH), plan.dtype, transforms=swizzled),
         plgpu.SMEM((stages, plan.tile_columns, DEPTH), plan.dtype, transforms=swizzled),
-        plgpu.SMEM((WARPGROUPS, len(floats), ROWS), jnp.float32),
-        plgpu.SMEM((WARPGROUPS, len(ids), ROWS), jnp.int32),
         plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         empty(),
     ]
     if num_rows:
         scratch += [plgpu.SMEM((WARPGROUPS, ROWS), _ROW_DTYPES[name]) for name in plan.row_names]
         scratch.append(plgpu.Barrier(num_arrivals=num_rows, num_barriers=WARPGROUPS))
-    shape = (plan.parts, plan.padded_rows)
+    shape = (plan.padded_rows, plan.parts)
     return compat.kernel(
         body,
         out_type=[jax.ShapeDtypeStruct(shape, jnp.float32) for _ in floats]

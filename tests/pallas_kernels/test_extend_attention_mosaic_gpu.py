@@ -248,8 +248,12 @@ def serving(rows, q_len, *, context, heads=16, kv_heads=4, page=64, block=32, **
 
 SERVING = [
     *(serving(rows, 32, context=4064) for rows in (1, 4, 16, 64)),  # LLaDA2
-    serving(64, 32, context=512),
-    *(serving(rows, 32, context=512, heads=32, kv_heads=32) for rows in (1, 4, 16)),  # LLaDA
+    *(serving(rows, 32, context=512) for rows in (1, 8, 64)),
+    *(
+        serving(rows, 32, context=context, heads=32, kv_heads=32)  # LLaDA
+        for context in (512, 4064)
+        for rows in (1, 4, 16)
+    ),
     serving(8, 32, context=512, heads=28, kv_heads=4, page=32),  # a group of 7
     serving(8, 4, context=508, heads=32, kv_heads=8, block=4, page=128),  # SDAR
     serving(32, 8, context=504, heads=8, kv_heads=8, block=8, head_dim=64),

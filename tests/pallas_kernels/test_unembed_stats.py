@@ -266,7 +266,7 @@ def test_merging_in_any_order_and_grouping_gives_the_same(order):
     expected = functools.reduce(merge, parts)
     a, b, c, d, e = (parts[i] for i in order)
     start = unembed_partials.empty((T,), draws=True)
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), a, b, c, d, e)
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=-1), a, b, c, d, e)
     for found in (
         merge(merge(merge(merge(a, b), c), d), e),
         merge(a, merge(b, merge(c, merge(d, e)))),
