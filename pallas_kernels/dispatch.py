@@ -25,19 +25,6 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "unembed_stats": ("mosaic_gpu", "xla"),
 }
 
-# Ops whose GPU paths, in their present form, have yet to pass `test_kernels_on_gpu.py` on a GPU:
-# "auto" leaves them alone, a forced choice runs them.
-UNPROVEN = frozenset(
-    {
-        "add_rms_norm",
-        "extend_attention",
-        "grouped_matmul",
-        "qk_norm_rope",
-        "top_k_routing",
-        "unembed_stats",
-    }
-)
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
@@ -102,8 +89,6 @@ def choose(
     against: dict[str, str] = {}
     for name in names:
         reason = refusal(name)
-        if reason is None and name in ("mosaic_gpu", "cudnn") and op in UNPROVEN:
-            reason = "has not passed test_kernels_on_gpu.py in its present form; force it by name"
         if reason is None:
             return Choice(implementation=name, refusals=against)
         against[name] = reason

@@ -89,13 +89,13 @@ CANDIDATES: dict[str, dict[str, tuple[Any, ...]]] = {
         "warpgroups": (1, 2),
         "block_k": (64, 128),
         "stages": (3, 4, 5, 6),
+        "gathers": (False, True),
     },
     "extend_attention": {
         "kv_tokens": (64, 128),
         "stages": (2, 3, 4),
         "split_tokens": (0, 128, 256, 512, 1024),
         "persistent": (True, False),
-        "combine_kernel": (False, True),
         "ping_pong": (True, False),
     },
     "unembed_stats": {
@@ -119,8 +119,6 @@ def candidates(op: str, bounds: dict[str, int]) -> Iterator[dict[str, Any]]:
         if op == "extend_attention":
             decodes = bounds.get("ragged") == 0
             if tile["persistent"] != decodes or (tile["split_tokens"] and not decodes):
-                continue
-            if tile["combine_kernel"] and not tile["split_tokens"]:
                 continue
         yield tile
 

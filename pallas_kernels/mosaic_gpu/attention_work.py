@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from pallas_kernels import dispatch
@@ -41,7 +40,6 @@ class AttentionTile:
     stages: int = 2  # steps of K and V in flight
     split_tokens: int = 0  # keys a split, 0: a row is never split
     persistent: bool = True  # one CTA a multiprocessor runs many items; else one CTA an item
-    combine_kernel: bool = False  # add splits by `_combine_body`, else by XLA
     ping_pong: bool = True  # the two warpgroups alternate between tensor cores and softmax
     p_in_registers: bool = True  # False: through shared memory, the only form that interprets
 
@@ -355,38 +353,3 @@ def item_at(plan: Plan, arrays: tuple, index: jax.Array) -> Item:
 
 def _divmod(value: jax.Array, divisor: int) -> tuple[jax.Array, jax.Array]:
     return lax.div(value, jnp.int32(divisor)), lax.rem(value, jnp.int32(divisor))
-
-
-def combine(
-    plan: Plan, partials: jax.Array, lse: jax.Array, context_lens: jax.Array, kv_lens: jax.Array
-) -> jax.Array:
-    """Adds the splits of every item by XLA: [splits, tiles, head items, rows, D] -> [T, N, H]."""
-    size, q_tiles = plan.tile_tokens, np.arange(plan.q_tiles)
-    slack = np.arange(plan.rows) * plan.q_len % WINDOW  # tokens of the row before in a window
-    last = np.minimum((q_tiles + 1) * size - slack[:, None], plan.q_len) - 1  # [rows, q_tiles]
-    visible = visible_end(plan, context_lens[:, None] + last, kv_lens[:, None])
-    count = (visible.reshape(-1) + plan.split_tokens - 1) // plan.split_tokens
-    is_live = (jnp.arange(plan.num_splits)[:, None] < count)[..., None, None]
-    # A split that a row does not have was never written: it may hold NaN.
-    lse = jnp.where(is_live, lse, MASKED_SCORE)
-    weights = jnp.where(is_live, jnp.exp2(lse - lse.max(axis=0)), 0.0)
-    total = weights.sum(axis=0)
-    weights = weights / jnp.where(total == 0, 1.0, total)
-    out = jnp.where(is_live[..., None], partials * weights[..., None], 0.0).sum(axis=0)
-    out = out.astype(plan.dtype)
-
-    starts = [piece.warpgroup * WARPGROUP_ROWS + piece.row for piece in plan.pieces]
-    heads = [row for row, piece in zip(starts, plan.pieces, strict=True) if not piece.token]
-    if plan.always_whole:
-        # Item rows are (head, token): runs of `size` rows, at `heads`.
-        out = jnp.stack([out[:, :, row : row + size] for row in heads], axis=2)
-        out = out.transpose(0, 3, 1, 2, 4)
-    else:
-        row, in_row = np.divmod(np.arange(plan.tokens), plan.q_len)
-        tile = (in_row + slack[row]) // size
-        window = row * plan.q_len - slack[row] + tile * size
-        place = np.arange(plan.tokens) - np.minimum(window, plan.padded_tokens - size)
-        rows = np.array(heads) + place[:, None]  # [T, heads of an item]
-        out = out.transpose(0, 2, 1, 3)[(row * plan.q_tiles + tile)[:, None], rows]
-        out = out.transpose(0, 2, 1, 3)
-    return out.reshape(plan.tokens, -1, plan.head_dim)

@@ -17,7 +17,8 @@ are a by-product of `spread`.
 choices) are kernels of one CTA per token and column block: they move T * k * D elements each at
 the speed of memory, where XLA's gathers of the same rows reach a fifth of it (measured, H200, 2048
 tokens of 8 rows of 2048: 111 us against 22). Neither needs atomics. A row's place depends on the
-other tokens, its values never do.
+other tokens, its values never do. With many tokens `list_tokens` takes the place of `spread`: it
+writes which token a row is, and `gate_up` gathers the rows itself.
 """
 
 import dataclasses
@@ -28,12 +29,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.mosaic_gpu import compat
+from pallas_kernels.mosaic_gpu import compat, row_gather
 
 ALIGNMENT = 8  # rows; segments start at multiples of it
 _LANES = 128  # a kernel's vectors are multiples of a warpgroup's threads
 _PAIRS_PER_CHUNK = 512
 _MOST_PAIRS_IN_ONE_CHUNK = 2048
+_PAIRS_PER_CTA = 512  # of `list_tokens`: four a thread
 
 
 @jax.tree_util.register_dataclass
@@ -150,7 +152,6 @@ def spread(
     T, D = x.shape
     choices = where.choices
     blocks = _column_blocks(T, D)
-    E = padded_experts(num_experts)
 
     def spread_rows(x_gmem, places_gmem, counts_gmem, out_gmem, tile_ends_gmem):
         cta = lax.axis_index("cta")
@@ -170,11 +171,9 @@ def spread(
         @pl.when(cta >= T * blocks)
         def _count_tiles():
             expert = cta - T * blocks
-            counts = counts_gmem[pl.ds(where.first_count, E)]
-            tiles = lax.div(counts + (tile_rows - 1), jnp.full((E,), tile_rows, jnp.int32))
-            earlier = lax.broadcasted_iota(jnp.int32, (E,), 0) <= jnp.full((E,), expert)
-            shared_tiles = jnp.where(expert == num_experts, -(-T // tile_rows), 0)
-            tile_ends_gmem[expert] = jnp.sum(jnp.where(earlier, tiles, 0)) + shared_tiles
+            tile_ends_gmem[expert] = _tile_end(
+                expert, counts_gmem, where, num_experts=num_experts, tile_rows=tile_rows, tokens=T
+            )
 
     return compat.kernel(
         spread_rows,
@@ -186,6 +185,74 @@ def spread(
         grid_names=("cta",),
         interpret=interpret,
     )(x, where.places, where.counts)
+
+
+def list_tokens(
+    where: Segments,
+    *,
+    tokens: int,
+    num_experts: int,
+    rows: int,
+    tile_rows: int,
+    has_shared: bool,
+    interpret=None,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (token of each row, cumulated tiles [num_experts + has_shared]), both int32.
+
+    As `spread`, but a row is named, not copied: entries between segments hold anything. The shared
+    expert's rows, all tokens in order, begin at `rows`; their number is rounded up as an expert's.
+    """
+    choices = where.choices
+    pairs = tokens * choices
+    ctas = -(-pairs // _PAIRS_PER_CTA)
+
+    def list_rows(places_gmem, counts_gmem, list_gmem, tile_ends_gmem):
+        cta = lax.axis_index("cta")
+
+        @pl.when(cta < ctas)
+        def _list_pairs():
+            for first in range(0, _PAIRS_PER_CTA, _LANES):
+                row_gather.write_list(
+                    places_gmem,
+                    list_gmem,
+                    cta * _PAIRS_PER_CTA + first,
+                    pairs=pairs,
+                    choices=choices,
+                    copies_at=rows if has_shared else None,
+                    interpret=interpret,
+                )
+
+        @pl.when(cta >= ctas)
+        def _count_tiles():
+            expert = cta - ctas
+            tile_ends_gmem[expert] = _tile_end(
+                expert, counts_gmem, where,
+                num_experts=num_experts, tile_rows=tile_rows, tokens=tokens,
+            )  # fmt: skip
+
+    entries = rows + has_shared * _aligned(tokens, ALIGNMENT)
+    return compat.kernel(
+        list_rows,
+        out_type=[
+            jax.ShapeDtypeStruct((entries,), jnp.int32),
+            jax.ShapeDtypeStruct((num_experts + has_shared,), jnp.int32),
+        ],
+        grid=(ctas + num_experts + has_shared,),
+        grid_names=("cta",),
+        interpret=interpret,
+    )(where.places, where.counts)
+
+
+def _tile_end(
+    expert, counts_gmem, where: Segments, *, num_experts: int, tile_rows: int, tokens: int
+):
+    """Returns how many tiles this and all earlier experts have; `num_experts` is the shared one."""
+    E = padded_experts(num_experts)
+    counts = counts_gmem[pl.ds(where.first_count, E)]
+    tiles = lax.div(counts + (tile_rows - 1), jnp.full((E,), tile_rows, jnp.int32))
+    earlier = lax.broadcasted_iota(jnp.int32, (E,), 0) <= jnp.full((E,), expert)
+    shared_tiles = jnp.where(expert == num_experts, -(-tokens // tile_rows), 0)
+    return jnp.sum(jnp.where(earlier, tiles, 0)) + shared_tiles
 
 
 def combine(

@@ -21,10 +21,9 @@ row, the diagonal of a prefill) run a second loop body with one. A masked weight
 zeros before anyone reads them.
 
 Split-KV. Where rows x heads do not fill the GPU, the keys of a row are cut into splits of a static
-length. Each writes its normalised output and log-sum-exp (float32); the splits that the row really
-has are added in their order, by XLA (`attention_work.combine`) or by a second kernel
-(`_combine_body`). Nothing is atomic, and a row's splits depend on its own length and on static
-shapes.
+length. Each writes its normalised output and log-sum-exp (float32); a second kernel
+(`_combine_body`) adds the splits that the row really has, in their order. XLA takes five launches
+for it. Nothing is atomic, and a row's splits depend on its own length and on static shapes.
 
 Bound. Decode with L tokens and G query heads a kv head has L * G FLOP a byte of K,V: for 128 rows
 the two bounds of an H200 (4.3 TB/s, about 600 TFLOP/s of attention) are nearly equal; below it is
@@ -110,8 +109,6 @@ def extend_attention(
     results = attend(q, kv_pool, page_table, *lists)
     if plan.num_splits == 1:
         return results[0]
-    if not plan.tile.combine_kernel:
-        return attention_work.combine(plan, *results, context_lens, kv_lens)
     combine = compat.kernel(
         functools.partial(_combine_body, plan=plan),
         out_type=[out],

@@ -3,6 +3,9 @@
 Launches, in order: XLA counts and ranks the (token, choice) pairs (`expert_tiles`), `spread`
 copies each token to its experts' rows, `gate_up` and `down` below, `combine` sums a token's rows.
 
+For many tokens gate_up gathers its token rows itself (`Tile.gathers`): `list_tokens` takes the
+place of `spread`, and TMA of rows gives way to cp.async by the memory warpgroup (`row_gather`).
+
 Both matmuls are one persistent kernel with the operands swapped: a tile's accumulator is
 [128 weight rows per warpgroup, N token rows]. The weights are operand A; the token rows,
 transposed, are B. So the narrow side of a wgmma, any multiple of 8, is the ragged one: an expert
@@ -36,7 +39,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import dispatch, tiles
-from pallas_kernels.mosaic_gpu import compat, expert_tiles
+from pallas_kernels.mosaic_gpu import compat, expert_tiles, row_gather
 
 _WEIGHT_ROWS = 128  # of a compute warpgroup
 _CHUNK = 64  # output columns that are stored at once; the gate_up interleaving
@@ -51,10 +54,14 @@ class Tile:
     warpgroups: int  # compute warpgroups, 128 weight rows each
     block_k: int  # K columns of a stage: a multiple of 64
     stages: int
+    gathers: bool = False  # gate_up reads tokens' rows where they are, instead of copies of them
 
     def __post_init__(self):
         if self.rows % 8 or not 8 <= self.rows <= 256 or self.block_k % 64 or self.stages < 2:
             raise ValueError(f"grouped_matmul: no such tile: {self}")
+        if self.gathers and self.block_k not in row_gather.BLOCK_COLUMNS:
+            allowed = " or ".join(map(str, row_gather.BLOCK_COLUMNS))
+            raise ValueError(f"grouped_matmul: a tile that gathers takes block_k {allowed}: {self}")
 
     def fitted(self, weight_rows: int, contraction: int) -> "Tile":
         """Returns this tile cut to what divides a weight of [weight_rows, contraction]."""
@@ -115,15 +122,19 @@ def grouped_matmul(
     num_ctas = num_ctas or compat.num_multiprocessors()
     where = expert_tiles.segments(expert_ids, used, num_experts=E)
     routed_rows = max(expert_tiles.most_rows(T * choices, E), tile.rows)
-    rows, tile_ends = expert_tiles.spread(
-        x,
-        where,
-        num_experts=E,
-        rows=routed_rows,
-        tile_rows=tile.rows,
-        has_shared=shared is not None,
-        interpret=interpret,
-    )
+    grouping = {
+        "num_experts": E,
+        "rows": routed_rows,
+        "tile_rows": tile.rows,
+        "has_shared": shared is not None,
+        "interpret": interpret,
+    }
+    row_tokens = None
+    if tile.gathers:
+        rows = x
+        row_tokens, tile_ends = expert_tiles.list_tokens(where, tokens=T, **grouping)
+    else:
+        rows, tile_ends = expert_tiles.spread(x, where, **grouping)
     options = {
         "tile_ends": tile_ends,
         "routed_rows": routed_rows,
@@ -134,19 +145,15 @@ def grouped_matmul(
     shared_gate_up, shared_down = shared or (None, None)
     # A TMA box of 8 rows must not be taller than its array.
     tokens = jnp.pad(x, ((0, -T % 8), (0, 0)))
+    gate_up_tile, down_tile = tile.fitted(2 * size, D), tile.fitted(D, size)
     hidden = _matmul(
-        w_gate_up,
-        shared_gate_up,
-        rows,
-        tokens,
-        where,
-        tile.fitted(2 * size, D),
-        swiglu=True,
-        **options,
-    )
+        w_gate_up, shared_gate_up, rows, tokens, where, gate_up_tile,
+        swiglu=True, row_tokens=row_tokens, **options,
+    )  # fmt: skip
     rows = _matmul(
-        w_down, shared_down, hidden, None, where, tile.fitted(D, size), swiglu=False, **options
-    )
+        w_down, shared_down, hidden, None, where, down_tile,
+        swiglu=False, row_tokens=None, **options,
+    )  # fmt: skip
     return expert_tiles.combine(
         rows,
         expert_weights,
@@ -159,18 +166,24 @@ def grouped_matmul(
 
 def _matmul(
     weights, shared_weights, rows, tokens, where, tile: Tile, *,
-    swiglu: bool, tile_ends, routed_rows: int, shared_rows: int, num_ctas: int, interpret,
+    swiglu: bool, row_tokens, tile_ends, routed_rows: int, shared_rows: int, num_ctas: int,
+    interpret,
 ):  # fmt: skip
     """Returns each segment's rows times its expert's weights [E, R, K] transposed.
 
     With `swiglu`, R is the interleaved gate and up and the result has R / 2 columns. Expert E is
     the shared one: `shared_weights` [R, K] on `shared_rows` rows, of `tokens` in gate_up and of
-    `rows` behind the `routed_rows` in down; its results go there too.
+    `rows` behind the `routed_rows` in down; its results go there too. With `row_tokens`, row r of
+    the segments, the shared expert's too, is rows[row_tokens[r]].
     """
+    gathers = row_tokens is not None
     E, R, K = weights.shape
     num_experts = E + (shared_rows > 0)
     out_rows = routed_rows + -(-shared_rows // 8) * 8
-    shared = [shared_weights] * (shared_rows > 0) + [tokens] * (shared_rows > 0 and swiglu)
+    shared = []
+    if shared_rows:
+        shared = [shared_weights] + [tokens] * (swiglu and not gathers)
+    lists = [row_tokens] * gathers + [where.counts, where.starts, tile_ends]
     N, warpgroups, block_k = tile.rows, tile.warpgroups, tile.block_k
     stages = tile.stages
     if tile.shared_memory() > _SHARED_MEMORY:
@@ -178,11 +191,19 @@ def _matmul(
     weight_rows = warpgroups * _WEIGHT_ROWS
     weight_tiles, k_tiles = R // weight_rows, K // block_k
     out_columns = _WEIGHT_ROWS // 2 if swiglu else _WEIGHT_ROWS  # that a warpgroup makes
+    # Registers of a thread: with 3 warpgroups, 504 in all are what a launch leaves to redistribute.
+    memory_registers, compute_registers = (56, 224) if gathers else (40, 232)
+    tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     int32 = jnp.int32
 
     def body(*refs):
-        weights_gmem, *shared_gmem, rows_gmem, counts_gmem, starts_gmem, tile_ends_gmem = refs[:-6]
-        out_gmem, weights_smem, rows_smem, out_smem, full, empty = refs[-6:]
+        weights_gmem, *shared_gmem = refs[: 1 + len(shared)]
+        rows_gmem, *tokens_gmem = refs[1 + len(shared) :][: 1 + gathers]
+        counts_gmem, starts_gmem, tile_ends_gmem = refs[2 + len(shared) + gathers :][:3]
+        out_gmem, weights_smem, rows_smem, out_smem, *ready, full, empty = refs[-6 - gathers :]
+        if gathers:
+            (tokens_gmem,), (ready,) = tokens_gmem, ready
+            row_gather.start(ready, interpret=interpret)
         cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
         items = tile_ends_gmem[num_experts - 1] * weight_tiles
         my_items = lax.div(items - cta + (num_ctas - 1), int32(num_ctas))
@@ -209,10 +230,10 @@ def _matmul(
 
         @pl.when(warpgroup == warpgroups)
         def _fetch():
-            plgpu.set_max_registers(40, action="decrease")
+            plgpu.set_max_registers(memory_registers, action="decrease")
 
             def fetch_item(index, _):
-                expert, row, _, weight_tile = locate(index)
+                expert, row, size, weight_tile = locate(index)
                 tile_rows = pl.ds(weight_tile * weight_rows, weight_rows)
 
                 def fetch(k, _):
@@ -231,23 +252,34 @@ def _matmul(
                             weights_smem.at[stage],
                             full.at[stage],
                         )
+                        if gathers:
+                            return
                         plgpu.copy_gmem_to_smem(
                             rows_of.at[pl.ds(pl.multiple_of(first, 8), N), columns],
                             rows_smem.at[stage],
                             full.at[stage],
                         )
 
-                    if not shared_rows:
+                    def copy_routed():
                         copy(weights_gmem.at[expert], rows_gmem, row)
-                        return ()
-                    is_shared = expert == E
-                    pl.when(~is_shared)(lambda: copy(weights_gmem.at[expert], rows_gmem, row))
-                    shared_weights_gmem, *tokens_gmem = shared_gmem
-                    if tokens_gmem:
-                        source, first = tokens_gmem[0], row - routed_rows
+
+                    def copy_shared():
+                        shared_weights_gmem, *all_tokens_gmem = shared_gmem
+                        if all_tokens_gmem:
+                            copy(shared_weights_gmem, all_tokens_gmem[0], row - routed_rows)
+                        else:
+                            copy(shared_weights_gmem, rows_gmem, row)
+
+                    if shared_rows:
+                        pl.when(expert < E)(copy_routed)
+                        pl.when(expert == E)(copy_shared)
                     else:
-                        source, first = rows_gmem, row
-                    pl.when(is_shared)(lambda: copy(shared_weights_gmem, source, first))
+                        copy_routed()
+                    if gathers:
+                        row_gather.issue(
+                            rows_gmem, tokens_gmem, row, size, columns, rows_smem.at[stage],
+                            ready, stage, tiled, interpret=interpret,
+                        )  # fmt: skip
                     return ()
 
                 return lax.fori_loop(0, k_tiles, fetch, ())
@@ -279,7 +311,7 @@ def _matmul(
 
         @pl.when(warpgroup < warpgroups)
         def _compute():
-            plgpu.set_max_registers(232, action="increase")
+            plgpu.set_max_registers(compute_registers, action="increase")
             my_weights = pl.ds(warpgroup * _WEIGHT_ROWS, _WEIGHT_ROWS)
             out_mine = out_smem.at[warpgroup]
 
@@ -295,6 +327,8 @@ def _matmul(
                         step = first_step + k
                         stage = lax.rem(step, int32(stages))
                         plgpu.barrier_wait(full.at[stage])
+                        if gathers:
+                            row_gather.wait(ready, step, stages, interpret=interpret)
                         plgpu.wgmma(acc, weights_smem.at[stage, my_weights], rows_smem.at[stage].T)
                         # One wgmma stays in flight, so the stage before it is the free one.
                         plgpu.wgmma_wait(1)
@@ -323,7 +357,6 @@ def _matmul(
             plgpu.wait_smem_to_gmem(0)
 
     body.__name__ = "expert_gate_up" if swiglu else "expert_down"
-    tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
     def buffer(*shape):
         return plgpu.SMEM(shape, weights.dtype, transforms=tiled)
@@ -339,11 +372,12 @@ def _matmul(
             buffer(stages, weight_rows, block_k),
             buffer(stages, N, block_k),
             buffer(warpgroups, N, _CHUNK),
-            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            *[row_gather.barriers(stages, interpret=interpret)] * gathers,
+            plgpu.Barrier(num_arrivals=1 if gathers else 2, num_barriers=stages),
             plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
         ],
         # No barriers around register stores: shared memory that a warpgroup writes is read by TMA
         # alone, after commit_smem, and written again after wait_smem_to_gmem.
         compiler_params={"unsafe_no_auto_barriers": True},
         interpret=interpret,
-    )(weights, *shared, rows, where.counts, where.starts, tile_ends)
+    )(weights, *shared, rows, *lists)

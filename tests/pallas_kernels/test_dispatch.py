@@ -10,11 +10,6 @@ OPS = tuple(dispatch.IMPLEMENTATIONS)
 HOPPER = {"platform": "gpu", "compute_capability": (9, 0), "jax_version": "0.11.2"}
 
 
-@pytest.fixture(autouse=True)
-def all_proven(monkeypatch):
-    monkeypatch.setattr(dispatch, "UNPROVEN", frozenset())
-
-
 def target(**changes):
     return dispatch.Target(**(HOPPER | changes))
 
@@ -50,15 +45,6 @@ def test_a_shape_that_the_kernel_refuses_falls_back():
     assert dispatch.choose("extend_attention", refusals=both, target=target()).implementation == (
         "xla"
     )
-
-
-def test_auto_leaves_an_unproven_kernel_alone_but_a_forced_choice_takes_it(monkeypatch):
-    monkeypatch.setattr(dispatch, "UNPROVEN", {"grouped_matmul"})
-    choice = dispatch.choose("grouped_matmul", target=target())
-    assert choice.implementation == "xla"
-    assert "test_kernels_on_gpu.py" in choice.refusals["mosaic_gpu"]
-    forced = dispatch.choose("grouped_matmul", "mosaic_gpu", target=target())
-    assert forced.implementation == "mosaic_gpu"
 
 
 def test_cudnn_is_not_for_old_gpus():

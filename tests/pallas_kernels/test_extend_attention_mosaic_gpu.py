@@ -143,9 +143,9 @@ PROBLEMS = {
         rows=((40, 4), None, (170, 4)), q_len=4, block=4,
         tile=dataclasses.replace(SMALL, split_tokens=64),
     ),
-    "split_combine_kernel": Problem(
+    "split_24_tokens": Problem(
         rows=((150, 24), None, (30, 24)), q_len=24,
-        tile=dataclasses.replace(SMALL, split_tokens=64, combine_kernel=True),
+        tile=dataclasses.replace(SMALL, split_tokens=64),
     ),
     "prefill": Problem(
         rows=((40, 16), None, (100, 72), (0, 8)), padding=16, page=32,
@@ -290,8 +290,8 @@ def test_prefill_lowers_for_cuda(index):
     lower(dataclasses.replace(problem, q_len=None), tokens)
 
 
-def test_combine_kernel_lowers_for_cuda():
-    tile = gpu_kernel.AttentionTile(kv_tokens=64, split_tokens=128, combine_kernel=True)
+def test_the_combine_of_splits_lowers_for_cuda():
+    tile = gpu_kernel.AttentionTile(kv_tokens=64, split_tokens=128)
     for rows, q_len in ((1, 32), (3, 4)):  # a whole tile, rows inside a window
         problem = dataclasses.replace(serving(rows, q_len, context=4064, block=4), tile=tile)
         lower(problem, rows * q_len)

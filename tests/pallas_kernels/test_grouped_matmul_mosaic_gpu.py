@@ -1,5 +1,7 @@
 """The expert kernels equal loops in float64 in the interpreter and lower for CUDA."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +20,11 @@ import kernel_interpreter
 TOLERANCE = {"rtol": 2e-2, "atol": 2e-2}
 T, D, F, E, TOP = 20, 128, 64, 5, 2
 SMALL = gpu_kernel.Tile(rows=8, warpgroups=1, block_k=64, stages=2)
+both_sources_of_rows = pytest.mark.parametrize("gathers", [False, True], ids=["copied", "gathered"])
+
+
+def gathering(tile, gathers=True):
+    return dataclasses.replace(tile, gathers=gathers)
 
 
 def weights(*, experts=E, size=F, width=D, seed=0):
@@ -62,18 +69,20 @@ def interpreted(*arguments, tile=SMALL, **options):
     )
 
 
+@both_sources_of_rows
 @pytest.mark.parametrize("kind", ["random", "one_expert_takes_all", "some_outside"])
-def test_equals_loops(kind):
+def test_equals_loops(kind, gathers):
     rng = np.random.default_rng(3)
     w_gate_up, w_down = weights()
     x = jnp.asarray(rng.normal(size=(T, D)), jnp.bfloat16)
     ids, expert_weights = routing(kind, rng)
     used = (ids >= 0) & (ids < E)
-    out = interpreted(x, w_gate_up, w_down, ids, expert_weights, used)
-    expected = oracle(x, w_gate_up, w_down, ids, expert_weights, used)
-    np.testing.assert_allclose(out, expected, **TOLERANCE)
+    arguments = (x, w_gate_up, w_down, ids, expert_weights, used)
+    out = interpreted(*arguments, tile=gathering(SMALL, gathers))
+    np.testing.assert_allclose(out, oracle(*arguments), **TOLERANCE)
 
 
+@both_sources_of_rows
 @pytest.mark.parametrize(
     ("tile", "size", "width"),
     [
@@ -83,7 +92,7 @@ def test_equals_loops(kind):
     ],
     ids=["fitted", "wide"],
 )
-def test_every_way_through_the_tiles(tile, size, width):
+def test_every_way_through_the_tiles(tile, size, width, gathers):
     rng = np.random.default_rng(4)
     tokens, top, experts = 60, 2, 3
     w_gate_up, w_down = weights(experts=experts, size=size, width=width)
@@ -91,18 +100,20 @@ def test_every_way_through_the_tiles(tile, size, width):
     ids, expert_weights = routing("random", rng, tokens=tokens, experts=experts, top=top)
     used = np.ones(ids.shape, bool)
     arguments = (x, w_gate_up, w_down, ids, expert_weights, used)
-    out = interpreted(*arguments, tile=tile, out_dtype=jnp.bfloat16)
+    out = interpreted(*arguments, tile=gathering(tile, gathers), out_dtype=jnp.bfloat16)
     assert out.dtype == jnp.bfloat16
     np.testing.assert_allclose(out.astype(np.float32), oracle(*arguments), **TOLERANCE)
 
 
+@both_sources_of_rows
 @pytest.mark.parametrize(
     "tile",
     [SMALL, gpu_kernel.Tile(rows=24, warpgroups=2, block_k=128, stages=2)],
     ids=["several-tiles", "one-tile"],
 )
 @pytest.mark.parametrize("tokens", [20, 3])
-def test_the_shared_expert_is_one_more_of_every_token(tile, tokens):
+def test_the_shared_expert_is_one_more_of_every_token(tile, tokens, gathers):
+    tile = gathering(tile, gathers)
     rng = np.random.default_rng(8)
     w_gate_up, w_down = weights()
     shared = shared_expert()
@@ -116,7 +127,8 @@ def test_the_shared_expert_is_one_more_of_every_token(tile, tokens):
     np.testing.assert_allclose(out, expected, **TOLERANCE)
 
 
-def test_invalid_tokens_give_zeros_and_leak_nothing():
+@both_sources_of_rows
+def test_invalid_tokens_give_zeros_and_leak_nothing(gathers):
     rng = np.random.default_rng(5)
     w_gate_up, w_down = weights()
     valid = rng.random(T) < 0.6
@@ -128,18 +140,22 @@ def test_invalid_tokens_give_zeros_and_leak_nothing():
     w_gate_up, w_down = w_gate_up.at[E - 1].set(jnp.nan), w_down.at[E - 1].set(jnp.nan)
     used = np.broadcast_to(valid[:, None], ids.shape)
     arguments = (x, w_gate_up, w_down, ids, expert_weights, used)
-    out = interpreted(*arguments)
+    out = interpreted(*arguments, tile=gathering(SMALL, gathers))
     np.testing.assert_allclose(out, oracle(*arguments), **TOLERANCE)
     assert np.all(out[~valid] == 0)
 
 
-def test_nobody_routed_gives_zeros():
+@both_sources_of_rows
+def test_nobody_routed_gives_zeros(gathers):
     arguments = (jnp.full((4, D), jnp.nan, jnp.bfloat16), *weights())
     ids, expert_weights = routing("random", np.random.default_rng(0), tokens=4)
-    assert np.all(interpreted(*arguments, ids, expert_weights, np.zeros(ids.shape, bool)) == 0)
+    nobody = np.zeros(ids.shape, bool)
+    out = interpreted(*arguments, ids, expert_weights, nobody, tile=gathering(SMALL, gathers))
+    assert np.all(out == 0)
 
 
-def test_a_token_ignores_its_neighbours_bit_for_bit():
+@both_sources_of_rows
+def test_a_token_ignores_its_neighbours_bit_for_bit(gathers):
     rng = np.random.default_rng(6)
     w_gate_up, w_down = weights()
     shared = shared_expert()
@@ -153,9 +169,54 @@ def test_a_token_ignores_its_neighbours_bit_for_bit():
         x[rows], ids[rows], expert_weights[rows] = watched, watched_ids, watched_weights
         x = jnp.asarray(x, jnp.bfloat16)
         used = np.ones(ids.shape, bool)
-        out = interpreted(x, w_gate_up, w_down, ids, expert_weights, used, shared=shared)
+        out = interpreted(
+            x, w_gate_up, w_down, ids, expert_weights, used,
+            shared=shared, tile=gathering(SMALL, gathers),
+        )  # fmt: skip
         kept.append(out[rows])
     np.testing.assert_array_equal(kept[0], kept[1])
+
+
+def test_gathered_rows_give_the_bits_of_copied_ones():
+    rng = np.random.default_rng(9)
+    arguments = (jnp.asarray(rng.normal(size=(T, D)), jnp.bfloat16), *weights())
+    ids, expert_weights = routing("random", rng)
+    tile = gpu_kernel.Tile(rows=16, warpgroups=1, block_k=64, stages=3)
+    copied, gathered = (
+        interpreted(
+            *arguments, ids, expert_weights, np.ones(ids.shape, bool),
+            shared=shared_expert(), tile=gathering(tile, gathers),
+        )
+        for gathers in (False, True)
+    )  # fmt: skip
+    np.testing.assert_array_equal(copied, gathered)
+
+
+@pytest.mark.parametrize(("tokens", "choices", "experts"), [(5, 3, 4), (150, 4, 7)], ids=str)
+@pytest.mark.parametrize("has_shared", [False, True], ids=["routed", "with-shared"])
+def test_the_list_names_the_token_of_every_row(tokens, choices, experts, has_shared):
+    rng = np.random.default_rng(10)
+    ids = rng.integers(-1, experts + 1, (tokens, choices)).astype(np.int32)
+    used = (ids >= 0) & (ids < experts)
+    where = expert_tiles.segments(jnp.asarray(ids), jnp.asarray(used), num_experts=experts)
+    rows = expert_tiles.most_rows(ids.size, experts)
+    row_tokens, tile_ends = kernel_interpreter.run(
+        expert_tiles.list_tokens,
+        where,
+        tokens=tokens,
+        num_experts=experts,
+        rows=rows,
+        tile_rows=16,
+        has_shared=has_shared,
+    )
+    places = np.asarray(where.places)[: ids.size].reshape(ids.shape)
+    for t, choice in np.argwhere(used):
+        assert row_tokens[places[t, choice]] == t
+    tiles_of = [-(-np.sum(used & (ids == e)) // 16) for e in range(experts)]
+    if has_shared:
+        np.testing.assert_array_equal(row_tokens[rows:][:tokens], np.arange(tokens))
+        tiles_of.append(-(-tokens // 16))
+    np.testing.assert_array_equal(tile_ends, np.cumsum(tiles_of))
 
 
 @pytest.mark.parametrize(
@@ -207,16 +268,16 @@ def lower(*arguments, **options):
     return jax.jit(run).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
+@both_sources_of_rows
 @pytest.mark.parametrize("has_shared", [False, True], ids=["routed", "with-shared"])
 @pytest.mark.parametrize("entry", tiles.entries("grouped_matmul"), ids=lambda entry: str(entry))
-def test_every_tuned_tile_lowers(entry, has_shared):
+def test_every_tuned_tile_lowers(entry, has_shared, gathers):
+    tile = gathering(gpu_kernel.Tile(**entry["tile"]), gathers)
     arguments = serving_arguments(64)
     shared = [jax.ShapeDtypeStruct(w.shape[1:], w.dtype) for w in arguments[1:3]] * has_shared
 
     def run(arrays, shared):
-        return gpu_kernel.grouped_matmul(
-            *arrays, shared=tuple(shared) or None, tile=gpu_kernel.Tile(**entry["tile"])
-        )
+        return gpu_kernel.grouped_matmul(*arrays, shared=tuple(shared) or None, tile=tile)
 
     lowered = jax.jit(run).trace(arguments, shared).lower(lowering_platforms=("cuda",))
     assert "mosaic_gpu" in lowered.as_text()
@@ -245,6 +306,8 @@ def test_what_the_kernel_cannot_serve_is_named():
         grouped_matmul(*arguments[:-1], implementation="mosaic_gpu")
     with pytest.raises(ValueError, match="no such tile"):
         gpu_kernel.Tile(rows=12, warpgroups=1, block_k=64, stages=2)
+    with pytest.raises(ValueError, match="gathers takes block_k 64 or 128"):
+        gpu_kernel.Tile(rows=16, warpgroups=1, block_k=256, stages=2, gathers=True)
     with pytest.raises(ValueError, match="shared_memory"):
         lower(
             *serving_arguments(4),
