@@ -60,6 +60,7 @@ def main() -> None:
     parser.add_argument("--implementations", default="mosaic_gpu,cudnn,xla")
     parser.add_argument("--calls", type=int, default=4, help="calls in one compiled program")
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--rest", type=float, default=0.0, help="idle seconds before each repeat")
     parser.add_argument("--match", default="", help="only shapes that contain this text")
     parser.add_argument("--no-errors", action="store_true", help="times only")
     args = parser.parse_args()
@@ -84,7 +85,7 @@ def main() -> None:
 def _row(case: Case, implementation: str, reference: Any, args: argparse.Namespace) -> str:
     head = f"{case.op:10s} {case.shape:44s} {implementation:14s}"
     try:
-        ms, temp = time_case(case, implementation, args.calls, args.repeats)
+        ms, temp = time_case(case, implementation, args.calls, args.repeats, args.rest)
         error = "-"
         if reference is not None:
             one = jax.jit(functools.partial(case.call, implementation=implementation))
@@ -98,8 +99,14 @@ def _row(case: Case, implementation: str, reference: Any, args: argparse.Namespa
     )
 
 
-def time_case(case: Case, implementation: str, calls: int, repeats: int) -> tuple[float, int]:
+def time_case(
+    case: Case, implementation: str, calls: int, repeats: int, rest: float = 0.0
+) -> tuple[float, int]:
     """Returns (milliseconds a call, bytes of temporaries of the program).
+
+    A GPU that works without a pause lowers its clock within tens of milliseconds (H200: by a
+    tenth for kernels bound by tensor cores); `rest` seconds of idleness before each repeat give the
+    figure of a kernel that runs among others, as in a forward.
 
     Launching a program costs up to a millisecond that belongs to no call: a program repeats its
     calls until it should last `_PROGRAM_MS`, and several are queued before the clock is read.
@@ -118,6 +125,7 @@ def time_case(case: Case, implementation: str, calls: int, repeats: int) -> tupl
     compiled = jax.jit(program).lower(case.carry, case.sets).compile()
     times = []
     for _ in range(repeats + 2):  # the first two warm up
+        time.sleep(rest)
         began = time.perf_counter()
         carry = case.carry
         for _ in range(_QUEUED):
@@ -171,8 +179,12 @@ def moe(*, T: int, E: int = 256, k: int = 8, D: int = 2048, I: int = 512) -> Cas
 
     def call(x: jax.Array, inputs: dict[str, jax.Array], implementation: str) -> jax.Array:
         return pallas_kernels.grouped_matmul(
-            x, **inputs, valid=jnp.ones(x.shape[:1], bool), implementation=implementation
-        ).astype(x.dtype)
+            x,
+            **inputs,
+            valid=jnp.ones(x.shape[:1], bool),
+            out_dtype=x.dtype,
+            implementation=implementation,
+        )
 
     return Case(
         op="moe",
