@@ -67,6 +67,8 @@ class EngineConfig:
     max_running_requests: int | None = None
     max_queued_requests: int | None = None
     chunked_prefill_size: int | None = None
+    num_continuous_decode_steps: int = 8
+    disable_fused_commit: bool = False
     schedule_policy: Literal["fcfs", "lpm"] = "fcfs"
     disable_radix_cache: bool = False
     dllm_algorithm: str | None = None
@@ -84,6 +86,7 @@ class EngineConfig:
             "page_size",
             "max_running_requests",
             "chunked_prefill_size",
+            "num_continuous_decode_steps",
             "decode_log_interval",
         ):
             value = getattr(self, name)

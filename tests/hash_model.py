@@ -59,10 +59,14 @@ def step(kind, visible, block_tokens, masked, editable, seed, num_steps):
 
 
 class PagedModel:
-    """Executes batches on a store of `num_pages` pages exactly as the rows say."""
+    """Executes batches on a store of `num_pages` pages exactly as the rows say.
 
-    def __init__(self, kind, num_pages, page_size):
-        self.kind, self.page_size = kind, page_size
+    It knows no end of a request: what follows in the launch is surplus for the scheduler.
+    `fuses`: a forward that persists a block also runs the first step of the next.
+    """
+
+    def __init__(self, kind, num_pages, page_size, fuses=False):
+        self.kind, self.page_size, self.fuses = kind, page_size, fuses
         self.store = np.zeros((num_pages, page_size), np.uint64)
 
     def slots(self, one, start, stop):
@@ -79,34 +83,61 @@ class PagedModel:
 
     def execute(self, batch):
         if batch.phase is batch_lib.Phase.DECODE:
-            return tuple(self.decode(row) for row in batch.rows)
+            rows = tuple(self.decode(row, batch.max_steps) for row in batch.rows)
+            return batch_lib.LaunchResult(rows=rows, num_steps=batch.max_steps)
         for row in batch.rows:
             for start in range(row.start, row.start + row.num_tokens, B):
                 tokens = np.array(row.request.token_ids[start : start + B])
                 self.write_block(row.request, start, tokens)
-        return ()
+        return batch_lib.LaunchResult()
 
-    def decode(self, row):
-        block = row.request.block
-        visible = self.write_block(row.request, row.start, block.tokens)
-        assert (0 if block.extra is None else block.extra) == block.step
-        tokens, masked, is_final, is_done, edits = step(
-            self.kind,
-            visible,
-            block.tokens,
-            block.masked,
-            block.editable,
-            row.request.seed,
-            block.step,
-        )
+    def decode(self, row, max_steps):
+        """Runs up to `max_steps` forwards of a row, block after block while pages last."""
+        one, block, context = row.request, row.request.block, row.start
+        committed, nfe, num_edited = [], 0, 0
+        while nfe < max_steps and context + B <= len(one.pages) * self.page_size:
+            nfe += 1
+            if block.is_final and self.fuses and context + 2 * B <= len(one.pages) * self.page_size:
+                self.write_block(one, context, block.tokens)
+                block, context = fresh_block(), context + B
+            visible = self.write_block(one, context, block.tokens)
+            assert (0 if block.extra is None else block.extra) == block.step
+            tokens, masked, is_final, is_done, edits = step(
+                self.kind,
+                visible,
+                block.tokens,
+                block.masked,
+                block.editable,
+                one.seed,
+                block.step,
+            )
+            num_edited += edits
+            if is_final and not block.is_final:
+                committed.append(batch_lib.CommittedBlock(tokens=tokens, nfe=nfe))
+            block = request.BlockRow(
+                tokens=tokens,
+                masked=masked,
+                editable=block.editable,
+                step=block.step + (not block.is_final),
+                is_final=is_final,
+                extra=block.step + (not block.is_final),
+            )
+            if is_done:
+                block, context = fresh_block(), context + B
         return batch_lib.RowResult(
-            tokens=tokens,
-            masked=masked,
-            is_final=is_final,
-            is_done=is_done,
-            num_edited=edits,
-            extra=block.step + 1,
+            committed=tuple(committed),
+            block=block,
+            context_len=context,
+            nfe=nfe,
+            num_edited=num_edited,
         )
+
+
+def fresh_block():
+    masked = np.ones(B, bool)
+    return request.BlockRow(
+        tokens=np.full(B, MASK, np.int32), masked=masked, editable=masked.copy()
+    )
 
 
 def decode_text(ids):
@@ -172,7 +203,7 @@ def random_request(rng, name):
     )
 
 
-def build(page_size, with_cache, policy, num_pages, rows):
+def build(page_size, with_cache, policy, num_pages, rows, decode_steps=1):
     shapes = buckets.Buckets.default(rows, 5 * B, B)
     made = scheduler.Scheduler(
         block_size=B,
@@ -187,5 +218,6 @@ def build(page_size, with_cache, policy, num_pages, rows):
         prefix_cache=prefix_cache.PrefixCache(page_size) if with_cache else None,
         mask_token_id=MASK,
         detokenize=decode_text,
+        decode_steps=decode_steps,
     )
     return made, shapes

@@ -74,7 +74,12 @@ class Proposal:
 
 
 class Algorithm(Protocol):
-    """Implemented by frozen dataclasses: hashable, so static under jit."""
+    """Implemented by frozen dataclasses: hashable, so static under jit.
+
+    `persists_apart`: after a block is final, one more forward writes its K,V.
+    """
+
+    persists_apart: bool
 
     def init_extra(self, num_rows: int, block_size: int) -> Any:
         """Returns the zeroed `extra` of `num_rows` fresh blocks."""
@@ -86,6 +91,10 @@ class Algorithm(Protocol):
 
     def is_final(self, block: BlockState) -> jax.Array:
         """Returns [B] bool: the row's tokens will not change any more."""
+        ...
+
+    def settled(self, block: BlockState) -> jax.Array:
+        """Returns [B, T] bool: the token of the position will not change any more."""
         ...
 
 

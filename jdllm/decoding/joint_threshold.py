@@ -20,6 +20,8 @@ from jdllm.decoding import interface
 class JointThreshold:
     """Mask-to-token and token-to-token; at most T + max_post_edit_steps + 1 updates."""
 
+    persists_apart = False
+
     def init_extra(self, num_rows: int, block_size: int) -> dict[str, jax.Array]:
         return {
             "post_edit_steps": jnp.zeros((num_rows,), jnp.int32),
@@ -57,3 +59,6 @@ class JointThreshold:
 
     def is_final(self, block: interface.BlockState) -> jax.Array:
         return block.done
+
+    def settled(self, block: interface.BlockState) -> jax.Array:
+        return jnp.broadcast_to(block.done[:, None], block.masked.shape)

@@ -18,6 +18,8 @@ from jdllm.decoding import interface
 class LowConfidence:
     """Mask-to-token only; a block of T positions needs at most T updates."""
 
+    persists_apart = True
+
     def init_extra(self, num_rows: int, block_size: int) -> tuple[()]:
         del num_rows, block_size
         return ()
@@ -36,3 +38,6 @@ class LowConfidence:
 
     def is_final(self, block: interface.BlockState) -> jax.Array:
         return ~jnp.any(block.masked, axis=-1)
+
+    def settled(self, block: interface.BlockState) -> jax.Array:
+        return ~block.masked

@@ -90,7 +90,12 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
         dtype=kv_dtype,
     )
     runner = model_runner.ModelRunner(
-        model, pool_config, algorithms=algorithms, context_length=sizes.context_length
+        model,
+        pool_config,
+        algorithms=algorithms,
+        context_length=sizes.context_length,
+        decode_steps=config.num_continuous_decode_steps,
+        fuses_commits=not config.disable_fused_commit,
     )
     buckets = buckets_lib.Buckets.default(
         sizes.max_running_requests, sizes.prefill_token_budget, spec.diffusion.block_size
@@ -228,6 +233,7 @@ def _scheduler(
         policy=config.schedule_policy,
         prefix_cache=prefix_cache_lib.PrefixCache(sizes.page_size) if is_cached else None,
         mask_token_id=spec.diffusion.mask_token_id,
+        decode_steps=config.num_continuous_decode_steps,
         # A stop string may name a special token, which the shown text leaves out.
         detokenize=(
             None

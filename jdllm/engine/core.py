@@ -82,11 +82,11 @@ class EngineCore:
         if batch is None:
             return []
         try:
-            results = self.runner.execute(batch)
+            result = self.runner.execute(batch)
         except Exception as error:  # a fault of one launch must not end the engine
             raise self._recover(batch, error) from error
-        outputs = self.scheduler.process_results(batch, results)
-        self._count(batch, outputs)
+        outputs = self.scheduler.process_results(batch, result)
+        self._count(batch, result, outputs)
         return outputs
 
     def _recover(self, batch: batch_lib.ScheduleBatch, error: Exception) -> LaunchFailed:
@@ -98,10 +98,13 @@ class EngineCore:
         return LaunchFailed(f"{type(error).__name__}: {error}", failed)
 
     def _count(
-        self, batch: batch_lib.ScheduleBatch, outputs: list[outputs_lib.RequestOutput]
+        self,
+        batch: batch_lib.ScheduleBatch,
+        result: batch_lib.LaunchResult,
+        outputs: list[outputs_lib.RequestOutput],
     ) -> None:
         counters = self.counters
-        counters.count_launch(batch)
+        counters.count_launch(batch, result)
         tokens = sum(len(output.new_token_ids) for output in outputs)
         counters.generation_tokens += tokens
         if tokens:

@@ -30,33 +30,10 @@ IDLE_WAIT_S = 0.5
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokensEvent:
-    """Tokens that a request committed; the last one carries `finish`.
-
-    The consumer may look much later, when the request has moved on: what it says
-    about cost and time is fixed here. `at_s` is `time.monotonic()`.
-    """
+    """A block that a request committed; the last one carries `finish`. At `time.monotonic()`."""
 
     output: outputs_lib.RequestOutput
-    num_output: int
-    nfe: int
-    num_blocks: int
-    num_edited: int
-    num_discarded: int
-    at_s: float
-
-    @classmethod
-    def of(cls, output: outputs_lib.RequestOutput) -> TokensEvent:
-        """Returns the event of what a request has just committed."""
-        request = output.request
-        return cls(
-            output=output,
-            num_output=len(request.output_ids),
-            nfe=request.nfe,
-            num_blocks=request.num_blocks,
-            num_edited=request.num_edited,
-            num_discarded=request.num_discarded,
-            at_s=time.monotonic(),
-        )
+    at_s: float = dataclasses.field(default_factory=time.monotonic)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -132,8 +109,8 @@ class EngineLoop:
                 reason = outputs_lib.FinishReason(
                     kind="abort", finished_len=len(request.output_ids)
                 )
-                output = outputs_lib.RequestOutput(request=request, new_token_ids=[], finish=reason)
-                self._deliver(sink, TokensEvent.of(output))
+                output = outputs_lib.RequestOutput.of(request, [], reason)
+                self._deliver(sink, TokensEvent(output))
             return len(ids)
 
         return self.call(run)
@@ -193,7 +170,7 @@ class EngineLoop:
                 sink = self._sinks.get(request.request_id)
             else:
                 sink = self._sinks.pop(request.request_id, None)
-            if not self._deliver(sink, TokensEvent.of(output)):
+            if not self._deliver(sink, TokensEvent(output)):
                 self._sinks.pop(request.request_id, None)
                 self.core.abort(request.request_id)
 

@@ -57,14 +57,14 @@ def meta_info(
     NFE counts the decode forwards this request took part in; TPF is completion tokens
     per NFE. Times are seconds.
     """
-    tpf = event.num_output / event.nfe if event.nfe else 0.0
+    tpf = event.output.num_output / event.output.nfe if event.output.nfe else 0.0
     started = request.first_scheduled_s
     dllm = {
-        "nfe": event.nfe,
+        "nfe": event.output.nfe,
         "tpf": round(tpf, 4),
-        "blocks": event.num_blocks,
-        "edited_tokens": event.num_edited,
-        "discarded_tokens": event.num_discarded,
+        "blocks": event.output.num_blocks,
+        "edited_tokens": event.output.num_edited,
+        "discarded_tokens": event.output.num_discarded,
         "algorithm": request.sampling.dllm.algorithm,
         "threshold": request.sampling.dllm.threshold,
     }
@@ -72,12 +72,12 @@ def meta_info(
         "id": request.request_id,
         "finish_reason": finish_reason,
         "prompt_tokens": len(request.prompt_ids),
-        "completion_tokens": event.num_output,
+        "completion_tokens": event.output.num_output,
         "cached_tokens": request.cached_tokens,
         "e2e_latency": event.at_s - request.arrival_s,
         "queue_time": (event.at_s if started is None else started) - request.arrival_s,
         "weight_version": "default",
-        "nfe": event.nfe,
+        "nfe": event.output.nfe,
         "tpf": dllm["tpf"],
         "dllm": dllm,
     }

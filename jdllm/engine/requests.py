@@ -50,7 +50,7 @@ class Choice:
         """Returns the generation after this event; a fault raises EngineFault."""
         if isinstance(event, loop_lib.FaultEvent):
             raise EngineFault(event.message)
-        output_ids = self.request.output_ids[: event.num_output]
+        output_ids = self.request.output_ids[: event.output.num_output]
         finish = event.output.finish
         delta_text = text = ""
         if self._detokenizer is not None:

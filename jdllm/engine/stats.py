@@ -59,24 +59,30 @@ class Counters:
     discarded_tokens: int = 0
     prefill_launches: int = 0
     decode_launches: int = 0
+    decode_steps: int = 0
     decode_rows: int = 0
     decode_row_places: int = 0
     real_positions: int = 0
     computed_positions: int = 0
 
-    def count_launch(self, batch: batch_lib.ScheduleBatch) -> None:
-        """Adds one launch: its rows, and real against padded positions."""
-        self.real_positions += sum(row.num_tokens for row in batch.rows)
-        self.computed_positions += batch.bucket.tokens
+    def count_launch(self, batch: batch_lib.ScheduleBatch, result: batch_lib.LaunchResult) -> None:
+        """Adds one launch: its rows' forwards, and real against padded positions."""
         match batch.phase:
             case batch_lib.Phase.PREFILL:
                 self.prefill_launches += 1
+                self.real_positions += sum(row.num_tokens for row in batch.rows)
+                self.computed_positions += batch.bucket.tokens
             case batch_lib.Phase.DECODE:
+                block_size = batch.bucket.tokens // batch.bucket.rows
+                forwards = sum(row.nfe for row in result.rows)
                 self.decode_launches += 1
-                self.decode_rows += len(batch.rows)
-                self.decode_row_places += batch.bucket.rows
-                self.denoising_steps += len(batch.rows)
-                self.canvas_positions += sum(row.num_tokens for row in batch.rows)
+                self.decode_steps += result.num_steps
+                self.decode_rows += forwards
+                self.decode_row_places += batch.bucket.rows * result.num_steps
+                self.denoising_steps += forwards
+                self.canvas_positions += forwards * block_size
+                self.real_positions += result.used_slots * block_size
+                self.computed_positions += result.num_slots * block_size
 
     @property
     def padding_fraction(self) -> float:

@@ -19,6 +19,9 @@ from jdllm.decoding import interface, sampling
 from jdllm.scheduler import batch as batch_lib
 from jdllm.scheduler import request as request_lib
 
+# End tokens that a row can stop at on the device; of more, the host finds the rest.
+MAX_STOP_IDS = 8
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +38,11 @@ class PrefillInputs:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeInputs:
-    """One block of each of R rows; the state of every compiled algorithm rides along."""
+    """The in-flight block of each of R rows; the state of every compiled algorithm rides along.
+
+    `capacity`: tokens that the row's pages hold. `stop_ids` holds up to S end and stop
+    tokens, -1 for none. `yields_on_finish`: the launch ends when a row finishes.
+    """
 
     tokens: Any  # [R, L] int32
     masked: Any  # [R, L] bool
@@ -44,17 +51,24 @@ class DecodeInputs:
     kv_lens: Any  # [R] int32, 0 for padding rows
     page_table: Any  # [R, M] int32
     step: Any  # [R] int32
+    is_final: Any  # [R] bool
+    tokens_left: Any  # [R] int32
+    capacity: Any  # [R] int32
+    stop_ids: Any  # [R, S] int32
     algorithm: Any  # [R] int32, index into the compiled algorithms
     params: interface.BlockParams
     sampling: sampling.SamplingRows
     extra: Any  # one tree per compiled algorithm
+    max_steps: Any  # int32 scalar
+    yields_on_finish: Any  # bool scalar
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BatchShape:
-    """What, beside the bucket, fixes shapes: block length, pages a row, algorithms."""
+    """What, beside the bucket, fixes shapes: block and page length, pages a row, algorithms."""
 
     block_size: int
+    page_size: int
     pages_per_row: int
     algorithms: tuple[str, ...]
 
@@ -94,6 +108,8 @@ def build_decode(batch: batch_lib.ScheduleBatch, shape: BatchShape) -> DecodeInp
     tokens = np.zeros((R, L), np.int32)
     masked, editable = np.zeros((R, L), bool), np.zeros((R, L), bool)
     step, algorithm = np.zeros((R,), np.int32), np.zeros((R,), np.int32)
+    is_final, tokens_left = np.zeros((R,), bool), np.zeros((R,), np.int32)
+    capacity, stop_ids = np.zeros((R,), np.int32), np.full((R, MAX_STOP_IDS), -1, np.int32)
     params = {f.name: np.zeros((R,), np.float32) for f in dataclasses.fields(interface.BlockParams)}
     params["max_post_edit_steps"] = np.zeros((R,), np.int32)
     temperature, top_p = np.zeros((R,), np.float32), np.ones((R,), np.float32)
@@ -102,7 +118,11 @@ def build_decode(batch: batch_lib.ScheduleBatch, shape: BatchShape) -> DecodeInp
     for i, row in enumerate(batch.rows):
         request, block = row.request, _block_of(row.request)
         tokens[i], masked[i], editable[i] = block.tokens, block.masked, block.editable
-        step[i] = block.step
+        step[i], is_final[i] = block.step, block.is_final
+        tokens_left[i] = request.max_new_tokens - len(request.output_ids)
+        capacity[i] = len(request.pages) * shape.page_size
+        ends = request.end_token_ids[:MAX_STOP_IDS]
+        stop_ids[i, : len(ends)] = ends
         dllm = request.sampling.dllm
         algorithm[i] = shape.algorithms.index(dllm.algorithm)
         _fill_params(params, i, dllm)
@@ -118,12 +138,18 @@ def build_decode(batch: batch_lib.ScheduleBatch, shape: BatchShape) -> DecodeInp
         kv_lens=kv_lens,
         page_table=page_table,
         step=step,
+        is_final=is_final,
+        tokens_left=tokens_left,
+        capacity=capacity,
+        stop_ids=stop_ids,
         algorithm=algorithm,
         params=interface.BlockParams(**params),
         sampling=sampling.SamplingRows(
             temperature=temperature, top_p=top_p, top_k=top_k, seed=seed
         ),
         extra=extra,
+        max_steps=np.int32(batch.max_steps),
+        yields_on_finish=np.bool_(batch.yields_on_finish),
     )
 
 

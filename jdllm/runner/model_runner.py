@@ -13,17 +13,16 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import jax
-import numpy as np
 
 from jdllm import errors
 from jdllm.kv_cache import pool as pool_lib
 from jdllm.models import loading
 from jdllm.models import spec as spec_lib
-from jdllm.runner import forward_batch, kernels, steps
+from jdllm.runner import decode_loop, forward_batch, kernels, steps
 from jdllm.scheduler import batch as batch_lib
+from jdllm.scheduler import request as request_lib
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +39,8 @@ class ModelRunner:
         *,
         algorithms: tuple[str, ...],
         context_length: int,
+        decode_steps: int = 1,
+        fuses_commits: bool = True,
         implementation: str = "auto",
     ):
         _check_alignment(model.spec)
@@ -52,6 +53,7 @@ class ModelRunner:
         last = -(-context_length // block_size) * block_size
         self._shape = forward_batch.BatchShape(
             block_size=block_size,
+            page_size=pool_config.page_size,
             pages_per_row=-(-last // pool_config.page_size),
             algorithms=algorithms,
         )
@@ -60,6 +62,8 @@ class ModelRunner:
             page_size=pool_config.page_size,
             num_pages=pool_config.num_pages,
             algorithms=algorithms,
+            max_launch_steps=decode_steps,
+            fuses_commits=fuses_commits,
             implementation=implementation,
         )
         self.kernels = kernels.describe(
@@ -107,7 +111,7 @@ class ModelRunner:
             for future in [executor.submit(compile_one, bucket) for bucket in buckets]:
                 future.result()
 
-    def execute(self, batch: batch_lib.ScheduleBatch) -> tuple[batch_lib.RowResult, ...]:
+    def execute(self, batch: batch_lib.ScheduleBatch) -> batch_lib.LaunchResult:
         """Runs one launch and waits for it; prefill gives no rows, decode one each."""
         compiled = self._compiled[batch.bucket]
         match batch.phase:
@@ -116,11 +120,11 @@ class ModelRunner:
                 self._pools = compiled(self._params, self._pools, inputs)
                 # A fault must surface here, where the engine knows whose launch it was.
                 jax.block_until_ready(self._pools)
-                return ()
+                return batch_lib.LaunchResult()
             case batch_lib.Phase.DECODE:
                 inputs = forward_batch.build_decode(batch, self._shape)
                 self._pools, outputs = compiled(self._params, self._pools, inputs)
-                return _row_results(jax.device_get(outputs), len(batch.rows))
+                return _launch_result(jax.device_get(outputs), batch)
 
     def reset_pool(self) -> None:
         """Replaces the pool by zeros after a failed launch, whose donation may have consumed it."""
@@ -138,7 +142,8 @@ class ModelRunner:
             case batch_lib.Phase.PREFILL:
                 step, inputs = steps.prefill_step, forward_batch.build_prefill(empty, self._shape)
             case batch_lib.Phase.DECODE:
-                step, inputs = steps.decode_step, forward_batch.build_decode(empty, self._shape)
+                step = decode_loop.decode_launch
+                inputs = forward_batch.build_decode(empty, self._shape)
         bound = functools.partial(step, self._graphdef, self._step_config)
         arguments = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
@@ -162,16 +167,33 @@ def _check_alignment(spec: spec_lib.ModelSpec) -> None:
         )
 
 
-def _row_results(outputs: Any, num_rows: int) -> tuple[batch_lib.RowResult, ...]:
-    return tuple(
-        batch_lib.RowResult(
-            tokens=np.asarray(outputs.tokens[i]),
-            masked=np.asarray(outputs.masked[i]),
-            is_final=bool(outputs.is_final[i]),
-            is_done=bool(outputs.is_done[i]),
-            num_edited=int(outputs.num_edited[i]),
-            is_invalid=bool(outputs.is_invalid[i]),
-            extra=jax.tree.map(lambda leaf, i=i: leaf[i], outputs.extra),
-        )
-        for i in range(num_rows)
+def _launch_result(
+    outputs: decode_loop.DecodeOutputs, batch: batch_lib.ScheduleBatch
+) -> batch_lib.LaunchResult:
+    return batch_lib.LaunchResult(
+        rows=tuple(_row_result(outputs.state, outputs.ring, i) for i in range(len(batch.rows))),
+        num_steps=int(outputs.num_steps),
+        num_slots=int(outputs.num_slots),
+        used_slots=int(outputs.used_slots),
+    )
+
+
+def _row_result(state: decode_loop.RowState, ring: decode_loop.Ring, i: int) -> batch_lib.RowResult:
+    return batch_lib.RowResult(
+        committed=tuple(
+            batch_lib.CommittedBlock(tokens=ring.tokens[i, place], nfe=int(ring.nfe[i, place]))
+            for place in range(state.num_blocks[i])
+        ),
+        block=request_lib.BlockRow(
+            tokens=state.tokens[i],
+            masked=state.masked[i],
+            editable=state.editable[i],
+            step=int(state.step[i]),
+            is_final=bool(state.is_final[i]),
+            extra=jax.tree.map(lambda leaf: leaf[i], state.extra),
+        ),
+        context_len=int(state.context_lens[i]),
+        nfe=int(state.nfe[i]),
+        num_edited=int(state.num_edited[i]),
+        is_invalid=bool(state.is_invalid[i]),
     )

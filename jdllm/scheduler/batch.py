@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -38,10 +38,16 @@ class ScheduledRow:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleBatch:
-    """Rows of one launch, in order, and the bucket they are padded to."""
+    """Rows of one launch, in order, and the bucket they are padded to.
+
+    A decode launch runs up to `max_steps` steps; with `yields_on_finish` it ends when a
+    row finishes, because others wait for its place.
+    """
 
     rows: tuple[ScheduledRow, ...]
     bucket: Bucket
+    max_steps: int = 1
+    yields_on_finish: bool = False
 
     @property
     def phase(self) -> Phase:
@@ -49,25 +55,48 @@ class ScheduleBatch:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RowResult:
-    """One decode row after a step.
-
-    `is_final`: the block's tokens will not change any more. `is_done`: moreover the
-    K,V that this step wrote belongs to those tokens, so the context may advance.
-    `is_invalid`: the statistics are not numbers (broken weights, overflow); the tokens
-    mean nothing.
-    """
+class CommittedBlock:
+    """A block whose tokens became final, and the row's forwards of the launch until then."""
 
     tokens: np.ndarray
-    masked: np.ndarray
-    is_final: bool
-    is_done: bool
+    nfe: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RowResult:
+    """One decode row after a launch.
+
+    `committed` are the blocks that became final, beginning with the block that the row
+    came with unless that was final before. `block` is in flight now, behind
+    `context_len` tokens of final K,V; it is the last committed one while its K,V is not
+    final. `nfe` counts the row's forwards.
+    `is_invalid`: the statistics are not numbers (broken weights, overflow); the block in
+    flight means nothing.
+    """
+
+    committed: tuple[CommittedBlock, ...]
+    block: request_lib.BlockRow
+    context_len: int
+    nfe: int
     num_edited: int = 0
     is_invalid: bool = False
-    extra: Any = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchResult:
+    """One result per decode row, in order, and what its steps forwarded.
+
+    `num_slots` block slots in all `num_steps` steps, padding included, `used_slots` of
+    them for a row.
+    """
+
+    rows: tuple[RowResult, ...] = ()
+    num_steps: int = 1
+    num_slots: int = 0
+    used_slots: int = 0
 
 
 class Runner(Protocol):
-    """Executes batches; prefill returns no rows, decode one result per row in order."""
+    """Executes batches; the result of a prefill has no rows."""
 
-    def execute(self, batch: ScheduleBatch) -> tuple[RowResult, ...]: ...
+    def execute(self, batch: ScheduleBatch) -> LaunchResult: ...

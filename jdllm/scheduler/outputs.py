@@ -25,8 +25,36 @@ class FinishReason:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
-    """Tokens a request committed in a round, surplus dropped; `finish` on the last one."""
+    """Tokens of a block that a request committed, surplus dropped; `finish` on the last one.
+
+    The numbers are the request's totals at that moment: a consumer may look much later,
+    when the request has moved on. `nfe` counts forwards.
+    """
 
     request: request_lib.Request
     new_token_ids: list[int]
-    finish: FinishReason | None = None
+    finish: FinishReason | None
+    num_output: int
+    nfe: int
+    num_blocks: int
+    num_edited: int
+    num_discarded: int
+
+    @classmethod
+    def of(
+        cls,
+        request: request_lib.Request,
+        new_token_ids: list[int],
+        finish: FinishReason | None = None,
+    ) -> RequestOutput:
+        """Returns the output of what a request has just committed."""
+        return cls(
+            request=request,
+            new_token_ids=new_token_ids,
+            finish=finish,
+            num_output=len(request.output_ids),
+            nfe=request.nfe,
+            num_blocks=request.num_blocks,
+            num_edited=request.num_edited,
+            num_discarded=request.num_discarded,
+        )

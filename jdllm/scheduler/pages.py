@@ -84,6 +84,15 @@ class RequestPages:
         request.pages.extend(self.allocator.allocate(missing))
         return True
 
+    def grow_ahead(self, request: request_lib.Request, num_blocks: int) -> None:
+        """Gets pages for blocks after the present one that the request can still fill."""
+        longest = len(request.prompt_ids) + request.max_new_tokens
+        end = -(-longest // self._block_size) * self._block_size
+        for ahead in range(1, num_blocks + 1):
+            wanted = request.context_len + (ahead + 1) * self._block_size
+            if wanted > end or not self.grow(request, wanted):
+                return
+
     def publish(self, request: request_lib.Request) -> None:
         """Moves newly full pages of a running request into the tree, up to the first twin."""
         if self.prefix_cache is None:

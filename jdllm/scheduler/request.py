@@ -74,6 +74,13 @@ class Request:
     first_scheduled_s: float | None = None
 
     @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end the output: the request's own, and the model's unless ignored."""
+        own = self.sampling.stop_token_ids
+        ends = own if self.sampling.ignore_eos else (*own, *self.eos_token_ids)
+        return tuple(dict.fromkeys(ends))
+
+    @property
     def token_ids(self) -> list[int]:
         """Prompt and committed output."""
         return self.prompt_ids + self.output_ids

@@ -17,10 +17,8 @@ alone in the whole pool.
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import logging
 import time
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -34,29 +32,11 @@ from jdllm.scheduler import outputs as outputs_lib
 from jdllm.scheduler import pages as pages_lib
 from jdllm.scheduler import policy as policy_lib
 from jdllm.scheduler import request as request_lib
+from jdllm.scheduler import stats as stats_lib
 
 logger = logging.getLogger(__name__)
 
 RequestState = request_lib.RequestState
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerStats:
-    """A snapshot; the three totals count from the start.
-
-    `num_used_pages` are held by running requests; `num_cached_pages` are in the tree
-    and may be counted in both.
-    """
-
-    num_running: int
-    num_queued: int
-    num_pages: int
-    num_used_pages: int
-    num_cached_pages: int
-    token_usage: float
-    total_prompt_tokens: int
-    total_cached_tokens: int
-    total_preemptions: int
 
 
 class Scheduler:
@@ -77,6 +57,7 @@ class Scheduler:
         prefix_cache: prefix_cache_lib.PrefixCache | None,
         mask_token_id: int,
         detokenize: finish_lib.Detokenize | None,
+        decode_steps: int = 1,
     ):
         if page_size % block_size and block_size % page_size:
             raise errors.ConfigError(f"{page_size=} and {block_size=} must divide one another")
@@ -114,6 +95,7 @@ class Scheduler:
         self._policy: policy_lib.Policy = policy
         self._mask_token_id = mask_token_id
         self._detokenize = detokenize
+        self._decode_steps = decode_steps
         self._last_phase = batch_lib.Phase.DECODE
         self._num_arrivals = 0
         self._total_prompt_tokens = 0
@@ -166,21 +148,20 @@ class Scheduler:
         return None
 
     def process_results(
-        self, batch: batch_lib.ScheduleBatch, results: Sequence[batch_lib.RowResult]
+        self, batch: batch_lib.ScheduleBatch, result: batch_lib.LaunchResult
     ) -> list[outputs_lib.RequestOutput]:
-        """Applies a launch; returns the rows that committed tokens. Aborted rows are skipped."""
+        """Applies a launch; returns every block that a row committed. Aborted rows are skipped."""
         if batch.phase is batch_lib.Phase.PREFILL:
             for row in batch.rows:
                 if row.request.state is RequestState.RUNNING:
                     row.request.context_len = row.start + row.num_tokens
                     self.pages.publish(row.request)
             return []
-        outputs = [
-            self._apply_guarded(row.request, result)
-            for row, result in zip(batch.rows, results, strict=True)
-            if row.request.state is RequestState.RUNNING
-        ]
-        return [output for output in outputs if output is not None]
+        outputs: list[outputs_lib.RequestOutput] = []
+        for row, row_result in zip(batch.rows, result.rows, strict=True):
+            if row.request.state is RequestState.RUNNING:
+                self._apply_guarded(row.request, row_result, outputs)
+        return outputs
 
     def flush_cache(self) -> bool:
         """Empties the prefix cache; False, and nothing done, while requests run."""
@@ -198,10 +179,10 @@ class Scheduler:
             self._preempt(request, keep=False)
         self.pages.flush()
 
-    def stats(self) -> SchedulerStats:
+    def stats(self) -> stats_lib.SchedulerStats:
         num_pages, num_used = self.pages.allocator.num_pages, self.pages.num_used
         cache = self.pages.prefix_cache
-        return SchedulerStats(
+        return stats_lib.SchedulerStats(
             num_running=len(self.running),
             num_queued=len(self.waiting),
             num_pages=num_pages,
@@ -257,7 +238,10 @@ class Scheduler:
         return batch_lib.ScheduleBatch(rows=tuple(rows), bucket=bucket)
 
     def _decode(self) -> batch_lib.ScheduleBatch | None:
-        """Takes one block of every request that is past its prefill and gets its pages."""
+        """Takes one block of every request that is past its prefill and gets its pages.
+
+        Blocks that may follow within the launch get pages too, as far as pages are free.
+        """
         rows: list[batch_lib.ScheduledRow] = []
         for request in [r for r in self.running if not self._needs_prefill(r)]:
             if not self._reserve_block(request):
@@ -271,8 +255,14 @@ class Scheduler:
             )
         if not rows:
             return None
-        bucket = self._buckets.decode(len(rows))
-        return batch_lib.ScheduleBatch(rows=tuple(rows), bucket=bucket)
+        for row in rows:
+            self.pages.grow_ahead(row.request, self._decode_steps)
+        return batch_lib.ScheduleBatch(
+            rows=tuple(rows),
+            bucket=self._buckets.decode(len(rows)),
+            max_steps=self._decode_steps,
+            yields_on_finish=bool(self.waiting),
+        )
 
     def _needs_prefill(self, request: request_lib.Request) -> bool:
         # A block whose tokens are committed but not persisted stays a decode row.
@@ -307,43 +297,46 @@ class Scheduler:
         return request_lib.BlockRow(tokens=tokens, masked=masked, editable=masked.copy())
 
     def _apply_guarded(
-        self, request: request_lib.Request, result: batch_lib.RowResult
-    ) -> outputs_lib.RequestOutput | None:
+        self,
+        request: request_lib.Request,
+        result: batch_lib.RowResult,
+        outputs: list[outputs_lib.RequestOutput],
+    ) -> None:
         """Ends a request whose own processing fails (its stop strings, say), and no other."""
         try:
-            return self._apply(request, result)
+            self._apply(request, result, outputs)
         except Exception as error:  # law 6: a fault in one request never touches another
             logger.exception("request %s ends by a fault of its own", request.request_id)
-            return self._give_up(request, f"{type(error).__name__}: {error}")
+            outputs.append(self._give_up(request, f"{type(error).__name__}: {error}"))
 
     def _apply(
-        self, request: request_lib.Request, result: batch_lib.RowResult
-    ) -> outputs_lib.RequestOutput | None:
-        """Stores one decode row's step; commits its block once, then opens the next."""
-        block = request.block
-        assert block is not None and (result.is_final or not result.is_done)
-        request.nfe += 1
-        if result.is_invalid:
-            return self._give_up(request, "the model's logits are not numbers (NaN)")
+        self,
+        request: request_lib.Request,
+        result: batch_lib.RowResult,
+        outputs: list[outputs_lib.RequestOutput],
+    ) -> None:
+        """Stores one decode row's launch: its final blocks, then the one in flight."""
+        block, nfe = request.block, request.nfe
+        assert block is not None
         request.num_edited += result.num_edited
-        block.tokens, block.masked, block.extra = result.tokens, result.masked, result.extra
-        output = None
-        if not block.is_final:
-            block.step += 1
-            if result.is_final:
-                block.is_final = True
-                output = self._commit(request, block)
-        if result.is_done and request.state is RequestState.RUNNING:
-            request.context_len += self._block_size
-            request.block = None
-            self.pages.publish(request)
-        return output
+        # Only the block that the row came with may hold prompt; if it was final, it is not here.
+        editable = np.ones_like(block.editable) if block.is_final else block.editable
+        for committed in result.committed:
+            request.nfe = nfe + committed.nfe
+            outputs.append(self._commit(request, committed.tokens[editable].tolist()))
+            if request.state is not RequestState.RUNNING:
+                return
+            editable = np.ones_like(editable)
+        request.nfe = nfe + result.nfe
+        if result.is_invalid:
+            outputs.append(self._give_up(request, "the model's logits are not numbers (NaN)"))
+            return
+        request.block = result.block
+        request.context_len = result.context_len
+        self.pages.publish(request)
 
-    def _commit(
-        self, request: request_lib.Request, block: request_lib.BlockRow
-    ) -> outputs_lib.RequestOutput:
-        """Appends the written tokens; a finished request leaves at once, without persisting."""
-        new = block.tokens[block.editable].tolist()
+    def _commit(self, request: request_lib.Request, new: list[int]) -> outputs_lib.RequestOutput:
+        """Appends a block's tokens; a finished request leaves at once, without persisting."""
         request.num_blocks += 1
         request.output_ids.extend(new)
         sampling = request.sampling
@@ -364,7 +357,7 @@ class Scheduler:
             new = new[: len(new) - surplus]
             self._leave(request, keep=True)
             self._end(request)
-        return outputs_lib.RequestOutput(request=request, new_token_ids=new, finish=finish)
+        return outputs_lib.RequestOutput.of(request, new, finish)
 
     def _give_up(self, request: request_lib.Request, message: str) -> outputs_lib.RequestOutput:
         """Ends a request that cannot go on; nothing more of it enters the prefix cache."""
@@ -374,7 +367,7 @@ class Scheduler:
         reason = outputs_lib.FinishReason(
             kind="abort", finished_len=len(request.output_ids), message=message
         )
-        return outputs_lib.RequestOutput(request=request, new_token_ids=[], finish=reason)
+        return outputs_lib.RequestOutput.of(request, [], reason)
 
     def _leave(self, request: request_lib.Request, *, keep: bool) -> None:
         """Takes row, pages and in-flight block from a running request."""

@@ -45,6 +45,9 @@ HELP = {
     "max_running_requests": "rows that decode at once",
     "max_queued_requests": "requests that may wait; more are answered 503",
     "chunked_prefill_size": "most prompt tokens per prefill launch",
+    "num_continuous_decode_steps": "most denoising steps per decode launch; more means less host "
+    "work, fewer means sooner news of a block and of an arrival",
+    "disable_fused_commit": "persist a block in a forward of its own",
     "schedule_policy": "order of the queue",
     "disable_radix_cache": "no sharing of prompt prefixes",
     "dllm_algorithm": "decoding algorithm, or several by comma; the first is the default",

@@ -1,4 +1,5 @@
-"""One tiny engine for the tests of this folder, and one that serves requests alone."""
+"""One tiny engine for the tests of this folder, and one as plain as can be: rows alone, one step
+a launch, no fused commit, no prefix cache."""
 
 import pytest
 from tiny_engine import make_engine
@@ -11,6 +12,11 @@ def engine():
 
 
 @pytest.fixture(scope="session")
-def cacheless_engine():
-    with make_engine(disable_radix_cache=True, max_running_requests=1) as engine:
+def plain_engine():
+    with make_engine(
+        disable_radix_cache=True,
+        max_running_requests=1,
+        num_continuous_decode_steps=1,
+        disable_fused_commit=True,
+    ) as engine:
         yield engine

@@ -55,7 +55,7 @@ def client(engine, requests, rng, outcomes):
             outcomes[name] = ("fault", None)
             waiting.pop(name)
         elif event.output.finish is not None:
-            ids = event.output.request.output_ids[: event.num_output]
+            ids = event.output.request.output_ids[: event.output.num_output]
             outcomes[name] = (event.output.finish.kind, ids)
             waiting.pop(name)
 
@@ -146,8 +146,8 @@ def test_events_say_what_was_true_when_they_were_made():
     while not seen or seen[-1].output.finish is None:
         seen.append(events.get(timeout=10))
     engine.stop()
-    assert [event.num_blocks for event in seen] == [1, 2, 3, 4, 5]
-    forwards = [event.nfe for event in seen]
+    assert [event.output.num_blocks for event in seen] == [1, 2, 3, 4, 5]
+    forwards = [event.output.nfe for event in seen]
     assert forwards == sorted(set(forwards)) and forwards[-1] == one.nfe
 
 

@@ -1,68 +1,12 @@
 """The scheduler step by step, with results written by hand; block 4, page 4 unless said."""
 
-import numpy as np
 import pytest
+from hand_written import MASK, B, ask, make, names, results_of, round_of, write
 
-from jdllm import errors, sampling_params
+from jdllm import errors
 from jdllm.kv_cache import prefix_cache
 from jdllm.scheduler import batch as batch_lib
-from jdllm.scheduler import buckets, request, scheduler
-
-B, MASK, EOS = 4, 0, 99
-
-
-def make(**changes):
-    rows = changes.get("max_running_requests", 4)
-    budget = changes.get("prefill_token_budget", 16)
-    options = {
-        "block_size": B,
-        "page_size": 4,
-        "num_pages": 32,
-        "max_running_requests": rows,
-        "max_queued_requests": None,
-        "context_length": 64,
-        "buckets": buckets.Buckets.default(rows, budget, B),
-        "prefill_token_budget": budget,
-        "policy": "fcfs",
-        "prefix_cache": None,
-        "mask_token_id": MASK,
-        "detokenize": None,
-    }
-    return scheduler.Scheduler(**(options | changes))
-
-
-def ask(name, prompt, max_new=8, **sampling):
-    return request.Request(
-        request_id=name,
-        prompt_ids=list(prompt),
-        sampling=sampling_params.SamplingParams(**sampling),
-        max_new_tokens=max_new,
-        eos_token_ids=(EOS,),
-    )
-
-
-def write(block, value=5, *, is_final=True, is_done=False, extra=None):
-    """A step that writes `value` on every editable position (all at once)."""
-    return batch_lib.RowResult(
-        tokens=np.where(block.editable, value, block.tokens),
-        masked=np.zeros(B, bool) if is_final else block.masked,
-        is_final=is_final,
-        is_done=is_done,
-        extra=extra,
-    )
-
-
-def round_of(made, **result):
-    """One round in which every decode row writes its whole block; returns batch, outputs."""
-    batch = made.schedule()
-    results = ()
-    if batch.phase is batch_lib.Phase.DECODE:
-        results = [write(row.request.block, **result) for row in batch.rows]
-    return batch, made.process_results(batch, results)
-
-
-def names(batch):
-    return [row.request.request_id for row in batch.rows]
+from jdllm.scheduler import buckets
 
 
 def test_prompt_remainder_heads_the_first_block_and_stays():
@@ -91,14 +35,14 @@ def test_block_is_committed_once_then_persisted_then_followed():
     one = ask("a", [7], max_new=8)
     made.add_request(one)
     batch = made.schedule()
-    made.process_results(batch, [write(one.block, is_final=False, extra="state")])
+    made.process_results(batch, results_of([write(one, is_final=False, extra="state")]))
     assert (one.block.step, one.block.extra, one.output_ids) == (1, "state", [])
     _, outputs = round_of(made)
     assert outputs[0].new_token_ids == one.output_ids == [5, 5, 5]
     assert (one.block.step, one.context_len, one.num_blocks) == (2, 0, 1)
     batch, outputs = round_of(made, is_done=True)
     assert batch.phase is batch_lib.Phase.DECODE and outputs == []
-    assert (one.context_len, one.block, one.output_ids) == (4, None, [5, 5, 5])
+    assert (one.context_len, one.output_ids) == (4, [5, 5, 5]) and one.block.masked.all()
     assert (one.nfe, one.num_blocks) == (3, 1)
     batch = made.schedule()
     assert batch.rows[0].start == 4 and batch.rows[0].request.block.masked.all()
@@ -217,7 +161,9 @@ def test_abort_in_every_phase_frees_pages_and_late_results_change_nothing():
         for _ in range(rounds):
             round_of(made)
         batch = made.schedule()
-        results = [write(row.request.block) for row in batch.rows if row.request.block is not None]
+        results = results_of(
+            write(row.request) for row in batch.rows if row.request.block is not None
+        )
         assert made.abort("b") and not made.abort("b")
         committed = list(one.output_ids)
         assert made.abort("a") and not made.abort("a")
@@ -254,7 +200,7 @@ def test_preempted_between_commit_and_persist_commits_no_token_twice():
     round_of(made)  # prefill of old
     batch = made.schedule()
     assert names(batch) == ["old", "young"]
-    results = [write(old.block, is_done=True), write(young.block)]
+    results = results_of([write(old, is_done=True), write(young)])
     made.process_results(batch, results)  # young is final, not persisted
     assert young.output_ids == [5, 5, 5] and young.block.is_final
     round_of(made, is_done=True)
@@ -287,7 +233,7 @@ def test_whole_prompt_hit_goes_straight_to_decode():
         made.add_request(ask(name, range(10, 18), max_new=1))
         batch = made.schedule()
         while made.has_work():
-            made.process_results(batch, [write(r.request.block) for r in batch.rows if r.start])
+            made.process_results(batch, results_of(write(r.request) for r in batch.rows if r.start))
             batch = made.schedule() or batch
     assert batch.phase is batch_lib.Phase.DECODE and batch.rows[0].start == 8
 
@@ -374,7 +320,9 @@ def test_a_page_smaller_than_a_block_is_shared_only_with_its_whole_block():
         while made.has_work():
             batch = made.schedule()
             pages[name] = one.pages[:2]
-            results = [write(r.request.block) for r in batch.rows if r.request.block is not None]
+            results = results_of(
+                write(r.request) for r in batch.rows if r.request.block is not None
+            )
             made.process_results(batch, results)
     assert one.cached_tokens == 4 and pages["c"] == pages["b"]
     assert not set(pages["a"]) & set(pages["b"])

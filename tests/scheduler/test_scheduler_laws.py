@@ -98,7 +98,17 @@ def serve(made, shapes, model, rng, todo):
 
 
 CASES = [
-    pytest.param(kind, page, cache, policy, tight, id=f"{kind}-page{page}-{cache}-{policy}-{tight}")
+    pytest.param(
+        kind,
+        page,
+        cache,
+        policy,
+        tight,
+        steps,
+        steps == 3,
+        id=f"{kind}-page{page}-{cache}-{policy}-{tight}-{steps}steps",
+    )
+    for steps in (1, 3, 10)
     for kind in ("persist", "edit")
     for page in (B // 2, B, 2 * B, 4 * B)
     for cache in ("cache", "nocache")
@@ -107,15 +117,16 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("kind,page_size,cache,policy,pool", CASES)
-def test_every_request_gets_the_tokens_it_gets_alone(kind, page_size, cache, policy, pool):
+@pytest.mark.parametrize("kind,page_size,cache,policy,pool,decode_steps,fuses", CASES)
+def test_every_request_gets_the_tokens_it_gets_alone(
+    kind, page_size, cache, policy, pool, decode_steps, fuses
+):
     rng = random.Random(repr((kind, page_size, cache, policy, pool)))
     # Tight: one request of full context fits and little more.
     num_pages = CONTEXT // page_size + (1 if pool == "tight" else 400 // page_size)
-    made, shapes = build(page_size, cache == "cache", policy, num_pages, rng.choice([1, 3, 8]))
-    if pool == "tight":
-        made, shapes = build(page_size, cache == "cache", policy, num_pages, 6)
-    model = PagedModel(kind, num_pages, page_size)
+    rows = 6 if pool == "tight" else rng.choice([1, 3, 8])
+    made, shapes = build(page_size, cache == "cache", policy, num_pages, rows, decode_steps)
+    model = PagedModel(kind, num_pages, page_size, fuses=fuses)
     todo = [random_request(rng, str(i)) for i in range(NUM_REQUESTS)]
     streamed, finished, aborted, rounds = serve(made, shapes, model, rng, todo)
     work = 0
@@ -127,8 +138,10 @@ def test_every_request_gets_the_tokens_it_gets_alone(kind, page_size, cache, pol
         if one.request_id in aborted:
             continue
         assert got == output and finished[one.request_id].finished_len == len(output)
-        if one.num_preemptions == 0:
+        if one.num_preemptions == 0 and not fuses:
             assert one.nfe == forwards
+        if one.num_preemptions == 0 and fuses:
+            assert one.nfe <= forwards
     assert set(finished) | aborted == {one.request_id for one in todo}
     assert rounds <= 4 * work, "requests hinder one another"
     check_pages(made)

@@ -1,0 +1,346 @@
+"""The decode launch: many denoising steps of R rows in one `lax.while_loop` on the device.
+
+A step forwards one block of every active row, takes the vocabulary statistics, lets the
+row's algorithm update the block, and moves on by itself: a block that is final goes to
+the row's output ring, one whose K,V is final too advances the context, and the next
+block begins in the pages that the scheduler allocated ahead. A row stops at an end
+token, at its token limit, without pages, or with a full ring; it never waits for
+another row. Nothing is read by the host before the launch ends.
+
+Fused commit. Where a last forward must persist the K,V of a final block, that forward
+also runs the first step of the block after it: the step has R block slots and C commit
+slots, each a row of one block to the attention kernel. The two slots of a row share its
+pages; K,V of both are written before either is attended, and the commit slot's K,V never
+depends on the later block, so the result is that of two forwards. C is chosen per step
+from a few compiled sizes; a row that gets no slot persists in a forward of its own.
+
+Early exit. A block ends its request as soon as every position up to the first end token,
+or up to the token limit, is settled; later positions are never shown.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jdllm import decoding
+from jdllm.decoding import interface, proposal
+from jdllm.models import loading
+from jdllm.runner import forward_batch, steps
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RowState:
+    """What a row carries from step to step; every leaf leads with R.
+
+    `is_final`: the block is in the ring, its K,V is not final yet. `num_blocks` counts
+    the blocks in the ring, `nfe` the forwards of this launch that the row took part in.
+    """
+
+    tokens: jax.Array  # [R, L] int32
+    masked: jax.Array  # [R, L] bool
+    editable: jax.Array  # [R, L] bool
+    step: jax.Array  # [R] int32
+    extra: Any  # one tree per compiled algorithm
+    context_lens: jax.Array  # [R] int32
+    tokens_left: jax.Array  # [R] int32
+    is_final: jax.Array  # [R] bool
+    is_finished: jax.Array  # [R] bool
+    is_invalid: jax.Array  # [R] bool
+    num_blocks: jax.Array  # [R] int32
+    num_edited: jax.Array  # [R] int32
+    nfe: jax.Array  # [R] int32
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Ring:
+    """Blocks that became final in the launch, K places a row, and `nfe` at that moment."""
+
+    tokens: jax.Array  # [R, K, L] int32
+    nfe: jax.Array  # [R, K] int32
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeOutputs:
+    """What the host reads after a launch; see `scheduler.batch.LaunchResult` for the counts."""
+
+    state: RowState
+    ring: Ring
+    num_steps: jax.Array
+    num_slots: jax.Array
+    used_slots: jax.Array
+
+
+def commit_slots(rows: int, config: steps.StepConfig) -> tuple[int, ...]:
+    """Returns the compiled numbers of commit slots of a step of `rows` rows, ascending."""
+    needs = any(decoding.ALGORITHMS[name].persists_apart for name in config.algorithms)
+    if not config.fuses_commits or not needs:
+        return (0,)
+    # Few slots serve rows that are out of phase, all of them rows that march together.
+    return (0, rows) if rows < 8 else (0, rows // 4, rows)
+
+
+def decode_launch(
+    graphdef: Any,
+    config: steps.StepConfig,
+    params: Any,
+    pools: list[jax.Array],
+    inputs: forward_batch.DecodeInputs,
+) -> tuple[list[jax.Array], DecodeOutputs]:
+    """Returns the pool and every row's state and blocks after up to `inputs.max_steps` steps."""
+    R, L = inputs.tokens.shape
+    model = loading.merge(graphdef, params)
+    sizes = commit_slots(R, config)
+    ring = Ring(
+        tokens=jnp.zeros((R, config.max_launch_steps, L), jnp.int32),
+        nfe=jnp.zeros((R, config.max_launch_steps), jnp.int32),
+    )
+
+    def goes_on(carry):
+        _, state, _, (num_steps, _, _) = carry
+        waited_for = inputs.yields_on_finish & jnp.any(state.is_finished & (inputs.kv_lens > 0))
+        return (
+            (num_steps < inputs.max_steps) & jnp.any(_active(config, inputs, state)) & ~waited_for
+        )
+
+    def one_step(carry):
+        pools, state, ring, (num_steps, num_slots, used_slots) = carry
+        wants = _wants_slot(config, inputs, state)
+        chosen = _choose(sizes, jnp.sum(wants, dtype=jnp.int32))
+        granted = wants & (jnp.cumsum(wants) <= jnp.asarray(sizes, jnp.int32)[chosen])
+        advanced = _advance(config, state, granted)
+        branches = [
+            functools.partial(_forward, config, model, inputs, state, advanced, granted, size)
+            for size in sizes
+        ]
+        hidden, pools = jax.lax.switch(chosen, branches, pools)
+        state, ring = _update(config, inputs, model.unembedding(), hidden, advanced, ring)
+        num_slots += R + jnp.asarray(sizes, jnp.int32)[chosen]
+        used_slots += jnp.sum(_active(config, inputs, advanced), dtype=jnp.int32)
+        used_slots += jnp.sum(granted, dtype=jnp.int32)
+        return pools, state, ring, (num_steps + 1, num_slots, used_slots)
+
+    pools, state, ring, (num_steps, num_slots, used_slots) = jax.lax.while_loop(
+        goes_on, one_step, (pools, _initial(inputs), ring, (jnp.int32(0),) * 3)
+    )
+    return pools, DecodeOutputs(
+        state=state, ring=ring, num_steps=num_steps, num_slots=num_slots, used_slots=used_slots
+    )
+
+
+def _initial(inputs: forward_batch.DecodeInputs) -> RowState:
+    zeros = jnp.zeros_like(inputs.step)
+    return RowState(
+        tokens=inputs.tokens,
+        masked=inputs.masked,
+        editable=inputs.editable,
+        step=inputs.step,
+        extra=inputs.extra,
+        context_lens=inputs.context_lens,
+        tokens_left=inputs.tokens_left,
+        is_final=inputs.is_final,
+        is_finished=inputs.kv_lens == 0,  # padding rows
+        is_invalid=zeros > 0,
+        num_blocks=zeros,
+        num_edited=zeros,
+        nfe=zeros,
+    )
+
+
+def _active(
+    config: steps.StepConfig, inputs: forward_batch.DecodeInputs, state: RowState
+) -> jax.Array:
+    """Returns [R]: the row's block is forwarded in the next step."""
+    L = state.tokens.shape[1]
+    has_pages = state.context_lens + L <= inputs.capacity
+    has_place = state.is_final | (state.num_blocks < config.max_launch_steps)
+    return ~state.is_finished & has_pages & has_place
+
+
+def _wants_slot(
+    config: steps.StepConfig, inputs: forward_batch.DecodeInputs, state: RowState
+) -> jax.Array:
+    """Returns [R]: the row persists its block and could run the next one in the same forward."""
+    L = state.tokens.shape[1]
+    fits = state.context_lens + 2 * L <= inputs.capacity
+    has_place = state.num_blocks < config.max_launch_steps
+    return _active(config, inputs, state) & state.is_final & fits & has_place
+
+
+def _choose(sizes: tuple[int, ...], wanted: jax.Array) -> jax.Array:
+    """Returns which of `sizes` serves `wanted` rows: the largest only if more than half use it."""
+    if len(sizes) == 1:
+        return jnp.int32(0)
+    some = jnp.int32(1)
+    if len(sizes) == 3:
+        some = jnp.where(2 * wanted > sizes[2], 2, 1)
+    return jnp.where(wanted > 0, some, 0)
+
+
+def _advance(config: steps.StepConfig, state: RowState, where: jax.Array) -> RowState:
+    """Returns the state with a fresh block after the present one, for the rows of `where` [R]."""
+    L = state.tokens.shape[1]
+    column = where[:, None]
+    mask_id = config.spec.diffusion.mask_token_id
+    return dataclasses.replace(
+        state,
+        tokens=jnp.where(column, mask_id, state.tokens),
+        masked=state.masked | column,
+        editable=state.editable | column,
+        step=jnp.where(where, 0, state.step),
+        extra=_select(where, jax.tree.map(jnp.zeros_like, state.extra), state.extra),
+        context_lens=state.context_lens + jnp.where(where, L, 0),
+        is_final=state.is_final & ~where,
+    )
+
+
+def _forward(
+    config: steps.StepConfig,
+    model: Any,
+    inputs: forward_batch.DecodeInputs,
+    before: RowState,
+    state: RowState,
+    granted: jax.Array,
+    num_slots: int,
+    pools: list[jax.Array],
+) -> tuple[jax.Array, list[jax.Array]]:
+    """Returns ([R, L, D] hidden states of the blocks, pools); commit slots leave K,V alone."""
+    R, L = state.tokens.shape
+    tokens, context_lens = state.tokens, state.context_lens
+    kv_lens = jnp.where(_active(config, inputs, state), context_lens + L, 0)
+    page_table = inputs.page_table
+    if num_slots:
+        (row,) = jnp.nonzero(granted, size=num_slots, fill_value=R)
+        is_used, row = row < R, jnp.minimum(row, R - 1)
+        tokens = jnp.concatenate([tokens, before.tokens[row]])
+        context_lens = jnp.concatenate([context_lens, before.context_lens[row]])
+        committed = jnp.where(is_used, before.context_lens[row] + L, 0)
+        kv_lens = jnp.concatenate([kv_lens, committed])
+        page_table = jnp.concatenate([page_table, page_table[row]])
+    hidden, pools = steps.forward_blocks(
+        config, model, pools, tokens, context_lens, kv_lens, page_table
+    )
+    return hidden[:R], pools
+
+
+def _update(
+    config: steps.StepConfig,
+    inputs: forward_batch.DecodeInputs,
+    lm_head: jax.Array,
+    hidden: jax.Array,
+    state: RowState,
+    ring: Ring,
+) -> tuple[RowState, Ring]:
+    """Returns state and ring after every active row's algorithm has seen its proposal."""
+    R, L = state.tokens.shape
+    active = _active(config, inputs, state)
+    after, is_final, settled, num_edited, is_invalid = _denoise(
+        config, inputs, lm_head, hidden, state, active
+    )
+    is_broken = active & is_invalid
+    works = active & ~is_broken
+    ended = works & ~state.is_final & _has_ended(inputs, state, after.tokens, settled)
+    commits = works & ~state.is_final & (is_final | ended)
+    nfe = state.nfe + active
+    place = commits[:, None] & (jnp.arange(ring.nfe.shape[1]) == state.num_blocks[:, None])
+    ring = Ring(
+        tokens=jnp.where(place[:, :, None], after.tokens[:, None], ring.tokens),
+        nfe=jnp.where(place, nfe[:, None], ring.nfe),
+    )
+    updated = dataclasses.replace(
+        state,
+        tokens=after.tokens,
+        masked=after.masked,
+        step=state.step + (works & ~state.is_final),
+        extra=after.extra,
+        tokens_left=state.tokens_left
+        - jnp.where(commits, jnp.sum(state.editable, axis=1, dtype=jnp.int32), 0),
+        is_final=state.is_final | commits,
+        is_finished=state.is_finished | ended | is_broken,
+        is_invalid=state.is_invalid | is_broken,
+        num_blocks=state.num_blocks + commits,
+        num_edited=state.num_edited + jnp.where(works, num_edited, 0),
+        nfe=nfe,
+    )
+    return _advance(config, updated, works & after.done & ~ended), ring
+
+
+def _denoise(
+    config: steps.StepConfig,
+    inputs: forward_batch.DecodeInputs,
+    lm_head: jax.Array,
+    hidden: jax.Array,
+    state: RowState,
+    active: jax.Array,
+) -> tuple[interface.BlockState, jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Proposes once, lets every compiled algorithm update, and keeps each row's own result.
+
+    Returns (blocks, is_final [R], settled [R, L], edits [R], is not a number [R]).
+    """
+    L = state.tokens.shape[1]
+    mask_id = config.spec.diffusion.mask_token_id
+    before = interface.BlockState(
+        tokens=state.tokens,
+        masked=state.masked,
+        editable=state.editable,
+        done=~active,
+        params=inputs.params,
+        extra=(),
+    )
+    proposed = proposal.propose(
+        hidden,
+        lm_head,
+        before,
+        state.context_lens[:, None] + jnp.arange(L, dtype=jnp.int32),
+        state.step,
+        inputs.sampling,
+        forbidden_ids=() if mask_id is None else (mask_id,),
+        implementation=config.implementation,
+    )
+    after, extras = before, []
+    is_final, settled = jnp.zeros_like(active), jnp.zeros_like(state.masked)
+    for i, name in enumerate(config.algorithms):
+        algorithm = decoding.ALGORITHMS[name]
+        updated = algorithm.update(dataclasses.replace(before, extra=state.extra[i]), proposed)
+        extras.append(updated.extra)
+        is_mine = inputs.algorithm == i
+        is_final = jnp.where(is_mine, algorithm.is_final(updated), is_final)
+        settled = jnp.where(is_mine[:, None], algorithm.settled(updated), settled)
+        after = _select(is_mine, dataclasses.replace(updated, extra=()), after)
+    edited = ~before.masked & (after.tokens != before.tokens)
+    return (
+        dataclasses.replace(after, extra=tuple(extras)),
+        is_final,
+        settled,
+        jnp.sum(edited, axis=1, dtype=jnp.int32),
+        jnp.any(jnp.isnan(proposed.best_prob), axis=1),
+    )
+
+
+def _has_ended(
+    inputs: forward_batch.DecodeInputs, state: RowState, tokens: jax.Array, settled: jax.Array
+) -> jax.Array:
+    """Returns [R]: all positions up to the first end token, or to the token limit, are settled."""
+    L = tokens.shape[1]
+    place = jnp.arange(L, dtype=jnp.int32)
+    head = L - jnp.sum(state.editable, axis=1, dtype=jnp.int32)
+    limit = (head + state.tokens_left)[:, None]
+    shown = state.editable & (place < limit)
+    is_end = shown & settled & jnp.any(tokens[..., None] == inputs.stop_ids[:, None], axis=2)
+    first_end = jnp.min(jnp.where(is_end, place, L), axis=1, keepdims=True)
+    is_open = jnp.any(shown & (place < first_end) & ~settled, axis=1)
+    return ~is_open & ((first_end < L) | (limit <= L))[:, 0]
+
+
+def _select(where: jax.Array, new: Any, old: Any) -> Any:
+    """Returns `new` for the rows of `where` [R], `old` for the others."""
+    return jax.tree.map(
+        lambda a, b: jnp.where(where.reshape((-1,) + (1,) * (a.ndim - 1)), a, b), new, old
+    )
