@@ -110,25 +110,35 @@ def decode_launch(
             (num_steps < inputs.max_steps) & jnp.any(_active(config, inputs, state)) & ~waited_for
         )
 
-    def one_step(carry):
+    def chosen(carry):
+        return _choose(sizes, jnp.sum(_wants_slot(config, inputs, carry[1]), dtype=jnp.int32))
+
+    def one_step(place, carry):
         pools, state, ring, (num_steps, num_slots, used_slots) = carry
+        size = sizes[place]
         wants = _wants_slot(config, inputs, state)
-        chosen = _choose(sizes, jnp.sum(wants, dtype=jnp.int32))
-        granted = wants & (jnp.cumsum(wants) <= jnp.asarray(sizes, jnp.int32)[chosen])
+        granted = wants & (jnp.cumsum(wants) <= size)
         advanced = _advance(config, state, granted)
-        branches = [
-            functools.partial(_forward, config, model, inputs, state, advanced, granted, size)
-            for size in sizes
-        ]
-        hidden, pools = jax.lax.switch(chosen, branches, pools)
-        state, ring = _update(config, inputs, model.unembedding(), hidden, advanced, ring)
-        num_slots += R + jnp.asarray(sizes, jnp.int32)[chosen]
+        hidden, pools = _forward(config, model, inputs, state, advanced, granted, size, pools)
         used_slots += jnp.sum(_active(config, inputs, advanced), dtype=jnp.int32)
         used_slots += jnp.sum(granted, dtype=jnp.int32)
-        return pools, state, ring, (num_steps + 1, num_slots, used_slots)
+        state, ring = _update(config, inputs, model.unembedding(), hidden, advanced, ring)
+        return pools, state, ring, (num_steps + 1, num_slots + R + size, used_slots)
 
+    def phases(carry):
+        # One loop per number of slots, each as long as its number is the right one. A
+        # conditional inside one loop would make XLA copy the pool.
+        for place in range(len(sizes)):
+            carry = jax.lax.while_loop(
+                lambda carry, place=place: goes_on(carry) & (chosen(carry) == place),
+                functools.partial(one_step, place),
+                carry,
+            )
+        return carry
+
+    carry = (pools, _initial(inputs), ring, (jnp.int32(0),) * 3)
     pools, state, ring, (num_steps, num_slots, used_slots) = jax.lax.while_loop(
-        goes_on, one_step, (pools, _initial(inputs), ring, (jnp.int32(0),) * 3)
+        goes_on, phases, carry
     )
     return pools, DecodeOutputs(
         state=state, ring=ring, num_steps=num_steps, num_slots=num_slots, used_slots=used_slots
