@@ -67,8 +67,9 @@ class EngineConfig:
     max_running_requests: int | None = None
     max_queued_requests: int | None = None
     chunked_prefill_size: int | None = None
-    num_continuous_decode_steps: int = 8
+    num_continuous_decode_steps: int = 4
     disable_fused_commit: bool = False
+    disable_overlap_schedule: bool = False
     schedule_policy: Literal["fcfs", "lpm"] = "fcfs"
     disable_radix_cache: bool = False
     dllm_algorithm: str | None = None

@@ -68,6 +68,7 @@ class PagedModel:
     def __init__(self, kind, num_pages, page_size, fuses=False):
         self.kind, self.page_size, self.fuses = kind, page_size, fuses
         self.store = np.zeros((num_pages, page_size), np.uint64)
+        self.blocks = {}
 
     def slots(self, one, start, stop):
         positions = np.arange(start, stop)
@@ -81,6 +82,10 @@ class PagedModel:
         self.store[self.slots(one, start, start + B)] = block_kv(context, tokens, start)
         return self.store[self.slots(one, 0, start + B)]
 
+    def launch(self, batch):
+        """Runs the launch at once, as its place in the order of launches demands."""
+        return Done(self.execute(batch))
+
     def execute(self, batch):
         if batch.phase is batch_lib.Phase.DECODE:
             rows = tuple(self.decode(row, batch.max_steps) for row in batch.rows)
@@ -93,16 +98,21 @@ class PagedModel:
 
     def decode(self, row, max_steps):
         """Runs up to `max_steps` forwards of a row, block after block while pages last."""
-        one, block, context = row.request, row.request.block, row.start
-        committed, nfe, num_edited = [], 0, 0
-        while nfe < max_steps and context + B <= len(one.pages) * self.page_size:
+        one = row.request
+        if row.is_fresh:
+            head = one.tokens(row.start, one.num_tokens)
+            self.blocks[one.slot] = Block(one.request_id, row.start, head)
+        block, committed, nfe, num_edited = self.blocks[one.slot], [], 0, 0
+        assert block.owner == one.request_id, "another row's slot"
+        capacity = len(one.pages) * self.page_size
+        while nfe < max_steps and block.start + B <= capacity:
             nfe += 1
-            if block.is_final and self.fuses and context + 2 * B <= len(one.pages) * self.page_size:
-                self.write_block(one, context, block.tokens)
-                block, context = fresh_block(), context + B
-            visible = self.write_block(one, context, block.tokens)
-            assert (0 if block.extra is None else block.extra) == block.step
-            tokens, masked, is_final, is_done, edits = step(
+            if block.is_final and self.fuses and block.start + 2 * B <= capacity:
+                self.write_block(one, block.start, block.tokens)
+                block = Block(one.request_id, block.start + B, [])
+            visible = self.write_block(one, block.start, block.tokens)
+            was_final = block.is_final
+            block.tokens, block.masked, block.is_final, is_done, edits = step(
                 self.kind,
                 visible,
                 block.tokens,
@@ -112,32 +122,36 @@ class PagedModel:
                 block.step,
             )
             num_edited += edits
-            if is_final and not block.is_final:
-                committed.append(batch_lib.CommittedBlock(tokens=tokens, nfe=nfe))
-            block = request.BlockRow(
-                tokens=tokens,
-                masked=masked,
-                editable=block.editable,
-                step=block.step + (not block.is_final),
-                is_final=is_final,
-                extra=block.step + (not block.is_final),
-            )
+            block.step += not was_final
+            if block.is_final and not was_final:
+                committed.append(batch_lib.CommittedBlock(tokens=block.tokens, nfe=nfe))
             if is_done:
-                block, context = fresh_block(), context + B
+                block = Block(one.request_id, block.start + B, [])
+        self.blocks[one.slot] = block
         return batch_lib.RowResult(
-            committed=tuple(committed),
-            block=block,
-            context_len=context,
-            nfe=nfe,
-            num_edited=num_edited,
+            committed=tuple(committed), context_len=block.start, nfe=nfe, num_edited=num_edited
         )
 
 
-def fresh_block():
-    masked = np.ones(B, bool)
-    return request.BlockRow(
-        tokens=np.full(B, MASK, np.int32), masked=masked, editable=masked.copy()
-    )
+class Done:
+    def __init__(self, outcome):
+        self.outcome = outcome
+
+    def result(self):
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        return self.outcome
+
+
+class Block:
+    """The block in flight of a slot."""
+
+    def __init__(self, owner, start, head):
+        self.owner, self.start, self.step, self.is_final = owner, start, 0, False
+        self.tokens = np.full(B, MASK, np.int32)
+        self.tokens[: len(head)] = head
+        self.masked = np.arange(B) >= len(head)
+        self.editable = self.masked
 
 
 def decode_text(ids):
@@ -203,7 +217,7 @@ def random_request(rng, name):
     )
 
 
-def build(page_size, with_cache, policy, num_pages, rows, decode_steps=1):
+def build(page_size, with_cache, policy, num_pages, rows, decode_steps=1, launches_ahead=0):
     shapes = buckets.Buckets.default(rows, 5 * B, B)
     made = scheduler.Scheduler(
         block_size=B,
@@ -216,8 +230,8 @@ def build(page_size, with_cache, policy, num_pages, rows, decode_steps=1):
         prefill_token_budget=5 * B,
         policy=policy,
         prefix_cache=prefix_cache.PrefixCache(page_size) if with_cache else None,
-        mask_token_id=MASK,
         detokenize=decode_text,
         decode_steps=decode_steps,
+        launches_ahead=launches_ahead,
     )
     return made, shapes

@@ -94,6 +94,7 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
         pool_config,
         algorithms=algorithms,
         context_length=sizes.context_length,
+        num_slots=sizes.max_running_requests,
         decode_steps=config.num_continuous_decode_steps,
         fuses_commits=not config.disable_fused_commit,
     )
@@ -111,6 +112,7 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
             scheduler,
             runner,
             max_total_tokens=sizes.num_pages * sizes.page_size,
+            overlaps=not config.disable_overlap_schedule,
             decode_log_interval=config.decode_log_interval,
         ),
         runner=runner,
@@ -232,8 +234,8 @@ def _scheduler(
         prefill_token_budget=sizes.prefill_token_budget,
         policy=config.schedule_policy,
         prefix_cache=prefix_cache_lib.PrefixCache(sizes.page_size) if is_cached else None,
-        mask_token_id=spec.diffusion.mask_token_id,
         decode_steps=config.num_continuous_decode_steps,
+        launches_ahead=0 if config.disable_overlap_schedule else 1,
         # A stop string may name a special token, which the shown text leaves out.
         detokenize=(
             None

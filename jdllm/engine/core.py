@@ -1,4 +1,7 @@
-"""One round of the engine: schedule, execute, process; no threads, no text.
+"""One round of the engine: schedule, launch, process; no threads, no text.
+
+With overlap the host works behind the device: a round's launch is planned and started
+before the results of the one before are read.
 
 `EngineCore` is used by one thread at a time (`engine/loop.py`). A launch that fails
 takes only its own requests with it: the pool is rebuilt, every other running request
@@ -30,6 +33,7 @@ class EngineCore:
         runner: batch_lib.Runner,
         *,
         max_total_tokens: int,
+        overlaps: bool = False,
         decode_log_interval: int = 40,
     ):
         self.scheduler = scheduler
@@ -38,6 +42,8 @@ class EngineCore:
         self.throughput = stats_lib.Throughput()
         self.requests: dict[str, request_lib.Request] = {}
         self._max_total_tokens = max_total_tokens
+        self._overlaps = overlaps
+        self._in_flight: tuple[batch_lib.ScheduleBatch, batch_lib.Launch] | None = None
         self._decode_log_interval = decode_log_interval
         self._logged_at = (time.monotonic(), 0, 0)
 
@@ -70,32 +76,55 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work()
+        return self._in_flight is not None or self.scheduler.has_work()
 
     def step(self) -> list[outputs_lib.RequestOutput]:
-        """Runs one launch and returns what its requests committed.
+        """Starts the next launch, and returns what the one before committed.
 
-        Raises whatever the runner raises, after the failed launch's requests were
-        removed (`LaunchFailed.requests`) and all others made ready to run again.
+        Without overlap it is the launch just started that is waited for. Raises
+        `LaunchFailed` for a launch that failed, after its requests were removed and all
+        others made ready to run again.
         """
+        previous, self._in_flight = self._in_flight, None
         batch = self.scheduler.schedule()
-        if batch is None:
-            return []
+        started = None
+        if batch is not None:
+            try:
+                started = (batch, self.runner.launch(batch))
+            except Exception as error:  # a fault of one launch must not end the engine
+                outputs = [] if previous is None else self._finish(*previous)
+                raise self._recover(batch, error, outputs) from error
+        if not self._overlaps:
+            previous, started = started, None
+        outputs = [] if previous is None else self._finish(*previous)
+        # Only now: had the one before failed, this one would be lost with it.
+        self._in_flight = started
+        return outputs
+
+    def _finish(
+        self, batch: batch_lib.ScheduleBatch, launch: batch_lib.Launch
+    ) -> list[outputs_lib.RequestOutput]:
+        """Waits for a launch and applies its results."""
         try:
-            result = self.runner.execute(batch)
-        except Exception as error:  # a fault of one launch must not end the engine
-            raise self._recover(batch, error) from error
+            result = launch.result()
+        except Exception as error:
+            raise self._recover(batch, error, []) from error
         outputs = self.scheduler.process_results(batch, result)
         self._count(batch, result, outputs)
         return outputs
 
-    def _recover(self, batch: batch_lib.ScheduleBatch, error: Exception) -> LaunchFailed:
-        failed = [row.request for row in batch.rows]
+    def _recover(
+        self,
+        batch: batch_lib.ScheduleBatch,
+        error: Exception,
+        outputs: list[outputs_lib.RequestOutput],
+    ) -> LaunchFailed:
+        failed = [row.request for row in batch.rows if scheduler_lib.is_current(row)]
         for request in failed:
             self.abort(request.request_id)
         self.scheduler.drop_kv()
-        self.runner.reset_pool()
-        return LaunchFailed(f"{type(error).__name__}: {error}", failed)
+        self.runner.reset()
+        return LaunchFailed(f"{type(error).__name__}: {error}", failed, outputs)
 
     def _count(
         self,
@@ -145,8 +174,14 @@ class EngineCore:
 
 
 class LaunchFailed(RuntimeError):
-    """Carries the requests that a failed launch took with it."""
+    """Carries the requests that a failed launch took with it, and what others committed before."""
 
-    def __init__(self, message: str, requests: list[request_lib.Request]):
+    def __init__(
+        self,
+        message: str,
+        requests: list[request_lib.Request],
+        outputs: list[outputs_lib.RequestOutput],
+    ):
         super().__init__(message)
         self.requests = requests
+        self.outputs = outputs

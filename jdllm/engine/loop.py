@@ -161,9 +161,13 @@ class EngineLoop:
             outputs = self.core.step()
         except core_lib.LaunchFailed as error:
             logger.exception("a launch failed; %d requests end", len(error.requests))
+            self._deliver_all(error.outputs)
             for request in error.requests:
                 self._deliver(self._sinks.pop(request.request_id, None), FaultEvent(str(error)))
             return
+        self._deliver_all(outputs)
+
+    def _deliver_all(self, outputs: Sequence[outputs_lib.RequestOutput]) -> None:
         for output in outputs:
             request = output.request
             if output.finish is None:

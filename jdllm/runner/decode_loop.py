@@ -31,30 +31,7 @@ from jdllm import decoding
 from jdllm.decoding import interface, proposal
 from jdllm.models import loading
 from jdllm.runner import forward_batch, steps
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RowState:
-    """What a row carries from step to step; every leaf leads with R.
-
-    `is_final`: the block is in the ring, its K,V is not final yet. `num_blocks` counts
-    the blocks in the ring, `nfe` the forwards of this launch that the row took part in.
-    """
-
-    tokens: jax.Array  # [R, L] int32
-    masked: jax.Array  # [R, L] bool
-    editable: jax.Array  # [R, L] bool
-    step: jax.Array  # [R] int32
-    extra: Any  # one tree per compiled algorithm
-    context_lens: jax.Array  # [R] int32
-    tokens_left: jax.Array  # [R] int32
-    is_final: jax.Array  # [R] bool
-    is_finished: jax.Array  # [R] bool
-    is_invalid: jax.Array  # [R] bool
-    num_blocks: jax.Array  # [R] int32
-    num_edited: jax.Array  # [R] int32
-    nfe: jax.Array  # [R] int32
+from jdllm.runner.row_state import RowState, advance, enter, is_active, select
 
 
 @jax.tree_util.register_dataclass
@@ -69,10 +46,14 @@ class Ring:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeOutputs:
-    """What the host reads after a launch; see `scheduler.batch.LaunchResult` for the counts."""
+    """What the host reads after a launch; see `scheduler.batch` for what the fields mean."""
 
-    state: RowState
     ring: Ring
+    num_blocks: jax.Array  # [R]
+    context_lens: jax.Array  # [R]
+    nfe: jax.Array  # [R]
+    num_edited: jax.Array  # [R]
+    is_invalid: jax.Array  # [R]
     num_steps: jax.Array
     num_slots: jax.Array
     used_slots: jax.Array
@@ -91,11 +72,16 @@ def decode_launch(
     graphdef: Any,
     config: steps.StepConfig,
     params: Any,
-    pools: list[jax.Array],
+    memory: tuple[list[jax.Array], RowState],
     inputs: forward_batch.DecodeInputs,
-) -> tuple[list[jax.Array], DecodeOutputs]:
-    """Returns the pool and every row's state and blocks after up to `inputs.max_steps` steps."""
+) -> tuple[tuple[list[jax.Array], RowState], DecodeOutputs]:
+    """Returns (pools, row states of all slots) and outputs after up to `inputs.max_steps` steps.
+
+    The caller donates `memory`.
+    """
+    pools, slots = memory
     R, L = inputs.tokens.shape
+    is_row = inputs.slot < slots.step.shape[0]
     model = loading.merge(graphdef, params)
     sizes = commit_slots(R, config)
     ring = Ring(
@@ -105,9 +91,9 @@ def decode_launch(
 
     def goes_on(carry):
         _, state, _, (num_steps, _, _) = carry
-        waited_for = inputs.yields_on_finish & jnp.any(state.is_finished & (inputs.kv_lens > 0))
+        waited_for = inputs.yields_on_finish & jnp.any(state.is_finished & is_row)
         return (
-            (num_steps < inputs.max_steps) & jnp.any(_active(config, inputs, state)) & ~waited_for
+            (num_steps < inputs.max_steps) & jnp.any(is_active(config, inputs, state)) & ~waited_for
         )
 
     def chosen(carry):
@@ -118,9 +104,9 @@ def decode_launch(
         size = sizes[place]
         wants = _wants_slot(config, inputs, state)
         granted = wants & (jnp.cumsum(wants) <= size)
-        advanced = _advance(config, state, granted)
+        advanced = advance(config, state, granted)
         hidden, pools = _forward(config, model, inputs, state, advanced, granted, size, pools)
-        used_slots += jnp.sum(_active(config, inputs, advanced), dtype=jnp.int32)
+        used_slots += jnp.sum(is_active(config, inputs, advanced), dtype=jnp.int32)
         used_slots += jnp.sum(granted, dtype=jnp.int32)
         state, ring = _update(config, inputs, model.unembedding(), hidden, advanced, ring)
         return pools, state, ring, (num_steps + 1, num_slots + R + size, used_slots)
@@ -136,42 +122,23 @@ def decode_launch(
             )
         return carry
 
-    carry = (pools, _initial(inputs), ring, (jnp.int32(0),) * 3)
+    carry = (pools, enter(config, inputs, slots, is_row), ring, (jnp.int32(0),) * 3)
     pools, state, ring, (num_steps, num_slots, used_slots) = jax.lax.while_loop(
         goes_on, phases, carry
     )
-    return pools, DecodeOutputs(
-        state=state, ring=ring, num_steps=num_steps, num_slots=num_slots, used_slots=used_slots
+    slots = jax.tree.map(lambda old, new: old.at[inputs.slot].set(new, mode="drop"), slots, state)
+    outputs = DecodeOutputs(
+        ring=ring,
+        num_blocks=state.num_blocks,
+        context_lens=state.context_lens,
+        nfe=state.nfe,
+        num_edited=state.num_edited,
+        is_invalid=state.is_invalid,
+        num_steps=num_steps,
+        num_slots=num_slots,
+        used_slots=used_slots,
     )
-
-
-def _initial(inputs: forward_batch.DecodeInputs) -> RowState:
-    zeros = jnp.zeros_like(inputs.step)
-    return RowState(
-        tokens=inputs.tokens,
-        masked=inputs.masked,
-        editable=inputs.editable,
-        step=inputs.step,
-        extra=inputs.extra,
-        context_lens=inputs.context_lens,
-        tokens_left=inputs.tokens_left,
-        is_final=inputs.is_final,
-        is_finished=inputs.kv_lens == 0,  # padding rows
-        is_invalid=zeros > 0,
-        num_blocks=zeros,
-        num_edited=zeros,
-        nfe=zeros,
-    )
-
-
-def _active(
-    config: steps.StepConfig, inputs: forward_batch.DecodeInputs, state: RowState
-) -> jax.Array:
-    """Returns [R]: the row's block is forwarded in the next step."""
-    L = state.tokens.shape[1]
-    has_pages = state.context_lens + L <= inputs.capacity
-    has_place = state.is_final | (state.num_blocks < config.max_launch_steps)
-    return ~state.is_finished & has_pages & has_place
+    return (pools, slots), outputs
 
 
 def _wants_slot(
@@ -181,7 +148,7 @@ def _wants_slot(
     L = state.tokens.shape[1]
     fits = state.context_lens + 2 * L <= inputs.capacity
     has_place = state.num_blocks < config.max_launch_steps
-    return _active(config, inputs, state) & state.is_final & fits & has_place
+    return is_active(config, inputs, state) & state.is_final & fits & has_place
 
 
 def _choose(sizes: tuple[int, ...], wanted: jax.Array) -> jax.Array:
@@ -192,23 +159,6 @@ def _choose(sizes: tuple[int, ...], wanted: jax.Array) -> jax.Array:
     if len(sizes) == 3:
         some = jnp.where(2 * wanted > sizes[2], 2, 1)
     return jnp.where(wanted > 0, some, 0)
-
-
-def _advance(config: steps.StepConfig, state: RowState, where: jax.Array) -> RowState:
-    """Returns the state with a fresh block after the present one, for the rows of `where` [R]."""
-    L = state.tokens.shape[1]
-    column = where[:, None]
-    mask_id = config.spec.diffusion.mask_token_id
-    return dataclasses.replace(
-        state,
-        tokens=jnp.where(column, mask_id, state.tokens),
-        masked=state.masked | column,
-        editable=state.editable | column,
-        step=jnp.where(where, 0, state.step),
-        extra=_select(where, jax.tree.map(jnp.zeros_like, state.extra), state.extra),
-        context_lens=state.context_lens + jnp.where(where, L, 0),
-        is_final=state.is_final & ~where,
-    )
 
 
 def _forward(
@@ -224,7 +174,7 @@ def _forward(
     """Returns ([R, L, D] hidden states of the blocks, pools); commit slots leave K,V alone."""
     R, L = state.tokens.shape
     tokens, context_lens = state.tokens, state.context_lens
-    kv_lens = jnp.where(_active(config, inputs, state), context_lens + L, 0)
+    kv_lens = jnp.where(is_active(config, inputs, state), context_lens + L, 0)
     page_table = inputs.page_table
     if num_slots:
         (row,) = jnp.nonzero(granted, size=num_slots, fill_value=R)
@@ -250,7 +200,7 @@ def _update(
 ) -> tuple[RowState, Ring]:
     """Returns state and ring after every active row's algorithm has seen its proposal."""
     R, L = state.tokens.shape
-    active = _active(config, inputs, state)
+    active = is_active(config, inputs, state)
     after, is_final, settled, num_edited, is_invalid = _denoise(
         config, inputs, lm_head, hidden, state, active
     )
@@ -279,7 +229,7 @@ def _update(
         num_edited=state.num_edited + jnp.where(works, num_edited, 0),
         nfe=nfe,
     )
-    return _advance(config, updated, works & after.done & ~ended), ring
+    return advance(config, updated, works & after.done & ~ended), ring
 
 
 def _denoise(
@@ -323,7 +273,7 @@ def _denoise(
         is_mine = inputs.algorithm == i
         is_final = jnp.where(is_mine, algorithm.is_final(updated), is_final)
         settled = jnp.where(is_mine[:, None], algorithm.settled(updated), settled)
-        after = _select(is_mine, dataclasses.replace(updated, extra=()), after)
+        after = select(is_mine, dataclasses.replace(updated, extra=()), after)
     edited = ~before.masked & (after.tokens != before.tokens)
     return (
         dataclasses.replace(after, extra=tuple(extras)),
@@ -347,10 +297,3 @@ def _has_ended(
     first_end = jnp.min(jnp.where(is_end, place, L), axis=1, keepdims=True)
     is_open = jnp.any(shown & (place < first_end) & ~settled, axis=1)
     return ~is_open & ((first_end < L) | (limit <= L))[:, 0]
-
-
-def _select(where: jax.Array, new: Any, old: Any) -> Any:
-    """Returns `new` for the rows of `where` [R], `old` for the others."""
-    return jax.tree.map(
-        lambda a, b: jnp.where(where.reshape((-1,) + (1,) * (a.ndim - 1)), a, b), new, old
-    )

@@ -1,8 +1,9 @@
-"""Owns weights, KV pool and compiled steps; turns a `ScheduleBatch` into row results.
+"""Owns weights, KV pool, row states and compiled steps; launches a `ScheduleBatch`.
 
 Every (phase, bucket) is lowered and compiled at start-up, ahead of time, in threads;
-a launch only looks its executable up. The pool is donated to each launch and the
-result replaces it, so it exists once.
+a launch only looks its executable up. Pool and row states are donated to each launch
+and the result replaces them, so they exist once; the host may launch again before it
+has read what a launch gave.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 
@@ -20,9 +22,8 @@ from jdllm import errors
 from jdllm.kv_cache import pool as pool_lib
 from jdllm.models import loading
 from jdllm.models import spec as spec_lib
-from jdllm.runner import decode_loop, forward_batch, kernels, steps
+from jdllm.runner import decode_loop, forward_batch, kernels, row_state, steps
 from jdllm.scheduler import batch as batch_lib
-from jdllm.scheduler import request as request_lib
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ class ModelRunner:
         *,
         algorithms: tuple[str, ...],
         context_length: int,
+        num_slots: int,
         decode_steps: int = 1,
         fuses_commits: bool = True,
         implementation: str = "auto",
@@ -55,6 +57,7 @@ class ModelRunner:
             block_size=block_size,
             page_size=pool_config.page_size,
             pages_per_row=-(-last // pool_config.page_size),
+            num_slots=num_slots,
             algorithms=algorithms,
         )
         self._step_config = steps.StepConfig(
@@ -73,7 +76,9 @@ class ModelRunner:
             implementation=implementation,
         )
         self._compiled: dict[batch_lib.Bucket, jax.stages.Compiled] = {}
+        self._mask_token_id = self.spec.diffusion.mask_token_id
         self._pools = pool_lib.create(pool_config)
+        self._slots = row_state.empty_slots(num_slots, self._step_config)
 
     @property
     def compiled(self) -> dict[batch_lib.Bucket, jax.stages.Compiled]:
@@ -111,43 +116,45 @@ class ModelRunner:
             for future in [executor.submit(compile_one, bucket) for bucket in buckets]:
                 future.result()
 
-    def execute(self, batch: batch_lib.ScheduleBatch) -> batch_lib.LaunchResult:
-        """Runs one launch and waits for it; prefill gives no rows, decode one each."""
+    def launch(self, batch: batch_lib.ScheduleBatch) -> Launch:
+        """Starts a launch and returns at once; JAX runs launches in their order."""
         compiled = self._compiled[batch.bucket]
         match batch.phase:
             case batch_lib.Phase.PREFILL:
                 inputs = forward_batch.build_prefill(batch, self._shape)
-                self._pools = compiled(self._params, self._pools, inputs)
-                # A fault must surface here, where the engine knows whose launch it was.
-                jax.block_until_ready(self._pools)
-                return batch_lib.LaunchResult()
-            case batch_lib.Phase.DECODE:
-                inputs = forward_batch.build_decode(batch, self._shape)
                 self._pools, outputs = compiled(self._params, self._pools, inputs)
-                return _launch_result(jax.device_get(outputs), batch)
+            case batch_lib.Phase.DECODE:
+                inputs = forward_batch.build_decode(batch, self._shape, self._mask_token_id)
+                memory = (self._pools, self._slots)
+                (self._pools, self._slots), outputs = compiled(self._params, memory, inputs)
+        for leaf in jax.tree.leaves(outputs):
+            leaf.copy_to_host_async()
+        return Launch(outputs, len(batch.rows))
 
-    def reset_pool(self) -> None:
-        """Replaces the pool by zeros after a failed launch, whose donation may have consumed it."""
+    def reset(self) -> None:
+        """Replaces pool and row states after a failed launch, which may have consumed them."""
         _delete(self._pools)  # first: there is no room for two pools
         self._pools = pool_lib.create(self.pool_config)
+        self._slots = row_state.empty_slots(self._shape.num_slots, self._step_config)
 
     def release(self) -> None:
         """Frees weights and pool on the device; nothing can be executed afterwards."""
-        _delete((*self._params.values(), *self._pools))
+        _delete((*self._params.values(), *self._pools, *jax.tree.leaves(self._slots)))
         self._compiled.clear()
 
     def _lower(self, bucket: batch_lib.Bucket) -> jax.stages.Lowered:
         empty = batch_lib.ScheduleBatch(rows=(), bucket=bucket)
+        memory: Any = self._pools
         match bucket.phase:
             case batch_lib.Phase.PREFILL:
                 step, inputs = steps.prefill_step, forward_batch.build_prefill(empty, self._shape)
             case batch_lib.Phase.DECODE:
-                step = decode_loop.decode_launch
-                inputs = forward_batch.build_decode(empty, self._shape)
+                step, memory = decode_loop.decode_launch, (self._pools, self._slots)
+                inputs = forward_batch.build_decode(empty, self._shape, self._mask_token_id)
         bound = functools.partial(step, self._graphdef, self._step_config)
         arguments = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
-            (self._params, self._pools, inputs),
+            (self._params, memory, inputs),
         )
         return jax.jit(bound, donate_argnums=(1,)).lower(*arguments)
 
@@ -167,33 +174,35 @@ def _check_alignment(spec: spec_lib.ModelSpec) -> None:
         )
 
 
-def _launch_result(
-    outputs: decode_loop.DecodeOutputs, batch: batch_lib.ScheduleBatch
-) -> batch_lib.LaunchResult:
-    return batch_lib.LaunchResult(
-        rows=tuple(_row_result(outputs.state, outputs.ring, i) for i in range(len(batch.rows))),
-        num_steps=int(outputs.num_steps),
-        num_slots=int(outputs.num_slots),
-        used_slots=int(outputs.used_slots),
-    )
+class Launch:
+    """A launch under way; its outputs travel to the host as soon as they are there."""
+
+    def __init__(self, outputs: Any, num_rows: int):
+        self._outputs = outputs
+        self._num_rows = num_rows
+
+    def result(self) -> batch_lib.LaunchResult:
+        """Waits for the launch; raises what it failed with."""
+        outputs = jax.device_get(self._outputs)
+        if not isinstance(outputs, decode_loop.DecodeOutputs):
+            return batch_lib.LaunchResult()
+        return batch_lib.LaunchResult(
+            rows=tuple(_row_result(outputs, i) for i in range(self._num_rows)),
+            num_steps=int(outputs.num_steps),
+            num_slots=int(outputs.num_slots),
+            used_slots=int(outputs.used_slots),
+        )
 
 
-def _row_result(state: decode_loop.RowState, ring: decode_loop.Ring, i: int) -> batch_lib.RowResult:
+def _row_result(outputs: decode_loop.DecodeOutputs, i: int) -> batch_lib.RowResult:
+    ring = outputs.ring
     return batch_lib.RowResult(
         committed=tuple(
             batch_lib.CommittedBlock(tokens=ring.tokens[i, place], nfe=int(ring.nfe[i, place]))
-            for place in range(state.num_blocks[i])
+            for place in range(outputs.num_blocks[i])
         ),
-        block=request_lib.BlockRow(
-            tokens=state.tokens[i],
-            masked=state.masked[i],
-            editable=state.editable[i],
-            step=int(state.step[i]),
-            is_final=bool(state.is_final[i]),
-            extra=jax.tree.map(lambda leaf: leaf[i], state.extra),
-        ),
-        context_len=int(state.context_lens[i]),
-        nfe=int(state.nfe[i]),
-        num_edited=int(state.num_edited[i]),
-        is_invalid=bool(state.is_invalid[i]),
+        context_len=int(outputs.context_lens[i]),
+        nfe=int(outputs.nfe[i]),
+        num_edited=int(outputs.num_edited[i]),
+        is_invalid=bool(outputs.is_invalid[i]),
     )

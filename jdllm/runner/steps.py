@@ -45,8 +45,11 @@ def prefill_step(
     params: Any,
     pools: list[jax.Array],
     inputs: forward_batch.PrefillInputs,
-) -> list[jax.Array]:
-    """Returns the pool with K,V of the packed tokens written; no LM head runs."""
+) -> tuple[list[jax.Array], jax.Array]:
+    """Returns the pool with K,V of the packed tokens written, and the number of tokens.
+
+    The number is there to be waited for: the pool goes on to the next launch. No LM head runs.
+    """
     T, R = inputs.tokens.shape[0], inputs.kv_lens.shape[0]
     index = jnp.arange(T, dtype=jnp.int32)
     row = jnp.searchsorted(inputs.cu_q_lens, index, side="right").astype(jnp.int32) - 1
@@ -65,7 +68,7 @@ def prefill_step(
     _, pools = model(
         inputs.tokens, positions, attend=_attend(config, batch), caches=pools, valid=is_valid
     )
-    return pools
+    return pools, inputs.cu_q_lens[R]
 
 
 def forward_blocks(

@@ -29,11 +29,18 @@ class Bucket:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduledRow:
-    """`num_tokens` tokens of one request from position `start`, which is its context length."""
+    """One request's part of a launch.
+
+    Prefill: its `num_tokens` tokens from position `start`. Decode: the row state in its
+    slot, or with `is_fresh` its first block at `start`. `epoch` is the request's when the
+    launch was planned.
+    """
 
     request: request_lib.Request
     start: int
     num_tokens: int
+    epoch: int
+    is_fresh: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,16 +73,12 @@ class CommittedBlock:
 class RowResult:
     """One decode row after a launch.
 
-    `committed` are the blocks that became final, beginning with the block that the row
-    came with unless that was final before. `block` is in flight now, behind
-    `context_len` tokens of final K,V; it is the last committed one while its K,V is not
-    final. `nfe` counts the row's forwards.
-    `is_invalid`: the statistics are not numbers (broken weights, overflow); the block in
-    flight means nothing.
+    `committed` are the blocks that became final, in order; `context_len` tokens have
+    final K,V. `nfe` counts the row's forwards. `is_invalid`: the statistics are not
+    numbers (broken weights, overflow).
     """
 
     committed: tuple[CommittedBlock, ...]
-    block: request_lib.BlockRow
     context_len: int
     nfe: int
     num_edited: int = 0
@@ -96,7 +99,21 @@ class LaunchResult:
     used_slots: int = 0
 
 
-class Runner(Protocol):
-    """Executes batches; the result of a prefill has no rows."""
+class Launch(Protocol):
+    """A launch under way."""
 
-    def execute(self, batch: ScheduleBatch) -> LaunchResult: ...
+    def result(self) -> LaunchResult:
+        """Waits for it; raises what it failed with. The result of a prefill has no rows."""
+        ...
+
+
+class Runner(Protocol):
+    """Executes batches in the order of their launches."""
+
+    def launch(self, batch: ScheduleBatch) -> Launch:
+        """Starts a launch and returns at once."""
+        ...
+
+    def reset(self) -> None:
+        """Makes the runner usable after a failed launch; all K,V and row states are lost."""
+        ...

@@ -1,8 +1,9 @@
 """One request as the host sees it, from arrival to its last token.
 
-`output_ids` holds committed tokens only. The block being denoised is private to
-`block` and vanishes on preemption; committed tokens never do. `context_len` is
-the number of leading tokens of `token_ids` whose K,V in `pages` is final.
+`output_ids` holds committed tokens only. The block being denoised lives on the device,
+in the row state of `slot`, and vanishes on preemption; committed tokens never do.
+`context_len` is the number of leading tokens of `token_ids` whose K,V in `pages` is final,
+as far as the host knows: a launch in flight may be ahead of it.
 """
 
 from __future__ import annotations
@@ -10,9 +11,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import time
-from typing import Any
-
-import numpy as np
 
 from jdllm import sampling_params
 from jdllm.kv_cache import prefix_cache
@@ -26,28 +24,13 @@ class RequestState(enum.StrEnum):
     FINISHED = "finished"
 
 
-@dataclasses.dataclass(slots=True, kw_only=True)
-class BlockRow:
-    """The in-flight block of one row: three arrays of block length and a step counter.
-
-    `extra` is the algorithm's own state, opaque to the host; None before the first step.
-    `step` counts denoising steps; a forward after `is_final` only persists K,V.
-    """
-
-    tokens: np.ndarray
-    masked: np.ndarray
-    editable: np.ndarray
-    step: int = 0
-    is_final: bool = False
-    extra: Any = None
-
-
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class Request:
     """State of one request. `sampling` has every default filled in by the engine.
 
     `eos_token_ids` are the model's; `sampling.stop_token_ids` the request's own.
-    `arrival` is its place in the order of arrival, set by the scheduler;
+    `arrival` is its place in the order of arrival, set by the scheduler; `epoch` counts
+    how often it gave up its row, so that results of an earlier stay are known as stale;
     `prefix_nodes` are the prefix-cache nodes that own its first pages.
     """
 
@@ -61,7 +44,9 @@ class Request:
     arrival: int = 0
     state: RequestState = RequestState.WAITING
     output_ids: list[int] = dataclasses.field(default_factory=list)
-    block: BlockRow | None = None
+    slot: int | None = None
+    is_decoding: bool = False
+    epoch: int = 0
     context_len: int = 0
     pages: list[int] = dataclasses.field(default_factory=list)
     prefix_nodes: list[prefix_cache.Node] = dataclasses.field(default_factory=list)

@@ -1,12 +1,13 @@
 """Decides what the next launch holds, and turns its results into committed tokens.
 
-A round is `schedule` -> `Runner.execute` -> `process_results`; requests may arrive
-and be aborted at any point between these calls.
+A round is `schedule` -> `Runner.launch` -> `process_results`; requests may arrive and be
+aborted at any point between these calls, and the next round may be scheduled and
+launched before the results of this one are processed: launches run in their order, so
+what a later one finds in pages and slots does not depend on when the host looks.
 
-Each running request is in one of two phases, read off its state: PREFILL while
-whole committed blocks lack K,V in its pages, DECODE while a block is denoised (or,
-its tokens final, run once more to persist K,V). When both kinds wait, prefill
-and decode rounds take turns, so neither starves.
+Each running request is in one of two phases, read off its state: PREFILL while whole
+committed blocks lack K,V in its pages, then DECODE, block after block in its slot. When
+both kinds wait, prefill and decode rounds take turns, so neither starves.
 
 Why nothing hangs: pages for all committed tokens and one block are taken on
 admission, so only decode rows ask for more; the request that arrived first takes
@@ -19,8 +20,6 @@ from __future__ import annotations
 import bisect
 import logging
 import time
-
-import numpy as np
 
 from jdllm import errors
 from jdllm.kv_cache import prefix_cache as prefix_cache_lib
@@ -55,9 +54,9 @@ class Scheduler:
         prefill_token_budget: int,
         policy: policy_lib.Policy,
         prefix_cache: prefix_cache_lib.PrefixCache | None,
-        mask_token_id: int,
         detokenize: finish_lib.Detokenize | None,
         decode_steps: int = 1,
+        launches_ahead: int = 0,
     ):
         if page_size % block_size and block_size % page_size:
             raise errors.ConfigError(f"{page_size=} and {block_size=} must divide one another")
@@ -93,9 +92,11 @@ class Scheduler:
         budget = min(prefill_token_budget, buckets.prefill_tokens[-1])
         self._prefill_blocks = max(1, budget // block_size)
         self._policy: policy_lib.Policy = policy
-        self._mask_token_id = mask_token_id
         self._detokenize = detokenize
         self._decode_steps = decode_steps
+        # A launch is planned while so many others, whose blocks are not known yet, run.
+        self._blocks_ahead = decode_steps * (1 + launches_ahead)
+        self._free_slots = list(reversed(range(max_running_requests)))
         self._last_phase = batch_lib.Phase.DECODE
         self._num_arrivals = 0
         self._total_prompt_tokens = 0
@@ -150,16 +151,18 @@ class Scheduler:
     def process_results(
         self, batch: batch_lib.ScheduleBatch, result: batch_lib.LaunchResult
     ) -> list[outputs_lib.RequestOutput]:
-        """Applies a launch; returns every block that a row committed. Aborted rows are skipped."""
-        if batch.phase is batch_lib.Phase.PREFILL:
-            for row in batch.rows:
-                if row.request.state is RequestState.RUNNING:
-                    row.request.context_len = row.start + row.num_tokens
-                    self.pages.publish(row.request)
-            return []
+        """Applies a launch; returns every block that a row committed.
+
+        Rows whose request has left since the launch was planned are skipped, also when it
+        came back: it began anew.
+        """
         outputs: list[outputs_lib.RequestOutput] = []
+        if batch.phase is batch_lib.Phase.PREFILL:
+            for row in filter(is_current, batch.rows):
+                self.pages.publish(row.request)
+            return outputs
         for row, row_result in zip(batch.rows, result.rows, strict=True):
-            if row.request.state is RequestState.RUNNING:
+            if is_current(row):
                 self._apply_guarded(row.request, row_result, outputs)
         return outputs
 
@@ -214,6 +217,7 @@ class Scheduler:
             self.waiting.remove(request)
             bisect.insort(self.running, request, key=_arrival)
             request.state = RequestState.RUNNING
+            request.slot = self._free_slots.pop()
             if request.first_scheduled_s is None:
                 request.first_scheduled_s = time.monotonic()
                 request.cached_tokens = request.context_len
@@ -221,7 +225,10 @@ class Scheduler:
                 self._total_cached_tokens += request.cached_tokens
 
     def _prefill(self) -> batch_lib.ScheduleBatch | None:
-        """Packs whole committed blocks of the oldest requests up to the token budget."""
+        """Packs whole committed blocks of the oldest requests up to the token budget.
+
+        Their K,V counts as written from now on: whoever reads it runs in a later launch.
+        """
         rows: list[batch_lib.ScheduledRow] = []
         budget = self._prefill_blocks * self._block_size
         for request in self.running:
@@ -230,8 +237,13 @@ class Scheduler:
             if self._needs_prefill(request):
                 start = request.context_len
                 count = min(request.whole_len(self._block_size) - start, budget)
-                rows.append(batch_lib.ScheduledRow(request=request, start=start, num_tokens=count))
+                rows.append(
+                    batch_lib.ScheduledRow(
+                        request=request, start=start, num_tokens=count, epoch=request.epoch
+                    )
+                )
                 budget -= count
+                request.context_len += count
         if not rows:
             return None
         bucket = self._buckets.prefill(len(rows), sum(row.num_tokens for row in rows))
@@ -246,17 +258,20 @@ class Scheduler:
         for request in [r for r in self.running if not self._needs_prefill(r)]:
             if not self._reserve_block(request):
                 break  # It was the youngest: none follows.
-            if request.block is None:
-                request.block = self._new_block(request)
             rows.append(
                 batch_lib.ScheduledRow(
-                    request=request, start=request.context_len, num_tokens=self._block_size
+                    request=request,
+                    start=request.context_len,
+                    num_tokens=self._block_size,
+                    epoch=request.epoch,
+                    is_fresh=not request.is_decoding,
                 )
             )
         if not rows:
             return None
         for row in rows:
-            self.pages.grow_ahead(row.request, self._decode_steps)
+            row.request.is_decoding = True
+            self.pages.grow_ahead(row.request, self._blocks_ahead)
         return batch_lib.ScheduleBatch(
             rows=tuple(rows),
             bucket=self._buckets.decode(len(rows)),
@@ -266,9 +281,7 @@ class Scheduler:
 
     def _needs_prefill(self, request: request_lib.Request) -> bool:
         # A block whose tokens are committed but not persisted stays a decode row.
-        if request.block is not None:
-            return False
-        return request.context_len < request.whole_len(self._block_size)
+        return not request.is_decoding and request.context_len < request.whole_len(self._block_size)
 
     def _reserve_block(self, request: request_lib.Request) -> bool:
         """Gets pages for the in-flight block, preempting the youngest; False if it is that."""
@@ -289,13 +302,6 @@ class Scheduler:
         self._total_preemptions += 1
         bisect.insort(self.waiting, request, key=_arrival)
 
-    def _new_block(self, request: request_lib.Request) -> request_lib.BlockRow:
-        head = request.tokens(request.context_len, request.num_tokens)
-        tokens = np.full(self._block_size, self._mask_token_id, dtype=np.int32)
-        tokens[: len(head)] = head
-        masked = np.arange(self._block_size) >= len(head)
-        return request_lib.BlockRow(tokens=tokens, masked=masked, editable=masked.copy())
-
     def _apply_guarded(
         self,
         request: request_lib.Request,
@@ -315,23 +321,19 @@ class Scheduler:
         result: batch_lib.RowResult,
         outputs: list[outputs_lib.RequestOutput],
     ) -> None:
-        """Stores one decode row's launch: its final blocks, then the one in flight."""
-        block, nfe = request.block, request.nfe
-        assert block is not None
+        """Stores one decode row's launch."""
+        nfe = request.nfe
         request.num_edited += result.num_edited
-        # Only the block that the row came with may hold prompt; if it was final, it is not here.
-        editable = np.ones_like(block.editable) if block.is_final else block.editable
         for committed in result.committed:
             request.nfe = nfe + committed.nfe
-            outputs.append(self._commit(request, committed.tokens[editable].tolist()))
+            head = request.num_tokens % self._block_size  # the prompt's, in its last block
+            outputs.append(self._commit(request, committed.tokens[head:].tolist()))
             if request.state is not RequestState.RUNNING:
                 return
-            editable = np.ones_like(editable)
         request.nfe = nfe + result.nfe
         if result.is_invalid:
             outputs.append(self._give_up(request, "the model's logits are not numbers (NaN)"))
             return
-        request.block = result.block
         request.context_len = result.context_len
         self.pages.publish(request)
 
@@ -370,14 +372,23 @@ class Scheduler:
         return outputs_lib.RequestOutput.of(request, [], reason)
 
     def _leave(self, request: request_lib.Request, *, keep: bool) -> None:
-        """Takes row, pages and in-flight block from a running request."""
+        """Takes slot, pages and in-flight block from a running request."""
+        assert request.slot is not None
         self.running.remove(request)
         self.pages.release(request, keep=keep)
-        request.block = None
+        self._free_slots.append(request.slot)
+        request.slot = None
+        request.is_decoding = False
+        request.epoch += 1
 
     def _end(self, request: request_lib.Request) -> None:
         del self._by_id[request.request_id]
         request.state = RequestState.FINISHED
+
+
+def is_current(row: batch_lib.ScheduledRow) -> bool:
+    """Returns whether the row's request still holds the place that the launch was planned for."""
+    return row.request.state is RequestState.RUNNING and row.request.epoch == row.epoch
 
 
 def _arrival(request: request_lib.Request) -> int:

@@ -48,6 +48,7 @@ HELP = {
     "num_continuous_decode_steps": "most denoising steps per decode launch; more means less host "
     "work, fewer means sooner news of a block and of an arrival",
     "disable_fused_commit": "persist a block in a forward of its own",
+    "disable_overlap_schedule": "read a launch's results before the next is planned",
     "schedule_policy": "order of the queue",
     "disable_radix_cache": "no sharing of prompt prefixes",
     "dllm_algorithm": "decoding algorithm, or several by comma; the first is the default",

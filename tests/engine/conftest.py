@@ -1,5 +1,5 @@
 """One tiny engine for the tests of this folder, and one as plain as can be: rows alone, one step
-a launch, no fused commit, no prefix cache."""
+a launch, no fused commit, no overlap, no prefix cache."""
 
 import pytest
 from tiny_engine import make_engine
@@ -18,5 +18,6 @@ def plain_engine():
         max_running_requests=1,
         num_continuous_decode_steps=1,
         disable_fused_commit=True,
+        disable_overlap_schedule=True,
     ) as engine:
         yield engine

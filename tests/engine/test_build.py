@@ -134,7 +134,7 @@ def test_shifted_logits_are_refused():
     config = pool.PoolConfig(
         num_pages=4, page_size=8, num_layers=3, num_kv_heads=2, head_dim=16, dtype="float32"
     )
-    options = {"algorithms": ("LowConfidence",), "context_length": 32}
+    options = {"algorithms": ("LowConfidence",), "context_length": 32, "num_slots": 1}
     model_runner.ModelRunner(model, config, **options)
     with pytest.raises(errors.ConfigError, match="shifted"):
         model_runner.ModelRunner(shifted, config, **options)

@@ -254,18 +254,18 @@ def test_abort_by_prefix_ends_requests_with_their_partial_output(engine):
 
 def test_a_failed_launch_ends_its_requests_and_no_other(engine, plain_engine, monkeypatch):
     runner = engine._built.core.runner
-    execute, failed = runner.execute, []
+    launch, failed = runner.launch, []
 
     def fail_on_row(batch):
         if any(row.request.request_id == "bad" for row in batch.rows) and not failed:
             failed.append(batch)
-            execute(batch)  # consumes the donated pool, as a real fault would
+            launch(batch)  # consumes the donated pool, as a real fault would
             raise RuntimeError("device fault")
         if not failed:
             time.sleep(0.1)  # "good" must still run when "bad" comes
-        return execute(batch)
+        return launch(batch)
 
-    monkeypatch.setattr(runner, "execute", fail_on_row)
+    monkeypatch.setattr(runner, "launch", fail_on_row)
     slow = {"max_new_tokens": 60, "dllm": {"threshold": 1.0}}  # a token a step
     healthy = engine.generate(input_ids=[8] * 30, sampling_params=slow, rid="good", stream=True)
     next(healthy)

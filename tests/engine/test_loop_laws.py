@@ -9,6 +9,7 @@ import queue
 import random
 import threading
 
+import hash_model
 import pytest
 from hash_model import CONTEXT, B, PagedModel, alone, build, random_request
 
@@ -24,18 +25,26 @@ class FaultyModel(PagedModel):
 
     def __init__(self, *args, rng, fault_rate):
         super().__init__(*args)
-        self.rng, self.fault_rate, self.faults = rng, fault_rate, 0
+        self.rng, self.fault_rate, self.faults, self.lost = rng, fault_rate, 0, False
 
-    def execute(self, batch):
-        results = super().execute(batch)
+    def launch(self, batch):
+        if self.lost:  # the pool of a failed launch went into this one
+            return hash_model.Done(RuntimeError("the pool is lost"))
+        launch = super().launch(batch)
         if self.rng.random() < self.fault_rate:
             self.faults += 1
             self.store[:] = self.rng.getrandbits(63)
-            raise RuntimeError("device fault")
-        return results
+            self.blocks.clear()
+            fault = RuntimeError("device fault")
+            if self.rng.random() < 0.5:
+                raise fault
+            self.lost = True
+            return hash_model.Done(fault)
+        return launch
 
-    def reset_pool(self):
+    def reset(self):
         self.store[:] = 0
+        self.lost = False
 
 
 def client(engine, requests, rng, outcomes):
@@ -60,14 +69,17 @@ def client(engine, requests, rng, outcomes):
             waiting.pop(name)
 
 
-@pytest.mark.parametrize("fault_rate", [0.0, 0.01], ids=["healthy", "faulty"])
+@pytest.mark.parametrize("fault_rate", [0.0, 0.03], ids=["healthy", "faulty"])
 @pytest.mark.parametrize("kind", ["persist", "edit"])
-def test_random_clients_get_what_they_would_get_alone(kind, fault_rate):
+@pytest.mark.parametrize("overlaps", [False, True], ids=["waiting", "overlapped"])
+def test_random_clients_get_what_they_would_get_alone(kind, fault_rate, overlaps):
     rng = random.Random(f"{kind} {fault_rate}")
     num_pages = CONTEXT // B + 8
-    made, _ = build(B, True, "fcfs", num_pages, 6)
+    made, _ = build(B, True, "fcfs", num_pages, 6, 1 + 2 * overlaps, int(overlaps))
     model = FaultyModel(kind, num_pages, B, rng=rng, fault_rate=fault_rate)
-    engine = loop.EngineLoop(core.EngineCore(made, model, max_total_tokens=num_pages * B))
+    engine = loop.EngineLoop(
+        core.EngineCore(made, model, max_total_tokens=num_pages * B, overlaps=overlaps)
+    )
     outcomes, threads, every = {}, [], []
     for c in range(CLIENTS):
         requests = [random_request(rng, f"{c}-{i}") for i in range(REQUESTS_PER_CLIENT)]

@@ -23,7 +23,6 @@ def make(**changes):
         "prefill_token_budget": budget,
         "policy": "fcfs",
         "prefix_cache": None,
-        "mask_token_id": MASK,
         "detokenize": None,
     }
     return scheduler.Scheduler(**(options | changes))
@@ -39,30 +38,16 @@ def ask(name, prompt, max_new=8, **sampling):
     )
 
 
-def fresh_block():
-    masked = np.ones(B, bool)
-    return request.BlockRow(
-        tokens=np.full(B, MASK, np.int32), masked=masked, editable=masked.copy()
-    )
-
-
-def write(one, value=5, *, is_final=True, is_done=False, extra=None):
-    """One step that writes `value` on every editable position (all at once)."""
-    block, context_len, committed = one.block, one.context_len, ()
-    tokens = np.where(block.editable, value, block.tokens)
-    if is_final and not block.is_final:
+def write(one, value=5, *, is_final=True, is_done=False):
+    """A launch of one step that makes the request's block final, unless it was, or persists it."""
+    committed = ()
+    if is_final and one.num_tokens - one.context_len < B:
+        head = one.tokens(one.context_len, one.num_tokens)
+        tokens = np.full(B, value, np.int32)
+        tokens[: len(head)] = head
         committed = (batch_lib.CommittedBlock(tokens=tokens, nfe=1),)
-    after = request.BlockRow(
-        tokens=tokens,
-        masked=np.zeros(B, bool) if is_final else block.masked,
-        editable=block.editable,
-        step=block.step + (not block.is_final),
-        is_final=is_final,
-        extra=extra,
-    )
-    if is_done:
-        after, context_len = fresh_block(), context_len + B
-    return batch_lib.RowResult(committed=committed, block=after, context_len=context_len, nfe=1)
+    context_len = one.context_len + (B if is_done else 0)
+    return batch_lib.RowResult(committed=committed, context_len=context_len, nfe=1)
 
 
 def results_of(rows):

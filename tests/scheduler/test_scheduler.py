@@ -1,5 +1,6 @@
 """The scheduler step by step, with results written by hand; block 4, page 4 unless said."""
 
+import numpy as np
 import pytest
 from hand_written import MASK, B, ask, make, names, results_of, round_of, write
 
@@ -16,12 +17,12 @@ def test_prompt_remainder_heads_the_first_block_and_stays():
     assert batch.phase is batch_lib.Phase.PREFILL
     assert (batch.rows[0].start, batch.rows[0].num_tokens) == (0, 4)
     batch = made.schedule()
-    block = batch.rows[0].request.block
-    assert batch.phase is batch_lib.Phase.DECODE and batch.rows[0].start == 4
-    assert block.tokens.tolist() == [7, MASK, MASK, MASK]
-    # The literal mask id of the prompt is data: neither masked nor editable.
-    assert block.masked.tolist() == block.editable.tolist() == [False, False, True, True]
-    assert block.step == 0 and block.extra is None
+    (row,) = batch.rows
+    assert batch.phase is batch_lib.Phase.DECODE and (row.start, row.is_fresh) == (4, True)
+    # The literal mask id of the prompt is data: it is no output, and what the row wrote is.
+    outputs = made.process_results(batch, results_of([write(row.request)]))
+    assert outputs[0].new_token_ids == [5, 5]
+    assert not made.schedule().rows[0].is_fresh
 
 
 def test_short_prompt_needs_no_prefill():
@@ -35,27 +36,57 @@ def test_block_is_committed_once_then_persisted_then_followed():
     one = ask("a", [7], max_new=8)
     made.add_request(one)
     batch = made.schedule()
-    made.process_results(batch, results_of([write(one, is_final=False, extra="state")]))
-    assert (one.block.step, one.block.extra, one.output_ids) == (1, "state", [])
+    made.process_results(batch, results_of([write(one, is_final=False)]))
+    assert (one.nfe, one.output_ids) == (1, [])
     _, outputs = round_of(made)
     assert outputs[0].new_token_ids == one.output_ids == [5, 5, 5]
-    assert (one.block.step, one.context_len, one.num_blocks) == (2, 0, 1)
+    assert (one.nfe, one.context_len, one.num_blocks) == (2, 0, 1)
     batch, outputs = round_of(made, is_done=True)
     assert batch.phase is batch_lib.Phase.DECODE and outputs == []
-    assert (one.context_len, one.output_ids) == (4, [5, 5, 5]) and one.block.masked.all()
+    assert (one.context_len, one.output_ids) == (4, [5, 5, 5])
     assert (one.nfe, one.num_blocks) == (3, 1)
     batch = made.schedule()
-    assert batch.rows[0].start == 4 and batch.rows[0].request.block.masked.all()
+    assert batch.rows[0].start == 4 and not batch.rows[0].is_fresh
 
 
-def test_persist_forward_is_no_denoising_step():
-    made = make()
+def test_several_blocks_of_one_launch_are_told_one_by_one():
+    made = make(decode_steps=4)
+    one = ask("a", [7, 7], max_new=8)
+    made.add_request(one)
+    batch = made.schedule()
+    assert batch.max_steps == 4 and len(one.pages) == 3, "pages for the blocks that may follow"
+    blocks = [[7, 7, 5, 5], [5, 5, 5, 5], [5, 5, 5, 5]]
+    committed = tuple(
+        batch_lib.CommittedBlock(tokens=np.array(tokens), nfe=nfe)
+        for tokens, nfe in zip(blocks, (1, 2, 4), strict=True)
+    )
+    result = batch_lib.RowResult(committed=committed, context_len=8, nfe=4)
+    outputs = made.process_results(batch, results_of([result]))
+    assert [out.new_token_ids for out in outputs] == [[5] * 2, [5] * 4, [5] * 2]
+    assert [(out.num_output, out.nfe, out.num_blocks) for out in outputs] == [
+        (2, 1, 1), (6, 2, 2), (8, 4, 3),
+    ]  # fmt: skip
+    assert outputs[-1].finish.kind == "length" and outputs[-1].num_discarded == 2
+    assert made.stats().num_used_pages == 0
+
+
+def test_a_launch_is_asked_to_end_early_only_when_someone_waits():
+    made = make(max_running_requests=1)
+    made.add_request(ask("a", [7]))
+    assert not made.schedule().yields_on_finish
+    made.add_request(ask("b", [7]))
+    assert made.schedule().yields_on_finish
+
+
+def test_results_of_an_earlier_stay_are_dropped():
+    made = make(prefix_cache=prefix_cache.PrefixCache(4))
     one = ask("a", [7])
     made.add_request(one)
-    round_of(made)
-    block = one.block
-    round_of(made, is_done=True)
-    assert block.step == 1 and one.nfe == 2
+    stale = made.schedule()
+    made.drop_kv()  # a launch failed elsewhere; the request comes back
+    assert made.schedule().rows[0].is_fresh
+    assert made.process_results(stale, results_of([write(one)])) == []
+    assert one.output_ids == [] and one.nfe == 0
 
 
 def test_finished_request_leaves_at_once_and_surplus_is_counted():
@@ -161,14 +192,13 @@ def test_abort_in_every_phase_frees_pages_and_late_results_change_nothing():
         for _ in range(rounds):
             round_of(made)
         batch = made.schedule()
-        results = results_of(
-            write(row.request) for row in batch.rows if row.request.block is not None
-        )
+        is_decode = batch.phase is batch_lib.Phase.DECODE
+        results = results_of(write(row.request) for row in batch.rows if is_decode)
         assert made.abort("b") and not made.abort("b")
         committed = list(one.output_ids)
         assert made.abort("a") and not made.abort("a")
         assert made.process_results(batch, results) == []
-        assert (one.output_ids, one.pages, one.block) == (committed, [], None)
+        assert (one.output_ids, one.pages, one.slot) == (committed, [], None)
         assert made.stats().num_used_pages == 0 and not made.has_work()
         assert made.flush_cache() and made.pages.allocator.num_free == 32
 
@@ -184,7 +214,7 @@ def test_youngest_is_preempted_keeps_tokens_and_comes_back_first():
             break
     assert names(batch) == ["old"]
     assert young.output_ids == [5] * 7 and young.num_preemptions == 1
-    assert (young.pages, young.block, young.context_len) == ([], None, 0)
+    assert (young.pages, young.slot, young.context_len) == ([], None, 0)
     assert made.waiting == [young, late]
     assert made.stats().total_preemptions == 1
     while made.has_work():
@@ -202,7 +232,7 @@ def test_preempted_between_commit_and_persist_commits_no_token_twice():
     assert names(batch) == ["old", "young"]
     results = results_of([write(old, is_done=True), write(young)])
     made.process_results(batch, results)  # young is final, not persisted
-    assert young.output_ids == [5, 5, 5] and young.block.is_final
+    assert (young.output_ids, young.context_len) == ([5, 5, 5], 0)
     round_of(made, is_done=True)
     while made.has_work():
         round_of(made, is_done=True)
@@ -320,9 +350,8 @@ def test_a_page_smaller_than_a_block_is_shared_only_with_its_whole_block():
         while made.has_work():
             batch = made.schedule()
             pages[name] = one.pages[:2]
-            results = results_of(
-                write(r.request) for r in batch.rows if r.request.block is not None
-            )
+            is_decode = batch.phase is batch_lib.Phase.DECODE
+            results = results_of(write(r.request) for r in batch.rows if is_decode)
             made.process_results(batch, results)
     assert one.cached_tokens == 4 and pages["c"] == pages["b"]
     assert not set(pages["a"]) & set(pages["b"])

@@ -37,17 +37,20 @@ def check_pages(made):
     assert set(owners) == set(np.flatnonzero(made.pages.allocator.is_used))
     assert num_evictable == (0 if cache is None else cache.num_evictable)
     for one in made.waiting:
-        assert (one.pages, one.prefix_nodes, one.block, one.context_len) == ([], [], None, 0)
+        assert (one.pages, one.prefix_nodes, one.slot, one.context_len) == ([], [], None, 0)
+    slots = [one.slot for one in made.running] + made._free_slots
+    assert sorted(slots) == list(range(len(slots)))
 
 
 def check_batch(made, batch, last_phase, shapes):
-    waits = {
+    served = [row.request for row in batch.rows]
+    waits = {batch.phase} | {
         batch_lib.Phase.PREFILL
-        if one.block is None and one.context_len < one.whole_len(B)
+        if not one.is_decoding and one.context_len < one.whole_len(B)
         else batch_lib.Phase.DECODE
         for one in made.running
+        if one not in served
     }
-    assert batch.phase in waits
     if len(waits) == 2 and last_phase is not None:
         assert batch.phase is not last_phase, "one phase starves the other"
     tokens = sum(row.num_tokens for row in batch.rows)
@@ -59,15 +62,21 @@ def check_batch(made, batch, last_phase, shapes):
     assert batch.bucket == min(fitting, key=lambda bucket: bucket.tokens)
     assert len({row.request.request_id for row in batch.rows}) == len(batch.rows)
     for row in batch.rows:
-        assert row.start == row.request.context_len and row.num_tokens % B == 0
+        is_prefill = batch.phase is batch_lib.Phase.PREFILL
+        assert row.start + is_prefill * row.num_tokens == row.request.context_len
+        assert row.num_tokens % B == 0 and row.request.slot is not None
         assert len(row.request.pages) * made.pages._page_size >= row.start + row.num_tokens
 
 
-def serve(made, shapes, model, rng, todo):
-    """Drives random arrivals and aborts; returns streamed tokens, finished ids, round count."""
+def serve(made, shapes, model, rng, todo, launches_ahead):
+    """Drives random arrivals and aborts; returns streamed tokens, finished ids, round count.
+
+    Results are read when `launches_ahead` later launches have been planned and started.
+    """
     streamed, finished, aborted = collections.defaultdict(list), {}, set()
     todo, live, last_phase, rounds = list(todo), [], None, 0
-    while todo or made.has_work():
+    in_flight = collections.deque()
+    while todo or made.has_work() or in_flight:
         for _ in range(rng.choice([0, 0, 1, 2, 7])):
             if todo:
                 live.append(todo.pop())
@@ -75,17 +84,20 @@ def serve(made, shapes, model, rng, todo):
         batch = made.schedule()
         if batch is None:
             assert not made.has_work()
-            continue
-        check_batch(made, batch, last_phase, shapes)
-        last_phase, rounds = batch.phase, rounds + 1
-        free = ~made.pages.allocator.is_used
-        model.store[free] = rng.getrandbits(63)
-        results = model.execute(batch)
+        else:
+            check_batch(made, batch, last_phase, shapes)
+            last_phase, rounds = batch.phase, rounds + 1
+            free = ~made.pages.allocator.is_used
+            model.store[free] = rng.getrandbits(63)
+            in_flight.append((batch, model.launch(batch)))
         if live and rng.random() < 0.01:
             victim = rng.choice(live).request_id
             if made.abort(victim):
                 aborted.add(victim)
-        for output in made.process_results(batch, results):
+        if not in_flight or (batch is not None and len(in_flight) <= launches_ahead):
+            continue
+        oldest, launch = in_flight.popleft()
+        for output in made.process_results(oldest, launch.result()):
             name = output.request.request_id
             assert name not in aborted and name not in finished
             streamed[name] += output.new_token_ids
@@ -105,10 +117,11 @@ CASES = [
         policy,
         tight,
         steps,
-        steps == 3,
-        id=f"{kind}-page{page}-{cache}-{policy}-{tight}-{steps}steps",
+        fuses,
+        ahead,
+        id=f"{kind}-page{page}-{cache}-{policy}-{tight}-{steps}steps-fused{fuses}-ahead{ahead}",
     )
-    for steps in (1, 3, 10)
+    for steps, fuses, ahead in ((1, False, 0), (1, True, 1), (3, True, 1), (10, False, 3))
     for kind in ("persist", "edit")
     for page in (B // 2, B, 2 * B, 4 * B)
     for cache in ("cache", "nocache")
@@ -117,18 +130,22 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("kind,page_size,cache,policy,pool,decode_steps,fuses", CASES)
+@pytest.mark.parametrize(
+    "kind,page_size,cache,policy,pool,decode_steps,fuses,launches_ahead", CASES
+)
 def test_every_request_gets_the_tokens_it_gets_alone(
-    kind, page_size, cache, policy, pool, decode_steps, fuses
+    kind, page_size, cache, policy, pool, decode_steps, fuses, launches_ahead
 ):
     rng = random.Random(repr((kind, page_size, cache, policy, pool)))
     # Tight: one request of full context fits and little more.
     num_pages = CONTEXT // page_size + (1 if pool == "tight" else 400 // page_size)
     rows = 6 if pool == "tight" else rng.choice([1, 3, 8])
-    made, shapes = build(page_size, cache == "cache", policy, num_pages, rows, decode_steps)
+    made, shapes = build(
+        page_size, cache == "cache", policy, num_pages, rows, decode_steps, launches_ahead
+    )
     model = PagedModel(kind, num_pages, page_size, fuses=fuses)
     todo = [random_request(rng, str(i)) for i in range(NUM_REQUESTS)]
-    streamed, finished, aborted, rounds = serve(made, shapes, model, rng, todo)
+    streamed, finished, aborted, rounds = serve(made, shapes, model, rng, todo, launches_ahead)
     work = 0
     for one in todo:
         output, forwards = alone(kind, one)
