@@ -18,8 +18,10 @@ from jdllm.models import spec as spec_lib
 
 # Rows and tokens of the default buckets: few and small on a CPU, where a launch is
 # compute bound at once and compile time is what one waits for.
-CPU_ROWS, ACCELERATOR_ROWS = 8, 32
+CPU_ROWS, ACCELERATOR_ROWS = 8, 64
 CPU_PREFILL_TOKENS, ACCELERATOR_PREFILL_TOKENS = 512, 4096
+# KV that a row should find on average before it is worth compiling; fewer rows preempt less.
+TOKENS_PER_ROW = 1024
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +95,11 @@ def choose_sizes(
         max_total_tokens=config.max_total_tokens,
         free_bytes=None if is_cpu else _free_bytes(config.mem_fraction_static),
     )
+    if config.max_running_requests is None:
+        rows = rows_that_fit(
+            num_pages * shapes.page_size, shapes.context_length, shapes.max_running_requests
+        )
+        shapes = dataclasses.replace(shapes, max_running_requests=rows)
     per_token = spec.kv_bytes_per_token(jnp.dtype(kv_dtype).itemsize)
     return Sizes(
         **dataclasses.asdict(shapes),
@@ -100,6 +107,12 @@ def choose_sizes(
         weight_bytes=sum(array.nbytes for array in params.values()),
         kv_bytes=per_token * num_pages * shapes.page_size,
     )
+
+
+def rows_that_fit(pool_tokens: int, context_length: int, most: int) -> int:
+    """Returns the largest power of two up to `most` whose rows find their share of the pool."""
+    wanted = max(1, min(most, pool_tokens // min(context_length, TOKENS_PER_ROW)))
+    return 1 << (wanted.bit_length() - 1)
 
 
 def _free_bytes(mem_fraction_static: float) -> int | None:

@@ -14,7 +14,7 @@ import pytest
 import jdllm
 from jdllm import errors
 from jdllm.checkpoint import source
-from jdllm.engine import sampling_defaults, tokenizer
+from jdllm.engine import sampling_defaults, sizing, tokenizer
 from jdllm.kv_cache import pool
 from jdllm.models import loading
 from jdllm.models import spec as spec_lib
@@ -172,3 +172,17 @@ def test_dummy_weights_need_no_tokenizer(tmp_path, caplog):
         result = engine.generate(input_ids=[1, 2], sampling_params={"max_new_tokens": 3})
         assert len(result["output_ids"]) == 3
     assert "no tokenizer" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("pool_tokens", "context_length", "rows"),
+    [
+        (1 << 20, 32768, 64),  # memory for a thousand rows: the most that are compiled
+        (40 * 1024, 32768, 32),  # a power of two, as buckets are
+        (1500, 4096, 1),
+        (100, 4096, 1),  # a pool smaller than one row's share still serves one
+        (1024, 128, 8),  # contexts shorter than the share
+    ],
+)
+def test_default_rows_follow_the_memory(pool_tokens, context_length, rows):
+    assert sizing.rows_that_fit(pool_tokens, context_length, 64) == rows
