@@ -125,7 +125,9 @@ class SamplingParams:
     """Options of one request. `max_tokens` is an alias of `max_new_tokens`.
 
     None means the default of the model (temperature, top_p, top_k) or of the
-    caller (`max_new_tokens`: what remains of the context).
+    caller (`max_new_tokens`: what remains of the context). `return_logprob` asks for the
+    log-probability of each output token in the step that wrote it, `return_step_map` for
+    the number of that step within its block, from 1.
     """
 
     max_new_tokens: int | None = None
@@ -140,6 +142,8 @@ class SamplingParams:
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
+    return_logprob: bool = False
+    return_step_map: bool = False
     dllm: DllmParams = dataclasses.field(default_factory=DllmParams)
 
     def __post_init__(self) -> None:
@@ -158,7 +162,10 @@ class SamplingParams:
         if self.n is None:
             raise errors.RequestError("n must be an integer, got None", param="n")
         _check_integer(self.n, "n", low=1, high=128)
-        for name in ("ignore_eos", "skip_special_tokens", "no_stop_trim"):
+        for name in (
+            "ignore_eos", "skip_special_tokens", "no_stop_trim", "return_logprob",
+            "return_step_map",
+        ):  # fmt: skip
             if not isinstance(getattr(self, name), bool):
                 raise errors.RequestError(
                     f"{name} must be true or false, got {getattr(self, name)!r}", param=name

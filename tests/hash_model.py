@@ -124,13 +124,19 @@ class PagedModel:
             num_edited += edits
             block.step += not was_final
             if block.is_final and not was_final:
-                committed.append(batch_lib.CommittedBlock(tokens=block.tokens, nfe=nfe))
+                committed.append(committed_block(block.tokens, nfe))
             if is_done:
                 block = Block(one.request_id, block.start + B, [])
         self.blocks[one.slot] = block
         return batch_lib.RowResult(
             committed=tuple(committed), context_len=block.start, nfe=nfe, num_edited=num_edited
         )
+
+
+def committed_block(tokens, nfe):
+    return batch_lib.CommittedBlock(
+        tokens=tokens, nfe=nfe, steps=np.ones(B, np.int32), logprobs=np.zeros(B, np.float32)
+    )
 
 
 class Done:

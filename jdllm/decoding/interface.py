@@ -63,7 +63,8 @@ class Proposal:
     `tokens`/`prob`: the token to write into a masked position (drawn where the row
     samples) and the confidence that gates it. `best`/`best_prob`: the argmax and its
     probability, for edits. `is_drawn`: the row samples. The mask id is never
-    proposed.
+    proposed. `logprob` and `best_logprob` are the model's log-probabilities of `tokens`
+    and `best`, at temperature 1.
     """
 
     tokens: jax.Array  # [B, T] int32
@@ -71,6 +72,8 @@ class Proposal:
     best: jax.Array  # [B, T] int32
     best_prob: jax.Array  # [B, T] float32
     is_drawn: jax.Array  # [B] bool
+    logprob: jax.Array  # [B, T] float32
+    best_logprob: jax.Array  # [B, T] float32
 
 
 class Algorithm(Protocol):

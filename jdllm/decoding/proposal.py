@@ -48,6 +48,7 @@ def propose(
     stats = pallas_kernels.penalize(stats, left.reshape(-1), penalty.reshape(-1))
     best = stats.best_id.reshape(B, T)
     best_prob = pallas_kernels.probability(stats.best_logit, stats.logsumexp).reshape(B, T)
+    best_logprob = (stats.best_logit - stats.logsumexp).reshape(B, T)
     samples = rows.temperature > 0
 
     def draw_one(args):
@@ -76,4 +77,7 @@ def propose(
         best=best,
         best_prob=best_prob,
         is_drawn=samples,
+        # `relative` is exp((z_drawn - z_best) / temperature), 1 where nothing is drawn.
+        logprob=best_logprob + rows.temperature[:, None] * jnp.log(relative),
+        best_logprob=best_logprob,
     )

@@ -55,7 +55,8 @@ def meta_info(
     """Returns SGLang's `meta_info` with the dLLM statistics beside it.
 
     NFE counts the decode forwards this request took part in; TPF is completion tokens
-    per NFE. Times are seconds.
+    per NFE. Times are seconds. `output_token_logprobs` and `step_map`, one entry per output
+    token, come on request.
     """
     tpf = event.output.num_output / event.output.nfe if event.output.nfe else 0.0
     started = request.first_scheduled_s
@@ -68,6 +69,14 @@ def meta_info(
         "algorithm": request.sampling.dllm.algorithm,
         "threshold": request.sampling.dllm.threshold,
     }
+    count = event.output.num_output
+    asked: dict[str, Any] = {}
+    if request.sampling.return_logprob:
+        # SGLang's triple; the text of a token is not told.
+        logprobs = zip(request.output_logprobs[:count], request.output_ids, strict=False)
+        asked["output_token_logprobs"] = [(value, token, None) for value, token in logprobs]
+    if request.sampling.return_step_map:
+        asked["step_map"] = request.output_steps[:count]
     return {
         "id": request.request_id,
         "finish_reason": finish_reason,
@@ -80,4 +89,5 @@ def meta_info(
         "nfe": event.output.nfe,
         "tpf": dllm["tpf"],
         "dllm": dllm,
+        **asked,
     }

@@ -40,6 +40,8 @@ class Ring:
     """Blocks that became final in the launch, K places a row, and `nfe` at that moment."""
 
     tokens: jax.Array  # [R, K, L] int32
+    steps: jax.Array  # [R, K, L] int32
+    logprobs: jax.Array  # [R, K, L] float32
     nfe: jax.Array  # [R, K] int32
 
 
@@ -86,6 +88,8 @@ def decode_launch(
     sizes = commit_slots(R, config)
     ring = Ring(
         tokens=jnp.zeros((R, config.max_launch_steps, L), jnp.int32),
+        steps=jnp.zeros((R, config.max_launch_steps, L), jnp.int32),
+        logprobs=jnp.zeros((R, config.max_launch_steps, L), jnp.float32),
         nfe=jnp.zeros((R, config.max_launch_steps), jnp.int32),
     )
 
@@ -201,23 +205,31 @@ def _update(
     """Returns state and ring after every active row's algorithm has seen its proposal."""
     R, L = state.tokens.shape
     active = is_active(config, inputs, state)
-    after, is_final, settled, num_edited, is_invalid = _denoise(
-        config, inputs, lm_head, hidden, state, active
-    )
-    is_broken = active & is_invalid
+    seen = _denoise(config, inputs, lm_head, hidden, state, active)
+    after, is_broken = seen.block, active & seen.is_invalid
     works = active & ~is_broken
-    ended = works & ~state.is_final & _has_ended(inputs, state, after.tokens, settled)
-    commits = works & ~state.is_final & (is_final | ended)
+    ended = works & ~state.is_final & _has_ended(inputs, state, after.tokens, seen.settled)
+    commits = works & ~state.is_final & (seen.is_final | ended)
+    steps_of = jnp.where(seen.written, state.step[:, None] + 1, state.steps)
+    logprobs = jnp.where(seen.written, seen.logprobs, state.logprobs)
     nfe = state.nfe + active
     place = commits[:, None] & (jnp.arange(ring.nfe.shape[1]) == state.num_blocks[:, None])
-    ring = Ring(
-        tokens=jnp.where(place[:, :, None], after.tokens[:, None], ring.tokens),
-        nfe=jnp.where(place, nfe[:, None], ring.nfe),
+    ring = jax.tree.map(
+        lambda old, new: jnp.where(place.reshape(place.shape + (1,) * (old.ndim - 2)), new, old),
+        ring,
+        Ring(
+            tokens=after.tokens[:, None],
+            steps=steps_of[:, None],
+            logprobs=logprobs[:, None],
+            nfe=nfe[:, None],
+        ),
     )
     updated = dataclasses.replace(
         state,
         tokens=after.tokens,
         masked=after.masked,
+        steps=steps_of,
+        logprobs=logprobs,
         step=state.step + (works & ~state.is_final),
         extra=after.extra,
         tokens_left=state.tokens_left
@@ -226,10 +238,23 @@ def _update(
         is_finished=state.is_finished | ended | is_broken,
         is_invalid=state.is_invalid | is_broken,
         num_blocks=state.num_blocks + commits,
-        num_edited=state.num_edited + jnp.where(works, num_edited, 0),
+        num_edited=state.num_edited + jnp.where(works, seen.num_edited, 0),
         nfe=nfe,
     )
     return advance(config, updated, works & after.done & ~ended), ring
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Denoised:
+    """What a step's proposal did to the rows; `written` and `logprobs` are [R, L], of tokens."""
+
+    block: interface.BlockState
+    is_final: jax.Array  # [R]
+    settled: jax.Array  # [R, L]
+    written: jax.Array
+    logprobs: jax.Array
+    num_edited: jax.Array  # [R]
+    is_invalid: jax.Array  # [R] not a number
 
 
 def _denoise(
@@ -239,11 +264,8 @@ def _denoise(
     hidden: jax.Array,
     state: RowState,
     active: jax.Array,
-) -> tuple[interface.BlockState, jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Proposes once, lets every compiled algorithm update, and keeps each row's own result.
-
-    Returns (blocks, is_final [R], settled [R, L], edits [R], is not a number [R]).
-    """
+) -> _Denoised:
+    """Proposes once, lets every compiled algorithm update, and keeps each row's own result."""
     L = state.tokens.shape[1]
     mask_id = config.spec.diffusion.mask_token_id
     before = interface.BlockState(
@@ -275,12 +297,16 @@ def _denoise(
         settled = jnp.where(is_mine[:, None], algorithm.settled(updated), settled)
         after = select(is_mine, dataclasses.replace(updated, extra=()), after)
     edited = ~before.masked & (after.tokens != before.tokens)
-    return (
-        dataclasses.replace(after, extra=tuple(extras)),
-        is_final,
-        settled,
-        jnp.sum(edited, axis=1, dtype=jnp.int32),
-        jnp.any(jnp.isnan(proposed.best_prob), axis=1),
+    filled = before.masked & ~after.masked
+    return _Denoised(
+        block=dataclasses.replace(after, extra=tuple(extras)),
+        is_final=is_final,
+        settled=settled,
+        written=filled | edited,
+        # An edit writes the best token, a masked position what was drawn for it.
+        logprobs=jnp.where(filled, proposed.logprob, proposed.best_logprob),
+        num_edited=jnp.sum(edited, axis=1, dtype=jnp.int32),
+        is_invalid=jnp.any(jnp.isnan(proposed.best_prob), axis=1),
     )
 
 

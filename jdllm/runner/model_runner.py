@@ -198,7 +198,12 @@ def _row_result(outputs: decode_loop.DecodeOutputs, i: int) -> batch_lib.RowResu
     ring = outputs.ring
     return batch_lib.RowResult(
         committed=tuple(
-            batch_lib.CommittedBlock(tokens=ring.tokens[i, place], nfe=int(ring.nfe[i, place]))
+            batch_lib.CommittedBlock(
+                tokens=ring.tokens[i, place],
+                nfe=int(ring.nfe[i, place]),
+                steps=ring.steps[i, place],
+                logprobs=ring.logprobs[i, place],
+            )
             for place in range(outputs.num_blocks[i])
         ),
         context_len=int(outputs.context_lens[i]),

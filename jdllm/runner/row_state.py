@@ -21,13 +21,17 @@ from jdllm.runner import forward_batch, steps
 class RowState:
     """What a row carries from step to step and from launch to launch; every leaf leads with R.
 
-    `is_final`: the block was put into a ring, its K,V is not final yet. The three counts
-    are those of a launch: blocks in its ring, edits, and forwards with the row.
+    `steps` and `logprobs` are those of a token's last writing: the step of its block, from
+    1, and its log-probability then. `is_final`: the block was put into a ring, its K,V is
+    not final yet. The three counts are those of a launch: blocks in its ring, edits, and
+    forwards with the row.
     """
 
     tokens: jax.Array  # [R, L] int32
     masked: jax.Array  # [R, L] bool
     editable: jax.Array  # [R, L] bool
+    steps: jax.Array  # [R, L] int32
+    logprobs: jax.Array  # [R, L] float32
     step: jax.Array  # [R] int32
     extra: Any  # one tree per compiled algorithm
     context_lens: jax.Array  # [R] int32
@@ -54,6 +58,8 @@ def empty_slots(num_slots: int, config: steps.StepConfig) -> RowState:
         tokens=jnp.zeros((num_slots, L), jnp.int32),
         masked=jnp.zeros((num_slots, L), bool),
         editable=jnp.zeros((num_slots, L), bool),
+        steps=jnp.zeros((num_slots, L), jnp.int32),
+        logprobs=jnp.zeros((num_slots, L), jnp.float32),
         step=zeros(),
         extra=tuple(
             decoding.ALGORITHMS[name].init_extra(num_slots, L) for name in config.algorithms

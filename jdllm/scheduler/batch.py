@@ -63,10 +63,16 @@ class ScheduleBatch:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CommittedBlock:
-    """A block whose tokens became final, and the row's forwards of the launch until then."""
+    """A block whose tokens became final, and the row's forwards of the launch until then.
+
+    `steps` and `logprobs`, per token: the step of the block that wrote it, from 1, and the
+    model's log-probability of it in that step; they mean nothing for the prompt's tokens.
+    """
 
     tokens: np.ndarray
     nfe: int
+    steps: np.ndarray
+    logprobs: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

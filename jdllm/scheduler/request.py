@@ -1,7 +1,8 @@
 """One request as the host sees it, from arrival to its last token.
 
-`output_ids` holds committed tokens only. The block being denoised lives on the device,
-in the row state of `slot`, and vanishes on preemption; committed tokens never do.
+`output_ids` holds committed tokens only; `output_steps` and `output_logprobs` go with
+it. The block being denoised lives on the device, in the row state of `slot`, and vanishes
+on preemption; committed tokens never do.
 `context_len` is the number of leading tokens of `token_ids` whose K,V in `pages` is final,
 as far as the host knows: a launch in flight may be ahead of it.
 """
@@ -44,6 +45,8 @@ class Request:
     arrival: int = 0
     state: RequestState = RequestState.WAITING
     output_ids: list[int] = dataclasses.field(default_factory=list)
+    output_steps: list[int] = dataclasses.field(default_factory=list)
+    output_logprobs: list[float] = dataclasses.field(default_factory=list)
     slot: int | None = None
     is_decoding: bool = False
     epoch: int = 0

@@ -327,6 +327,8 @@ class Scheduler:
         for committed in result.committed:
             request.nfe = nfe + committed.nfe
             head = request.num_tokens % self._block_size  # the prompt's, in its last block
+            request.output_steps += committed.steps[head:].tolist()
+            request.output_logprobs += committed.logprobs[head:].tolist()
             outputs.append(self._commit(request, committed.tokens[head:].tolist()))
             if request.state is not RequestState.RUNNING:
                 return
@@ -355,7 +357,8 @@ class Scheduler:
         if finish is not None:
             surplus = len(request.output_ids) - finish.finished_len
             request.num_discarded += surplus
-            del request.output_ids[finish.finished_len :]
+            for kept in (request.output_ids, request.output_steps, request.output_logprobs):
+                del kept[finish.finished_len :]
             new = new[: len(new) - surplus]
             self._leave(request, keep=True)
             self._end(request)

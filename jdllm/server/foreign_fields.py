@@ -70,7 +70,6 @@ MESSAGE: Neutral = {
 STREAM_OPTIONS: Neutral = {"include_obfuscation": _OFF}
 
 GENERATE: Neutral = {
-    "return_logprob": _OFF,
     "logprob_start_len": (None, -1),
     "top_logprobs_num": (None, 0),
     "token_ids_logprob": (None, []),

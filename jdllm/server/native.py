@@ -26,6 +26,9 @@ async def generate(request: requests.Request) -> starlette_responses.Response:
     body = await protocol.read(request, protocol.GenerateRequest)
     prompts, name, is_list = _prompts(body)
     options = _sampling_options(body.sampling_params, len(prompts))
+    asked = {"return_logprob": body.return_logprob, "return_step_map": body.return_step_map}
+    asked = {name: value for name, value in asked.items() if value is not None}
+    options = [asked | one for one in options]
     ids = [await completions.prompt_ids(server, prompt, name) for prompt in prompts]
     jobs = [
         running.Job(

@@ -171,6 +171,8 @@ class GenerateRequest(RequestModel):
     sampling_params: Any = None
     stream: StrictBool | None = None
     rid: Any = None
+    return_logprob: StrictBool | None = None
+    return_step_map: StrictBool | None = None
 
 
 class AbortRequest(RequestModel):

@@ -36,6 +36,8 @@ def make_proposal(tokens, prob, *, best=None, best_prob=None, is_drawn=None):
         best=tokens if best is None else best,
         best_prob=prob if best_prob is None else best_prob,
         is_drawn=np.zeros(tokens.shape[0], bool) if is_drawn is None else is_drawn,
+        logprob=np.log(np.maximum(prob, 1e-30)),
+        best_logprob=np.log(np.maximum(prob, 1e-30)),
     )
 
 

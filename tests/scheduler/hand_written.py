@@ -1,6 +1,7 @@
 """A scheduler with block 4 and page 4, and results of launches written by hand."""
 
 import numpy as np
+from hash_model import committed_block
 
 from jdllm import sampling_params
 from jdllm.scheduler import batch as batch_lib
@@ -45,7 +46,7 @@ def write(one, value=5, *, is_final=True, is_done=False):
         head = one.tokens(one.context_len, one.num_tokens)
         tokens = np.full(B, value, np.int32)
         tokens[: len(head)] = head
-        committed = (batch_lib.CommittedBlock(tokens=tokens, nfe=1),)
+        committed = (committed_block(tokens, 1),)
     context_len = one.context_len + (B if is_done else 0)
     return batch_lib.RowResult(committed=committed, context_len=context_len, nfe=1)
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from hand_written import MASK, B, ask, make, names, results_of, round_of, write
+from hash_model import committed_block
 
 from jdllm import errors
 from jdllm.kv_cache import prefix_cache
@@ -57,7 +58,7 @@ def test_several_blocks_of_one_launch_are_told_one_by_one():
     assert batch.max_steps == 4 and len(one.pages) == 3, "pages for the blocks that may follow"
     blocks = [[7, 7, 5, 5], [5, 5, 5, 5], [5, 5, 5, 5]]
     committed = tuple(
-        batch_lib.CommittedBlock(tokens=np.array(tokens), nfe=nfe)
+        committed_block(np.array(tokens), nfe)
         for tokens, nfe in zip(blocks, (1, 2, 4), strict=True)
     )
     result = batch_lib.RowResult(committed=committed, context_len=8, nfe=4)

@@ -108,7 +108,6 @@ BAD_FIELDS = [
     (GEN, {"input_ids": [[1], "a"]}, "input_ids"),
     (GEN, {"input_ids": []}, "input_ids"),
     (GEN, {"input_ids": [256]}, "input_ids"),
-    (GEN, gen(return_logprob=True), "return_logprob"),
     (GEN, gen(lora_path="x"), "lora_path"),
     (GEN, gen(rid=["a", "b"]), "rid"),
     (GEN, gen(rid=[[]]), "rid"),
