@@ -95,7 +95,7 @@ def decode_launch(
 
     def goes_on(carry):
         _, state, _, (num_steps, _, _) = carry
-        waited_for = inputs.yields_on_finish & jnp.any(state.is_finished & is_row)
+        waited_for = jnp.sum(state.is_finished & is_row) > inputs.max_finished
         return (
             (num_steps < inputs.max_steps) & jnp.any(is_active(config, inputs, state)) & ~waited_for
         )

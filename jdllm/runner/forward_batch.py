@@ -41,8 +41,8 @@ class DecodeInputs:
     A fresh row begins here: `tokens`, `context_lens` and `tokens_left` are those of its
     first block, whose leading `head_lens` tokens are the prompt's. Padding rows have a slot
     past the last. `capacity`: tokens that the row's pages hold. `stop_ids` holds up to S
-    end and stop tokens, -1 for none. `yields_on_finish`: the launch ends when a row is
-    finished.
+    end and stop tokens, -1 for none. The launch ends when more than `max_finished` rows
+    are finished.
     """
 
     slot: Any  # [R] int32
@@ -58,7 +58,7 @@ class DecodeInputs:
     params: interface.BlockParams
     sampling: sampling.SamplingRows
     max_steps: Any  # int32 scalar
-    yields_on_finish: Any  # bool scalar
+    max_finished: Any  # int32 scalar
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +139,7 @@ def build_decode(
             temperature=temperature, top_p=top_p, top_k=top_k, seed=seed
         ),
         max_steps=np.int32(batch.max_steps),
-        yields_on_finish=np.bool_(batch.yields_on_finish),
+        max_finished=np.int32(R if batch.max_finished is None else batch.max_finished),
     )
 
 

@@ -47,14 +47,14 @@ class ScheduledRow:
 class ScheduleBatch:
     """Rows of one launch, in order, and the bucket they are padded to.
 
-    A decode launch runs up to `max_steps` steps; with `yields_on_finish` it ends when a
-    row finishes, because others wait for its place.
+    A decode launch runs up to `max_steps` steps; it ends when more than `max_finished` of
+    its rows are finished, because others wait for their places (None: nobody does).
     """
 
     rows: tuple[ScheduledRow, ...]
     bucket: Bucket
     max_steps: int = 1
-    yields_on_finish: bool = False
+    max_finished: int | None = None
 
     @property
     def phase(self) -> Phase:

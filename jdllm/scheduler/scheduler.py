@@ -276,7 +276,8 @@ class Scheduler:
             rows=tuple(rows),
             bucket=self._buckets.decode(len(rows)),
             max_steps=self._decode_steps,
-            yields_on_finish=bool(self.waiting),
+            # Not at the first one: where rows finish often, launches would be of one step.
+            max_finished=len(rows) // 8 if self.waiting else None,
         )
 
     def _needs_prefill(self, request: request_lib.Request) -> bool:

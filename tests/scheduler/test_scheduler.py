@@ -74,9 +74,9 @@ def test_several_blocks_of_one_launch_are_told_one_by_one():
 def test_a_launch_is_asked_to_end_early_only_when_someone_waits():
     made = make(max_running_requests=1)
     made.add_request(ask("a", [7]))
-    assert not made.schedule().yields_on_finish
+    assert made.schedule().max_finished is None
     made.add_request(ask("b", [7]))
-    assert made.schedule().yields_on_finish
+    assert made.schedule().max_finished == 0
 
 
 def test_results_of_an_earlier_stay_are_dropped():

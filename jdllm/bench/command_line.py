@@ -1,0 +1,268 @@
+"""What the three command lines share: flags, refusals by name, exit codes.
+
+Flags are SGLang's. A flag of SGLang's whose feature does not exist here is refused with what
+replaces it; argparse refuses a flag nobody knows. None is ignored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shlex
+import sys
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from jdllm import config, errors
+from jdllm.bench import prompts
+
+SECRETS = ("--api-key",)
+FLAG_ALIASES = {"model_path": ("--model",), "tp_size": ("--tensor-parallel-size",)}
+
+_PROFILER = "profile the process from outside, for example with nsys"
+_LOGPROB = "log-probabilities are not returned"
+_DATASET = f"datasets are {', '.join(prompts.DATASETS)}"
+# Prefix of a flag -> what to do instead.
+REFUSED: dict[str, str] = {
+    "profile": _PROFILER,
+    "return-logprob": _LOGPROB,
+    "top-logprobs-num": _LOGPROB,
+    "token-ids-logprob": _LOGPROB,
+    "logprob-start-len": _LOGPROB,
+    "return-routed-experts": "routing is not returned",
+    "lora": "LoRA is not supported",
+    "gsp-": _DATASET,
+    "image": _DATASET,
+    "random-image": _DATASET,
+    "mooncake": _DATASET,
+    "use-trace-timestamps": _DATASET,
+    "agentic": _DATASET,
+    "speed-bench": _DATASET,
+    "dataset-offset": _DATASET,
+    "pd-separated": "prefill and decode are not separated",
+    "fake-prefill": "prefill and decode are not separated",
+    "plot-throughput": "plot the file of --output-file --output-details",
+    "print-requests": "use --output-details",
+    "goodput": "compute it from --output-file --output-details",
+    "do-not-exit": "the command ends when it is done",
+    "correctness-test": "use python -m jdllm.eval",
+    "correct": "use python -m jdllm.eval",
+    "cut-len": "use python -m jdllm.eval",
+    "log-decode-step": "use --result-filename; it holds the latency of a forward",
+}
+
+
+class BenchError(RuntimeError):
+    """Says that nothing can be measured: server gone, wrong model, every request failed."""
+
+
+def finish(name: str, work: Callable[[], None]) -> int:
+    """Runs `work`; returns 0, 1 when it could not measure, 2 for a wrong option, 130 for Ctrl-C."""
+    try:
+        work()
+    except (errors.ConfigError, errors.RequestError) as error:
+        return _fail(name, error, 2)
+    except BenchError as error:
+        return _fail(name, error, 1)
+    except KeyboardInterrupt:
+        return _fail(name, "interrupted; nothing is written", 130)
+    return 0
+
+
+def _fail(name: str, error: object, code: int) -> int:
+    sys.stderr.write(f"jdllm.bench.{name}: error: {error}\n")
+    return code
+
+
+def make_parser(name: str, description: str) -> argparse.ArgumentParser:
+    """Returns a parser that takes no abbreviations, so that no flag is mistaken for another."""
+    return argparse.ArgumentParser(
+        prog=f"python -m jdllm.bench.{name}", description=description, allow_abbrev=False
+    )
+
+
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parses a command line; a flag that is known but not supported is a ConfigError."""
+    argv = sys.argv[1:] if argv is None else argv
+    known = {flag for action in parser._actions for flag in action.option_strings}
+    for argument in argv:
+        flag = argument.partition("=")[0]
+        if not flag.startswith("--") or flag in known:
+            continue
+        reason = next((why for it, why in REFUSED.items() if flag[2:].startswith(it)), None)
+        reason = reason or config.REFUSED_FLAGS.get(flag[2:].replace("-", "_"))
+        if reason is not None:
+            raise errors.ConfigError(f"{flag} is not supported: {reason}")
+    return parser.parse_args(argv)
+
+
+def shown(argv: Sequence[str]) -> str:
+    """Returns a command line as results record it; keys are masked."""
+    words, is_secret = [], False
+    for word in argv:
+        flag, equals, _ = word.partition("=")
+        if is_secret or (flag.lower() == "authorization" and equals):
+            words.append("***")
+        elif flag in SECRETS and equals:
+            words.append(f"{flag}=***")
+        else:
+            words.append(word)
+        is_secret = word in SECRETS
+    return shlex.join(words)
+
+
+def add_dataset_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds SGLang's flags of what is asked."""
+    group = parser.add_argument_group("dataset")
+    group.add_argument(
+        "--dataset-name",
+        choices=prompts.DATASETS,
+        default="random",
+        help="random: text cut to length (of --dataset-path, else bundled word problems); "
+        "random-ids: random tokens; custom, openai: JSON lines; sharegpt: a local JSON file "
+        "(default: random, as nothing is downloaded)",
+    )
+    group.add_argument("--dataset-path", default="", metavar="FILE")
+    group.add_argument("--num-prompts", "--num-prompt", type=positive, default=1000, metavar="N")
+    for name in ("input", "output"):
+        spellings = (f"--random-{name}-len", f"--random-{name}")
+        group.add_argument(*spellings, type=positive, default=1024, metavar="TOKENS")
+    group.add_argument(
+        "--random-range-ratio",
+        type=share,
+        default=0.0,
+        metavar="R",
+        help="lengths are drawn from [R * len, len]; 1 makes them all equal (default: 0)",
+    )
+    group.add_argument(
+        "--sharegpt-output-len",
+        type=positive,
+        metavar="TOKENS",
+        help="output length of every row of a file, instead of the one it gives",
+    )
+    group.add_argument(
+        "--sharegpt-context-len",
+        type=positive,
+        metavar="TOKENS",
+        help="leave out rows of a file that are longer with their output",
+    )
+    group.add_argument("--apply-chat-template", action="store_true", help="to prompts of a file")
+    group.add_argument("--prompt-suffix", default="", help="appended to prompts of a file")
+    group.add_argument("--seed", type=natural, default=42)
+
+
+def dataset(
+    options: argparse.Namespace, *, as_ids: bool, vocab_size: int | None
+) -> prompts.Dataset:
+    """Returns the dataset that the flags of `add_dataset_flags` ask for."""
+    return prompts.Dataset(
+        name=options.dataset_name,
+        path=options.dataset_path or None,
+        num_prompts=options.num_prompts,
+        input_len=options.random_input_len,
+        output_len=options.random_output_len,
+        range_ratio=options.random_range_ratio,
+        fixed_output_len=options.sharegpt_output_len,
+        context_len=options.sharegpt_context_len,
+        apply_chat_template=options.apply_chat_template,
+        suffix=options.prompt_suffix,
+        seed=options.seed,
+        as_ids=as_ids,
+        vocab_size=vocab_size,
+    )
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds one flag per field of `EngineConfig`, as `jdllm.serve` has them."""
+    group = parser.add_argument_group("engine, as for jdllm.serve")
+    for name, hint in typing.get_type_hints(config.EngineConfig).items():
+        flags = ("--" + name.replace("_", "-"), *FLAG_ALIASES.get(name, ()))
+        group.add_argument(*flags, dest=name, default=argparse.SUPPRESS, **_argument(hint))
+
+
+def _argument(hint: Any) -> dict[str, Any]:
+    if hint is bool:
+        return {"action": "store_true"}
+    if typing.get_origin(hint) is typing.Literal:
+        return {"choices": typing.get_args(hint)}
+    kinds = [kind for kind in (int, float) if hint == kind or kind in typing.get_args(hint)]
+    return {"type": kinds[0] if kinds else str}
+
+
+def engine_config(options: argparse.Namespace, **chosen: Any) -> config.EngineConfig:
+    """Returns the config that the flags of `add_engine_flags` ask for.
+
+    `chosen` are the benchmark's own values for what the command line leaves open.
+    """
+    known = typing.get_type_hints(config.EngineConfig)
+    given = {name: value for name, value in vars(options).items() if name in known}
+    return config.EngineConfig(**{**chosen, **given})
+
+
+def dllm_options(pairs: Sequence[str]) -> dict[str, Any]:
+    """Returns the denoising options in a list of KEY=VALUE; values as YAML reads them."""
+    found = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not key or not equals or not value:
+            raise errors.ConfigError(f"--dllm {pair!r} is not KEY=VALUE")
+        found[key] = yaml.safe_load(value)
+    return found
+
+
+def json_object(text: str | None, flag: str) -> dict[str, Any]:
+    """Returns the JSON object given to a flag, {} for None."""
+    if not text:
+        return {}
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise errors.ConfigError(f"{flag} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise errors.ConfigError(f"{flag} must be a JSON object, got {text!r}")
+    return value
+
+
+def merged(base: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns `base` with the values of `extra`; objects in both are merged key by key."""
+    result = dict(base)
+    for key, value in extra.items():
+        both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
+        result[key] = merged(result[key], value) if both else value
+    return result
+
+
+def positive(text: str) -> int:
+    """Returns a positive integer, for argparse."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
+    return value
+
+
+def natural(text: str) -> int:
+    """Returns an integer of 0 or more, for argparse."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} is negative")
+    return value
+
+
+def share(text: str) -> float:
+    """Returns a number between 0 and 1, for argparse."""
+    value = float(text)
+    if not 0.0 <= value <= 1.0:
+        raise argparse.ArgumentTypeError(f"{value} is not between 0 and 1")
+    return value
+
+
+def positive_number(text: str) -> float:
+    """Returns a number above 0, `inf` included, for argparse."""
+    value = float(text)
+    if math.isnan(value) or value <= 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value

@@ -1,0 +1,275 @@
+"""`python -m jdllm.bench.serving`: load on a running server, over HTTP, with streaming.
+
+Flags, table and result file are those of SGLang's `bench_serving`; TPF, NFE and blocks come
+with them. TTFT is the time to the first committed block.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from jdllm import errors
+from jdllm.bench import (
+    backends,
+    command_line,
+    http_client,
+    prompts,
+    report,
+    serving_options,
+    stats,
+    traffic,
+)
+from jdllm.engine import tokenizer as tokenizer_lib
+
+WARMUP_TOKENS = 32  # as SGLang
+POLL_S = 0.5
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 0, 1 when nothing could be measured, 2 for a wrong option, 130 for Ctrl-C."""
+    return command_line.finish("serving", lambda: run(serving_options.parse(argv)))
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Measures, prints the table, appends the result; returns it."""
+    kind, _ = backends.BACKENDS[options.backend]
+    serving_options.check(options)
+    client = http_client.Client(
+        serving_options.base_url(options),
+        headers=serving_options.headers(options),
+        timeout_s=options.timeout_s,
+    )
+    path = options.output_file or serving_options.default_file(options)
+    report.check_writable(path)
+    dataset = command_line.dataset(
+        options, as_ids=options.tokenize_prompt, vocab_size=options.vocab_size
+    )
+    model = find_model(client, options)
+    tokenizer = functools.cache(lambda: load_tokenizer(client, options, model))
+    asked = dataset.load(tokenizer)
+    check_contents(asked, kind)
+    request = backends.Options(
+        kind=kind,
+        model=model,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        ignore_eos=not options.disable_ignore_eos,
+        stream=not options.disable_stream,
+        dllm=command_line.dllm_options(options.dllm),
+        extra=command_line.json_object(options.extra_request_body, "--extra-request-body"),
+    )
+    report.say(f"# {command_line.shown(sys.argv)}\n# {client.base_url}, model {model}")
+    warm_up(client, request, asked[0], options)
+    before = server_info(client)
+    records, duration_s = traffic.send(
+        lambda prompt: backends.ask(client, prompt, request),
+        asked,
+        at_s=traffic.arrivals_s(len(asked), options.request_rate, options.seed),
+        max_concurrency=options.max_concurrency,
+        show_progress=not options.disable_tqdm,
+    )
+    after = server_info(client)
+    failed = [record.error for record in records if record.error is not None]
+    if len(failed) == len(records):
+        raise command_line.BenchError(f"all {len(failed)} requests failed; the first: {failed[0]}")
+    result = {
+        **serving_options.settings(options, model),
+        **stats.summarize(records, duration_s),
+        **_retokenized(records, tokenizer),
+        **_cache(records),
+        "server_info": after,
+    }
+    result |= stats.engine_figures(_state(before), _state(after), result["total_output_tokens"])
+    print_result(result, options)
+    if failed:
+        sys.stderr.write(f"{len(failed)} requests failed; the first: {failed[0]}\n")
+    report.append(path, result | (details(records) if options.output_details else {}))
+    return result
+
+
+def check_contents(asked: Sequence[prompts.Prompt], kind: backends.Kind) -> None:
+    """Refuses chat messages for a route that takes text, and ids for chat."""
+    for prompt in asked:
+        is_list = isinstance(prompt.content, list)
+        is_messages = is_list and isinstance(prompt.content[0], dict)
+        if is_messages and kind != "chat":
+            raise errors.ConfigError(
+                "the dataset holds chat messages; use --backend sglang-oai-chat, or "
+                "--apply-chat-template"
+            )
+        if is_list and not is_messages and kind == "chat":
+            raise errors.ConfigError("the dataset holds token ids, which chat does not take")
+
+
+def find_model(client: http_client.Client, options: argparse.Namespace) -> str:
+    """Waits for the server and returns the name of the model; a wrong one is an error."""
+    deadline_s = time.monotonic() + options.ready_check_timeout_sec
+    while True:
+        try:
+            cards = client.json("GET", "/v1/models").get("data") or []
+            break
+        except http_client.HttpError as error:
+            is_starting = error.status in (None, 503)
+            if not is_starting or time.monotonic() >= deadline_s:
+                raise command_line.BenchError(
+                    f"no server at {client.base_url}: {error}"
+                    if is_starting
+                    else f"{client.base_url} does not answer as a model server: {error}"
+                ) from error
+        time.sleep(POLL_S)
+    served = [card["id"] for card in cards]
+    wanted = options.served_model_name or options.model
+    if wanted is None and not served:
+        raise command_line.BenchError(f"{client.base_url} lists no model; give --model")
+    if wanted is not None and wanted not in served:
+        raise command_line.BenchError(
+            f"{client.base_url} does not serve {wanted!r} but {', '.join(served) or 'nothing'}; "
+            "leave --model out or give that name with --served-model-name"
+        )
+    return wanted or served[0]
+
+
+def load_tokenizer(
+    client: http_client.Client, options: argparse.Namespace, model: str
+) -> tokenizer_lib.Tokenizer:
+    """Returns the tokenizer of --tokenizer, else of what the server says it serves."""
+    path = options.tokenizer
+    if path is None:
+        try:
+            info = client.json("GET", "/model_info")
+        except http_client.HttpError:
+            info = {}
+        path = info.get("tokenizer_path") or info.get("model_path") or options.model or model
+    try:
+        return tokenizer_lib.Tokenizer(path)
+    except errors.ConfigError as error:
+        raise errors.ConfigError(
+            f"{error}; give --tokenizer PATH, or use --dataset-name random-ids "
+            "--tokenize-prompt --vocab-size N, which needs none"
+        ) from error
+
+
+def warm_up(
+    client: http_client.Client,
+    request: backends.Options,
+    prompt: prompts.Prompt,
+    options: argparse.Namespace,
+) -> None:
+    """Sends the first prompt some times with a short output, then flushes the prefix cache."""
+    count = options.warmup_requests
+    if count:
+        short = prompts.Prompt(
+            content=prompt.content,
+            prompt_len=prompt.prompt_len,
+            output_len=min(prompt.output_len, WARMUP_TOKENS),
+        )
+        records, _ = traffic.send(
+            lambda one: backends.ask(client, one, request),
+            [short] * count,
+            at_s=[0.0] * count,
+            max_concurrency=options.max_concurrency,
+            show_progress=False,
+        )
+        if all(record.error is not None for record in records):
+            raise command_line.BenchError(f"the warm-up failed: {records[0].error}")
+    if options.flush_cache:
+        try:
+            client.text("POST", f"/flush_cache?timeout={options.flush_cache_timeout}")
+        except http_client.HttpError as error:
+            raise command_line.BenchError(f"--flush-cache failed: {error}") from error
+
+
+def server_info(client: http_client.Client) -> dict[str, Any] | None:
+    """Returns the server's account of itself, None when it gives none."""
+    try:
+        info = client.json("GET", "/server_info")
+    except http_client.HttpError:
+        return None
+    return info if isinstance(info, dict) else None
+
+
+def print_result(result: dict[str, Any], options: argparse.Namespace) -> None:
+    shown = result | {"max_concurrency": result["max_concurrency"] or "not set"}
+    head: tuple[report.Row, ...] = (
+        ("Backend:", "backend"),
+        ("Traffic request rate:", "request_rate"),
+        ("Max request concurrency:", "max_concurrency"),
+        ("Successful requests:", "completed"),
+        *((("Failed requests:", "failed"),) if result["failed"] else ()),
+        ("Benchmark duration (s):", "duration"),
+        ("Total input tokens:", "total_input_tokens"),
+        ("Total generated tokens:", "total_output_tokens"),
+        ("Total generated tokens (retokenized):", "total_output_tokens_retokenized"),
+        *report.THROUGHPUTS,
+        ("Peak output token throughput (tok/s):", "max_output_tokens_per_s"),
+        ("Peak concurrent requests:", "max_concurrent_requests"),
+        ("Total token throughput (tok/s):", "total_throughput"),
+        ("Concurrency:", "concurrency"),
+    )
+    lines = ["", report.title(" Serving Benchmark Result "), *report.rows(shown, head)]
+    lines += report.sections(shown, [("Denoising", report.DENOISING), *report.LATENCIES])
+    if options.cache_report:
+        lines += report.sections(
+            shown,
+            [
+                (
+                    "Cache Hit Details",
+                    (
+                        ("Total prompt tokens:", "total_input_tokens"),
+                        ("Total cached tokens:", "total_cached_tokens"),
+                        ("Cache hit rate (%):", "cache_hit_rate_pct"),
+                    ),
+                )
+            ],
+        )
+    report.say("\n".join([*lines, report.title("")]))
+
+
+def details(records: Sequence[stats.Record]) -> dict[str, Any]:
+    """Returns one list per figure, in the order of the requests; times are seconds."""
+    return {
+        "input_lens": [record.prompt_tokens for record in records],
+        "output_lens": [record.completion_tokens for record in records],
+        "ttfts": [record.ttft_s for record in records],
+        "itls": [record.intervals("tokens") for record in records],
+        "e2e_latencies": [record.latency_s for record in records],
+        "start_times": [record.start_s for record in records],
+        "nfes": [record.nfe for record in records],
+        "blocks": [record.blocks for record in records],
+        "cached_tokens": [record.cached_tokens for record in records],
+        "generated_texts": [record.text for record in records],
+        "errors": [record.error or "" for record in records],
+    }
+
+
+def _retokenized(records: Sequence[stats.Record], tokenizer: Any) -> dict[str, int | None]:
+    """Returns the tokens of the answers' texts, None unless a tokenizer was needed anyway."""
+    if not tokenizer.cache_info().currsize:
+        return {"total_output_tokens_retokenized": None}
+    encode = tokenizer().encode
+    texts = [record.text for record in records if record.error is None]
+    count = sum(len(encode(text, add_special_tokens=False)) for text in texts)
+    return {"total_output_tokens_retokenized": count}
+
+
+def _cache(records: Sequence[stats.Record]) -> dict[str, Any]:
+    done = [r for r in records if r.error is None and r.cached_tokens is not None]
+    cached, prompt = sum(r.cached_tokens for r in done), sum(r.prompt_tokens for r in done)
+    return {
+        "total_cached_tokens": cached if done else None,
+        "cache_hit_rate_pct": 100.0 * cached / prompt if prompt else None,
+    }
+
+
+def _state(info: dict[str, Any] | None) -> dict[str, Any]:
+    states = (info or {}).get("internal_states") or [{}]
+    return states[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

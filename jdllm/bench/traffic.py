@@ -1,0 +1,88 @@
+"""When requests are sent: at once, or as a Poisson process; never more than so many at a time."""
+
+from __future__ import annotations
+
+import math
+import resource
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import tqdm
+
+from jdllm import errors
+from jdllm.bench import prompts, stats
+
+SPARE_FILES = 64
+
+
+def arrivals_s(count: int, request_rate: float, seed: int) -> list[float]:
+    """Returns seconds from the start at which requests arrive; the first is at 0.
+
+    Gaps are exponential with mean 1 / `request_rate`; an infinite rate is all at 0.
+    """
+    if math.isinf(request_rate):
+        return [0.0] * count
+    gaps = np.random.default_rng(seed).exponential(1.0 / request_rate, count - 1)
+    return [0.0, *np.cumsum(gaps).tolist()]
+
+
+def send(
+    ask: Callable[[prompts.Prompt], stats.Record],
+    asked: Sequence[prompts.Prompt],
+    *,
+    at_s: Sequence[float],
+    max_concurrency: int | None = None,
+    show_progress: bool = True,
+) -> tuple[list[stats.Record], float]:
+    """Returns the records in the order of the prompts, and the seconds all of it took.
+
+    Each request has a thread. A request above `max_concurrency` waits for a place, and its
+    latency begins when it is sent, as in SGLang.
+    """
+    places = min(max_concurrency or len(asked), len(asked))
+    _allow_connections(places)
+    free = threading.Semaphore(places)
+    records: list[stats.Record | None] = [None] * len(asked)
+    failures: list[BaseException] = []
+    lock = threading.Lock()
+
+    def work(index: int) -> None:
+        try:
+            records[index] = ask(asked[index])
+        except BaseException as error:  # a fault of ours, raised again below
+            failures.append(error)
+        finally:
+            free.release()
+            with lock:
+                bar.update()
+
+    with tqdm.tqdm(total=len(asked), disable=not show_progress, unit="req") as bar:
+        began, threads = time.perf_counter(), []
+        for index, due_s in enumerate(at_s):
+            time.sleep(max(0.0, began + due_s - time.perf_counter()))
+            free.acquire()
+            # Daemons, so that Ctrl-C need not wait for answers.
+            threads.append(threading.Thread(target=work, args=(index,), daemon=True))
+            threads[-1].start()
+        for thread in threads:
+            thread.join()
+        duration_s = time.perf_counter() - began
+    if failures:
+        raise failures[0]
+    return [record for record in records if record is not None], duration_s
+
+
+def _allow_connections(count: int) -> None:
+    """Raises the limit of open files to what `count` connections need."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = count + SPARE_FILES
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise errors.ConfigError(
+            f"{count} requests at a time need {needed} open files, the limit is {hard}; "
+            "give --max-concurrency"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
