@@ -39,6 +39,7 @@ def stats(built: build.Built) -> stats_lib.EngineStats:
         preemptions_total=scheduled.total_preemptions,
         prefill_launches_total=counters.prefill_launches,
         decode_launches_total=counters.decode_launches,
+        decode_steps_total=counters.decode_steps,
         padding_fraction=counters.padding_fraction,
         batch_occupancy=counters.batch_occupancy,
         jit_compiles_total=compiles.count - built.compiles_at_ready,

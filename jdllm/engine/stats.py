@@ -36,6 +36,7 @@ class EngineStats:
     preemptions_total: int
     prefill_launches_total: int
     decode_launches_total: int
+    decode_steps_total: int
     padding_fraction: float
     batch_occupancy: float
     jit_compiles_total: int

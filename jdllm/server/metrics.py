@@ -27,6 +27,7 @@ PREFIX = "jdllm:"
 # Statistics that exist only for diffusion carry `dllm_` in their metric name.
 DLLM_STATS = {
     "denoising_steps_total",
+    "decode_steps_total",
     "canvas_positions_total",
     "committed_tokens_total",
     "edited_tokens_total",
