@@ -81,17 +81,19 @@ def _fail(name: str, error: object, code: int) -> int:
 def make_parser(name: str, description: str) -> argparse.ArgumentParser:
     """Returns a parser that takes no abbreviations, so that no flag is mistaken for another."""
     return argparse.ArgumentParser(
-        prog=f"python -m jdllm.bench.{name}", description=description, allow_abbrev=False
+        prog=f"python -m jdllm.bench.{name}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses a command line; a flag that is known but not supported is a ConfigError."""
     argv = sys.argv[1:] if argv is None else argv
-    known = {flag for action in parser._actions for flag in action.option_strings}
     for argument in argv:
         flag = argument.partition("=")[0]
-        if not flag.startswith("--") or flag in known:
+        if not flag.startswith("--"):
             continue
         reason = next((why for it, why in REFUSED.items() if flag[2:].startswith(it)), None)
         reason = reason or config.REFUSED_FLAGS.get(flag[2:].replace("-", "_"))
@@ -196,11 +198,12 @@ def _argument(hint: Any) -> dict[str, Any]:
 def engine_config(options: argparse.Namespace, **chosen: Any) -> config.EngineConfig:
     """Returns the config that the flags of `add_engine_flags` ask for.
 
-    `chosen` are the benchmark's own values for what the command line leaves open.
+    `chosen` are the benchmark's own values for what the command line leaves open; of the log
+    only warnings are shown unless --log-level asks for more.
     """
     known = typing.get_type_hints(config.EngineConfig)
     given = {name: value for name, value in vars(options).items() if name in known}
-    return config.EngineConfig(**{**chosen, **given})
+    return config.EngineConfig(**{"log_level": "warning", **chosen, **given})
 
 
 def dllm_options(pairs: Sequence[str]) -> dict[str, Any]:
@@ -260,9 +263,17 @@ def share(text: str) -> float:
     return value
 
 
-def positive_number(text: str) -> float:
+def rate(text: str) -> float:
     """Returns a number above 0, `inf` included, for argparse."""
     value = float(text)
     if math.isnan(value) or value <= 0:
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
+def seconds(text: str) -> float:
+    """Returns a finite number of 0 or more, for argparse."""
+    value = float(text)
+    if not math.isfinite(value) or value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
     return value

@@ -31,7 +31,7 @@ class HttpError(RuntimeError):
 
 
 class Client:
-    """Calls one server; `timeout_s` is the longest silence, not the length of an answer."""
+    """Calls one server; `timeout_s` is the longest silence, not of an answer; 0 is none."""
 
     def __init__(self, base_url: str, *, headers: Mapping[str, str], timeout_s: float):
         parts = urllib.parse.urlsplit(base_url)
@@ -43,7 +43,7 @@ class Client:
         kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
         self._kind = kinds[parts.scheme]
         self._headers = {"Content-Type": "application/json", **headers}
-        self._timeout_s = timeout_s
+        self._timeout_s = timeout_s or None
 
     def json(self, method: str, route: str, body: Mapping[str, Any] | None = None) -> Any:
         """Returns the parsed answer."""

@@ -53,16 +53,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     tokenizer = functools.cache(lambda: load_tokenizer(client, options, model))
     asked = dataset.load(tokenizer)
     check_contents(asked, kind)
-    request = backends.Options(
-        kind=kind,
-        model=model,
-        temperature=options.temperature,
-        top_p=options.top_p,
-        ignore_eos=not options.disable_ignore_eos,
-        stream=not options.disable_stream,
-        dllm=command_line.dllm_options(options.dllm),
-        extra=command_line.json_object(options.extra_request_body, "--extra-request-body"),
-    )
+    request = serving_options.request(options, model)
     report.say(f"# {command_line.shown(sys.argv)}\n# {client.base_url}, model {model}")
     warm_up(client, request, asked[0], options)
     before = server_info(client)

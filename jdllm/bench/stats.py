@@ -19,7 +19,7 @@ import numpy as np
 Unit = Literal["tokens", "blocks", "nfe"]
 PERCENTILES = (90, 95, 99)
 # Blocks of one launch of the device reach the client one after the other in less than this.
-TOGETHER_S = 1e-3
+TOGETHER_S = 2e-3
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

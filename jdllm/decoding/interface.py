@@ -63,8 +63,8 @@ class Proposal:
     `tokens`/`prob`: the token to write into a masked position (drawn where the row
     samples) and the confidence that gates it. `best`/`best_prob`: the argmax and its
     probability, for edits. `is_drawn`: the row samples. The mask id is never
-    proposed. `logprob` and `best_logprob` are the model's log-probabilities of `tokens`
-    and `best`, at temperature 1.
+    proposed. `logprob` and `best_logprob` are the log-probabilities of `tokens` and `best` at
+    temperature 1, under the logits that were chosen from (penalty included).
     """
 
     tokens: jax.Array  # [B, T] int32

@@ -101,6 +101,11 @@ class EngineCore:
         self._in_flight = started
         return outputs
 
+    def settle(self) -> list[outputs_lib.RequestOutput]:
+        """Waits for the launch in flight, if any, and returns what it committed."""
+        previous, self._in_flight = self._in_flight, None
+        return [] if previous is None else self._finish(*previous)
+
     def _finish(
         self, batch: batch_lib.ScheduleBatch, launch: batch_lib.Launch
     ) -> list[outputs_lib.RequestOutput]:

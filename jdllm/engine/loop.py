@@ -30,7 +30,7 @@ IDLE_WAIT_S = 0.5
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokensEvent:
-    """A block that a request committed; the last one carries `finish`. At `time.monotonic()`."""
+    """What a request committed in a launch; the last one carries `finish`."""
 
     output: outputs_lib.RequestOutput
     at_s: float = dataclasses.field(default_factory=time.monotonic)
@@ -142,9 +142,17 @@ class EngineLoop:
             with self._wake:  # no call can slip in behind the last look at the queue
                 self._is_stopping = True
             self._run_calls()
+            self._settle()
             for sink in self._sinks.values():
                 self._deliver(sink, FaultEvent("the engine has shut down"))
             self._sinks.clear()
+
+    def _settle(self) -> None:
+        """Delivers what the launch in flight has brought; whatever it fails with ends here."""
+        try:
+            self._deliver_all(self.core.settle())
+        except Exception:
+            logger.exception("the last launch failed")
 
     def _run_calls(self) -> None:
         while self._calls:

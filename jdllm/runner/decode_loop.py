@@ -4,8 +4,8 @@ A step forwards one block of every active row, takes the vocabulary statistics, 
 row's algorithm update the block, and moves on by itself: a block that is final goes to
 the row's output ring, one whose K,V is final too advances the context, and the next
 block begins in the pages that the scheduler allocated ahead. A row stops at an end
-token, at its token limit, without pages, or with a full ring; it never waits for
-another row. Nothing is read by the host before the launch ends.
+token, at its token limit or without pages; it never waits for another row. Nothing is
+read by the host before the launch ends.
 
 Fused commit. Where a last forward must persist the K,V of a final block, that forward
 also runs the first step of the block after it: the step has R block slots and C commit
@@ -96,21 +96,19 @@ def decode_launch(
     def goes_on(carry):
         _, state, _, (num_steps, _, _) = carry
         waited_for = jnp.sum(state.is_finished & is_row) > inputs.max_finished
-        return (
-            (num_steps < inputs.max_steps) & jnp.any(is_active(config, inputs, state)) & ~waited_for
-        )
+        return (num_steps < inputs.max_steps) & jnp.any(is_active(inputs, state)) & ~waited_for
 
     def chosen(carry):
-        return _choose(sizes, jnp.sum(_wants_slot(config, inputs, carry[1]), dtype=jnp.int32))
+        return _choose(sizes, jnp.sum(_wants_slot(inputs, carry[1]), dtype=jnp.int32))
 
     def one_step(place, carry):
         pools, state, ring, (num_steps, num_slots, used_slots) = carry
         size = sizes[place]
-        wants = _wants_slot(config, inputs, state)
+        wants = _wants_slot(inputs, state)
         granted = wants & (jnp.cumsum(wants) <= size)
         advanced = advance(config, state, granted)
         hidden, pools = _forward(config, model, inputs, state, advanced, granted, size, pools)
-        used_slots += jnp.sum(is_active(config, inputs, advanced), dtype=jnp.int32)
+        used_slots += jnp.sum(is_active(inputs, advanced), dtype=jnp.int32)
         used_slots += jnp.sum(granted, dtype=jnp.int32)
         state, ring = _update(config, inputs, model.unembedding(), hidden, advanced, ring)
         return pools, state, ring, (num_steps + 1, num_slots + R + size, used_slots)
@@ -145,14 +143,10 @@ def decode_launch(
     return (pools, slots), outputs
 
 
-def _wants_slot(
-    config: steps.StepConfig, inputs: forward_batch.DecodeInputs, state: RowState
-) -> jax.Array:
+def _wants_slot(inputs: forward_batch.DecodeInputs, state: RowState) -> jax.Array:
     """Returns [R]: the row persists its block and could run the next one in the same forward."""
-    L = state.tokens.shape[1]
-    fits = state.context_lens + 2 * L <= inputs.capacity
-    has_place = state.num_blocks < config.max_launch_steps
-    return is_active(config, inputs, state) & state.is_final & fits & has_place
+    fits = state.context_lens + 2 * state.tokens.shape[1] <= inputs.capacity
+    return is_active(inputs, state) & state.is_final & fits
 
 
 def _choose(sizes: tuple[int, ...], wanted: jax.Array) -> jax.Array:
@@ -178,7 +172,7 @@ def _forward(
     """Returns ([R, L, D] hidden states of the blocks, pools); commit slots leave K,V alone."""
     R, L = state.tokens.shape
     tokens, context_lens = state.tokens, state.context_lens
-    kv_lens = jnp.where(is_active(config, inputs, state), context_lens + L, 0)
+    kv_lens = jnp.where(is_active(inputs, state), context_lens + L, 0)
     page_table = inputs.page_table
     if num_slots:
         (row,) = jnp.nonzero(granted, size=num_slots, fill_value=R)
@@ -204,7 +198,7 @@ def _update(
 ) -> tuple[RowState, Ring]:
     """Returns state and ring after every active row's algorithm has seen its proposal."""
     R, L = state.tokens.shape
-    active = is_active(config, inputs, state)
+    active = is_active(inputs, state)
     seen = _denoise(config, inputs, lm_head, hidden, state, active)
     after, is_broken = seen.block, active & seen.is_invalid
     works = active & ~is_broken

@@ -2,7 +2,7 @@
 
 Shapes depend on the bucket alone. Padding rows have `kv_len` 0 and write nowhere;
 padding tokens lie past `cu_q_lens[-1]`. Both trees are flat dataclasses of arrays, so
-that a launch is one transfer of a few small leaves.
+that a launch transfers a few small leaves.
 """
 
 from __future__ import annotations

@@ -103,14 +103,10 @@ def enter(
     )
 
 
-def is_active(
-    config: steps.StepConfig, inputs: forward_batch.DecodeInputs, state: RowState
-) -> jax.Array:
+def is_active(inputs: forward_batch.DecodeInputs, state: RowState) -> jax.Array:
     """Returns [R]: the row's block is forwarded in the next step."""
     L = state.tokens.shape[1]
-    has_pages = state.context_lens + L <= inputs.capacity
-    has_place = state.is_final | (state.num_blocks < config.max_launch_steps)
-    return ~state.is_finished & has_pages & has_place
+    return ~state.is_finished & (state.context_lens + L <= inputs.capacity)
 
 
 def advance(config: steps.StepConfig, state: RowState, where: jax.Array) -> RowState:

@@ -5,7 +5,7 @@ the forward of a denoising step (`decode_loop.py`), one block a row. The pool is
 that the caller donates. Attention is one op for both: K,V of the in-flight tokens are
 scattered first, then attended.
 
-Cost per token of a row: the forward's weights are read once a launch, K,V of
+Cost per token of a row: the weights are read once a forward, K,V of
 `context + in-flight` tokens once a row and layer; the vocabulary is streamed once.
 """
 

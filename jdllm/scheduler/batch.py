@@ -12,7 +12,7 @@ from jdllm.scheduler import request as request_lib
 
 
 class Phase(enum.StrEnum):
-    """A launch is of one phase: whole committed blocks, or one block being denoised."""
+    """A launch is of one phase: whole committed blocks, or blocks being denoised."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -100,7 +100,7 @@ class LaunchResult:
     """
 
     rows: tuple[RowResult, ...] = ()
-    num_steps: int = 1
+    num_steps: int = 0
     num_slots: int = 0
     used_slots: int = 0
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 
 from jdllm.scheduler import outputs
+from jdllm.scheduler import request as request_lib
 
 Detokenize = Callable[[Sequence[int]], str]
 
@@ -49,6 +50,23 @@ def check(
     if len(output_ids) >= max_new_tokens:
         return outputs.FinishReason(kind="length", finished_len=max_new_tokens)
     return None
+
+
+def check_request(
+    request: request_lib.Request, num_new: int, detokenize: Detokenize | None
+) -> outputs.FinishReason | None:
+    """Returns why the request's output ends within its last `num_new` tokens, or None."""
+    sampling = request.sampling
+    return check(
+        request.output_ids,
+        num_new,
+        eos_token_ids=request.eos_token_ids,
+        stop_token_ids=sampling.stop_token_ids,
+        ignore_eos=sampling.ignore_eos,
+        stop=sampling.stop,
+        max_new_tokens=request.max_new_tokens,
+        detokenize=detokenize,
+    )
 
 
 def _first_stop_string(

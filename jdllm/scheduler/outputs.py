@@ -25,7 +25,7 @@ class FinishReason:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
-    """Tokens of a block that a request committed, surplus dropped; `finish` on the last one.
+    """Tokens that a request committed in a launch, surplus dropped; `finish` on the last one.
 
     The numbers are the request's totals at that moment: a consumer may look much later,
     when the request has moved on. `nfe` counts forwards.

@@ -84,14 +84,23 @@ class RequestPages:
         request.pages.extend(self.allocator.allocate(missing))
         return True
 
-    def grow_ahead(self, request: request_lib.Request, num_blocks: int) -> None:
-        """Gets pages for blocks after the present one that the request can still fill."""
-        longest = len(request.prompt_ids) + request.max_new_tokens
-        end = -(-longest // self._block_size) * self._block_size
+    def grow_ahead(
+        self, requests: Sequence[request_lib.Request], num_blocks: int, *, keep_free: int
+    ) -> None:
+        """Gets free pages for blocks after the present ones that the requests can still fill.
+
+        In turn, a block each, as long as `keep_free` pages are left; nothing is evicted.
+        """
         for ahead in range(1, num_blocks + 1):
-            wanted = request.context_len + (ahead + 1) * self._block_size
-            if wanted > end or not self.grow(request, wanted):
-                return
+            for request in requests:
+                longest = len(request.prompt_ids) + request.max_new_tokens
+                wanted = request.context_len + (ahead + 1) * self._block_size
+                missing = self.pages_of(wanted) - len(request.pages)
+                if missing <= 0 or wanted >= longest + self._block_size:
+                    continue
+                if missing > self.allocator.num_free - keep_free:
+                    return
+                request.pages.extend(self.allocator.allocate(missing))
 
     def publish(self, request: request_lib.Request) -> None:
         """Moves newly full pages of a running request into the tree, up to the first twin."""

@@ -7,7 +7,8 @@ what a later one finds in pages and slots does not depend on when the host looks
 
 Each running request is in one of two phases, read off its state: PREFILL while whole
 committed blocks lack K,V in its pages, then DECODE, block after block in its slot. When
-both kinds wait, prefill and decode rounds take turns, so neither starves.
+both kinds wait, prefill and decode rounds take turns, decode with a step at a time, so
+neither starves.
 
 Why nothing hangs: pages for all committed tokens and one block are taken on
 admission, so only decode rows ask for more; the request that arrived first takes
@@ -58,17 +59,7 @@ class Scheduler:
         decode_steps: int = 1,
         launches_ahead: int = 0,
     ):
-        if page_size % block_size and block_size % page_size:
-            raise errors.ConfigError(f"{page_size=} and {block_size=} must divide one another")
-        if buckets.block_size != block_size:
-            raise errors.ConfigError(f"{buckets.block_size=} differs from {block_size=}")
-        if prefix_cache is not None and prefix_cache.page_size != page_size:
-            raise errors.ConfigError(f"{prefix_cache.page_size=} differs from {page_size=}")
-        if not 1 <= max_running_requests <= buckets.decode_rows[-1]:
-            raise errors.ConfigError(
-                f"{max_running_requests=} must be between 1 and the largest decode bucket "
-                f"of {buckets.decode_rows[-1]} rows"
-            )
+        limits_lib.check_sizes(block_size, page_size, max_running_requests, buckets, prefix_cache)
         self.waiting: list[request_lib.Request] = []
         self.running: list[request_lib.Request] = []
         self.pages = pages_lib.RequestPages(
@@ -151,7 +142,7 @@ class Scheduler:
     def process_results(
         self, batch: batch_lib.ScheduleBatch, result: batch_lib.LaunchResult
     ) -> list[outputs_lib.RequestOutput]:
-        """Applies a launch; returns every block that a row committed.
+        """Applies a launch; returns what each row committed.
 
         Rows whose request has left since the launch was planned are skipped, also when it
         came back: it began anew.
@@ -271,14 +262,21 @@ class Scheduler:
             return None
         for row in rows:
             row.request.is_decoding = True
-            self.pages.grow_ahead(row.request, self._blocks_ahead)
+        self._look_ahead([row.request for row in rows])
         return batch_lib.ScheduleBatch(
             rows=tuple(rows),
             bucket=self._buckets.decode(len(rows)),
-            max_steps=self._decode_steps,
+            # Prompts wait a step, not a launch: rows that wait for theirs leave places empty.
+            max_steps=1 if any(map(self._needs_prefill, self.running)) else self._decode_steps,
             # Not at the first one: where rows finish often, launches would be of one step.
             max_finished=len(rows) // 8 if self.waiting else None,
         )
+
+    def _look_ahead(self, requests: list[request_lib.Request]) -> None:
+        """Gets pages for blocks that may follow in the launch; few where some wait for pages."""
+        lacks_pages = bool(self.waiting) and len(self.running) < self._max_running
+        blocks = 1 if lacks_pages else self._blocks_ahead
+        self.pages.grow_ahead(requests, blocks, keep_free=len(self.running))
 
     def _needs_prefill(self, request: request_lib.Request) -> bool:
         # A block whose tokens are committed but not persisted stays a decode row.
@@ -322,48 +320,48 @@ class Scheduler:
         result: batch_lib.RowResult,
         outputs: list[outputs_lib.RequestOutput],
     ) -> None:
-        """Stores one decode row's launch."""
-        nfe = request.nfe
+        """Stores one decode row's launch; its blocks are one output."""
+        nfe, new = request.nfe, []
         request.num_edited += result.num_edited
-        for committed in result.committed:
+        for done, committed in enumerate(result.committed, start=1):
             request.nfe = nfe + committed.nfe
-            head = request.num_tokens % self._block_size  # the prompt's, in its last block
-            request.output_steps += committed.steps[head:].tolist()
-            request.output_logprobs += committed.logprobs[head:].tolist()
-            outputs.append(self._commit(request, committed.tokens[head:].tolist()))
-            if request.state is not RequestState.RUNNING:
+            kept, finish = self._commit(request, committed)
+            new += kept
+            if finish is not None:
+                request.num_discarded += (len(result.committed) - done) * self._block_size
+                outputs.append(outputs_lib.RequestOutput.of(request, new, finish))
                 return
         request.nfe = nfe + result.nfe
+        if new:
+            outputs.append(outputs_lib.RequestOutput.of(request, new))
         if result.is_invalid:
             outputs.append(self._give_up(request, "the model's logits are not numbers (NaN)"))
             return
         request.context_len = result.context_len
         self.pages.publish(request)
 
-    def _commit(self, request: request_lib.Request, new: list[int]) -> outputs_lib.RequestOutput:
-        """Appends a block's tokens; a finished request leaves at once, without persisting."""
+    def _commit(
+        self, request: request_lib.Request, block: batch_lib.CommittedBlock
+    ) -> tuple[list[int], outputs_lib.FinishReason | None]:
+        """Appends a block's tokens; a finished request leaves at once, without persisting it."""
+        start = request.whole_len(self._block_size)
+        head = request.num_tokens - start  # the prompt's tokens in its last block
+        new = block.tokens[head:].tolist()
+        request.context_len = start  # what came before is persisted, or this block could not be
         request.num_blocks += 1
-        request.output_ids.extend(new)
-        sampling = request.sampling
-        finish = finish_lib.check(
-            request.output_ids,
-            len(new),
-            eos_token_ids=request.eos_token_ids,
-            stop_token_ids=sampling.stop_token_ids,
-            ignore_eos=sampling.ignore_eos,
-            stop=sampling.stop,
-            max_new_tokens=request.max_new_tokens,
-            detokenize=self._detokenize,
-        )
-        if finish is not None:
-            surplus = len(request.output_ids) - finish.finished_len
-            request.num_discarded += surplus
-            for kept in (request.output_ids, request.output_steps, request.output_logprobs):
-                del kept[finish.finished_len :]
-            new = new[: len(new) - surplus]
-            self._leave(request, keep=True)
-            self._end(request)
-        return outputs_lib.RequestOutput.of(request, new, finish)
+        request.output_ids += new
+        request.output_steps += block.steps[head:].tolist()
+        request.output_logprobs += block.logprobs[head:].tolist()
+        finish = finish_lib.check_request(request, len(new), self._detokenize)
+        if finish is None:
+            return new, None
+        surplus = len(request.output_ids) - finish.finished_len
+        request.num_discarded += surplus
+        for kept in (request.output_ids, request.output_steps, request.output_logprobs):
+            del kept[finish.finished_len :]
+        self._leave(request, keep=True)
+        self._end(request)
+        return new[: len(new) - surplus], finish
 
     def _give_up(self, request: request_lib.Request, message: str) -> outputs_lib.RequestOutput:
         """Ends a request that cannot go on; nothing more of it enters the prefix cache."""

@@ -1,9 +1,7 @@
 """The scheduler step by step, with results written by hand; block 4, page 4 unless said."""
 
-import numpy as np
 import pytest
 from hand_written import MASK, B, ask, make, names, results_of, round_of, write
-from hash_model import committed_block
 
 from jdllm import errors
 from jdllm.kv_cache import prefix_cache
@@ -48,46 +46,6 @@ def test_block_is_committed_once_then_persisted_then_followed():
     assert (one.nfe, one.num_blocks) == (3, 1)
     batch = made.schedule()
     assert batch.rows[0].start == 4 and not batch.rows[0].is_fresh
-
-
-def test_several_blocks_of_one_launch_are_told_one_by_one():
-    made = make(decode_steps=4)
-    one = ask("a", [7, 7], max_new=8)
-    made.add_request(one)
-    batch = made.schedule()
-    assert batch.max_steps == 4 and len(one.pages) == 3, "pages for the blocks that may follow"
-    blocks = [[7, 7, 5, 5], [5, 5, 5, 5], [5, 5, 5, 5]]
-    committed = tuple(
-        committed_block(np.array(tokens), nfe)
-        for tokens, nfe in zip(blocks, (1, 2, 4), strict=True)
-    )
-    result = batch_lib.RowResult(committed=committed, context_len=8, nfe=4)
-    outputs = made.process_results(batch, results_of([result]))
-    assert [out.new_token_ids for out in outputs] == [[5] * 2, [5] * 4, [5] * 2]
-    assert [(out.num_output, out.nfe, out.num_blocks) for out in outputs] == [
-        (2, 1, 1), (6, 2, 2), (8, 4, 3),
-    ]  # fmt: skip
-    assert outputs[-1].finish.kind == "length" and outputs[-1].num_discarded == 2
-    assert made.stats().num_used_pages == 0
-
-
-def test_a_launch_is_asked_to_end_early_only_when_someone_waits():
-    made = make(max_running_requests=1)
-    made.add_request(ask("a", [7]))
-    assert made.schedule().max_finished is None
-    made.add_request(ask("b", [7]))
-    assert made.schedule().max_finished == 0
-
-
-def test_results_of_an_earlier_stay_are_dropped():
-    made = make(prefix_cache=prefix_cache.PrefixCache(4))
-    one = ask("a", [7])
-    made.add_request(one)
-    stale = made.schedule()
-    made.drop_kv()  # a launch failed elsewhere; the request comes back
-    assert made.schedule().rows[0].is_fresh
-    assert made.process_results(stale, results_of([write(one)])) == []
-    assert one.output_ids == [] and one.nfe == 0
 
 
 def test_finished_request_leaves_at_once_and_surplus_is_counted():

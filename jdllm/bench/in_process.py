@@ -1,0 +1,146 @@
+"""The engine in this process as the thing measured: batches of prompts in, records out."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import tqdm
+
+from jdllm import config, sampling_params, version
+from jdllm.bench import command_line, stats
+from jdllm.engine import engine as engine_lib
+from jdllm.engine import requests
+from jdllm.layers import attention, moe
+from jdllm.models import loading
+
+# Options that identify what was measured.
+REPORTED_OPTIONS = (
+    "model_path",
+    "load_format",
+    "dtype",
+    "page_size",
+    "chunked_prefill_size",
+    "num_continuous_decode_steps",
+    "disable_fused_commit",
+    "disable_overlap_schedule",
+    "schedule_policy",
+    "disable_radix_cache",
+    "mem_fraction_static",
+    "dllm_algorithm",
+)
+
+
+def open_engine(engine_config: config.EngineConfig) -> engine_lib.Engine:
+    """Returns a running engine that logs to stderr at the level asked for."""
+    logging.basicConfig(level=engine_config.log_level.upper())
+    return engine_lib.Engine(engine_config)
+
+
+def generate(
+    engine: engine_lib.Engine,
+    prompts: Sequence[Sequence[int]],
+    params: Sequence[sampling_params.SamplingParams],
+    *,
+    show_progress: bool = False,
+) -> tuple[list[stats.Record], float]:
+    """Submits all prompts at once; returns their records, and the seconds until all had ended.
+
+    Commits have the engine's own times, so a slow reader of its events changes none.
+    """
+    commits: list[list[stats.Commit]] = [[] for _ in prompts]
+    records: dict[int, stats.Record] = {}
+    began = time.perf_counter()
+    bar = tqdm.tqdm(total=len(prompts), disable=not show_progress, unit="req")
+    try:
+        with bar:
+            for generation in engine.iterate(prompts, params):
+                meta, index = generation.meta_info, generation.prompt_index
+                at_s = began + meta["e2e_latency"]
+                counts = {"nfe": meta["nfe"], "blocks": meta["dllm"]["blocks"]}
+                tokens = meta["completion_tokens"]
+                if tokens > (commits[index][-1].tokens if commits[index] else 0):
+                    commits[index].append(stats.Commit(at_s=at_s, tokens=tokens, **counts))
+                finish = generation.finish_reason
+                if finish is None:
+                    continue
+                records[index] = stats.Record(
+                    start_s=began,
+                    end_s=at_s,
+                    prompt_tokens=meta["prompt_tokens"],
+                    completion_tokens=tokens,
+                    commits=tuple(commits[index]),
+                    cached_tokens=meta["cached_tokens"],
+                    text=generation.text,
+                    error=finish["message"] if finish["type"] == "abort" else None,
+                    **counts,
+                )
+                bar.update()
+    except requests.EngineFault as error:
+        raise command_line.BenchError(f"a launch failed on the device: {error}") from error
+    duration_s = time.perf_counter() - began
+    return [records[index] for index in range(len(prompts))], duration_s
+
+
+def random_ids(rng: np.random.Generator, engine: engine_lib.Engine, count: int, length: int) -> Any:
+    """Returns `count` prompts of `length` random token ids."""
+    return rng.integers(0, engine.spec.vocab_size, (count, length)).tolist()
+
+
+def surroundings(engine: engine_lib.Engine) -> dict[str, Any]:
+    """Returns what a figure must not be quoted without: command, device, versions, options."""
+    info = engine.server_info()
+    device = jax.local_devices()[0]
+    return {
+        "command": command_line.shown(sys.argv),
+        "device": f"{device.platform}: {device.device_kind}",
+        "versions": {
+            "jdllm": version.__version__,
+            "python": platform.python_version(),
+            "jax": jax.__version__,
+            "numpy": np.__version__,
+        },
+        "kernels": info["kernels"],
+        "engine": {
+            **{name: info[name] for name in REPORTED_OPTIONS if name in info},
+            "context_length": engine.context_length,
+            "max_running_requests": engine.max_running_requests,
+            "max_total_tokens": engine.max_total_tokens,
+            "block_size": engine.spec.diffusion.block_size,
+        },
+    }
+
+
+def headline(found: dict[str, Any]) -> str:
+    """Returns `surroundings` as comment lines."""
+    versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
+    options = ", ".join(f"{name}={value}" for name, value in found["engine"].items())
+    return f"# {found['command']}\n# {found['device']}; {versions}\n# {options}"
+
+
+def distinct_experts(engine: engine_lib.Engine, rng: np.random.Generator) -> list[int]:
+    """Returns how many experts one block of random ids reaches in each MoE layer, [] if dense.
+
+    Random weights say nothing about speed unless routing spreads as in a trained model. Runs
+    layer by layer, uncompiled: it is done once.
+    """
+    T = engine.spec.diffusion.block_size
+    module = loading.merge(engine.model.graphdef, engine.model.params)
+    positions = jax.numpy.arange(T, dtype=jax.numpy.int32)
+    ids = rng.integers(0, engine.spec.vocab_size, T).astype(np.int32)
+    x, angles = module.embed(jax.numpy.asarray(ids), positions), module.angles(positions)
+    attend = attention.dense_attend(np.ones((T, T), bool), 1)
+    found = []
+    for layer in module.layers:
+        out, _ = layer.attention(layer.input_layernorm(x), angles, attend=attend, cache=None)
+        h = layer.post_attention_layernorm(x + out)
+        if isinstance(layer.mlp, moe.SparseMoE):
+            found.append(len(np.unique(layer.mlp.router(h)[0])))
+        x = x + out + layer.mlp(h)
+    return found

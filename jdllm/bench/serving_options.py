@@ -1,0 +1,195 @@
+"""The command line of `jdllm.bench.serving`, and what a result says of it."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import math
+import platform
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jdllm import errors, sampling_params, version
+from jdllm.bench import backends, command_line
+
+DESCRIPTION = "Load on a running server, over HTTP, with SGLang's flags and figures."
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Returns the flags of a command line; what is not supported is refused by name."""
+    parser = command_line.make_parser("serving", DESCRIPTION)
+    _add_server_flags(parser.add_argument_group("server"))
+    command_line.add_dataset_flags(parser)
+    _add_prompt_flags(parser.add_argument_group("prompts"))
+    _add_load_flags(parser.add_argument_group("load"))
+    _add_decoding_flags(parser.add_argument_group("decoding"))
+    _add_output_flags(parser.add_argument_group("output"))
+    return command_line.parse(parser, argv)
+
+
+def check(options: argparse.Namespace) -> None:
+    """Refuses options that contradict one another or the engine's own rules."""
+    kind, _ = backends.BACKENDS[options.backend]
+    if kind == "chat" and (options.tokenize_prompt or options.apply_chat_template):
+        flag = "--tokenize-prompt" if options.tokenize_prompt else "--apply-chat-template"
+        raise errors.ConfigError(
+            f"{flag} does not go with --backend {options.backend}: the server applies its template "
+            "to messages"
+        )
+    if options.vocab_size is not None and not (
+        options.dataset_name == "random-ids" and options.tokenize_prompt
+    ):
+        raise errors.ConfigError("--vocab-size is for --dataset-name random-ids --tokenize-prompt")
+    extra = command_line.json_object(options.extra_request_body, "--extra-request-body")
+    sampling = extra.get("sampling_params")
+    count = extra.get("n", sampling.get("n") if isinstance(sampling, dict) else None)
+    if count not in (None, 1):
+        raise errors.ConfigError(f"--extra-request-body asks for n={count}; only 1 is measured")
+    if options.flush_cache and options.backend.startswith("vllm"):
+        raise errors.ConfigError(f"--flush-cache does not go with --backend {options.backend}")
+    sampling_params.SamplingParams(
+        temperature=options.temperature,
+        top_p=options.top_p,
+        dllm=command_line.dllm_options(options.dllm),
+    )
+
+
+def request(options: argparse.Namespace, model: str) -> backends.Options:
+    """Returns what every request of the run has in common."""
+    kind, _ = backends.BACKENDS[options.backend]
+    return backends.Options(
+        kind=kind,
+        model=model,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        ignore_eos=not options.disable_ignore_eos,
+        stream=not options.disable_stream,
+        dllm=command_line.dllm_options(options.dllm),
+        extra=command_line.json_object(options.extra_request_body, "--extra-request-body"),
+    )
+
+
+def settings(options: argparse.Namespace, model: str) -> dict[str, Any]:
+    """Returns what identifies the run, by SGLang's keys first."""
+    finite = math.isfinite(options.request_rate)
+    return {
+        "tag": options.tag,
+        "backend": options.backend,
+        "dataset_name": options.dataset_name,
+        "request_rate": options.request_rate if finite else "inf",  # JSON has no infinity
+        "max_concurrency": options.max_concurrency,
+        "sharegpt_output_len": options.sharegpt_output_len,
+        "random_input_len": options.random_input_len,
+        "random_output_len": options.random_output_len,
+        "random_range_ratio": options.random_range_ratio,
+        "num_prompts": options.num_prompts,
+        "seed": options.seed,
+        "ignore_eos": not options.disable_ignore_eos,
+        "temperature": options.temperature,
+        "top_p": options.top_p,
+        "dllm": command_line.dllm_options(options.dllm),
+        "extra_request_body": options.extra_request_body,
+        "base_url": base_url(options),
+        "model": model,
+        "command": command_line.shown(sys.argv),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "versions": {
+            "jdllm": version.__version__,
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+        },
+    }
+
+
+def default_file(options: argparse.Namespace) -> str:
+    """Returns SGLang's name of the result file."""
+    today = datetime.datetime.now().strftime("%m%d")
+    head = f"{options.backend}_{today}_{options.num_prompts}"
+    if options.dataset_name.startswith("random"):
+        return f"{head}_{options.random_input_len}_{options.random_output_len}.jsonl"
+    return f"{head}_{options.dataset_name}.jsonl"
+
+
+def headers(options: argparse.Namespace) -> dict[str, str]:
+    """Returns the HTTP headers that --header and --api-key ask for."""
+    found = {}
+    for pair in options.header:
+        key, equals, value = pair.partition("=")
+        if not key or not equals:
+            raise errors.ConfigError(f"--header {pair!r} is not KEY=VALUE")
+        found[key] = value
+    if options.api_key is not None:
+        found["Authorization"] = f"Bearer {options.api_key}"
+    return found
+
+
+def base_url(options: argparse.Namespace) -> str:
+    """Returns --base-url, else what --host and --port say."""
+    if options.base_url is not None:
+        return options.base_url
+    _, port = backends.BACKENDS[options.backend]
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    return f"http://{host}:{options.port or port}"
+
+
+def _add_server_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--backend", choices=backends.BACKENDS, default="jdllm")
+    group.add_argument("--base-url", metavar="URL", help="instead of --host and --port")
+    group.add_argument("--host", default="127.0.0.1")
+    group.add_argument("--port", type=command_line.positive, help="(default: by --backend)")
+    group.add_argument(
+        "--ready-check-timeout-sec", type=command_line.seconds, default=60.0, metavar="S"
+    )
+    group.add_argument("--model", help="must be what the server lists (default: its first)")
+    group.add_argument("--served-model-name", help="name to send, instead of --model")
+    group.add_argument("--tokenizer", metavar="PATH", help="(default: the server's model)")
+    group.add_argument("--api-key")
+    group.add_argument("--header", nargs="+", default=[], metavar="KEY=VALUE")
+    group.add_argument(
+        "--timeout-s",
+        type=command_line.seconds,
+        default=600.0,
+        help="longest silence of the server; 0 waits for ever",
+    )
+
+
+def _add_prompt_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--tokenize-prompt", action="store_true", help="send token ids, not text")
+    group.add_argument(
+        "--vocab-size", type=command_line.positive, help="for random-ids without a tokenizer"
+    )
+
+
+def _add_load_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--request-rate",
+        type=command_line.rate,
+        default=math.inf,
+        help="requests per second, Poisson; inf (the default) sends all at once",
+    )
+    group.add_argument("--max-concurrency", type=command_line.positive, metavar="N")
+    group.add_argument("--warmup-requests", type=command_line.natural, default=1, metavar="N")
+    group.add_argument("--flush-cache", action="store_true", help="after the warm-up")
+    group.add_argument("--flush-cache-timeout", type=command_line.seconds, default=60.0)
+
+
+def _add_decoding_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--disable-ignore-eos", action="store_true", help="answers may end early")
+    group.add_argument("--disable-stream", action="store_true")
+    group.add_argument("--temperature", type=float, default=0.0)
+    group.add_argument("--top-p", type=float, default=1.0)
+    group.add_argument("--dllm", nargs="+", action="extend", default=[], metavar="KEY=VALUE")
+    group.add_argument(
+        "--extra-request-body", metavar="JSON", help="merged into every body, key by key"
+    )
+
+
+def _add_output_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--output-file", metavar="JSONL", help="one line is appended")
+    group.add_argument("--output-details", action="store_true", help="every request, too")
+    group.add_argument("--cache-report", action="store_true", help="show prefix cache hits")
+    group.add_argument("--disable-tqdm", action="store_true")
+    group.add_argument("--tag", help="put into the result")

@@ -1,0 +1,82 @@
+"""Launches of many steps: what a batch asks for, pages ahead, results of several blocks."""
+
+import numpy as np
+from hand_written import ask, make, results_of, round_of, write
+from hash_model import committed_block
+
+from jdllm.kv_cache import prefix_cache
+from jdllm.scheduler import batch as batch_lib
+
+
+def test_several_blocks_of_one_launch_are_one_output():
+    made = make(decode_steps=4)
+    one = ask("a", [7, 7], max_new=8)
+    made.add_request(one)
+    batch = made.schedule()
+    assert batch.max_steps == 4 and len(one.pages) == 3, "pages for the blocks that may follow"
+    blocks = [[7, 7, 5, 5], [5, 5, 5, 5], [5, 5, 5, 5], [5, 5, 5, 5]]
+    committed = tuple(
+        committed_block(np.array(tokens), nfe)
+        for tokens, nfe in zip(blocks, (1, 2, 3, 4), strict=True)
+    )
+    result = batch_lib.RowResult(committed=committed, context_len=8, nfe=4)
+    outputs = made.process_results(batch, results_of([result]))
+    (out,) = outputs
+    assert out.new_token_ids == [5] * 8 and out.finish.kind == "length"
+    # The forward that ended it was the third; the block after it was for nothing.
+    assert (out.num_output, out.nfe, out.num_blocks, out.num_discarded) == (8, 3, 3, 2 + 4)
+    assert made.stats().num_used_pages == 0
+
+
+def test_all_persisted_blocks_of_the_last_launch_enter_the_prefix_cache():
+    made = make(decode_steps=4, prefix_cache=prefix_cache.PrefixCache(4))
+    one = ask("a", [7, 7], max_new=10)
+    made.add_request(one)
+    batch = made.schedule()
+    committed = tuple(committed_block(np.array([5] * 4), nfe) for nfe in (1, 2, 3))
+    result = batch_lib.RowResult(committed=committed, context_len=8, nfe=3)
+    made.process_results(batch, results_of([result]))
+    assert made.stats().num_cached_pages == 2  # not the last block, which nobody persisted
+
+
+def test_decode_goes_one_step_at_a_time_while_a_prompt_waits_for_its_prefill():
+    made = make(decode_steps=4, prefill_token_budget=4)
+    made.add_request(ask("a", [7]))
+    assert made.schedule().max_steps == 4
+    made.add_request(ask("b", [8] * 20))
+    assert made.schedule().phase is batch_lib.Phase.PREFILL
+    assert made.schedule().max_steps == 1
+
+
+def test_looking_ahead_leaves_pages_and_the_cache_to_others():
+    cache = prefix_cache.PrefixCache(4)
+    made = make(decode_steps=8, num_pages=20, prefix_cache=cache, max_running_requests=2)
+    made.add_request(ask("old", [1] * 16, max_new=1))
+    while made.has_work():
+        round_of(made)
+    cached = made.stats().num_cached_pages
+    one, two = ask("a", [7], max_new=60), ask("b", [7], max_new=60)
+    made.add_request(one)
+    made.add_request(two)
+    made.schedule()
+    assert made.stats().num_cached_pages == cached > 0
+    assert made.pages.allocator.num_free >= 2 and abs(len(one.pages) - len(two.pages)) <= 1
+
+
+def test_a_launch_is_asked_to_end_early_only_when_someone_waits():
+    made = make(max_running_requests=1)
+    made.add_request(ask("a", [7]))
+    assert made.schedule().max_finished is None
+    made.add_request(ask("b", [7]))
+    assert made.schedule().max_finished == 0
+
+
+def test_results_of_an_earlier_stay_are_dropped():
+    made = make(prefix_cache=prefix_cache.PrefixCache(4))
+    one = ask("a", [7])
+    made.add_request(one)
+    stale = made.schedule()
+    made.drop_kv()  # a launch failed elsewhere; the request comes back
+    assert made.schedule().rows[0].is_fresh
+    assert made.process_results(stale, results_of([write(one)])) == []
+    assert one.output_ids == [] and one.nfe == 0
