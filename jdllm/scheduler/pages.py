@@ -87,9 +87,9 @@ class RequestPages:
     def grow_ahead(
         self, requests: Sequence[request_lib.Request], num_blocks: int, *, keep_free: int
     ) -> None:
-        """Gets free pages for blocks after the present ones that the requests can still fill.
+        """Gets pages for blocks after the present ones that the requests can still fill.
 
-        In turn, a block each, as long as `keep_free` pages are left; nothing is evicted.
+        In turn, a block each, as long as `keep_free` pages are to be had for others.
         """
         for ahead in range(1, num_blocks + 1):
             for request in requests:
@@ -98,9 +98,9 @@ class RequestPages:
                 missing = self.pages_of(wanted) - len(request.pages)
                 if missing <= 0 or wanted >= longest + self._block_size:
                     continue
-                if missing > self.allocator.num_free - keep_free:
+                if missing > self.num_available - keep_free:
                     return
-                request.pages.extend(self.allocator.allocate(missing))
+                self.grow(request, wanted)
 
     def publish(self, request: request_lib.Request) -> None:
         """Moves newly full pages of a running request into the tree, up to the first twin."""
