@@ -60,6 +60,14 @@ def kernel(
     )
 
 
+def store_narrow(ref: Any, values: jax.Array) -> None:
+    """Stores to global memory that is not contiguous; from jax 0.12 on one has to ask for it."""
+    if version_tuple(jax.__version__) < (0, 12, 0):
+        ref[...] = values
+    else:
+        plgpu.store(ref, values, optimized=False)
+
+
 def num_multiprocessors() -> int:
     """Returns the CTAs of a persistent grid; without a GPU (lowering, interpreter) an H200's."""
     device = jax.local_devices()[0]

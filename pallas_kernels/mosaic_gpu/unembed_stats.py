@@ -390,7 +390,8 @@ def _kernel(plan: _Plan, interpret):
             if plan.accumulators > 1:
                 part += warpgroup
             for name, out in zip((*floats, *ids), outs, strict=True):
-                out[pl.ds(my_row, ROWS), part] = fields[name]
+                # A word a row, as the merge wants them: a few kilobytes a CTA.
+                compat.store_narrow(out.at[pl.ds(my_row, ROWS), part], fields[name])
 
         # One branch per role: ptxas honours set_max_registers in no other form.
         lax.cond(warpgroup == WARPGROUPS, load, compute)
