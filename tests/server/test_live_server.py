@@ -192,7 +192,7 @@ def test_a_seed_repeats_and_seeds_differ(live):
 def test_generate_stream_is_cumulative_and_counts(live):
     body = {
         "text": "Count with me",
-        "sampling_params": {"max_new_tokens": 75, "temperature": 0, "ignore_eos": True},
+        "sampling_params": {"max_new_tokens": 300, "temperature": 0, "ignore_eos": True},
         "stream": True,
     }
     with live.http.stream("POST", "/generate", json=body) as response:
@@ -206,8 +206,8 @@ def test_generate_stream_is_cumulative_and_counts(live):
     assert [e["meta_info"]["completion_tokens"] for e in events] == [
         len(e["output_ids"]) for e in events
     ]
-    assert events[-1]["meta_info"]["finish_reason"] == {"type": "length", "length": 75}
-    plain = live.generate("Count with me", max_new_tokens=75)
+    assert events[-1]["meta_info"]["finish_reason"] == {"type": "length", "length": 300}
+    plain = live.generate("Count with me", max_new_tokens=300)
     assert plain["output_ids"] == events[-1]["output_ids"]
     assert plain["text"] == events[-1]["text"]
 
