@@ -25,6 +25,9 @@ LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 LOAD_FORMATS: tuple[str, ...] = typing.get_args(LoadFormat)
 DTYPES: tuple[str, ...] = typing.get_args(Dtype)
 
+# Other spellings of options, as SGLang has them.
+ALIASES: dict[str, str] = {"model": "model_path", "tensor_parallel_size": "tp_size"}
+
 # Flag -> what to do instead. Spellings are SGLang's.
 REFUSED_FLAGS: dict[str, str] = {
     "attention_backend": "kernels are chosen by device; the choice is logged at start",
@@ -221,6 +224,16 @@ def matches(value: Any, hint: Any) -> bool:
     if hint in (bool, str, types.NoneType):
         return isinstance(value, hint)
     raise TypeError(f"no rule for options of type {hint}")
+
+
+def argparse_options(hint: Any) -> dict[str, Any]:
+    """Returns the argparse options of a flag for a field of this type."""
+    if hint is bool:
+        return {"action": "store_true"}
+    if typing.get_origin(hint) is Literal:
+        return {"choices": typing.get_args(hint)}
+    kinds = [kind for kind in (int, float) if hint == kind or kind in typing.get_args(hint)]
+    return {"type": kinds[0] if kinds else str}
 
 
 def _check_types(config: Any) -> None:

@@ -29,13 +29,13 @@ import jax
 import jax.numpy as jnp
 import kernel_profile
 import numpy as np
-from bench_engine import distinct_experts
 from tqdm import tqdm
 
 import pallas_kernels
 from jdllm.kv_cache import pool as pool_lib
 from jdllm.layers import attention
 from jdllm.models import loading
+from jdllm.runner import expert_use
 
 _QUEUED = 3
 # Named scopes of the model's parts, and under which heading their kernels are added up.
@@ -237,7 +237,7 @@ def main() -> None:
         sample = np.random.default_rng(0).integers(
             0, model.spec.vocab_size, min(shape.tokens, 2048)
         )
-        hit = distinct_experts(model, sample.astype(np.int32))
+        hit = expert_use.distinct_experts(model, sample.astype(np.int32))
         found = run_shape(model, shape, args)
         floor = floors.total_floor_ms(work)
         out(

@@ -21,10 +21,9 @@ from jdllm import config, errors
 from jdllm.bench import prompts
 
 SECRETS = ("--api-key",)
-FLAG_ALIASES = {"model_path": ("--model",), "tp_size": ("--tensor-parallel-size",)}
 
 _PROFILER = "profile the process from outside, for example with nsys"
-_LOGPROB = "log-probabilities are not returned"
+_LOGPROB = "this benchmark asks for no log-probabilities"
 _DATASET = f"datasets are {', '.join(prompts.DATASETS)}"
 # Prefix of a flag -> what to do instead.
 REFUSED: dict[str, str] = {
@@ -182,17 +181,10 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """Adds one flag per field of `EngineConfig`, as `jdllm.serve` has them."""
     group = parser.add_argument_group("engine, as for jdllm.serve")
     for name, hint in typing.get_type_hints(config.EngineConfig).items():
-        flags = ("--" + name.replace("_", "-"), *FLAG_ALIASES.get(name, ()))
-        group.add_argument(*flags, dest=name, default=argparse.SUPPRESS, **_argument(hint))
-
-
-def _argument(hint: Any) -> dict[str, Any]:
-    if hint is bool:
-        return {"action": "store_true"}
-    if typing.get_origin(hint) is typing.Literal:
-        return {"choices": typing.get_args(hint)}
-    kinds = [kind for kind in (int, float) if hint == kind or kind in typing.get_args(hint)]
-    return {"type": kinds[0] if kinds else str}
+        names = [name, *(alias for alias, of in config.ALIASES.items() if of == name)]
+        flags = ["--" + spelling.replace("_", "-") for spelling in names]
+        options = config.argparse_options(hint)
+        group.add_argument(*flags, dest=name, default=argparse.SUPPRESS, **options)
 
 
 def engine_config(options: argparse.Namespace, **chosen: Any) -> config.EngineConfig:

@@ -17,8 +17,7 @@ from jdllm import config, sampling_params, version
 from jdllm.bench import command_line, stats
 from jdllm.engine import engine as engine_lib
 from jdllm.engine import requests
-from jdllm.layers import attention, moe
-from jdllm.models import loading
+from jdllm.runner import expert_use
 
 # Options that identify what was measured.
 REPORTED_OPTIONS = (
@@ -125,22 +124,6 @@ def headline(found: dict[str, Any]) -> str:
 
 
 def distinct_experts(engine: engine_lib.Engine, rng: np.random.Generator) -> list[int]:
-    """Returns how many experts one block of random ids reaches in each MoE layer, [] if dense.
-
-    Random weights say nothing about speed unless routing spreads as in a trained model. Runs
-    layer by layer, uncompiled: it is done once.
-    """
-    T = engine.spec.diffusion.block_size
-    module = loading.merge(engine.model.graphdef, engine.model.params)
-    positions = jax.numpy.arange(T, dtype=jax.numpy.int32)
-    ids = rng.integers(0, engine.spec.vocab_size, T).astype(np.int32)
-    x, angles = module.embed(jax.numpy.asarray(ids), positions), module.angles(positions)
-    attend = attention.dense_attend(np.ones((T, T), bool), 1)
-    found = []
-    for layer in module.layers:
-        out, _ = layer.attention(layer.input_layernorm(x), angles, attend=attend, cache=None)
-        h = layer.post_attention_layernorm(x + out)
-        if isinstance(layer.mlp, moe.SparseMoE):
-            found.append(len(np.unique(layer.mlp.router(h)[0])))
-        x = x + out + layer.mlp(h)
-    return found
+    """Returns how many experts one block of random ids reaches in each MoE layer, [] if dense."""
+    ids = rng.integers(0, engine.spec.vocab_size, engine.spec.diffusion.block_size)
+    return expert_use.distinct_experts(engine.model, ids.astype(np.int32))

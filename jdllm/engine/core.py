@@ -23,6 +23,8 @@ from jdllm.scheduler import scheduler as scheduler_lib
 
 logger = logging.getLogger(__name__)
 
+InFlight = tuple[batch_lib.ScheduleBatch, batch_lib.Launch]
+
 
 class EngineCore:
     """Drives a scheduler and a runner; both may be computable fakes in tests."""
@@ -43,7 +45,7 @@ class EngineCore:
         self.requests: dict[str, request_lib.Request] = {}
         self._max_total_tokens = max_total_tokens
         self._overlaps = overlaps
-        self._in_flight: tuple[batch_lib.ScheduleBatch, batch_lib.Launch] | None = None
+        self._in_flight: InFlight | None = None
         self._decode_log_interval = decode_log_interval
         self._logged_at = (time.monotonic(), 0, 0)
 
@@ -92,11 +94,11 @@ class EngineCore:
             try:
                 started = (batch, self.runner.launch(batch))
             except Exception as error:  # a fault of one launch must not end the engine
-                outputs = [] if previous is None else self._finish(*previous)
+                outputs = self._finish(previous)
                 raise self._recover(batch, error, outputs) from error
         if not self._overlaps:
             previous, started = started, None
-        outputs = [] if previous is None else self._finish(*previous)
+        outputs = self._finish(previous)
         # Only now: had the one before failed, this one would be lost with it.
         self._in_flight = started
         return outputs
@@ -104,12 +106,13 @@ class EngineCore:
     def settle(self) -> list[outputs_lib.RequestOutput]:
         """Waits for the launch in flight, if any, and returns what it committed."""
         previous, self._in_flight = self._in_flight, None
-        return [] if previous is None else self._finish(*previous)
+        return self._finish(previous)
 
-    def _finish(
-        self, batch: batch_lib.ScheduleBatch, launch: batch_lib.Launch
-    ) -> list[outputs_lib.RequestOutput]:
-        """Waits for a launch and applies its results."""
+    def _finish(self, in_flight: InFlight | None) -> list[outputs_lib.RequestOutput]:
+        """Waits for a launch, if there is one, and applies its results."""
+        if in_flight is None:
+            return []
+        batch, launch = in_flight
         try:
             result = launch.result()
         except Exception as error:

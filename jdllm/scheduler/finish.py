@@ -36,7 +36,7 @@ def check(
     """
     num_old = len(output_ids) - num_new
     limit = min(len(output_ids), max_new_tokens)
-    ends = set(stop_token_ids) if ignore_eos else {*stop_token_ids, *eos_token_ids}
+    ends = request_lib.end_tokens(stop_token_ids, eos_token_ids, ignore_eos)
     end_at = next((i for i in range(num_old, limit) if output_ids[i] in ends), None)
     if stop and detokenize is not None:
         bound = limit if end_at is None else end_at + 1

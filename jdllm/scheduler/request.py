@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import time
+from collections.abc import Collection
 
 from jdllm import sampling_params
 from jdllm.kv_cache import prefix_cache
@@ -23,6 +24,14 @@ class RequestState(enum.StrEnum):
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
+
+
+def end_tokens(
+    stop_token_ids: Collection[int], eos_token_ids: Collection[int], ignore_eos: bool
+) -> tuple[int, ...]:
+    """Returns the tokens that end an output: the request's own, and the model's unless ignored."""
+    ends = stop_token_ids if ignore_eos else (*stop_token_ids, *eos_token_ids)
+    return tuple(dict.fromkeys(ends))
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
@@ -64,9 +73,8 @@ class Request:
     @property
     def end_token_ids(self) -> tuple[int, ...]:
         """Tokens that end the output: the request's own, and the model's unless ignored."""
-        own = self.sampling.stop_token_ids
-        ends = own if self.sampling.ignore_eos else (*own, *self.eos_token_ids)
-        return tuple(dict.fromkeys(ends))
+        sampling = self.sampling
+        return end_tokens(sampling.stop_token_ids, self.eos_token_ids, sampling.ignore_eos)
 
     @property
     def token_ids(self) -> list[int]:

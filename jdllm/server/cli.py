@@ -17,11 +17,7 @@ import pydantic
 
 from jdllm import config, errors
 
-ALIASES = {
-    "model": "model_path",
-    "tensor_parallel_size": "tp_size",
-    "drain_timeout": "drain_timeout_s",
-}
+ALIASES = config.ALIASES | {"drain_timeout": "drain_timeout_s"}
 # Accepted, and change nothing: what they ask for is always so.
 NEUTRAL_FLAGS = {"dllm_fdfo": "rows never wait for one another (always so)"}
 SECRETS = ("api_key", "admin_api_key")
@@ -168,20 +164,10 @@ def _parser() -> argparse.ArgumentParser:
             text = HELP[name]
             if defaults[name] is not None and not isinstance(defaults[name], bool):
                 text += f" (default: {defaults[name]})"
-            group.add_argument(*flags, dest=name, help=text, **_argument(hint))
+            group.add_argument(*flags, dest=name, help=text, **config.argparse_options(hint))
     for name, text in NEUTRAL_FLAGS.items():
         parser.add_argument(_flag(name), action="store_true", help=text)
     return parser
-
-
-def _argument(hint: Any) -> dict[str, Any]:
-    """Returns the argparse options for a field of this type."""
-    if hint is bool:
-        return {"action": "store_true"}
-    if typing.get_origin(hint) is typing.Literal:
-        return {"choices": typing.get_args(hint)}
-    kinds = [kind for kind in (int, float) if hint == kind or kind in typing.get_args(hint)]
-    return {"type": kinds[0] if kinds else str}
 
 
 def _checked(name: str, value: Any, hint: Any, path: str) -> Any:
