@@ -70,6 +70,7 @@ class EngineConfig:
     max_running_requests: int | None = None
     max_queued_requests: int | None = None
     chunked_prefill_size: int | None = None
+    max_prefill_tokens: int | None = None
     num_continuous_decode_steps: int = 4
     disable_fused_commit: bool = False
     disable_overlap_schedule: bool = False
@@ -90,6 +91,7 @@ class EngineConfig:
             "page_size",
             "max_running_requests",
             "chunked_prefill_size",
+            "max_prefill_tokens",
             "num_continuous_decode_steps",
             "decode_log_interval",
         ):

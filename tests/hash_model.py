@@ -18,6 +18,7 @@ from jdllm.scheduler import buckets, request, scheduler
 
 B, VOCAB, MASK, EOS, STOP_ID = 4, 26, 3, 25, 24
 CONTEXT = 64
+MAX_PREFILL_TOKENS = 7 * B
 PLACE = np.random.default_rng(0).integers(0, 2**63, CONTEXT + 8 * B, dtype=np.uint64) | 1
 
 
@@ -234,6 +235,7 @@ def build(page_size, with_cache, policy, num_pages, rows, decode_steps=1, launch
         context_length=CONTEXT,
         buckets=shapes,
         prefill_token_budget=5 * B,
+        max_prefill_tokens=MAX_PREFILL_TOKENS,
         policy=policy,
         prefix_cache=prefix_cache.PrefixCache(page_size) if with_cache else None,
         detokenize=decode_text,

@@ -26,6 +26,7 @@ REPORTED_OPTIONS = (
     "dtype",
     "page_size",
     "chunked_prefill_size",
+    "max_prefill_tokens",
     "num_continuous_decode_steps",
     "disable_fused_commit",
     "disable_overlap_schedule",

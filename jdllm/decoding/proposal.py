@@ -1,7 +1,7 @@
 """From hidden states to a `Proposal`: vocabulary statistics, penalty, draws.
 
 Greedy rows never see a logit: the fused unembedding streams the vocabulary. Rows that
-sample form their own logits, behind a `lax.cond`, so that greedy batches pay nothing.
+sample form their own logits, one row after the other, so that greedy batches pay nothing.
 """
 
 from __future__ import annotations
@@ -51,25 +51,23 @@ def propose(
     best_logprob = (stats.best_logit - stats.logsumexp).reshape(B, T)
     samples = rows.temperature > 0
 
-    def draw_one(args):
-        states, left_ids, lam, pos, at, row, greedy = args
+    (sampling_rows,) = jnp.nonzero(samples, size=B, fill_value=0)
 
-        def draw():
-            logits = jnp.einsum("TD,VD->TV", states, lm_head, preferred_element_type=jnp.float32)
-            logits = logits.at[jnp.arange(T), left_ids].add(-lam)
-            for token_id in forbidden_ids:
-                logits = logits.at[:, token_id].set(sampling.NEVER)
-            return sampling.draw_row(logits, pos, at, row)
+    def draw_one(i, drawn):
+        tokens, relative = drawn
+        r = sampling_rows[i]
+        logits = jnp.einsum("TD,VD->TV", hidden[r], lm_head, preferred_element_type=jnp.float32)
+        logits = logits.at[jnp.arange(T), left[r]].add(-penalty[r])
+        for token_id in forbidden_ids:
+            logits = logits.at[:, token_id].set(sampling.NEVER)
+        row = jax.tree.map(lambda leaf: leaf[r], rows)
+        new_tokens, new_relative = sampling.draw_row(logits, positions[r], step[r], row)
+        return tokens.at[r].set(new_tokens), relative.at[r].set(new_relative)
 
-        return jax.lax.cond(
-            row.temperature > 0, draw, lambda: (greedy, jnp.ones((T,), jnp.float32))
-        )
-
-    def draw_all():
-        return jax.lax.map(draw_one, (hidden, left, penalty, positions, step, rows, best))
-
-    tokens, relative = jax.lax.cond(
-        jnp.any(samples), draw_all, lambda: (best, jnp.ones((B, T), jnp.float32))
+    # A loop of as many turns as rows sample: unlike a conditional around a loop over all
+    # rows, it stays on the device (`ModelRunner` says what that takes).
+    tokens, relative = jax.lax.fori_loop(
+        0, jnp.sum(samples), draw_one, (best, jnp.ones((B, T), jnp.float32))
     )
     return interface.Proposal(
         tokens=tokens,

@@ -35,18 +35,36 @@ def filter_logits(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.
 
     Of equal logits at the edge all are kept by top-k; top-p keeps the smallest set of
     most probable tokens whose mass reaches `top_p`, at least one.
+
+    Edges are found bit by bit, 32 passes over the logits each, and none where a filter is
+    off. Sorting needs more passes on a GPU, and cannot run within a loop on the device.
     """
     V = logits.shape[-1]
-    ordered = -jnp.sort(-logits, axis=-1)  # [T, V] descending
-    k = jnp.where((top_k <= 0) | (top_k > V), V, top_k)
-    kth = jnp.take_along_axis(ordered, jnp.full((logits.shape[0], 1), k - 1), axis=-1)
-    kept = jnp.where(ordered >= kth, ordered, NEVER)
-    prob = jax.nn.softmax(kept, axis=-1)
-    before = jnp.cumsum(prob, axis=-1) - prob  # mass of strictly better tokens
-    last = jnp.sum((before < top_p) & (kept > NEVER / 2), axis=-1, keepdims=True) - 1
-    edge = jnp.take_along_axis(kept, jnp.maximum(last, 0), axis=-1)
-    edge = jnp.where(top_p >= 1.0, kth, jnp.maximum(edge, kth))
-    return jnp.where(logits >= edge, logits, NEVER)
+    keys = _ordered_bits(logits)
+    limits_k, limits_p = (top_k > 0) & (top_k < V), top_p < 1.0
+    edge = _edge(keys, jnp.ones_like(logits), top_k.astype(jnp.float32), limits_k)
+    kept = jnp.where(keys >= edge, logits, NEVER)
+    edge = jnp.maximum(edge, _edge(keys, jax.nn.softmax(kept, axis=-1), top_p, limits_p))
+    return jnp.where(keys >= edge, logits, NEVER)
+
+
+def _edge(keys: jax.Array, weights: jax.Array, target: jax.Array, wanted: jax.Array) -> jax.Array:
+    """Returns [T, 1] the highest key that, with all above it, weighs `target`; 0 if not wanted."""
+
+    def one_bit(i: jax.Array, edge: jax.Array) -> jax.Array:
+        higher = edge | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
+        weight = jnp.sum(jnp.where(keys >= higher, weights, 0.0), axis=-1, keepdims=True)
+        return jnp.where(weight >= target, higher, edge)
+
+    start = jnp.zeros((keys.shape[0], 1), jnp.uint32)
+    return jax.lax.fori_loop(0, jnp.where(wanted, 32, 0), one_bit, start)
+
+
+def _ordered_bits(x: jax.Array) -> jax.Array:
+    """Returns uint32 that compare as the float32 they come from."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    sign = jnp.uint32(1 << 31)
+    return jnp.where(bits >= sign, ~bits, bits | sign)
 
 
 def draw_row(

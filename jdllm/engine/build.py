@@ -232,6 +232,7 @@ def _scheduler(
         context_length=sizes.context_length,
         buckets=buckets,
         prefill_token_budget=sizes.prefill_token_budget,
+        max_prefill_tokens=sizes.max_prefill_tokens,
         policy=config.schedule_policy,
         prefix_cache=prefix_cache_lib.PrefixCache(sizes.page_size) if is_cached else None,
         decode_steps=config.num_continuous_decode_steps,
@@ -277,6 +278,7 @@ def _resolved(
             DEFAULT_QUEUE if config.max_queued_requests is None else config.max_queued_requests
         ),
         chunked_prefill_size=sizes.prefill_token_budget,
+        max_prefill_tokens=sizes.max_prefill_tokens,
         dllm_algorithm=",".join(algorithms),
         dllm_algorithm_config=options,
     )

@@ -19,29 +19,32 @@ from jdllm.models import spec as spec_lib
 # Rows and tokens of the default buckets: few and small on a CPU, where a launch is
 # compute bound at once and compile time is what one waits for.
 CPU_ROWS, ACCELERATOR_ROWS = 8, 64
-CPU_PREFILL_TOKENS, ACCELERATOR_PREFILL_TOKENS = 512, 4096
+CPU_PREFILL_TOKENS, ACCELERATOR_PREFILL_TOKENS = 512, 8192
+# Prefill launches that rows in decode wait for at a time: waiting prompts leave places empty.
+PREFILL_LAUNCHES_IN_A_ROW = 2
 # KV that a row should find on average before it is worth compiling; fewer rows preempt less.
 TOKENS_PER_ROW = 1024
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Shapes:
-    """Tokens and rows of the compiled steps."""
+    """Tokens and rows of the compiled steps.
+
+    `prefill_token_budget` is of one launch, `max_prefill_tokens` of those between two decode
+    launches.
+    """
 
     context_length: int
     max_running_requests: int
     page_size: int
     prefill_token_budget: int
+    max_prefill_tokens: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
+class Sizes(Shapes):
     """Shapes, and what they and the weights occupy. Tokens, rows, pages, bytes."""
 
-    context_length: int
-    max_running_requests: int
-    page_size: int
-    prefill_token_budget: int
     num_pages: int
     weight_bytes: int
     kv_bytes: int
@@ -74,6 +77,7 @@ def choose_shapes(config: config_lib.EngineConfig, spec: spec_lib.ModelSpec) -> 
         ),
         page_size=page_size,
         prefill_token_budget=budget,
+        max_prefill_tokens=config.max_prefill_tokens or PREFILL_LAUNCHES_IN_A_ROW * budget,
     )
 
 

@@ -185,7 +185,9 @@ def _forward(
     hidden, pools = steps.forward_blocks(
         config, model, pools, tokens, context_lens, kv_lens, page_table
     )
-    return hidden[:R], pools
+    # The barrier makes it a copy: a slice that a kernel takes as it is keeps older CUDA from
+    # capturing the loop (XLA: 12.9).
+    return jax.lax.optimization_barrier(hidden[:R]) if num_slots else hidden, pools
 
 
 def _update(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -28,6 +29,11 @@ from jdllm.scheduler import batch as batch_lib
 logger = logging.getLogger(__name__)
 
 COMPILE_THREADS = 4
+# What XLA may capture into a CUDA graph: its own default, and loops and conditionals. With them a
+# whole decode launch is one graph. Without, the host reads every loop condition: it is blocked
+# while the launch runs, and each step waits for it (H200, one row: 7.2 ms a step, not 6.1).
+_GRAPH_OPTION = "xla_gpu_enable_command_buffer"
+_CAPTURED = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
 
 
 class ModelRunner:
@@ -98,7 +104,7 @@ class ModelRunner:
         def compile_one(bucket: batch_lib.Bucket) -> None:
             nonlocal done
             started = time.monotonic()
-            compiled = self._lower(bucket).compile()
+            compiled = self._lower(bucket).compile(compiler_options=_compiler_options())
             with lock:
                 self._compiled[bucket] = compiled
                 done += 1
@@ -157,6 +163,13 @@ class ModelRunner:
             (self._params, memory, inputs),
         )
         return jax.jit(bound, donate_argnums=(1,)).lower(*arguments)
+
+
+def _compiler_options() -> dict[str, str]:
+    """Returns XLA's options beyond its defaults; what the user's XLA_FLAGS name is left alone."""
+    if jax.default_backend() != "gpu" or _GRAPH_OPTION in os.environ.get("XLA_FLAGS", ""):
+        return {}
+    return {_GRAPH_OPTION: _CAPTURED}
 
 
 def _delete(arrays: Iterable[jax.Array]) -> None:

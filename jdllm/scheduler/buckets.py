@@ -12,6 +12,9 @@ import dataclasses
 from jdllm import errors
 from jdllm.scheduler import batch as batch_lib
 
+# A prefill launch of fewer tokens takes hardly less time: it reads all weights, too.
+FEW_TOKENS = 512
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Buckets:
@@ -40,13 +43,19 @@ class Buckets:
     def default(
         cls, max_running_requests: int, prefill_token_budget: int, block_size: int
     ) -> Buckets:
-        """Builds powers of two up to the row limit, and a quarter and all of the budget."""
+        """Builds powers of two up to the row limit, and the budget with its halves.
+
+        Halves go down to `FEW_TOKENS`; a budget too small for one has a quarter.
+        """
         powers = (1 << i for i in range(max_running_requests.bit_length()))
-        most = max(1, prefill_token_budget // block_size) * block_size
-        quarter = max(1, most // 4 // block_size) * block_size
+        sizes = [max(1, prefill_token_budget // block_size)]  # in blocks
+        while sizes[-1] * block_size >= 2 * FEW_TOKENS:
+            sizes.append(sizes[-1] // 2)
+        if len(sizes) == 1:
+            sizes.append(max(1, sizes[0] // 4))
         return cls(
             decode_rows=tuple(sorted({*powers, max_running_requests})),
-            prefill_tokens=tuple(sorted({quarter, most})),
+            prefill_tokens=tuple(sorted({blocks * block_size for blocks in sizes})),
             prefill_rows=max_running_requests,
             block_size=block_size,
         )

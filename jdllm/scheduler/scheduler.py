@@ -7,8 +7,8 @@ what a later one finds in pages and slots does not depend on when the host looks
 
 Each running request is in one of two phases, read off its state: PREFILL while whole
 committed blocks lack K,V in its pages, then DECODE, block after block in its slot. When
-both kinds wait, prefill and decode rounds take turns, decode with a step at a time, so
-neither starves.
+both kinds wait, prefill goes first, for rows that wait for it leave places empty; after
+`max_prefill_tokens` decode has a turn, of one step, so neither starves.
 
 Why nothing hangs: pages for all committed tokens and one block are taken on
 admission, so only decode rows ask for more; the request that arrived first takes
@@ -53,6 +53,7 @@ class Scheduler:
         context_length: int,
         buckets: buckets_lib.Buckets,
         prefill_token_budget: int,
+        max_prefill_tokens: int,
         policy: policy_lib.Policy,
         prefix_cache: prefix_cache_lib.PrefixCache | None,
         detokenize: finish_lib.Detokenize | None,
@@ -88,7 +89,8 @@ class Scheduler:
         # A launch is planned while so many others, whose blocks are not known yet, run.
         self._blocks_ahead = decode_steps * (1 + launches_ahead)
         self._free_slots = list(reversed(range(max_running_requests)))
-        self._last_phase = batch_lib.Phase.DECODE
+        self._max_prefill_tokens = max_prefill_tokens
+        self._prefilled_in_a_row = 0
         self._num_arrivals = 0
         self._total_prompt_tokens = 0
         self._total_cached_tokens = 0
@@ -128,13 +130,12 @@ class Scheduler:
     def schedule(self) -> batch_lib.ScheduleBatch | None:
         """Admits what fits and returns the next launch; None only when no request is live."""
         self._admit()
-        phases = [batch_lib.Phase.PREFILL, batch_lib.Phase.DECODE]
-        if self._last_phase is batch_lib.Phase.PREFILL:
-            phases.reverse()
-        for phase in phases:
-            batch = self._prefill() if phase is batch_lib.Phase.PREFILL else self._decode()
+        plans = [self._prefill, self._decode]
+        if self._prefilled_in_a_row >= self._max_prefill_tokens:
+            plans.reverse()
+        for plan in plans:
+            batch = plan()
             if batch is not None:
-                self._last_phase = phase
                 return batch
         assert not self.has_work(), f"no launch for {self.stats()}"
         return None
@@ -216,10 +217,7 @@ class Scheduler:
                 self._total_cached_tokens += request.cached_tokens
 
     def _prefill(self) -> batch_lib.ScheduleBatch | None:
-        """Packs whole committed blocks of the oldest requests up to the token budget.
-
-        Their K,V counts as written from now on: whoever reads it runs in a later launch.
-        """
+        """Packs whole committed blocks of the oldest requests up to the token budget."""
         rows: list[batch_lib.ScheduledRow] = []
         budget = self._prefill_blocks * self._block_size
         for request in self.running:
@@ -234,10 +232,12 @@ class Scheduler:
                     )
                 )
                 budget -= count
-                request.context_len += count
+                request.context_len += count  # whoever reads their K,V runs in a later launch
         if not rows:
             return None
-        bucket = self._buckets.prefill(len(rows), sum(row.num_tokens for row in rows))
+        tokens = sum(row.num_tokens for row in rows)
+        self._prefilled_in_a_row += tokens
+        bucket = self._buckets.prefill(len(rows), tokens)
         return batch_lib.ScheduleBatch(rows=tuple(rows), bucket=bucket)
 
     def _decode(self) -> batch_lib.ScheduleBatch | None:
@@ -260,6 +260,7 @@ class Scheduler:
             )
         if not rows:
             return None
+        self._prefilled_in_a_row = 0
         for row in rows:
             row.request.is_decoding = True
         self._look_ahead([row.request for row in rows])

@@ -22,6 +22,7 @@ def make(**changes):
         "context_length": 64,
         "buckets": buckets.Buckets.default(rows, budget, B),
         "prefill_token_budget": budget,
+        "max_prefill_tokens": budget,
         "policy": "fcfs",
         "prefix_cache": None,
         "detokenize": None,

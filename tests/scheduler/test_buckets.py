@@ -14,8 +14,17 @@ def test_defaults_cover_limits_with_few_shapes(rows, budget):
     assert made.prefill_tokens[-1] == max(32, budget // 32 * 32)
     assert all(tokens % 32 == 0 for tokens in made.prefill_tokens)
     assert made.prefill_rows == rows
-    assert len(made.all()) <= rows.bit_length() + 1 + 2
+    assert len(made.prefill_tokens) <= max(2, (budget // buckets.FEW_TOKENS).bit_length())
+    assert len(made.all()) == len(made.decode_rows) + len(made.prefill_tokens)
+    assert len(made.decode_rows) <= rows.bit_length() + 1
     assert len(set(made.all())) == len(made.all())
+
+
+def test_padding_less_than_doubles_a_large_prefill():
+    made = buckets.Buckets.default(4, 8192, 32)
+    assert made.prefill_tokens == (512, 1024, 2048, 4096, 8192)
+    for tokens in range(buckets.FEW_TOKENS, 8193, 32):
+        assert tokens <= made.prefill(1, tokens).tokens < 2 * tokens
 
 
 def test_smallest_that_fits():

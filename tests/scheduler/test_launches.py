@@ -48,6 +48,16 @@ def test_decode_goes_one_step_at_a_time_while_a_prompt_waits_for_its_prefill():
     assert made.schedule().max_steps == 1
 
 
+def test_decode_has_a_turn_after_so_many_prefilled_tokens():
+    made = make(decode_steps=4, prefill_token_budget=4, max_prefill_tokens=12)
+    made.add_request(ask("a", [7]))
+    made.schedule()
+    made.add_request(ask("b", [8] * 40))
+    phases = [made.schedule().phase for _ in range(11)]
+    prefill, decode = batch_lib.Phase.PREFILL, batch_lib.Phase.DECODE
+    assert phases == [*[prefill] * 3, decode] * 2 + [*[prefill] * 3]
+
+
 def test_looking_ahead_is_fair_and_leaves_pages_to_others():
     cache = prefix_cache.PrefixCache(4)
     made = make(decode_steps=8, num_pages=20, prefix_cache=cache, max_running_requests=2)

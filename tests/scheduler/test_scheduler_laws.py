@@ -9,7 +9,15 @@ import random
 
 import numpy as np
 import pytest
-from hash_model import CONTEXT, B, PagedModel, alone, build, random_request
+from hash_model import (
+    CONTEXT,
+    MAX_PREFILL_TOKENS,
+    B,
+    PagedModel,
+    alone,
+    build,
+    random_request,
+)
 
 from jdllm.scheduler import batch as batch_lib
 
@@ -42,7 +50,8 @@ def check_pages(made):
     assert sorted(slots) == list(range(len(slots)))
 
 
-def check_batch(made, batch, last_phase, shapes):
+def check_batch(made, batch, prefilled, shapes):
+    """`prefilled`: tokens of the prefill launches since the last decode launch."""
     served = [row.request for row in batch.rows]
     waits = {batch.phase} | {
         batch_lib.Phase.PREFILL
@@ -51,8 +60,10 @@ def check_batch(made, batch, last_phase, shapes):
         for one in made.running
         if one not in served
     }
-    if len(waits) == 2 and last_phase is not None:
-        assert batch.phase is not last_phase, "one phase starves the other"
+    if len(waits) == 2:
+        is_due = prefilled >= MAX_PREFILL_TOKENS
+        expected = batch_lib.Phase.DECODE if is_due else batch_lib.Phase.PREFILL
+        assert batch.phase is expected, "one phase starves the other"
     tokens = sum(row.num_tokens for row in batch.rows)
     fitting = [
         s
@@ -74,7 +85,7 @@ def serve(made, shapes, model, rng, todo, launches_ahead):
     Results are read when `launches_ahead` later launches have been planned and started.
     """
     streamed, finished, aborted = collections.defaultdict(list), {}, set()
-    todo, live, last_phase, rounds = list(todo), [], None, 0
+    todo, live, prefilled, rounds = list(todo), [], 0, 0
     in_flight = collections.deque()
     while todo or made.has_work() or in_flight:
         for _ in range(rng.choice([0, 0, 1, 2, 7])):
@@ -85,8 +96,9 @@ def serve(made, shapes, model, rng, todo, launches_ahead):
         if batch is None:
             assert not made.has_work()
         else:
-            check_batch(made, batch, last_phase, shapes)
-            last_phase, rounds = batch.phase, rounds + 1
+            check_batch(made, batch, prefilled, shapes)
+            is_decode, rounds = batch.phase is batch_lib.Phase.DECODE, rounds + 1
+            prefilled = 0 if is_decode else prefilled + sum(row.num_tokens for row in batch.rows)
             free = ~made.pages.allocator.is_used
             model.store[free] = rng.getrandbits(63)
             in_flight.append((batch, model.launch(batch)))
