@@ -99,7 +99,10 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
         fuses_commits=not config.disable_fused_commit,
     )
     buckets = buckets_lib.Buckets.default(
-        sizes.max_running_requests, sizes.prefill_token_budget, spec.diffusion.block_size
+        sizes.max_running_requests,
+        sizes.prefill_token_budget,
+        spec.diffusion.block_size,
+        padding_is_cheap=jax.default_backend() != "cpu",
     )
     progress.enter("compile", total=len(buckets.all()))
     runner.compile(buckets.all(), progress.advance)

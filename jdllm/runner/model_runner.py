@@ -28,7 +28,8 @@ from jdllm.scheduler import batch as batch_lib
 
 logger = logging.getLogger(__name__)
 
-COMPILE_THREADS = 4
+# Lowering holds the interpreter, compiling does not.
+COMPILE_THREADS = 8
 # What XLA may capture into a CUDA graph: its own default, and loops and conditionals. With them a
 # whole decode launch is one graph. Without, the host reads every loop condition: it is blocked
 # while the launch runs, and each step waits for it (H200, one row: 7.2 ms a step, not 6.1).
@@ -119,7 +120,9 @@ class ModelRunner:
             )
 
         with concurrent.futures.ThreadPoolExecutor(COMPILE_THREADS) as executor:
-            for future in [executor.submit(compile_one, bucket) for bucket in buckets]:
+            # The largest first, so that no long compile is left for the end.
+            ordered = sorted(buckets, key=lambda bucket: (bucket.rows, bucket.tokens))[::-1]
+            for future in [executor.submit(compile_one, bucket) for bucket in ordered]:
                 future.result()
 
     def launch(self, batch: batch_lib.ScheduleBatch) -> Launch:

@@ -12,7 +12,7 @@ import dataclasses
 from jdllm import errors
 from jdllm.scheduler import batch as batch_lib
 
-# A prefill launch of fewer tokens takes hardly less time: it reads all weights, too.
+# A launch of fewer tokens takes hardly less time on a GPU: it reads all weights, too.
 FEW_TOKENS = 512
 
 
@@ -41,13 +41,26 @@ class Buckets:
 
     @classmethod
     def default(
-        cls, max_running_requests: int, prefill_token_budget: int, block_size: int
+        cls,
+        max_running_requests: int,
+        prefill_token_budget: int,
+        block_size: int,
+        *,
+        padding_is_cheap: bool = False,
     ) -> Buckets:
         """Builds powers of two up to the row limit, and the budget with its halves.
 
-        Halves go down to `FEW_TOKENS`; a budget too small for one has a quarter.
+        Halves go down to `FEW_TOKENS`; a budget too small for one has a quarter. Where
+        `padding_is_cheap` (a GPU, bound by the weights it reads), only every other power is
+        there for up to `FEW_TOKENS`.
         """
-        powers = (1 << i for i in range(max_running_requests.bit_length()))
+        powers = [1 << i for i in range(max_running_requests.bit_length())]
+        if padding_is_cheap:
+            powers = [
+                rows
+                for i, rows in enumerate(powers)
+                if i % 2 == 0 or rows * block_size > FEW_TOKENS
+            ]
         sizes = [max(1, prefill_token_budget // block_size)]  # in blocks
         while sizes[-1] * block_size >= 2 * FEW_TOKENS:
             sizes.append(sizes[-1] // 2)

@@ -27,6 +27,13 @@ def test_padding_less_than_doubles_a_large_prefill():
         assert tokens <= made.prefill(1, tokens).tokens < 2 * tokens
 
 
+def test_where_padding_is_cheap_there_are_fewer_row_buckets():
+    made = buckets.Buckets.default(100, 8192, 32, padding_is_cheap=True)
+    assert made.decode_rows == (1, 4, 16, 32, 64, 100)
+    assert made.prefill_tokens == (512, 1024, 2048, 4096, 8192)
+    assert buckets.Buckets.default(2, 8192, 32, padding_is_cheap=True).decode_rows == (1, 2)
+
+
 def test_smallest_that_fits():
     made = buckets.Buckets(
         decode_rows=(1, 2, 6), prefill_tokens=(8, 32), prefill_rows=6, block_size=4
