@@ -62,15 +62,18 @@ def unembed_stats(
     given_ids: jax.Array | None = None,  # int32 [T]
     draw_keys: jax.Array | None = None,  # uint32 [T, 2]
     temperature: jax.Array | None = None,  # float32 [T]
+    num_rows: jax.Array | None = None,  # int32 []
     implementation: str = "auto",
     chunk_size: int | None = None,
 ) -> UnembedStats:
     """Returns the statistics of x @ w.T; ties go to the lowest id.
 
     Rows whose temperature is positive draw by their key (`unembed_partials`); the others, and all
-    rows without keys or temperatures, "draw" the best id.
+    rows without keys or temperatures, "draw" the best id. Only the first `num_rows` rows are
+    wanted (all, where it is absent): every field is 0 behind them, and the GPU kernel saves their
+    time.
     """
-    _check_shapes(x, w, forbidden_ids, given_ids, draw_keys, temperature)
+    _check_shapes(x, w, forbidden_ids, given_ids, draw_keys, temperature, num_rows)
     forbidden_ids = tuple(sorted(set(forbidden_ids)))
     chosen = choose(
         implementation, dtype=x.dtype, hidden_size=x.shape[1], forbidden_ids=forbidden_ids
@@ -84,10 +87,14 @@ def unembed_stats(
     else:
         cold = jnp.ones(x.shape[0], bool)
     if chosen == "mosaic_gpu":
-        total = gpu_kernel.partial_stats(x, w, rows, forbidden_ids=forbidden_ids)
+        total = gpu_kernel.partial_stats(x, w, rows, forbidden_ids=forbidden_ids, num_rows=num_rows)
     else:
         total = _partial_stats(x, w, rows, forbidden_ids, chunk_size)
-    return _finish(total, cold)
+    stats = _finish(total, cold)
+    if num_rows is None:
+        return stats
+    wanted = jnp.arange(x.shape[0], dtype=jnp.int32) < num_rows
+    return jax.tree.map(lambda field: jnp.where(wanted, field, 0), stats)
 
 
 def probability(logit: jax.Array, logsumexp: jax.Array) -> jax.Array:
@@ -231,9 +238,10 @@ def _is_any_of(ids: jax.Array, few: tuple[int, ...]) -> jax.Array:
     return found
 
 
-def _check_shapes(x, w, forbidden_ids, given_ids, draw_keys, temperature) -> None:
+def _check_shapes(x, w, forbidden_ids, given_ids, draw_keys, temperature, num_rows) -> None:
     arrays = {
         "x": x, "w": w, "given_ids": given_ids, "draw_keys": draw_keys, "temperature": temperature,
+        "num_rows": num_rows,
     }  # fmt: skip
     shapes = ", ".join(
         f"{name} {None if a is None else f'{a.dtype}{a.shape}'}" for name, a in arrays.items()
@@ -249,6 +257,8 @@ def _check_shapes(x, w, forbidden_ids, given_ids, draw_keys, temperature) -> Non
         "at least two ids must be allowed": V - len(set(forbidden_ids)) < 2,
         "draw_keys must be uint32 [T, 2]": draw_keys is not None
         and (draw_keys.shape != (T, 2) or draw_keys.dtype != jnp.uint32),
+        "num_rows must be an int32 scalar": num_rows is not None
+        and (num_rows.shape != () or num_rows.dtype != jnp.int32),
     } | {
         f"{name} must be [T]": arrays[name] is not None and arrays[name].shape != (T,)
         for name in ("given_ids", "temperature")

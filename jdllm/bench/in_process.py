@@ -39,7 +39,8 @@ REPORTED_OPTIONS = (
 
 def open_engine(engine_config: config.EngineConfig) -> engine_lib.Engine:
     """Returns a running engine that logs to stderr at the level asked for."""
-    logging.basicConfig(level=engine_config.log_level.upper())
+    # Libraries imported above leave handlers of their own on the root logger.
+    logging.basicConfig(level=engine_config.log_level.upper(), force=True)
     return engine_lib.Engine(engine_config)
 
 

@@ -2,15 +2,24 @@
 
 Greedy rows never see a logit: the fused unembedding streams the vocabulary. Rows that
 sample form their own logits, one row after the other, so that greedy batches pay nothing.
+The vocabulary is streamed for positions that can still change alone.
 """
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 import pallas_kernels
 from jdllm.decoding import interface, sampling
+
+
+# Rows of hidden states that a pass over the vocabulary takes on a GPU; up to here its time is
+# nearly the same, and choosing among them would cost more than it saves.
+ROWS_OF_A_PASS = 256
 
 
 def previous_tokens(tokens: jax.Array) -> jax.Array:
@@ -25,29 +34,34 @@ def propose(
     positions: jax.Array,  # [B, T]
     step: jax.Array,  # [B]
     rows: sampling.SamplingRows,
+    wanted: jax.Array,  # [B, T] bool
     *,
     forbidden_ids: tuple[int, ...],
     implementation: str = "auto",
 ) -> interface.Proposal:
-    """Returns the proposal for every position of the block.
+    """Returns the proposal for the `wanted` positions; the others keep their tokens, at 0.
 
     The penalty lambda lowers the logit of the left neighbour's token, block-locally:
     position 0 has none (SGLang 0.5.23, joint_threshold.py).
     """
     B, T, D = hidden.shape
-    flat = hidden.reshape(B * T, D)
     left = previous_tokens(block.tokens)
     penalty = jnp.broadcast_to(block.params.penalty_lambda[:, None], (B, T)).at[:, 0].set(0.0)
-    stats = pallas_kernels.unembed_stats(
-        flat,
-        lm_head,
-        forbidden_ids=forbidden_ids,
-        given_ids=left.reshape(-1),
-        implementation=implementation,
+    stats = _statistics(
+        functools.partial(
+            pallas_kernels.unembed_stats,
+            w=lm_head,
+            forbidden_ids=forbidden_ids,
+            implementation=implementation,
+        ),
+        hidden.reshape(B * T, D),
+        left.reshape(-1),
+        wanted.reshape(-1),
     )
     stats = pallas_kernels.penalize(stats, left.reshape(-1), penalty.reshape(-1))
-    best = stats.best_id.reshape(B, T)
+    best = jnp.where(wanted, stats.best_id.reshape(B, T), block.tokens)
     best_prob = pallas_kernels.probability(stats.best_logit, stats.logsumexp).reshape(B, T)
+    best_prob = jnp.where(wanted, best_prob, 0.0)
     best_logprob = (stats.best_logit - stats.logsumexp).reshape(B, T)
     samples = rows.temperature > 0
 
@@ -62,7 +76,10 @@ def propose(
             logits = logits.at[:, token_id].set(sampling.NEVER)
         row = jax.tree.map(lambda leaf: leaf[r], rows)
         new_tokens, new_relative = sampling.draw_row(logits, positions[r], step[r], row)
-        return tokens.at[r].set(new_tokens), relative.at[r].set(new_relative)
+        return (
+            tokens.at[r].set(jnp.where(wanted[r], new_tokens, tokens[r])),
+            relative.at[r].set(jnp.where(wanted[r], new_relative, relative[r])),
+        )
 
     # A loop of as many turns as rows sample: unlike a conditional around a loop over all
     # rows, it stays on the device (`ModelRunner` says what that takes).
@@ -79,3 +96,23 @@ def propose(
         logprob=best_logprob + rows.temperature[:, None] * jnp.log(relative),
         best_logprob=best_logprob,
     )
+
+
+def _statistics(
+    unembed_stats: Callable[..., pallas_kernels.UnembedStats],
+    hidden: jax.Array,  # [N, D]
+    given_ids: jax.Array,  # [N]
+    wanted: jax.Array,  # [N]
+) -> pallas_kernels.UnembedStats:
+    """Returns the statistics of the wanted rows, 0 elsewhere; time goes by their number.
+
+    A row's numbers do not depend on its place, so gathering the wanted ones changes no bit.
+    """
+    N = wanted.shape[0]
+    count = jnp.sum(wanted, dtype=jnp.int32)
+    if N <= ROWS_OF_A_PASS:
+        return unembed_stats(hidden, given_ids=given_ids, num_rows=jnp.where(count > 0, N, 0))
+    (rows,) = jnp.nonzero(wanted, size=N, fill_value=0)
+    stats = unembed_stats(hidden[rows], given_ids=given_ids[rows], num_rows=count)
+    place = jnp.cumsum(wanted) - 1
+    return jax.tree.map(lambda field: jnp.where(wanted, field[place], 0), stats)

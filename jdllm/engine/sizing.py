@@ -21,7 +21,7 @@ from jdllm.models import spec as spec_lib
 CPU_ROWS, ACCELERATOR_ROWS = 8, 64
 CPU_PREFILL_TOKENS, ACCELERATOR_PREFILL_TOKENS = 512, 8192
 # Prefill launches that rows in decode wait for at a time: waiting prompts leave places empty.
-PREFILL_LAUNCHES_IN_A_ROW = 2
+PREFILL_LAUNCHES_IN_A_ROW = 4
 # KV that a row should find on average before it is worth compiling; fewer rows preempt less.
 TOKENS_PER_ROW = 1024
 

@@ -272,6 +272,10 @@ def _denoise(
         params=inputs.params,
         extra=(),
     )
+    can_change = jnp.zeros_like(state.masked)
+    for i, name in enumerate(config.algorithms):
+        settled = decoding.ALGORITHMS[name].settled(before)
+        can_change |= (inputs.algorithm == i)[:, None] & ~settled
     proposed = proposal.propose(
         hidden,
         lm_head,
@@ -279,6 +283,7 @@ def _denoise(
         state.context_lens[:, None] + jnp.arange(L, dtype=jnp.int32),
         state.step,
         inputs.sampling,
+        can_change & state.editable & active[:, None],
         forbidden_ids=() if mask_id is None else (mask_id,),
         implementation=config.implementation,
     )

@@ -42,7 +42,7 @@ HELP = {
     "max_queued_requests": "requests that may wait; more are answered 503",
     "chunked_prefill_size": "most prompt tokens per prefill launch",
     "max_prefill_tokens": "prompt tokens prefilled in a row while others decode "
-    "(default: two launches of them)",
+    "(default: four launches of them)",
     "num_continuous_decode_steps": "most denoising steps per decode launch; more means less host "
     "work, fewer means sooner news of a block and of an arrival",
     "disable_fused_commit": "persist a block in a forward of its own",

@@ -1,31 +1,36 @@
 """Vocabulary statistics for sm90: x @ w.T tile by tile, reduced before it leaves the registers.
 
-What it does. `x [T, D]` are hidden states, `w [V, D]` the unembedding. Each persistent CTA walks
-over vocabulary tiles of one block of rows. A tile's logits are a wgmma accumulator; the epilogue
-folds them into running statistics and drops them. At the end every CTA writes one partial per row
-(`PartialStats`) and XLA merges the partials of a row: at most one per CTA, whatever V is.
+What it does. `x [T, D]` are hidden states, `w [V, D]` the unembedding. Rows come in groups; for
+one group after the other, each persistent CTA walks over its share of the vocabulary tiles. A
+tile's logits are a wgmma accumulator; the epilogue folds them into running statistics and drops
+them. At the end of a group every CTA writes one partial per row (`PartialStats`) and XLA merges the
+partials of a row: at most one per CTA, whatever V is. With `num_rows` only the groups of the first
+so many rows are computed: the time falls in steps of a group, and without rows nothing is read.
 
 Tiling. Two compute warpgroups of 64 rows x `columns` ids, one memory warpgroup with a ring of
 `stages` TMA buffers of 64 hidden columns. The accumulator is [tokens, ids]: in wgmma's layout a
 thread then owns two rows and every fourth pair of columns, so that all running statistics of a
 thread are a few registers (arrays [64, 8] below: 8 slots a row, one per residue of the id modulo
 8), updated element by element without any exchange between threads. Slots are reduced once, when
-the CTA ends. Up to 64 tokens the warpgroups take different ids of the same rows
+a group ends. Up to 64 tokens the warpgroups take different ids of the same rows
 (`split="columns"`), above that different rows of the same ids. With `pair`, two CTAs of a cluster
 take neighbouring blocks of rows and each loads half of the w tile for both (TMA multicast): a 128 x
 256 tile on its own would ask L2 for 9 TB/s. Column counts are evened out over the CTAs, so that
-their last tiles are as full as the others.
+their last tiles are as full as the others. The ring runs on from group to group: the first loads of
+the next one arrive during the last epilogue. The whole GPU works on `teams` groups at a time, one
+by default: fewer read w more often, more leave some of the GPU idle when few groups are left.
 
 The epilogue costs about 13 instructions a logit: 8 for the two best with their ids, one exp and 4
 for the two sums. A tile that holds a forbidden or given id, or ends past V, takes a second version
 of it with masks; which tiles do is known before the loop (`flags`), and never changes a bit.
 
-Bound. V * D * 2 bytes of weights, read once (x comes from L2), and 2 * T * V * D FLOP: the bytes
-bind up to about 200 tokens on an H200, tensor cores above. The epilogue does not overlap with the
-tensor cores of its own CTA: about a tenth of the time from 256 tokens on.
+Bound. V * D * 2 bytes of weights, read once per group (x comes from L2), and 2 * T * V * D FLOP:
+the bytes bind up to about 200 tokens on an H200, tensor cores above. The epilogue does not overlap
+with the tensor cores of its own CTA: about a tenth of the time from 256 tokens on.
 
 Which tiles a CTA takes, and in which order, depends on static shapes only, and a row's numbers on
-its own hidden state only: neighbours, padding or NaN in another row change no bit.
+its own hidden state only: neighbours, padding, NaN in another row, the row's place and `num_rows`
+change no bit.
 """
 
 import dataclasses
@@ -74,12 +79,13 @@ class UnembedTile:
     pair: bool = False  # two CTAs share each w tile
     stages: int = 4
     sms: int = 132  # persistent CTAs
+    teams: int = 1  # groups of rows at a time, each by its share of the CTAs
 
     def __post_init__(self) -> None:
         if self.columns % 16 or not 16 <= self.columns <= 256:
             raise ValueError(f"{self.columns=} must be a multiple of 16 up to 256")
-        if self.stages < 2 or self.sms < 2:
-            raise ValueError(f"{self.stages=} and {self.sms=} must be at least 2")
+        if self.stages < 2 or self.sms < 2 or self.teams < 1:
+            raise ValueError(f"{self.stages=} and {self.sms=} must be at least 2, {self.teams=} 1")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +99,7 @@ class _Plan:
     dtype: jnp.dtype
     forbidden_ids: tuple[int, ...]
     row_names: tuple[str, ...]  # which per-row inputs there are
+    has_num_rows: bool = False  # whether there is an input of that name
 
     @property
     def draws(self) -> bool:
@@ -125,8 +132,13 @@ class _Plan:
         return WARPGROUPS if self.tile.split == "columns" else 1
 
     @property
+    def teams(self) -> int:
+        """Groups of rows at a time; team i takes the groups i, i + teams, ..."""
+        return min(self.tile.teams, self.groups)
+
+    @property
     def _most_workers(self) -> int:
-        return max(1, self.tile.sms // self.cluster // self.groups)
+        return max(1, self.tile.sms // self.cluster // self.teams)
 
     @property
     def columns(self) -> int:
@@ -146,7 +158,7 @@ class _Plan:
 
     @property
     def workers(self) -> int:
-        """Clusters that share a group of rows; each takes every `workers`-th tile."""
+        """Clusters of a team; for each of its groups, one takes every `workers`-th tile."""
         return min(self._most_workers, self.num_tiles)
 
     @property
@@ -181,12 +193,14 @@ def partial_stats(
     rows: dict[str, jax.Array],  # by name, [T] each
     *,
     forbidden_ids: tuple[int, ...] = (),
+    num_rows: jax.Array | None = None,  # int32 []
     tile: UnembedTile | None = None,
     interpret=None,
 ) -> PartialStats:
     """Returns the merged statistics of x @ w.T; `rows` may hold the keys of `_ROW_DTYPES`.
 
-    `draw_first`, `draw_second` and `inverse_temperature` come together or not at all.
+    `draw_first`, `draw_second` and `inverse_temperature` come together or not at all. Rows from
+    `num_rows` on may hold anything, NaN too: what was in memory if their group is not computed.
     """
     (T, D), V = x.shape, w.shape[0]
     if reason := why_not(dtype=x.dtype, hidden_size=D, num_forbidden=len(forbidden_ids)):
@@ -195,11 +209,14 @@ def partial_stats(
     plan = _Plan(
         tile=tile or table_tile(T, draws="draw_first" in rows),
         T=T, V=V, D=D, dtype=jnp.dtype(x.dtype), forbidden_ids=forbidden_ids, row_names=names,
+        has_num_rows=num_rows is not None,
     )  # fmt: skip
     padded = {name: _pad(plan, name, rows[name].astype(_ROW_DTYPES[name])) for name in names}
     inputs = [padded[name] for name in names]
     if "given_ids" in padded:
         inputs.insert(0, _flags(plan, padded["given_ids"]))
+    if num_rows is not None:
+        inputs.insert(0, num_rows.astype(jnp.int32).reshape(1))
     floats, ids = _fields(plan)
     if T % 8:  # a TMA box of 8 rows must not be taller than its array
         x = jnp.pad(x, ((0, -T % 8), (0, 0)))
@@ -231,10 +248,9 @@ def _pad(plan: _Plan, name: str, values: jax.Array) -> jax.Array:
 def _flags(plan: _Plan, given_ids: jax.Array) -> jax.Array:
     """Returns int32 [blocks of 64 rows, tiles]: whether the tile needs masks for the block."""
     index = jnp.arange(plan.num_tiles, dtype=jnp.int32)[:, None]
-    blocks = (given_ids // plan.tile_columns).reshape(-1, 1, ROWS)
-    masked = functools.reduce(
-        jnp.logical_or, (index == i for i in _masked_tiles(plan)), blocks == index
-    )
+    first_id, blocks = index * plan.tile_columns, given_ids.reshape(-1, 1, ROWS)
+    given = (first_id <= blocks) & (blocks < first_id + plan.tile_columns)
+    masked = functools.reduce(jnp.logical_or, (index == i for i in _masked_tiles(plan)), given)
     return masked.astype(jnp.int32).max(axis=2)
 
 
@@ -252,23 +268,30 @@ def _kernel(plan: _Plan, interpret):
     tile, columns, stages = plan.tile, plan.columns, plan.tile.stages
     floats, ids = _fields(plan)
     has_flags = "given_ids" in plan.row_names
-    num_rows = len(plan.row_names)
 
     def body(x_gmem, w_gmem, *refs):
-        flags_gmem = refs[0] if has_flags else None
-        refs = refs[has_flags:]
-        rows_gmem, refs = refs[:num_rows], refs[num_rows:]
+        num_rows_gmem, *refs = refs if plan.has_num_rows else (None, *refs)
+        flags_gmem, *refs = refs if has_flags else (None, *refs)
+        rows_gmem, refs = refs[: len(plan.row_names)], refs[len(plan.row_names) :]
         outs, refs = refs[: len(floats) + len(ids)], refs[len(floats) + len(ids) :]
-        x_smem, w_smem, full, empty, *refs = refs
-        rows_smem, rows_barrier = refs[:num_rows], refs[-1] if num_rows else None
+        x_smem, w_smem, full, empty = refs
 
         warpgroup = lax.axis_index("warpgroup")
         worker = lax.axis_index("worker")
-        first_row = lax.axis_index("group") * plan.group_rows
-        if tile.pair:
-            first_row += lax.axis_index("cta") * plan.cta_rows
+        team = lax.axis_index("team")
+        my_groups = plan.groups
+        if plan.has_num_rows:
+            wanted = lax.max(lax.min(num_rows_gmem[0], jnp.int32(plan.T)), jnp.int32(0))
+            my_groups = lax.div(wanted + (plan.group_rows - 1), jnp.int32(plan.group_rows))
+        if plan.teams > 1:
+            my_groups = lax.div(my_groups - team + (plan.teams - 1), jnp.int32(plan.teams))
         my_tiles = lax.div(jnp.int32(plan.num_tiles - 1) - worker, jnp.int32(plan.workers)) + 1
-        steps = my_tiles * plan.depth_steps
+        # Stages are counted over all groups of the CTA: the ring does not stop between two.
+        group_steps = my_tiles * plan.depth_steps
+
+        def first_row_of(visit):
+            first_row = (team + visit * plan.teams) * plan.group_rows
+            return first_row + (lax.axis_index("cta") * plan.cta_rows if tile.pair else 0)
 
         def slot_of(step):
             return lax.rem(step, jnp.int32(stages))
@@ -276,10 +299,16 @@ def _kernel(plan: _Plan, interpret):
         def load():
             plgpu.set_max_registers(40, action="decrease")
 
-            def load_stage(step, _):
+            def load_group(visit, _):
+                base, first_row = visit * group_steps, first_row_of(visit)
+                next_stage = functools.partial(load_stage, base=base, first_row=first_row)
+                return lax.fori_loop(0, group_steps, next_stage, ())
+
+            def load_stage(group_step, _, *, base, first_row):
+                step = base + group_step
                 slot = slot_of(step)
-                turn = lax.div(step, jnp.int32(plan.depth_steps))
-                depth = lax.rem(step, jnp.int32(plan.depth_steps)) * DEPTH
+                turn = lax.div(group_step, jnp.int32(plan.depth_steps))
+                depth = lax.rem(group_step, jnp.int32(plan.depth_steps)) * DEPTH
 
                 @pl.when(step >= stages)
                 def _():
@@ -299,26 +328,31 @@ def _kernel(plan: _Plan, interpret):
                 )
                 return ()
 
-            lax.fori_loop(0, steps, load_stage, ())
+            lax.fori_loop(0, my_groups, load_group, ())
 
             def drain(step, _):
                 plgpu.barrier_wait(empty.at[slot_of(step)])
                 return ()
 
             # The peer CTA must not end while its multicasts still arrive here.
+            steps = my_groups * group_steps
             lax.fori_loop(lax.max(steps - stages, 0), steps, drain, ())
 
         def compute():
             plgpu.set_max_registers(232, action="increase")
             by_rows = tile.split == "rows"
-            my_row = first_row + (warpgroup * ROWS if by_rows else 0)
             my_columns = jnp.int32(0) if by_rows else warpgroup * columns
             slots = plgpu.broadcasted_iota(jnp.int32, (ROWS, SLOTS), 1, layout=plgpu.Layout.WGMMA)
-            inputs = load_rows(my_row)
 
-            def accumulate(acc, turn):
-                base = turn * plan.depth_steps
+            def one_group(visit, _):
+                my_row = first_row_of(visit) + (warpgroup * ROWS if by_rows else 0)
+                base, inputs = visit * group_steps, load_rows(my_row)
+                next_tile = functools.partial(one_tile, base=base, my_row=my_row, inputs=inputs)
+                state = lax.fori_loop(0, my_tiles, next_tile, _start(plan))
+                store(_reduce_slots(plan, state, slots), my_row)
+                return ()
 
+            def accumulate(acc, base):
                 def one_stage(k, _):
                     slot = slot_of(base + k)
                     x_tile, w_tile = x_smem.at[slot], w_smem.at[slot]
@@ -342,7 +376,7 @@ def _kernel(plan: _Plan, interpret):
                 plgpu.barrier_arrive(empty.at[slot_of(base + plan.depth_steps - 1)])
                 return acc[...]
 
-            def one_tile(turn, state):
+            def one_tile(turn, state, *, base, my_row, inputs):
                 index = worker + turn * plan.workers
                 if has_flags:
                     masked = flags_gmem[lax.div(my_row, ROWS), index] != 0
@@ -351,7 +385,7 @@ def _kernel(plan: _Plan, interpret):
                     for masked_tile in _masked_tiles(plan):
                         masked |= index == masked_tile
                 logits = pl.run_scoped(
-                    functools.partial(accumulate, turn=turn),
+                    functools.partial(accumulate, base=base + turn * plan.depth_steps),
                     plgpu.ACC((ROWS, columns), jnp.float32),
                 )
                 first_id = index * plan.tile_columns + my_columns
@@ -364,22 +398,17 @@ def _kernel(plan: _Plan, interpret):
                     state,
                 )
 
-            state = lax.fori_loop(0, my_tiles, one_tile, _start(plan))
-            store(_reduce_slots(plan, state, slots), my_row)
+            lax.fori_loop(0, my_groups, one_group, ())
 
         def load_rows(my_row) -> _RowInputs:
-            if not num_rows:
-                return _RowInputs()
-            for source, target in zip(rows_gmem, rows_smem, strict=True):
-                plgpu.copy_gmem_to_smem(
-                    source.at[pl.ds(my_row, ROWS)],
-                    target.at[warpgroup],
-                    rows_barrier.at[warpgroup],
-                )
-            plgpu.barrier_wait(rows_barrier.at[warpgroup])
+            # Two words a thread: not worth a detour through shared memory.
             found = {
-                name: plgpu.layout_cast(smem[warpgroup], plgpu.Layout.WGMMA.reduce(1))
-                for name, smem in zip(plan.row_names, rows_smem, strict=True)
+                name: plgpu.load(
+                    source.at[pl.ds(my_row, ROWS)],
+                    layout=plgpu.Layout.WGMMA.reduce(1),
+                    optimized=False,
+                )
+                for name, source in zip(plan.row_names, rows_gmem, strict=True)
             }
             if "given_ids" in found:
                 found["given_ids"] = _wide(found["given_ids"])
@@ -390,7 +419,7 @@ def _kernel(plan: _Plan, interpret):
             if plan.accumulators > 1:
                 part += warpgroup
             for name, out in zip((*floats, *ids), outs, strict=True):
-                # A word a row, as the merge wants them: a few kilobytes a CTA.
+                # A word a row, as the merge wants them: a few kilobytes a group.
                 compat.store_narrow(out.at[pl.ds(my_row, ROWS), part], fields[name])
 
         # One branch per role: ptxas honours set_max_registers in no other form.
@@ -411,17 +440,14 @@ def _kernel(plan: _Plan, interpret):
         plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         empty(),
     ]
-    if num_rows:
-        scratch += [plgpu.SMEM((WARPGROUPS, ROWS), _ROW_DTYPES[name]) for name in plan.row_names]
-        scratch.append(plgpu.Barrier(num_arrivals=num_rows, num_barriers=WARPGROUPS))
     shape = (plan.padded_rows, plan.parts)
     return compat.kernel(
         body,
         out_type=[jax.ShapeDtypeStruct(shape, jnp.float32) for _ in floats]
         + [jax.ShapeDtypeStruct(shape, jnp.int32) for _ in ids],
         scratch_types=scratch,
-        grid=(plan.groups, plan.workers),
-        grid_names=("group", "worker"),
+        grid=(plan.teams, plan.workers),
+        grid_names=("team", "worker"),
         cluster=(2,) if tile.pair else (),
         cluster_names=("cta",) if tile.pair else (),
         num_threads=WARPGROUPS + 1,

@@ -30,7 +30,7 @@ def sampling_rows(rows, *, temperature=0.0, top_p=1.0, top_k=0, seed=0):
     )
 
 
-def run(hidden, lm_head, tokens, rows, *, penalty=0.0, start=0, step=0):
+def run(hidden, lm_head, tokens, rows, *, penalty=0.0, start=0, step=0, wanted=None):
     count = len(tokens)
     block = make_block(
         tokens,
@@ -46,6 +46,7 @@ def run(hidden, lm_head, tokens, rows, *, penalty=0.0, start=0, step=0):
         positions,
         np.full(count, step, np.int32),
         rows,
+        np.ones_like(tokens, bool) if wanted is None else wanted,
         forbidden_ids=(MASK_ID,),
     )
 
@@ -170,3 +171,22 @@ def test_the_forbidden_id_is_never_proposed_or_drawn():
     assert not np.any(np.asarray(greedy.tokens) == MASK_ID)
     assert not np.any(np.asarray(drawn.tokens) == MASK_ID)
     assert np.all(np.asarray(greedy.prob) < 1e-3), "but it keeps its share of the normaliser"
+
+
+@pytest.mark.parametrize("count", [3, 100])
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.5, 1.0])
+def test_positions_that_cannot_change_are_left_alone_and_change_no_other(count, share):
+    assert 3 * T <= proposal.ROWS_OF_A_PASS < 100 * T, "both ways are taken"
+    hidden, lm_head, tokens = case(11, count)
+    rng = np.random.default_rng(12)
+    wanted = rng.random((count, T)) < share
+    hidden[~wanted] = np.nan
+    rows = sampling_rows(count, temperature=rng.choice([0.0, 2.0], count), seed=np.arange(count))
+    got = run(hidden, lm_head, tokens, rows, penalty=0.5, wanted=wanted)
+    every = run(np.nan_to_num(hidden), lm_head, tokens, rows, penalty=0.5)
+    for name in ("tokens", "best"):
+        expected = np.where(wanted, getattr(every, name), tokens)
+        np.testing.assert_array_equal(getattr(got, name), expected)
+    for name in ("prob", "best_prob"):
+        expected = np.where(wanted, getattr(every, name), 0.0)
+        np.testing.assert_array_equal(getattr(got, name), expected)

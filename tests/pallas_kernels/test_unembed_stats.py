@@ -192,6 +192,23 @@ def test_penalty_on_a_certain_id_stays_finite(penalty):
     assert 0 <= probability(after.best_logit, after.logsumexp)[0] <= 1
 
 
+@pytest.mark.parametrize("num_rows", [-1, 0, 1, 4, T, 2**31 - 1])
+def test_rows_behind_num_rows_are_zero_and_no_other_changes(num_rows):
+    rng = np.random.default_rng(12)
+    x = rng.normal(size=(T, D)).astype(np.float32)
+    x[4] = np.nan
+    w = rng.normal(size=(V, D)).astype(np.float32)
+    options = {
+        "given_ids": jnp.arange(T, dtype=jnp.int32), "draw_keys": sequential_keys(T),
+        "temperature": jnp.ones(T),
+    }  # fmt: skip
+    every = unembed_stats(x, w, **options)
+    some = unembed_stats(x, w, **options, num_rows=jnp.int32(num_rows))
+    for a, b in zip(jax.tree.leaves(some), jax.tree.leaves(every), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, np.where(np.arange(T) < num_rows, b, 0))
+
+
 def test_stats_are_a_pytree_of_rows():
     stats = unembed_stats(*identity_case(np.zeros((T, V))), chunk_size=16)
     assert isinstance(jax.tree.map(lambda a: a[:2], stats), UnembedStats)
@@ -209,8 +226,21 @@ def test_stats_are_a_pytree_of_rows():
         ({"temperature": jnp.zeros(T + 1)}, "temperature must be"),
         ({"draw_keys": jnp.zeros((T, 2), jnp.int32)}, r"draw_keys must be uint32 \[T, 2\]"),
         ({"x": jnp.zeros((0, D))}, "at least one row"),
+        ({"num_rows": jnp.ones(1, jnp.int32)}, "num_rows must be an int32 scalar"),
+        ({"num_rows": jnp.float32(1)}, "num_rows must be an int32 scalar"),
     ],
-    ids=["width", "dtype", "range", "all", "given", "temperature", "keys", "empty"],
+    ids=[
+        "width",
+        "dtype",
+        "range",
+        "all",
+        "given",
+        "temperature",
+        "keys",
+        "empty",
+        "num_rows",
+        "float_num_rows",
+    ],
 )
 def test_bad_arguments_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):

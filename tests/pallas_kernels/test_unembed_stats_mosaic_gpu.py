@@ -1,6 +1,7 @@
 """The unembedding kernel equals the XLA implementation and numpy, and lowers for CUDA."""
 
 import concurrent.futures
+import functools
 import sys
 
 import jax
@@ -25,6 +26,7 @@ TOLERANCE = {"rtol": 1e-5, "atol": 2e-5}  # float32 sums of 128 products of bflo
 BY_COLUMNS = gpu_kernel.UnembedTile(columns=32, split="columns", stages=2, sms=3)
 BY_ROWS = gpu_kernel.UnembedTile(columns=32, stages=3, sms=3)
 PAIR = gpu_kernel.UnembedTile(columns=32, pair=True, stages=2, sms=4)
+TEAMS = gpu_kernel.UnembedTile(columns=32, split="columns", stages=3, sms=5, teams=2)
 
 
 def problem(T, V, *, seed=0):
@@ -49,9 +51,17 @@ def all_rows(rng, T, V):
     }
 
 
-def interpreted(x, w, rows, tile, forbidden=()):
+def interpreted(x, w, rows, tile, forbidden=(), num_rows=None):
+    if num_rows is not None:
+        num_rows = jnp.int32(num_rows)
     return kernel_interpreter.run(
-        gpu_kernel.partial_stats, x, w, rows, forbidden_ids=forbidden, tile=tile
+        gpu_kernel.partial_stats,
+        x,
+        w,
+        rows,
+        forbidden_ids=forbidden,
+        num_rows=num_rows,
+        tile=tile,
     )
 
 
@@ -71,8 +81,24 @@ def check(found, expected):
 
 @pytest.mark.parametrize(
     "T, V, tile, forbidden",
-    [(41, 300, BY_COLUMNS, (3, 298)), (70, 200, BY_ROWS, ()), (130, 190, PAIR, (0,))],
-    ids=["by_columns", "by_rows", "pair"],
+    [
+        (41, 300, BY_COLUMNS, (3, 298)),
+        (70, 200, BY_ROWS, ()),
+        (130, 190, PAIR, (0,)),
+        (150, 200, BY_COLUMNS, (3,)),
+        (140, 200, BY_ROWS, ()),
+        (300, 100, PAIR, (0,)),
+        (150, 200, TEAMS, ()),
+    ],
+    ids=[
+        "by_columns",
+        "by_rows",
+        "pair",
+        "groups_by_columns",
+        "groups_by_rows",
+        "groups_of_pairs",
+        "teams",
+    ],
 )
 def test_equals_the_xla_implementation(T, V, tile, forbidden):
     x, w, rng = problem(T, V)
@@ -118,11 +144,58 @@ def test_neighbours_and_their_nan_change_no_bit():
     assert np.isnan(finish(other).best_logit[1:]).all()
 
 
-LOWERED = [(32, False), (128, False), (512, False), (32, True), (128, True), (512, True)]
+@pytest.mark.parametrize("num_rows", [0, 1, 64, 65, 150, 2**31 - 1, -5])
+def test_place_and_number_of_rows_change_no_bit(num_rows):
+    """Rows of another order, so in other groups; NaN in memory where a group is not computed."""
+    T, V = 150, 150
+    x, w, rng = problem(T, V)
+    rows = all_rows(rng, T, V)
+    order = rng.permutation(T)
+    expected = _every_row(BY_COLUMNS)
+    moved = {name: value[order] for name, value in rows.items()}
+    found = interpreted(x[order], w, moved, BY_COLUMNS, num_rows=num_rows)
+    wanted = min(max(num_rows, 0), T)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(a[:wanted], np.asarray(b)[order][:wanted])
 
 
+@functools.cache
+def _every_row(tile):
+    x, w, rng = problem(150, 150)
+    return interpreted(x, w, all_rows(rng, 150, 150), tile)
+
+
+@pytest.mark.parametrize("tile, T", [(BY_ROWS, 270), (PAIR, 260), (TEAMS, 200)])
+@pytest.mark.parametrize("num_rows", [0, 100, 257])
+def test_groups_behind_num_rows_are_not_computed(tile, T, num_rows):
+    """And those before it are as without it. The interpreter fills unwritten memory with NaN."""
+    V = 70
+    x, w, rng = problem(T, V)
+    rows = {"given_ids": jnp.asarray(rng.integers(0, V, T), jnp.int32)}
+    group_rows = 64 * (2 if tile.split == "rows" else 1) * (2 if tile.pair else 1)
+    computed = min(-(-num_rows // group_rows) * group_rows, T)
+    some = interpreted(x, w, rows, tile, num_rows=num_rows)
+    every = interpreted(x, w, rows, tile)
+    for a, b in zip(jax.tree.leaves(some), jax.tree.leaves(every), strict=True):
+        np.testing.assert_array_equal(a[:computed], b[:computed])
+    assert np.isnan(some.total[computed:]).all()
+    assert not np.isnan(every.total).any()
+
+
+LOWERED = [
+    (32, False),
+    (128, False),
+    (512, False),
+    (2048, False),
+    (32, True),
+    (128, True),
+    (512, True),
+]
+
+
+@pytest.mark.parametrize("has_num_rows", [False, True], ids=["all_rows", "num_rows"])
 @pytest.mark.parametrize("T, draws", LOWERED)
-def test_every_tile_of_the_table_lowers_for_cuda(T, draws):
+def test_every_tile_of_the_table_lowers_for_cuda(T, draws, has_num_rows):
     V, width = (157_184, 2048) if T > 32 else (126_464, 4096)
     shape = jax.ShapeDtypeStruct
     rows = {"given_ids": shape((T,), jnp.int32)}
@@ -133,10 +206,11 @@ def test_every_tile_of_the_table_lowers_for_cuda(T, draws):
             "inverse_temperature": shape((T,), jnp.float32),
         }
 
-    def op(x, w, rows):
-        return gpu_kernel.partial_stats(x, w, rows, forbidden_ids=(V - 1,))
+    def op(x, w, rows, num_rows):
+        return gpu_kernel.partial_stats(x, w, rows, forbidden_ids=(V - 1,), num_rows=num_rows)
 
-    arguments = (shape((T, width), jnp.bfloat16), shape((V, width), jnp.bfloat16), rows)
+    num_rows = shape((), jnp.int32) if has_num_rows else None
+    arguments = (shape((T, width), jnp.bfloat16), shape((V, width), jnp.bfloat16), rows, num_rows)
     traced = jax.jit(op).trace(*arguments)
     # In a thread of its own: the thousands of calls of a lowering are three times as slow where
     # Python's stack happens to cross a chunk of its memory, and under pytest it does.
@@ -161,6 +235,7 @@ def test_the_tiles_cover_the_vocabulary_and_fit_shared_memory(T, V):
     assert plan.columns % 16 == 0 and plan.columns <= tile.columns
     assert (plan.num_tiles - 1) * plan.tile_columns < V <= plan.num_tiles * plan.tile_columns
     assert 1 <= plan.workers <= plan.num_tiles
+    assert plan.teams * plan.workers * plan.cluster <= tile.sms
     assert T <= plan.padded_rows < T + plan.group_rows
     stage = (plan.cta_rows + plan.tile_columns) * gpu_kernel.DEPTH * 2
     assert tile.stages * stage + 12 * 1024 <= 227 * 1024
@@ -185,7 +260,9 @@ def test_a_forced_shape_that_it_cannot_serve_is_printed():
         gpu_kernel.partial_stats(x, w, {})
 
 
-@pytest.mark.parametrize("wrong", [{"columns": 24}, {"columns": 272}, {"stages": 1}, {"sms": 1}])
+@pytest.mark.parametrize(
+    "wrong", [{"columns": 24}, {"columns": 272}, {"stages": 1}, {"sms": 1}, {"teams": 0}]
+)
 def test_bad_tiles_are_refused(wrong):
     with pytest.raises(ValueError, match="must be"):
         gpu_kernel.UnembedTile(**wrong)
