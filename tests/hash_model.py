@@ -144,6 +144,9 @@ class Done:
     def __init__(self, outcome):
         self.outcome = outcome
 
+    def is_ready(self):
+        return True
+
     def result(self):
         if isinstance(self.outcome, Exception):
             raise self.outcome

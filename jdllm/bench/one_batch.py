@@ -225,7 +225,8 @@ def lines(result: dict[str, Any]) -> str:
             f"NFE per request: {show(result['mean_nfe'], '.1f')}, "
             f"blocks per request: {show(result['mean_blocks'], '.1f')}, "
             f"forwards: {show(result['forwards'], 'd')}, "
-            f"tokens per forward: {show(result['tokens_per_forward'], '.2f')}",
+            f"tokens per forward: {show(result['tokens_per_forward'], '.2f')}, "
+            f"device idle: {show(result['device_idle_fraction'], '.2%')}",
         ]
     )
 

@@ -32,6 +32,8 @@ DENOISING: tuple[Row, ...] = (
     ("NFE per block:", "nfe_per_block"),
     ("Decode forwards of the batch:", "forwards"),
     ("Tokens per forward of the batch:", "tokens_per_forward"),
+    ("Padding share since start:", "padding_fraction"),
+    ("Device idle share:", "device_idle_fraction"),
     ("Preemptions:", "preemptions"),
     ("Compiles during the run:", "jit_compiles"),
 )

@@ -195,11 +195,12 @@ def engine_figures(
     together; None where the engine does not count them. `padding_fraction` is since its start.
     """
 
-    def grown(name: str) -> int | None:
+    def grown(name: str) -> Any:
         known = name in before and name in after
         return after[name] - before[name] if known else None
 
     forwards = grown("decode_steps_total")
+    idle_s, live_s = grown("device_idle_seconds_total"), grown("device_seconds_total")
     return {
         "forwards": forwards,
         "tokens_per_forward": output_tokens / forwards if forwards else None,
@@ -208,4 +209,5 @@ def engine_figures(
         "preemptions": grown("preemptions_total"),
         "jit_compiles": grown("jit_compiles_total"),
         "padding_fraction": after.get("padding_fraction"),
+        "device_idle_fraction": idle_s / live_s if live_s else None,
     }

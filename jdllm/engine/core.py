@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 
 from jdllm import errors
+from jdllm.engine import device_clock
 from jdllm.engine import stats as stats_lib
 from jdllm.scheduler import batch as batch_lib
 from jdllm.scheduler import outputs as outputs_lib
@@ -42,12 +43,13 @@ class EngineCore:
         self.runner = runner
         self.counters = stats_lib.Counters()
         self.throughput = stats_lib.Throughput()
+        self.clock = device_clock.DeviceClock()
         self.requests: dict[str, request_lib.Request] = {}
         self._max_total_tokens = max_total_tokens
         self._overlaps = overlaps
         self._in_flight: InFlight | None = None
         self._decode_log_interval = decode_log_interval
-        self._logged_at = (time.monotonic(), 0, 0)
+        self._logged_at = (time.monotonic(), 0, 0, 0.0)
 
     def add(self, requests: Sequence[request_lib.Request], *, is_bounded: bool = True) -> None:
         """Queues all requests, or none and raises the RequestError of the one refused.
@@ -88,19 +90,25 @@ class EngineCore:
         others made ready to run again.
         """
         previous, self._in_flight = self._in_flight, None
+        self.clock.look(_is_running(previous))
         batch = self.scheduler.schedule()
+        self.clock.look(_is_running(previous))
         started = None
         if batch is not None:
             try:
                 started = (batch, self.runner.launch(batch))
+                self.clock.look(is_busy=True)
             except Exception as error:  # a fault of one launch must not end the engine
                 outputs = self._finish(previous)
                 raise self._recover(batch, error, outputs) from error
         if not self._overlaps:
             previous, started = started, None
-        outputs = self._finish(previous)
+        outputs = self._finish(previous, behind=started)
         # Only now: had the one before failed, this one would be lost with it.
         self._in_flight = started
+        self.clock.look(_is_running(started))
+        if not self.has_work:
+            self.clock.pause()
         return outputs
 
     def settle(self) -> list[outputs_lib.RequestOutput]:
@@ -108,8 +116,10 @@ class EngineCore:
         previous, self._in_flight = self._in_flight, None
         return self._finish(previous)
 
-    def _finish(self, in_flight: InFlight | None) -> list[outputs_lib.RequestOutput]:
-        """Waits for a launch, if there is one, and applies its results."""
+    def _finish(
+        self, in_flight: InFlight | None, behind: InFlight | None = None
+    ) -> list[outputs_lib.RequestOutput]:
+        """Waits for a launch, if there is one, and applies its results; `behind` runs after it."""
         if in_flight is None:
             return []
         batch, launch = in_flight
@@ -117,6 +127,7 @@ class EngineCore:
             result = launch.result()
         except Exception as error:
             raise self._recover(batch, error, []) from error
+        self.clock.look(_is_running(behind))
         outputs = self.scheduler.process_results(batch, result)
         self._count(batch, result, outputs)
         return outputs
@@ -163,22 +174,27 @@ class EngineCore:
 
     def _log(self) -> None:
         counters, stats = self.counters, self.scheduler.stats()
-        began, tokens_then, steps_then = self._logged_at
-        now = time.monotonic()
-        self._logged_at = (now, counters.generation_tokens, counters.denoising_steps)
+        began, tokens_then, steps_then, idle_then = self._logged_at
+        now, idle = time.monotonic(), self.clock.idle_s
+        self._logged_at = (now, counters.generation_tokens, counters.denoising_steps, idle)
         tokens = counters.generation_tokens - tokens_then
         steps = counters.denoising_steps - steps_then
         logger.info(
             "Decode batch. #running-req: %d, #token: %d, token usage: %.2f, denoise steps: %d, "
-            "tpf: %.2f, gen throughput (token/s): %.1f, #queue-req: %d",
+            "tpf: %.2f, gen throughput (token/s): %.1f, device idle: %.1f %%, #queue-req: %d",
             stats.num_running,
             round(stats.token_usage * self._max_total_tokens),
             stats.token_usage,
             steps,
             tokens / steps if steps else 0.0,
             tokens / max(now - began, 1e-9),
+            100 * (idle - idle_then) / max(now - began, 1e-9),
             stats.num_queued,
         )
+
+
+def _is_running(in_flight: InFlight | None) -> bool:
+    return in_flight is not None and not in_flight[1].is_ready()
 
 
 class LaunchFailed(RuntimeError):

@@ -42,6 +42,8 @@ def stats(built: build.Built) -> stats_lib.EngineStats:
         decode_steps_total=counters.decode_steps,
         padding_fraction=counters.padding_fraction,
         batch_occupancy=counters.batch_occupancy,
+        device_idle_seconds_total=core.clock.idle_s,
+        device_seconds_total=core.clock.total_s,
         jit_compiles_total=compiles.count - built.compiles_at_ready,
         jit_compile_seconds=compiles.seconds,
         startup_time_seconds=built.startup_s,

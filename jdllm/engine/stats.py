@@ -39,6 +39,8 @@ class EngineStats:
     decode_steps_total: int
     padding_fraction: float
     batch_occupancy: float
+    device_idle_seconds_total: float
+    device_seconds_total: float
     jit_compiles_total: int
     jit_compile_seconds: float
     startup_time_seconds: float

@@ -1,7 +1,7 @@
 """The door between host and device: a `ScheduleBatch` becomes padded numpy arrays.
 
 Shapes depend on the bucket alone. Padding rows have `kv_len` 0 and write nowhere;
-padding tokens lie past `cu_q_lens[-1]`. A launch transfers about twenty small arrays.
+padding tokens lie past `cu_q_lens[-1]`. They travel as one vector (`packing.py`).
 """
 
 from __future__ import annotations

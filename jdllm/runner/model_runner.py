@@ -18,12 +18,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from jdllm import errors
 from jdllm.kv_cache import pool as pool_lib
 from jdllm.models import loading
 from jdllm.models import spec as spec_lib
-from jdllm.runner import decode_loop, forward_batch, kernels, row_state, steps
+from jdllm.runner import decode_loop, forward_batch, kernels, packing, row_state, steps
 from jdllm.scheduler import batch as batch_lib
 
 logger = logging.getLogger(__name__)
@@ -83,6 +84,7 @@ class ModelRunner:
             implementation=implementation,
         )
         self._compiled: dict[batch_lib.Bucket, jax.stages.Compiled] = {}
+        self._output_layouts: dict[batch_lib.Bucket, packing.Layout] = {}
         self._mask_token_id = self.spec.diffusion.mask_token_id
         self._pools = pool_lib.create(pool_config)
         self._slots = row_state.empty_slots(num_slots, self._step_config)
@@ -130,15 +132,14 @@ class ModelRunner:
         compiled = self._compiled[batch.bucket]
         match batch.phase:
             case batch_lib.Phase.PREFILL:
-                inputs = forward_batch.build_prefill(batch, self._shape)
+                inputs = packing.pack(forward_batch.build_prefill(batch, self._shape))
                 self._pools, outputs = compiled(self._params, self._pools, inputs)
             case batch_lib.Phase.DECODE:
-                inputs = forward_batch.build_decode(batch, self._shape, self._mask_token_id)
-                memory = (self._pools, self._slots)
+                decode_inputs = forward_batch.build_decode(batch, self._shape, self._mask_token_id)
+                inputs, memory = packing.pack(decode_inputs), (self._pools, self._slots)
                 (self._pools, self._slots), outputs = compiled(self._params, memory, inputs)
-        for leaf in jax.tree.leaves(outputs):
-            leaf.copy_to_host_async()
-        return Launch(outputs, len(batch.rows))
+        outputs.copy_to_host_async()
+        return Launch(outputs, self._output_layouts[batch.bucket], len(batch.rows))
 
     def reset(self) -> None:
         """Replaces pool and row states after a failed launch, which may have consumed them."""
@@ -161,11 +162,20 @@ class ModelRunner:
                 step, memory = decode_loop.decode_launch, (self._pools, self._slots)
                 inputs = forward_batch.build_decode(empty, self._shape, self._mask_token_id)
         bound = functools.partial(step, self._graphdef, self._step_config)
-        arguments = jax.tree.map(
+        params, memory, inputs = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
             (self._params, memory, inputs),
         )
-        return jax.jit(bound, donate_argnums=(1,)).lower(*arguments)
+        _, outputs = jax.eval_shape(bound, params, memory, inputs)
+        input_layout = packing.Layout.of(inputs)
+        self._output_layouts[bucket] = packing.Layout.of(outputs)
+
+        def packed(params, memory, words):
+            memory, outputs = bound(params, memory, input_layout.unpack(words))
+            return memory, packing.pack_traced(outputs)
+
+        words = jax.ShapeDtypeStruct((input_layout.num_words,), packing.WORD)
+        return jax.jit(packed, donate_argnums=(1,)).lower(params, memory, words)
 
 
 def _compiler_options() -> dict[str, str]:
@@ -193,13 +203,18 @@ def _check_alignment(spec: spec_lib.ModelSpec) -> None:
 class Launch:
     """A launch under way; its outputs travel to the host as soon as they are there."""
 
-    def __init__(self, outputs: Any, num_rows: int):
+    def __init__(self, outputs: jax.Array, layout: packing.Layout, num_rows: int):
         self._outputs = outputs
+        self._layout = layout
         self._num_rows = num_rows
+
+    def is_ready(self) -> bool:
+        """Returns whether the outputs are there."""
+        return self._outputs.is_ready()
 
     def result(self) -> batch_lib.LaunchResult:
         """Waits for the launch; raises what it failed with."""
-        outputs = jax.device_get(self._outputs)
+        outputs = self._layout.unpack(np.asarray(self._outputs))
         if not isinstance(outputs, decode_loop.DecodeOutputs):
             return batch_lib.LaunchResult()
         return batch_lib.LaunchResult(

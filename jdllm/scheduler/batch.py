@@ -108,6 +108,10 @@ class LaunchResult:
 class Launch(Protocol):
     """A launch under way."""
 
+    def is_ready(self) -> bool:
+        """Returns whether `result` would not wait."""
+        ...
+
     def result(self) -> LaunchResult:
         """Waits for it; raises what it failed with. The result of a prefill has no rows."""
         ...

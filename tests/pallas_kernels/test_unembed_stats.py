@@ -229,18 +229,6 @@ def test_stats_are_a_pytree_of_rows():
         ({"num_rows": jnp.ones(1, jnp.int32)}, "num_rows must be an int32 scalar"),
         ({"num_rows": jnp.float32(1)}, "num_rows must be an int32 scalar"),
     ],
-    ids=[
-        "width",
-        "dtype",
-        "range",
-        "all",
-        "given",
-        "temperature",
-        "keys",
-        "empty",
-        "num_rows",
-        "float_num_rows",
-    ],
 )
 def test_bad_arguments_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):

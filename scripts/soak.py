@@ -1,0 +1,161 @@
+"""Soaks a server: random load, aborts and disconnects for minutes, then counts what is left.
+
+    python scripts/soak.py --minutes 30
+
+Starts `python -m jdllm.serve` with the bundled model (further flags after `--`), sends random
+requests from several threads, breaks some off (client gone, /abort_request), samples the server's
+resident memory, and at the end waits until it is idle. Fails when a request hangs or errs, when
+pages stay in use, or when memory grew between the first quarter and the last by more than
+`--growth-mb`. Prints one line a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import pathlib
+import random
+import re
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+
+WORDS = "Tom Ann has buys sells apples pears 3 7 12 more than how many does he have now".split()
+TIMEOUT_S = 300.0
+GAUGES = ("num_running_reqs", "num_queue_reqs", "num_used_tokens")
+
+
+def one_request(client: httpx.Client, rng: random.Random, name: str) -> str:
+    """Sends one random request; returns how it ended: "done", "left" or "aborted"."""
+    body = {
+        "text": " ".join(rng.choices(WORDS, k=rng.randint(1, 200))),
+        "rid": name,
+        "sampling_params": {
+            "max_new_tokens": rng.choice([1, 16, 64, 256, 600]),
+            "ignore_eos": rng.random() < 0.7,
+            "temperature": rng.choice([0.0, 0.0, 1.0]),
+            "dllm": {"threshold": rng.choice([0.5, 0.95, 1.0])},
+        },
+        "stream": True,
+    }
+    fate = rng.choices(["done", "left", "aborted"], weights=[8, 1, 1])[0]
+    seen = 0
+    with client.stream("POST", "/generate", json=body) as reply:
+        reply.raise_for_status()
+        for line in reply.iter_lines():
+            seen += line.startswith("data:")
+            if seen == 1 and fate == "left":
+                return fate
+            if seen == 1 and fate == "aborted":
+                client.post("/abort_request", json={"rid": name}).raise_for_status()
+                seen += 1
+    if not seen:
+        raise RuntimeError(f"{name}: an empty answer")
+    return fate
+
+
+def soak(url: str, threads: int, until: float, seed: int) -> tuple[collections.Counter, list[str]]:
+    """Returns how many requests ended how, and what went wrong."""
+    ends: collections.Counter = collections.Counter()
+    wrong: list[str] = []
+
+    def work(number: int) -> None:
+        rng, count = random.Random(seed * 1000 + number), 0
+        with httpx.Client(base_url=url, timeout=TIMEOUT_S) as client:
+            while time.monotonic() < until:
+                count += 1
+                try:
+                    ends[one_request(client, rng, f"soak-{number}-{count}")] += 1
+                except (httpx.HTTPError, RuntimeError) as error:
+                    wrong.append(f"{type(error).__name__}: {error}")
+                if rng.random() < 0.05:
+                    time.sleep(rng.uniform(0, 2))  # so that the server is idle at times
+
+    workers = [threading.Thread(target=work, args=(i,)) for i in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return ends, wrong
+
+
+def resident_mb(process_id: int) -> float:
+    """Returns the resident memory of a process (Linux)."""
+    status = pathlib.Path(f"/proc/{process_id}/status").read_text()
+    found = re.search(r"VmRSS:\s+(\d+) kB", status)
+    assert found is not None, status
+    return int(found[1]) / 1024
+
+
+def gauges(url: str) -> dict[str, float]:
+    """Returns the server's running, queued and held numbers."""
+    text = httpx.get(f"{url}/metrics", timeout=30).text
+    found = re.findall(r"^jdllm:(\w+)(?:\{[^}]*\})? ([\d.e+]+)$", text, flags=re.MULTILINE)
+    values = {name: float(value) for name, value in found}
+    return {name: values[name] for name in GAUGES}
+
+
+def main() -> None:
+    """Parses the command line, soaks, prints, exits with 1 when something is left or grew."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--threads", type=int, default=12)
+    parser.add_argument("--port", type=int, default=30999)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--growth-mb", type=float, default=50.0)
+    parser.add_argument("flags", nargs="*", help="flags of jdllm.serve, after --")
+    args = parser.parse_args()
+    url, out = f"http://127.0.0.1:{args.port}", sys.stdout.write
+    command = [sys.executable, "-m", "jdllm.serve", "--port", str(args.port), *args.flags]
+    server = subprocess.Popen([*command, "--enable-metrics", "--log-level", "warning"])
+    try:
+        wait_until_ready(url, server)
+        began = time.monotonic()
+        until = began + 60 * args.minutes
+        memory: list[float] = []
+
+        def watch() -> None:
+            while time.monotonic() < until:
+                memory.append(resident_mb(server.pid))
+                minutes = (time.monotonic() - began) / 60
+                out(f"{minutes:5.1f} min  {memory[-1]:8.1f} MB  {gauges(url)}\n")
+                sys.stdout.flush()
+                time.sleep(min(60.0, max(0.1, until - time.monotonic())))
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        ends, wrong = soak(url, args.threads, until, args.seed)
+        watcher.join()
+        deadline = time.monotonic() + 60
+        while any(gauges(url).values()) and time.monotonic() < deadline:
+            time.sleep(0.5)
+        left = gauges(url)
+        quarter = max(1, len(memory) // 4)
+        grew = max(memory[-quarter:]) - max(memory[:quarter])
+        out(f"requests {dict(ends)}, wrong {len(wrong)} {wrong[:3]}, left {left}, ")
+        out(f"memory grew by {grew:.1f} MB\n")
+        sys.exit(1 if wrong or any(left.values()) or grew > args.growth_mb else 0)
+    finally:
+        server.terminate()
+        server.wait(timeout=60)
+
+
+def wait_until_ready(url: str, server: subprocess.Popen) -> None:
+    """Returns when the server answers; raises when it ended or took ten minutes."""
+    for _ in range(600):
+        if server.poll() is not None:
+            raise RuntimeError(f"the server ended with {server.returncode}")
+        try:
+            if httpx.get(f"{url}/ready", timeout=5).status_code == 200:
+                return
+        except httpx.HTTPError:
+            pass
+        time.sleep(1)
+    raise RuntimeError("the server was not ready in ten minutes")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""The device's idle time is arithmetic of looks."""
+
+from jdllm.engine import device_clock
+
+
+def run(looks):
+    """Looks of (time, is_busy), None for a pause; returns (idle, total) seconds."""
+    moment = iter([look[0] for look in looks if look is not None])
+    clock = device_clock.DeviceClock(now=lambda: next(moment))
+    for look in looks:
+        if look is None:
+            clock.pause()
+        else:
+            clock.look(look[1])
+    return clock.idle_s, clock.total_s
+
+
+def test_the_time_after_an_idle_look_counts():
+    assert run([]) == (0, 0)
+    assert run([(5, False)]) == (0, 0)
+    assert run([(0, False), (2, True), (7, True), (8, False), (11, True)]) == (5, 11)
+
+
+def test_a_pause_does_not_count():
+    assert run([(0, True), (1, False), None, (100, False), (103, True)]) == (3, 4)
