@@ -59,17 +59,17 @@ def grouped_matmul(
     chosen = choose(
         implementation, dtype=x.dtype, hidden_size=x.shape[1], intermediate_size=w_down.shape[2]
     ).implementation
-    used = (expert_ids >= 0) & (expert_ids < w_gate_up.shape[0])  # [T, k]
-    if valid is not None:
-        used &= valid[:, None]
-    arguments = (x, w_gate_up, w_down, expert_ids, expert_weights.astype(jnp.float32), used)
+    arguments = (x, w_gate_up, w_down, expert_ids, expert_weights.astype(jnp.float32))
     if chosen == "mosaic_gpu":
+        run = functools.partial(gpu_kernel.grouped_matmul, *arguments, valid=valid)
         if shared is None or shared[1].shape == w_down.shape[1:]:
-            return gpu_kernel.grouped_matmul(*arguments, shared=shared, out_dtype=out_dtype)
-        out = gpu_kernel.grouped_matmul(*arguments)
+            return run(shared=shared, out_dtype=out_dtype)
+        out = run()
     else:
-        run = _dense if chosen == "dense" else _rounds
-        out = run(*arguments)
+        used = (expert_ids >= 0) & (expert_ids < w_gate_up.shape[0])  # [T, k]
+        if valid is not None:
+            used &= valid[:, None]
+        out = (_dense if chosen == "dense" else _rounds)(*arguments, used)
     if shared is not None:
         out = out + swiglu(x, *shared)
     return out.astype(out_dtype)

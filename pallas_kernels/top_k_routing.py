@@ -2,7 +2,7 @@
 
 DeepSeek-V3's sigmoid gate ("noaux_tc"), as LLaDA2 uses it: a bias selects but does not weigh, and
 only experts of the best groups can be chosen. The XLA implementation is three `top_k`; the kernel
-(`mosaic_gpu/top_k_routing.py`) is two launches.
+(`mosaic_gpu/top_k_routing.py`) is one launch.
 """
 
 import functools
@@ -14,9 +14,17 @@ from pallas_kernels import dispatch
 from pallas_kernels.mosaic_gpu import top_k_routing as gpu_kernel
 
 
-def choose(implementation: str = "auto", *, num_experts: int) -> dispatch.Choice:
+def choose(
+    implementation: str = "auto",
+    *,
+    num_experts: int,
+    num_groups: int = 1,
+    experts_per_token: int = 1,
+) -> dispatch.Choice:
     """Returns which implementation serves this shape."""
-    reason = gpu_kernel.why_not(num_experts=num_experts)
+    reason = gpu_kernel.why_not(
+        num_experts=num_experts, num_groups=num_groups, experts_per_token=experts_per_token
+    )
     return dispatch.choose("top_k_routing", implementation, refusals={"mosaic_gpu": reason})
 
 
@@ -41,7 +49,12 @@ def top_k_routing(
     Equal scores go to the lower id. A token with NaN logits gets any ids, in range or not.
     """
     _check_shapes(router_logits, expert_bias, experts_per_token, num_groups, kept_groups)
-    chosen = choose(implementation, num_experts=router_logits.shape[1])
+    chosen = choose(
+        implementation,
+        num_experts=router_logits.shape[1],
+        num_groups=num_groups,
+        experts_per_token=experts_per_token,
+    )
     if chosen.implementation == "mosaic_gpu":
         return gpu_kernel.top_k_routing(
             router_logits,

@@ -23,7 +23,10 @@ import time
 
 import httpx
 
-WORDS = "Tom Ann has buys sells apples pears 3 7 12 more than how many does he have now".split()
+WORDS = (
+    *("Tom", "Ann", "has", "buys", "sells", "apples", "pears", "3", "7", "12"),
+    *("more", "than", "how", "many", "does", "he", "have", "now"),
+)
 TIMEOUT_S = 300.0
 GAUGES = ("num_running_reqs", "num_queue_reqs", "num_used_tokens")
 

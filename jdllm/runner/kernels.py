@@ -47,6 +47,9 @@ def describe(
             intermediate_size=spec.moe.intermediate_size,
         )
         choices["top_k_routing"] = pallas_kernels.choose_top_k_routing(
-            implementation, num_experts=spec.moe.num_experts
+            implementation,
+            num_experts=spec.moe.num_experts,
+            num_groups=spec.moe.num_groups,
+            experts_per_token=spec.moe.experts_per_token,
         )
     return choices

@@ -1,4 +1,4 @@
-"""Server-sent events: frames, keep-alive comments, and a response that notices leaving.
+"""Server-sent events: frames, keep-alive lines, and a response that notices leaving.
 
 Starlette's own streaming response learns of a disconnect only through some
 servers' versions of `send`; this one watches `receive` itself. It also waits
@@ -22,7 +22,9 @@ from jdllm.server import responses, running
 logger = logging.getLogger(__name__)
 
 DONE_FRAME = b"data: [DONE]\n\n"
-PING_FRAME = b": ping\n\n"
+# Blank lines mean nothing to a client. Nor do comments, by the standard, but SGLang's load
+# generator (0.5.23) reads every line that is not blank as JSON.
+PING_FRAME = b"\n\n"
 # Refusals come at once; past this wait the headers go out and errors become frames.
 FIRST_EVENT_WAIT_S = 1.0
 HEADERS = [

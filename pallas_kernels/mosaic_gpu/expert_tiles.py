@@ -6,19 +6,21 @@ time; rows between segments hold anything. An expert's tiles are the runs of `ti
 its segment's start. The number of rows and tiles in use is data; the sizes of the arrays are the
 most that the shapes allow.
 
-`segments` is XLA without a sort or a scatter, in few launches (each costs 1 to 2 us of a layer's
-255, whatever it does): counting by comparison gives, in one fusion, the rank of a pair among its
-expert's, the size of a segment and its start; many pairs are counted in two levels.
-A start does not wait for the sizes: with u earlier pairs in all lower experts, 8 * floor((u + 7e) /
-8) leaves every lower segment room for its last 8 rows. The cumulated numbers of tiles do wait, and
-are a by-product of `spread`.
+Counting the pairs (`expert_counts`) is part of the kernel that first needs the places, since a
+launch costs 1 to 2 us of a layer's 255, whatever it does:
 
-`spread` (token -> its k rows) and `combine` (k rows -> token, weighted, in the order of the
-choices) are kernels of one CTA per token and column block: they move T * k * D elements each at
-the speed of memory, where XLA's gathers of the same rows reach a fifth of it (measured, H200, 2048
-tokens of 8 rows of 2048: 111 us against 22). Neither needs atomics. A row's place depends on the
-other tokens, its values never do. With many tokens `list_tokens` takes the place of `spread`: it
-writes which token a row is, and `gate_up` gathers the rows itself.
+* `list_tokens`, for many tokens: one cluster counts, and writes which token a row is. `gate_up`
+  gathers the rows itself.
+* `spread`, for few: a CTA per token and column block copies the token to its k rows. Each CTA
+  counts all pairs, a few a thread, and so need not wait for others.
+
+A start does not wait for the sizes: with u earlier pairs in all lower experts, 8 * floor((u + 7e) /
+8) leaves every lower segment room for its last 8 rows.
+
+`combine` (k rows -> token, weighted, in the order of the choices) is again a CTA per token and
+column block. Copying and combining move T * k * D elements each at the speed of memory, where XLA's
+gathers of the same rows reach a fifth of it (measured, H200, 2048 tokens of 8 rows of 2048: 111 us
+against 22). Neither needs atomics. A row's place depends on the other tokens, its values never do.
 """
 
 import dataclasses
@@ -28,105 +30,36 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic_gpu import compat, row_gather
+from pallas_kernels.mosaic_gpu import compat, expert_counts, thread_code
+from pallas_kernels.mosaic_gpu.expert_counts import ALIGNMENT
 
-ALIGNMENT = 8  # rows; segments start at multiples of it
-_LANES = 128  # a kernel's vectors are multiples of a warpgroup's threads
-_PAIRS_PER_CHUNK = 512
-_MOST_PAIRS_IN_ONE_CHUNK = 2048
-_PAIRS_PER_CTA = 512  # of `list_tokens`: four a thread
+_WARPGROUP = 4  # warps
+_WARPS_OF_LIST = 16  # of a CTA of `list_tokens`
+_MOST_CTAS_OF_LIST = 8  # a cluster that every Hopper launches
+_MOST_PAIRS_OF_EVERY_CTA = 2048  # of `spread`: 16 a thread; more are counted beforehand
+_PAIRS_PER_CTA = 1024  # of `list_tokens`, while there are CTAs: two a thread
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Segments:
-    """Where the rows of T * k pairs lie; int32, a pair is token * k + choice.
+    """Where the rows of T * k pairs lie; int32, a pair is token * k + choice."""
 
-    Expert e's entry of `starts` and `counts` is at `first_start + e` and `first_count + e`: they
-    are parts of larger arrays because a slice of an array is a launch.
-    """
-
-    places: jax.Array  # [T * k, ...] rows; -1 for a pair without one
-    starts: jax.Array
-    counts: jax.Array
-    choices: int = dataclasses.field(metadata={"static": True})
-    first_start: int = dataclasses.field(metadata={"static": True})
-    first_count: int = dataclasses.field(metadata={"static": True})
+    places: jax.Array  # [T * k] rows; -1 for a pair without one
+    starts: jax.Array  # [E] rows
+    counts: jax.Array  # [E] rows
+    tile_ends: jax.Array  # [E, one more with a shared expert] tiles of this and all earlier ones
 
 
 def most_rows(pairs: int, num_experts: int) -> int:
     """Returns how many rows the segments of any routing fit in."""
-    return _aligned(pairs + (ALIGNMENT - 1) * num_experts, ALIGNMENT)
+    return _aligned(pairs + (ALIGNMENT - 1) * num_experts)
 
 
-def padded_experts(num_experts: int) -> int:
-    """Returns the number of entries of `counts`: experts, then empty ones."""
-    return _aligned(num_experts, _LANES)
-
-
-def segments(expert_ids: jax.Array, used: jax.Array, *, num_experts: int) -> Segments:
-    """Returns the segments of routing int32 [T, k]; pairs that are not used (bool) get no row."""
-    E = padded_experts(num_experts)
-    pairs = expert_ids.size
-    experts = jnp.where(used, expert_ids, E).reshape(-1)
-    if pairs > _MOST_PAIRS_IN_ONE_CHUNK:
-        return _segments_of_chunks(experts, expert_ids.shape[1], E)
-    ids = jnp.arange(E, dtype=jnp.int32)
-    place = jnp.arange(pairs, dtype=jnp.int32)
-    # Pairs ask for the pairs before them, experts for all.
-    keys = jnp.concatenate([experts, ids])  # [pairs + E]
-    ends = jnp.concatenate([place, jnp.full(E, pairs, jnp.int32)])
-    equal = (experts == keys[:, None]) & (place < ends[:, None])  # never materialised
-    counts = jnp.sum(equal, axis=1, dtype=jnp.int32)
-    lower = jnp.sum(experts < keys[:, None], axis=1, dtype=jnp.int32)
-    starts = _start(lower, keys)
-    places = jnp.where(keys < E, starts + jnp.where(ends < pairs, counts, 0), -1)
-    return Segments(
-        places=places,
-        starts=places,
-        counts=counts,
-        choices=expert_ids.shape[1],
-        first_start=pairs,
-        first_count=pairs,
-    )
-
-
-def _segments_of_chunks(experts: jax.Array, choices: int, E: int) -> Segments:
-    """Counts in chunks of pairs first, then over chunks: fewer comparisons for many pairs."""
-    pairs = experts.size
-    C = _PAIRS_PER_CHUNK
-    chunks = -(-pairs // C)
-    experts = jnp.pad(experts, (0, chunks * C - pairs), constant_values=E).reshape(chunks, 1, C)
-    ids = jnp.arange(E, dtype=jnp.int32)
-    place = jnp.arange(C, dtype=jnp.int32)
-    keys = experts.reshape(chunks, C, 1)
-    ranks = jnp.sum((experts == keys) & (place < place[:, None]), axis=2, dtype=jnp.int32)
-    counts = jnp.sum(experts == ids[:, None], axis=2, dtype=jnp.int32)  # [chunks, E]
-    chunk = jnp.arange(chunks, dtype=jnp.int32)
-    earlier = (chunk < jnp.arange(chunks + 1, dtype=jnp.int32)[:, None])[:, :, None]
-    totals = jnp.sum(jnp.where(earlier, counts, 0), axis=1)  # [chunks + 1, E]
-    lower = jnp.sum(jnp.where(ids < ids[:, None], totals[-1], 0), axis=1)
-    starts = _start(lower, ids)
-    first = starts + totals[:-1]  # of the part of a segment that a chunk fills
-    found = jnp.take_along_axis(first, jnp.minimum(experts[:, 0], E - 1), axis=1)
-    places = jnp.where(experts[:, 0] < E, found + ranks, -1).reshape(-1)[:pairs]
-    return Segments(
-        places=places,
-        starts=starts,
-        counts=totals.reshape(-1),
-        choices=choices,
-        first_start=0,
-        first_count=chunks * E,
-    )
-
-
-def _start(lower_pairs: jax.Array, expert: jax.Array) -> jax.Array:
-    return (lower_pairs + (ALIGNMENT - 1) * expert) // ALIGNMENT * ALIGNMENT
-
-
-def _aligned(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
+def _aligned(rows: int) -> int:
+    return -(-rows // ALIGNMENT) * ALIGNMENT
 
 
 def _column_blocks(tokens: int, width: int) -> int:
@@ -136,123 +69,222 @@ def _column_blocks(tokens: int, width: int) -> int:
 
 def spread(
     x: jax.Array,
-    where: Segments,
+    expert_ids: jax.Array,
+    valid: jax.Array | None,
     *,
     num_experts: int,
     rows: int,
     tile_rows: int,
     has_shared: bool,
     interpret=None,
-) -> tuple[jax.Array, jax.Array]:
-    """Returns (row array [rows, D], cumulated tiles [num_experts + has_shared]).
+) -> tuple[Segments, jax.Array]:
+    """Returns (segments of routing int32 [T, k], row array [rows, D]).
 
-    Each token's row is at its pairs' places, other rows hold anything. Expert e's tiles of
-    `tile_rows` rows end at entry e; the shared expert's, those of all tokens, come last.
+    Each token's row is at its pairs' places, other rows hold anything. Pairs whose id is not an
+    expert's and pairs of tokens that are not `valid`, bool [T], get no row. The shared expert's
+    tiles, those of all tokens, come last.
     """
     T, D = x.shape
-    choices = where.choices
+    choices = expert_ids.shape[1]
     blocks = _column_blocks(T, D)
+    options = {"num_experts": num_experts, "tile_rows": tile_rows, "has_shared": has_shared}
+    routing = _routing(expert_ids, valid)
+    counting = expert_counts.Counting(tokens=T, choices=choices, warps=_WARPGROUP, **options)
+    counts_here = interpret is None and counting.pairs <= _MOST_PAIRS_OF_EVERY_CTA
+    if not counts_here:
+        where, _ = list_tokens(expert_ids, valid, rows=rows, **options, interpret=interpret)
+        routing = [where.places]
 
-    def spread_rows(x_gmem, places_gmem, counts_gmem, out_gmem, tile_ends_gmem):
-        cta = lax.axis_index("cta")
+    def spread_rows(x_gmem, *refs):
+        token, block = lax.axis_index("token"), lax.axis_index("columns")
+        out_gmem = refs[len(routing)]
+        columns = pl.ds(block * (D // blocks), D // blocks)
+        row = x_gmem[token, columns]
+        if counts_here:
+            places_smem, *scratch = refs[-1 - len(counting.scratch()) :]
+            written = [*refs[len(routing) + 1 :][:4], places_smem]
+            place_token(refs[: len(routing)], written, scratch, token, block, counting)
+            places = [places_smem[choice] for choice in range(choices)]
+        else:
+            places = [refs[0][token * choices + choice] for choice in range(choices)]
+        for place in places:
 
-        @pl.when(cta < T * blocks)
-        def _copy_row():
-            token = lax.div(cta, jnp.int32(blocks))
-            columns = pl.ds(lax.rem(cta, jnp.int32(blocks)) * (D // blocks), D // blocks)
-            row = x_gmem[token, columns]
-            places = [places_gmem[token * choices + choice] for choice in range(choices)]
-            for place in places:
+            @pl.when(place >= 0)
+            def _(place=place):
+                out_gmem[place, columns] = row
 
-                @pl.when(place >= 0)
-                def _(place=place):
-                    out_gmem[place, columns] = row
-
-        @pl.when(cta >= T * blocks)
-        def _count_tiles():
-            expert = cta - T * blocks
-            tile_ends_gmem[expert] = _tile_end(
-                expert, counts_gmem, where, num_experts=num_experts, tile_rows=tile_rows, tokens=T
-            )
-
-    return compat.kernel(
+    lists = _vectors(counting.pairs, *counting.lists()) if counts_here else []
+    out, *lists = compat.kernel(
         spread_rows,
-        out_type=[
-            jax.ShapeDtypeStruct((rows, D), x.dtype),
-            jax.ShapeDtypeStruct((num_experts + has_shared,), jnp.int32),
-        ],
-        grid=(T * blocks + num_experts + has_shared,),
-        grid_names=("cta",),
+        out_type=[jax.ShapeDtypeStruct((rows, D), x.dtype), *lists],
+        scratch_types=_buffers(choices, *counting.scratch()) if counts_here else [],
+        grid=(T, blocks),
+        grid_names=("token", "columns"),
         interpret=interpret,
-    )(x, where.places, where.counts)
+    )(x, *routing)
+    return _segments(*lists) if counts_here else where, out
+
+
+def place_token(routing, written, scratch, token, block, counting) -> None:
+    """Places all pairs; writes those of one token, the first CTA also the lists of experts.
+
+    `written` are places [T * k], starts, counts and tiles in global memory, places [k] in shared.
+    """
+    refs = (*routing, *written, *scratch)
+    scalar = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs) + (scalar, scalar))
+    def place(_, *arguments):
+        *refs, token, block = arguments
+        token, block = thread_code.scalar(token), thread_code.scalar(block)
+        places_gmem, *lists, places_smem = refs[len(routing) :][: len(written)]
+
+        def write(pair, has_row, row):
+            row = thread_code.select(has_row, row, -1)
+            of_token = (pair // counting.choices).equals(token)
+            with thread_code.when(of_token):
+                thread_code.store(places_smem, pair % counting.choices, row)
+            with thread_code.when(of_token & block.equals(0)):
+                thread_code.store(places_gmem, pair, row)
+
+        expert_counts.place_pairs(
+            refs[: len(routing)],
+            lists,
+            refs[-len(scratch) :],
+            counting,
+            cta=thread_code.constant(0),
+            writes_lists=token.equals(0) & block.equals(0),
+            write=write,
+        )
+        thread_code.sync_cta()
+
+    place(*refs, token, block)
 
 
 def list_tokens(
-    where: Segments,
+    expert_ids: jax.Array,
+    valid: jax.Array | None,
     *,
-    tokens: int,
     num_experts: int,
     rows: int,
     tile_rows: int,
     has_shared: bool,
     interpret=None,
-) -> tuple[jax.Array, jax.Array]:
-    """Returns (token of each row, cumulated tiles [num_experts + has_shared]), both int32.
+) -> tuple[Segments, jax.Array]:
+    """Returns (segments of routing int32 [T, k], token of each row int32).
 
     As `spread`, but a row is named, not copied: entries between segments hold anything. The shared
     expert's rows, all tokens in order, begin at `rows`; their number is rounded up as an expert's.
     """
-    choices = where.choices
-    pairs = tokens * choices
-    ctas = -(-pairs // _PAIRS_PER_CTA)
+    T, choices = expert_ids.shape
+    pairs = T * choices
+    counting = counting_of_list(
+        T, choices, num_experts=num_experts, tile_rows=tile_rows, has_shared=has_shared
+    )
+    routing = _routing(expert_ids, valid)
+    entries = rows + has_shared * _aligned(T)
+    if interpret is not None:
+        places, *lists = expert_counts.reference(*routing, counting=counting)
+        target = jnp.where(places < 0, entries, places)
+        tokens = jnp.arange(pairs, dtype=jnp.int32) // choices
+        row_tokens = jnp.full(entries, -1, jnp.int32).at[target].set(tokens, mode="drop")
+        if has_shared:
+            row_tokens = row_tokens.at[rows : rows + T].set(jnp.arange(T, dtype=jnp.int32))
+        return _segments(places, *lists), row_tokens
 
-    def list_rows(places_gmem, counts_gmem, list_gmem, tile_ends_gmem):
+    def list_rows(*refs):
+        written = refs[len(routing) :][:5]
+        scratch = refs[len(routing) + 5 :]
         cta = lax.axis_index("cta")
+        place_and_list(refs[: len(routing)], written, scratch, cta, counting, rows)
 
-        @pl.when(cta < ctas)
-        def _list_pairs():
-            for first in range(0, _PAIRS_PER_CTA, _LANES):
-                row_gather.write_list(
-                    places_gmem,
-                    list_gmem,
-                    cta * _PAIRS_PER_CTA + first,
-                    pairs=pairs,
-                    choices=choices,
-                    copies_at=rows if has_shared else None,
-                    interpret=interpret,
-                )
-
-        @pl.when(cta >= ctas)
-        def _count_tiles():
-            expert = cta - ctas
-            tile_ends_gmem[expert] = _tile_end(
-                expert, counts_gmem, where,
-                num_experts=num_experts, tile_rows=tile_rows, tokens=tokens,
-            )  # fmt: skip
-
-    entries = rows + has_shared * _aligned(tokens, ALIGNMENT)
-    return compat.kernel(
+    row_tokens, places, *lists = compat.kernel(
         list_rows,
-        out_type=[
-            jax.ShapeDtypeStruct((entries,), jnp.int32),
-            jax.ShapeDtypeStruct((num_experts + has_shared,), jnp.int32),
-        ],
-        grid=(ctas + num_experts + has_shared,),
-        grid_names=("cta",),
-        interpret=interpret,
-    )(where.places, where.counts)
+        out_type=_vectors(entries, pairs, *counting.lists()),
+        grid=(1,),
+        grid_names=("cluster",),
+        cluster=(counting.ctas,),
+        cluster_names=("cta",),
+        num_threads=counting.warps // _WARPGROUP,
+        thread_name="warpgroup",
+        scratch_types=_buffers(*counting.scratch()),
+    )(*routing)
+    return _segments(places, *lists), row_tokens
 
 
-def _tile_end(
-    expert, counts_gmem, where: Segments, *, num_experts: int, tile_rows: int, tokens: int
-):
-    """Returns how many tiles this and all earlier experts have; `num_experts` is the shared one."""
-    E = padded_experts(num_experts)
-    counts = counts_gmem[pl.ds(where.first_count, E)]
-    tiles = lax.div(counts + (tile_rows - 1), jnp.full((E,), tile_rows, jnp.int32))
-    earlier = lax.broadcasted_iota(jnp.int32, (E,), 0) <= jnp.full((E,), expert)
-    shared_tiles = jnp.where(expert == num_experts, -(-tokens // tile_rows), 0)
-    return jnp.sum(jnp.where(earlier, tiles, 0)) + shared_tiles
+def counting_of_list(
+    tokens: int, choices: int, *, num_experts: int, tile_rows: int, has_shared: bool
+) -> expert_counts.Counting:
+    """Returns how `list_tokens` counts: more CTAs for more pairs, as far as a cluster goes."""
+    ctas = 1
+    while ctas < _MOST_CTAS_OF_LIST and tokens * choices > ctas * _PAIRS_PER_CTA:
+        ctas *= 2
+    return expert_counts.Counting(
+        tokens=tokens,
+        choices=choices,
+        num_experts=num_experts,
+        tile_rows=tile_rows,
+        has_shared=has_shared,
+        warps=_WARPS_OF_LIST,
+        ctas=ctas,
+    )
+
+
+def place_and_list(routing, written, scratch, cta, counting, rows: int) -> None:
+    """Places all pairs and lists the tokens of their rows and, from `rows` on, all tokens.
+
+    `written`, in global memory, are the list, places [T * k], starts, counts and tiles.
+    """
+    refs = (*routing, *written, *scratch)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),) * len(refs) + (plgpu.Layout.WG_SPLAT(()),),
+    )
+    def place(_, *arguments):
+        *refs, cta = arguments
+        cta = thread_code.scalar(cta)
+        list_gmem, places_gmem, *lists = refs[len(routing) :][: len(written)]
+
+        def write(pair, has_row, row):
+            token, in_range = pair // counting.choices, pair < counting.pairs
+            with thread_code.when(in_range):
+                thread_code.store(places_gmem, pair, thread_code.select(has_row, row, -1))
+            with thread_code.when(has_row):
+                thread_code.store(list_gmem, row, token)
+            if counting.has_shared:
+                is_first = (pair % counting.choices).equals(0)
+                with thread_code.when(in_range & is_first):
+                    thread_code.store(list_gmem, token + rows, token)
+
+        expert_counts.place_pairs(
+            refs[: len(routing)],
+            lists,
+            refs[-len(scratch) :],
+            counting,
+            cta=cta,
+            writes_lists=cta.equals(0),
+            write=write,
+        )
+
+    place(*refs, cta)
+
+
+def _routing(expert_ids: jax.Array, valid: jax.Array | None) -> list[jax.Array]:
+    """Returns the counting's operands: ids [T * k] and, unless all are valid, int32 [T]."""
+    flat = [expert_ids.reshape(-1)]
+    return flat if valid is None else [*flat, valid.astype(jnp.int32)]
+
+
+def _vectors(*sizes: int) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct((size,), jnp.int32) for size in sizes]
+
+
+def _buffers(*sizes: int) -> list:
+    return [plgpu.SMEM((size,), jnp.int32) for size in sizes]
+
+
+def _segments(places, starts, counts, tile_ends) -> Segments:
+    return Segments(places=places, starts=starts, counts=counts, tile_ends=tile_ends)
 
 
 def combine(

@@ -1,7 +1,7 @@
 """Experts of a mixture-of-experts layer on Hopper: two fused matmuls over rows grouped by expert.
 
-Launches, in order: XLA counts and ranks the (token, choice) pairs (`expert_tiles`), `spread`
-copies each token to its experts' rows, `gate_up` and `down` below, `combine` sums a token's rows.
+Launches, in order: `spread` counts the (token, choice) pairs and copies each token to its experts'
+rows (`expert_tiles`), `gate_up` and `down` below, `combine` sums a token's rows.
 
 For many tokens gate_up gathers its token rows itself (`Tile.gathers`): `list_tokens` takes the
 place of `spread`, and TMA of rows gives way to cp.async by the memory warpgroup (`row_gather`).
@@ -101,8 +101,8 @@ def grouped_matmul(
     w_down: jax.Array,  # [E, D, I]
     expert_ids: jax.Array,  # int32 [T, k]
     expert_weights: jax.Array,  # float32 [T, k]
-    used: jax.Array,  # bool [T, k]; every used id lies in [0, E)
     *,
+    valid: jax.Array | None = None,  # bool [T]
     shared: tuple[jax.Array, jax.Array] | None = None,  # [2 * I, D] interleaved, [D, I]
     out_dtype=jnp.float32,
     tile: Tile | None = None,
@@ -111,6 +111,7 @@ def grouped_matmul(
 ) -> jax.Array:
     """Returns the weighted sum of the experts' outputs, [T, D] in `out_dtype`.
 
+    Pairs whose id lies outside [0, E) and all pairs of tokens that are not valid are left out.
     The shared expert is one more, of all tokens: its input rows are x itself, and its hidden and
     output rows lie behind all others.
     """
@@ -120,7 +121,6 @@ def grouped_matmul(
         raise ValueError(f"grouped_matmul: {reason}: x {x.shape}, w_down {w_down.shape}")
     tile = tile or tile_for(T, choices, E)
     num_ctas = num_ctas or compat.num_multiprocessors()
-    where = expert_tiles.segments(expert_ids, used, num_experts=E)
     routed_rows = max(expert_tiles.most_rows(T * choices, E), tile.rows)
     grouping = {
         "num_experts": E,
@@ -132,11 +132,10 @@ def grouped_matmul(
     row_tokens = None
     if tile.gathers:
         rows = x
-        row_tokens, tile_ends = expert_tiles.list_tokens(where, tokens=T, **grouping)
+        where, row_tokens = expert_tiles.list_tokens(expert_ids, valid, **grouping)
     else:
-        rows, tile_ends = expert_tiles.spread(x, where, **grouping)
+        where, rows = expert_tiles.spread(x, expert_ids, valid, **grouping)
     options = {
-        "tile_ends": tile_ends,
         "routed_rows": routed_rows,
         "shared_rows": 0 if shared is None else T,
         "num_ctas": num_ctas,
@@ -166,8 +165,7 @@ def grouped_matmul(
 
 def _matmul(
     weights, shared_weights, rows, tokens, where, tile: Tile, *,
-    swiglu: bool, row_tokens, tile_ends, routed_rows: int, shared_rows: int, num_ctas: int,
-    interpret,
+    swiglu: bool, row_tokens, routed_rows: int, shared_rows: int, num_ctas: int, interpret,
 ):  # fmt: skip
     """Returns each segment's rows times its expert's weights [E, R, K] transposed.
 
@@ -183,7 +181,7 @@ def _matmul(
     shared = []
     if shared_rows:
         shared = [shared_weights] + [tokens] * (swiglu and not gathers)
-    lists = [row_tokens] * gathers + [where.counts, where.starts, tile_ends]
+    lists = [row_tokens] * gathers + [where.counts, where.starts, where.tile_ends]
     N, warpgroups, block_k = tile.rows, tile.warpgroups, tile.block_k
     stages = tile.stages
     if tile.shared_memory() > _SHARED_MEMORY:
@@ -217,8 +215,8 @@ def _matmul(
                 probe = jnp.minimum(expert + (1 << step), num_experts) - 1
                 expert = jnp.where(tile_ends_gmem[probe] <= row_tile, probe + 1, expert)
             routed = jnp.minimum(expert, E - 1)
-            count = counts_gmem[where.first_count + routed]
-            start = starts_gmem[where.first_start + routed]
+            count = counts_gmem[routed]
+            start = starts_gmem[routed]
             if shared_rows:
                 count = jnp.where(expert == E, shared_rows, count)
                 start = jnp.where(expert == E, routed_rows, start)

@@ -112,60 +112,6 @@ def wait(ready, step, stages: int, *, interpret) -> None:
     wait_and_fence(ready, stage, lax.rem(lax.div(step, jnp.int32(stages)), jnp.int32(2)))
 
 
-def write_list(
-    places_gmem, indices_gmem, first_pair, *, pairs: int, choices: int, copies_at: int | None,
-    interpret,
-) -> None:  # fmt: skip
-    """Writes indices[places[p]] = p // choices for 128 pairs from `first_pair`, for a warpgroup.
-
-    Negative places and pairs past `pairs` are left out. With `copies_at`, entry copies_at + i is i
-    for the i of the pairs.
-    """
-    if interpret is not None:
-
-        def write_pair(pair, _):
-            index = lax.div(pair, jnp.int32(choices))
-            place = places_gmem[pair]
-
-            @pl.when(place >= 0)
-            def _():
-                indices_gmem[place] = index
-
-            if copies_at is not None:
-
-                @pl.when(lax.rem(pair, jnp.int32(choices)) == 0)
-                def _():
-                    indices_gmem[copies_at + index] = index
-
-            return ()
-
-        end = jnp.minimum(first_pair + _THREADS, pairs)
-        lax.fori_loop(first_pair, end, write_pair, ())
-        return
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WG_SPLAT(())))
-    def write(_, places, indices, first_pair):
-        pair = arith.addi(first_pair.registers.item(), _thread())
-        in_range = arith.cmpi(arith.CmpIPredicate.ult, pair, _i32(pairs))
-        position = arith.index_cast(ir.IndexType.get(), arith.minui(pair, _i32(pairs - 1)))
-        place = memref.load(places, [position])
-        index = arith.divui(pair, _i32(choices))
-        base = llvm.ptrtoint(ir.IntegerType.get_signless(64), mgpu_utils.memref_ptr(indices))
-
-        def store(entry, wanted):
-            address = arith.addi(base, _bytes(entry, 4))
-            _asm("@$2 st.global.u32 [$0], $1;", "l,r,b", address, index, wanted)
-
-        has_place = arith.cmpi(arith.CmpIPredicate.sge, place, _i32(0))
-        store(place, arith.andi(in_range, has_place))
-        if copies_at is not None:
-            is_first = arith.cmpi(arith.CmpIPredicate.eq, arith.remui(pair, _i32(choices)), _i32(0))
-            entry = arith.addi(index, _i32(copies_at))
-            store(entry, arith.andi(in_range, is_first))
-
-    write(places_gmem, indices_gmem, first_pair)
-
-
 def _issue_copies(x, indices, target, first, size, column) -> None:
     """What one thread does of `issue`; `target` is [rows / 8, columns / 64, 8, 64]."""
     i64 = ir.IntegerType.get_signless(64)

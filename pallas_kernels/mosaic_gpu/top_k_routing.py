@@ -1,36 +1,59 @@
-"""Group-limited top-k routing, one token per CTA, as one kernel behind one XLA reduction.
+"""Group-limited top-k routing, a warp per token, as one kernel.
 
 XLA alone makes this op three sorts and some ten launches: 100 us for 2048 tokens and 16 us for 32
-(H200). Here a warpgroup holds the E scores of a token, two a thread. The sum of each group's two
-best scores comes from XLA (one reduction over all tokens); the kernel ranks those few scalars,
-masks the lost groups, and k rounds of (maximum, lowest index that attains it, mask it) pick the
-experts in descending order. Bytes are nothing (T * E * 4); the bound is latency: 2 k reductions
-over a warpgroup, about 0.12 us each.
+(H200). Here a lane holds E / 32 neighbouring experts of a token, as integers that compare as the
+scores do (`thread_code.ordered`). A group is a few neighbouring lanes: shuffles between them find
+its two best. The lanes of lost groups drop their experts, and k rounds of (maximum, lowest index
+that attains it, drop it), two warp reductions each, pick the experts in descending order.
 
-A tile of 64 tokens in the accumulator layout, whose rows reduce by two shuffles, was tried first:
-18 thousand instructions a thread on one or few SMs, 83 us.
+Bytes are nothing (T * E * 4); the bound is latency and, with thousands of tokens, instructions:
+about 650 a warp for 256 experts. A warpgroup per token, whose reductions go through shared memory,
+took 11.9 us for 2048 tokens and one more launch for the groups' scores. A tile of 64 tokens in the
+accumulator layout, whose rows reduce by two shuffles, needed 18 thousand instructions a thread on
+one or few SMs: 83 us.
 """
 
-import functools
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic_gpu import compat
+from pallas_kernels.mosaic_gpu import compat, thread_code
+from pallas_kernels.mosaic_gpu.thread_code import WARP, Float, Int
 
-_THREADS = 128
-# Finite and below every score: a dropped or taken expert.
-_DROPPED = -1e30
-_NO_INDEX = 2**30
+_TOKENS_PER_CTA = 4  # a warpgroup
+_DROPPED = -(2**31)  # below every score: a dropped or taken expert
+_NO_EXPERT = 2**30
 
 
-def why_not(*, num_experts: int) -> str | None:
+def why_not(*, num_experts: int, num_groups: int = 1, experts_per_token: int = 1) -> str | None:
     """Returns why this kernel cannot route the shape, or None."""
-    if num_experts % _THREADS or num_experts > 1024:
-        return f"experts must be a multiple of {_THREADS} and at most 1024, {num_experts=}"
+    if num_experts % 128 or num_experts > 1024:
+        return f"experts must be a multiple of 128 and at most 1024, {num_experts=}"
+    if WARP % num_groups or experts_per_token > WARP:
+        return (
+            f"groups must divide {WARP}, and a token takes at most {WARP} experts: "
+            f"{num_groups=}, {experts_per_token=}"
+        )
     return None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """What is static of a routing."""
+
+    tokens: int
+    num_experts: int
+    experts_per_token: int
+    num_groups: int
+    kept_groups: int
+    scaling_factor: float
+
+    @property
+    def experts_per_lane(self) -> int:
+        return self.num_experts // WARP
 
 
 def top_k_routing(
@@ -41,92 +64,117 @@ def top_k_routing(
     num_groups: int,
     kept_groups: int,
     scaling_factor: float,
-    interpret=None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (ids int32 [T, k], weights float32 [T, k]); see `pallas_kernels.top_k_routing`."""
-    T = router_logits.shape[0]
+    T, E = router_logits.shape
     k = experts_per_token
-    body = functools.partial(
-        _route_token,
-        k=k,
+    if reason := why_not(num_experts=E, num_groups=num_groups, experts_per_token=k):
+        raise ValueError(f"top_k_routing: {reason}: router_logits {router_logits.shape}")
+    rule = Rule(
+        tokens=T,
+        num_experts=E,
+        experts_per_token=k,
         num_groups=num_groups,
         kept_groups=kept_groups,
         scaling_factor=scaling_factor,
     )
-    arguments = [router_logits, expert_bias]
-    if num_groups > 1:
-        choice = jax.nn.sigmoid(router_logits) + expert_bias
-        arguments += _best_two(choice.reshape(T, num_groups, -1))
-    return compat.kernel(
-        body,
+
+    def route_tokens(logits_gmem, bias_gmem, ids_gmem, weights_gmem):
+        refs = (plgpu.RefType(),) * 4
+
+        @plgpu.inline_mgpu(arg_types=(*refs, plgpu.Layout.WG_SPLAT(())))
+        def route(_, logits, bias, ids, weights, cta):
+            route_token(logits, bias, ids, weights, thread_code.scalar(cta), rule)
+
+        route(logits_gmem, bias_gmem, ids_gmem, weights_gmem, lax.axis_index("cta"))
+
+    ids, weights = compat.kernel(
+        route_tokens,
         out_type=(
-            jax.ShapeDtypeStruct((T, k), jnp.int32),
-            jax.ShapeDtypeStruct((T, k), jnp.float32),
+            jax.ShapeDtypeStruct((T * k,), jnp.int32),
+            jax.ShapeDtypeStruct((T * k,), jnp.float32),
         ),
-        grid=(T,),
-        grid_names=("token",),
+        grid=(-(-T // _TOKENS_PER_CTA),),
+        grid_names=("cta",),
         # Scores decide who is chosen: the exponential must be that of the reference.
         compiler_params={"approx_math": False},
-        interpret=interpret,
-    )(*arguments)
+    )(router_logits.reshape(-1), expert_bias)
+    return ids.reshape(T, k), weights.reshape(T, k)
 
 
-def _best_two(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the two largest along the last axis, in one pass; adding them would be a launch."""
-
-    def best_two(left, right):
-        (high, second), (other_high, other_second) = left, right
-        rest = jnp.maximum(second, other_second)
-        return jnp.maximum(high, other_high), jnp.maximum(jnp.minimum(high, other_high), rest)
-
-    lowest = jnp.full((), _DROPPED, x.dtype)
-    return lax.reduce((x, jnp.full_like(x, _DROPPED)), (lowest, lowest), best_two, (x.ndim - 1,))
-
-
-def _route_token(
-    logits_gmem, bias_gmem, *refs, k, num_groups, kept_groups, scaling_factor
-):  # fmt: skip
-    *best_two, ids_gmem, weights_gmem = refs
-    token = lax.axis_index("token")
-    E = bias_gmem.shape[0]
-    layout = plgpu.Layout.WG_STRIDED((E,), vec_size=E // _THREADS)
-    index = plgpu.broadcasted_iota(jnp.int32, (E,), 0, layout=layout)
-    logits = plgpu.layout_cast(logits_gmem[token], layout)
-    choice = _sigmoid(logits) + plgpu.layout_cast(bias_gmem[...], layout)
-    if num_groups > 1:
-        high, second = best_two
-        scores = [high[token, group] + second[token, group] for group in range(num_groups)]
-        group_of = lax.div(index, jnp.int32(E // num_groups))
-        for group, kept in enumerate(_kept(scores, kept_groups)):
-            lost = jnp.where(kept, num_groups, group)  # no expert is of group `num_groups`
-            choice = jnp.where(group_of == lost, _DROPPED, choice)
-
-    chosen, scores = [], []
-    for _ in range(k):
-        high = jnp.max(choice)
-        first = -jnp.max(jnp.where(choice == high, -index, -_NO_INDEX))
-        # A row of NaN has no maximum; it must not read outside the row.
-        chosen.append(jnp.minimum(first, E - 1))
-        choice = jnp.where(index == first, _DROPPED, choice)
-    scores = [_sigmoid(logits_gmem[token, expert]) for expert in chosen]
-    scale = scaling_factor / (functools.reduce(jnp.add, scores) + 1e-20)
-    for place, (expert, score) in enumerate(zip(chosen, scores, strict=True)):
-        ids_gmem[token, place] = expert
-        weights_gmem[token, place] = score * scale
-
-
-def _sigmoid(x):
-    return 1.0 / (1.0 + jnp.exp(-x))
-
-
-def _kept(scores, kept_groups):
-    """Returns, per group, whether fewer than `kept_groups` beat it; equal ones by their order."""
-    kept = []
-    for group, score in enumerate(scores):
-        better = [
-            jnp.where((other >= score) if rival < group else (other > score), 1, 0)
-            for rival, other in enumerate(scores)
-            if rival != group
+def route_token(logits, bias, ids, weights, cta: Int, rule: Rule) -> None:
+    """Routes the token of this thread's warp; the refs, in global memory, are flat."""
+    E, k = rule.num_experts, rule.experts_per_token
+    warp, lane = thread_code.thread() // WARP, thread_code.thread() % WARP
+    token = cta * _TOKENS_PER_CTA + warp
+    row = thread_code.least(token, rule.tokens - 1) * E  # a warp without a token writes nothing
+    first = lane * rule.experts_per_lane
+    experts = [first + place for place in range(rule.experts_per_lane)]
+    scores = []
+    for place in range(0, rule.experts_per_lane, 4):
+        four = thread_code.load_four_floats(logits, row + first + place)
+        biases = thread_code.load_four_floats(bias, first + place)
+        scores += [
+            thread_code.ordered(_sigmoid(logit) + shift)
+            for logit, shift in zip(four, biases, strict=True)
         ]
-        kept.append(functools.reduce(jnp.add, better) < kept_groups)
-    return kept
+    if rule.num_groups > 1:
+        kept = _group_is_kept(scores, lane, rule)
+        scores = [thread_code.select(kept, score, _DROPPED) for score in scores]
+
+    # Lane i keeps choice i; the lanes from k on load the last choice's logit too.
+    mine = thread_code.constant(0)
+    for choice in range(k):
+        best = scores[0]
+        for score in scores[1:]:
+            best = thread_code.signed_most(best, score)
+        best = thread_code.signed_most_of_warp(best)
+        attaining = thread_code.constant(_NO_EXPERT)
+        for expert, score in reversed(list(zip(experts, scores, strict=True))):
+            attaining = thread_code.select(score.equals(best), expert, attaining)
+        chosen = thread_code.least_of_warp(attaining)
+        mine = thread_code.select(lane < choice, mine, chosen)
+        scores = [
+            thread_code.select(expert.equals(chosen), _DROPPED, score)
+            for expert, score in zip(experts, scores, strict=True)
+        ]
+    weight = _sigmoid(thread_code.load_float(logits, row + mine))
+    total = thread_code.of_lane(weight, 0)
+    for choice in range(1, k):
+        total += thread_code.of_lane(weight, choice)
+    scale = thread_code.constant_float(rule.scaling_factor) / (total + 1e-20)
+    with thread_code.when((token < rule.tokens) & (lane < k)):
+        thread_code.store(ids, token * k + lane, mine)
+        thread_code.store(weights, token * k + lane, weight * scale)
+
+
+def _sigmoid(x: Float) -> Float:
+    one = thread_code.constant_float(1.0)
+    return one / (one + thread_code.exp(-x))
+
+
+def _group_is_kept(scores: list[Int], lane: Int, rule: Rule) -> thread_code.Bit:
+    """Returns whether fewer than `kept_groups` beat this lane's group; equal ones by their order.
+
+    A group counts by the sum of its two best scores.
+    """
+    high, second = scores[0], thread_code.constant(_DROPPED)
+    for score in scores[1:]:
+        second = thread_code.signed_most(second, thread_code.signed_least(high, score))
+        high = thread_code.signed_most(high, score)
+    lanes = WARP // rule.num_groups
+    for step in range(lanes.bit_length() - 1):
+        other_high = thread_code.of_partner(high, 1 << step)
+        other_second = thread_code.of_partner(second, 1 << step)
+        lower_high = thread_code.signed_least(high, other_high)
+        second = thread_code.signed_most(second, other_second)
+        second = thread_code.signed_most(second, lower_high)
+        high = thread_code.signed_most(high, other_high)
+    total = thread_code.from_ordered(high) + thread_code.from_ordered(second)
+    mine, group = thread_code.ordered(total), lane // lanes
+    better = thread_code.constant(0)
+    for rival in range(rule.num_groups):
+        other = thread_code.of_lane(mine, rival * lanes)
+        ties = other.equals(mine) & (thread_code.constant(rival) < group)
+        better += thread_code.select(mine.signed_less(other) | ties, 1, 0)
+    return better < rule.kept_groups

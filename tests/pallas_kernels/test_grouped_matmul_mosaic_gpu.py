@@ -34,10 +34,15 @@ def weights(*, experts=E, size=F, width=D, seed=0):
     return tuple(jnp.asarray(a, jnp.bfloat16) for a in (interleave_gate_up(gate, up), down))
 
 
-def oracle(x, w_gate_up, w_down, ids, expert_weights, used):
+def used_pairs(ids, experts, valid=None):
+    used = (ids >= 0) & (ids < experts)
+    return used if valid is None else used & np.asarray(valid)[:, None]
+
+
+def oracle(x, w_gate_up, w_down, ids, expert_weights, *, valid=None):
     x, w_gate_up, w_down = (np.asarray(a, np.float64) for a in (x, w_gate_up, w_down))
     out = np.zeros(x.shape)
-    for t, choice in np.argwhere(used):
+    for t, choice in np.argwhere(used_pairs(ids, len(w_down), valid)):
         e = ids[t, choice]
         both = (w_gate_up[e] @ x[t]).reshape(-1, 2, 64)
         gate, up = both[:, 0].reshape(-1), both[:, 1].reshape(-1)
@@ -75,9 +80,7 @@ def test_equals_loops(kind, gathers):
     rng = np.random.default_rng(3)
     w_gate_up, w_down = weights()
     x = jnp.asarray(rng.normal(size=(T, D)), jnp.bfloat16)
-    ids, expert_weights = routing(kind, rng)
-    used = (ids >= 0) & (ids < E)
-    arguments = (x, w_gate_up, w_down, ids, expert_weights, used)
+    arguments = (x, w_gate_up, w_down, *routing(kind, rng))
     out = interpreted(*arguments, tile=gathering(SMALL, gathers))
     np.testing.assert_allclose(out, oracle(*arguments), **TOLERANCE)
 
@@ -97,9 +100,8 @@ def test_every_way_through_the_tiles(tile, size, width, gathers):
     tokens, top, experts = 60, 2, 3
     w_gate_up, w_down = weights(experts=experts, size=size, width=width)
     x = jnp.asarray(rng.normal(size=(tokens, width)), jnp.bfloat16)
-    ids, expert_weights = routing("random", rng, tokens=tokens, experts=experts, top=top)
-    used = np.ones(ids.shape, bool)
-    arguments = (x, w_gate_up, w_down, ids, expert_weights, used)
+    routed = routing("random", rng, tokens=tokens, experts=experts, top=top)
+    arguments = (x, w_gate_up, w_down, *routed)
     out = interpreted(*arguments, tile=gathering(tile, gathers), out_dtype=jnp.bfloat16)
     assert out.dtype == jnp.bfloat16
     np.testing.assert_allclose(out.astype(np.float32), oracle(*arguments), **TOLERANCE)
@@ -118,11 +120,10 @@ def test_the_shared_expert_is_one_more_of_every_token(tile, tokens, gathers):
     w_gate_up, w_down = weights()
     shared = shared_expert()
     x = jnp.asarray(rng.normal(size=(tokens, D)), jnp.bfloat16)
-    ids, expert_weights = routing("some_outside", rng, tokens=tokens)
-    used = (ids >= 0) & (ids < E)
-    out = interpreted(x, w_gate_up, w_down, ids, expert_weights, used, shared=shared, tile=tile)
-    expected = oracle(x, w_gate_up, w_down, ids, expert_weights, used)
-    everyone = np.zeros((tokens, 1), np.int32), np.ones((tokens, 1)), np.ones((tokens, 1), bool)
+    arguments = (x, w_gate_up, w_down, *routing("some_outside", rng, tokens=tokens))
+    out = interpreted(*arguments, shared=shared, tile=tile)
+    expected = oracle(*arguments)
+    everyone = np.zeros((tokens, 1), np.int32), np.ones((tokens, 1))
     expected += oracle(x, shared[0][None], shared[1][None], *everyone)
     np.testing.assert_allclose(out, expected, **TOLERANCE)
 
@@ -138,19 +139,18 @@ def test_invalid_tokens_give_zeros_and_leak_nothing(gathers):
     ids[~valid, 0] = E - 1
     expert_weights[~valid] = np.nan
     w_gate_up, w_down = w_gate_up.at[E - 1].set(jnp.nan), w_down.at[E - 1].set(jnp.nan)
-    used = np.broadcast_to(valid[:, None], ids.shape)
-    arguments = (x, w_gate_up, w_down, ids, expert_weights, used)
-    out = interpreted(*arguments, tile=gathering(SMALL, gathers))
-    np.testing.assert_allclose(out, oracle(*arguments), **TOLERANCE)
+    arguments = (x, w_gate_up, w_down, ids, expert_weights)
+    out = interpreted(*arguments, valid=jnp.asarray(valid), tile=gathering(SMALL, gathers))
+    np.testing.assert_allclose(out, oracle(*arguments, valid=valid), **TOLERANCE)
     assert np.all(out[~valid] == 0)
 
 
 @both_sources_of_rows
 def test_nobody_routed_gives_zeros(gathers):
-    arguments = (jnp.full((4, D), jnp.nan, jnp.bfloat16), *weights())
-    ids, expert_weights = routing("random", np.random.default_rng(0), tokens=4)
-    nobody = np.zeros(ids.shape, bool)
-    out = interpreted(*arguments, ids, expert_weights, nobody, tile=gathering(SMALL, gathers))
+    x = jnp.full((4, D), jnp.nan, jnp.bfloat16)
+    routed = routing("random", np.random.default_rng(0), tokens=4)
+    nobody = jnp.zeros(4, bool)
+    out = interpreted(x, *weights(), *routed, valid=nobody, tile=gathering(SMALL, gathers))
     assert np.all(out == 0)
 
 
@@ -168,11 +168,8 @@ def test_a_token_ignores_its_neighbours_bit_for_bit(gathers):
         rows = rng.permutation(T)[:3]
         x[rows], ids[rows], expert_weights[rows] = watched, watched_ids, watched_weights
         x = jnp.asarray(x, jnp.bfloat16)
-        used = np.ones(ids.shape, bool)
-        out = interpreted(
-            x, w_gate_up, w_down, ids, expert_weights, used,
-            shared=shared, tile=gathering(SMALL, gathers),
-        )  # fmt: skip
+        arguments = (x, w_gate_up, w_down, ids, expert_weights)
+        out = interpreted(*arguments, shared=shared, tile=gathering(SMALL, gathers))
         kept.append(out[rows])
     np.testing.assert_array_equal(kept[0], kept[1])
 
@@ -180,58 +177,74 @@ def test_a_token_ignores_its_neighbours_bit_for_bit(gathers):
 def test_gathered_rows_give_the_bits_of_copied_ones():
     rng = np.random.default_rng(9)
     arguments = (jnp.asarray(rng.normal(size=(T, D)), jnp.bfloat16), *weights())
-    ids, expert_weights = routing("random", rng)
+    routed = routing("random", rng)
     tile = gpu_kernel.Tile(rows=16, warpgroups=1, block_k=64, stages=3)
     copied, gathered = (
-        interpreted(
-            *arguments, ids, expert_weights, np.ones(ids.shape, bool),
-            shared=shared_expert(), tile=gathering(tile, gathers),
-        )
+        interpreted(*arguments, *routed, shared=shared_expert(), tile=gathering(tile, gathers))
         for gathers in (False, True)
-    )  # fmt: skip
+    )
     np.testing.assert_array_equal(copied, gathered)
 
 
-@pytest.mark.parametrize(("tokens", "choices", "experts"), [(5, 3, 4), (150, 4, 7)], ids=str)
+GROUPED = [(5, 3, 4), (32, 8, 256), (150, 4, 7)]
+
+
+def grouping(tokens, choices, experts, *, has_shared=False, seed=10):
+    """Returns (ids, valid, options of `spread` and `list_tokens`)."""
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(-1, experts + 1, (tokens, choices)).astype(np.int32)
+    rows = expert_tiles.most_rows(ids.size, experts)
+    options = {"num_experts": experts, "rows": rows, "tile_rows": 16, "has_shared": has_shared}
+    return ids, rng.random(tokens) < 0.8, options
+
+
+@pytest.mark.parametrize(("tokens", "choices", "experts"), GROUPED, ids=str)
 @pytest.mark.parametrize("has_shared", [False, True], ids=["routed", "with-shared"])
 def test_the_list_names_the_token_of_every_row(tokens, choices, experts, has_shared):
-    rng = np.random.default_rng(10)
-    ids = rng.integers(-1, experts + 1, (tokens, choices)).astype(np.int32)
-    used = (ids >= 0) & (ids < experts)
-    where = expert_tiles.segments(jnp.asarray(ids), jnp.asarray(used), num_experts=experts)
-    rows = expert_tiles.most_rows(ids.size, experts)
-    row_tokens, tile_ends = kernel_interpreter.run(
-        expert_tiles.list_tokens,
-        where,
-        tokens=tokens,
-        num_experts=experts,
-        rows=rows,
-        tile_rows=16,
-        has_shared=has_shared,
+    ids, valid, options = grouping(tokens, choices, experts, has_shared=has_shared)
+    where, row_tokens = expert_tiles.list_tokens(
+        jnp.asarray(ids),
+        jnp.asarray(valid),
+        **options,
+        interpret=kernel_interpreter.interpret_params(),
     )
-    places = np.asarray(where.places)[: ids.size].reshape(ids.shape)
+    used = used_pairs(ids, experts, valid)
+    places = np.asarray(where.places).reshape(ids.shape)
     for t, choice in np.argwhere(used):
         assert row_tokens[places[t, choice]] == t
     tiles_of = [-(-np.sum(used & (ids == e)) // 16) for e in range(experts)]
     if has_shared:
-        np.testing.assert_array_equal(row_tokens[rows:][:tokens], np.arange(tokens))
+        np.testing.assert_array_equal(row_tokens[options["rows"] :][:tokens], np.arange(tokens))
         tiles_of.append(-(-tokens // 16))
-    np.testing.assert_array_equal(tile_ends, np.cumsum(tiles_of))
+    np.testing.assert_array_equal(where.tile_ends, np.cumsum(tiles_of))
+
+
+@pytest.mark.parametrize(("tokens", "choices", "experts"), GROUPED, ids=str)
+def test_spread_copies_a_token_to_its_rows(tokens, choices, experts):
+    ids, valid, options = grouping(tokens, choices, experts)
+    x = jnp.arange(tokens * 128, dtype=jnp.float32).reshape(tokens, 128)
+    where, rows = kernel_interpreter.run(
+        expert_tiles.spread, x, jnp.asarray(ids), jnp.asarray(valid), **options
+    )
+    places = np.asarray(where.places).reshape(ids.shape)
+    for t, choice in np.argwhere(used_pairs(ids, experts, valid)):
+        np.testing.assert_array_equal(rows[places[t, choice]], x[t])
 
 
 @pytest.mark.parametrize(
-    ("tokens", "choices", "experts"),
-    [(5, 3, 4), (32, 8, 256), (600, 8, 16), (1100, 4, 5)],
-    ids=str,
+    ("tokens", "choices", "experts"), [*GROUPED, (600, 8, 16), (550, 8, 256)], ids=str
 )
 def test_segments_hold_every_pair_once_and_in_order(tokens, choices, experts):
-    rng = np.random.default_rng(7)
-    ids = rng.integers(-1, experts + 1, (tokens, choices)).astype(np.int32)
-    used = (ids >= 0) & (ids < experts) & (rng.random((tokens, 1)) < 0.8)
-    where = expert_tiles.segments(jnp.asarray(ids), jnp.asarray(used), num_experts=experts)
-    starts = np.asarray(where.starts)[where.first_start :][:experts]
-    counts = np.asarray(where.counts)[where.first_count :][:experts]
-    places = np.asarray(where.places)[: ids.size].reshape(ids.shape)
+    ids, valid, options = grouping(tokens, choices, experts, seed=7)
+    where, _ = expert_tiles.list_tokens(
+        jnp.asarray(ids),
+        jnp.asarray(valid),
+        **options,
+        interpret=kernel_interpreter.interpret_params(),
+    )
+    starts, counts = np.asarray(where.starts), np.asarray(where.counts)
+    places = np.asarray(where.places).reshape(ids.shape)
+    used = used_pairs(ids, experts, valid)
     seen = np.zeros(experts, int)
     for t, choice in np.ndindex(ids.shape):
         if not used[t, choice]:
@@ -244,7 +257,36 @@ def test_segments_hold_every_pair_once_and_in_order(tokens, choices, experts):
     ends = starts + -(-seen // 8) * 8
     assert np.all(starts % 8 == 0)
     assert np.all(starts[1:] >= ends[:-1])
-    assert ends[-1] <= expert_tiles.most_rows(ids.size, experts)
+    assert ends[-1] <= options["rows"]
+
+
+@pytest.mark.parametrize("has_valid", [False, True], ids=["all-valid", "some-valid"])
+@pytest.mark.parametrize(
+    ("tokens", "choices", "experts"),
+    [(32, 8, 256), (160, 8, 256), (2048, 8, 256), (3, 2, 5), (100, 2, 16), (8192, 8, 1024)],
+    ids=str,
+)
+def test_counting_lowers_for_cuda(tokens, choices, experts, has_valid):
+    def run(x, ids, valid):
+        options = {
+            "num_experts": experts,
+            "rows": expert_tiles.most_rows(ids.size, experts),
+            "tile_rows": 24,
+            "has_shared": True,
+        }
+        valid = valid if has_valid else None
+        return (
+            expert_tiles.spread(x, ids, valid, **options),
+            expert_tiles.list_tokens(ids, valid, **options),
+        )
+
+    shapes = (
+        jax.ShapeDtypeStruct((tokens, 256), jnp.bfloat16),
+        jax.ShapeDtypeStruct((tokens, choices), jnp.int32),
+        jax.ShapeDtypeStruct((tokens,), jnp.bool_),
+    )
+    lowered = jax.jit(run).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in lowered
 
 
 def serving_arguments(tokens, *, choices=8, experts=256, width=2048, size=512):
@@ -257,7 +299,6 @@ def serving_arguments(tokens, *, choices=8, experts=256, width=2048, size=512):
         array(jnp.bfloat16, experts, width, size),
         array(jnp.int32, tokens, choices),
         array(jnp.float32, tokens, choices),
-        array(jnp.bool_, tokens, choices),
     )
 
 
@@ -303,7 +344,7 @@ def test_what_the_kernel_cannot_serve_is_named():
     with pytest.raises(ValueError, match=r"hidden size must be a multiple of 128, not 192"):
         gpu_kernel.grouped_matmul(*arguments)
     with pytest.raises(ValueError, match="needs an NVIDIA GPU"):
-        grouped_matmul(*arguments[:-1], implementation="mosaic_gpu")
+        grouped_matmul(*arguments, implementation="mosaic_gpu")
     with pytest.raises(ValueError, match="no such tile"):
         gpu_kernel.Tile(rows=12, warpgroups=1, block_k=64, stages=2)
     with pytest.raises(ValueError, match="gathers takes block_k 64 or 128"):
