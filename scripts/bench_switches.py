@@ -1,37 +1,47 @@
 """What overlap, multi-step launches and fused commit bring: one load, each switched off in turn.
 
-    python scripts/bench_switches.py -- --model-path configs/llada2.0-mini --load-format dummy
+    python scripts/bench_switches.py --model-path configs/llada2.0-mini --load-format dummy
 
-For every variant a server is started with the flags after `--` and the variant's own; each
-threshold's load goes to it through `jdllm.bench.serving`, over HTTP: random token ids of random
-lengths, arriving at random. Prints one row per variant and threshold, results in full go to
-`--output-file`.
+The load: prompts of random token ids and outputs of random lengths, arriving at random (Poisson);
+a share of the requests decodes at `--thresholds[0]`, the others at the second. It runs through the
+engine of this process, with a thread for every request. Whether rounds overlap and how many steps
+a launch has are decided round by round, so those variants share one engine, whose numbers are set
+between loads; fused commit is compiled and takes an engine of its own.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import pathlib
-import subprocess
 import sys
-import tempfile
 import time
+from typing import Any
 
-VARIANTS: dict[str, list[str]] = {
-    "default": [],
-    "no overlap": ["--disable-overlap-schedule"],
-    "one step a launch": ["--num-continuous-decode-steps", "1"],
-    "no fused commit": ["--disable-fused-commit"],
+import numpy as np
+
+from jdllm import config, sampling_params
+from jdllm.bench import in_process, prompts, stats, traffic
+from jdllm.engine import engine as engine_lib
+
+STEPS = 4
+# Fused commit -> variants: name, overlap, steps of a launch.
+VARIANTS = {
+    True: (
+        ("default", True, STEPS),
+        ("no overlap", False, STEPS),
+        ("one step a launch", True, 1),
+        ("neither", False, 1),
+    ),
+    False: (("no fused commit", True, STEPS),),
 }
 # Heading, key of the result, format.
 COLUMNS = (
+    ("seconds", "duration", "7.2f"),
     ("out tok/s", "output_throughput", "9.1f"),
     ("TTFT ms p50", "median_ttft_ms", "11.0f"),
     ("p99", "p99_ttft_ms", "6.0f"),
     ("E2E ms p50", "median_e2e_latency_ms", "10.0f"),
     ("p99", "p99_e2e_latency_ms", "6.0f"),
-    ("TPOT ms p50", "median_tpot_ms", "11.2f"),
     ("NFE", "mean_nfe", "6.1f"),
     ("forwards", "forwards", "8d"),
     ("tok/fwd", "tokens_per_forward", "7.1f"),
@@ -46,57 +56,107 @@ COLUMNS = (
 def main() -> None:
     """Parses the command line, runs every variant, prints a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--thresholds", nargs="+", default=["0.95", "0"])
-    parser.add_argument("--num-prompts", default="256")
-    parser.add_argument("--input-len", default="4096", help="most prompt tokens")
-    parser.add_argument("--output-len", default="1024", help="most new tokens")
-    parser.add_argument("--range-ratio", default="0.004", help="fewest over most")
-    parser.add_argument("--request-rate", default="16", help="requests per second, Poisson")
-    parser.add_argument("--vocab-size", default="157184")
-    parser.add_argument("--port", default="30998")
-    parser.add_argument("--output-file", help="JSON lines")
-    parser.add_argument("flags", nargs="*", help="flags of jdllm.serve, after --")
+    parser.add_argument("--model-path")
+    parser.add_argument("--load-format", default="auto")
+    parser.add_argument("--context-length", type=int, default=8192)
+    parser.add_argument("--max-running-requests", type=int)
+    parser.add_argument("--num-prompts", type=int, default=256)
+    parser.add_argument("--input-len", type=int, nargs=2, default=[16, 4096], metavar="TOKENS")
+    parser.add_argument("--output-len", type=int, nargs=2, default=[16, 1024], metavar="TOKENS")
+    parser.add_argument("--request-rate", type=float, default=32.0, help="requests per second")
+    parser.add_argument("--thresholds", type=float, nargs=2, default=[0.95, 0.0], metavar="P")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--skip-fused-off", action="store_true", help="spares a second start")
+    parser.add_argument("--output-file", help="JSON lines, the results in full")
     args = parser.parse_args()
     out = sys.stdout.write
     out(f"# {' '.join(sys.argv)}\n")
-    out(f"{'variant':18s} thresh " + " ".join(_head(column) for column in COLUMNS) + "\n")
-    with tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(args.output_file or pathlib.Path(folder) / "results.jsonl")
-        for variant in args.variants:
-            log = pathlib.Path(folder) / "server.log"
-            with log.open("w") as sink:
-                began = time.monotonic()
-                command = [sys.executable, "-m", "jdllm.serve", "--port", args.port, *args.flags]
-                server = subprocess.Popen([*command, *VARIANTS[variant]], stdout=sink, stderr=sink)
-                try:
-                    for threshold in args.thresholds:
-                        row = load(args, variant, threshold, path)
-                        out(f"{variant:18s} {threshold:>6s} {row}\n")
-                        sys.stdout.flush()
-                    out(f"  {time.monotonic() - began:.0f} s with start-up\n")
-                except subprocess.CalledProcessError:
-                    sys.stderr.write(log.read_text()[-2000:])
-                    raise
-                finally:
-                    server.terminate()
-                    server.wait(timeout=60)
+    for is_fused in [True] if args.skip_fused_off else VARIANTS:
+        began = time.monotonic()
+        with in_process.open_engine(engine_config(args, is_fused)) as engine:
+            found = in_process.surroundings(engine)
+            out(f"{in_process.headline(found)}\n# ready in {time.monotonic() - began:.0f} s\n")
+            run_variants(engine, args, is_fused)
 
 
-def load(args: argparse.Namespace, variant: str, threshold: str, path: pathlib.Path) -> str:
-    """Waits for the server, sends one load; returns its row of the table."""
-    command = [
-        *(sys.executable, "-m", "jdllm.bench.serving", "--port", args.port),
-        *("--ready-check-timeout-sec", "600", "--dataset-name", "random-ids", "--tokenize-prompt"),
-        *("--vocab-size", args.vocab_size, "--num-prompts", args.num_prompts),
-        *("--random-input-len", args.input_len, "--random-output-len", args.output_len),
-        *("--random-range-ratio", args.range_ratio, "--request-rate", args.request_rate),
-        *("--dllm", f"threshold={threshold}", "--output-file", str(path), "--disable-tqdm"),
-        *("--tag", variant),
-    ]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    result = json.loads(path.read_text().splitlines()[-1])
-    return " ".join(_cell(column, result) for column in COLUMNS)
+def engine_config(args: argparse.Namespace, is_fused: bool) -> config.EngineConfig:
+    return config.EngineConfig(
+        model_path=args.model_path,
+        load_format=args.load_format,
+        context_length=args.context_length,
+        max_running_requests=args.max_running_requests,
+        num_continuous_decode_steps=STEPS,
+        disable_fused_commit=not is_fused,
+        skip_tokenizer_init=True,
+        log_level="warning",
+    )
+
+
+def run_variants(engine: engine_lib.Engine, args: argparse.Namespace, is_fused: bool) -> None:
+    """Sends the load once per variant and prints a row for each."""
+    out = sys.stdout.write
+    asked, thresholds = draw(args, engine)
+    send(engine, asked[:8], thresholds[:8], [0.0] * 8)  # warms up
+    out(" " * 18 + " ".join(_head(column) for column in COLUMNS) + "\n")
+    for name, overlaps, steps in VARIANTS[is_fused]:
+        switch(engine, overlaps=overlaps, steps=steps)
+        engine.flush_cache()
+        at_s = traffic.arrivals_s(len(asked), args.request_rate, args.seed)
+        result = send(engine, asked, thresholds, at_s)
+        out(f"{name:18s}" + " ".join(_cell(column, result) for column in COLUMNS) + "\n")
+        sys.stdout.flush()
+        if args.output_file:
+            with open(args.output_file, "a") as file:
+                file.write(json.dumps({"variant": name, **result}) + "\n")
+
+
+def draw(
+    args: argparse.Namespace, engine: engine_lib.Engine
+) -> tuple[list[prompts.Prompt], list[float]]:
+    """Returns prompts with lengths drawn evenly, and a threshold for each."""
+    rng = np.random.default_rng(args.seed)
+    asked = []
+    for _ in range(args.num_prompts):
+        input_len, output_len = (
+            int(rng.integers(low, high + 1)) for low, high in (args.input_len, args.output_len)
+        )
+        (ids,) = in_process.random_ids(rng, engine, 1, input_len)
+        asked.append(prompts.Prompt(content=ids, prompt_len=input_len, output_len=output_len))
+    return asked, rng.choice(args.thresholds, args.num_prompts).tolist()
+
+
+def send(
+    engine: engine_lib.Engine,
+    asked: list[prompts.Prompt],
+    thresholds: list[float],
+    at_s: list[float],
+) -> dict[str, Any]:
+    """Sends the prompts at their times; returns the figures of the load."""
+    threshold_of = {id(one): value for one, value in zip(asked, thresholds, strict=True)}
+
+    def ask(one: prompts.Prompt) -> stats.Record:
+        params = sampling_params.SamplingParams(
+            max_new_tokens=one.output_len,
+            temperature=0.0,
+            ignore_eos=True,
+            dllm={"threshold": threshold_of[id(one)]},
+        )
+        (record,), _ = in_process.generate(engine, [one.content], [params])
+        return record
+
+    before = engine.server_info()["internal_states"][0]
+    records, duration_s = traffic.send(ask, asked, at_s=at_s, show_progress=False)
+    after = engine.server_info()["internal_states"][0]
+    found = stats.summarize(records, duration_s)
+    return found | stats.engine_figures(before, after, found["total_output_tokens"])
+
+
+def switch(engine: engine_lib.Engine, *, overlaps: bool, steps: int) -> None:
+    """Sets what `--disable-overlap-schedule` and `--num-continuous-decode-steps` would have set."""
+    core = engine._built.core
+    core._overlaps = overlaps
+    core.scheduler._decode_steps = steps
+    core.scheduler._blocks_ahead = steps * (1 + overlaps)
 
 
 def _head(column: tuple[str, str, str]) -> str:
@@ -104,7 +164,7 @@ def _head(column: tuple[str, str, str]) -> str:
     return f"{name:>{form.partition('.')[0].rstrip('d')}s}"
 
 
-def _cell(column: tuple[str, str, str], result: dict) -> str:
+def _cell(column: tuple[str, str, str], result: dict[str, Any]) -> str:
     _, key, form = column
     value = result[key]
     return _head(("-", key, form)) if value is None else format(value, form)

@@ -9,6 +9,7 @@ has read what a launch gave.
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import functools
 import logging
 import os
@@ -83,8 +84,7 @@ class ModelRunner:
             page_size=pool_config.page_size,
             implementation=implementation,
         )
-        self._compiled: dict[batch_lib.Bucket, jax.stages.Compiled] = {}
-        self._output_layouts: dict[batch_lib.Bucket, packing.Layout] = {}
+        self._executables: dict[batch_lib.Bucket, _Executable] = {}
         self._mask_token_id = self.spec.diffusion.mask_token_id
         self._pools = pool_lib.create(pool_config)
         self._slots = row_state.empty_slots(num_slots, self._step_config)
@@ -92,7 +92,7 @@ class ModelRunner:
     @property
     def compiled(self) -> dict[batch_lib.Bucket, jax.stages.Compiled]:
         """The executables by bucket, for tests of memory and donation."""
-        return self._compiled
+        return {bucket: executable.step for bucket, executable in self._executables.items()}
 
     def compile(
         self,
@@ -107,9 +107,9 @@ class ModelRunner:
         def compile_one(bucket: batch_lib.Bucket) -> None:
             nonlocal done
             started = time.monotonic()
-            compiled = self._lower(bucket).compile(compiler_options=_compiler_options())
+            executable = self._compile(bucket)
             with lock:
-                self._compiled[bucket] = compiled
+                self._executables[bucket] = executable
                 done += 1
                 if on_progress is not None:
                     on_progress(done, len(buckets))
@@ -129,17 +129,17 @@ class ModelRunner:
 
     def launch(self, batch: batch_lib.ScheduleBatch) -> Launch:
         """Starts a launch and returns at once; JAX runs launches in their order."""
-        compiled = self._compiled[batch.bucket]
+        executable = self._executables[batch.bucket]
+        inputs, memory = self._inputs_and_memory(batch)
+        inputs = executable.unpack(packing.pack(inputs))
+        memory, outputs = executable.step(self._params, memory, inputs)
         match batch.phase:
             case batch_lib.Phase.PREFILL:
-                inputs = packing.pack(forward_batch.build_prefill(batch, self._shape))
-                self._pools, outputs = compiled(self._params, self._pools, inputs)
+                self._pools = memory
             case batch_lib.Phase.DECODE:
-                decode_inputs = forward_batch.build_decode(batch, self._shape, self._mask_token_id)
-                inputs, memory = packing.pack(decode_inputs), (self._pools, self._slots)
-                (self._pools, self._slots), outputs = compiled(self._params, memory, inputs)
+                self._pools, self._slots = memory
         outputs.copy_to_host_async()
-        return Launch(outputs, self._output_layouts[batch.bucket], len(batch.rows))
+        return Launch(outputs, executable.output_layout, len(batch.rows))
 
     def reset(self) -> None:
         """Replaces pool and row states after a failed launch, which may have consumed them."""
@@ -150,32 +150,55 @@ class ModelRunner:
     def release(self) -> None:
         """Frees weights and pool on the device; nothing can be executed afterwards."""
         _delete((*self._params.values(), *self._pools, *jax.tree.leaves(self._slots)))
-        self._compiled.clear()
+        self._executables.clear()
 
-    def _lower(self, bucket: batch_lib.Bucket) -> jax.stages.Lowered:
-        empty = batch_lib.ScheduleBatch(rows=(), bucket=bucket)
-        memory: Any = self._pools
-        match bucket.phase:
+    def _inputs_and_memory(self, batch: batch_lib.ScheduleBatch) -> tuple[Any, Any]:
+        match batch.phase:
             case batch_lib.Phase.PREFILL:
-                step, inputs = steps.prefill_step, forward_batch.build_prefill(empty, self._shape)
+                return forward_batch.build_prefill(batch, self._shape), self._pools
             case batch_lib.Phase.DECODE:
-                step, memory = decode_loop.decode_launch, (self._pools, self._slots)
-                inputs = forward_batch.build_decode(empty, self._shape, self._mask_token_id)
-        bound = functools.partial(step, self._graphdef, self._step_config)
-        params, memory, inputs = jax.tree.map(
+                inputs = forward_batch.build_decode(batch, self._shape, self._mask_token_id)
+                return inputs, (self._pools, self._slots)
+
+    def _compile(self, bucket: batch_lib.Bucket) -> _Executable:
+        steps_of = {
+            batch_lib.Phase.PREFILL: steps.prefill_step,
+            batch_lib.Phase.DECODE: decode_loop.decode_launch,
+        }
+        step = functools.partial(steps_of[bucket.phase], self._graphdef, self._step_config)
+        inputs, memory = self._inputs_and_memory(batch_lib.ScheduleBatch(rows=(), bucket=bucket))
+        layouts = []
+
+        def packed(params: Any, memory: Any, inputs: Any) -> tuple[Any, jax.Array]:
+            memory, outputs = step(params, memory, inputs)
+            layouts.append(packing.Layout.of(outputs))  # known once traced
+            return memory, packing.pack_traced(outputs)
+
+        arguments = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
             (self._params, memory, inputs),
         )
-        _, outputs = jax.eval_shape(bound, params, memory, inputs)
-        input_layout = packing.Layout.of(inputs)
-        self._output_layouts[bucket] = packing.Layout.of(outputs)
+        lowered = jax.jit(packed, donate_argnums=(1,)).lower(*arguments)
+        layout = packing.Layout.of(inputs)
+        words = jax.ShapeDtypeStruct((layout.num_words,), packing.WORD)
+        return _Executable(
+            unpack=jax.jit(layout.unpack).lower(words).compile(),
+            step=lowered.compile(compiler_options=_compiler_options()),
+            output_layout=layouts[0],
+        )
 
-        def packed(params, memory, words):
-            memory, outputs = bound(params, memory, input_layout.unpack(words))
-            return memory, packing.pack_traced(outputs)
 
-        words = jax.ShapeDtypeStruct((input_layout.num_words,), packing.WORD)
-        return jax.jit(packed, donate_argnums=(1,)).lower(params, memory, words)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Executable:
+    """A compiled step and what takes its packed inputs apart.
+
+    That is an executable of its own because XLA hands slices to kernels where they lie, and
+    Mosaic's want their arrays at multiples of 256 bytes.
+    """
+
+    unpack: jax.stages.Compiled
+    step: jax.stages.Compiled
+    output_layout: packing.Layout
 
 
 def _compiler_options() -> dict[str, str]:
