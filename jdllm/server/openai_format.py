@@ -55,6 +55,8 @@ class Answer:
         finals = await running.unless_client_leaves(request, work)
         choices = [self.shape.choice(self._index(job, g), g) for job, g in finals]
         content = self._object(self.shape.object_name, choices)
+        if self.body.return_cached_tokens_details:
+            content |= cached_tokens([g for _, g in finals])
         return responses.json_response(content | {"usage": usage([g for _, g in finals])})
 
     async def _frames(self) -> AsyncIterator[bytes]:
@@ -70,6 +72,9 @@ class Answer:
                         chunk["usage"] = usage([g])
                     elif options.include_usage:
                         chunk["usage"] = None
+                    # With a choice, not after the last: SGLang's client reads it there.
+                    if self.body.return_cached_tokens_details and g.finish_reason is not None:
+                        chunk |= cached_tokens([g])
                     yield sse.frame(chunk)
         if options.include_usage:
             finals = [last[key] for key in sorted(last)]
@@ -95,6 +100,12 @@ def ending(generation: outputs.Generation) -> dict[str, Any]:
     if finish is None:
         return {"finish_reason": None, "matched_stop": None}
     return {"finish_reason": finish["type"], "matched_stop": finish.get("matched")}
+
+
+def cached_tokens(generations: Sequence[outputs.Generation]) -> dict[str, Any]:
+    """Returns SGLang's account of cached prompt tokens; there is no cache but the device's."""
+    count = usage(generations)["prompt_tokens_details"]["cached_tokens"]
+    return {"sglext": {"cached_tokens_details": {"device": count, "host": 0}}}
 
 
 def usage(generations: Sequence[outputs.Generation]) -> dict[str, Any]:

@@ -71,6 +71,7 @@ class OpenAIRequest(RequestModel):
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
     rid: StrictStr | None = None
+    return_cached_tokens_details: StrictBool | None = None
     best_of: StrictInt | None = None
 
     @pydantic.model_validator(mode="after")

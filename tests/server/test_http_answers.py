@@ -216,6 +216,21 @@ def test_completion_stream_with_continuous_usage():
     assert all("usage" not in chunk for chunk in plain)
 
 
+def test_cached_tokens_in_detail_come_whole_or_with_the_last_chunk_of_a_choice():
+    expected = {"cached_tokens_details": {"device": 2, "host": 0}}
+    body = {"prompt": "a", "max_tokens": 6, "n": 2, "return_cached_tokens_details": True}
+    whole = edge.call(edge.make_state(), "/v1/completions", body).json()
+    assert whole["sglext"] == expected
+    streamed = edge.call(edge.make_state(), "/v1/completions", body | {"stream": True})
+    chunks = edge.frames(streamed)
+    for chunk in chunks:
+        is_last = chunk["choices"][0]["finish_reason"] is not None
+        assert chunk.get("sglext") == (expected if is_last else None)
+    assert sum("sglext" in chunk for chunk in chunks) == 2
+    plain = edge.call(edge.make_state(), "/v1/completions", {"prompt": "a"}).json()
+    assert "sglext" not in plain
+
+
 def test_a_late_fault_is_an_error_frame_then_done():
     body = {"prompt": [0, 254], "max_tokens": 12, "stream": True}
     response = edge.call(edge.make_state(), "/v1/completions", body)
