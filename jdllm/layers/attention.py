@@ -111,19 +111,21 @@ def visibility_mask(length: int, block_size: int, pattern: spec.AttentionPattern
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionConfig:
-    """Head counts and sizes of one attention layer."""
+    """Head counts and sizes of one attention layer; without `qk_norm_eps` q and k have no norm."""
 
     dim: int
     num_query_heads: int
     num_kv_heads: int
     head_dim: int
-    norm_eps: float
+    qk_norm_eps: float | None = None
+    has_qkv_bias: bool = False
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with per-head q and k norms before the rotation.
+    """Grouped-query attention; where q and k have per-head norms, these precede the rotation.
 
-    `w_qkv` [D, (N + 2K) * H] holds q, then k, then v; cached K is post-norm, post-RoPE.
+    `w_qkv` [D, (N + 2K) * H] and its bias `b_qkv`, if there is one, hold q, then k, then v;
+    cached K is post-norm, post-RoPE.
     """
 
     def __init__(self, config: AttentionConfig, *, dtype: jnp.dtype, implementation: str = "auto"):
@@ -131,10 +133,12 @@ class Attention(nnx.Module):
         self.implementation = implementation
         q_width = config.num_query_heads * config.head_dim
         kv_width = config.num_kv_heads * config.head_dim
-        self.w_qkv = nnx.Param(jnp.zeros((config.dim, q_width + 2 * kv_width), dtype))
+        qkv_width = q_width + 2 * kv_width
+        self.w_qkv = nnx.Param(jnp.zeros((config.dim, qkv_width), dtype))
+        self.b_qkv = nnx.Param(jnp.zeros((qkv_width,), dtype)) if config.has_qkv_bias else None
         self.w_out = nnx.Param(jnp.zeros((q_width, config.dim), dtype))
-        self.query_layernorm = norm.RMSNorm(config.head_dim, eps=config.norm_eps, dtype=dtype)
-        self.key_layernorm = norm.RMSNorm(config.head_dim, eps=config.norm_eps, dtype=dtype)
+        self.query_layernorm = self._head_norm(dtype)
+        self.key_layernorm = self._head_norm(dtype)
 
     def __call__(
         self,
@@ -144,21 +148,40 @@ class Attention(nnx.Module):
         attend: Attend,
         cache: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array | None]:
-        heads, kv_heads = self.config.num_query_heads, self.config.num_kv_heads
+        """Returns (output [T, D] of `x` [T, D], new cache)."""
         with jax.named_scope("qkv"):
             qkv = x @ self.w_qkv[...]
-            q, k = pallas_kernels.qk_norm_rope(
-                qkv,
-                self.query_layernorm.weight[...],
-                self.key_layernorm.weight[...],
-                *angles,
-                num_query_heads=heads,
-                num_kv_heads=kv_heads,
-                eps=self.config.norm_eps,
-                implementation=self.implementation,
-            )
-            v = qkv.reshape(x.shape[0], -1, self.config.head_dim)[:, heads + kv_heads :]
+            if self.b_qkv is not None:
+                qkv = qkv + self.b_qkv[...]
+            q, k = self._rotated(qkv, angles)
+            v = self._heads(qkv)[:, self.config.num_query_heads + self.config.num_kv_heads :]
         with jax.named_scope("attend"):
             out, cache = attend(q, k, v, cache)
         with jax.named_scope("attention_out"):
             return out.reshape(x.shape[0], -1) @ self.w_out[...], cache
+
+    def _rotated(
+        self, qkv: jax.Array, angles: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns (q [T, N, H], k [T, K, H]) at their positions."""
+        heads, kv_heads = self.config.num_query_heads, self.config.num_kv_heads
+        if self.config.qk_norm_eps is None:
+            q, k, _ = jnp.split(self._heads(qkv), (heads, heads + kv_heads), axis=1)
+            return pallas_kernels.apply_rope(q, *angles), pallas_kernels.apply_rope(k, *angles)
+        return pallas_kernels.qk_norm_rope(
+            qkv,
+            self.query_layernorm.weight[...],
+            self.key_layernorm.weight[...],
+            *angles,
+            num_query_heads=heads,
+            num_kv_heads=kv_heads,
+            eps=self.config.qk_norm_eps,
+            implementation=self.implementation,
+        )
+
+    def _heads(self, qkv: jax.Array) -> jax.Array:
+        return qkv.reshape(qkv.shape[0], -1, self.config.head_dim)  # [T, N + 2K, H]
+
+    def _head_norm(self, dtype: jnp.dtype) -> norm.RMSNorm | None:
+        eps = self.config.qk_norm_eps
+        return None if eps is None else norm.RMSNorm(self.config.head_dim, eps=eps, dtype=dtype)

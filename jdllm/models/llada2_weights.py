@@ -15,7 +15,7 @@ import numpy as np
 
 import pallas_kernels
 from jdllm.checkpoint.weight_table import WeightRow, transposed, whole
-from jdllm.models import llada2_config
+from jdllm.models import dense_weights, llada2_config
 
 View = Callable[[np.ndarray], np.ndarray]
 
@@ -85,7 +85,7 @@ def _dense_rows(config: llada2_config.LLaDA2Config, layer: int) -> Iterator[Weig
         f"layers.{layer}.mlp",
         dim=config.hidden_size,
         width=config.intermediate_size,
-        gate_up_view=_half_columns,
+        gate_up_view=lambda part, width: dense_weights.columns(part * width, width),
         down_view=transposed,
     )
 
@@ -173,10 +173,6 @@ def _expert_rows(hf: str, ours: str, *, dim: int, width: int, experts: int) -> I
         view=lambda array: np.swapaxes(_grouped(array, width), 1, 2),
         form="fused",
     )
-
-
-def _half_columns(part: int, width: int) -> View:
-    return lambda array: array[:, part * width : (part + 1) * width].T
 
 
 def _expert(e: int) -> View:

@@ -200,7 +200,7 @@ def random_params(shapes: Mapping[str, jax.ShapeDtypeStruct], *, seed: int = 0) 
     """Returns unit-variance random weights, made on the device one array at a time.
 
     Embeddings have variance 1, linears std 1/sqrt(fan_in), norms are one and
-    `expert_bias` zero, so activations keep their scale through any depth.
+    biases zero, so activations keep their scale through any depth.
     """
     key = jax.random.key(seed)
     return {
@@ -210,7 +210,7 @@ def random_params(shapes: Mapping[str, jax.ShapeDtypeStruct], *, seed: int = 0) 
 
 
 def _random_array(path: str, array: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
-    if path.endswith("expert_bias"):
+    if path.endswith(("expert_bias", "b_qkv")):
         return jnp.zeros(array.shape, array.dtype)
     if len(array.shape) == 1:
         return jnp.ones(array.shape, array.dtype)

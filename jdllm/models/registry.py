@@ -1,4 +1,4 @@
-"""Which HF architectures this engine serves: one readable dict, no discovery."""
+"""Which HF architectures this engine loads: one readable dict, no discovery."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ from flax import nnx
 
 from jdllm import errors
 from jdllm.checkpoint import weight_table
-from jdllm.models import llada2, llada2_config, llada2_weights
+from jdllm.models import (
+    dense,
+    dense_weights,
+    dream_config,
+    llada2,
+    llada2_config,
+    llada2_weights,
+    llada_config,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +37,18 @@ FAMILIES: dict[str, Family] = {
         build=llada2.LLaDA2,
         weight_rows=llada2_weights.weight_rows,
         prepare=llada2_weights.prepare,
+    ),
+    "LLaDAModelLM": Family(
+        parse_config=llada_config.parse_config,
+        build=dense.DenseDecoder,
+        weight_rows=dense_weights.llada_rows,
+        prepare=dense_weights.prepare,
+    ),
+    "DreamModel": Family(
+        parse_config=dream_config.parse_config,
+        build=dense.DenseDecoder,
+        weight_rows=dense_weights.dream_rows,
+        prepare=dense_weights.prepare,
     ),
 }
 

@@ -19,8 +19,10 @@ import optax
 from flax import nnx
 
 import pallas_kernels
+from jdllm import errors
 from jdllm.layers import attention, moe
 from jdllm.models import loading, registry
+from jdllm.models import spec as spec_lib
 from jdllm.train import objective
 from jdllm.train.config import TrainConfig
 
@@ -54,9 +56,18 @@ class TrainState:
 
 
 def build_network(hf_config: Mapping[str, Any], dtype: str) -> Network:
-    """Returns the model of a config.json, without weights."""
+    """Returns the model of a config.json, without weights; a ConfigError where training differs."""
     architecture = registry.architecture_of(hf_config)
     config = registry.family(architecture).parse_config(hf_config)
+    diffusion = config.spec.diffusion
+    if (diffusion.attention_pattern, diffusion.logit_alignment) != (
+        spec_lib.AttentionPattern.BLOCK_CAUSAL,
+        spec_lib.LogitAlignment.SAME_POSITION,
+    ):
+        raise errors.ConfigError(
+            f"{architecture}: training is block-causal with a logit row per position; this family "
+            f"has {diffusion.attention_pattern} attention, {diffusion.logit_alignment} logits"
+        )
     graphdef, shapes = loading.abstract(
         architecture, config, dtype=jnp.dtype(dtype), implementation="dense"
     )

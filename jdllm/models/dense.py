@@ -1,0 +1,43 @@
+"""LLaDA and Dream: decoders of dense layers that see the whole sequence, no norms of q and k.
+
+They differ by constants and by a bias on q, k and v (`DenseConfig`); that Dream's logit
+row i predicts position i + 1 is a fact of the spec, not of the forward pass.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from jdllm.layers import mlp
+from jdllm.models import decoder, decoder_config
+
+
+class DenseDecoder(decoder.Decoder):
+    """The decoder of one dense model; see `decoder.Decoder`."""
+
+    def __init__(
+        self,
+        config: decoder_config.DenseConfig,
+        *,
+        dtype: jnp.dtype,
+        implementation: str = "auto",
+        hash_embedding_positions: bool = False,
+    ):
+        layers = (
+            decoder.DecoderLayer(
+                config,
+                mlp.DenseMLP(config.hidden_size, config.intermediate_size, dtype=dtype),
+                qk_norm_eps=None,
+                has_qkv_bias=config.has_qkv_bias,
+                dtype=dtype,
+                implementation=implementation,
+            )
+            for _ in range(config.spec.num_layers)
+        )
+        super().__init__(
+            config,
+            layers,
+            dtype=dtype,
+            implementation=implementation,
+            hash_embedding_positions=hash_embedding_positions,
+        )
