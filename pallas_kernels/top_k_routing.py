@@ -46,7 +46,7 @@ def top_k_routing(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (expert ids int32 [T, k], weights float32 [T, k]) by descending score.
 
-    Equal scores go to the lower id. A token with NaN logits gets any ids, in range or not.
+    Equal scores go to the lower id. A token with NaN logits gets any ids, on a GPU in range.
     """
     _check_shapes(router_logits, expert_bias, experts_per_token, num_groups, kept_groups)
     chosen = choose(

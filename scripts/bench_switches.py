@@ -154,6 +154,8 @@ def send(
 def switch(engine: engine_lib.Engine, *, overlaps: bool, steps: int) -> None:
     """Sets what `--disable-overlap-schedule` and `--num-continuous-decode-steps` would have set."""
     core = engine._built.core
+    while core.has_work:  # a round that only reads the last results
+        time.sleep(0.01)
     core._overlaps = overlaps
     core.scheduler._decode_steps = steps
     core.scheduler._blocks_ahead = steps * (1 + overlaps)

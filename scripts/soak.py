@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import json
 import pathlib
 import random
 import re
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import threading
 import time
+from typing import Any
 
 import httpx
 
@@ -45,19 +47,34 @@ def one_request(client: httpx.Client, rng: random.Random, name: str) -> str:
         "stream": True,
     }
     fate = rng.choices(["done", "left", "aborted"], weights=[8, 1, 1])[0]
-    seen = 0
+    began, last, is_asked_to_end = time.monotonic(), "", False
     with client.stream("POST", "/generate", json=body) as reply:
         reply.raise_for_status()
-        for line in reply.iter_lines():
-            seen += line.startswith("data:")
-            if seen == 1 and fate == "left":
+        for line in reply.iter_lines():  # keep-alive lines come from a stuck request, too
+            if time.monotonic() > began + TIMEOUT_S:
+                raise RuntimeError(f"{name}: not answered in {TIMEOUT_S} s")
+            if not line.startswith("data: "):
+                continue
+            last = line.removeprefix("data: ")
+            if fate == "left":
                 return fate
-            if seen == 1 and fate == "aborted":
+            if last != "[DONE]":
+                check(name, json.loads(last), may_abort=is_asked_to_end)
+            if fate == "aborted" and not is_asked_to_end:
                 client.post("/abort_request", json={"rid": name}).raise_for_status()
-                seen += 1
-    if not seen:
-        raise RuntimeError(f"{name}: an empty answer")
+                is_asked_to_end = True
+    if last != "[DONE]":
+        raise RuntimeError(f"{name}: the answer ends with {last[:200]!r}")
     return fate
+
+
+def check(name: str, event: dict[str, Any], *, may_abort: bool) -> None:
+    """Raises for an event that tells of a fault."""
+    if "error" in event:
+        raise RuntimeError(f"{name}: {event['error']}")
+    finish = event["meta_info"]["finish_reason"]
+    if finish is not None and finish["type"] == "abort" and not may_abort:
+        raise RuntimeError(f"{name}: {finish}")
 
 
 def soak(url: str, threads: int, until: float, seed: int) -> tuple[collections.Counter, list[str]]:
@@ -123,10 +140,11 @@ def main() -> None:
         def watch() -> None:
             while time.monotonic() < until:
                 memory.append(resident_mb(server.pid))
-                minutes = (time.monotonic() - began) / 60
-                out(f"{minutes:5.1f} min  {memory[-1]:8.1f} MB  {gauges(url)}\n")
-                sys.stdout.flush()
-                time.sleep(min(60.0, max(0.1, until - time.monotonic())))
+                minutes, seconds = divmod(round(time.monotonic() - began), 60)
+                if seconds == 0:
+                    out(f"{minutes:3d} min  {memory[-1]:8.1f} MB  {gauges(url)}\n")
+                    sys.stdout.flush()
+                time.sleep(1.0)
 
         watcher = threading.Thread(target=watch)
         watcher.start()
@@ -136,6 +154,7 @@ def main() -> None:
         while any(gauges(url).values()) and time.monotonic() < deadline:
             time.sleep(0.5)
         left = gauges(url)
+        memory = memory[min(60, len(memory) // 2) :]  # the first minute warms up
         quarter = max(1, len(memory) // 4)
         grew = max(memory[-quarter:]) - max(memory[:quarter])
         out(f"requests {dict(ends)}, wrong {len(wrong)} {wrong[:3]}, left {left}, ")

@@ -59,7 +59,7 @@ def title(text: str) -> str:
 
 def rows(result: Mapping[str, Any], wanted: Sequence[Row]) -> list[str]:
     """Returns `label value` lines in SGLang's columns; what was not measured is n/a."""
-    return [f"{label:<{LABEL_WIDTH}} {_text(result.get(key)):<{VALUE_WIDTH}}".rstrip()
+    return [f"{label:<{LABEL_WIDTH}} {_text(key, result.get(key)):<{VALUE_WIDTH}}".rstrip()
             for label, key in wanted]  # fmt: skip
 
 
@@ -92,7 +92,9 @@ def append(path: str | None, result: Mapping[str, Any]) -> None:
             file.write(json.dumps(result) + "\n")
 
 
-def _text(value: Any) -> str:
+def _text(key: str, value: Any) -> str:
     if value is None:
         return "n/a"
-    return f"{value:.2f}" if isinstance(value, float) else str(value)
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.2%}" if key.endswith("_fraction") else f"{value:.2f}"

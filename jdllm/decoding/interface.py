@@ -58,8 +58,9 @@ class BlockState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """What the model suggests for every position, aligned to that position.
+    """What the model suggests for positions that can still change, aligned to the position.
 
+    The others hold their own token at probability 0, and log-probabilities without a meaning.
     `tokens`/`prob`: the token to write into a masked position (drawn where the row
     samples) and the confidence that gates it. `best`/`best_prob`: the argmax and its
     probability, for edits. `is_drawn`: the row samples. The mask id is never

@@ -64,11 +64,12 @@ def propose(
     best_logprob = (stats.best_logit - stats.logsumexp).reshape(B, T)
     samples = rows.temperature > 0
 
-    (sampling_rows,) = jnp.nonzero(samples, size=B, fill_value=0)
+    draws = samples & jnp.any(wanted, axis=1)
+    (drawing_rows,) = jnp.nonzero(draws, size=B, fill_value=0)
 
     def draw_one(i, drawn):
         tokens, relative = drawn
-        r = sampling_rows[i]
+        r = drawing_rows[i]
         logits = jnp.einsum("TD,VD->TV", hidden[r], lm_head, preferred_element_type=jnp.float32)
         logits = logits.at[jnp.arange(T), left[r]].add(-penalty[r])
         for token_id in forbidden_ids:
@@ -80,10 +81,10 @@ def propose(
             relative.at[r].set(jnp.where(wanted[r], new_relative, relative[r])),
         )
 
-    # A loop of as many turns as rows sample: unlike a conditional around a loop over all
+    # A loop of as many turns as rows draw: unlike a conditional around a loop over all
     # rows, it stays on the device (`ModelRunner` says what that takes).
     tokens, relative = jax.lax.fori_loop(
-        0, jnp.sum(samples), draw_one, (best, jnp.ones((B, T), jnp.float32))
+        0, jnp.sum(draws), draw_one, (best, jnp.ones((B, T), jnp.float32))
     )
     return interface.Proposal(
         tokens=tokens,
@@ -103,9 +104,10 @@ def _statistics(
     given_ids: jax.Array,  # [N]
     wanted: jax.Array,  # [N]
 ) -> pallas_kernels.UnembedStats:
-    """Returns the statistics of the wanted rows, 0 elsewhere; time goes by their number.
+    """Returns the statistics of the wanted rows, anything elsewhere.
 
-    A row's numbers do not depend on its place, so gathering the wanted ones changes no bit.
+    The GPU kernel's time goes by their number. A row's numbers do not depend on its place, so
+    gathering the wanted ones changes no bit.
     """
     N = wanted.shape[0]
     count = jnp.sum(wanted, dtype=jnp.int32)
@@ -114,4 +116,4 @@ def _statistics(
     (rows,) = jnp.nonzero(wanted, size=N, fill_value=0)
     stats = unembed_stats(hidden[rows], given_ids=given_ids[rows], num_rows=count)
     place = jnp.cumsum(wanted) - 1
-    return jax.tree.map(lambda field: jnp.where(wanted, field[place], 0), stats)
+    return jax.tree.map(lambda field: field[place], stats)

@@ -33,8 +33,8 @@ class SamplingRows:
 def filter_logits(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
     """Returns [T, V] logits with everything outside top-k, then top-p, at `NEVER`.
 
-    Of equal logits at the edge all are kept by top-k; top-p keeps the smallest set of
-    most probable tokens whose mass reaches `top_p`, at least one.
+    top-p keeps the most probable tokens up to where their mass reaches `top_p`, at least one.
+    Of equal logits at an edge all are kept.
 
     Edges are found bit by bit, 32 passes over the logits each, and none where a filter is
     off. Sorting needs more passes on a GPU, and cannot run within a loop on the device.
@@ -54,15 +54,16 @@ def _edge(keys: jax.Array, weights: jax.Array, target: jax.Array, wanted: jax.Ar
     def one_bit(i: jax.Array, edge: jax.Array) -> jax.Array:
         higher = edge | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
         weight = jnp.sum(jnp.where(keys >= higher, weights, 0.0), axis=-1, keepdims=True)
-        return jnp.where(weight >= target, higher, edge)
+        # A target of 0 (a top_p that float32 cannot hold) still keeps the best.
+        return jnp.where((weight >= target) & (weight > 0), higher, edge)
 
     start = jnp.zeros((keys.shape[0], 1), jnp.uint32)
     return jax.lax.fori_loop(0, jnp.where(wanted, 32, 0), one_bit, start)
 
 
 def _ordered_bits(x: jax.Array) -> jax.Array:
-    """Returns uint32 that compare as the float32 they come from."""
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    """Returns uint32 that compare as the float32 they come from; adding 0 makes one zero of two."""
+    bits = jax.lax.bitcast_convert_type(x + 0.0, jnp.uint32)
     sign = jnp.uint32(1 << 31)
     return jnp.where(bits >= sign, ~bits, bits | sign)
 

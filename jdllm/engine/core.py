@@ -56,6 +56,8 @@ class EngineCore:
 
         `is_bounded`: the queue limit applies.
         """
+        if not self.has_work:  # the last request may have left without a step after it
+            self.clock.pause()
         added: list[str] = []
         try:
             for request in requests:

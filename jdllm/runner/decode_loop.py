@@ -307,7 +307,9 @@ def _denoise(
         # An edit writes the best token, a masked position what was drawn for it.
         logprobs=jnp.where(filled, proposed.logprob, proposed.best_logprob),
         num_edited=jnp.sum(edited, axis=1, dtype=jnp.int32),
-        is_invalid=jnp.any(jnp.isnan(proposed.best_prob), axis=1),
+        # The hidden states, too: a forward that only persists K,V proposes nothing.
+        is_invalid=jnp.any(jnp.isnan(proposed.best_prob), axis=1)
+        | jnp.any(jnp.isnan(hidden), axis=(1, 2)),
     )
 
 

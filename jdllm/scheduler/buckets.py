@@ -62,7 +62,7 @@ class Buckets:
                 if i % 2 == 0 or rows * block_size > FEW_TOKENS
             ]
         sizes = [max(1, prefill_token_budget // block_size)]  # in blocks
-        while sizes[-1] * block_size >= 2 * FEW_TOKENS:
+        while sizes[-1] > 1 and sizes[-1] * block_size >= 2 * FEW_TOKENS:
             sizes.append(sizes[-1] // 2)
         if len(sizes) == 1:
             sizes.append(max(1, sizes[0] // 4))

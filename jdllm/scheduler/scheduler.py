@@ -7,8 +7,8 @@ what a later one finds in pages and slots does not depend on when the host looks
 
 Each running request is in one of two phases, read off its state: PREFILL while whole
 committed blocks lack K,V in its pages, then DECODE, block after block in its slot. When
-both kinds wait, prefill goes first, for rows that wait for it leave places empty; after
-`max_prefill_tokens` decode has a turn, of one step, so neither starves.
+both kinds wait, prefill goes first, for rows that wait for it leave places empty; after the
+launch that reaches `max_prefill_tokens` decode has a turn, of one step, so neither starves.
 
 Why nothing hangs: pages for all committed tokens and one block are taken on
 admission, so only decode rows ask for more; the request that arrived first takes
@@ -236,8 +236,8 @@ class Scheduler:
         if not rows:
             return None
         tokens = sum(row.num_tokens for row in rows)
-        self._prefilled_in_a_row += tokens
         bucket = self._buckets.prefill(len(rows), tokens)
+        self._prefilled_in_a_row += bucket.tokens  # what decode waits for, padding included
         return batch_lib.ScheduleBatch(rows=tuple(rows), bucket=bucket)
 
     def _decode(self) -> batch_lib.ScheduleBatch | None:

@@ -41,8 +41,8 @@ HELP = {
     "max_running_requests": "rows that decode at once",
     "max_queued_requests": "requests that may wait; more are answered 503",
     "chunked_prefill_size": "most prompt tokens per prefill launch",
-    "max_prefill_tokens": "prompt tokens prefilled in a row while others decode "
-    "(default: four launches of them)",
+    "max_prefill_tokens": "prompt tokens, padding included, that launches prefill before rows in "
+    "decode have a turn; the launch that reaches it is the last (default: four launches of them)",
     "num_continuous_decode_steps": "most denoising steps per decode launch; more means less host "
     "work, fewer means sooner news of a block and of an arrival",
     "disable_fused_commit": "persist a block in a forward of its own",

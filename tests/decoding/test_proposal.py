@@ -88,7 +88,8 @@ def filter_oracle(logits, top_k, top_p):
 
 
 @pytest.mark.parametrize(
-    ("top_k", "top_p"), [(0, 1.0), (5, 1.0), (0, 0.6), (8, 0.7), (1, 1.0), (0, 1e-6), (99, 0.9)]
+    ("top_k", "top_p"),
+    [(0, 1.0), (5, 1.0), (0, 0.6), (8, 0.7), (1, 1.0), (0, 1e-6), (0, 1e-46), (99, 0.9)],
 )
 def test_filter_keeps_what_a_sorted_scan_keeps(top_k, top_p):
     logits = np.random.default_rng(3).normal(size=(T, V)).astype(np.float32) * 2

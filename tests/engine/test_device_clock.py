@@ -1,5 +1,9 @@
 """The device's idle time is arithmetic of looks."""
 
+import time
+
+from tiny_engine import make_engine
+
 from jdllm.engine import device_clock
 
 
@@ -23,3 +27,18 @@ def test_the_time_after_an_idle_look_counts():
 
 def test_a_pause_does_not_count():
     assert run([(0, True), (1, False), None, (100, False), (103, True)]) == (3, 4)
+
+
+def test_the_time_without_requests_does_not_count_however_the_last_one_left():
+    with make_engine(disable_overlap_schedule=True, max_running_requests=1) as engine:
+        began = time.monotonic()
+        events = engine.generate(
+            input_ids=[1, 2, 3], sampling_params={"max_new_tokens": 100}, stream=True
+        )
+        next(iter(events))
+        assert engine.abort(abort_all=True) <= 1
+        time.sleep(1.0)
+        engine.generate(input_ids=[1, 2, 3], sampling_params={"max_new_tokens": 20})
+        stats = engine.stats()
+        assert 0 <= stats.device_idle_seconds_total <= stats.device_seconds_total
+        assert 0 < stats.device_seconds_total < time.monotonic() - began - 0.9

@@ -15,7 +15,6 @@ def test_defaults_cover_limits_with_few_shapes(rows, budget):
     assert all(tokens % 32 == 0 for tokens in made.prefill_tokens)
     assert made.prefill_rows == rows
     assert len(made.prefill_tokens) <= max(2, (budget // buckets.FEW_TOKENS).bit_length())
-    assert len(made.all()) == len(made.decode_rows) + len(made.prefill_tokens)
     assert len(made.decode_rows) <= rows.bit_length() + 1
     assert len(set(made.all())) == len(made.all())
 
@@ -25,6 +24,10 @@ def test_padding_less_than_doubles_a_large_prefill():
     assert made.prefill_tokens == (512, 1024, 2048, 4096, 8192)
     for tokens in range(buckets.FEW_TOKENS, 8193, 32):
         assert tokens <= made.prefill(1, tokens).tokens < 2 * tokens
+
+
+def test_blocks_may_be_longer_than_few_tokens():
+    assert buckets.Buckets.default(8, 8192, 1024).prefill_tokens == (1024, 2048, 4096, 8192)
 
 
 def test_where_padding_is_cheap_there_are_fewer_row_buckets():

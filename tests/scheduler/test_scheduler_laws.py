@@ -51,7 +51,7 @@ def check_pages(made):
 
 
 def check_batch(made, batch, prefilled, shapes):
-    """`prefilled`: tokens of the prefill launches since the last decode launch."""
+    """`prefilled`: tokens, padding included, of prefill launches since the last decode launch."""
     served = [row.request for row in batch.rows]
     waits = {batch.phase} | {
         batch_lib.Phase.PREFILL
@@ -98,7 +98,7 @@ def serve(made, shapes, model, rng, todo, launches_ahead):
         else:
             check_batch(made, batch, prefilled, shapes)
             is_decode, rounds = batch.phase is batch_lib.Phase.DECODE, rounds + 1
-            prefilled = 0 if is_decode else prefilled + sum(row.num_tokens for row in batch.rows)
+            prefilled = 0 if is_decode else prefilled + batch.bucket.tokens
             free = ~made.pages.allocator.is_used
             model.store[free] = rng.getrandbits(63)
             in_flight.append((batch, model.launch(batch)))

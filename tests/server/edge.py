@@ -59,7 +59,7 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
 def frames(response: httpx.Response) -> list[Any]:
     """Returns the parsed `data:` frames of a stream that ended with [DONE]."""
     assert response.headers["content-type"].startswith("text/event-stream")
-    lines = [part for part in response.text.split("\n\n") if part and not part.startswith(":")]
+    lines = [part for part in response.text.split("\n\n") if part]
     assert all(line.startswith("data: ") for line in lines)
     assert lines[-1] == "data: [DONE]"
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
