@@ -95,14 +95,14 @@ def engine_config(args: argparse.Namespace, is_fused: bool) -> config.EngineConf
 def run_variants(engine: engine_lib.Engine, args: argparse.Namespace, is_fused: bool) -> None:
     """Sends the load once per variant and prints a row for each."""
     out = sys.stdout.write
-    asked, thresholds = draw(args, engine)
-    send(engine, asked[:8], thresholds[:8], [0.0] * 8)  # warms up
+    asked = draw(args, engine)
+    send(engine, asked[:8], [0.0] * len(asked[:8]))  # warms up
     out(" " * 18 + " ".join(_head(column) for column in COLUMNS) + "\n")
     for name, overlaps, steps in VARIANTS[is_fused]:
         switch(engine, overlaps=overlaps, steps=steps)
         engine.flush_cache()
         at_s = traffic.arrivals_s(len(asked), args.request_rate, args.seed)
-        result = send(engine, asked, thresholds, at_s)
+        result = send(engine, asked, at_s)
         out(f"{name:18s}" + " ".join(_cell(column, result) for column in COLUMNS) + "\n")
         sys.stdout.flush()
         if args.output_file:
@@ -110,10 +110,11 @@ def run_variants(engine: engine_lib.Engine, args: argparse.Namespace, is_fused: 
                 file.write(json.dumps({"variant": name, **result}) + "\n")
 
 
-def draw(
-    args: argparse.Namespace, engine: engine_lib.Engine
-) -> tuple[list[prompts.Prompt], list[float]]:
-    """Returns prompts with lengths drawn evenly, and a threshold for each."""
+Asked = tuple[prompts.Prompt, float]  # with its threshold
+
+
+def draw(args: argparse.Namespace, engine: engine_lib.Engine) -> list[Asked]:
+    """Returns prompts with lengths drawn evenly."""
     rng = np.random.default_rng(args.seed)
     asked = []
     for _ in range(args.num_prompts):
@@ -122,26 +123,22 @@ def draw(
         )
         (ids,) = in_process.random_ids(rng, engine, 1, input_len)
         asked.append(prompts.Prompt(content=ids, prompt_len=input_len, output_len=output_len))
-    return asked, rng.choice(args.thresholds, args.num_prompts).tolist()
+    thresholds = rng.choice(args.thresholds, args.num_prompts).tolist()
+    return list(zip(asked, thresholds, strict=True))
 
 
-def send(
-    engine: engine_lib.Engine,
-    asked: list[prompts.Prompt],
-    thresholds: list[float],
-    at_s: list[float],
-) -> dict[str, Any]:
+def send(engine: engine_lib.Engine, asked: list[Asked], at_s: list[float]) -> dict[str, Any]:
     """Sends the prompts at their times; returns the figures of the load."""
-    threshold_of = {id(one): value for one, value in zip(asked, thresholds, strict=True)}
 
-    def ask(one: prompts.Prompt) -> stats.Record:
+    def ask(one: Asked) -> stats.Record:
+        prompt, threshold = one
         params = sampling_params.SamplingParams(
-            max_new_tokens=one.output_len,
+            max_new_tokens=prompt.output_len,
             temperature=0.0,
             ignore_eos=True,
-            dllm={"threshold": threshold_of[id(one)]},
+            dllm={"threshold": threshold},
         )
-        (record,), _ = in_process.generate(engine, [one.content], [params])
+        (record,), _ = in_process.generate(engine, [prompt.content], [params])
         return record
 
     before = engine.server_info()["internal_states"][0]

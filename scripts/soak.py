@@ -110,12 +110,10 @@ def resident_mb(process_id: int) -> float:
     return int(found[1]) / 1024
 
 
-def gauges(url: str) -> dict[str, float]:
+def gauges(url: str) -> dict[str, int]:
     """Returns the server's running, queued and held numbers."""
-    text = httpx.get(f"{url}/metrics", timeout=30).text
-    found = re.findall(r"^jdllm:(\w+)(?:\{[^}]*\})? ([\d.e+]+)$", text, flags=re.MULTILINE)
-    values = {name: float(value) for name, value in found}
-    return {name: values[name] for name in GAUGES}
+    (state,) = httpx.get(f"{url}/server_info", timeout=30).json()["internal_states"]
+    return {name: state[name] for name in GAUGES}
 
 
 def main() -> None:
@@ -130,7 +128,7 @@ def main() -> None:
     args = parser.parse_args()
     url, out = f"http://127.0.0.1:{args.port}", sys.stdout.write
     command = [sys.executable, "-m", "jdllm.serve", "--port", str(args.port), *args.flags]
-    server = subprocess.Popen([*command, "--enable-metrics", "--log-level", "warning"])
+    server = subprocess.Popen([*command, "--log-level", "warning"])
     try:
         wait_until_ready(url, server)
         began = time.monotonic()

@@ -7,14 +7,17 @@ import resource
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 import tqdm
 
 from jdllm import errors
-from jdllm.bench import prompts, stats
+from jdllm.bench import stats
 
 SPARE_FILES = 64
+
+Asked = TypeVar("Asked")  # what `ask` takes; a `prompts.Prompt`, say
 
 
 def arrivals_s(count: int, request_rate: float, seed: int) -> list[float]:
@@ -29,8 +32,8 @@ def arrivals_s(count: int, request_rate: float, seed: int) -> list[float]:
 
 
 def send(
-    ask: Callable[[prompts.Prompt], stats.Record],
-    asked: Sequence[prompts.Prompt],
+    ask: Callable[[Asked], stats.Record],
+    asked: Sequence[Asked],
     *,
     at_s: Sequence[float],
     max_concurrency: int | None = None,

@@ -69,7 +69,7 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
     dtype = _dtype(config.dtype)
     # Everything that can be refused is refused before the weights are read.
     spec = loading.read_spec(model_dir, block_size=block_size)
-    _check_attention(spec)
+    model_runner.check_spec(spec)
     shapes = sizing.choose_shapes(config, spec)
     tokenizer = _tokenizer(config, model_dir)
     _check_vocabulary(tokenizer, spec)
@@ -175,16 +175,6 @@ def _algorithms(
         return names, given.resolve(sampling_params.DllmParams()), block_size
     except errors.RequestError as error:
         raise errors.ConfigError(f"dLLM options of {names[0]}: {error}") from error
-
-
-def _check_attention(spec: spec_lib.ModelSpec) -> None:
-    # Rows hold one block and read the pages before it, which later tokens would change.
-    pattern = spec.diffusion.attention_pattern
-    if pattern is not spec_lib.AttentionPattern.BLOCK_CAUSAL:
-        raise errors.ConfigError(
-            f"{spec.architecture}: serving with {pattern.value} attention is not supported yet; "
-            "jdllm.load_model(path).logits(ids) gives the logits of whole sequences"
-        )
 
 
 def _tokenizer(

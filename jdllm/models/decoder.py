@@ -1,14 +1,14 @@
 """The decoder that the families share: embedding, pre-norm layers, final norm, LM head.
 
-A family is a subclass that builds its layers. Layers are unrolled, one array per
-layer. Attention and caches are the caller's: see `layers/attention.py`. The LM head
+A family is a subclass that chooses the feed-forward of each layer. Layers are unrolled,
+one array per layer. Attention and caches are the caller's: see `layers/attention.py`. The LM head
 is not applied here, because serving streams the vocabulary and only for positions
 that can still change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -89,8 +89,10 @@ class Decoder(nnx.Module):
     def __init__(
         self,
         config: decoder_config.DecoderConfig,
-        layers: Iterable[DecoderLayer],
+        feed_forward: Callable[[int], mlp.DenseMLP | moe.SparseMoE],  # of a layer
         *,
+        qk_norm_eps: float | None,
+        has_qkv_bias: bool,
         dtype: jnp.dtype,
         implementation: str,
         hash_embedding_positions: bool,
@@ -100,7 +102,17 @@ class Decoder(nnx.Module):
         self.ops = moe.ops_around_experts(implementation)
         shape = (config.spec.vocab_size, config.hidden_size)
         self.word_embeddings = nnx.Param(jnp.zeros(shape, dtype))
-        self.layers = nnx.List(layers)
+        self.layers = nnx.List(
+            DecoderLayer(
+                config,
+                feed_forward(layer),
+                qk_norm_eps=qk_norm_eps,
+                has_qkv_bias=has_qkv_bias,
+                dtype=dtype,
+                implementation=implementation,
+            )
+            for layer in range(config.spec.num_layers)
+        )
         self.norm = norm.RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
         self.lm_head = None if config.tie_word_embeddings else nnx.Param(jnp.zeros(shape, dtype))
 

@@ -23,20 +23,12 @@ class DenseDecoder(decoder.Decoder):
         implementation: str = "auto",
         hash_embedding_positions: bool = False,
     ):
-        layers = (
-            decoder.DecoderLayer(
-                config,
-                mlp.DenseMLP(config.hidden_size, config.intermediate_size, dtype=dtype),
-                qk_norm_eps=None,
-                has_qkv_bias=config.has_qkv_bias,
-                dtype=dtype,
-                implementation=implementation,
-            )
-            for _ in range(config.spec.num_layers)
-        )
+        width = config.intermediate_size
         super().__init__(
             config,
-            layers,
+            lambda _: mlp.DenseMLP(config.hidden_size, width, dtype=dtype),
+            qk_norm_eps=None,
+            has_qkv_bias=config.has_qkv_bias,
             dtype=dtype,
             implementation=implementation,
             hash_embedding_positions=hash_embedding_positions,

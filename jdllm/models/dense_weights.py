@@ -7,13 +7,11 @@ gate and up, as `layers` has them. The families differ in names alone.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
-
 from jdllm.checkpoint.weight_table import WeightRow, transposed
-from jdllm.models import decoder_config
+from jdllm.models import decoder_config, decoder_weights
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,18 +72,10 @@ def prepare(_: decoder_config.DenseConfig, params: Mapping[str, Any]) -> dict[st
     return dict(params)
 
 
-def columns(start: int, width: int) -> Callable[[np.ndarray], np.ndarray]:
-    """Returns the view of `width` outputs of a linear weight [in, out], or of its bias [out]."""
-    return lambda array: array[..., start : start + width].T
-
-
 def _rows(config: decoder_config.DenseConfig, names: TensorNames) -> Iterator[WeightRow]:
-    dim = config.hidden_size
-    vocab = (config.spec.vocab_size, dim)
-    yield WeightRow(name=f"{names.embedding}.weight", shape=vocab, target="word_embeddings")
-    yield WeightRow(name=f"{names.norm}.weight", shape=(dim,), target="norm.weight")
-    if not config.tie_word_embeddings:
-        yield WeightRow(name=f"{names.head}.weight", shape=vocab, target="lm_head")
+    yield from decoder_weights.end_rows(
+        config, embedding=names.embedding, norm=names.norm, head=names.head
+    )
     for layer in range(config.spec.num_layers):
         yield from _attention_rows(config, names, layer)
         yield from _mlp_rows(config, names, layer)
@@ -108,14 +98,14 @@ def _attention_rows(
             name=f"{hf}.{name}.weight",
             shape=(width, dim),
             target=f"{ours}.attention.w_qkv",
-            view=columns(start, width),
+            view=decoder_weights.columns(start, width),
         )
         if config.has_qkv_bias:
             yield WeightRow(
                 name=f"{hf}.{name}.bias",
                 shape=(width,),
                 target=f"{ours}.attention.b_qkv",
-                view=columns(start, width),
+                view=decoder_weights.columns(start, width),
             )
     yield WeightRow(
         name=f"{hf}.{names.attention_out}.weight",
@@ -135,16 +125,7 @@ def _mlp_rows(
         shape=(dim,),
         target=f"{ours}.post_attention_layernorm.weight",
     )
-    for part, name in enumerate(names.gate_up):
-        yield WeightRow(
-            name=f"{hf}.{name}.weight",
-            shape=(width, dim),
-            target=f"{ours}.mlp.w_gate_up",
-            view=columns(part * width, width),
-        )
-    yield WeightRow(
-        name=f"{hf}.{names.down}.weight",
-        shape=(dim, width),
-        target=f"{ours}.mlp.w_down",
-        view=transposed,
+    gate, up = names.gate_up
+    yield from decoder_weights.swiglu_rows(
+        (f"{hf}.{gate}", f"{hf}.{up}"), f"{hf}.{names.down}", f"{ours}.mlp", dim=dim, width=width
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax.numpy as jnp
 
 from jdllm.layers import mlp, moe
@@ -19,20 +21,11 @@ class LLaDA2(decoder.Decoder):
         implementation: str = "auto",
         hash_embedding_positions: bool = False,
     ):
-        layers = (
-            decoder.DecoderLayer(
-                config,
-                _feed_forward(config, layer, dtype=dtype, implementation=implementation),
-                qk_norm_eps=config.rms_norm_eps,
-                has_qkv_bias=False,
-                dtype=dtype,
-                implementation=implementation,
-            )
-            for layer in range(config.spec.num_layers)
-        )
         super().__init__(
             config,
-            layers,
+            functools.partial(_feed_forward, config, dtype=dtype, implementation=implementation),
+            qk_norm_eps=config.rms_norm_eps,
+            has_qkv_bias=False,
             dtype=dtype,
             implementation=implementation,
             hash_embedding_positions=hash_embedding_positions,

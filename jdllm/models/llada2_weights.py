@@ -8,16 +8,15 @@ shared expert's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 import pallas_kernels
 from jdllm.checkpoint.weight_table import WeightRow, transposed, whole
-from jdllm.models import dense_weights, llada2_config
-
-View = Callable[[np.ndarray], np.ndarray]
+from jdllm.models import decoder_weights, llada2_config
+from jdllm.models.decoder_weights import View
 
 _GATE, _UP = 0, 1
 _NORM_HEAD_EPS = 1e-7
@@ -25,13 +24,11 @@ _NORM_HEAD_EPS = 1e-7
 
 def weight_rows(config: llada2_config.LLaDA2Config) -> tuple[WeightRow, ...]:
     """Returns every row of the table for a model of this size."""
-    vocab = (config.spec.vocab_size, config.hidden_size)
-    rows = [
-        WeightRow(name="model.word_embeddings.weight", shape=vocab, target="word_embeddings"),
-        WeightRow(name="model.norm.weight", shape=(config.hidden_size,), target="norm.weight"),
-    ]
-    if not config.tie_word_embeddings:
-        rows.append(WeightRow(name="lm_head.weight", shape=vocab, target="lm_head"))
+    rows = list(
+        decoder_weights.end_rows(
+            config, embedding="model.word_embeddings", norm="model.norm", head="lm_head"
+        )
+    )
     for layer in range(config.spec.num_layers):
         rows += _attention_rows(config, layer)
         rows += (
@@ -80,35 +77,16 @@ def _attention_rows(config: llada2_config.LLaDA2Config, layer: int) -> Iterator[
 
 
 def _dense_rows(config: llada2_config.LLaDA2Config, layer: int) -> Iterator[WeightRow]:
-    return _swiglu_rows(
-        f"model.layers.{layer}.mlp",
+    return decoder_weights.swiglu_rows(
+        *_swiglu_names(f"model.layers.{layer}.mlp"),
         f"layers.{layer}.mlp",
         dim=config.hidden_size,
         width=config.intermediate_size,
-        gate_up_view=lambda part, width: dense_weights.columns(part * width, width),
-        down_view=transposed,
     )
 
 
-def _swiglu_rows(
-    hf: str,
-    ours: str,
-    *,
-    dim: int,
-    width: int,
-    gate_up_view: Callable[[int, int], View],
-    down_view: View,
-) -> Iterator[WeightRow]:
-    for part, name in ((_GATE, "gate_proj"), (_UP, "up_proj")):
-        yield WeightRow(
-            name=f"{hf}.{name}.weight",
-            shape=(width, dim),
-            target=f"{ours}.w_gate_up",
-            view=gate_up_view(part, width),
-        )
-    yield WeightRow(
-        name=f"{hf}.down_proj.weight", shape=(dim, width), target=f"{ours}.w_down", view=down_view
-    )
+def _swiglu_names(hf: str) -> tuple[tuple[str, str], str]:
+    return (f"{hf}.gate_proj", f"{hf}.up_proj"), f"{hf}.down_proj"
 
 
 def _moe_rows(config: llada2_config.LLaDA2Config, layer: int) -> Iterator[WeightRow]:
@@ -124,8 +102,8 @@ def _moe_rows(config: llada2_config.LLaDA2Config, layer: int) -> Iterator[Weight
         name=f"{hf}.gate.expert_bias", shape=(experts,), target=f"{ours}.router.expert_bias"
     )
     if config.shared_intermediate_size:
-        yield from _swiglu_rows(
-            f"{hf}.shared_experts",
+        yield from decoder_weights.swiglu_rows(
+            *_swiglu_names(f"{hf}.shared_experts"),
             f"{ours}.shared_experts",
             dim=dim,
             width=config.shared_intermediate_size,

@@ -54,7 +54,7 @@ class ModelRunner:
         fuses_commits: bool = True,
         implementation: str = "auto",
     ):
-        _check_alignment(model.spec)
+        check_spec(model.spec)
         self.spec = model.spec
         self.pool_config = pool_config
         self._graphdef = model.graphdef
@@ -214,7 +214,15 @@ def _delete(arrays: Iterable[jax.Array]) -> None:
             array.delete()
 
 
-def _check_alignment(spec: spec_lib.ModelSpec) -> None:
+def check_spec(spec: spec_lib.ModelSpec) -> None:
+    """Raises a ConfigError for a family that the steps here would run wrong."""
+    # Rows hold one block and read the pages before it, which later tokens would change.
+    pattern = spec.diffusion.attention_pattern
+    if pattern is not spec_lib.AttentionPattern.BLOCK_CAUSAL:
+        raise errors.ConfigError(
+            f"{spec.architecture}: serving with {pattern.value} attention is not supported yet; "
+            "jdllm.load_model(path).logits(ids) gives the logits of whole sequences"
+        )
     # Steps read logit row i for position i; shifted families need steps of their own.
     if spec.diffusion.logit_alignment is not spec_lib.LogitAlignment.SAME_POSITION:
         raise errors.ConfigError(
