@@ -16,8 +16,9 @@ from typing import Any
 
 from jdllm import errors
 
-# Defaults of SGLang 0.5.23 (low_confidence.py, joint_threshold.py).
-ALGORITHM_OPTIONS: dict[str, dict[str, float | int]] = {
+# Defaults of SGLang 0.5.23 (low_confidence.py, joint_threshold.py) and of the papers' releases.
+# None: not set.
+ALGORITHM_OPTIONS: dict[str, dict[str, float | int | str | None]] = {
     "LowConfidence": {"threshold": 0.95},
     "JointThreshold": {
         "threshold": 0.5,
@@ -25,7 +26,49 @@ ALGORITHM_OPTIONS: dict[str, dict[str, float | int]] = {
         "max_post_edit_steps": 16,
         "penalty_lambda": 0.0,
     },
+    "FullAttnMultiBlock": {
+        "threshold": 0.5,
+        "block_add_threshold": 0.1,
+        "decoded_token_threshold": 0.95,
+        "early_stop": True,
+        "cache_mode": "exact",
+        "cache_delay_iter": 2,
+        "refresh_interval": 3,
+        "block_length": 32,
+    },
+    "EntropyThreshold": {"threshold": 0.95, "block_length": 32},
+    "LLaDA": {
+        "steps": None,
+        "block_length": 32,
+        "remasking": "low_confidence",
+        "cfg_scale": 0.0,
+    },
+    "Dream": {"steps": None, "alg": "origin", "alg_temp": 0.0, "eps": 1e-3},
+    "FastDLLM": {
+        "threshold": 0.9,
+        "factor": None,
+        "steps": None,
+        "block_length": 32,
+        "cache_mode": "none",
+    },
 }
+
+# The words an option may hold; on the device each is its place in this list.
+CHOICES: dict[str, dict[str, tuple[str, ...]]] = {
+    "FullAttnMultiBlock": {"cache_mode": ("exact", "delayed", "window")},
+    "LLaDA": {"remasking": ("low_confidence", "random")},
+    "Dream": {"alg": ("origin", "maskgit_plus", "topk_margin", "entropy")},
+    "FastDLLM": {"cache_mode": ("none", "prefix", "dual")},
+}
+
+# Those of models that see their whole sequence; the others write block after block.
+CANVAS_ALGORITHMS: frozenset[str] = frozenset(
+    {"FullAttnMultiBlock", "EntropyThreshold", "LLaDA", "Dream", "FastDLLM"}
+)
+# Whose `threshold` is an entropy, which has no upper bound; elsewhere it is a probability.
+_ENTROPY_ALGORITHMS = frozenset({"FullAttnMultiBlock", "EntropyThreshold"})
+# Options of which a request gives one; it holds instead of the others.
+_ALTERNATIVES: dict[str, tuple[str, ...]] = {"FastDLLM": ("factor", "steps", "threshold")}
 
 MAX_STOP_STRINGS = 16
 
@@ -59,8 +102,10 @@ NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
 class DllmParams:
     """Denoising options of one request; None means the server's default.
 
-    `threshold` is the confidence above which a masked position is written,
-    `edit_threshold` the one above which a written token may be replaced.
+    `threshold` is what a masked position must pass to be written: a confidence to be above,
+    or an entropy in nats to be below. `edit_threshold` is the confidence above which a written
+    token may be replaced. `block_add_threshold` and `decoded_token_threshold` are shares of a
+    block that are written when the next one is created and fully activated.
     """
 
     algorithm: str | None = None
@@ -68,6 +113,20 @@ class DllmParams:
     edit_threshold: float | None = None
     max_post_edit_steps: int | None = None
     penalty_lambda: float | None = None
+    block_length: int | None = None
+    block_add_threshold: float | None = None
+    decoded_token_threshold: float | None = None
+    early_stop: bool | None = None
+    cache_mode: str | None = None
+    cache_delay_iter: int | None = None
+    refresh_interval: int | None = None
+    steps: int | None = None
+    remasking: str | None = None
+    cfg_scale: float | None = None
+    alg: str | None = None
+    alg_temp: float | None = None
+    eps: float | None = None
+    factor: float | None = None
 
     def __post_init__(self) -> None:
         if self.algorithm is not None and self.algorithm not in ALGORITHM_OPTIONS:
@@ -75,10 +134,26 @@ class DllmParams:
             raise errors.RequestError(
                 f"unknown dLLM algorithm {self.algorithm!r}{hint}", param="dllm.algorithm"
             )
-        for name in ("threshold", "edit_threshold"):
+        # Without an algorithm the bound of `threshold` is not known yet; `resolve` names one.
+        is_open = self.algorithm is None or self.algorithm in _ENTROPY_ALGORITHMS
+        bound = math.inf if is_open else 1.0
+        _check_number(self.threshold, "dllm.threshold", low=0.0, high=bound)
+        for name in ("edit_threshold", "block_add_threshold", "decoded_token_threshold", "eps"):
             _check_number(getattr(self, name), f"dllm.{name}", low=0.0, high=1.0)
-        _check_number(self.penalty_lambda, "dllm.penalty_lambda", low=0.0)
+        for name in ("penalty_lambda", "cfg_scale", "alg_temp"):
+            _check_number(getattr(self, name), f"dllm.{name}", low=0.0)
+        _check_number(self.factor, "dllm.factor", low=0.0, open_low=True)
         _check_integer(self.max_post_edit_steps, "dllm.max_post_edit_steps", low=0, high=4096)
+        _check_integer(self.cache_delay_iter, "dllm.cache_delay_iter", low=0)
+        for name in ("block_length", "refresh_interval", "steps"):
+            _check_integer(getattr(self, name), f"dllm.{name}", low=1)
+        for name in ("cache_mode", "remasking", "alg"):
+            _check_word(getattr(self, name), name, self.algorithm)
+        if not isinstance(self.early_stop, bool | None):
+            raise errors.RequestError(
+                f"dllm.early_stop must be true or false, got {self.early_stop!r}",
+                param="dllm.early_stop",
+            )
 
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any]) -> DllmParams:
@@ -100,7 +175,8 @@ class DllmParams:
         """Returns options with every field of the chosen algorithm filled in.
 
         `default` is the server's: its values apply only when the request keeps the
-        server's algorithm. An option that the algorithm does not have is an error.
+        server's algorithm. An option that the algorithm does not have is an error, and so are
+        two that exclude one another; one of these unsets the others.
         """
         algorithm = self.algorithm or default.algorithm or next(iter(ALGORITHM_OPTIONS))
         known = ALGORITHM_OPTIONS[algorithm]
@@ -117,6 +193,16 @@ class DllmParams:
                     param=f"dllm.{field.name}",
                 )
             values[field.name] = value
+        alternatives = _ALTERNATIVES.get(algorithm, ())
+        given = [name for name in alternatives if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise errors.RequestError(
+                f"{' and '.join(given)} of {algorithm} exclude one another; give one",
+                param=f"dllm.{given[0]}",
+            )
+        # Of the server's defaults the first that is set holds.
+        chosen = given or [name for name in alternatives if values[name] is not None]
+        values |= {name: None for name in alternatives if name != chosen[0]}
         return DllmParams(algorithm=algorithm, **values)
 
 
@@ -178,6 +264,20 @@ class SamplingParams:
             raise errors.RequestError("stop strings must be non-empty strings", param="stop")
         for token_id in self.stop_token_ids:
             _check_integer(token_id, "stop_token_ids", low=0)
+        self._check_filters()
+
+    def _check_filters(self) -> None:
+        """Raises for top_p and top_k of algorithms that draw from the whole distribution."""
+        if self.dllm.algorithm not in CANVAS_ALGORITHMS:
+            return
+        for name, neutral in (("top_p", (None, 1)), ("top_k", (None, 0, -1))):
+            value = getattr(self, name)
+            if value not in neutral:
+                raise errors.RequestError(
+                    f"{name}={value!r} is not supported by {self.dllm.algorithm}; leave it out, "
+                    "temperature and seed are supported",
+                    param=name,
+                )
 
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any]) -> SamplingParams:
@@ -242,6 +342,18 @@ def _check_number(
         bracket = "(" if open_low else "["
         raise errors.RequestError(
             f"{param}={value!r} is outside {bracket}{low:g}, {high:g}]", param=param
+        )
+
+
+def _check_word(value: Any, name: str, algorithm: str | None) -> None:
+    """Raises unless `value` is a word of option `name`, of any algorithm if none is named."""
+    owners = CHOICES if algorithm is None else (algorithm,)
+    words = [word for owner in owners for word in CHOICES.get(owner, {}).get(name, ())]
+    # An option that the algorithm lacks is refused as such when it is resolved.
+    if value is not None and words and value not in words:
+        raise errors.RequestError(
+            f"unknown dllm.{name}={value!r}{errors.nearest(str(value), words)}",
+            param=f"dllm.{name}",
         )
 
 

@@ -33,7 +33,7 @@ from jdllm.sampling_params import DllmParams, SamplingParams
         ({"stop_token_ids": "12"}, "stop_token_ids"),
         ({"ignore_eos": "yes"}, "ignore_eos"),
         ({"dllm": 3}, "dllm"),
-        ({"dllm": {"threshold": 1.1}}, "dllm.threshold"),
+        ({"dllm": {"algorithm": "LowConfidence", "threshold": 1.1}}, "dllm.threshold"),
         ({"dllm": {"threshold": "a"}}, "dllm.threshold"),
         ({"dllm": {"edit_threshold": -1}}, "dllm.edit_threshold"),
         ({"dllm": {"max_post_edit_steps": -1}}, "dllm.max_post_edit_steps"),

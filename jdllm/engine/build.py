@@ -11,15 +11,14 @@ import functools
 import logging
 import pathlib
 import time
-from typing import Any
 
 import jax
 
 from jdllm import config as config_lib
 from jdllm import errors, sampling_params
 from jdllm.checkpoint import source
+from jdllm.engine import algorithm_defaults, sampling_defaults, sizing, startup
 from jdllm.engine import core as core_lib
-from jdllm.engine import sampling_defaults, sizing, startup
 from jdllm.engine import tokenizer as tokenizer_lib
 from jdllm.kv_cache import pool as pool_lib
 from jdllm.kv_cache import prefix_cache as prefix_cache_lib
@@ -32,7 +31,12 @@ from jdllm.scheduler import scheduler as scheduler_lib
 logger = logging.getLogger(__name__)
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-CHAT_END_TOKEN = "<|role_end|>"
+# What ends a turn in each family's chats. Only its own: others may be in the vocabulary too.
+CHAT_END_TOKENS = {
+    "LLaDA2MoeModelLM": "<|role_end|>",
+    "LLaDAModelLM": "<|eot_id|>",
+    "DreamModel": "<|im_end|>",
+}
 DEFAULT_QUEUE = 4096
 
 
@@ -65,11 +69,12 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
         config.model_path, revision=config.revision, download_dir=config.download_dir
     )
     generation_config = source.read_optional_json(model_dir / "generation_config.json")
-    algorithms, default_dllm, block_size = _algorithms(config, generation_config)
     dtype = _dtype(config.dtype)
     # Everything that can be refused is refused before the weights are read.
+    block_size = config.algorithm_options().get("block_size")
     spec = loading.read_spec(model_dir, block_size=block_size)
     model_runner.check_spec(spec)
+    algorithms, default_dllm = algorithm_defaults.choose(config, generation_config, spec)
     shapes = sizing.choose_shapes(config, spec)
     tokenizer = _tokenizer(config, model_dir)
     _check_vocabulary(tokenizer, spec)
@@ -99,12 +104,7 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
         decode_steps=config.num_continuous_decode_steps,
         fuses_commits=not config.disable_fused_commit,
     )
-    buckets = buckets_lib.Buckets.default(
-        sizes.max_running_requests,
-        sizes.prefill_token_budget,
-        spec.diffusion.block_size,
-        padding_is_cheap=jax.default_backend() != "cpu",
-    )
+    buckets = _buckets(spec, sizes)
     progress.enter("compile", total=len(buckets.all()))
     runner.compile(buckets.all(), progress.advance)
     scheduler = _scheduler(config, spec, sizes, buckets, tokenizer)
@@ -124,7 +124,9 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
         model_dir=model_dir,
         spec=spec,
         tokenizer=tokenizer,
-        default_sampling=sampling_defaults.default_sampling(generation_config),
+        default_sampling=sampling_defaults.default_sampling(
+            generation_config, filters=not spec.diffusion.has_canvas
+        ),
         default_dllm=default_dllm,
         algorithms=algorithms,
         eos_token_ids=_eos_token_ids(spec, tokenizer),
@@ -148,33 +150,6 @@ def _dtype(wanted: str) -> str:
     CPUs emulate bfloat16 matmuls; float32 is several times faster there.
     """
     return "float32" if wanted == "auto" and jax.default_backend() == "cpu" else wanted
-
-
-def _algorithms(
-    config: config_lib.EngineConfig, generation_config: dict[str, Any]
-) -> tuple[tuple[str, ...], sampling_params.DllmParams, int | None]:
-    """Returns (compiled algorithms, default options, block size if it was given).
-
-    The checkpoint's recommendation (generation_config.json, "dllm") holds unless the
-    user names another algorithm; the user's options come on top.
-    """
-    recommended = generation_config.get("dllm") or {}
-    if not isinstance(recommended, dict):
-        raise errors.ConfigError(f"generation_config.json: dllm={recommended!r} must be an object")
-    options = config.algorithm_options()
-    block_size = options.pop("block_size", None)
-    names = config.algorithms()
-    if not names:
-        names = (recommended.get("algorithm", next(iter(sampling_params.ALGORITHM_OPTIONS))),)
-    if recommended.get("algorithm", names[0]) != names[0]:
-        recommended = {}
-    try:
-        given = sampling_params.DllmParams.from_mapping(
-            recommended | options | {"algorithm": names[0]}
-        )
-        return names, given.resolve(sampling_params.DllmParams()), block_size
-    except errors.RequestError as error:
-        raise errors.ConfigError(f"dLLM options of {names[0]}: {error}") from error
 
 
 def _tokenizer(
@@ -208,23 +183,37 @@ def _eos_token_ids(
     """Returns the model's end tokens and the chat template's end of turn."""
     ids = dict.fromkeys(spec.diffusion.eos_token_ids)
     if tokenizer is not None:
-        for token_id in (tokenizer.eos_token_id, tokenizer.token_id(CHAT_END_TOKEN)):
+        end_of_turn = CHAT_END_TOKENS[spec.architecture]
+        for token_id in (tokenizer.eos_token_id, tokenizer.token_id(end_of_turn)):
             if token_id is not None:
                 ids[token_id] = None
     return tuple(ids)
+
+
+def _buckets(
+    spec: spec_lib.ModelSpec, sizes: sizing.Sizes
+) -> buckets_lib.Buckets | buckets_lib.CanvasBuckets:
+    """Returns the shapes to compile for the family's kind of rows."""
+    if spec.diffusion.has_canvas:
+        return buckets_lib.CanvasBuckets.default(
+            sizes.max_running_requests, sizes.prefill_token_budget, sizes.context_length
+        )
+    return buckets_lib.Buckets.default(
+        sizes.max_running_requests,
+        sizes.prefill_token_budget,
+        spec.diffusion.block_size,
+        padding_is_cheap=jax.default_backend() != "cpu",
+    )
 
 
 def _scheduler(
     config: config_lib.EngineConfig,
     spec: spec_lib.ModelSpec,
     sizes: sizing.Sizes,
-    buckets: buckets_lib.Buckets,
+    buckets: buckets_lib.Buckets | buckets_lib.CanvasBuckets,
     tokenizer: tokenizer_lib.Tokenizer | None,
 ) -> scheduler_lib.Scheduler:
-    is_cached = (
-        not config.disable_radix_cache
-        and spec.diffusion.attention_pattern is spec_lib.AttentionPattern.BLOCK_CAUSAL
-    )
+    is_cached = not config.disable_radix_cache and not spec.diffusion.has_canvas
     queue = DEFAULT_QUEUE if config.max_queued_requests is None else config.max_queued_requests
     assert spec.diffusion.mask_token_id is not None, "checked when the config was parsed"
     return scheduler_lib.Scheduler(

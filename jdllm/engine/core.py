@@ -165,7 +165,7 @@ class EngineCore:
                 counters.aborted_requests += output.finish.kind == "abort"
                 self._count_end(output.request)
         if (
-            batch.phase is batch_lib.Phase.DECODE
+            batch.phase is not batch_lib.Phase.PREFILL
             and counters.decode_launches % self._decode_log_interval == 0
         ):
             self._log()

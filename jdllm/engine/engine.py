@@ -11,14 +11,14 @@ import dataclasses
 import random
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from jdllm import config as config_lib
 from jdllm import errors, sampling_params
-from jdllm.engine import build, info, outputs, requests, startup, streams
+from jdllm.engine import build, infilling, info, outputs, requests, startup, streams
 from jdllm.engine import loop as loop_lib
 from jdllm.engine import stats as stats_lib
 from jdllm.models import loading
@@ -71,13 +71,18 @@ class Engine:
         input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         rid: str | Sequence[str] | None = None,
         stream: bool = False,
+        suffix: infilling.Suffixes = None,
+        given: infilling.Givens = None,
     ) -> Any:
         """Returns a dict (text, output_ids, meta_info) for one prompt, a list for a list.
 
         With `stream=True` an iterator of such dicts with cumulative text, as blocks
         commit; for several prompts or choices each dict carries its `index`.
+        Models with full attention can write towards a `suffix` (text or ids) and around
+        tokens `given` at offsets from the prompt's end; one for all prompts, or a list.
         """
-        choices, is_single = self._choices_of(prompt, input_ids, sampling_params, rid)
+        fixed = (suffix, given)
+        choices, is_single = self._choices_of(prompt, input_ids, sampling_params, rid, fixed)
         if stream:
             return streams.GenerationStream(self._loop, choices, _dict_maker(choices, is_single))
         with contextlib.closing(self._stream(choices)) as events:
@@ -95,9 +100,12 @@ class Engine:
         *,
         input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         rid: str | Sequence[str] | None = None,
+        suffix: infilling.Suffixes = None,
+        given: infilling.Givens = None,
     ) -> Any:
         """Like `generate` without streaming, for an asyncio caller."""
-        choices, is_single = self._choices_of(prompt, input_ids, sampling_params, rid)
+        fixed = (suffix, given)
+        choices, is_single = self._choices_of(prompt, input_ids, sampling_params, rid, fixed)
         final = {}
         generations = streams.generations(self._loop, choices, is_bounded=False)
         async with contextlib.aclosing(generations) as events:
@@ -110,10 +118,14 @@ class Engine:
         self,
         prompts: Sequence[Sequence[int]],
         params: Sequence[sampling_params.SamplingParams],
+        *,
+        suffix: infilling.Suffixes = None,
+        given: infilling.Givens = None,
     ) -> Iterator[outputs.Generation]:
         """Yields the generations of several prompts as they come, for batch jobs."""
         rids = requests.request_ids(None, len(prompts))
-        return self._stream(self._choices(prompts, params, rids))
+        fixed = infilling.infills(suffix, given, len(prompts), self.tokenizer)
+        return self._stream(self._choices(prompts, params, rids, fixed))
 
     def stream(
         self,
@@ -121,6 +133,8 @@ class Engine:
         params: sampling_params.SamplingParams,
         *,
         request_id: str | None = None,
+        suffix: infilling.Suffix | None = None,
+        given: infilling.Given | None = None,
     ) -> AsyncIterator[outputs.Generation]:
         """Yields each choice's text as its blocks commit; for servers, so the queue limit holds.
 
@@ -133,7 +147,8 @@ class Engine:
                 f"{places} together",
                 param="n",
             )
-        choices = self._choices([prompt_ids], [params], [request_id or requests.new_id()])
+        fixed = infilling.infills(suffix, given, 1, self.tokenizer)
+        choices = self._choices([prompt_ids], [params], [request_id or requests.new_id()], fixed)
         return streams.generations(self._loop, choices, is_bounded=True)
 
     # Control
@@ -193,6 +208,10 @@ class Engine:
     def default_max_new_tokens(self, prompt_len: int) -> int:
         """Returns what remains of the context, the default of chat requests."""
         block_size = self.spec.diffusion.block_size
+        if self.spec.diffusion.has_canvas:
+            # Whole blocks, which a canvas counts from the prompt's end; less only at the very end.
+            rest = min(self.context_length, self.max_total_tokens) - prompt_len
+            return max(1, rest // block_size * block_size or rest)
         # The pool holds whole blocks; with pages smaller than a block a rest may be left over.
         pool = self.max_total_tokens // block_size * block_size
         room = min(self.context_length, pool)
@@ -235,11 +254,14 @@ class Engine:
         input_ids: Any,
         params: requests.Params | Sequence[requests.Params],
         rid: str | Sequence[str] | None,
+        fixed: tuple[infilling.Suffixes, infilling.Givens],
     ) -> tuple[dict[str, requests.Choice], bool]:
         """Returns (choices by request id, whether one answer is wanted, not a list)."""
         prompts, is_single = self._prompt_ids(prompt, input_ids)
         rows = requests.params_per_prompt(params, len(prompts))
-        choices = self._choices(prompts, rows, requests.request_ids(rid, len(prompts)))
+        rids = requests.request_ids(rid, len(prompts))
+        infills = infilling.infills(*fixed, len(prompts), self.tokenizer)
+        choices = self._choices(prompts, rows, rids, infills)
         return choices, is_single and len(choices) == 1
 
     def _choices(
@@ -247,16 +269,25 @@ class Engine:
         prompts: Sequence[Sequence[int]],
         params: Sequence[sampling_params.SamplingParams],
         rids: Sequence[str],
+        infills: Sequence[infilling.Infill],
     ) -> dict[str, requests.Choice]:
         choices: dict[str, requests.Choice] = {}
-        for i, (prompt_ids, one, rid) in enumerate(zip(prompts, params, rids, strict=True)):
-            full = self._complete(one, len(prompt_ids))
-            self._check_ids(prompt_ids, full)
+        rows = zip(prompts, params, rids, infills, strict=True)
+        for i, (prompt_ids, one, rid, infill) in enumerate(rows):
+            full = self._complete(one, len(prompt_ids) + len(infill.suffix_ids))
+            self._check_ids(
+                input_ids=prompt_ids,
+                stop_token_ids=full.stop_token_ids,
+                suffix=infill.suffix_ids,
+                given=infill.given.values(),
+            )
             seed = self._random.getrandbits(requests.SEED_BITS) if full.seed is None else full.seed
             for index in range(full.n):
                 request = request_lib.Request(
                     request_id=rid if full.n == 1 else f"{rid}-{index}",
                     prompt_ids=list(prompt_ids),
+                    suffix_ids=list(infill.suffix_ids),
+                    given=dict(infill.given),
                     sampling=full,
                     max_new_tokens=full.max_new_tokens,
                     eos_token_ids=self._built.eos_token_ids,
@@ -272,7 +303,10 @@ class Engine:
     def _complete(
         self, params: sampling_params.SamplingParams, prompt_len: int
     ) -> sampling_params.SamplingParams:
-        """Returns the params with every default filled in, options checked."""
+        """Returns the params with every default filled in, options checked.
+
+        A suffix counts as prompt.
+        """
         dllm = params.dllm.resolve(self._built.default_dllm)
         if dllm.algorithm not in self._built.algorithms:
             raise errors.RequestError(
@@ -291,9 +325,9 @@ class Engine:
             dllm=dllm,
         )
 
-    def _check_ids(self, prompt_ids: Sequence[int], params: sampling_params.SamplingParams) -> None:
+    def _check_ids(self, **named: Iterable[object]) -> None:
         V = self.spec.vocab_size
-        for name, ids in (("input_ids", prompt_ids), ("stop_token_ids", params.stop_token_ids)):
+        for name, ids in named.items():
             for token_id in ids:
                 is_id = isinstance(token_id, int | np.integer) and not isinstance(token_id, bool)
                 if not is_id or not 0 <= token_id < V:

@@ -33,6 +33,8 @@ def stats(built: build.Built) -> stats_lib.EngineStats:
         num_aborted_requests_total=counters.aborted_requests,
         denoising_steps_total=counters.denoising_steps,
         canvas_positions_total=counters.canvas_positions,
+        canvas_full_forwards_total=counters.canvas_full_forwards,
+        canvas_forwarded_tokens_total=counters.canvas_forwarded_tokens,
         committed_tokens_total=counters.generation_tokens,
         edited_tokens_total=counters.edited_tokens,
         discarded_tokens_total=counters.discarded_tokens,

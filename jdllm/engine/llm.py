@@ -11,7 +11,7 @@ import tqdm.auto
 
 from jdllm import errors
 from jdllm.engine import engine as engine_lib
-from jdllm.engine import outputs, requests
+from jdllm.engine import infilling, outputs, requests
 
 Messages = Sequence[Mapping[str, Any]]
 # Text, or vLLM's {"prompt": text} or {"prompt_token_ids": ids}.
@@ -51,12 +51,18 @@ class LLM:
         sampling_params: requests.Params | Sequence[requests.Params] = None,
         *,
         use_tqdm: bool = True,
+        suffix: infilling.Suffixes = None,
+        given: infilling.Givens = None,
     ) -> list[RequestOutput]:
-        """Returns one output per prompt, in order, whatever finishes first."""
+        """Returns one output per prompt, in order, whatever finishes first.
+
+        `suffix` and `given`: see `Engine.generate`; the outputs are what stands between
+        prompt and suffix.
+        """
         rows = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         pairs = [self._text_and_ids(row) for row in rows]
         texts, ids = [text for text, _ in pairs], [ids for _, ids in pairs]
-        return self._run(texts, ids, sampling_params, use_tqdm)
+        return self._run(texts, ids, sampling_params, use_tqdm, suffix, given)
 
     def chat(
         self,
@@ -102,6 +108,8 @@ class LLM:
         ids: list[list[int]],
         sampling_params: requests.Params | Sequence[requests.Params],
         use_tqdm: bool,
+        suffix: infilling.Suffixes = None,
+        given: infilling.Givens = None,
     ) -> list[RequestOutput]:
         params = requests.params_per_prompt(sampling_params, len(ids))
         choices: dict[tuple[int, int], outputs.Generation] = {}
@@ -109,7 +117,7 @@ class LLM:
         with tqdm.auto.tqdm(
             total=sum(one.n for one in params), desc="Generating", disable=not use_tqdm
         ) as bar:
-            for generation in self.engine.iterate(ids, params):
+            for generation in self.engine.iterate(ids, params, suffix=suffix, given=given):
                 if generation.finish_reason is None:
                     continue
                 choices[generation.prompt_index, generation.index] = generation

@@ -55,8 +55,8 @@ def meta_info(
     """Returns SGLang's `meta_info` with the dLLM statistics beside it.
 
     NFE counts the decode forwards this request took part in; TPF is completion tokens
-    per NFE. Times are seconds. `output_token_logprobs` and `step_map`, one entry per output
-    token, come on request.
+    per NFE. A suffix counts as prompt. Times are seconds. `output_token_logprobs` and
+    `step_map`, one entry per output token, come on request.
     """
     tpf = event.output.num_output / event.output.nfe if event.output.nfe else 0.0
     started = request.first_scheduled_s
@@ -80,7 +80,7 @@ def meta_info(
     return {
         "id": request.request_id,
         "finish_reason": finish_reason,
-        "prompt_tokens": len(request.prompt_ids),
+        "prompt_tokens": len(request.prompt_ids) + len(request.suffix_ids),
         "completion_tokens": event.output.num_output,
         "cached_tokens": request.cached_tokens,
         "e2e_latency": event.at_s - request.arrival_s,

@@ -22,6 +22,8 @@ _HONOURED = frozenset(
     output_scores output_logits return_dict_in_generate
     """.split()  # noqa: SIM905
 )
+# Filters of the distribution, and the values with which they let everything pass.
+_FILTERS: dict[str, tuple[Any, ...]] = {"top_p": (None, 1, 1.0), "top_k": (None, 0, -1)}
 # Hugging Face's other sampling keys and the values that change nothing.
 _NEUTRAL: dict[str, Any] = {
     "typical_p": 1.0,
@@ -41,11 +43,16 @@ _NEUTRAL: dict[str, Any] = {
 }
 
 
-def default_sampling(generation_config: Mapping[str, Any]) -> sampling_params.SamplingParams:
+def default_sampling(
+    generation_config: Mapping[str, Any], *, filters: bool = True
+) -> sampling_params.SamplingParams:
     """Returns the checkpoint's sampling defaults; greedy unless it says `do_sample`.
 
-    Keys that ask for what the engine does not do are named in one warning.
+    Keys that ask for what the engine does not do are named in one warning. `filters`: the
+    family's algorithms have top_p and top_k.
     """
+    if not filters:
+        generation_config = _without_filters(generation_config)
     ignored = [
         f"{key}={value!r}" for key, value in generation_config.items() if _is_ignored(key, value)
     ]
@@ -62,6 +69,23 @@ def default_sampling(generation_config: Mapping[str, Any]) -> sampling_params.Sa
         return sampling_params.SamplingParams(**values)
     except errors.RequestError as error:
         raise errors.ConfigError(f"generation_config.json: {error}") from error
+
+
+def _without_filters(generation_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the config without top_p and top_k; one line says so if they were in use."""
+    kept = {key: value for key, value in generation_config.items() if key not in _FILTERS}
+    left_out = [
+        f"{key}={generation_config[key]!r}"
+        for key, neutral in _FILTERS.items()
+        if generation_config.get(key) not in neutral
+    ]
+    if left_out and generation_config.get("do_sample"):
+        logger.warning(
+            "generation_config.json: full-attention models draw from the whole distribution, "
+            "left out: %s",
+            ", ".join(left_out),
+        )
+    return kept
 
 
 def _is_ignored(key: str, value: Any) -> bool:

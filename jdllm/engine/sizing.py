@@ -19,9 +19,14 @@ from jdllm.models import spec as spec_lib
 # Rows and tokens of the default buckets: few and small on a CPU, where a launch is
 # compute bound at once and compile time is what one waits for.
 CPU_ROWS, ACCELERATOR_ROWS = 8, 64
+# A canvas row forwards up to its whole context a step.
+CPU_CANVAS_ROWS, ACCELERATOR_CANVAS_ROWS = 4, 16
 CPU_PREFILL_TOKENS, ACCELERATOR_PREFILL_TOKENS = 512, 8192
 # Prefill launches that rows in decode wait for at a time: waiting prompts leave places empty.
 PREFILL_LAUNCHES_IN_A_ROW = 4
+# Context of canvas rows where none is asked for: each position costs state and padding, and
+# Dream's config.json claims 131,072.
+CANVAS_CONTEXT = 4096
 # KV that a row should find on average before it is worth compiling; fewer rows preempt less.
 TOKENS_PER_ROW = 1024
 
@@ -53,7 +58,11 @@ class Sizes(Shapes):
 def choose_shapes(config: config_lib.EngineConfig, spec: spec_lib.ModelSpec) -> Shapes:
     """Returns the shapes; an option that does not fit the model is a ConfigError."""
     is_cpu = jax.default_backend() == "cpu"
-    context_length = config.context_length or spec.max_position_embeddings
+    has_canvas = spec.diffusion.has_canvas
+    longest = spec.max_position_embeddings
+    context_length = config.context_length or (
+        min(longest, CANVAS_CONTEXT) if has_canvas else longest
+    )
     if context_length > spec.max_position_embeddings:
         raise errors.ConfigError(
             f"{context_length=} exceeds the model's max_position_embeddings="
@@ -72,9 +81,7 @@ def choose_shapes(config: config_lib.EngineConfig, spec: spec_lib.ModelSpec) -> 
         pool.pages_of_total(config.max_total_tokens, page_size)
     return Shapes(
         context_length=context_length,
-        max_running_requests=(
-            config.max_running_requests or (CPU_ROWS if is_cpu else ACCELERATOR_ROWS)
-        ),
+        max_running_requests=config.max_running_requests or _default_rows(is_cpu, has_canvas),
         page_size=page_size,
         prefill_token_budget=budget,
         max_prefill_tokens=config.max_prefill_tokens or PREFILL_LAUNCHES_IN_A_ROW * budget,
@@ -117,6 +124,12 @@ def rows_that_fit(pool_tokens: int, context_length: int, most: int) -> int:
     """Returns the largest power of two up to `most` whose rows find their share of the pool."""
     wanted = max(1, min(most, pool_tokens // min(context_length, TOKENS_PER_ROW)))
     return 1 << (wanted.bit_length() - 1)
+
+
+def _default_rows(is_cpu: bool, has_canvas: bool) -> int:
+    if has_canvas:
+        return CPU_CANVAS_ROWS if is_cpu else ACCELERATOR_CANVAS_ROWS
+    return CPU_ROWS if is_cpu else ACCELERATOR_ROWS
 
 
 def _free_bytes(mem_fraction_static: float) -> int | None:

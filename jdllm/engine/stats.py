@@ -30,6 +30,8 @@ class EngineStats:
     num_aborted_requests_total: int
     denoising_steps_total: int
     canvas_positions_total: int
+    canvas_full_forwards_total: int
+    canvas_forwarded_tokens_total: int
     committed_tokens_total: int
     edited_tokens_total: int
     discarded_tokens_total: int
@@ -50,7 +52,12 @@ class EngineStats:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Counters:
-    """Totals since start, mutated by the engine thread only."""
+    """Totals since start, mutated by the engine thread only.
+
+    `canvas_positions` were forwarded for rows that denoise; of those, `canvas_forwarded_tokens`
+    for whole canvases, whose row-forwards are `denoising_steps`, `canvas_full_forwards` of them
+    of the whole canvas.
+    """
 
     requests: int = 0
     aborted_requests: int = 0
@@ -58,6 +65,8 @@ class Counters:
     generation_tokens: int = 0
     denoising_steps: int = 0
     canvas_positions: int = 0
+    canvas_full_forwards: int = 0
+    canvas_forwarded_tokens: int = 0
     edited_tokens: int = 0
     discarded_tokens: int = 0
     prefill_launches: int = 0
@@ -77,15 +86,25 @@ class Counters:
                 self.computed_positions += batch.bucket.tokens
             case batch_lib.Phase.DECODE:
                 block_size = batch.bucket.tokens // batch.bucket.rows
-                forwards = sum(row.nfe for row in result.rows)
-                self.decode_launches += 1
-                self.decode_steps += result.num_steps
-                self.decode_rows += forwards
-                self.decode_row_places += batch.bucket.rows * result.num_steps
-                self.denoising_steps += forwards
-                self.canvas_positions += forwards * block_size
+                self._count_steps(batch, result)
+                self.canvas_positions += sum(row.nfe for row in result.rows) * block_size
                 self.real_positions += result.used_slots * block_size
                 self.computed_positions += result.num_slots * block_size
+            case batch_lib.Phase.CANVAS:
+                self._count_steps(batch, result)
+                self.canvas_positions += result.used_slots
+                self.canvas_forwarded_tokens += result.used_slots
+                self.canvas_full_forwards += result.num_full
+                self.real_positions += result.used_slots
+                self.computed_positions += result.num_slots
+
+    def _count_steps(self, batch: batch_lib.ScheduleBatch, result: batch_lib.LaunchResult) -> None:
+        forwards = sum(row.nfe for row in result.rows)
+        self.decode_launches += 1
+        self.decode_steps += result.num_steps
+        self.decode_rows += forwards
+        self.decode_row_places += batch.bucket.rows * result.num_steps
+        self.denoising_steps += forwards
 
     @property
     def padding_fraction(self) -> float:

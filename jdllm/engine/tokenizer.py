@@ -1,7 +1,9 @@
 """Text to ids and back: a thin face over the checkpoint's own HF tokenizer.
 
-No remote code is ever run. Templates are applied by the tokenizer; templated text is
-tokenised without further special tokens.
+No remote code is ever run: for a tokenizer class that a checkpoint brings itself, one of
+transformers stands in that makes the same ids of the same files (`STAND_INS`), and any
+other is refused. Templates are applied by the tokenizer; templated text is tokenised
+without further special tokens.
 """
 
 from __future__ import annotations
@@ -20,12 +22,16 @@ from jdllm import errors
 # Importing transformers says that PyTorch is missing; only its tokenizers are used here.
 logging.getLogger("transformers").disabled = True
 import transformers  # noqa: E402
+from transformers.models.auto import tokenization_auto  # noqa: E402
 
 logging.getLogger("transformers").disabled = False
 # It reads config.json next to the tokenizer and comments on model types and RoPE keys it
 # does not know; `models/` decides about that file.
 logging.getLogger("transformers.configuration_utils").setLevel(logging.ERROR)
 logging.getLogger("transformers.modeling_rope_utils").setLevel(logging.ERROR)
+
+# Dream's class is Qwen2's byte-level BPE with special tokens of its own, which are data.
+STAND_INS = {"DreamTokenizer": transformers.Qwen2Tokenizer}
 
 
 class Tokenizer:
@@ -44,9 +50,7 @@ class Tokenizer:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # RoPE keys in config.json
-                self._hf = transformers.AutoTokenizer.from_pretrained(
-                    str(path if hub else directory), trust_remote_code=False, use_fast=True, **hub
-                )
+                self._hf = _load(str(path if hub else directory), hub)
         except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
             # AttributeError: RoPE keys in a config.json of a family transformers does not know.
             raise errors.ConfigError(f"no usable tokenizer at {path}: {error}") from error
@@ -103,6 +107,24 @@ class Tokenizer:
         return self._hf.decode(
             list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
+
+
+def _load(path: str, hub: Mapping[str, Any]) -> transformers.PreTrainedTokenizerBase:
+    """Returns the tokenizer at `path`, a directory or the id of a hub model."""
+    declared = tokenization_auto.get_tokenizer_config(path, **hub)
+    stand_in = STAND_INS.get(declared.get("tokenizer_class"))
+    if stand_in is None:
+        return transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False, **hub)
+    loaded = stand_in.from_pretrained(path, **hub)
+    # It numbers the added tokens by itself; the mask at another id would be silent garbage.
+    for token_id, token in declared.get("added_tokens_decoder", {}).items():
+        got = loaded.convert_tokens_to_ids(token["content"])
+        if got != int(token_id):
+            raise ValueError(
+                f"{stand_in.__name__}, which stands in for {declared['tokenizer_class']}, gives "
+                f"{token['content']!r} the id {got}, but tokenizer_config.json says {token_id}"
+            )
+    return loaded
 
 
 def _read_template(source: str) -> str:

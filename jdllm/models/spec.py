@@ -35,6 +35,11 @@ class DiffusionSpec:
     attention_pattern: AttentionPattern = AttentionPattern.BLOCK_CAUSAL
     logit_alignment: LogitAlignment = LogitAlignment.SAME_POSITION
 
+    @property
+    def has_canvas(self) -> bool:
+        """Whether rows are whole canvases, because every K,V depends on later tokens."""
+        return self.attention_pattern is AttentionPattern.FULL
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MoESpec:

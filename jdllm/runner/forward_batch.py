@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jdllm import sampling_params
-from jdllm.decoding import interface, sampling
+from jdllm.decoding import canvas, interface, sampling
 from jdllm.scheduler import batch as batch_lib
 
 # End tokens that a row can stop at on the device; of more, the host finds the rest.
@@ -60,15 +60,44 @@ class DecodeInputs:
     max_finished: Any  # int32 scalar
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CanvasInputs:
+    """What the host knows of R canvas rows, whose states are on the device in `slot`.
+
+    A fresh row begins with `canvas`: its given tokens, -1 where one is to be written, and
+    anything from `length` on. See `canvas.Canvas` for `start`, `end` and `length`; positions
+    from `shown` on are not wanted by anyone. Padding rows have a slot past the last.
+    """
+
+    slot: Any  # [R] int32
+    is_fresh: Any  # [R] bool
+    canvas: Any  # [R, S] int32
+    start: Any  # [R] int32
+    end: Any  # [R] int32
+    length: Any  # [R] int32
+    shown: Any  # [R] int32
+    page_table: Any  # [R, M] int32
+    end_ids: Any  # [R, E] int32, -1 for none
+    algorithm: Any  # [R] int32, index into the compiled algorithms
+    params: canvas.CanvasParams
+    max_steps: Any  # int32 scalar
+    max_finished: Any  # int32 scalar
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BatchShape:
-    """What, beside the bucket, fixes shapes: block and page length, pages a row, slots."""
+    """What, beside the bucket, fixes shapes: block and page length, pages a row, slots.
+
+    `canvas_length`: positions of a canvas row, 0 for families that write block after block.
+    """
 
     block_size: int
     page_size: int
     pages_per_row: int
     num_slots: int
     algorithms: tuple[str, ...]
+    canvas_length: int = 0
 
 
 def build_prefill(batch: batch_lib.ScheduleBatch, shape: BatchShape) -> PrefillInputs:
@@ -121,7 +150,7 @@ def build_decode(
         algorithm[i] = shape.algorithms.index(dllm.algorithm)
         _fill_params(params, i, dllm)
         temperature[i], top_p[i], top_k[i] = _sampling_of(request.sampling)
-        seed[i] = (request.seed >> 32 & 0xFFFFFFFF, request.seed & 0xFFFFFFFF)
+        seed[i] = _seed_words(request.seed)
     return DecodeInputs(
         slot=slot,
         is_fresh=is_fresh,
@@ -142,6 +171,85 @@ def build_decode(
     )
 
 
+def build_canvas(batch: batch_lib.ScheduleBatch, shape: BatchShape) -> CanvasInputs:
+    """Stacks the rows' slots, canvases and options and pads to the bucket."""
+    inputs = padding_canvases(
+        batch.bucket.rows, shape.canvas_length, pages_per_row=shape.pages_per_row
+    )
+    inputs.slot[:] = shape.num_slots
+    params = {f.name: getattr(inputs.params, f.name) for f in dataclasses.fields(inputs.params)}
+    for i, row in enumerate(batch.rows):
+        request = row.request
+        inputs.slot[i], inputs.is_fresh[i] = request.slot, row.is_fresh
+        length, start = len(request.canvas_ids), len(request.prompt_ids)
+        if row.is_fresh:
+            inputs.canvas[i, :length] = request.canvas_ids
+        inputs.start[i], inputs.end[i], inputs.length[i] = start, request.canvas_end, length
+        inputs.shown[i] = start + request.max_new_tokens
+        inputs.page_table[i, : len(request.pages)] = request.pages
+        ends = request.end_token_ids[:MAX_STOP_IDS]
+        inputs.end_ids[i, : len(ends)] = ends
+        dllm = request.sampling.dllm
+        inputs.algorithm[i] = shape.algorithms.index(dllm.algorithm)
+        _fill_canvas_params(params, i, dllm)
+        params["temperature"][i] = request.sampling.temperature or 0.0
+        params["seed"][i] = _seed_words(request.seed)
+    R = batch.bucket.rows
+    return dataclasses.replace(
+        inputs,
+        max_steps=np.int32(batch.max_steps),
+        max_finished=np.int32(R if batch.max_finished is None else batch.max_finished),
+    )
+
+
+def padding_canvases(rows: int, canvas_length: int, *, pages_per_row: int) -> CanvasInputs:
+    """Returns inputs of rows that do nothing: their canvas is one given token."""
+    R = rows
+
+    def ones() -> np.ndarray:
+        return np.ones((R,), np.int32)
+
+    def zeros() -> np.ndarray:
+        return np.zeros((R,), np.int32)
+
+    def floats() -> np.ndarray:
+        return np.zeros((R,), np.float32)
+
+    return CanvasInputs(
+        slot=zeros(),
+        is_fresh=np.zeros((R,), bool),
+        canvas=np.zeros((R, canvas_length), np.int32),
+        start=ones(),
+        end=ones(),
+        length=ones(),
+        shown=ones(),
+        page_table=np.zeros((R, pages_per_row), np.int32),
+        end_ids=np.full((R, MAX_STOP_IDS), -1, np.int32),
+        algorithm=zeros(),
+        params=canvas.CanvasParams(
+            threshold=floats(),
+            block_add_threshold=floats(),
+            decoded_token_threshold=floats(),
+            early_stop=np.zeros((R,), bool),
+            cache_mode=zeros(),
+            cache_delay_iter=ones(),
+            refresh_interval=ones(),
+            block_length=ones(),
+            steps=zeros(),
+            remasking=zeros(),
+            cfg_scale=floats(),
+            alg=zeros(),
+            alg_temp=floats(),
+            eps=floats(),
+            factor=floats(),
+            temperature=floats(),
+            seed=np.zeros((R, 2), np.uint32),
+        ),
+        max_steps=np.int32(1),
+        max_finished=np.int32(R),
+    )
+
+
 def _row_arrays(
     batch: batch_lib.ScheduleBatch, shape: BatchShape
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -159,6 +267,22 @@ def _fill_params(params: dict[str, np.ndarray], i: int, dllm: sampling_params.Dl
     options = dataclasses.asdict(dllm)
     for name, values in params.items():
         values[i] = options[name] or 0
+
+
+def _fill_canvas_params(
+    params: dict[str, np.ndarray], i: int, dllm: sampling_params.DllmParams
+) -> None:
+    """Fills what the request's algorithm has; words become their places in `CHOICES`."""
+    words = sampling_params.CHOICES.get(dllm.algorithm or "", {})
+    for name, value in dataclasses.asdict(dllm).items():
+        if name in words:
+            value = words[name].index(value)
+        if name in params and value is not None:
+            params[name][i] = value
+
+
+def _seed_words(seed: int) -> tuple[int, int]:
+    return seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF
 
 
 def _sampling_of(sampling_of: sampling_params.SamplingParams) -> tuple[float, float, int]:

@@ -25,7 +25,18 @@ from jdllm import errors
 from jdllm.kv_cache import pool as pool_lib
 from jdllm.models import loading
 from jdllm.models import spec as spec_lib
-from jdllm.runner import decode_loop, forward_batch, kernels, packing, row_state, steps
+from jdllm.runner import (
+    canvas_loop,
+    canvas_packing,
+    canvas_state,
+    decode_loop,
+    forward_batch,
+    kernels,
+    packing,
+    results,
+    row_state,
+    steps,
+)
 from jdllm.scheduler import batch as batch_lib
 
 logger = logging.getLogger(__name__)
@@ -60,6 +71,8 @@ class ModelRunner:
         self._graphdef = model.graphdef
         self._params = loading.serving_params(model.params, pool_config.dtype)
         block_size = self.spec.diffusion.block_size
+        is_canvas = self.spec.diffusion.attention_pattern is spec_lib.AttentionPattern.FULL
+        canvas_length = context_length if is_canvas else 0
         # A context that ends inside a block still needs that block's scratch.
         last = -(-context_length // block_size) * block_size
         self._shape = forward_batch.BatchShape(
@@ -68,6 +81,7 @@ class ModelRunner:
             pages_per_row=-(-last // pool_config.page_size),
             num_slots=num_slots,
             algorithms=algorithms,
+            canvas_length=canvas_length,
         )
         self._step_config = steps.StepConfig(
             spec=self.spec,
@@ -77,6 +91,7 @@ class ModelRunner:
             max_launch_steps=decode_steps,
             fuses_commits=fuses_commits,
             implementation=implementation,
+            canvas_length=canvas_length,
         )
         self.kernels = kernels.describe(
             self.spec,
@@ -87,7 +102,7 @@ class ModelRunner:
         self._executables: dict[batch_lib.Bucket, _Executable] = {}
         self._mask_token_id = self.spec.diffusion.mask_token_id
         self._pools = pool_lib.create(pool_config)
-        self._slots = row_state.empty_slots(num_slots, self._step_config)
+        self._slots = self._empty_slots()
 
     @property
     def compiled(self) -> dict[batch_lib.Bucket, jax.stages.Compiled]:
@@ -136,7 +151,7 @@ class ModelRunner:
         match batch.phase:
             case batch_lib.Phase.PREFILL:
                 self._pools = memory
-            case batch_lib.Phase.DECODE:
+            case batch_lib.Phase.DECODE | batch_lib.Phase.CANVAS:
                 self._pools, self._slots = memory
         outputs.copy_to_host_async()
         return Launch(outputs, executable.output_layout, len(batch.rows))
@@ -145,7 +160,7 @@ class ModelRunner:
         """Replaces pool and row states after a failed launch, which may have consumed them."""
         _delete(self._pools)  # first: there is no room for two pools
         self._pools = pool_lib.create(self.pool_config)
-        self._slots = row_state.empty_slots(self._shape.num_slots, self._step_config)
+        self._slots = self._empty_slots()
 
     def release(self) -> None:
         """Frees weights and pool on the device; nothing can be executed afterwards."""
@@ -159,13 +174,35 @@ class ModelRunner:
             case batch_lib.Phase.DECODE:
                 inputs = forward_batch.build_decode(batch, self._shape, self._mask_token_id)
                 return inputs, (self._pools, self._slots)
+            case batch_lib.Phase.CANVAS:
+                inputs = forward_batch.build_canvas(batch, self._shape)
+                return inputs, (self._pools, self._slots)
+
+    def _empty_slots(self) -> row_state.RowState | canvas_state.CanvasState:
+        num_slots = self._shape.num_slots
+        if not self._shape.canvas_length:
+            return row_state.empty_slots(num_slots, self._step_config)
+        return canvas_state.empty_slots(num_slots, self._step_config, self.pool_config.dtype)
+
+    def _step_of(self, bucket: batch_lib.Bucket) -> Callable[..., Any]:
+        """Returns the step of a bucket: (params, memory, inputs) -> (memory, outputs)."""
+        match bucket.phase:
+            case batch_lib.Phase.PREFILL:
+                return functools.partial(steps.prefill_step, self._graphdef, self._step_config)
+            case batch_lib.Phase.DECODE:
+                return functools.partial(
+                    decode_loop.decode_launch, self._graphdef, self._step_config
+                )
+            case batch_lib.Phase.CANVAS:
+                sizes = canvas_packing.forward_sizes(
+                    bucket.rows, bucket.tokens, padding_is_cheap=jax.default_backend() == "cpu"
+                )
+                return functools.partial(
+                    canvas_loop.canvas_launch, self._graphdef, self._step_config, sizes
+                )
 
     def _compile(self, bucket: batch_lib.Bucket) -> _Executable:
-        steps_of = {
-            batch_lib.Phase.PREFILL: steps.prefill_step,
-            batch_lib.Phase.DECODE: decode_loop.decode_launch,
-        }
-        step = functools.partial(steps_of[bucket.phase], self._graphdef, self._step_config)
+        step = self._step_of(bucket)
         inputs, memory = self._inputs_and_memory(batch_lib.ScheduleBatch(rows=(), bucket=bucket))
         layouts = []
 
@@ -216,17 +253,18 @@ def _delete(arrays: Iterable[jax.Array]) -> None:
 
 def check_spec(spec: spec_lib.ModelSpec) -> None:
     """Raises a ConfigError for a family that the steps here would run wrong."""
-    # Rows hold one block and read the pages before it, which later tokens would change.
-    pattern = spec.diffusion.attention_pattern
-    if pattern is not spec_lib.AttentionPattern.BLOCK_CAUSAL:
+    diffusion = spec.diffusion
+    is_canvas = diffusion.attention_pattern is spec_lib.AttentionPattern.FULL
+    is_block = diffusion.attention_pattern is spec_lib.AttentionPattern.BLOCK_CAUSAL
+    if not is_canvas and not is_block:
         raise errors.ConfigError(
-            f"{spec.architecture}: serving with {pattern.value} attention is not supported yet; "
-            "jdllm.load_model(path).logits(ids) gives the logits of whole sequences"
+            f"{spec.architecture}: serving with {diffusion.attention_pattern.value} attention is "
+            "not supported"
         )
-    # Steps read logit row i for position i; shifted families need steps of their own.
-    if spec.diffusion.logit_alignment is not spec_lib.LogitAlignment.SAME_POSITION:
+    # Block steps read logit row i for position i.
+    if is_block and diffusion.logit_alignment is not spec_lib.LogitAlignment.SAME_POSITION:
         raise errors.ConfigError(
-            f"{spec.architecture}: {spec.diffusion.logit_alignment.value} logits are not "
+            f"{spec.architecture}: {diffusion.logit_alignment.value} logits are not "
             f"supported yet; supported: {spec_lib.LogitAlignment.SAME_POSITION.value}"
         )
 
@@ -245,31 +283,4 @@ class Launch:
 
     def result(self) -> batch_lib.LaunchResult:
         """Waits for the launch; raises what it failed with."""
-        outputs = self._layout.unpack(np.asarray(self._outputs))
-        if not isinstance(outputs, decode_loop.DecodeOutputs):
-            return batch_lib.LaunchResult()
-        return batch_lib.LaunchResult(
-            rows=tuple(_row_result(outputs, i) for i in range(self._num_rows)),
-            num_steps=int(outputs.num_steps),
-            num_slots=int(outputs.num_slots),
-            used_slots=int(outputs.used_slots),
-        )
-
-
-def _row_result(outputs: decode_loop.DecodeOutputs, i: int) -> batch_lib.RowResult:
-    ring = outputs.ring
-    return batch_lib.RowResult(
-        committed=tuple(
-            batch_lib.CommittedBlock(
-                tokens=ring.tokens[i, place],
-                nfe=int(ring.nfe[i, place]),
-                steps=ring.steps[i, place],
-                logprobs=ring.logprobs[i, place],
-            )
-            for place in range(outputs.num_blocks[i])
-        ),
-        context_len=int(outputs.context_lens[i]),
-        nfe=int(outputs.nfe[i]),
-        num_edited=int(outputs.num_edited[i]),
-        is_invalid=bool(outputs.is_invalid[i]),
-    )
+        return results.launch_result(self._layout.unpack(np.asarray(self._outputs)), self._num_rows)

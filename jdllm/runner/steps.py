@@ -28,6 +28,7 @@ class StepConfig:
     """What is static in a compiled step; hashable.
 
     `max_launch_steps`: denoising steps, and blocks a row, of one decode launch.
+    `canvas_length`: positions of a canvas row's state, of full-attention families.
     """
 
     spec: spec_lib.ModelSpec
@@ -37,6 +38,7 @@ class StepConfig:
     max_launch_steps: int = 1
     fuses_commits: bool = True
     implementation: str = "auto"
+    canvas_length: int = 0
 
 
 def prefill_step(
@@ -62,7 +64,7 @@ def prefill_step(
         context_lens=inputs.context_lens,
         kv_lens=inputs.kv_lens,
         page_table=inputs.page_table,
-        slots=_slots(config, inputs.page_table, row, positions, is_valid),
+        slots=kv_slots(config, inputs.page_table, row, positions, is_valid),
     )
     model = loading.merge(graphdef, params)
     _, pools = model(
@@ -90,7 +92,7 @@ def forward_blocks(
         context_lens=context_lens,
         kv_lens=kv_lens,
         page_table=page_table,
-        slots=_slots(config, page_table, rows, positions.reshape(-1), is_valid),
+        slots=kv_slots(config, page_table, rows, positions.reshape(-1), is_valid),
     )
     hidden, pools = model(
         tokens.reshape(-1),
@@ -114,7 +116,7 @@ def _attend(
     )
 
 
-def _slots(
+def kv_slots(
     config: StepConfig,
     page_table: jax.Array,
     row: jax.Array,

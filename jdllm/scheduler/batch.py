@@ -10,17 +10,29 @@ import numpy as np
 
 from jdllm.scheduler import request as request_lib
 
+# Where a row's tokens may begin in a packed forward of canvases.
+CANVAS_ALIGNMENT = 8
+
 
 class Phase(enum.StrEnum):
-    """A launch is of one phase: whole committed blocks, or blocks being denoised."""
+    """A launch is of one phase: whole committed blocks, blocks or canvases being denoised."""
 
     PREFILL = "prefill"
     DECODE = "decode"
+    CANVAS = "canvas"
+
+
+def packed_len(num_tokens: int) -> int:
+    """Returns what a canvas of `num_tokens` takes at most of the tokens of a forward."""
+    return -(-num_tokens // CANVAS_ALIGNMENT) * CANVAS_ALIGNMENT
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """A compiled shape: `rows` of page tables and `tokens` packed query tokens."""
+    """A compiled shape: `rows` of page tables and `tokens` packed query tokens.
+
+    Canvases: the most tokens of one forward; the rows' `packed_len` together never exceed it.
+    """
 
     phase: Phase
     rows: int
@@ -32,8 +44,9 @@ class ScheduledRow:
     """One request's part of a launch.
 
     Prefill: its `num_tokens` tokens from position `start`. Decode: the row state in its
-    slot, or with `is_fresh` its first block at `start`. `epoch` is the request's when the
-    launch was planned.
+    slot, or with `is_fresh` its first block at `start`. Canvas: the row state in its slot, or
+    with `is_fresh` the request's `canvas_ids`; `start` is 0 and `num_tokens` their number.
+    `epoch` is the request's when the launch was planned.
     """
 
     request: request_lib.Request
@@ -47,7 +60,7 @@ class ScheduledRow:
 class ScheduleBatch:
     """Rows of one launch, in order, and the bucket they are padded to.
 
-    A decode launch runs up to `max_steps` steps; it ends when more than `max_finished` of
+    A decode or canvas launch runs up to `max_steps` steps; it ends when more than `max_finished` of
     its rows are finished, because others wait for their places (None: nobody does).
     """
 
@@ -65,6 +78,10 @@ class ScheduleBatch:
 class CommittedBlock:
     """A block whose tokens became final, and the row's forwards of the launch until then.
 
+    Of a canvas: the tokens that became settled in the launch, which are those before its first
+    masked position; after the prompt, before the suffix, in order. The first launch of a fresh
+    row begins with the first position after the prompt, whoever wrote it.
+
     `steps` and `logprobs`, per token: the step of the block that wrote it, from 1, and the
     model's log-probability of it in that step; they mean nothing for the prompt's tokens.
     """
@@ -77,11 +94,11 @@ class CommittedBlock:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RowResult:
-    """One decode row after a launch.
+    """One decode or canvas row after a launch.
 
-    `committed` are the blocks that became final, in order; `context_len` tokens have
-    final K,V. `nfe` counts the row's forwards. `is_invalid`: the statistics are not
-    numbers (broken weights, overflow).
+    `committed` are the blocks that became final, in order, at most one of a canvas;
+    `context_len` tokens have final K,V, none of a canvas. `nfe` counts the row's forwards.
+    `is_invalid`: the statistics are not numbers (broken weights, overflow).
     """
 
     committed: tuple[CommittedBlock, ...]
@@ -93,16 +110,18 @@ class RowResult:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchResult:
-    """One result per decode row, in order, and what its steps forwarded.
+    """One result per decode or canvas row, in order, and what its steps forwarded.
 
     `num_slots` block slots in all `num_steps` steps, padding included, `used_slots` of
-    them for a row.
+    them for a row. Canvases: tokens instead of block slots; `num_full` counts the forwards of a
+    row that took its whole canvas.
     """
 
     rows: tuple[RowResult, ...] = ()
     num_steps: int = 0
     num_slots: int = 0
     used_slots: int = 0
+    num_full: int = 0
 
 
 class Launch(Protocol):

@@ -1,6 +1,6 @@
 """The shapes that are compiled at start-up; every launch is padded to one of them.
 
-Few, because each costs compile time: decode launches differ in rows, prefill
+Few, because each costs compile time: decode and canvas launches differ in rows, prefill
 launches in packed tokens with one width of page tables.
 """
 
@@ -27,9 +27,7 @@ class Buckets:
 
     def __post_init__(self) -> None:
         for name in ("decode_rows", "prefill_tokens"):
-            sizes = getattr(self, name)
-            if not sizes or sizes[0] < 1 or list(sizes) != sorted(set(sizes)):
-                raise errors.ConfigError(f"{name}={sizes} must be positive and ascending")
+            _check_ascending(name, getattr(self, name))
         if self.block_size < 1 or self.prefill_rows < 1:
             raise errors.ConfigError(
                 f"{self.block_size=} and {self.prefill_rows=} must be positive"
@@ -38,6 +36,10 @@ class Buckets:
             raise errors.ConfigError(
                 f"{self.prefill_tokens=} must be multiples of {self.block_size=}"
             )
+
+    @property
+    def max_rows(self) -> int:
+        return self.decode_rows[-1]
 
     @classmethod
     def default(
@@ -93,6 +95,66 @@ class Buckets:
             rows=self.prefill_rows,
             tokens=_smallest(self.prefill_tokens, tokens, "tokens"),
         )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CanvasBuckets:
+    """Ascending rows of a canvas launch; `tokens` of one forward of all of them.
+
+    `row_tokens` is what the longest canvas takes of these.
+    """
+
+    rows: tuple[int, ...]
+    tokens: int
+    row_tokens: int
+
+    def __post_init__(self) -> None:
+        _check_ascending("rows", self.rows)
+        if not 1 <= self.row_tokens <= self.tokens:
+            raise errors.ConfigError(
+                f"{self.tokens=} of a forward must hold the longest canvas of {self.row_tokens=}"
+            )
+        if self.row_tokens % batch_lib.CANVAS_ALIGNMENT or self.tokens % batch_lib.CANVAS_ALIGNMENT:
+            raise errors.ConfigError(
+                f"{self.tokens=} and {self.row_tokens=} must be multiples of "
+                f"{batch_lib.CANVAS_ALIGNMENT}"
+            )
+
+    @property
+    def max_rows(self) -> int:
+        return self.rows[-1]
+
+    @classmethod
+    def default(
+        cls, max_running_requests: int, token_budget: int, context_length: int
+    ) -> CanvasBuckets:
+        """Builds powers of four up to the row limit; a forward of the budget, or of one context."""
+        powers = [1 << i for i in range(0, max_running_requests.bit_length(), 2)]
+        row_tokens = batch_lib.packed_len(context_length)
+        tokens = max(batch_lib.packed_len(token_budget), row_tokens)
+        return cls(
+            rows=tuple(sorted({*powers, max_running_requests})),
+            tokens=min(tokens, max_running_requests * row_tokens),
+            row_tokens=row_tokens,
+        )
+
+    def all(self) -> list[batch_lib.Bucket]:
+        """Returns every bucket, to be compiled."""
+        return [self.canvas(rows) for rows in self.rows]
+
+    def canvas(self, rows: int) -> batch_lib.Bucket:
+        """Returns the smallest bucket of `rows` canvases."""
+        rows = _smallest(self.rows, rows, "rows")
+        return batch_lib.Bucket(
+            phase=batch_lib.Phase.CANVAS,
+            rows=rows,
+            tokens=min(self.tokens, rows * self.row_tokens),
+        )
+
+
+def _check_ascending(name: str, sizes: tuple[int, ...]) -> None:
+    if not sizes or sizes[0] < 1 or list(sizes) != sorted(set(sizes)):
+        raise errors.ConfigError(f"{name}={sizes} must be positive and ascending")
 
 
 def _smallest(sizes: tuple[int, ...], wanted: int, name: str) -> int:

@@ -18,20 +18,25 @@ def check_sizes(
     block_size: int,
     page_size: int,
     max_running_requests: int,
-    buckets: buckets_lib.Buckets,
+    buckets: buckets_lib.Buckets | buckets_lib.CanvasBuckets,
     prefix_cache: prefix_cache_lib.PrefixCache | None,
 ) -> None:
     """Raises a ConfigError for sizes of a scheduler that do not go together."""
     if page_size % block_size and block_size % page_size:
         raise errors.ConfigError(f"{page_size=} and {block_size=} must divide one another")
-    if buckets.block_size != block_size:
-        raise errors.ConfigError(f"{buckets.block_size=} differs from {block_size=}")
+    match buckets:
+        case buckets_lib.Buckets() if buckets.block_size != block_size:
+            raise errors.ConfigError(f"{buckets.block_size=} differs from {block_size=}")
+        case buckets_lib.CanvasBuckets() if prefix_cache is not None:
+            raise errors.ConfigError(
+                "canvases share no prefixes: every K,V depends on later tokens"
+            )
     if prefix_cache is not None and prefix_cache.page_size != page_size:
         raise errors.ConfigError(f"{prefix_cache.page_size=} differs from {page_size=}")
-    if not 1 <= max_running_requests <= buckets.decode_rows[-1]:
+    if not 1 <= max_running_requests <= buckets.max_rows:
         raise errors.ConfigError(
-            f"{max_running_requests=} must be between 1 and the largest decode bucket "
-            f"of {buckets.decode_rows[-1]} rows"
+            f"{max_running_requests=} must be between 1 and the largest bucket of "
+            f"{buckets.max_rows} rows"
         )
 
 
@@ -45,9 +50,14 @@ class Limits:
     num_pages: int
     has_tokenizer: bool
 
+    @property
+    def pool_tokens(self) -> int:
+        return self.num_pages * self.page_size
+
     def check(self, request: request_lib.Request) -> None:
-        """Raises a `RequestError` if `request` could not finish alone."""
+        """Raises a `RequestError` if `request` asks for nothing, or exceeds the context."""
         prompt, wanted = len(request.prompt_ids), request.max_new_tokens
+        total = prompt + wanted + len(request.suffix_ids)
         if prompt < 1:
             raise errors.RequestError("the prompt is empty", param="prompt")
         if wanted < 1:
@@ -66,20 +76,51 @@ class Limits:
                 param="prompt",
                 code="context_length_exceeded",
             )
-        asked = f"the prompt has {prompt} tokens and max_new_tokens={wanted}"
-        if prompt + wanted > self.context_length:
+        if total > self.context_length:
             raise errors.RequestTooLong(
-                f"{asked}, together {prompt + wanted}, but the context length is "
+                f"{_asked(request)}, together {total}, but the context length is "
                 f"{self.context_length}; shorten the prompt or lower max_new_tokens",
                 param="max_new_tokens",
                 code="context_length_exceeded",
             )
-        num_blocks = -(-(prompt + wanted) // self.block_size)
-        needed = -(-num_blocks * self.block_size // self.page_size)
+
+    def check_pages(self, request: request_lib.Request, num_tokens: int) -> None:
+        """Raises a `RequestError` if the pool cannot hold the `num_tokens` of `request`."""
+        needed = -(-num_tokens // self.page_size)
         if needed > self.num_pages:
             raise errors.RequestTooLong(
-                f"{asked}, which takes {needed} KV pages, but the pool has {self.num_pages}; "
-                "shorten the prompt, lower max_new_tokens or enlarge the pool",
+                f"{_asked(request)}, which takes {needed} KV pages, but the pool has "
+                f"{self.num_pages}; shorten the prompt, lower max_new_tokens or enlarge the pool",
                 param="max_new_tokens",
                 code="context_length_exceeded",
             )
+
+
+def check_open_ended(request: request_lib.Request) -> None:
+    """Raises a `RequestError` for what needs a model that sees later tokens."""
+    for name, value in (("suffix", request.suffix_ids), ("given", request.given)):
+        if value:
+            raise errors.RequestError(
+                f"{name} needs a model with full attention; this one writes block after block "
+                "and sees no later token",
+                param=name,
+            )
+
+
+def check_given(request: request_lib.Request) -> None:
+    """Raises a `RequestError` for given tokens outside what is to be written."""
+    for place in request.given:
+        if not 0 <= place < request.max_new_tokens:
+            raise errors.RequestError(
+                f"given names place {place}, but max_new_tokens={request.max_new_tokens} makes "
+                f"places 0 to {request.max_new_tokens - 1}",
+                param="given",
+            )
+
+
+def _asked(request: request_lib.Request) -> str:
+    suffix = f", the suffix {len(request.suffix_ids)}," if request.suffix_ids else ""
+    return (
+        f"the prompt has {len(request.prompt_ids)} tokens{suffix} and "
+        f"max_new_tokens={request.max_new_tokens}"
+    )

@@ -14,6 +14,8 @@ import enum
 import time
 from collections.abc import Collection
 
+import numpy as np
+
 from jdllm import sampling_params
 from jdllm.kv_cache import prefix_cache
 
@@ -42,6 +44,12 @@ class Request:
     `arrival` is its place in the order of arrival, set by the scheduler; `epoch` counts
     how often it gave up its row, so that results of an earlier stay are known as stale;
     `prefix_nodes` are the prefix-cache nodes that own its first pages.
+
+    Full-attention models only: `suffix_ids` is a text that follows what is written, `given`
+    maps places in it, from the prompt's end, to tokens that are fixed. The scheduler makes
+    `canvas_ids` of them, the whole canvas with -1 where tokens are to be written, and
+    `canvas_end`, where the suffix begins. `num_settled` counts the tokens that the row has
+    reported since it began.
     """
 
     request_id: str
@@ -50,6 +58,8 @@ class Request:
     max_new_tokens: int
     eos_token_ids: tuple[int, ...] = ()
     seed: int = 0
+    suffix_ids: list[int] = dataclasses.field(default_factory=list)
+    given: dict[int, int] = dataclasses.field(default_factory=dict)
     arrival_s: float = dataclasses.field(default_factory=time.monotonic)
     arrival: int = 0
     state: RequestState = RequestState.WAITING
@@ -62,6 +72,9 @@ class Request:
     context_len: int = 0
     pages: list[int] = dataclasses.field(default_factory=list)
     prefix_nodes: list[prefix_cache.Node] = dataclasses.field(default_factory=list)
+    canvas_ids: list[int] = dataclasses.field(default_factory=list)
+    canvas_end: int = 0
+    num_settled: int = 0
     cached_tokens: int = 0
     nfe: int = 0
     num_blocks: int = 0
@@ -91,6 +104,19 @@ class Request:
         split = len(self.prompt_ids)
         head = self.prompt_ids[start:stop]
         return head + self.output_ids[max(0, start - split) : max(0, stop - split)]
+
+    def extend(self, tokens: np.ndarray, steps: np.ndarray, logprobs: np.ndarray) -> list[int]:
+        """Appends committed tokens and what goes with them; returns the tokens."""
+        new = tokens.tolist()
+        self.output_ids += new
+        self.output_steps += steps.tolist()
+        self.output_logprobs += logprobs.tolist()
+        return new
+
+    def truncate(self, length: int) -> None:
+        """Keeps the first `length` tokens of the output."""
+        for kept in (self.output_ids, self.output_steps, self.output_logprobs):
+            del kept[length:]
 
     def whole_len(self, block_size: int) -> int:
         """Returns how many committed tokens fill whole blocks."""

@@ -5,26 +5,21 @@ aborted at any point between these calls, and the next round may be scheduled an
 launched before the results of this one are processed: launches run in their order, so
 what a later one finds in pages and slots does not depend on when the host looks.
 
-Each running request is in one of two phases, read off its state: PREFILL while whole
-committed blocks lack K,V in its pages, then DECODE, block after block in its slot. When
-both kinds wait, prefill goes first, for rows that wait for it leave places empty; after the
-launch that reaches `max_prefill_tokens` decode has a turn, of one step, so neither starves.
-
-Why nothing hangs: pages for all committed tokens and one block are taken on
-admission, so only decode rows ask for more; the request that arrived first takes
-them from the one that arrived last, and `add_request` refuses what could not run
-alone in the whole pool.
+What a running request needs and what a launch of it is differs between models that write
+block after block (`block_rows`) and models that see a whole canvas (`canvas_rows`); the
+buckets say which. Queue, order, ends and aborts are the same.
 """
 
 from __future__ import annotations
 
-import bisect
 import logging
 import time
+from typing import Protocol
 
 from jdllm import errors
 from jdllm.kv_cache import prefix_cache as prefix_cache_lib
 from jdllm.scheduler import batch as batch_lib
+from jdllm.scheduler import block_rows, canvas_rows, live_requests
 from jdllm.scheduler import buckets as buckets_lib
 from jdllm.scheduler import finish as finish_lib
 from jdllm.scheduler import limits as limits_lib
@@ -39,8 +34,31 @@ logger = logging.getLogger(__name__)
 RequestState = request_lib.RequestState
 
 
+class Rows(Protocol):
+    """How running requests become launches, and what a launch gives becomes their output."""
+
+    def prepare(self, request: request_lib.Request) -> None:
+        """Readies a new request; raises a `RequestError` if it could not finish alone."""
+        ...
+
+    def admit(self, request: request_lib.Request) -> bool:
+        """Takes what a waiting request needs to run; False, and nothing changed, without it."""
+        ...
+
+    def plan(self) -> batch_lib.ScheduleBatch | None:
+        """Returns the next launch; None only when nothing runs."""
+        ...
+
+    def append(self, request: request_lib.Request, block: batch_lib.CommittedBlock) -> list[int]:
+        """Stores what a row committed and returns the tokens that are new output."""
+        ...
+
+
 class Scheduler:
-    """Holds every live request: `waiting` and `running`, both in order of arrival."""
+    """Holds every live request: `waiting` and `running`, both in order of arrival.
+
+    The two prefill sizes and `launches_ahead` concern models that write block after block.
+    """
 
     def __init__(
         self,
@@ -51,7 +69,7 @@ class Scheduler:
         max_running_requests: int,
         max_queued_requests: int | None,
         context_length: int,
-        buckets: buckets_lib.Buckets,
+        buckets: buckets_lib.Buckets | buckets_lib.CanvasBuckets,
         prefill_token_budget: int,
         max_prefill_tokens: int,
         policy: policy_lib.Policy,
@@ -61,67 +79,68 @@ class Scheduler:
         launches_ahead: int = 0,
     ):
         limits_lib.check_sizes(block_size, page_size, max_running_requests, buckets, prefix_cache)
-        self.waiting: list[request_lib.Request] = []
-        self.running: list[request_lib.Request] = []
         self.pages = pages_lib.RequestPages(
             num_pages=num_pages,
             page_size=page_size,
             block_size=block_size,
             prefix_cache=prefix_cache,
         )
-        self._by_id: dict[str, request_lib.Request] = {}
-        self._block_size = block_size
-        self._max_running = max_running_requests
-        self._max_queued = max_queued_requests
-        self._limits = limits_lib.Limits(
+        self.live = live_requests.LiveRequests(max_running=max_running_requests, pages=self.pages)
+        limits = limits_lib.Limits(
             context_length=context_length,
             block_size=block_size,
             page_size=page_size,
             num_pages=num_pages,
             has_tokenizer=detokenize is not None,
         )
-        self._buckets = buckets
-        budget = min(prefill_token_budget, buckets.prefill_tokens[-1])
-        self._prefill_blocks = max(1, budget // block_size)
+        self._rows: Rows
+        match buckets:
+            case buckets_lib.Buckets():
+                self._rows = block_rows.BlockRows(
+                    self.live,
+                    limits,
+                    buckets,
+                    prefill_token_budget=prefill_token_budget,
+                    max_prefill_tokens=max_prefill_tokens,
+                    decode_steps=decode_steps,
+                    launches_ahead=launches_ahead,
+                )
+            case buckets_lib.CanvasBuckets():
+                self._rows = canvas_rows.CanvasRows(
+                    self.live, limits, buckets, decode_steps=decode_steps
+                )
+        self._max_queued = max_queued_requests
         self._policy: policy_lib.Policy = policy
         self._detokenize = detokenize
-        self._decode_steps = decode_steps
-        # A launch is planned while so many others, whose blocks are not known yet, run.
-        self._blocks_ahead = decode_steps * (1 + launches_ahead)
-        self._free_slots = list(reversed(range(max_running_requests)))
-        self._max_prefill_tokens = max_prefill_tokens
-        self._prefilled_in_a_row = 0
-        self._num_arrivals = 0
         self._total_prompt_tokens = 0
         self._total_cached_tokens = 0
-        self._total_preemptions = 0
+
+    @property
+    def waiting(self) -> list[request_lib.Request]:
+        return self.live.waiting
+
+    @property
+    def running(self) -> list[request_lib.Request]:
+        return self.live.running
 
     def add_request(self, request: request_lib.Request, *, is_bounded: bool = True) -> None:
         """Queues a request; raises a `RequestError` for what can never run, or no room.
 
         `is_bounded`: the queue limit applies (a server's traffic, not an offline list).
         """
-        if request.request_id in self._by_id:
+        if request.request_id in self.live.by_id:
             raise errors.RequestError(f"request id {request.request_id!r} is in use", param="rid")
-        self._limits.check(request)
+        self._rows.prepare(request)
         if is_bounded:
             self._check_queue()
-        request.arrival = self._num_arrivals
-        request.state = RequestState.WAITING
-        self._num_arrivals += 1
-        self._by_id[request.request_id] = request
-        self.waiting.append(request)
+        self.live.add(request)
 
     def abort(self, request_id: str) -> bool:
         """Ends a request in any phase and frees what it holds; False if it is not live."""
-        request = self._by_id.get(request_id)
+        request = self.live.by_id.get(request_id)
         if request is None:
             return False
-        if request.state is RequestState.RUNNING:
-            self._leave(request, keep=False)
-        else:
-            self.waiting.remove(request)
-        self._end(request)
+        self.live.end(request, keep=False)
         return True
 
     def has_work(self) -> bool:
@@ -130,15 +149,9 @@ class Scheduler:
     def schedule(self) -> batch_lib.ScheduleBatch | None:
         """Admits what fits and returns the next launch; None only when no request is live."""
         self._admit()
-        plans = [self._prefill, self._decode]
-        if self._prefilled_in_a_row >= self._max_prefill_tokens:
-            plans.reverse()
-        for plan in plans:
-            batch = plan()
-            if batch is not None:
-                return batch
-        assert not self.has_work(), f"no launch for {self.stats()}"
-        return None
+        batch = self._rows.plan()
+        assert batch is not None or not self.has_work(), f"no launch for {self.stats()}"
+        return batch
 
     def process_results(
         self, batch: batch_lib.ScheduleBatch, result: batch_lib.LaunchResult
@@ -168,10 +181,10 @@ class Scheduler:
     def drop_kv(self) -> None:
         """Forgets all K,V after the pool was lost: running requests start over, cache empties.
 
-        Committed tokens stay; they are prefilled again.
+        Committed tokens stay; they are prefilled again, or given on the canvas.
         """
         for request in list(self.running):
-            self._preempt(request, keep=False)
+            self.live.preempt(request, keep=False)
         self.pages.flush()
 
     def stats(self) -> stats_lib.SchedulerStats:
@@ -186,12 +199,12 @@ class Scheduler:
             token_usage=num_used / num_pages,
             total_prompt_tokens=self._total_prompt_tokens,
             total_cached_tokens=self._total_cached_tokens,
-            total_preemptions=self._total_preemptions,
+            total_preemptions=self.live.total_preemptions,
         )
 
     def _check_queue(self) -> None:
         # A request that finds a row free at the next round does not count as queued.
-        free_rows = self._max_running - len(self.running)
+        free_rows = self.live.num_free_rows
         if self._max_queued is not None and len(self.waiting) >= self._max_queued + free_rows:
             raise errors.QueueFull(
                 f"the queue is full: {len(self.waiting)} requests wait and {self._max_queued} may; "
@@ -199,108 +212,20 @@ class Scheduler:
             )
 
     def _admit(self) -> None:
-        if not self.waiting or len(self.running) >= self._max_running:
+        free_rows = self.live.num_free_rows
+        if not self.waiting or not free_rows:
             return
         order = policy_lib.admission_order(self.waiting, self._policy, self.pages.cached_prefix_len)
-        for request in order[: self._max_running - len(self.running)]:
+        for request in order[:free_rows]:
             # No overtaking: a small request must not keep a large one waiting for ever.
-            if not self.pages.admit(request):
+            if not self._rows.admit(request):
                 return
-            self.waiting.remove(request)
-            bisect.insort(self.running, request, key=_arrival)
-            request.state = RequestState.RUNNING
-            request.slot = self._free_slots.pop()
+            self.live.start(request)
             if request.first_scheduled_s is None:
                 request.first_scheduled_s = time.monotonic()
                 request.cached_tokens = request.context_len
                 self._total_prompt_tokens += len(request.prompt_ids)
                 self._total_cached_tokens += request.cached_tokens
-
-    def _prefill(self) -> batch_lib.ScheduleBatch | None:
-        """Packs whole committed blocks of the oldest requests up to the token budget."""
-        rows: list[batch_lib.ScheduledRow] = []
-        budget = self._prefill_blocks * self._block_size
-        for request in self.running:
-            if budget == 0 or len(rows) == self._buckets.prefill_rows:
-                break
-            if self._needs_prefill(request):
-                start = request.context_len
-                count = min(request.whole_len(self._block_size) - start, budget)
-                rows.append(
-                    batch_lib.ScheduledRow(
-                        request=request, start=start, num_tokens=count, epoch=request.epoch
-                    )
-                )
-                budget -= count
-                request.context_len += count  # whoever reads their K,V runs in a later launch
-        if not rows:
-            return None
-        tokens = sum(row.num_tokens for row in rows)
-        bucket = self._buckets.prefill(len(rows), tokens)
-        self._prefilled_in_a_row += bucket.tokens  # what decode waits for, padding included
-        return batch_lib.ScheduleBatch(rows=tuple(rows), bucket=bucket)
-
-    def _decode(self) -> batch_lib.ScheduleBatch | None:
-        """Takes one block of every request that is past its prefill and gets its pages.
-
-        Blocks that may follow within the launch get pages too, as far as pages are free.
-        """
-        rows: list[batch_lib.ScheduledRow] = []
-        for request in [r for r in self.running if not self._needs_prefill(r)]:
-            if not self._reserve_block(request):
-                break  # It was the youngest: none follows.
-            rows.append(
-                batch_lib.ScheduledRow(
-                    request=request,
-                    start=request.context_len,
-                    num_tokens=self._block_size,
-                    epoch=request.epoch,
-                    is_fresh=not request.is_decoding,
-                )
-            )
-        if not rows:
-            return None
-        self._prefilled_in_a_row = 0
-        for row in rows:
-            row.request.is_decoding = True
-        self._look_ahead([row.request for row in rows])
-        return batch_lib.ScheduleBatch(
-            rows=tuple(rows),
-            bucket=self._buckets.decode(len(rows)),
-            # Prompts wait a step, not a launch: rows that wait for theirs leave places empty.
-            max_steps=1 if any(map(self._needs_prefill, self.running)) else self._decode_steps,
-            # Not at the first one: where rows finish often, launches would be of one step.
-            max_finished=len(rows) // 8 if self.waiting else None,
-        )
-
-    def _look_ahead(self, requests: list[request_lib.Request]) -> None:
-        """Gets pages for blocks that may follow in the launch; few where some wait for pages."""
-        lacks_pages = bool(self.waiting) and len(self.running) < self._max_running
-        blocks = 1 if lacks_pages else self._blocks_ahead
-        self.pages.grow_ahead(requests, blocks, keep_free=len(self.running))
-
-    def _needs_prefill(self, request: request_lib.Request) -> bool:
-        # A block whose tokens are committed but not persisted stays a decode row.
-        return not request.is_decoding and request.context_len < request.whole_len(self._block_size)
-
-    def _reserve_block(self, request: request_lib.Request) -> bool:
-        """Gets pages for the in-flight block, preempting the youngest; False if it is that."""
-        if request.state is not RequestState.RUNNING:
-            return False
-        while not self.pages.grow(request, request.context_len + self._block_size):
-            victim = self.running[-1]
-            self._preempt(victim, keep=True)
-            if victim is request:
-                return False
-        return True
-
-    def _preempt(self, request: request_lib.Request, *, keep: bool) -> None:
-        """Sends a request back to the queue with its committed tokens and nothing else."""
-        self._leave(request, keep=keep)
-        request.state = RequestState.WAITING
-        request.num_preemptions += 1
-        self._total_preemptions += 1
-        bisect.insort(self.waiting, request, key=_arrival)
 
     def _apply_guarded(
         self,
@@ -329,7 +254,7 @@ class Scheduler:
             kept, finish = self._commit(request, committed)
             new += kept
             if finish is not None:
-                request.num_discarded += (len(result.committed) - done) * self._block_size
+                request.num_discarded += sum(len(c.tokens) for c in result.committed[done:])
                 outputs.append(outputs_lib.RequestOutput.of(request, new, finish))
                 return
         request.nfe = nfe + result.nfe
@@ -344,55 +269,27 @@ class Scheduler:
     def _commit(
         self, request: request_lib.Request, block: batch_lib.CommittedBlock
     ) -> tuple[list[int], outputs_lib.FinishReason | None]:
-        """Appends a block's tokens; a finished request leaves at once, without persisting it."""
-        start = request.whole_len(self._block_size)
-        head = request.num_tokens - start  # the prompt's tokens in its last block
-        new = block.tokens[head:].tolist()
-        request.context_len = start  # what came before is persisted, or this block could not be
-        request.num_blocks += 1
-        request.output_ids += new
-        request.output_steps += block.steps[head:].tolist()
-        request.output_logprobs += block.logprobs[head:].tolist()
+        """Appends what became final; a finished request leaves at once, nothing is persisted."""
+        new = self._rows.append(request, block)
         finish = finish_lib.check_request(request, len(new), self._detokenize)
         if finish is None:
             return new, None
         surplus = len(request.output_ids) - finish.finished_len
         request.num_discarded += surplus
-        for kept in (request.output_ids, request.output_steps, request.output_logprobs):
-            del kept[finish.finished_len :]
-        self._leave(request, keep=True)
-        self._end(request)
+        request.truncate(finish.finished_len)
+        self.live.end(request, keep=True)
         return new[: len(new) - surplus], finish
 
     def _give_up(self, request: request_lib.Request, message: str) -> outputs_lib.RequestOutput:
         """Ends a request that cannot go on; nothing more of it enters the prefix cache."""
         if request.state is RequestState.RUNNING:
-            self._leave(request, keep=False)
-            self._end(request)
+            self.live.end(request, keep=False)
         reason = outputs_lib.FinishReason(
             kind="abort", finished_len=len(request.output_ids), message=message
         )
         return outputs_lib.RequestOutput.of(request, [], reason)
 
-    def _leave(self, request: request_lib.Request, *, keep: bool) -> None:
-        """Takes slot, pages and in-flight block from a running request."""
-        assert request.slot is not None
-        self.running.remove(request)
-        self.pages.release(request, keep=keep)
-        self._free_slots.append(request.slot)
-        request.slot = None
-        request.is_decoding = False
-        request.epoch += 1
-
-    def _end(self, request: request_lib.Request) -> None:
-        del self._by_id[request.request_id]
-        request.state = RequestState.FINISHED
-
 
 def is_current(row: batch_lib.ScheduledRow) -> bool:
     """Returns whether the row's request still holds the place that the launch was planned for."""
     return row.request.state is RequestState.RUNNING and row.request.epoch == row.epoch
-
-
-def _arrival(request: request_lib.Request) -> int:
-    return request.arrival

@@ -1,7 +1,8 @@
-"""POST /v1/completions: a text or ids, or a list of them."""
+"""POST /v1/completions: a text or ids, or a list of them; with `suffix` what stands between."""
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import fastapi
@@ -21,18 +22,22 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 @router.post("/v1/completions", openapi_extra=schemas.body(protocol.CompletionRequest))
 async def completions(request: requests.Request) -> starlette_responses.Response:
-    """Continues one or more prompts."""
+    """Continues one or more prompts, or writes what stands between each and a suffix."""
     server = state.of(request)
     body = await protocol.read(request, protocol.CompletionRequest)
     server.check_model(body.model)
     prompts = [await prompt_ids(server, prompt, "prompt") for prompt in split_prompt(body.prompt)]
+    suffix = await suffix_ids(server, body.suffix)
     answer_id = body.rid or running.new_request_id("cmpl")
     jobs = [
         running.Job(
             prompt_ids=ids,
-            params=body.sampling(default_tokens(server, len(ids), DEFAULT_MAX_TOKENS)),
+            params=body.sampling(
+                default_tokens(server, len(ids) + len(suffix), DEFAULT_MAX_TOKENS)
+            ),
             request_id=request_id,
             field_names=body.field_names(),
+            suffix_ids=suffix,
         )
         for ids, request_id in zip(prompts, running.job_ids(answer_id, len(prompts)), strict=True)
     ]
@@ -70,6 +75,14 @@ async def prompt_ids(server: state.ServerState, prompt: str | list[int], param: 
                 f"token id {token_id} is outside the vocabulary of {vocab_size}", param=param
             )
     return prompt
+
+
+async def suffix_ids(server: state.ServerState, suffix: str | None) -> list[int]:
+    """Returns the ids of a suffix, none where there is none; no token marks its beginning."""
+    if not suffix:
+        return []
+    encode = functools.partial(server.tokenizer.encode, add_special_tokens=False)
+    return await running.off_loop(len(suffix), encode, suffix)
 
 
 def default_tokens(server: state.ServerState, prompt_len: int, default: int) -> int:

@@ -26,7 +26,6 @@ OPENAI: Neutral = {
     "store": _OFF,
     "service_tier": (None, "auto", "default"),
     "echo": _OFF,
-    "suffix": (None,),
     "priority": (None, 0),
     "lora_path": (None, ""),
     "session_params": (None, {}),
@@ -42,6 +41,7 @@ OPENAI: Neutral = {
 
 CHAT: Neutral = {
     **OPENAI,
+    "suffix": (None,),
     "tools": (None, []),
     "tool_choice": (None, "none"),
     "functions": (None, []),

@@ -29,6 +29,8 @@ DLLM_STATS = {
     "denoising_steps_total",
     "decode_steps_total",
     "canvas_positions_total",
+    "canvas_full_forwards_total",
+    "canvas_forwarded_tokens_total",
     "committed_tokens_total",
     "edited_tokens_total",
     "discarded_tokens_total",

@@ -160,6 +160,7 @@ class ChatRequest(OpenAIRequest):
 class CompletionRequest(OpenAIRequest):
     foreign: ClassVar = foreign_fields.OPENAI
     prompt: Any = None
+    suffix: StrictStr | None = None
 
     def field_names(self) -> dict[str, str]:
         return super().field_names() | {"input_ids": "prompt"}

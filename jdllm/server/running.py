@@ -32,7 +32,7 @@ INLINE_CHARACTERS = 20_000
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One prompt with its options.
+    """One prompt with its options, and the text that is to follow what is written.
 
     `field_names` says which field of the body holds what the engine calls `prompt`,
     `max_new_tokens` and so on, where the names differ.
@@ -42,6 +42,7 @@ class Job:
     params: sampling_params.SamplingParams
     request_id: str
     field_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    suffix_ids: Sequence[int] = ()
 
 
 def new_request_id(prefix: str) -> str:
@@ -129,7 +130,9 @@ async def _pump(
     arrival_s = time.monotonic()
     trackers: dict[int, metrics.Tracker] = {}
     try:
-        stream = server.engine.stream(job.prompt_ids, job.params, request_id=job.request_id)
+        stream = server.engine.stream(
+            job.prompt_ids, job.params, request_id=job.request_id, suffix=job.suffix_ids
+        )
         async with contextlib.aclosing(stream) as events:
             async for generation in events:
                 finish = generation.finish_reason

@@ -70,3 +70,26 @@ def test_wrong_sizes_are_config_errors(wrong):
     right = {"decode_rows": (1,), "prefill_tokens": (4,), "prefill_rows": 1, "block_size": 4}
     with pytest.raises(errors.ConfigError):
         buckets.Buckets(**(right | wrong))
+
+
+def test_canvas_buckets_hold_their_rows_up_to_the_tokens_of_a_forward():
+    made = buckets.CanvasBuckets.default(16, 8192, 4096)
+    sizes = [(bucket.rows, bucket.tokens) for bucket in made.all()]
+    assert sizes == [(1, 4096), (4, 8192), (16, 8192)]
+    assert made.canvas(5) == made.all()[2]
+    assert {bucket.phase for bucket in made.all()} == {batch.Phase.CANVAS}
+    # The longest canvas fits whatever the budget, and no more is compiled than rows can use.
+    made = buckets.CanvasBuckets.default(6, 8, 20)
+    assert [(b.rows, b.tokens) for b in made.all()] == [(1, 24), (4, 24), (6, 24)]
+    made = buckets.CanvasBuckets.default(2, 512, 20)
+    assert [(b.rows, b.tokens) for b in made.all()] == [(1, 24), (2, 48)]
+    with pytest.raises(ValueError, match="3 rows"):
+        made.canvas(3)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"rows": (4, 1)}, {"tokens": 16}, {"row_tokens": 20}, {"tokens": 25}]
+)
+def test_wrong_canvas_sizes_are_refused(wrong):
+    with pytest.raises(errors.ConfigError):
+        buckets.CanvasBuckets(**({"rows": (1, 4), "tokens": 48, "row_tokens": 24} | wrong))

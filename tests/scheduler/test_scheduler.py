@@ -100,6 +100,18 @@ def test_what_can_never_run_is_refused_at_once(wrong, error, words):
     assert made.stats().num_queued == 1
 
 
+@pytest.mark.parametrize(
+    "name,value", [("suffix", {"suffix_ids": [5]}), ("given", {"given": {0: 5}})]
+)
+def test_rows_of_blocks_refuse_what_needs_later_tokens(name, value):
+    made, one = make(), ask("a", [7])
+    for field, wanted in value.items():
+        setattr(one, field, wanted)
+    with pytest.raises(errors.RequestError, match=f"^{name} needs.*full attention") as caught:
+        made.add_request(one)
+    assert caught.value.param == name and not made.has_work()
+
+
 def test_queue_limit_counts_only_requests_that_find_no_row():
     made = make(max_running_requests=2, max_queued_requests=1)
     for i in range(3):

@@ -46,7 +46,7 @@ def check_pages(made):
     assert num_evictable == (0 if cache is None else cache.num_evictable)
     for one in made.waiting:
         assert (one.pages, one.prefix_nodes, one.slot, one.context_len) == ([], [], None, 0)
-    slots = [one.slot for one in made.running] + made._free_slots
+    slots = [one.slot for one in made.running] + made.live.free_slots
     assert sorted(slots) == list(range(len(slots)))
 
 

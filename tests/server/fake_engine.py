@@ -1,6 +1,6 @@
 """A computable engine that obeys the interface of `jdllm.engine.engine.Engine`.
 
-Token i of a request is a letter, a function of the prompt and the choice alone, so a
+Token i of a request is a letter, a function of prompt and suffix and the choice alone, so a
 test knows every text. Blocks of 4 tokens come `block_s` apart. `open_requests` are
 the ids of requests whose iterator is open: what holds pages in the real engine.
 """
@@ -8,9 +8,10 @@ the ids of requests whose iterator is open: what holds pages in the real engine.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from jdllm import config, errors, sampling_params
@@ -32,6 +33,11 @@ SPEC = spec.ModelSpec(
     max_position_embeddings=CONTEXT,
     diffusion=spec.DiffusionSpec(block_size=BLOCK, mask_token_id=None, eos_token_ids=()),
     rotary_dim=1,
+)
+
+FULL_ATTENTION_SPEC = dataclasses.replace(
+    SPEC,
+    diffusion=dataclasses.replace(SPEC.diffusion, attention_pattern=spec.AttentionPattern.FULL),
 )
 
 
@@ -69,9 +75,10 @@ class FakeEngine:
         tokenizer: FakeTokenizer | None = None,
         skip_tokenizer_init: bool = False,
         refusal: errors.RequestError | None = None,
+        model_spec: spec.ModelSpec = SPEC,
     ):
         self.config = config.EngineConfig()
-        self.spec = SPEC
+        self.spec = model_spec
         self.tokenizer = None if skip_tokenizer_init else tokenizer or FakeTokenizer()
         self.model_name = "fake-model"
         self.context_length = CONTEXT
@@ -81,6 +88,7 @@ class FakeEngine:
         self.open_requests: set[str] = set()
         self.seen_params: list[sampling_params.SamplingParams] = []
         self.seen_prompts: list[list[int]] = []
+        self.seen_suffixes: list[list[int]] = []
         self.shut_down = False
         self._block_s = block_s
         self._refusal = refusal
@@ -90,7 +98,12 @@ class FakeEngine:
         self._tokens = 0
 
     async def stream(
-        self, prompt_ids: list[int], params: sampling_params.SamplingParams, *, request_id: str
+        self,
+        prompt_ids: list[int],
+        params: sampling_params.SamplingParams,
+        *,
+        request_id: str,
+        suffix: Sequence[int] = (),
     ) -> AsyncIterator[outputs.Generation]:
         if not self._admitting:
             raise errors.EngineStopped("the engine is draining")
@@ -100,14 +113,19 @@ class FakeEngine:
             raise self._refusal
         if request_id in self.open_requests:
             raise errors.RequestError(f"request id {request_id!r} is in use", param="rid")
-        if len(prompt_ids) + params.max_new_tokens > CONTEXT:
+        params.dllm.resolve(sampling_params.DllmParams())  # refuses what its algorithm rules out
+        if suffix and self.spec is not FULL_ATTENTION_SPEC:
+            raise errors.RequestError("suffix needs a full-attention model", param="suffix")
+        fixed_ids = [*prompt_ids, *suffix]
+        if len(fixed_ids) + params.max_new_tokens > CONTEXT:
             raise errors.RequestTooLong(
-                f"{len(prompt_ids)} prompt tokens and {params.max_new_tokens} new ones exceed "
+                f"{len(fixed_ids)} prompt tokens and {params.max_new_tokens} new ones exceed "
                 f"the context of {CONTEXT}; lower max_new_tokens",
                 param="prompt" if len(prompt_ids) >= CONTEXT else "max_new_tokens",
             )
         self.seen_params.append(params)
         self.seen_prompts.append(prompt_ids)
+        self.seen_suffixes.append(list(suffix))
         self.open_requests.add(request_id)
         began = time.monotonic()
         try:
@@ -120,7 +138,7 @@ class FakeEngine:
                 before, count = count, min(count + BLOCK, params.max_new_tokens)
                 for index in sorted(running):
                     generation = self._generation(
-                        prompt_ids, params, request_id, index, before, count, began
+                        fixed_ids, params, request_id, index, before, count, began
                     )
                     if generation.finish_reason is not None:
                         running.discard(index)
@@ -132,7 +150,7 @@ class FakeEngine:
 
     def _generation(
         self,
-        prompt_ids: list[int],
+        fixed_ids: list[int],
         params: sampling_params.SamplingParams,
         request_id: str,
         index: int,
@@ -140,7 +158,7 @@ class FakeEngine:
         count: int,
         began: float,
     ) -> outputs.Generation:
-        ids = expected_ids(prompt_ids, count, index)
+        ids = expected_ids(fixed_ids, count, index)
         finish: dict[str, Any] | None = None
         stops = [i for i, token in enumerate(ids) if token in params.stop_token_ids]
         if request_id in self._aborted:
@@ -164,7 +182,7 @@ class FakeEngine:
         meta = {
             "id": request_id if params.n == 1 else f"{request_id}-{index}",
             "finish_reason": finish,
-            "prompt_tokens": len(prompt_ids),
+            "prompt_tokens": len(fixed_ids),
             "completion_tokens": len(ids),
             "cached_tokens": 2,
             "e2e_latency": time.monotonic() - began,

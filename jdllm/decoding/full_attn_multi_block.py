@@ -1,0 +1,189 @@
+"""FullAttnMultiBlock: d3LLM's decoding of several blocks at a time, by entropy.
+
+Blocks are created one after the other, each when the one before is written to a share of
+`block_add_threshold`; all created blocks are decoded at once. A position is written where its
+entropy passes the threshold. Besides, the first block that is not finished gets at least one
+token a step. Since the block before that one is finished, it is fully activated whatever
+`decoded_token_threshold` (a share, at most 1) says: of the reference's two kinds of created
+blocks the rule needs none, and the option never changes a result.
+
+Two published rules. LLaDA: entropy <= threshold, and the position of lowest entropy of all.
+Dream (`is_shifted`, also SGLang's pull request): entropy < threshold.
+
+Early stop: what lies behind the first end token becomes that token at once.
+
+K,V (`cache_mode`): a finished block is cached, after `cache_delay_iter` forwards that had all of
+its tokens; blocks are cached in order, so the cache is [0, `cached`), and it is that in every
+mode. A refresh forwards the whole canvas, rewrites what is cached in place and moves nothing.
+
+* exact: every forward is full.
+* delayed: [cached, length) is forwarded; a full forward every `refresh_interval` forwards, before
+  anything is cached, and while a finished block waits for its delay. A refresh that is due takes
+  place (in the reference it gives way to caching), so that an interval of 1 is `exact`.
+* window: [cached, end of the created blocks); full at first and every `refresh_interval`
+  forwards. What lies behind keeps the K,V of the last full forward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jdllm import sampling_params
+from jdllm.decoding import canvas as canvas_lib
+from jdllm.decoding import canvas_rules
+
+EXACT = sampling_params.CHOICES["FullAttnMultiBlock"]["cache_mode"].index("exact")
+WINDOW = sampling_params.CHOICES["FullAttnMultiBlock"]["cache_mode"].index("window")
+NOT_YET = jnp.iinfo(jnp.int32).max
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BlockTable:
+    """The blocks of each row; what is said of a block is true of all its positions.
+
+    `initial`: masked before the first forward. `created`: number of blocks that are decoded.
+    `finished_at`: the forward before which the block was found finished, the first being 1;
+    0 in the prompt, `NOT_YET` otherwise. `cached`: where the cache ends.
+    """
+
+    initial: jax.Array  # [R, S] bool
+    created: jax.Array  # [R] int32
+    finished_at: jax.Array  # [R, S] int32
+    cached: jax.Array  # [R] int32
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FullAttnMultiBlock:
+    """The rule of LLaDA's release, or of Dream's (`is_shifted`)."""
+
+    is_shifted: bool = False
+
+    tempers = False
+    guides = False
+
+    def begin(self, canvas: canvas_lib.Canvas) -> BlockTable:
+        is_prompt = canvas.positions < canvas.start[:, None]
+        return BlockTable(
+            initial=canvas.masked,
+            created=jnp.ones_like(canvas.start),
+            finished_at=jnp.where(is_prompt, 0, NOT_YET).astype(jnp.int32),
+            cached=jnp.zeros_like(canvas.start),
+        )
+
+    def plan(self, canvas: canvas_lib.Canvas) -> tuple[canvas_lib.Canvas, canvas_lib.Window]:
+        canvas, first_end = _stop_early(canvas)
+        created = _create(canvas, first_end)
+        created_end = canvas_rules.block_start(canvas, created)
+        finished_end = jnp.minimum(
+            created_end, canvas_rules.block_start(canvas, canvas_rules.first_block(canvas))
+        )
+        before = canvas.extra.cached
+        finished_at, cached = self._cache(canvas, finished_end)
+
+        mode, forward = canvas.params.cache_mode, canvas.step + 1
+        is_due = forward % jnp.maximum(canvas.params.refresh_interval, 1) == 0
+        waits = (finished_end > cached) & (cached == before)
+        is_full = is_due | jnp.where(mode == WINDOW, forward == 1, waits) | (mode == EXACT)
+        planned = dataclasses.replace(
+            canvas,
+            extra=BlockTable(
+                initial=canvas.extra.initial,
+                created=created,
+                finished_at=finished_at,
+                cached=cached,
+            ),
+        )
+        return canvas_rules.window(
+            planned,
+            low=jnp.where(is_full, 0, before),
+            high=jnp.where(is_full | (mode != WINDOW), canvas.length, created_end),
+            wanted=canvas.positions < created_end[:, None],
+        )
+
+    def update(
+        self, canvas: canvas_lib.Canvas, proposal: canvas_lib.CanvasProposal
+    ) -> canvas_lib.Canvas:
+        """Writes what passes in created blocks, at least one position of the first open one."""
+        created_end = canvas_rules.block_start(canvas, canvas.extra.created)
+        eligible = canvas.masked & (canvas.positions < created_end[:, None])
+        entropy, threshold = proposal.entropy, canvas.params.threshold[:, None]
+        if self.is_shifted:
+            where = eligible & (entropy < threshold)
+        else:
+            where = eligible & (entropy <= threshold) | canvas_rules.lowest(entropy, eligible)
+        first = eligible & canvas_lib.current_block(canvas)
+        stuck = ~jnp.any(where & first, axis=1, keepdims=True)
+        where |= stuck & canvas_rules.lowest(entropy, first)
+        return canvas.write(proposal.tokens, where=where)
+
+    def _cache(
+        self, canvas: canvas_lib.Canvas, finished_end: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns (finished_at, cached) with what the next forward caches.
+
+        LLaDA's rule looks at no block behind one that waits: delays come one after the other.
+        """
+        table, forward = canvas.extra, canvas.step[:, None] + 1
+        delay = canvas.params.cache_delay_iter
+
+        def ready_end(finished_at: jax.Array) -> jax.Array:
+            is_ready = forward - finished_at >= delay[:, None]
+            ends = jnp.where(is_ready, canvas.positions + 1, 0)
+            return jnp.maximum(jnp.max(ends, axis=1).astype(jnp.int32), table.cached)
+
+        reach = finished_end
+        if not self.is_shifted:
+            ready = ready_end(table.finished_at)
+            following = jnp.where(
+                ready < canvas.start, canvas.start, ready + canvas.params.block_length
+            )
+            reach = jnp.where(delay > 0, jnp.minimum(reach, following), reach)
+        is_new = (canvas.positions < reach[:, None]) & (table.finished_at == NOT_YET)
+        finished_at = jnp.where(is_new, forward, table.finished_at)
+        return finished_at, ready_end(finished_at)
+
+
+def _stop_early(canvas: canvas_lib.Canvas) -> tuple[canvas_lib.Canvas, jax.Array]:
+    """Returns the canvas, filled behind the first end token of a row, and [R] where that is.
+
+    Rows that have none, or do not stop early, get the number of positions S.
+    """
+    S = canvas.positions.shape[0]
+    stops = canvas_lib.is_end(canvas) & canvas.params.early_stop[:, None]
+    first = jnp.min(jnp.where(stops, canvas.positions, S), axis=1).astype(jnp.int32)
+    token = jnp.sum(
+        jnp.where(canvas.positions == first[:, None], canvas.tokens, 0), axis=1, dtype=jnp.int32
+    )
+    behind = canvas.extra.initial & (canvas.positions > first[:, None])
+    behind &= ~canvas.is_done[:, None]
+    filled = dataclasses.replace(
+        canvas,
+        tokens=jnp.where(behind, token[:, None], canvas.tokens),
+        masked=canvas.masked & ~behind,
+    )
+    return filled, first
+
+
+def _create(canvas: canvas_lib.Canvas, first_end: jax.Array) -> jax.Array:
+    """Returns [R]: the number of created blocks, one more where the last one has come far enough.
+
+    Blocks that have nothing to write (all is given) are finished. Wherever nothing is left in
+    created blocks, those up to the next masked position are created.
+    """
+    table = canvas.extra
+    is_last = table.initial & (canvas_lib.block_of(canvas) == table.created[:, None] - 1)
+    total = jnp.sum(is_last, axis=1, dtype=jnp.int32)
+    left = jnp.sum(is_last & canvas.masked, axis=1, dtype=jnp.int32)
+    progress = (total - left) / jnp.maximum(total, 1)
+    has_come_far = (left == 0) | (progress >= canvas.params.block_add_threshold)
+    following = canvas_rules.block_start(canvas, table.created)
+    is_possible = (following < canvas.end) & (following <= first_end)
+    created = table.created + (has_come_far & is_possible)
+    has_masked = jnp.any(canvas.masked, axis=1)
+    return jnp.where(
+        has_masked, jnp.maximum(created, canvas_rules.first_block(canvas) + 1), created
+    )

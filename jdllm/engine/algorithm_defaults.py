@@ -1,0 +1,63 @@
+"""Which denoising algorithms an engine compiles, and the defaults of their options.
+
+A family's attention says which kind it can run: models that see no later block write block
+after block, models that see the whole sequence write a canvas.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jdllm import config as config_lib
+from jdllm import errors, sampling_params
+from jdllm.models import spec as spec_lib
+
+BLOCK_DEFAULT, CANVAS_DEFAULT = "LowConfidence", "FullAttnMultiBlock"
+
+
+def choose(
+    config: config_lib.EngineConfig, generation_config: dict[str, Any], spec: spec_lib.ModelSpec
+) -> tuple[tuple[str, ...], sampling_params.DllmParams]:
+    """Returns (compiled algorithms, default options).
+
+    The checkpoint's recommendation (generation_config.json, "dllm") holds unless the
+    user names another algorithm; the user's options come on top.
+    """
+    recommended = generation_config.get("dllm") or {}
+    if not isinstance(recommended, dict):
+        raise errors.ConfigError(f"generation_config.json: dllm={recommended!r} must be an object")
+    names = config.algorithms()
+    if not names:
+        default = CANVAS_DEFAULT if spec.diffusion.has_canvas else BLOCK_DEFAULT
+        names = (recommended.get("algorithm", default),)
+    _check_kind(names, spec)
+    options = config.algorithm_options()
+    if options.pop("block_size", None) is not None and spec.diffusion.has_canvas:
+        raise errors.ConfigError(
+            f"dllm_algorithm_config: {spec.architecture} has no block_size of its own; "
+            "block_length is an option of its algorithms"
+        )
+    if recommended.get("algorithm", names[0]) != names[0]:
+        recommended = {}
+    try:
+        given = sampling_params.DllmParams.from_mapping(
+            recommended | options | {"algorithm": names[0]}
+        )
+        return names, given.resolve(sampling_params.DllmParams())
+    except errors.RequestError as error:
+        raise errors.ConfigError(f"dLLM options of {names[0]}: {error}") from error
+
+
+def _check_kind(names: tuple[str, ...], spec: spec_lib.ModelSpec) -> None:
+    """Raises a ConfigError for a known algorithm that the family cannot run."""
+    fitting = [
+        name
+        for name in sampling_params.ALGORITHM_OPTIONS
+        if (name in sampling_params.CANVAS_ALGORITHMS) == spec.diffusion.has_canvas
+    ]
+    for name in names:
+        if name in sampling_params.ALGORITHM_OPTIONS and name not in fitting:
+            raise errors.ConfigError(
+                f"{spec.architecture}, a model with {spec.diffusion.attention_pattern.value} "
+                f"attention, cannot run dllm_algorithm {name!r}; it runs {', '.join(fitting)}"
+            )

@@ -1,0 +1,190 @@
+"""What a canvas row is on the device: all of its positions, its algorithm's state, its window.
+
+As in `row_state.py` the states of all running requests lie in slots and stay on the device from
+launch to launch; every leaf leads with R. A row's next window is planned at the end of the step
+before, when the hidden states are at hand that a shifted family needs beside it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jdllm import decoding
+from jdllm.decoding import canvas
+from jdllm.models import spec as spec_lib
+from jdllm.runner import forward_batch, row_state, steps
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CanvasState:
+    """What a row carries from step to step and from launch to launch.
+
+    `tokens` to `step`: see `canvas.Canvas`. `steps` and `logprobs` are those of a token's
+    writing. `window` is that of the next forward. `edge`: the hidden state of the position
+    before it, where logits are shifted. `num_settled`: end of the settled prefix. The last
+    four are those of a launch: forwards with the row, full ones, tokens forwarded, and where
+    the settled prefix ended when it began.
+    """
+
+    tokens: jax.Array  # [R, S] int32
+    masked: jax.Array  # [R, S] bool
+    start: jax.Array  # [R] int32
+    end: jax.Array  # [R] int32
+    length: jax.Array  # [R] int32
+    step: jax.Array  # [R] int32
+    steps: jax.Array  # [R, S] int32
+    logprobs: jax.Array  # [R, S] float32
+    extra: Any  # one tree per compiled algorithm
+    window: canvas.Window
+    edge: jax.Array  # [R, D], or [R, 0]
+    num_settled: jax.Array  # [R] int32
+    is_finished: jax.Array  # [R] bool
+    is_invalid: jax.Array  # [R] bool
+    nfe: jax.Array  # [R] int32
+    num_full: jax.Array  # [R] int32
+    num_forwarded: jax.Array  # [R] int32
+    settled_before: jax.Array  # [R] int32
+
+
+def algorithms(config: steps.StepConfig) -> tuple[canvas.CanvasAlgorithm, ...]:
+    """Returns the compiled algorithms, in the variant of the model's family."""
+    is_shifted = config.spec.diffusion.logit_alignment is spec_lib.LogitAlignment.SHIFTED
+    return tuple(
+        decoding.canvas_algorithm(name, is_shifted=is_shifted) for name in config.algorithms
+    )
+
+
+def empty_slots(num_slots: int, config: steps.StepConfig, dtype: Any) -> CanvasState:
+    """Returns the states of a runner that has served nothing; their values do not matter.
+
+    `dtype` is that of hidden states.
+    """
+    rows = jax.eval_shape(
+        lambda: _fresh(
+            config,
+            empty_inputs(num_slots, config),
+            jnp.zeros((num_slots, config.canvas_length), jnp.int32),
+            dtype,
+        )
+    )
+    # One of its own for each leaf: they are donated.
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), rows)
+
+
+def empty_inputs(rows: int, config: steps.StepConfig) -> forward_batch.CanvasInputs:
+    """Returns inputs of rows that do nothing."""
+    return jax.tree.map(
+        jnp.asarray, forward_batch.padding_canvases(rows, config.canvas_length, pages_per_row=1)
+    )
+
+
+def enter(
+    config: steps.StepConfig,
+    inputs: forward_batch.CanvasInputs,
+    slots: CanvasState,
+    is_row: jax.Array,
+) -> CanvasState:
+    """Returns the rows' states at the start of a launch: from their slots, or new ones."""
+    last = slots.step.shape[0] - 1
+    kept = jax.tree.map(lambda leaf: leaf[jnp.minimum(inputs.slot, last)], slots)
+    fresh = _fresh(config, inputs, inputs.canvas, slots.edge.dtype)
+    rows = row_state.select(is_row & ~inputs.is_fresh, kept, fresh)
+    zeros = jnp.zeros_like(inputs.slot)
+    return dataclasses.replace(
+        rows,
+        is_finished=rows.is_finished | ~is_row,
+        nfe=zeros,
+        num_full=zeros,
+        num_forwarded=zeros,
+        # A new row may begin with given tokens: they count as settled by this launch.
+        settled_before=jnp.where(inputs.is_fresh, inputs.start, rows.num_settled),
+    )
+
+
+def _fresh(
+    config: steps.StepConfig,
+    inputs: forward_batch.CanvasInputs,
+    ids: jax.Array,
+    dtype: Any,
+) -> CanvasState:
+    """Returns rows that begin here, their first window planned."""
+    R, S = ids.shape
+    zeros, no = jnp.zeros((R,), jnp.int32), jnp.zeros((R,), bool)
+    is_shifted = config.spec.diffusion.logit_alignment is spec_lib.LogitAlignment.SHIFTED
+    masked = ids < 0
+    state = CanvasState(
+        tokens=jnp.where(masked, config.spec.diffusion.mask_token_id, ids),
+        masked=masked,
+        start=inputs.start,
+        end=inputs.end,
+        length=inputs.length,
+        step=zeros,
+        steps=jnp.zeros((R, S), jnp.int32),
+        logprobs=jnp.zeros((R, S), jnp.float32),
+        extra=(),
+        window=canvas.Window(low=zeros, high=zeros, wanted=jnp.zeros((R, S), bool), is_full=no),
+        edge=jnp.zeros((R, config.spec.hidden_size if is_shifted else 0), dtype),
+        num_settled=inputs.start,
+        is_finished=no,
+        is_invalid=no,
+        nfe=zeros,
+        num_full=zeros,
+        num_forwarded=zeros,
+        settled_before=zeros,
+    )
+    begun = tuple(
+        algorithm.begin(as_canvas(inputs, state, None)) for algorithm in algorithms(config)
+    )
+    return plan(config, inputs, dataclasses.replace(state, extra=begun))
+
+
+def as_canvas(inputs: forward_batch.CanvasInputs, state: CanvasState, extra: Any) -> canvas.Canvas:
+    """Returns what an algorithm sees of the rows."""
+    return canvas.Canvas(
+        tokens=state.tokens,
+        masked=state.masked,
+        start=state.start,
+        end=state.end,
+        length=state.length,
+        step=state.step,
+        end_ids=inputs.end_ids,
+        is_done=state.is_finished,
+        params=inputs.params,
+        extra=extra,
+    )
+
+
+def plan(
+    config: steps.StepConfig, inputs: forward_batch.CanvasInputs, state: CanvasState
+) -> CanvasState:
+    """Returns the state with the next window of every row; a row without one is finished.
+
+    A row is finished, too, when an end token lies in its settled prefix, or nothing that is
+    shown is open: what comes later is never seen.
+    """
+    after, extras = as_canvas(inputs, state, ()), []
+    window = jax.tree.map(jnp.zeros_like, state.window)
+    for i, algorithm in enumerate(algorithms(config)):
+        planned, mine = algorithm.plan(as_canvas(inputs, state, state.extra[i]))
+        extras.append(planned.extra)
+        is_mine = inputs.algorithm == i
+        after = row_state.select(is_mine, dataclasses.replace(planned, extra=()), after)
+        window = row_state.select(is_mine, mine, window)
+    settled = jnp.minimum(canvas.first_masked(after), state.end)
+    has_ended = jnp.any(canvas.is_end(after) & (after.positions < settled[:, None]), axis=1)
+    is_finished = state.is_finished | after.is_done | has_ended | (settled >= inputs.shown)
+    stays = state.is_finished
+    return dataclasses.replace(
+        state,
+        tokens=jnp.where(stays[:, None], state.tokens, after.tokens),
+        masked=jnp.where(stays[:, None], state.masked, after.masked),
+        extra=row_state.select(~stays, tuple(extras), state.extra),
+        num_settled=jnp.where(stays, state.num_settled, settled),
+        is_finished=is_finished,
+        window=row_state.select(~is_finished, window, jax.tree.map(jnp.zeros_like, window)),
+    )

@@ -1,0 +1,83 @@
+"""Every live request: who waits, who runs, and in which row of the device.
+
+The scheduler and its rows (`block_rows`, `canvas_rows`) share one such object; only here do
+requests change their state, and only a running one holds a slot and pages.
+"""
+
+from __future__ import annotations
+
+import bisect
+
+from jdllm.scheduler import pages as pages_lib
+from jdllm.scheduler import request as request_lib
+
+RequestState = request_lib.RequestState
+
+
+class LiveRequests:
+    """`waiting` and `running`, both in order of arrival, and what the running ones hold."""
+
+    def __init__(self, *, max_running: int, pages: pages_lib.RequestPages):
+        self.waiting: list[request_lib.Request] = []
+        self.running: list[request_lib.Request] = []
+        self.by_id: dict[str, request_lib.Request] = {}
+        self.pages = pages
+        self.max_running = max_running
+        self.free_slots = list(reversed(range(max_running)))
+        self.total_preemptions = 0
+        self._num_arrivals = 0
+
+    @property
+    def num_free_rows(self) -> int:
+        return self.max_running - len(self.running)
+
+    def max_finished(self, num_rows: int) -> int | None:
+        """Returns how many rows of a launch may finish before it ends; None: nobody waits."""
+        # Not at the first one: where rows finish often, launches would be of one step.
+        return num_rows // 8 if self.waiting else None
+
+    def add(self, request: request_lib.Request) -> None:
+        """Puts a new request at the end of the queue."""
+        request.arrival = self._num_arrivals
+        request.state = RequestState.WAITING
+        self._num_arrivals += 1
+        self.by_id[request.request_id] = request
+        self.waiting.append(request)
+
+    def start(self, request: request_lib.Request) -> None:
+        """Gives a slot to a waiting request that has its pages."""
+        self.waiting.remove(request)
+        bisect.insort(self.running, request, key=_arrival)
+        request.state = RequestState.RUNNING
+        request.slot = self.free_slots.pop()
+
+    def preempt(self, request: request_lib.Request, *, keep: bool) -> None:
+        """Sends a running request back to the queue with its committed tokens and nothing else."""
+        self._leave(request, keep=keep)
+        request.state = RequestState.WAITING
+        request.num_preemptions += 1
+        self.total_preemptions += 1
+        bisect.insort(self.waiting, request, key=_arrival)
+
+    def end(self, request: request_lib.Request, *, keep: bool) -> None:
+        """Takes out a live request in any state; `keep` offers full pages to the prefix cache."""
+        if request.state is RequestState.RUNNING:
+            self._leave(request, keep=keep)
+        else:
+            self.waiting.remove(request)
+        del self.by_id[request.request_id]
+        request.state = RequestState.FINISHED
+
+    def _leave(self, request: request_lib.Request, *, keep: bool) -> None:
+        """Takes slot, pages and what is in flight from a running request."""
+        assert request.slot is not None
+        self.running.remove(request)
+        self.pages.release(request, keep=keep)
+        self.free_slots.append(request.slot)
+        request.slot = None
+        request.is_decoding = False
+        request.epoch += 1
+
+
+def _arrival(request: request_lib.Request) -> int:
+    return request.arrival

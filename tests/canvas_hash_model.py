@@ -1,0 +1,208 @@
+"""A computable full-attention model over a store of pages, and what a request gets from it alone.
+
+`CanvasModel` obeys the Runner protocol. A token is a hash of prompt, seed, position and how often
+its row has begun; which masked positions a step writes is random. Each row stamps its pages, and
+finds its own stamps there in the next launch, or the pages are another's. The oracle
+`expected` has no pages, batches or scheduler.
+"""
+
+import zlib
+
+import numpy as np
+from hash_model import EOS, MASK, STOP_ID, VOCAB, Done, decode_text
+
+from jdllm import sampling_params
+from jdllm.scheduler import batch as batch_lib
+from jdllm.scheduler import buckets, request, scheduler
+
+CONTEXT, PAGE, BLOCK = 64, 8, 4
+
+
+def token_of(one, position, epoch):
+    """Returns what the model writes at a position of the canvas."""
+    words = repr((one.prompt_ids, one.suffix_ids, one.seed, position, epoch)).encode()
+    return 4 + zlib.crc32(words) % (VOCAB - 4)
+
+
+def expected(one, stays):
+    """Returns all tokens of the output's places, uncut.
+
+    `stays`: (epoch, output tokens when it began) of each stay in a row.
+    """
+    output = []
+    for (epoch, begin), (_, end) in zip(stays, [*stays[1:], (0, one.max_new_tokens)], strict=True):
+        assert begin == len(output)
+        for place in range(begin, end):
+            position = len(one.prompt_ids) + place
+            output.append(one.given.get(place, token_of(one, position, epoch)))
+    return output
+
+
+class Row:
+    """A canvas in its slot."""
+
+    def __init__(self, one):
+        self.owner, self.epoch, self.is_finished = one.request_id, one.epoch, False
+        self.tokens = np.array(one.canvas_ids)
+        self.masked = self.tokens < 0
+        self.start, self.end = len(one.prompt_ids), one.canvas_end
+        assert one.canvas_ids[self.start : one.num_tokens] == one.output_ids, "committed, not given"
+        assert not self.masked[: self.start].any() and not self.masked[self.end :].any()
+        self.settled = self.start
+        self.steps = np.zeros(len(self.tokens), np.int32)
+        self.num_steps = 0
+
+
+class CanvasModel:
+    """Executes canvas launches exactly as their rows say; `rng` decides what settles when."""
+
+    def __init__(self, num_pages, shapes, rng):
+        self.shapes, self.rng = shapes, rng
+        self.store = np.zeros((num_pages, PAGE), np.int64)
+        self.rows = {}
+        self.num_launches = 0
+        self.fails = set()
+
+    def launch(self, batch):
+        """Runs the launch at once, as its place in the order of launches demands."""
+        self.num_launches += 1
+        if self.num_launches in self.fails:
+            return Done(RuntimeError("device fault"))
+        return Done(self.execute(batch))
+
+    def reset(self):
+        self.rows.clear()
+        self.store[:] = self.rng.getrandbits(62)
+
+    def execute(self, batch):
+        self.check_bucket(batch)
+        for row in batch.rows:
+            self.begin(row)
+        states = [self.rows[row.request.slot] for row in batch.rows]
+        before = [state.settled for state in states]
+        nfe = np.zeros(len(states), int)
+        used = num_steps = 0
+        limit = len(states) if batch.max_finished is None else batch.max_finished
+        while num_steps < batch.max_steps and not all(state.is_finished for state in states):
+            num_steps += 1
+            for i, (row, state) in enumerate(zip(batch.rows, states, strict=True)):
+                if not state.is_finished:
+                    self.step(row.request, state)
+                    nfe[i] += 1
+                    used += len(state.tokens)
+            if sum(state.is_finished for state in states) > limit:
+                break
+        results = [
+            batch_lib.RowResult(
+                committed=committed(state, begin, count), context_len=0, nfe=int(count)
+            )
+            for state, begin, count in zip(states, before, nfe, strict=True)
+        ]
+        return batch_lib.LaunchResult(
+            rows=tuple(results), num_steps=num_steps, num_slots=used, used_slots=used
+        )
+
+    def check_bucket(self, batch):
+        assert batch.phase is batch_lib.Phase.CANVAS
+        fitting = [b for b in self.shapes.all() if b.rows >= len(batch.rows)]
+        assert batch.bucket == min(fitting, key=lambda bucket: bucket.rows)
+        tokens = sum(batch_lib.packed_len(row.num_tokens) for row in batch.rows)
+        assert tokens <= batch.bucket.tokens, "more tokens than a forward holds"
+        pages = [page for row in batch.rows for page in row.request.pages]
+        assert len(set(pages)) == len(pages), "two rows share a page"
+
+    def begin(self, row):
+        one = row.request
+        assert (row.start, row.num_tokens) == (0, len(one.canvas_ids))
+        assert len(one.pages) == -(-row.num_tokens // PAGE), "not the pages of the whole canvas"
+        stamp = zlib.crc32(f"{one.request_id} {one.epoch}".encode())
+        if row.is_fresh:
+            self.rows[one.slot] = Row(one)
+        else:
+            assert (self.store[one.pages] == stamp).all(), "another wrote to its pages"
+        state = self.rows[one.slot]
+        assert (state.owner, state.epoch) == (one.request_id, row.epoch), "another row's slot"
+        self.store[one.pages] = stamp
+
+    def step(self, one, state):
+        """Writes some masked positions, anywhere; the row ends early at a settled end token."""
+        state.num_steps += 1
+        masked = np.flatnonzero(state.masked)
+        count = min(len(masked), self.rng.choice([1, 1, 2, 3, 6]))
+        chosen = self.rng.sample(masked.tolist(), count)
+        if self.rng.random() < 0.5:
+            chosen = masked[:count].tolist()
+        for position in chosen:
+            state.tokens[position] = token_of(one, position, state.epoch)
+            state.masked[position] = False
+            state.steps[position] = state.num_steps
+        rest = np.flatnonzero(state.masked)
+        state.settled = int(rest[0]) if len(rest) else state.end
+        ended = set(state.tokens[state.start : state.settled].tolist()) & set(one.end_token_ids)
+        shown = state.start + one.max_new_tokens
+        state.is_finished = not len(rest) or bool(ended) or state.settled >= shown
+
+
+def committed(state, begin, nfe):
+    if begin == state.settled:
+        return ()
+    settled = slice(begin, state.settled)
+    return (
+        batch_lib.CommittedBlock(
+            tokens=state.tokens[settled].copy(),
+            nfe=int(nfe),
+            steps=state.steps[settled].copy(),
+            logprobs=-state.tokens[settled].astype(np.float32),
+        ),
+    )
+
+
+def random_request(rng, name):
+    """Returns a request with or without suffix and given tokens, for any algorithm."""
+    length = rng.choice([1, 3, BLOCK, 9, rng.randint(1, 40)])
+    suffix = [rng.choice([MASK, 4, 5]) for _ in range(rng.choice([0, 0, 0, 1, 7]))]
+    room = CONTEXT - length - len(suffix)
+    wanted = min(room, rng.choice([1, 2, BLOCK, rng.randint(1, 24), room]))
+    given = {place: rng.randrange(VOCAB) for place in rng.sample(range(wanted), wanted // 5)}
+    stop = tuple("".join(rng.choices("efgh", k=2)) for _ in range(rng.choice([0, 0, 1])))
+    dllm = rng.choice(
+        [
+            {"algorithm": "FullAttnMultiBlock", "block_length": rng.choice([3, BLOCK, 32])},
+            {"algorithm": "Dream"},
+        ]
+    )
+    return request.Request(
+        request_id=name,
+        prompt_ids=[rng.choice([MASK, 4, 5, 6]) for _ in range(length)],
+        suffix_ids=suffix,
+        given=given,
+        sampling=sampling_params.SamplingParams(
+            stop=stop,
+            stop_token_ids=rng.choice([(), (STOP_ID,)]),
+            ignore_eos=rng.random() < 0.5,
+            dllm=sampling_params.DllmParams(**dllm),
+        ),
+        max_new_tokens=wanted,
+        eos_token_ids=(EOS,),
+        seed=rng.randint(0, 3),
+    )
+
+
+def build(num_pages, rows, tokens, **changes):
+    """Returns a scheduler of canvases and its buckets."""
+    shapes = buckets.CanvasBuckets.default(rows, tokens, CONTEXT)
+    options = {
+        "block_size": BLOCK,
+        "page_size": PAGE,
+        "num_pages": num_pages,
+        "max_running_requests": rows,
+        "max_queued_requests": None,
+        "context_length": CONTEXT,
+        "buckets": shapes,
+        "prefill_token_budget": tokens,
+        "max_prefill_tokens": tokens,
+        "policy": "fcfs",
+        "prefix_cache": None,
+        "detokenize": decode_text,
+    }
+    return scheduler.Scheduler(**(options | changes)), shapes

@@ -1,0 +1,89 @@
+"""Which algorithms a family compiles, its default options, sizes and counters."""
+
+import pathlib
+
+import pytest
+
+from jdllm import config, errors, sampling_params
+from jdllm.engine import algorithm_defaults, sampling_defaults, sizing, stats
+from jdllm.models import loading
+from jdllm.scheduler import batch as batch_lib
+
+GOLDENS = pathlib.Path(__file__).parents[1] / "data" / "goldens"
+FAMILIES = {"llada2": False, "llada": True, "dream": True}
+
+
+def choose(family, generation_config=None, **options):
+    spec = loading.read_spec(GOLDENS / family)
+    return algorithm_defaults.choose(config.EngineConfig(**options), generation_config or {}, spec)
+
+
+@pytest.mark.parametrize("family,has_canvas", FAMILIES.items())
+def test_default_follows_the_attention(family, has_canvas):
+    names, default = choose(family)
+    assert names == ("FullAttnMultiBlock" if has_canvas else "LowConfidence",)
+    assert default.algorithm == names[0] and default.threshold is not None
+
+
+@pytest.mark.parametrize("family,has_canvas", FAMILIES.items())
+@pytest.mark.parametrize("name", list(sampling_params.ALGORITHM_OPTIONS))
+def test_an_algorithm_of_the_other_kind_is_refused_with_the_right_ones(family, has_canvas, name):
+    fits = (name in sampling_params.CANVAS_ALGORITHMS) == has_canvas
+    right = ("FullAttnMultiBlock.*FastDLLM", "LowConfidence, JointThreshold$")[not has_canvas]
+    first = "LLaDA" if has_canvas else "LowConfidence"
+    named = {"dllm_algorithm": f"{first},{name}"}, {"generation_config": {"dllm": {}}}
+    recommended = {}, {"generation_config": {"dllm": {"algorithm": name}}}
+    for options, generation in (named, recommended):
+        if fits:
+            assert choose(family, **generation, **options)[0][-1] == name
+        else:
+            with pytest.raises(errors.ConfigError, match=f"'{name}'; it runs.*{right}"):
+                choose(family, **generation, **options)
+
+
+def test_the_user_s_options_come_on_top_of_the_checkpoint_s():
+    recommended = {
+        "dllm": {"algorithm": "FullAttnMultiBlock", "threshold": 0.4, "early_stop": False}
+    }
+    _, default = choose("dream", recommended, dllm_algorithm_config={"threshold": 1.5})
+    assert (default.threshold, default.early_stop) == (1.5, False)
+    with pytest.raises(errors.ConfigError, match=r"dLLM options of FastDLLM: .*\[0, 1\]"):
+        choose("dream", dllm_algorithm="FastDLLM", dllm_algorithm_config={"threshold": 1.5})
+    with pytest.raises(errors.ConfigError, match="block_size.*block_length"):
+        choose("dream", dllm_algorithm_config={"block_size": 8})
+
+
+@pytest.mark.parametrize("do_sample", [True, False])
+def test_filters_of_the_checkpoint_are_left_out_with_one_line(do_sample, caplog):
+    options = {"do_sample": do_sample, "temperature": 0.3, "top_p": 0.95, "top_k": None}
+    params = sampling_defaults.default_sampling(options, filters=False)
+    assert (params.temperature, params.top_p, params.top_k) == (0.3 * do_sample, 1.0, 0)
+    assert sampling_defaults.default_sampling(options).top_p == (0.95 if do_sample else 1.0)
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == do_sample
+    assert all("top_p=0.95" in message and "top_k" not in message for message in messages)
+
+
+@pytest.mark.parametrize("family,has_canvas", FAMILIES.items())
+def test_canvas_rows_are_few_and_their_context_bounded(family, has_canvas):
+    spec = loading.read_spec(GOLDENS / family)
+    shapes = sizing.choose_shapes(config.EngineConfig(), spec)
+    assert shapes.max_running_requests == (4 if has_canvas else 8)
+    longest = spec.max_position_embeddings
+    assert shapes.context_length == (min(longest, 4096) if has_canvas else longest)
+    asked = sizing.choose_shapes(config.EngineConfig(context_length=longest), spec)
+    assert asked.context_length == longest
+
+
+def test_canvas_launches_count_tokens():
+    counters = stats.Counters()
+    rows = tuple(batch_lib.RowResult(committed=(), context_len=0, nfe=nfe) for nfe in (3, 1))
+    bucket = batch_lib.Bucket(phase=batch_lib.Phase.CANVAS, rows=4, tokens=96)
+    launch = batch_lib.LaunchResult(
+        rows=rows, num_steps=3, num_slots=192, used_slots=96, num_full=2
+    )
+    counters.count_launch(batch_lib.ScheduleBatch(rows=(), bucket=bucket), launch)
+    assert (counters.denoising_steps, counters.decode_steps, counters.decode_launches) == (4, 3, 1)
+    assert (counters.canvas_positions, counters.canvas_forwarded_tokens) == (96, 96)
+    assert counters.canvas_full_forwards == 2
+    assert counters.padding_fraction == 0.5 and counters.batch_occupancy == 4 / 12
