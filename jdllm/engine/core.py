@@ -70,7 +70,7 @@ class EngineCore:
         for request in requests:
             self.requests[request.request_id] = request
             self.counters.requests += 1
-            self.counters.prompt_tokens += len(request.prompt_ids)
+            self.counters.prompt_tokens += len(request.prompt_ids) + len(request.suffix_ids)
 
     def abort(self, request_id: str) -> request_lib.Request | None:
         """Removes a request in any phase and frees its pages; None when unknown."""

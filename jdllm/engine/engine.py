@@ -24,6 +24,9 @@ from jdllm.engine import stats as stats_lib
 from jdllm.models import loading
 from jdllm.scheduler import request as request_lib
 
+# Of a canvas whose length nobody named; that of the published evaluations of such models.
+CANVAS_TOKENS = 256
+
 
 class Engine:
     """Serves one model; keyword arguments are the fields of `EngineConfig`.
@@ -206,11 +209,15 @@ class Engine:
         return time.monotonic() - self._loop.beat_s
 
     def default_max_new_tokens(self, prompt_len: int) -> int:
-        """Returns what remains of the context, the default of chat requests."""
+        """Returns what remains of the context, the default of chat requests.
+
+        A model that sees its whole canvas pays for all of it in every forward: there it is
+        `CANVAS_TOKENS` at most, in whole blocks, which a canvas counts from the prompt's end.
+        """
         block_size = self.spec.diffusion.block_size
         if self.spec.diffusion.has_canvas:
-            # Whole blocks, which a canvas counts from the prompt's end; less only at the very end.
             rest = min(self.context_length, self.max_total_tokens) - prompt_len
+            rest = min(rest, CANVAS_TOKENS)
             return max(1, rest // block_size * block_size or rest)
         # The pool holds whole blocks; with pages smaller than a block a rest may be left over.
         pool = self.max_total_tokens // block_size * block_size

@@ -68,6 +68,12 @@ def choose_shapes(config: config_lib.EngineConfig, spec: spec_lib.ModelSpec) -> 
             f"{context_length=} exceeds the model's max_position_embeddings="
             f"{spec.max_position_embeddings}"
         )
+    for option in ("max_prefill_tokens", "disable_fused_commit") if has_canvas else ():
+        if getattr(config, option):
+            raise errors.ConfigError(
+                f"{option} has no meaning for {spec.architecture}, which has neither a prefill nor "
+                "commits of its own; leave it out"
+            )
     block_size = spec.diffusion.block_size
     budget = config.chunked_prefill_size or (
         CPU_PREFILL_TOKENS if is_cpu else ACCELERATOR_PREFILL_TOKENS

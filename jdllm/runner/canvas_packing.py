@@ -35,8 +35,8 @@ def forward_sizes(rows: int, most: int, *, padding_is_cheap: bool) -> tuple[int,
     """Returns the compiled numbers of tokens of a forward of `rows` rows; the last holds `most`.
 
     Four to an octave, eight for a few rows, whose forwards are bound by arithmetic, which padding
-    lengthens, but never closer than the grain; of many rows the ends of windows even out. Where `padding_is_cheap` compared
-    with compiling (on a CPU), a factor of four apart.
+    lengthens; the windows of many rows even out. Never closer than the grain. Where
+    `padding_is_cheap` compared with compiling (on a CPU), a factor of four apart.
     """
     grain, parts = GRAINS[rows > 1], 8 if 1 < rows <= FEW_ROWS else 4
     sizes = [-(-most // grain) * grain]

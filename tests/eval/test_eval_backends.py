@@ -197,7 +197,7 @@ def test_a_sweep_has_one_folder_per_point(server, data, tmp_path):
     [
         (("--dllm", "treshold=0.5"), "did you mean 'threshold'"),
         (("--dllm", "threshold"), "KEY=VALUE"),
-        (("--dllm", "threshold=2"), "outside"),
+        (("--dllm", "algorithm=LowConfidence", "threshold=2"), "outside"),
         (("--temperature", "-1"), "temperature"),
         (("--dtype", "float32"), "--dtype"),
         (("--num-shots", "4"), "num_shots=4"),
