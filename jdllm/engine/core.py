@@ -5,7 +5,7 @@ before the results of the one before are read.
 
 `EngineCore` is used by one thread at a time (`engine/loop.py`). A launch that fails
 takes only its own requests with it: the pool is rebuilt, every other running request
-loses its K,V and is prefilled again with the tokens it already has.
+loses its K,V and begins again with the tokens it already has.
 """
 
 from __future__ import annotations

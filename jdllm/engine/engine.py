@@ -208,13 +208,13 @@ class Engine:
         """Returns seconds since the engine thread last began a round."""
         return time.monotonic() - self._loop.beat_s
 
-    def default_max_new_tokens(self, prompt_len: int) -> int:
+    def default_max_new_tokens(self, prompt_len: int, block_length: int | None = None) -> int:
         """Returns what remains of the context, the default of chat requests.
 
         A model that sees its whole canvas pays for all of it in every forward: there it is
         `CANVAS_TOKENS` at most, in whole blocks, which a canvas counts from the prompt's end.
         """
-        block_size = self.spec.diffusion.block_size
+        block_size = block_length or self.spec.diffusion.block_size
         if self.spec.diffusion.has_canvas:
             rest = min(self.context_length, self.max_total_tokens) - prompt_len
             rest = min(rest, CANVAS_TOKENS)
@@ -325,7 +325,9 @@ class Engine:
         pick = lambda value, fallback: fallback if value is None else value  # noqa: E731
         return dataclasses.replace(
             params,
-            max_new_tokens=pick(params.max_new_tokens, self.default_max_new_tokens(prompt_len)),
+            max_new_tokens=pick(
+                params.max_new_tokens, self.default_max_new_tokens(prompt_len, dllm.block_length)
+            ),
             temperature=pick(params.temperature, default.temperature),
             top_p=pick(params.top_p, default.top_p),
             top_k=pick(params.top_k, default.top_k),

@@ -89,8 +89,8 @@ def canvas_launch(
 
     def one_step(size, carry):
         pools, state, (num_steps, num_tokens) = carry
-        state, pools = _step(config, model, inputs, state, pools, size)
-        return pools, state, (num_steps + 1, num_tokens + size)
+        state, pools, forwards = _step(config, model, inputs, state, pools, size)
+        return pools, state, (num_steps + forwards, num_tokens + forwards * size)
 
     def phases(carry):
         # One loop per size, as in `decode_loop`: a conditional would make XLA copy the pool.
@@ -128,8 +128,8 @@ def _step(
     state: canvas_state.CanvasState,
     pools: list[jax.Array],
     size: int,
-) -> tuple[canvas_state.CanvasState, list[jax.Array]]:
-    """Returns the state and the pool after one forward of `size` packed tokens."""
+) -> tuple[canvas_state.CanvasState, list[jax.Array], jax.Array]:
+    """Returns the state and the pool after one step of `size` packed tokens, and its forwards."""
     window, active = state.window, ~state.is_finished
     packing = canvas_packing.pack(window, size)
     forward = functools.partial(_forward, config, model, inputs, state, packing)
@@ -168,7 +168,7 @@ def _step(
         planned = dataclasses.replace(
             planned, edge=jnp.where(was_forwarded[:, None], new, state.edge)
         )
-    return planned, pools
+    return planned, pools, 1 + jnp.any(guided).astype(jnp.int32)
 
 
 def _forward(
@@ -232,10 +232,23 @@ def _update(config, inputs, state, proposal, works):
     """Returns (tokens, masked, extras) after the rows of `works` have seen their proposals."""
     tokens, masked, extras = state.tokens, state.masked, []
     for i, algorithm in enumerate(canvas_state.algorithms(config)):
-        seen = canvas_state.as_canvas(inputs, state, state.extra[i])
-        after = algorithm.update(seen, proposal)
         is_mine = works & (inputs.algorithm == i)
-        extras.append(row_state.select(is_mine, after.extra, state.extra[i]))
-        tokens = jnp.where(is_mine[:, None], after.tokens, tokens)
-        masked = jnp.where(is_mine[:, None], after.masked, masked)
+
+        def update(_, carry, algorithm=algorithm, is_mine=is_mine):
+            tokens, masked, extra = carry
+            after = algorithm.update(canvas_state.as_canvas(inputs, state, extra), proposal)
+            return (
+                jnp.where(is_mine[:, None], after.tokens, tokens),
+                jnp.where(is_mine[:, None], after.masked, masked),
+                row_state.select(is_mine, after.extra, extra),
+            )
+
+        carry = (tokens, masked, state.extra[i])
+        if len(state.extra) > 1:
+            # Rules that compare all positions cost nothing where no row has them.
+            carry = jax.lax.fori_loop(0, jnp.any(is_mine).astype(jnp.int32), update, carry)
+        else:
+            carry = update(0, carry)
+        tokens, masked, extra = carry
+        extras.append(extra)
     return tokens, masked, tuple(extras)

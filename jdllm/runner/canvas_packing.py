@@ -34,15 +34,15 @@ class Packing:
 def forward_sizes(rows: int, most: int, *, padding_is_cheap: bool) -> tuple[int, ...]:
     """Returns the compiled numbers of tokens of a forward of `rows` rows; the last holds `most`.
 
-    Four to an octave, eight for a few rows, whose forwards are bound by arithmetic, which padding
+    Two to an octave, four for a few rows, whose forwards are bound by arithmetic, which padding
     lengthens; the windows of many rows even out. Never closer than the grain. Where
     `padding_is_cheap` compared with compiling (on a CPU), a factor of four apart.
     """
-    grain, parts = GRAINS[rows > 1], 8 if 1 < rows <= FEW_ROWS else 4
+    grain, parts = GRAINS[rows > 1], 4 if 1 < rows <= FEW_ROWS else 2
     sizes = [-(-most // grain) * grain]
     while sizes[-1] > grain:
         size = sizes[-1]
-        octave = 1 << (size - 1).bit_length()
+        octave = 1 << (size - 1).bit_length() - 1  # the power of two below
         lower = size // 4 if padding_is_cheap else size - max(grain, octave // parts)
         sizes.append(max(1, -(-lower // grain)) * grain)
     return tuple(reversed(sizes))

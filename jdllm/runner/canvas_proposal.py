@@ -1,8 +1,9 @@
 """From hidden states of packed windows to a `CanvasProposal`: the vocabulary statistics.
 
-The vocabulary is streamed for the wanted positions alone, a fixed number of them a pass, so one
-compiled shape of the op serves forwards of any size. Rows that sample have passes of their own,
-whose draws come from a counter of seed, position and step: they change no bit of the others'.
+The vocabulary is streamed for the wanted positions alone, a fixed number of them a pass, so
+forwards of all sizes above it share one compiled shape of the op. Rows that sample have passes
+of their own, whose draws come from a counter of seed, position and step: they change no bit of
+the others'.
 """
 
 from __future__ import annotations

@@ -26,8 +26,9 @@ class CanvasState:
 
     `tokens` to `step`: see `canvas.Canvas`. `steps` and `logprobs` are those of a token's
     writing. `window` is that of the next forward. `edge`: the hidden state of the position
-    before it, where logits are shifted. `num_settled`: end of the settled prefix. The last
-    four are those of a launch: forwards with the row, full ones, tokens forwarded, and where
+    before it, where logits are shifted. `num_settled`: end of the settled prefix. `is_finished`:
+    no more forwards; `is_invalid`: because its numbers were none (NaN). The last four are those
+    of a launch: forwards with the row, full ones, tokens forwarded, and where
     the settled prefix ended when it began.
     """
 

@@ -191,7 +191,7 @@ def build_canvas(batch: batch_lib.ScheduleBatch, shape: BatchShape) -> CanvasInp
         inputs.end_ids[i, : len(ends)] = ends
         dllm = request.sampling.dllm
         inputs.algorithm[i] = shape.algorithms.index(dllm.algorithm)
-        _fill_canvas_params(params, i, dllm)
+        _fill_canvas_params(params, i, dllm, shape.canvas_length)
         params["temperature"][i] = request.sampling.temperature or 0.0
         params["seed"][i] = _seed_words(request.seed)
     R = batch.bucket.rows
@@ -270,13 +270,18 @@ def _fill_params(params: dict[str, np.ndarray], i: int, dllm: sampling_params.Dl
 
 
 def _fill_canvas_params(
-    params: dict[str, np.ndarray], i: int, dllm: sampling_params.DllmParams
+    params: dict[str, np.ndarray],
+    i: int,
+    dllm: sampling_params.DllmParams,
+    canvas_length: int,
 ) -> None:
     """Fills what the request's algorithm has; words become their places in `CHOICES`."""
     words = sampling_params.CHOICES.get(dllm.algorithm or "", {})
     for name, value in dataclasses.asdict(dllm).items():
         if name in words:
             value = words[name].index(value)
+        if name == "block_length" and value is not None:
+            value = min(value, canvas_length)  # the same block, and sums of it stay in 32 bits
         if name in params and value is not None:
             params[name][i] = value
 

@@ -11,6 +11,8 @@ bucket's tokens hold the longest canvas.
 
 from __future__ import annotations
 
+import numpy as np
+
 from jdllm import errors
 from jdllm.scheduler import batch as batch_lib
 from jdllm.scheduler import buckets as buckets_lib
@@ -42,7 +44,7 @@ class CanvasRows:
         self._limits.check(request)
         limits_lib.check_given(request)
         start, written = len(request.prompt_ids), self._written_len(request)
-        _check_schedule(request, written)
+        _check_schedule(request, written, self._limits.context_length)
         self._limits.check_pages(request, start + written + len(request.suffix_ids))
         places = [request.given.get(place, TO_BE_WRITTEN) for place in range(written)]
         request.canvas_ids = request.prompt_ids + places + request.suffix_ids
@@ -85,10 +87,15 @@ class CanvasRows:
         )
 
     def append(self, request: request_lib.Request, block: batch_lib.CommittedBlock) -> list[int]:
-        """Stores tokens that settled and returns them, without those of an earlier stay."""
+        """Stores tokens that settled and returns them, without those of an earlier stay.
+
+        Nor those behind an end token: an early stop settles all that follows at once.
+        """
         known = len(request.output_ids) - request.num_settled
         request.num_settled += len(block.tokens)
-        new = request.extend(block.tokens[known:], block.steps[known:], block.logprobs[known:])
+        (ends,) = np.nonzero(np.isin(block.tokens, request.end_token_ids))
+        shown = slice(known, ends[0] + 1 if len(ends) else None)
+        new = request.extend(block.tokens[shown], block.steps[shown], block.logprobs[shown])
         length = request.sampling.dllm.block_length or self._limits.block_size
         request.num_blocks = -(-len(request.output_ids) // length)
         return new
@@ -106,12 +113,17 @@ class CanvasRows:
         return max(wanted, min(-(-wanted // length) * length, room))
 
 
-def _check_schedule(request: request_lib.Request, written: int) -> None:
-    """Raises unless the algorithm's fixed number of steps divides among whole blocks."""
+def _check_schedule(request: request_lib.Request, written: int, most_steps: int) -> None:
+    """Raises unless an algorithm's fixed number of steps divides among whole blocks, and ends."""
     dllm = request.sampling.dllm
-    if dllm.algorithm != "LLaDA" or dllm.block_length is None:
+    if dllm.steps is not None and dllm.steps > most_steps:
+        raise errors.RequestError(
+            f"dllm.steps={dllm.steps} exceeds the context length of {most_steps}",
+            param="dllm.steps",
+        )
+    if dllm.block_length is None or (dllm.algorithm != "LLaDA" and dllm.steps is None):
         return
-    if written % dllm.block_length:
+    if dllm.algorithm == "LLaDA" and written % dllm.block_length:
         why = "before a suffix" if request.suffix_ids else "up to the end of context or pool"
         raise errors.RequestError(
             f"max_new_tokens={request.max_new_tokens} makes {written} tokens to write {why}, but "
@@ -119,7 +131,7 @@ def _check_schedule(request: request_lib.Request, written: int) -> None:
             "them",
             param="max_new_tokens",
         )
-    num_blocks = written // dllm.block_length
+    num_blocks = -(-written // dllm.block_length)
     if dllm.steps is not None and dllm.steps % num_blocks:
         raise errors.RequestError(
             f"dllm.steps={dllm.steps} must be a multiple of the {num_blocks} blocks of "

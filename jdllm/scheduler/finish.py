@@ -7,6 +7,7 @@ an end token, and that before the limit. Text after an end token is never search
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Collection, Sequence
 
 from jdllm.scheduler import outputs
@@ -76,11 +77,18 @@ def _first_stop_string(
     start = _window_start(output_ids, num_old, max(map(len, stop)), detokenize)
     if _earliest(detokenize(output_ids[start:]), stop) is None:
         return None  # One decode of a bounded window for a block that does not end.
-    for length in range(num_old + 1, len(output_ids) + 1):
-        matched = _earliest(detokenize(output_ids[start:length]), stop)
-        if matched is not None:
-            return outputs.FinishReason(kind="stop", finished_len=length, matched=matched)
-    return None
+    lengths = range(num_old + 1, len(output_ids) + 1)
+
+    def match(length: int) -> str | None:
+        return _earliest(detokenize(output_ids[start:length]), stop)
+
+    # A text that holds a stop string still does when it is longer: halving needs few decodes.
+    place = bisect.bisect_left(lengths, True, key=lambda length: match(length) is not None)
+    if place == len(lengths):
+        return None
+    return outputs.FinishReason(
+        kind="stop", finished_len=lengths[place], matched=match(lengths[place])
+    )
 
 
 def _window_start(

@@ -31,8 +31,11 @@ class RequestState(enum.StrEnum):
 def end_tokens(
     stop_token_ids: Collection[int], eos_token_ids: Collection[int], ignore_eos: bool
 ) -> tuple[int, ...]:
-    """Returns the tokens that end an output: the request's own, and the model's unless ignored."""
-    ends = stop_token_ids if ignore_eos else (*stop_token_ids, *eos_token_ids)
+    """Returns the tokens that end an output: the model's unless ignored, and the request's own.
+
+    The model's come first: a device that looks for a few of them looks for those.
+    """
+    ends = stop_token_ids if ignore_eos else (*eos_token_ids, *stop_token_ids)
     return tuple(dict.fromkeys(ends))
 
 

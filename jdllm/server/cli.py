@@ -40,7 +40,7 @@ HELP = {
     "page_size": "tokens per KV page",
     "max_running_requests": "rows that decode at once",
     "max_queued_requests": "requests that may wait; more are answered 503",
-    "chunked_prefill_size": "most prompt tokens per prefill launch",
+    "chunked_prefill_size": "most tokens per prefill launch, or forward of whole canvases",
     "max_prefill_tokens": "prompt tokens, padding included, that launches prefill before rows in "
     "decode have a turn; the launch that reaches it is the last (default: four launches of them)",
     "num_continuous_decode_steps": "most denoising steps per decode launch; more means less host "

@@ -103,6 +103,15 @@ def test_an_end_token_ends_the_row_and_what_follows_is_dropped():
     assert (output.finish.kind, one.output_ids) == ("stop", [4, EOS])
 
 
+def test_what_an_early_stop_fills_is_neither_a_block_nor_discarded():
+    made = make()
+    one = ask("a", [7], 40)
+    made.add_request(one)
+    (output,) = process(made, made.schedule(), settled(4, 5, *[EOS] * 38))
+    assert (output.finish.kind, one.output_ids) == ("stop", [4, 5, EOS])
+    assert (one.num_blocks, one.num_discarded) == (1, 0)
+
+
 def test_given_tokens_are_output_like_written_ones():
     made = make()
     one = ask("a", [7], 2, given={0: EOS + 1})
@@ -180,11 +189,16 @@ def test_admission_takes_the_pages_of_the_whole_canvas():
         (ask("x", [7], 4, given={-1: 1}), "given", "place -1"),
         (ask("x", [7], 16, algorithm="LLaDA", steps=6), "dllm.steps", "6.*4 blocks"),
         (ask("x", [7], 16, algorithm="LLaDA", steps=2), "dllm.steps", "2.*4 blocks"),
+        (ask("x", [7], 24, algorithm="FastDLLM", steps=5), "dllm.steps", "5.*6 blocks"),
+        (ask("x", [7], 8, algorithm="Dream", steps=65), "dllm.steps", "65.*64"),
         (ask("x", [7], 6, suffix=[1], algorithm="LLaDA"), "max_new_tokens", "6.*whole blocks"),
         (ask("x", [7] * 41, 13, suffix=[1], algorithm="LLaDA"), "max_new_tokens", "13"),
     ],
-    ids=["empty", "context", "suffix", "pool", "given", "before", "steps", "few", "part", "rest"],
-)
+    ids=[
+        "empty", "context", "suffix", "pool", "given", "before",
+        "steps", "few", "uneven", "endless", "part", "rest",
+    ],
+)  # fmt: skip
 def test_what_can_never_run_is_refused_at_once(wrong, param, words):
     made = make(num_pages=7)
     with pytest.raises(errors.RequestError, match=words) as raised:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from jdllm.scheduler import finish
+from jdllm.scheduler import finish, request
 
 EOS, STOP_ID = 100, 101
 
@@ -163,3 +163,21 @@ def test_decoding_work_per_block_does_not_grow_with_the_output():
         lengths.clear()
         assert check([0] * old, 32, stop=("bb",), max_new_tokens=10**6, detokenize=counting) is None
         assert sum(lengths) < 200
+
+
+def test_a_match_in_many_new_tokens_takes_few_decodes():
+    counted = []
+
+    def counting(ids):
+        counted.append(len(ids))
+        return decode(ids)
+
+    output = [0] * 4000 + [1, 1]
+    found = check(output, 4002, stop=("bb",), max_new_tokens=10**6, detokenize=counting)
+    assert triple(found) == ("stop", 4002, "bb")
+    assert len(counted) < 20
+
+
+def test_the_models_end_tokens_come_before_the_requests():
+    assert request.end_tokens([1, 2, EOS], [EOS, 3], False) == (EOS, 3, 1, 2)
+    assert request.end_tokens([1, 2], [EOS], True) == (1, 2)

@@ -1,0 +1,197 @@
+"""The laws of full-canvas rows on real (tiny) models: batching, launches, windows, ends.
+
+Cached modes are compared with `canvas_engine.decoded`, which runs a row alone in numpy.
+"""
+
+import canvas_engine
+import numpy as np
+import pytest
+from canvas_asks import DELAYED, DUAL, MIXES, MULTI, SLOW, WINDOW, Ask, cached_ask, mixed_asks
+from canvas_engine import alone, generate, launches, shared, told
+from tiny_engine import assert_nothing_held
+
+every_family = pytest.mark.parametrize("family", MIXES)
+
+
+def assert_same_logprobs(some, others):
+    for one, other in zip(some, others, strict=True):
+        np.testing.assert_allclose(
+            canvas_engine.logprobs(one), canvas_engine.logprobs(other), atol=canvas_engine.ATOL
+        )
+
+
+@every_family
+def test_a_ragged_batch_gives_what_each_gets_alone(family):
+    asks = mixed_asks(family, seed=1)
+    single = alone(shared(family), asks)
+    together = generate(shared(family), asks)
+    turned = generate(shared(family), asks[::-1])[::-1]
+    assert told(together) == told(turned) == told(single)
+    assert_same_logprobs(together, single)
+    assert_nothing_held(shared(family))
+
+
+@every_family
+@pytest.mark.parametrize(
+    ("steps", "overlaps"), [(1, False), (1, True), (64, False)], ids=["plain", "overlap", "whole"]
+)
+def test_how_many_steps_a_launch_has_and_when_the_host_looks_change_nothing(
+    family, steps, overlaps
+):
+    asks = mixed_asks(family, seed=2)
+    expected = generate(shared(family), asks)
+    with launches(shared(family), steps=steps, overlaps=overlaps):
+        results = generate(shared(family), asks)
+    assert told(results) == told(expected)
+    assert_nothing_held(shared(family))
+
+
+@every_family
+def test_nothing_compiles_after_start_up(family):
+    before = shared(family).stats().jit_compiles_total
+    generate(shared(family), mixed_asks(family, seed=3))
+    assert shared(family).stats().jit_compiles_total == before
+
+
+@every_family
+def test_the_pool_is_never_copied(family):
+    runner = shared(family)._built.runner
+    pool_bytes = runner.pool_config.total_bytes
+    for bucket, compiled in runner.compiled.items():
+        memory = compiled.memory_analysis()
+        assert memory.temp_size_in_bytes < pool_bytes / 10, bucket
+        assert memory.alias_size_in_bytes >= pool_bytes, bucket
+
+
+@every_family
+def test_every_window_finds_the_keys_and_hidden_states_that_were_left_for_it(family):
+    """Ids, forwards, and which positions were forwarded, against one row at a time in numpy."""
+    rng = np.random.default_rng(4)
+    asks = [cached_ask(family, rng) for _ in range(12)]
+    expected = [canvas_engine.decoded(family, ask) for ask in asks]
+    before = shared(family).stats()
+    results = generate(shared(family), asks)
+    after = shared(family).stats()
+    for ask, one, result in zip(asks, expected, results, strict=True):
+        assert result["output_ids"] == one.output_ids, ask
+        assert result["meta_info"]["nfe"] == one.nfe, ask
+    full = after.canvas_full_forwards_total - before.canvas_full_forwards_total
+    tokens = after.canvas_forwarded_tokens_total - before.canvas_forwarded_tokens_total
+    assert full == sum(one.num_full for one in expected)
+    assert tokens == sum(one.num_forwarded for one in expected)
+    assert full < sum(one.nfe for one in expected), "nothing was cached"
+
+
+@every_family
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cache_mode": "delayed", "cache_delay_iter": 1, "refresh_interval": 1},
+        {"cache_mode": "delayed", "cache_delay_iter": 10**6, "refresh_interval": 10**6},
+        {"cache_mode": "window", "cache_delay_iter": 1, "refresh_interval": 1},
+    ],
+    ids=["refreshed-always", "delayed-for-ever", "window-refreshed-always"],
+)
+def test_caches_that_hold_nothing_old_are_exact(family, options):
+    asks = [
+        Ask(prompt=canvas_engine.prompt(family), wanted=wanted, dllm=MULTI | options)
+        for wanted in (32, 13)
+    ]
+    exact = [Ask(prompt=ask.prompt, wanted=ask.wanted, dllm=MULTI) for ask in asks]
+    assert told(generate(shared(family), asks)) == told(generate(shared(family), exact))
+
+
+@every_family
+def test_blocks_that_are_added_when_the_last_is_written_are_one_after_the_other(family):
+    threshold = {"threshold": 0.8, "block_length": 8}
+    asks = [
+        Ask(prompt=canvas_engine.prompt(family), wanted=40, dllm=dllm | threshold)
+        for dllm in (
+            {"algorithm": "FullAttnMultiBlock", "block_add_threshold": 1.0,
+             "decoded_token_threshold": 1.0},
+            {"algorithm": "EntropyThreshold"},
+        )
+    ]  # fmt: skip
+    blocks, sequential = generate(shared(family), asks)
+    assert told([blocks]) == told([sequential])
+
+
+def with_an_end(ask, result, place):
+    """Returns the ask with the token at `place` of its free run as end token, and where it is."""
+    token = result["output_ids"][place]
+    changed = Ask(prompt=ask.prompt, wanted=ask.wanted, dllm=ask.dllm, ends=(token,))
+    return changed, result["output_ids"].index(token)
+
+
+@every_family
+def test_the_text_up_to_an_end_token_is_that_of_the_full_run(family):
+    """With what lies behind left as it is: filling it early is a rule of FullAttnMultiBlock."""
+    no_fill = {"early_stop": False}
+    options = [MULTI | no_fill, DELAYED | no_fill, WINDOW | no_fill, DUAL]
+    prompt = canvas_engine.prompt(family)
+    free = [Ask(prompt=prompt, wanted=40, dllm=dllm) for dllm in options]
+    full = generate(shared(family), free)
+    stopped = [with_an_end(ask, result, 17) for ask, result in zip(free, full, strict=True)]
+    results = generate(shared(family), [ask for ask, _ in stopped])
+    for (ask, place), whole, cut in zip(stopped, full, results, strict=True):
+        assert cut["output_ids"] == whole["output_ids"][: place + 1]
+        assert cut["meta_info"]["finish_reason"] == {"type": "stop", "matched": ask.ends[0]}
+        assert cut["meta_info"]["step_map"] == whole["meta_info"]["step_map"][: place + 1]
+        # No forward after the one that settled it.
+        assert cut["meta_info"]["nfe"] == max(cut["meta_info"]["step_map"])
+
+
+@every_family
+def test_early_stop_ends_where_the_oracle_does_and_sooner_than_the_full_run(family):
+    prompt = canvas_engine.prompt(family)
+    free = [Ask(prompt=prompt, wanted=48, dllm=dllm) for dllm in (MULTI, DELAYED, WINDOW)]
+    full = generate(shared(family), free)
+    asks = [with_an_end(ask, result, 6)[0] for ask, result in zip(free, full, strict=True)]
+    results = generate(shared(family), asks)
+    for ask, whole, result in zip(asks, full, results, strict=True):
+        expected = canvas_engine.decoded(family, ask)
+        assert result["output_ids"] == expected.output_ids
+        assert result["output_ids"][-1] == ask.ends[0]
+        assert result["meta_info"]["nfe"] == expected.nfe < whole["meta_info"]["nfe"]
+
+
+@pytest.mark.parametrize(
+    ("family", "dllm", "temperature"),
+    [
+        ("llada", WINDOW, 1.5),
+        ("llada", {"algorithm": "LLaDA", "block_length": 8, "remasking": "random"}, 0.0),
+        ("dream", {"algorithm": "Dream", "steps": 8}, 0.0),
+        ("dream", {"algorithm": "Dream", "steps": 8, "alg": "topk_margin", "alg_temp": 1.0}, 0.0),
+        ("dream", {"algorithm": "Dream", "steps": 8, "alg": "entropy"}, 0.8),
+    ],
+    ids=["tokens", "random-remasking", "origin", "noisy-order", "tempered"],
+)
+def test_draws_repeat_with_their_seed_and_differ_without(family, dllm, temperature):
+    asks = [
+        Ask(prompt=[5, 6, 7], wanted=24, dllm=dllm, temperature=temperature, seed=seed)
+        for seed in (1, 2, 1)
+    ]
+    one, other, again = told(generate(shared(family), asks))
+    assert one == again != other
+
+
+def test_more_requests_than_rows_and_choices_among_them():
+    one = shared("llada")
+    params = Ask(prompt=[], wanted=20, dllm=WINDOW, temperature=1.0, seed=3).params
+    results = one.generate(input_ids=[[i, 2] for i in range(5)], sampling_params=params | {"n": 2})
+    assert len(results) == 10
+    for i in range(5):
+        first, second = results[2 * i : 2 * i + 2]
+        assert first["output_ids"] != second["output_ids"]
+        single = one.generate(input_ids=[i, 2], sampling_params=params)
+        assert told([first]) == told([single])
+    assert_nothing_held(one)
+
+
+def test_a_row_keeps_its_place_among_rows_that_come_and_go():
+    """A long request beside short ones that take one another's slots and pages."""
+    one, long = shared("llada"), Ask(prompt=[4] * 5, wanted=56, dllm=SLOW)
+    shorts = [Ask(prompt=[5, i], wanted=8, dllm=MULTI) for i in range(9)]
+    expected = alone(one, [long, *shorts])
+    with launches(one, steps=2, overlaps=True):
+        assert told(generate(one, [long, *shorts])) == told(expected)
