@@ -69,6 +69,8 @@ def meta_info(
         "algorithm": request.sampling.dllm.algorithm,
         "threshold": request.sampling.dllm.threshold,
     }
+    if request.sampling.dllm.cache_mode is not None:
+        dllm["cache_mode"] = request.sampling.dllm.cache_mode  # approximate or not: never silent
     count = event.output.num_output
     asked: dict[str, Any] = {}
     if request.sampling.return_logprob:

@@ -53,6 +53,7 @@ def test_a_stream_shows_a_growing_prefix_of_the_answer(cache_mode):
     assert forwards == sorted(set(forwards)), "each piece came with forwards of its own"
     assert items[0]["meta_info"]["finish_reason"] is None
     assert told(items[-1:]) == told([whole])
+    assert whole["meta_info"]["dllm"]["cache_mode"] == cache_mode
 
 
 def test_a_short_request_is_answered_while_a_long_one_runs():
