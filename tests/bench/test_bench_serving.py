@@ -171,7 +171,7 @@ def test_some_failures_are_counted_and_told(bench, tmp_path, capsys):
         (f"{IDS} --backend vllm --flush-cache", 2, "--flush-cache does not go with"),
         ("--dataset-name random --vocab-size 9", 2, "--vocab-size is for"),
         (f"{IDS} --header broken", 2, "--header 'broken' is not KEY=VALUE"),
-        (f"{IDS} --dllm threshold=2", 2, "dllm.threshold"),
+        (f"{IDS} --dllm threshold=-1", 2, "dllm.threshold"),
         (f"{IDS} --temperature -1", 2, "temperature"),
         ("--dataset-name custom --dataset-path /nowhere/p", 2, "cannot read --dataset-path"),
         ("--tokenizer /nowhere/model", 2, "no usable tokenizer at /nowhere/model"),
