@@ -77,6 +77,7 @@ def canvas_launch(
     pools, slots = memory
     is_row = inputs.slot < slots.step.shape[0]
     model = loading.merge(graphdef, params)
+    chunk = canvas_proposal.positions_of_a_pass(is_row.shape[0], sizes[-1])
 
     def goes_on(carry):
         _, state, (num_steps, _) = carry
@@ -89,7 +90,7 @@ def canvas_launch(
 
     def one_step(size, carry):
         pools, state, (num_steps, num_tokens) = carry
-        state, pools, forwards = _step(config, model, inputs, state, pools, size)
+        state, pools, forwards = _step(config, model, inputs, state, pools, size, chunk)
         return pools, state, (num_steps + forwards, num_tokens + forwards * size)
 
     def phases(carry):
@@ -128,8 +129,12 @@ def _step(
     state: canvas_state.CanvasState,
     pools: list[jax.Array],
     size: int,
+    chunk: int,
 ) -> tuple[canvas_state.CanvasState, list[jax.Array], jax.Array]:
-    """Returns the state and the pool after one step of `size` packed tokens, and its forwards."""
+    """Returns the state and the pool after one step of `size` packed tokens, and its forwards.
+
+    The vocabulary is streamed for `chunk` positions at a time.
+    """
     window, active = state.window, ~state.is_finished
     packing = canvas_packing.pack(window, size)
     forward = functools.partial(_forward, config, model, inputs, state, packing)
@@ -139,7 +144,7 @@ def _step(
         guided = active & (inputs.params.cfg_scale > 0)
         hidden, pools = _guide(config, inputs, state, packing, forward, guided, hidden, pools)
     proposal, is_nan = canvas_proposal.propose(
-        config, inputs, model.unembedding(), state, packing, hidden
+        config, inputs, model.unembedding(), state, packing, hidden, chunk=chunk
     )
     is_nan |= packing.any_of_row(jnp.any(jnp.isnan(hidden), axis=1))
     broken = active & is_nan

@@ -1,9 +1,9 @@
 """From hidden states of packed windows to a `CanvasProposal`: the vocabulary statistics.
 
 The vocabulary is streamed for the wanted positions alone, a fixed number of them a pass, so
-forwards of all sizes above it share one compiled shape of the op. Rows that sample have passes
-of their own, whose draws come from a counter of seed, position and step: they change no bit of
-the others'.
+forwards of all sizes of a launch share one compiled shape of the op (lowering its kernel takes
+seconds). Rows that sample have passes of their own, whose draws come from a counter of seed,
+position and step: they change no bit of the others'.
 """
 
 from __future__ import annotations
@@ -24,6 +24,11 @@ from jdllm.runner.canvas_packing import SEGMENT, Packing
 POSITIONS_OF_A_PASS = (128, 256)
 
 
+def positions_of_a_pass(rows: int, most: int) -> int:
+    """Returns how many positions a pass takes, in launches of up to `most` packed tokens."""
+    return min(POSITIONS_OF_A_PASS[rows > 1], -(-most // SEGMENT) * SEGMENT)
+
+
 def propose(
     config: steps.StepConfig,
     inputs: forward_batch.CanvasInputs,
@@ -31,8 +36,13 @@ def propose(
     state: canvas_state.CanvasState,
     packing: Packing,
     hidden: jax.Array,  # [T, D]
+    *,
+    chunk: int,
 ) -> tuple[canvas.CanvasProposal, jax.Array]:
-    """Returns the proposal for the wanted positions, and [R]: a row's statistics are NaN."""
+    """Returns the proposal for the wanted positions, and [R]: a row's statistics are NaN.
+
+    `chunk`: `positions_of_a_pass`.
+    """
     R, S = state.tokens.shape
     T = hidden.shape[0]
     is_shifted = state.edge.shape[1] > 0
@@ -67,7 +77,7 @@ def propose(
         lm_head,
         sources,
         scale[source_row],
-        chunk=min(POSITIONS_OF_A_PASS[R > 1], -(-sources.shape[0] // SEGMENT) * SEGMENT),
+        chunk=chunk,
     )
     # Rows that sample have passes of their own, so that they change no bit of the others'.
     greedy = take(wanted & ~samples[source_row], None)
