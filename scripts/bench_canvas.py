@@ -87,12 +87,11 @@ class Schedule:
 def schedule(
     prompt: int, output: int, rate: float, mode: str, delay: int, refresh: int
 ) -> Schedule:
-    """Returns the steps of one row, by a loop over its blocks (`algorithms` of the project's)."""
+    """Returns the steps of one row, by a loop over its blocks."""
     num_blocks = output // BLOCK
     left, finished_at = [BLOCK] * num_blocks, [NEVER] * num_blocks
     length, created, cached, step = prompt + output, 0, 0, 0
-    found = Schedule(tokens=[], wanted=[], num_full=0)
-    num_full = 0
+    tokens, wanted, num_full = [], [], 0
     while any(left):
         step += 1
         if created < num_blocks and (created == 0 or left[created - 1] <= 0.9 * BLOCK):
@@ -113,14 +112,14 @@ def schedule(
         low = 0 if is_full else before
         high = created_end if is_window and not is_full else length
         num_full += low == 0 and high == length
-        found.tokens.append(high - low)
-        found.wanted.append(sum(left[:created]))
-        taken = max(1, int((step) * rate) - int((step - 1) * rate))
+        tokens.append(high - low)
+        wanted.append(sum(left[:created]))
+        taken = max(1, int(step * rate) - int((step - 1) * rate))
         for at in range(created):
             part = min(taken, left[at])
             left[at] -= part
             taken -= part
-    return dataclasses.replace(found, num_full=num_full)
+    return Schedule(tokens=tokens, wanted=wanted, num_full=num_full)
 
 
 def floor_ms(model: engine_lib.Engine, rows: int, length: int, steps: Schedule) -> float:
@@ -131,17 +130,15 @@ def floor_ms(model: engine_lib.Engine, rows: int, length: int, steps: Schedule) 
     linear = spec.num_layers * (D * (q_width + 2 * kv_width) + q_width * D + 3 * D * width)
     total = 0.0
     for tokens, wanted in zip(steps.tokens, steps.wanted, strict=True):
-        attention = floors.attention(
-            scores=rows * tokens * length,
-            kv_tokens=rows * length,
+        work = floors.matmul(rows * tokens, linear)
+        work += floors.matmul(rows * wanted, spec.vocab_size * D)
+        work += floors.attention(  # of all layers
+            scores=spec.num_layers * rows * tokens * length,
+            kv_tokens=spec.num_layers * rows * length,
             query_heads=spec.num_query_heads,
             kv_heads=spec.num_kv_heads,
             head_dim=H,
         )
-        work = floors.matmul(rows * tokens, linear)
-        work += floors.matmul(rows * wanted, spec.vocab_size * D)
-        for _ in range(spec.num_layers):
-            work += attention
         total += work.floor_ms
     return total
 

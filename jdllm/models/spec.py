@@ -40,6 +40,11 @@ class DiffusionSpec:
         """Whether rows are whole canvases, because every K,V depends on later tokens."""
         return self.attention_pattern is AttentionPattern.FULL
 
+    @property
+    def is_shifted(self) -> bool:
+        """Whether the prediction of a position comes from the logit row before it."""
+        return self.logit_alignment is LogitAlignment.SHIFTED
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MoESpec:

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from jdllm.decoding import canvas
+from jdllm.scheduler import batch as batch_lib
 
-SEGMENT = 8  # tokens; where a row's part of the vector may begin
+SEGMENT = batch_lib.CANVAS_ALIGNMENT  # tokens; the scheduler admits rows by it
 # Tokens; the compiled sizes of one row and of several are multiples.
 GRAINS = (64, 128)
 FEW_ROWS = 4

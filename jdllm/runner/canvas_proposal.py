@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import pallas_kernels
 from jdllm.decoding import canvas
 from jdllm.runner import canvas_state, forward_batch, steps
-from jdllm.runner.canvas_packing import SEGMENT, Packing
+from jdllm.runner.canvas_packing import Packing
+from jdllm.scheduler import batch as batch_lib
 
 # Positions of a pass: of one row, of several. A pass reads the whole LM head, which takes as long
 # as multiplying some 200 positions by it.
@@ -26,7 +27,7 @@ POSITIONS_OF_A_PASS = (128, 256)
 
 def positions_of_a_pass(rows: int, most: int) -> int:
     """Returns how many positions a pass takes, in launches of up to `most` packed tokens."""
-    return min(POSITIONS_OF_A_PASS[rows > 1], -(-most // SEGMENT) * SEGMENT)
+    return min(POSITIONS_OF_A_PASS[rows > 1], batch_lib.packed_len(most))
 
 
 def propose(

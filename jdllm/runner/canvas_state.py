@@ -15,7 +15,6 @@ import jax.numpy as jnp
 
 from jdllm import decoding
 from jdllm.decoding import canvas
-from jdllm.models import spec as spec_lib
 from jdllm.runner import forward_batch, row_state, steps
 
 
@@ -54,7 +53,7 @@ class CanvasState:
 
 def algorithms(config: steps.StepConfig) -> tuple[canvas.CanvasAlgorithm, ...]:
     """Returns the compiled algorithms, in the variant of the model's family."""
-    is_shifted = config.spec.diffusion.logit_alignment is spec_lib.LogitAlignment.SHIFTED
+    is_shifted = config.spec.diffusion.is_shifted
     return tuple(
         decoding.canvas_algorithm(name, is_shifted=is_shifted) for name in config.algorithms
     )
@@ -65,23 +64,10 @@ def empty_slots(num_slots: int, config: steps.StepConfig, dtype: Any) -> CanvasS
 
     `dtype` is that of hidden states.
     """
-    rows = jax.eval_shape(
-        lambda: _fresh(
-            config,
-            empty_inputs(num_slots, config),
-            jnp.zeros((num_slots, config.canvas_length), jnp.int32),
-            dtype,
-        )
-    )
+    nothing = forward_batch.padding_canvases(num_slots, config.canvas_length, pages_per_row=1)
+    rows = jax.eval_shape(lambda inputs: _fresh(config, inputs, dtype), nothing)
     # One of its own for each leaf: they are donated.
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), rows)
-
-
-def empty_inputs(rows: int, config: steps.StepConfig) -> forward_batch.CanvasInputs:
-    """Returns inputs of rows that do nothing."""
-    return jax.tree.map(
-        jnp.asarray, forward_batch.padding_canvases(rows, config.canvas_length, pages_per_row=1)
-    )
 
 
 def enter(
@@ -93,7 +79,7 @@ def enter(
     """Returns the rows' states at the start of a launch: from their slots, or new ones."""
     last = slots.step.shape[0] - 1
     kept = jax.tree.map(lambda leaf: leaf[jnp.minimum(inputs.slot, last)], slots)
-    fresh = _fresh(config, inputs, inputs.canvas, slots.edge.dtype)
+    fresh = _fresh(config, inputs, slots.edge.dtype)
     rows = row_state.select(is_row & ~inputs.is_fresh, kept, fresh)
     zeros = jnp.zeros_like(inputs.slot)
     return dataclasses.replace(
@@ -107,16 +93,12 @@ def enter(
     )
 
 
-def _fresh(
-    config: steps.StepConfig,
-    inputs: forward_batch.CanvasInputs,
-    ids: jax.Array,
-    dtype: Any,
-) -> CanvasState:
+def _fresh(config: steps.StepConfig, inputs: forward_batch.CanvasInputs, dtype: Any) -> CanvasState:
     """Returns rows that begin here, their first window planned."""
+    ids = inputs.canvas
     R, S = ids.shape
     zeros, no = jnp.zeros((R,), jnp.int32), jnp.zeros((R,), bool)
-    is_shifted = config.spec.diffusion.logit_alignment is spec_lib.LogitAlignment.SHIFTED
+    is_shifted = config.spec.diffusion.is_shifted
     masked = ids < 0
     state = CanvasState(
         tokens=jnp.where(masked, config.spec.diffusion.mask_token_id, ids),

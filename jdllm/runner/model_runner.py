@@ -71,8 +71,7 @@ class ModelRunner:
         self._graphdef = model.graphdef
         self._params = loading.serving_params(model.params, pool_config.dtype)
         block_size = self.spec.diffusion.block_size
-        is_canvas = self.spec.diffusion.attention_pattern is spec_lib.AttentionPattern.FULL
-        canvas_length = context_length if is_canvas else 0
+        canvas_length = context_length if self.spec.diffusion.has_canvas else 0
         # A context that ends inside a block still needs that block's scratch.
         last = -(-context_length // block_size) * block_size
         self._shape = forward_batch.BatchShape(
@@ -254,9 +253,8 @@ def _delete(arrays: Iterable[jax.Array]) -> None:
 def check_spec(spec: spec_lib.ModelSpec) -> None:
     """Raises a ConfigError for a family that the steps here would run wrong."""
     diffusion = spec.diffusion
-    is_canvas = diffusion.attention_pattern is spec_lib.AttentionPattern.FULL
     is_block = diffusion.attention_pattern is spec_lib.AttentionPattern.BLOCK_CAUSAL
-    if not is_canvas and not is_block:
+    if not diffusion.has_canvas and not is_block:
         raise errors.ConfigError(
             f"{spec.architecture}: serving with {diffusion.attention_pattern.value} attention is "
             "not supported"
