@@ -1,12 +1,13 @@
-"""What a decode launch asks of the device: open positions alone reach the head; one graph."""
+"""What a decode launch asks of the device: open positions at the head; one graph; few slots."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_engine import BLOCK, make_engine
 
 from jdllm.decoding import proposal
-from jdllm.runner import model_runner
+from jdllm.runner import decode_loop, model_runner, steps
 
 
 def test_only_positions_that_can_change_reach_the_vocabulary(monkeypatch):
@@ -45,3 +46,23 @@ def test_what_xla_flags_say_of_captured_graphs_holds(monkeypatch):
 def test_this_xla_knows_the_option():
     options = {model_runner._GRAPH_OPTION: model_runner._CAPTURED}
     jax.jit(lambda x: x + 1).lower(1.0).compile(compiler_options=options)
+
+
+@pytest.mark.parametrize(("rows", "sizes"), [(4, (0, 4)), (16, (0, 4, 16)), (64, (0, 8, 64))])
+def test_commit_slots_are_taken_where_they_save_more_than_they_cost(rows, sizes):
+    config = steps.StepConfig(
+        spec=None, page_size=64, num_pages=1, algorithms=("LowConfidence", "JointThreshold")
+    )
+    assert decode_loop.commit_slots(rows, config) == sizes
+    tokens = rows * 32
+    fixed = decode_loop.FORWARD_TOKENS
+    for wanted in range(rows + 1):
+        # Tokens' time for all rows: this step, and a forward for each row that got no slot.
+        spent = [
+            (tokens + 32 * size + fixed) + (wanted - min(wanted, size)) * (tokens + fixed) / rows
+            for size in sizes
+        ]
+        place = int(decode_loop.choose_size(sizes, jnp.int32(wanted), tokens=tokens))
+        assert spent[place] == pytest.approx(min(spent))
+    few = decode_loop.choose_size(sizes, jnp.int32(1), tokens=tokens)
+    assert (sizes[int(few)] > 0) == (rows < 64)
