@@ -1,5 +1,7 @@
 """Public ops of the kernel package; it imports jax only and knows nothing of the engine."""
 
+from pallas_kernels.dense_matmul import choose as choose_dense_matmul
+from pallas_kernels.dense_matmul import dense_matmul, swiglu_matmul
 from pallas_kernels.dispatch import Choice
 from pallas_kernels.extend_attention import AttentionTiling, extend_attention
 from pallas_kernels.extend_attention import choose as choose_extend_attention
@@ -15,10 +17,10 @@ from pallas_kernels.norm_and_rope import (
     add_rms_norm,
     apply_rope,
     choose_add_rms_norm,
-    choose_qk_norm_rope,
-    qk_norm_rope,
     rms_norm,
 )
+from pallas_kernels.rotate_and_cache import choose as choose_rotate_and_cache
+from pallas_kernels.rotate_and_cache import rotate_and_cache, rotated_heads
 from pallas_kernels.top_k_routing import choose as choose_top_k_routing
 from pallas_kernels.top_k_routing import top_k_routing
 from pallas_kernels.unembed_stats import UnembedStats, penalize, probability, unembed_stats
@@ -31,21 +33,25 @@ __all__ = [
     "add_rms_norm",
     "apply_rope",
     "choose_add_rms_norm",
+    "choose_dense_matmul",
     "choose_extend_attention",
     "choose_grouped_matmul",
-    "choose_qk_norm_rope",
+    "choose_rotate_and_cache",
     "choose_top_k_routing",
     "choose_unembed_stats",
+    "dense_matmul",
     "extend_attention",
     "gate_up_group",
     "grouped_matmul",
     "interleave_gate_up",
     "penalize",
     "probability",
-    "qk_norm_rope",
     "rms_norm",
+    "rotate_and_cache",
+    "rotated_heads",
     "split_gate_up",
     "swiglu",
+    "swiglu_matmul",
     "top_k_routing",
     "unembed_stats",
 ]

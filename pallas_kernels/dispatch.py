@@ -18,9 +18,10 @@ from pallas_kernels.mosaic_gpu import compat
 # Best first; "auto" never takes what comes after "xla".
 IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "add_rms_norm": ("mosaic_gpu", "xla"),
+    "dense_matmul": ("mosaic_gpu", "xla"),
     "extend_attention": ("mosaic_gpu", "cudnn", "xla"),
     "grouped_matmul": ("mosaic_gpu", "xla", "dense"),
-    "qk_norm_rope": ("mosaic_gpu", "xla"),
+    "rotate_and_cache": ("mosaic_gpu", "xla"),
     "top_k_routing": ("mosaic_gpu", "xla"),
     "unembed_stats": ("mosaic_gpu", "xla"),
 }

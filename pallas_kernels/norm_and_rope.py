@@ -1,8 +1,8 @@
-"""RMSNorm and rotary positions, alone and fused with what stands next to them in a layer.
+"""RMSNorm, alone and fused with the additions before it, and rotary positions.
 
 Statistics and rotation are float32; the normalised value is cast to the activation dtype before
 it is multiplied by the weight, as LLaDA2 and the Qwen-style families do (visible at bf16 rounding
-level). The kernels keep every rounding of these references.
+level). Kernels keep every rounding of these references.
 """
 
 import functools
@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch
-from pallas_kernels.mosaic_gpu import qk_norm_rope as qk_kernel
 from pallas_kernels.mosaic_gpu import rms_norm as norm_kernel
 
 
@@ -68,49 +67,3 @@ def add_rms_norm(
         return norm_kernel.add_rms_norm(x, added, weight.astype(x.dtype), eps=eps)
     total = x + functools.reduce(jnp.add, added)
     return total, rms_norm(total, weight, eps)
-
-
-def choose_qk_norm_rope(
-    implementation: str = "auto", *, dtype: jnp.dtype, head_dim: int, rotary_dim: int
-) -> dispatch.Choice:
-    """Returns which implementation of `qk_norm_rope` serves this shape."""
-    reason = qk_kernel.why_not(dtype=dtype, head_dim=head_dim, rotary_dim=rotary_dim)
-    return dispatch.choose("qk_norm_rope", implementation, refusals={"mosaic_gpu": reason})
-
-
-@functools.partial(
-    jax.jit, static_argnames=("num_query_heads", "num_kv_heads", "eps", "implementation")
-)
-def qk_norm_rope(
-    qkv: jax.Array,  # [T, (N + 2 * K) * H]: q heads, then k, then v
-    q_weight: jax.Array,  # [H]
-    k_weight: jax.Array,  # [H]
-    cos: jax.Array,  # float32 [T, rotary_dim / 2]
-    sin: jax.Array,  # float32 [T, rotary_dim / 2]
-    *,
-    num_query_heads: int,
-    num_kv_heads: int,
-    eps: float,
-    implementation: str = "auto",
-) -> tuple[jax.Array, jax.Array]:
-    """Returns (q [T, N, H], k [T, K, H]): each head normalised, then rotated."""
-    N, K, H = num_query_heads, num_kv_heads, q_weight.shape[0]
-    T, half = cos.shape
-    if qkv.shape != (T, (N + 2 * K) * H) or k_weight.shape != (H,) or sin.shape != (T, half):
-        raise ValueError(
-            f"qk_norm_rope: qkv must be [T, (N + 2 * K) * H], weights [H], cos and sin "
-            f"[T, rotary_dim / 2]: qkv {qkv.shape}, q_weight {q_weight.shape}, k_weight "
-            f"{k_weight.shape}, cos {cos.shape}, sin {sin.shape}, {num_query_heads=}, "
-            f"{num_kv_heads=}"
-        )
-    chosen = choose_qk_norm_rope(implementation, dtype=qkv.dtype, head_dim=H, rotary_dim=2 * half)
-    if chosen.implementation == "mosaic_gpu":
-        q, k = qk_kernel.qk_norm_rope(
-            qkv, q_weight.astype(qkv.dtype), k_weight.astype(qkv.dtype), cos, sin,
-            num_query_heads=N, num_kv_heads=K, eps=eps,
-        )  # fmt: skip
-        return q.reshape(T, N, H), k.reshape(T, K, H)
-    heads = qkv.reshape(T, N + 2 * K, H)
-    q = apply_rope(rms_norm(heads[:, :N], q_weight, eps), cos, sin)
-    k = apply_rope(rms_norm(heads[:, N : N + K], k_weight, eps), cos, sin)
-    return q, k

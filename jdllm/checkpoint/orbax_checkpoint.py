@@ -19,7 +19,7 @@ from jdllm import errors
 from jdllm.checkpoint import source
 
 MARKER_NAME = "jdllm_checkpoint.json"
-FORMAT_VERSION = 2  # 1 stored the shared expert's weights as [in, out]
+FORMAT_VERSION = 3  # 1 and 2 stored (some) linear weights as [in, out]
 
 _PARAMS_DIR = "params"
 

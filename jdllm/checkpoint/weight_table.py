@@ -28,7 +28,7 @@ def whole(array: np.ndarray) -> np.ndarray:
 
 
 def transposed(array: np.ndarray) -> np.ndarray:
-    """Returns the view of a linear weight [in, out] whose checkpoint form is [out, in]."""
+    """Returns the view of a router weight [in, out] whose checkpoint form is [out, in]."""
     return array.T
 
 

@@ -1,6 +1,6 @@
 """Self-attention over packed tokens, independent of where K and V live.
 
-A model calls `attend(q, k, v, cache)`; the caller chooses what it does.
+A model calls `attend(projection, cache)`; the caller chooses what it does.
 `paged_attend` writes K and V to the KV pool and reads it through the page table
 (serving), `dense_attend` sees only the tokens of the call (training, logits,
 oracles). The model code is the same for both.
@@ -20,10 +20,37 @@ import pallas_kernels
 from jdllm.layers import norm
 from jdllm.models import spec
 
-# attend(q [T, N, H], k [T, K, H], v [T, K, H], cache) -> (out [T, N, H], cache)
-Attend = Callable[
-    [jax.Array, jax.Array, jax.Array, jax.Array | None], tuple[jax.Array, jax.Array | None]
-]
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Projection:
+    """What a layer projected for T tokens, and what makes q, k and v of it.
+
+    Whoever attends decides when: serving rotates and writes the pool in one go.
+    """
+
+    qkv: jax.Array  # [T, (N + 2 * K) * H]: q heads, then k, then v
+    bias: jax.Array | None  # as wide
+    norm_weights: tuple[jax.Array, jax.Array] | None  # of q and of k, [H] each
+    angles: tuple[jax.Array, jax.Array]  # cos and sin, float32 [T, rotary_dim / 2]
+    num_query_heads: int
+    num_kv_heads: int
+    eps: float
+
+    def heads(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns (q [T, N, H], k [T, K, H], v [T, K, H]), normalised and rotated."""
+        return pallas_kernels.rotated_heads(
+            self.qkv,
+            self.bias,
+            self.norm_weights,
+            *self.angles,
+            num_query_heads=self.num_query_heads,
+            num_kv_heads=self.num_kv_heads,
+            eps=self.eps,
+        )
+
+
+# attend(projection, cache) -> (out [T, N, H], cache)
+Attend = Callable[[Projection, jax.Array | None], tuple[jax.Array, jax.Array | None]]
 
 
 @jax.tree_util.register_dataclass
@@ -55,12 +82,19 @@ def paged_attend(
     `q_len` promises that every row owns that many tokens, inactive rows too (decode).
     """
 
-    def attend(
-        q: jax.Array, k: jax.Array, v: jax.Array, pool: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        page, offset = jnp.divmod(batch.slots, pool.shape[3])
-        kv = jnp.stack([k, v], axis=1).astype(pool.dtype)  # [T, 2, K, H]
-        pool = pool.at[page, :, :, offset].set(kv, mode="drop", unique_indices=True)
+    def attend(projection: Projection, pool: jax.Array) -> tuple[jax.Array, jax.Array]:
+        q, pool = pallas_kernels.rotate_and_cache(
+            projection.qkv,
+            projection.bias,
+            projection.norm_weights,
+            *projection.angles,
+            pool,
+            batch.slots,
+            num_query_heads=projection.num_query_heads,
+            num_kv_heads=projection.num_kv_heads,
+            eps=projection.eps,
+            implementation=implementation,
+        )
         out = pallas_kernels.extend_attention(
             q,
             pool,
@@ -87,8 +121,9 @@ def dense_attend(mask: jax.Array | np.ndarray, batch: int) -> Attend:
     """
 
     def attend(
-        q: jax.Array, k: jax.Array, v: jax.Array, cache: jax.Array | None
+        projection: Projection, cache: jax.Array | None
     ) -> tuple[jax.Array, jax.Array | None]:
+        q, k, v = projection.heads()
         q4, k4, v4 = (x.reshape(batch, -1, *x.shape[1:]) for x in (q, k, v))
         heads_mask = jnp.broadcast_to(mask, (batch, *mask.shape[-2:]))[:, None]  # [B, 1, S, S]
         out = jax.nn.dot_product_attention(q4, k4, v4, mask=heads_mask, implementation="xla")
@@ -124,7 +159,7 @@ class AttentionConfig:
 class Attention(nnx.Module):
     """Grouped-query attention; where q and k have per-head norms, these precede the rotation.
 
-    `w_qkv` [D, (N + 2K) * H] and its bias `b_qkv`, if there is one, hold q, then k, then v;
+    `w_qkv` [(N + 2K) * H, D] and its bias `b_qkv`, if there is one, hold q, then k, then v;
     cached K is post-norm, post-RoPE.
     """
 
@@ -134,9 +169,9 @@ class Attention(nnx.Module):
         q_width = config.num_query_heads * config.head_dim
         kv_width = config.num_kv_heads * config.head_dim
         qkv_width = q_width + 2 * kv_width
-        self.w_qkv = nnx.Param(jnp.zeros((config.dim, qkv_width), dtype))
+        self.w_qkv = nnx.Param(jnp.zeros((qkv_width, config.dim), dtype))
         self.b_qkv = nnx.Param(jnp.zeros((qkv_width,), dtype)) if config.has_qkv_bias else None
-        self.w_out = nnx.Param(jnp.zeros((q_width, config.dim), dtype))
+        self.w_out = nnx.Param(jnp.zeros((config.dim, q_width), dtype))
         self.query_layernorm = self._head_norm(dtype)
         self.key_layernorm = self._head_norm(dtype)
 
@@ -147,40 +182,34 @@ class Attention(nnx.Module):
         *,
         attend: Attend,
         cache: jax.Array | None,
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """Returns (output [T, D] of `x` [T, D], new cache)."""
+    ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+        """Returns (arrays [T, D] whose sum is the output for `x` [T, D], new cache)."""
         with jax.named_scope("qkv"):
-            qkv = x @ self.w_qkv[...]
-            if self.b_qkv is not None:
-                qkv = qkv + self.b_qkv[...]
-            q, k = self._rotated(qkv, angles)
-            v = self._heads(qkv)[:, self.config.num_query_heads + self.config.num_kv_heads :]
+            (qkv,) = pallas_kernels.dense_matmul(
+                x, self.w_qkv[...], may_split=False, implementation=self.implementation
+            )
+            projection = self._projection(qkv, angles)
         with jax.named_scope("attend"):
-            out, cache = attend(q, k, v, cache)
+            out, cache = attend(projection, cache)
         with jax.named_scope("attention_out"):
-            return out.reshape(x.shape[0], -1) @ self.w_out[...], cache
+            out = pallas_kernels.dense_matmul(
+                out.reshape(x.shape[0], -1), self.w_out[...], implementation=self.implementation
+            )
+        return out, cache
 
-    def _rotated(
-        self, qkv: jax.Array, angles: tuple[jax.Array, jax.Array]
-    ) -> tuple[jax.Array, jax.Array]:
-        """Returns (q [T, N, H], k [T, K, H]) at their positions."""
-        heads, kv_heads = self.config.num_query_heads, self.config.num_kv_heads
-        if self.config.qk_norm_eps is None:
-            q, k, _ = jnp.split(self._heads(qkv), (heads, heads + kv_heads), axis=1)
-            return pallas_kernels.apply_rope(q, *angles), pallas_kernels.apply_rope(k, *angles)
-        return pallas_kernels.qk_norm_rope(
-            qkv,
-            self.query_layernorm.weight[...],
-            self.key_layernorm.weight[...],
-            *angles,
-            num_query_heads=heads,
-            num_kv_heads=kv_heads,
-            eps=self.config.qk_norm_eps,
-            implementation=self.implementation,
+    def _projection(self, qkv: jax.Array, angles: tuple[jax.Array, jax.Array]) -> Projection:
+        norms, eps = None, self.config.qk_norm_eps
+        if eps is not None:
+            norms = (self.query_layernorm.weight[...], self.key_layernorm.weight[...])
+        return Projection(
+            qkv=qkv,
+            bias=None if self.b_qkv is None else self.b_qkv[...],
+            norm_weights=norms,
+            angles=angles,
+            num_query_heads=self.config.num_query_heads,
+            num_kv_heads=self.config.num_kv_heads,
+            eps=eps or 0.0,
         )
-
-    def _heads(self, qkv: jax.Array) -> jax.Array:
-        return qkv.reshape(qkv.shape[0], -1, self.config.head_dim)  # [T, N + 2K, H]
 
     def _head_norm(self, dtype: jnp.dtype) -> norm.RMSNorm | None:
         eps = self.config.qk_norm_eps

@@ -1,4 +1,4 @@
-"""The dense SwiGLU feed-forward layer, also used for the shared expert of an MoE."""
+"""The dense SwiGLU feed-forward layer."""
 
 from __future__ import annotations
 
@@ -6,15 +6,23 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+import pallas_kernels
+
 
 class DenseMLP(nnx.Module):
-    """Computes `down(silu(gate(x)) * up(x))`; `w_gate_up` [D, 2F] holds gate first."""
+    """Computes `down(silu(gate(x)) * up(x))`; `w_gate_up` [2F, D] holds gate first."""
 
-    def __init__(self, dim: int, width: int, *, dtype: jnp.dtype):
-        self.w_gate_up = nnx.Param(jnp.zeros((dim, 2 * width), dtype))
-        self.w_down = nnx.Param(jnp.zeros((width, dim), dtype))
+    def __init__(self, dim: int, width: int, *, dtype: jnp.dtype, implementation: str = "auto"):
+        self.implementation = implementation
+        self.w_gate_up = nnx.Param(jnp.zeros((2 * width, dim), dtype))
+        self.w_down = nnx.Param(jnp.zeros((dim, width), dtype))
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, ...]:
+        """Returns arrays [T, D] whose sum is the output for `x` [T, D]."""
         with jax.named_scope("mlp"):
-            gate, up = jnp.split(x @ self.w_gate_up[...], 2, axis=-1)
-            return (jax.nn.silu(gate) * up) @ self.w_down[...]
+            h = pallas_kernels.swiglu_matmul(
+                x, self.w_gate_up[...], implementation=self.implementation
+            )
+            return pallas_kernels.dense_matmul(
+                h, self.w_down[...], implementation=self.implementation
+            )

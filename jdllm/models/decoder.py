@@ -73,10 +73,10 @@ class DecoderLayer(nnx.Module):
         else:
             h = self.input_layernorm(x)
         out, cache = self.attention(h, angles, attend=attend, cache=cache)
-        x, h = self.post_attention_layernorm.add(x, (out,), implementation=self.ops)
+        x, h = self.post_attention_layernorm.add(x, out, implementation=self.ops)
         if isinstance(self.mlp, moe.SparseMoE):
             return x, (self.mlp(h, valid=valid),), cache
-        return x, (self.mlp(h),), cache
+        return x, self.mlp(h), cache
 
 
 class Decoder(nnx.Module):

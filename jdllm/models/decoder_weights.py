@@ -6,20 +6,20 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from jdllm.checkpoint.weight_table import WeightRow, transposed
+from jdllm.checkpoint.weight_table import WeightRow
 from jdllm.models import decoder_config
 
 View = Callable[[np.ndarray], np.ndarray]
 
 
-def columns(start: int, width: int) -> View:
-    """Returns the view of `width` outputs of a linear weight [in, out], or of its bias [out]."""
-    return lambda array: array[..., start : start + width].T
+def outputs(start: int, width: int) -> View:
+    """Returns the view of `width` outputs of a linear weight [out, in], or of its bias [out]."""
+    return lambda array: array[start : start + width]
 
 
-def side_by_side(part: int, width: int) -> View:
-    """Returns the view of gate (`part` 0) or up (1), stored [width, in], in [in, 2 * width]."""
-    return columns(part * width, width)
+def one_after_the_other(part: int, width: int) -> View:
+    """Returns the view of gate (`part` 0) or up (1) in [2 * width, in]."""
+    return outputs(part * width, width)
 
 
 def end_rows(
@@ -40,8 +40,7 @@ def swiglu_rows(
     *,
     dim: int,
     width: int,
-    gate_up_view: Callable[[int, int], View] = side_by_side,
-    down_view: View = transposed,
+    gate_up_view: Callable[[int, int], View] = one_after_the_other,
 ) -> Iterator[WeightRow]:
     """Yields gate and up, which share `w_gate_up`, and down of one feed-forward.
 
@@ -54,6 +53,4 @@ def swiglu_rows(
             target=f"{ours}.w_gate_up",
             view=gate_up_view(part, width),
         )
-    yield WeightRow(
-        name=f"{down}.weight", shape=(dim, width), target=f"{ours}.w_down", view=down_view
-    )
+    yield WeightRow(name=f"{down}.weight", shape=(dim, width), target=f"{ours}.w_down")

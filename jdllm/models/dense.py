@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from jdllm.layers import mlp
+from jdllm.layers import mlp, moe
 from jdllm.models import decoder, decoder_config
 
 
@@ -26,7 +26,12 @@ class DenseDecoder(decoder.Decoder):
         width = config.intermediate_size
         super().__init__(
             config,
-            lambda _: mlp.DenseMLP(config.hidden_size, width, dtype=dtype),
+            lambda _: mlp.DenseMLP(
+                config.hidden_size,
+                width,
+                dtype=dtype,
+                implementation=moe.ops_around_experts(implementation),
+            ),
             qk_norm_eps=None,
             has_qkv_bias=config.has_qkv_bias,
             dtype=dtype,

@@ -1,7 +1,7 @@
 """The weight table of LLaDA and Dream: HF tensor names and shapes to parameters.
 
-Both store q, k, v, gate and up apart; one parameter holds q, k and v side by side, one
-gate and up, as `layers` has them. The families differ in names alone.
+Both store q, k, v, gate and up apart; one parameter holds q, k and v, one gate and up,
+as `layers` has them. The families differ in names alone.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jdllm.checkpoint.weight_table import WeightRow, transposed
+from jdllm.checkpoint.weight_table import WeightRow
 from jdllm.models import decoder_config, decoder_weights
 
 
@@ -98,20 +98,19 @@ def _attention_rows(
             name=f"{hf}.{name}.weight",
             shape=(width, dim),
             target=f"{ours}.attention.w_qkv",
-            view=decoder_weights.columns(start, width),
+            view=decoder_weights.outputs(start, width),
         )
         if config.has_qkv_bias:
             yield WeightRow(
                 name=f"{hf}.{name}.bias",
                 shape=(width,),
                 target=f"{ours}.attention.b_qkv",
-                view=decoder_weights.columns(start, width),
+                view=decoder_weights.outputs(start, width),
             )
     yield WeightRow(
         name=f"{hf}.{names.attention_out}.weight",
         shape=(dim, q_width),
         target=f"{ours}.attention.w_out",
-        view=transposed,
     )
 
 

@@ -47,7 +47,12 @@ def _feed_forward(
     config: llada2_config.LLaDA2Config, layer: int, *, dtype: jnp.dtype, implementation: str
 ) -> mlp.DenseMLP | moe.SparseMoE:
     if not config.is_moe_layer(layer):
-        return mlp.DenseMLP(config.hidden_size, config.intermediate_size, dtype=dtype)
+        return mlp.DenseMLP(
+            config.hidden_size,
+            config.intermediate_size,
+            dtype=dtype,
+            implementation=moe.ops_around_experts(implementation),
+        )
     return moe.SparseMoE(
         config.hidden_size,
         config.moe_intermediate_size,

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import pallas_kernels
-from jdllm.checkpoint.weight_table import WeightRow, transposed, whole
+from jdllm.checkpoint.weight_table import WeightRow, transposed
 from jdllm.models import decoder_weights, llada2_config
 from jdllm.models.decoder_weights import View
 
@@ -66,13 +66,11 @@ def _attention_rows(config: llada2_config.LLaDA2Config, layer: int) -> Iterator[
         name=f"{hf}.attention.query_key_value.weight",
         shape=(qkv_width, dim),
         target=f"{ours}.attention.w_qkv",
-        view=transposed,
     )
     yield WeightRow(
         name=f"{hf}.attention.dense.weight",
         shape=(dim, q_width),
         target=f"{ours}.attention.w_out",
-        view=transposed,
     )
 
 
@@ -108,7 +106,6 @@ def _moe_rows(config: llada2_config.LLaDA2Config, layer: int) -> Iterator[Weight
             dim=dim,
             width=config.shared_intermediate_size,
             gate_up_view=_shared_part,
-            down_view=whole,
         )
     yield from _expert_rows(
         hf, f"{ours}.experts", dim=dim, width=config.moe_intermediate_size, experts=experts

@@ -217,7 +217,6 @@ def _random_array(path: str, array: jax.ShapeDtypeStruct, key: jax.Array) -> jax
     draw = jax.random.normal(key, array.shape, array.dtype)
     if path == "word_embeddings":
         return draw
-    # The contracted axis is the last one of [V, D] heads and [(E,) out, in] experts.
-    is_out_in = path == "lm_head" or "experts." in path
-    fan_in = array.shape[-1] if is_out_in else array.shape[0]
+    # The contracted axis is the last one, but of routers, which are [in, out].
+    fan_in = array.shape[0 if path.endswith("router.weight") else -1]
     return draw * jnp.asarray(fan_in**-0.5, array.dtype)

@@ -79,11 +79,17 @@ def enter(
     """Returns the rows' states at the start of a launch: from their slots, or new ones."""
     last = slots.step.shape[0] - 1
     kept = jax.tree.map(lambda leaf: leaf[jnp.minimum(inputs.slot, last)], slots)
-    fresh = _fresh(config, inputs, slots.edge.dtype)
-    rows = row_state.select(is_row & ~inputs.is_fresh, kept, fresh)
+
+    def begin(_, rows: CanvasState) -> CanvasState:
+        return row_state.select(inputs.is_fresh, _fresh(config, inputs, slots.edge.dtype), rows)
+
+    # A loop of one turn or none: most launches have no new row, and planning takes many small
+    # kernels (it stays on the device where a conditional would not).
+    rows = jax.lax.fori_loop(0, jnp.any(inputs.is_fresh).astype(jnp.int32), begin, kept)
     zeros = jnp.zeros_like(inputs.slot)
     return dataclasses.replace(
         rows,
+        window=row_state.select(is_row, rows.window, jax.tree.map(jnp.zeros_like, rows.window)),
         is_finished=rows.is_finished | ~is_row,
         nfe=zeros,
         num_full=zeros,

@@ -33,7 +33,6 @@ from jdllm.models import loading
 from jdllm.runner import forward_batch, steps
 from jdllm.runner.row_state import RowState, advance, enter, is_active, select
 
-
 # What a forward takes beside its tokens, in tokens: LLaDA2.0-mini on an H200 takes 10.5 ms for 16
 # rows of 32 and 15.1 ms for 64, which is 9.0 ms and 0.096 ms a row.
 FORWARD_TOKENS = 3072

@@ -35,8 +35,19 @@ def describe(
         "add_rms_norm": pallas_kernels.choose_add_rms_norm(
             implementation, dtype=dtype, width=spec.hidden_size
         ),
-        "qk_norm_rope": pallas_kernels.choose_qk_norm_rope(
-            implementation, dtype=dtype, head_dim=spec.head_dim, rotary_dim=spec.rotary_dim
+        "dense_matmul": pallas_kernels.choose_dense_matmul(
+            implementation,
+            dtype=dtype,
+            tokens=spec.diffusion.block_size,
+            columns=spec.hidden_size,
+            contraction=spec.num_query_heads * spec.head_dim,
+        ),
+        "rotate_and_cache": pallas_kernels.choose_rotate_and_cache(
+            implementation,
+            dtype=dtype,
+            pool_dtype=dtype,
+            head_dim=spec.head_dim,
+            rotary_dim=spec.rotary_dim,
         ),
     }
     if spec.moe is not None:

@@ -135,7 +135,7 @@ def forward(
     loads = {}
     for i, layer in enumerate(model.layers):
         out, _ = layer.attention(layer.input_layernorm(x), angles, attend=attend, cache=None)
-        x = x + out
+        x = x + sum(out)
         h = layer.post_attention_layernorm(x)
         if isinstance(layer.mlp, moe.SparseMoE):
             ids, weights = layer.mlp.router(h)
@@ -144,7 +144,7 @@ def forward(
             )
             x = x + _all_experts(layer.mlp, h, ids, jnp.where(valid[:, None], weights, 0.0))
         else:
-            x = x + layer.mlp(h)
+            x = x + sum(layer.mlp(h))
     S = L - batch.targets.shape[1]
     hidden = model.norm(x).reshape(B, L, -1)[:, S:]
     return model.logits(hidden.reshape(-1, hidden.shape[-1])), loads

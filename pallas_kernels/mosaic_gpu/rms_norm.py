@@ -24,8 +24,8 @@ def why_not(*, dtype: jnp.dtype, width: int) -> str | None:
     """Returns why this kernel cannot serve the shape, or None."""
     if reason := dispatch.dtype_refusal(dtype):
         return reason
-    if width % (8 * _THREADS) or width > _MAX_WIDTH:
-        return f"the row must be a multiple of {8 * _THREADS} and at most {_MAX_WIDTH}, {width=}"
+    if width % (4 * _THREADS) or not 0 < width <= _MAX_WIDTH:
+        return f"the row must be a multiple of {4 * _THREADS} and at most {_MAX_WIDTH}, {width=}"
     return None
 
 
@@ -54,7 +54,9 @@ def _norm_row(x_gmem, *refs, eps):
     *added_gmem, weight_gmem, sum_gmem, normed_gmem = refs
     row = lax.axis_index("row")
     width, dtype = x_gmem.shape[1], x_gmem.dtype
-    layout = plgpu.Layout.WG_STRIDED((width,), vec_size=8)
+    # 16 bytes a load where the row has them for every thread, else 8.
+    vec_size = 8 if width % (8 * _THREADS) == 0 else 4
+    layout = plgpu.Layout.WG_STRIDED((width,), vec_size=vec_size)
 
     def load(values):
         return plgpu.layout_cast(values, layout).astype(jnp.float32)

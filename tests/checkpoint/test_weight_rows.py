@@ -43,10 +43,10 @@ def test_every_form_of_experts_gives_the_kernel_layout(width, form):
 
 def test_gate_comes_first_in_dense_layers():
     rows = rows_of_layer(0, intermediate_size=16)
-    array = np.zeros((64, 32), np.float32)
+    array = np.zeros((32, 64), np.float32)
     rows["model.layers.0.mlp.gate_proj.weight"].write(array, np.ones((16, 64)))
-    np.testing.assert_array_equal(array[:, :16], 1)
-    np.testing.assert_array_equal(array[:, 16:], 0)
+    np.testing.assert_array_equal(array[:16], 1)
+    np.testing.assert_array_equal(array[16:], 0)
 
 
 @pytest.mark.parametrize("width", [16, 128], ids=["one-group", "two-groups"])

@@ -1,6 +1,5 @@
 """Dense and paged attention against a numpy softmax."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -26,6 +25,21 @@ def random_qkv(tokens, rng):
     return tuple(rng.normal(size=shape).astype(np.float32) for shape in shapes)
 
 
+def projection_of(q, k, v):
+    """Returns a projection whose heads are these: no bias, no norms, angles of 0."""
+    qkv = np.concatenate([q, k, v], axis=1).reshape(len(q), -1)
+    cos = jnp.ones((len(q), q.shape[2] // 2))
+    return attention.Projection(
+        qkv=jnp.asarray(qkv),
+        bias=None,
+        norm_weights=None,
+        angles=(cos, jnp.zeros_like(cos)),
+        num_query_heads=q.shape[1],
+        num_kv_heads=k.shape[1],
+        eps=0.0,
+    )
+
+
 def test_visibility_masks_by_hand():
     assert attention.visibility_mask(4, 2, "block_causal").astype(int).tolist() == [
         [1, 1, 0, 0],
@@ -42,7 +56,7 @@ def test_visibility_masks_by_hand():
 def test_dense_attend_equals_numpy_for_each_sequence():
     q, k, v = random_qkv(12, np.random.default_rng(0))
     mask = attention.visibility_mask(6, 2, "block_causal")
-    out, cache = attention.dense_attend(mask, 2)(*map(jnp.asarray, (q, k, v)), None)
+    out, cache = attention.dense_attend(mask, 2)(projection_of(q, k, v), None)
     for rows in (slice(0, 6), slice(6, 12)):
         expected = numpy_attention(q[rows], k[rows], v[rows], mask)
         np.testing.assert_allclose(out[rows], expected, atol=ATOL)
@@ -52,7 +66,7 @@ def test_dense_attend_equals_numpy_for_each_sequence():
 def test_dense_attend_takes_one_mask_per_sequence():
     q, k, v = random_qkv(8, np.random.default_rng(1))
     masks = np.stack([np.ones((4, 4), bool), np.tril(np.ones((4, 4), bool))])
-    out, _ = attention.dense_attend(masks, 2)(*map(jnp.asarray, (q, k, v)), None)
+    out, _ = attention.dense_attend(masks, 2)(projection_of(q, k, v), None)
     for i, rows in enumerate((slice(0, 4), slice(4, 8))):
         expected = numpy_attention(q[rows], k[rows], v[rows], masks[i])
         np.testing.assert_allclose(out[rows], expected, atol=ATOL)
@@ -69,7 +83,7 @@ def test_paged_attend_writes_only_its_slots_and_drops_padding():
         slots=jnp.array([4, 5, 6, 6], jnp.int32),  # page 2; then past the pool
     )
     attend = attention.paged_attend(batch, visibility="block_causal", block_size=2)
-    out, new_pool = jax.jit(attend)(*map(jnp.asarray, (q, k, v)), pool)
+    out, new_pool = attend(projection_of(q, k, v), pool)
     np.testing.assert_array_equal(new_pool[:2], 7.0)
     np.testing.assert_array_equal(new_pool[2, 0], np.swapaxes(k[:2], 0, 1))
     np.testing.assert_array_equal(new_pool[2, 1], np.swapaxes(v[:2], 0, 1))

@@ -6,6 +6,8 @@ and asynchronous copies are real only here. Run by hand on a GPU machine:
     python -m pytest tests/pallas_kernels/test_kernels_on_gpu.py
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -231,7 +233,7 @@ def test_unembed_stats(T, V, D, draws):
 
 
 @pytest.mark.parametrize("T", [1, 32, 2048])
-def test_norms_and_rotation(T):
+def test_norms(T):
     rng = np.random.default_rng(T)
     x, first, second = (normal(rng, T, 2048) for _ in range(3))
     weight = normal(rng, 2048)
@@ -243,18 +245,87 @@ def test_norms_and_rotation(T):
     np.testing.assert_allclose(
         np.asarray(normed, np.float32), np.asarray(expected, np.float32), rtol=2**-6, atol=2**-6
     )
-    N, K, H = 16, 4, 128
-    qkv, q_weight, k_weight = normal(rng, T, (N + 2 * K) * H), normal(rng, H), normal(rng, H)
-    angles = rng.uniform(0, 6, (T, 32)).astype(np.float32)
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
+
+
+@pytest.mark.parametrize("T", [1, 32, 64, 100, 128])
+@pytest.mark.parametrize(
+    ("N", "K"), [(12288, 4096), (4096, 12288), (4608, 3584), (2048, 2048), (192, 192)]
+)
+def test_dense_matmul(T, N, K):
+    rng = np.random.default_rng(T)
+    x = normal(rng, T, K)
+    w = jax.random.normal(jax.random.key(1), (N, K), jnp.bfloat16) * jnp.bfloat16(K**-0.5)
+    forced = {"implementation": "mosaic_gpu"}
+    parts = pallas_kernels.dense_matmul(x, w, **forced)
+    activated = pallas_kernels.swiglu_matmul(x, w, **forced)
+    with jax.default_matmul_precision("highest"):
+        (expected,) = pallas_kernels.dense_matmul(*wide((x, w)), implementation="xla")
+        expected_activated = pallas_kernels.swiglu_matmul(*wide((x, w)), implementation="xla")
+    assert relative_error(sum(wide(parts)), expected) < 4e-3
+    assert relative_error(activated, expected_activated) < 4e-3
+    for part, again in zip(parts, pallas_kernels.dense_matmul(x, w, **forced), strict=True):
+        np.testing.assert_array_equal(bits(part), bits(again))
+    # A row's bits are its own, and NaN stays where it is.
+    others = x.at[1:].set(jnp.nan)
+    for part, alone in zip(parts, pallas_kernels.dense_matmul(others, w, **forced), strict=True):
+        np.testing.assert_array_equal(bits(part[0]), bits(alone[0]))
+
+
+@pytest.mark.parametrize("D", [512, 3584, 4096])
+def test_norm_adds_the_parts_of_a_split_product(D):
+    rng = np.random.default_rng(D)
+    x, *parts = (normal(rng, 128, D) for _ in range(5))
+    weight = normal(rng, D)
+    total, normed = pallas_kernels.add_rms_norm(
+        x, tuple(parts), weight, eps=EPS, implementation="mosaic_gpu"
+    )
+    added = functools.reduce(jnp.add, parts)
+    np.testing.assert_array_equal(bits(total), bits(x + added))
+    expected = pallas_kernels.rms_norm(x + added, weight, EPS)
+    np.testing.assert_allclose(
+        np.asarray(normed, np.float32), np.asarray(expected, np.float32), rtol=2**-6, atol=2**-6
+    )
+
+
+@pytest.mark.parametrize("T", [1, 33, 128, 2048])
+@pytest.mark.parametrize(
+    ("N", "K", "rotary_dim", "has_bias", "has_norm"),
+    [(32, 32, 128, False, False), (28, 4, 128, True, False), (16, 4, 64, False, True)],
+    ids=["LLaDA-8B", "Dream-7B", "LLaDA2.0-mini"],
+)
+def test_rotation_and_write_of_the_pool(T, N, K, rotary_dim, has_bias, has_norm):
+    rng = np.random.default_rng(T)
+    H, pages, page = 128, 40, 64
+    width = (N + 2 * K) * H
+    angles = rng.uniform(0, 4000, (T, rotary_dim // 2)).astype(np.float32)
+    slots = rng.permutation(pages * page)[:T].astype(np.int32)
+    slots[5::7] = pages * page + 3  # padding
+    qkv, pool = normal(rng, T, width).at[T // 2].set(jnp.nan), normal(rng, pages, 2, K, page, H)
+    arguments = (
+        qkv,
+        normal(rng, width) if has_bias else None,
+        (normal(rng, H), normal(rng, H)) if has_norm else None,
+        jnp.cos(angles),
+        jnp.sin(angles),
+        pool,
+        jnp.asarray(slots),
+    )
     options = {"num_query_heads": N, "num_kv_heads": K, "eps": EPS}
-    out = pallas_kernels.qk_norm_rope(
-        qkv, q_weight, k_weight, cos, sin, **options, implementation="mosaic_gpu"
+    before = np.asarray(bits(pool))
+    ours, theirs = (
+        pallas_kernels.rotate_and_cache(*arguments, **options, implementation=implementation)
+        for implementation in ("mosaic_gpu", "xla")
     )
-    expected = pallas_kernels.qk_norm_rope(
-        qkv, q_weight, k_weight, cos, sin, **options, implementation="xla"
-    )
-    for ours, theirs in zip(out, expected, strict=True):
+    np.testing.assert_array_equal(bits(pool), before)  # nobody donated it
+    for one, other in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(
-            np.asarray(ours, np.float32), np.asarray(theirs, np.float32), rtol=2**-5, atol=2**-5
+            np.asarray(one, np.float32), np.asarray(other, np.float32), rtol=2**-5, atol=2**-5
         )
+    # Values are exact (but NaN is any NaN); what no token owns keeps its bits.
+    np.testing.assert_array_equal(
+        *(np.asarray(pool[:, 1], np.float32) for _, pool in (ours, theirs))
+    )
+    unowned = np.setdiff1d(np.arange(pages * page), slots)
+    keys = np.moveaxis(bits(ours[1][:, 0]), 2, 1).reshape(pages * page, K, H)
+    keys_before = np.moveaxis(before[:, 0], 2, 1).reshape(pages * page, K, H)
+    np.testing.assert_array_equal(keys[unowned], keys_before[unowned])

@@ -1,0 +1,98 @@
+"""Dense matmuls of a layer with weights as checkpoints store them, [columns, contraction].
+
+Up to 128 tokens such a product takes as long as its weights take to read. There the kernel
+(`mosaic_gpu/dense_matmul.py`) beats XLA, by its tiles and by what it leaves out: parts of a split
+contraction are added by whoever reads them anyway, and SwiGLU is applied to the accumulators.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import dispatch
+from pallas_kernels.mosaic_gpu import dense_matmul as gpu_kernel
+
+MIN_WEIGHT_BYTES = 0  # a product of fewer is left to XLA
+
+
+def choose(
+    implementation: str = "auto",
+    *,
+    dtype: jnp.dtype,
+    tokens: int,
+    columns: int,
+    contraction: int,
+    swiglu: bool = False,
+) -> dispatch.Choice:
+    """Returns which implementation serves this shape; `columns` are those of the result."""
+    reason = gpu_kernel.why_not(
+        dtype=dtype, tokens=tokens, columns=columns, contraction=contraction
+    )
+    weight_bytes = (1 + swiglu) * columns * contraction * jnp.dtype(dtype).itemsize
+    if reason is None and weight_bytes < MIN_WEIGHT_BYTES:
+        reason = f"for at least {MIN_WEIGHT_BYTES} bytes of weights, {weight_bytes=}"
+    return dispatch.choose("dense_matmul", implementation, refusals={"mosaic_gpu": reason})
+
+
+@functools.partial(jax.jit, static_argnames=("may_split", "implementation"))
+def dense_matmul(
+    x: jax.Array,  # [T, K]
+    w: jax.Array,  # [N, K]
+    *,
+    may_split: bool = True,
+    implementation: str = "auto",
+) -> tuple[jax.Array, ...]:
+    """Returns arrays [T, N] of the dtype of `x` whose sum is x @ w.T; `add_rms_norm` adds them.
+
+    The kernel gives one for each part into which it splits the contraction; without `may_split`,
+    for a reader that would need a launch of its own to add them, one. XLA always gives one: each
+    array is rounded to the dtype, and so is each sum of two. Where XLA serves (the reference,
+    training, every other device) a product is rounded once, as in the models' own code.
+    """
+    if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[1] or x.dtype != w.dtype:
+        raise ValueError(
+            f"dense_matmul: x must be [T, K] and w [N, K] of one dtype: {_shapes(x, w)}"
+        )
+    chosen = choose(
+        implementation, dtype=x.dtype, tokens=len(x), columns=len(w), contraction=x.shape[1]
+    )
+    if chosen.implementation == "mosaic_gpu":
+        return gpu_kernel.dense_matmul(x, w, may_split=may_split)
+    return (_product(x, w),)
+
+
+@functools.partial(jax.jit, static_argnames=("implementation",))
+def swiglu_matmul(
+    x: jax.Array,  # [T, K]
+    w: jax.Array,  # [2 * F, K]: all gate rows, then all up rows
+    *,
+    implementation: str = "auto",
+) -> jax.Array:
+    """Returns silu(x @ gate.T) * (x @ up.T), [T, F]; the kernel rounds that once, XLA each step."""
+    if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[1] or x.dtype != w.dtype or len(w) % 2:
+        raise ValueError(
+            f"swiglu_matmul: x must be [T, K] and w [2 * F, K] of one dtype: {_shapes(x, w)}"
+        )
+    chosen = choose(
+        implementation,
+        dtype=x.dtype,
+        tokens=len(x),
+        columns=len(w) // 2,
+        contraction=x.shape[1],
+        swiglu=True,
+    )
+    if chosen.implementation == "mosaic_gpu":
+        (out,) = gpu_kernel.dense_matmul(x, w, swiglu=True)
+        return out
+    gate, up = jnp.split(_product(x, w), 2, axis=-1)
+    return jax.nn.silu(gate) * up
+
+
+def _product(x: jax.Array, w: jax.Array) -> jax.Array:
+    # Not x @ w.T: both last axes are contracted, so nobody is asked for a transposed copy.
+    return jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())))
+
+
+def _shapes(x: jax.Array, w: jax.Array) -> str:
+    return f"x {x.dtype}{x.shape}, w {w.dtype}{w.shape}"
