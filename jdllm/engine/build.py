@@ -107,6 +107,18 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
     buckets = _buckets(spec, sizes)
     progress.enter("compile", total=len(buckets.all()))
     runner.compile(buckets.all(), progress.advance)
+    sizes = dataclasses.replace(sizes, step_bytes=runner.step_bytes)
+    try:
+        sizing.check_memory(sizes, sizing.device_memory())
+    except errors.ConfigError:
+        runner.release()
+        raise
+    logger.info(
+        "memory: weights %.2f GB, KV %.2f GB, the hungriest launch %.2f GB",
+        sizes.weight_bytes / 1e9,
+        sizes.kv_bytes / 1e9,
+        sizes.step_bytes / 1e9,
+    )
     scheduler = _scheduler(config, spec, sizes, buckets, tokenizer)
     return Built(
         config=_resolved(

@@ -51,6 +51,7 @@ def stats(built: build.Built) -> stats_lib.EngineStats:
         startup_time_seconds=built.startup_s,
         weight_memory_usage_gb=sizes.weight_bytes / 1e9,
         kv_cache_memory_usage_gb=sizes.kv_bytes / 1e9,
+        launch_memory_usage_gb=sizes.step_bytes / 1e9,
     )
 
 

@@ -7,6 +7,7 @@ refused before any weight is read; the number of pages needs to know what weight
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +54,7 @@ class Sizes(Shapes):
     num_pages: int
     weight_bytes: int
     kv_bytes: int
+    step_bytes: int = 0  # of the hungriest step, known once all are compiled
 
 
 def choose_shapes(config: config_lib.EngineConfig, spec: spec_lib.ModelSpec) -> Shapes:
@@ -126,6 +128,31 @@ def choose_sizes(
     )
 
 
+def check_memory(sizes: Sizes, memory: tuple[int, int] | None) -> None:
+    """Raises a ConfigError unless the hungriest step fits beside what the device holds already.
+
+    `memory` is what `device_memory` returned with weights, pool and row states in place.
+    """
+    if memory is None:
+        return
+    in_use, limit = memory
+    if in_use + sizes.step_bytes <= limit:
+        return
+    fraction = math.floor((limit - sizes.step_bytes) / limit * 100) / 100
+    raise errors.ConfigError(
+        f"a launch needs {sizes.step_bytes / 1e9:.2f} GB beside {in_use / 1e9:.2f} GB for weights "
+        f"({sizes.weight_bytes / 1e9:.2f}), KV ({sizes.kv_bytes / 1e9:.2f}) and row states; the "
+        f"device gives {limit / 1e9:.2f} GB: use --mem-fraction-static {max(fraction, 0):.2f} or "
+        "less, a smaller --chunked-prefill-size, or fewer --max-total-tokens"
+    )
+
+
+def device_memory() -> tuple[int, int] | None:
+    """Returns (bytes in use, bytes there are) of the accelerator; None where nobody counts."""
+    stats = jax.local_devices()[0].memory_stats()
+    return (stats["bytes_in_use"], stats["bytes_limit"]) if stats else None
+
+
 def rows_that_fit(pool_tokens: int, context_length: int, most: int) -> int:
     """Returns the largest power of two up to `most` whose rows find their share of the pool."""
     wanted = max(1, min(most, pool_tokens // min(context_length, TOKENS_PER_ROW)))
@@ -140,7 +167,8 @@ def _default_rows(is_cpu: bool, has_canvas: bool) -> int:
 
 def _free_bytes(mem_fraction_static: float) -> int | None:
     """Returns the bytes left for KV within the static share of the accelerator's memory."""
-    stats = jax.local_devices()[0].memory_stats()
-    if not stats:
+    memory = device_memory()
+    if memory is None:
         return None
-    return int(stats["bytes_limit"] * mem_fraction_static) - stats["bytes_in_use"]
+    in_use, limit = memory
+    return int(limit * mem_fraction_static) - in_use

@@ -48,6 +48,7 @@ class EngineStats:
     startup_time_seconds: float
     weight_memory_usage_gb: float
     kv_cache_memory_usage_gb: float
+    launch_memory_usage_gb: float
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)

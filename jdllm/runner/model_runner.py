@@ -108,6 +108,15 @@ class ModelRunner:
         """The executables by bucket, for tests of memory and donation."""
         return {bucket: executable.step for bucket, executable in self._executables.items()}
 
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of scratch and results that the hungriest step needs beside what it is given."""
+        memories = [executable.step.memory_analysis() for executable in self._executables.values()]
+        return max(
+            memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+            for memory in memories
+        )
+
     def compile(
         self,
         buckets: Sequence[batch_lib.Bucket],

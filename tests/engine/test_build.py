@@ -186,3 +186,15 @@ def test_dummy_weights_need_no_tokenizer(tmp_path, caplog):
 )
 def test_default_rows_follow_the_memory(pool_tokens, context_length, rows):
     assert sizing.rows_that_fit(pool_tokens, context_length, 64) == rows
+
+
+def test_a_launch_that_does_not_fit_beside_weights_and_pool_is_refused_at_start():
+    sizes = sizing.Sizes(
+        context_length=128, max_running_requests=4, page_size=32, prefill_token_budget=128,
+        max_prefill_tokens=128, num_pages=16, weight_bytes=30 * 10**9, kv_bytes=50 * 10**9,
+        step_bytes=15 * 10**9,
+    )  # fmt: skip
+    sizing.check_memory(sizes, None)
+    sizing.check_memory(sizes, (85 * 10**9, 100 * 10**9))
+    with pytest.raises(errors.ConfigError, match=r"15.00 GB.*--mem-fraction-static 0.85 or less"):
+        sizing.check_memory(sizes, (85 * 10**9 + 1, 100 * 10**9))
