@@ -22,6 +22,7 @@ from unittest import mock
 
 import bench_kernels as bench
 import jax
+import kernel_cases as cases
 from tqdm import tqdm
 
 from pallas_kernels import dispatch, tiles
@@ -29,36 +30,36 @@ from pallas_kernels import dispatch, tiles
 # op: by the bounds of an entry, in the table's order, the problem that stands for the bucket.
 PROBLEMS: dict[str, list[tuple[dict[str, int], Any]]] = {
     "grouped_matmul": [
-        ({"mean_rows": 2}, functools.partial(bench.moe, T=32)),
-        ({"mean_rows": 5}, functools.partial(bench.moe, T=128)),
-        ({"mean_rows": 16}, functools.partial(bench.moe, T=512)),
-        ({"mean_rows": 40}, functools.partial(bench.moe, T=1024)),
-        ({"mean_rows": 72}, functools.partial(bench.moe, T=2048)),
-        ({"mean_rows": 136}, functools.partial(bench.moe, T=4096)),
-        ({}, functools.partial(bench.moe, T=16384)),
+        ({"mean_rows": 2}, functools.partial(cases.moe, T=32)),
+        ({"mean_rows": 5}, functools.partial(cases.moe, T=128)),
+        ({"mean_rows": 16}, functools.partial(cases.moe, T=512)),
+        ({"mean_rows": 40}, functools.partial(cases.moe, T=1024)),
+        ({"mean_rows": 72}, functools.partial(cases.moe, T=2048)),
+        ({"mean_rows": 136}, functools.partial(cases.moe, T=4096)),
+        ({}, functools.partial(cases.moe, T=16384)),
     ],
     "extend_attention": [
         (
             {"ragged": 0, "streams": 1, "items": 16, "width": 1024},
-            functools.partial(bench.attention, B=4, S=544),
+            functools.partial(cases.attention, B=4, S=544),
         ),
         (
             {"ragged": 0, "streams": 1, "items": 32, "width": 1024},
-            functools.partial(bench.attention, B=8, S=544),
+            functools.partial(cases.attention, B=8, S=544),
         ),
         (
             {"ragged": 0, "streams": 1, "width": 1024},
-            functools.partial(bench.attention, B=64, S=544),
+            functools.partial(cases.attention, B=64, S=544),
         ),
-        ({"ragged": 0, "streams": 1, "items": 8}, functools.partial(bench.attention, B=1, S=4096)),
-        ({"ragged": 0, "streams": 1, "items": 32}, functools.partial(bench.attention, B=4, S=4096)),
+        ({"ragged": 0, "streams": 1, "items": 8}, functools.partial(cases.attention, B=1, S=4096)),
+        ({"ragged": 0, "streams": 1, "items": 32}, functools.partial(cases.attention, B=4, S=4096)),
         (
             {"ragged": 0, "streams": 1, "items": 64},
-            functools.partial(bench.attention, B=16, S=2048),
+            functools.partial(cases.attention, B=16, S=2048),
         ),
-        ({"ragged": 0, "streams": 1}, functools.partial(bench.attention, B=64, S=2048)),
+        ({"ragged": 0, "streams": 1}, functools.partial(cases.attention, B=64, S=2048)),
         *(
-            ({"ragged": 0, **bounds}, functools.partial(bench.attention, B=B, S=S, N=32, K=32))
+            ({"ragged": 0, **bounds}, functools.partial(cases.attention, B=B, S=S, N=32, K=32))
             for bounds, B, S in (
                 ({"items": 16, "width": 1024}, 1, 544),
                 ({"width": 1024}, 16, 544),
@@ -69,17 +70,17 @@ PROBLEMS: dict[str, list[tuple[dict[str, int], Any]]] = {
         ),
         (
             {"streams": 1},
-            functools.partial(bench.attention, B=1, S=8192, L=8192, N=32, K=32),
+            functools.partial(cases.attention, B=1, S=8192, L=8192, N=32, K=32),
         ),
-        ({}, functools.partial(bench.attention, B=8, S=2048, L=2048, N=16, K=16, block=4)),
+        ({}, functools.partial(cases.attention, B=8, S=2048, L=2048, N=16, K=16, block=4)),
     ],
     "unembed_stats": [
-        ({"tokens": 64, "draws": 0}, functools.partial(bench.unembed, T=64)),
-        ({"tokens": 128, "draws": 0}, functools.partial(bench.unembed, T=128)),
-        ({"draws": 0}, functools.partial(bench.unembed, T=512)),
-        ({"tokens": 64}, functools.partial(bench.unembed, T=64, draws=True)),
-        ({"tokens": 128}, functools.partial(bench.unembed, T=128, draws=True)),
-        ({}, functools.partial(bench.unembed, T=512, draws=True)),
+        ({"tokens": 64, "draws": 0}, functools.partial(cases.unembed, T=64)),
+        ({"tokens": 128, "draws": 0}, functools.partial(cases.unembed, T=128)),
+        ({"draws": 0}, functools.partial(cases.unembed, T=512)),
+        ({"tokens": 64}, functools.partial(cases.unembed, T=64, draws=True)),
+        ({"tokens": 128}, functools.partial(cases.unembed, T=128, draws=True)),
+        ({}, functools.partial(cases.unembed, T=512, draws=True)),
     ],
 }
 # op: values of each parameter; combinations that the kernel refuses are passed over.
@@ -123,7 +124,7 @@ def candidates(op: str, bounds: dict[str, int]) -> Iterator[dict[str, Any]]:
         yield tile
 
 
-def timed(case: bench.Case, op: str, tile: dict[str, Any], args: argparse.Namespace) -> float:
+def timed(case: cases.Case, op: str, tile: dict[str, Any], args: argparse.Namespace) -> float:
     """Returns milliseconds a call with this tile, infinity where the kernel refuses it."""
 
     tuned = tiles.lookup

@@ -1,0 +1,324 @@
+"""The ops of `pallas_kernels` at the shapes of the models, as cases to be timed and checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import floors
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import pallas_kernels
+
+BF16 = jnp.bfloat16
+L2_BYTES = 60e6
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One op at one shape.
+
+    `call(carry, inputs, implementation)` returns the next carry; `inputs` is one of `sets`.
+    `compare(result, reference)` says how close they are.
+    """
+
+    op: str
+    shape: str
+    work: floors.Work
+    implementations: tuple[str, ...]
+    carry: Any
+    sets: tuple[Any, ...]
+    call: Callable[[Any, Any, str], Any]
+    compare: Callable[[Any, Any], str]
+
+
+def _relative_error(result: Any, reference: Any) -> str:
+    result, reference = result.astype(jnp.float32), reference.astype(jnp.float32)
+    error = jnp.linalg.norm((result - reference).ravel()) / jnp.linalg.norm(reference.ravel())
+    return f"{float(error):.1e}"
+
+
+def _normal(seed: int, *shape: int, std: float = 1.0) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape, BF16) * jnp.asarray(std, BF16)
+
+
+def _num_sets(bytes_of_one: float) -> int:
+    return int(min(8, max(2, -(-3 * L2_BYTES // bytes_of_one))))
+
+
+def moe(*, T: int, E: int = 256, k: int = 8, D: int = 2048, I: int = 512) -> Case:  # noqa: E741
+    """One mixture-of-experts layer under uniform routing."""
+    rng = np.random.default_rng(0)
+
+    def one(seed: int) -> dict[str, jax.Array]:
+        ids = np.argsort(rng.random((T, E)), axis=1)[:, :k].astype(np.int32)
+        weights = rng.uniform(0.1, 1.0, (T, k)).astype(np.float32)
+        return {
+            "w_gate_up": _normal(seed, E, 2 * I, D, std=D**-0.5),
+            "w_down": _normal(seed + 100, E, D, I, std=I**-0.5),
+            "expert_ids": jnp.asarray(ids),
+            "expert_weights": jnp.asarray(2.5 * weights / weights.sum(1, keepdims=True)),
+        }
+
+    sets = tuple(one(seed) for seed in range(2))
+    hit = np.mean([len(np.unique(one_set["expert_ids"])) for one_set in sets])
+
+    def call(x: jax.Array, inputs: dict[str, jax.Array], implementation: str) -> jax.Array:
+        return pallas_kernels.grouped_matmul(
+            x,
+            **inputs,
+            valid=jnp.ones(x.shape[:1], bool),
+            out_dtype=x.dtype,
+            implementation=implementation,
+        )
+
+    return Case(
+        op="moe",
+        shape=f"T={T} E={E} top-{k} D={D} I={I}, {hit:.0f} hit",
+        work=floors.experts(T, hit=float(hit), experts_per_token=k, expert_params=3 * D * I),
+        implementations=("mosaic_gpu", "xla"),
+        carry=_normal(9, T, D),
+        sets=sets,
+        call=call,
+        compare=_relative_error,
+    )
+
+
+def attention(
+    *, B: int, S: int, L: int = 32, N: int = 16, K: int = 4, H: int = 128, page: int = 64,
+    block: int = 32,
+) -> Case:  # fmt: skip
+    """B rows of L in-flight tokens, the last of S keys each; prefill when L is S."""
+    M = -(-S // page)
+    rng = np.random.default_rng(0)
+    table = rng.permutation(B * M).astype(np.int32).reshape(B, M)
+    dead = np.arange(M * page).reshape(M, 1, page, 1) >= S  # of a row's pages
+
+    def pool(seed: int) -> jax.Array:
+        values = _normal(seed, B * M, 2, K, page, H)
+        rows = jnp.where(dead[None, :, None], jnp.asarray(jnp.nan, BF16), values[table])
+        return values.at[table].set(rows)
+
+    sets = tuple(pool(seed) for seed in range(_num_sets(B * S * K * H * 4)))
+    first_block = (S - L) // block + 1
+    seen = sum(min(S, (first_block + i) * block) for i in range(L // block)) * block
+
+    def call(q: jax.Array, kv_pool: jax.Array, implementation: str) -> jax.Array:
+        pages = jnp.asarray(table)
+        if implementation != "mosaic_gpu":  # or XLA would gather a set's pages once for all calls
+            pages = pages + jnp.isnan(q[0, 0, 0]).astype(jnp.int32)
+        return pallas_kernels.extend_attention(
+            q,
+            kv_pool,
+            jnp.arange(B + 1, dtype=jnp.int32) * L,
+            jnp.full((B,), S - L, jnp.int32),
+            jnp.full((B,), S, jnp.int32),
+            pages,
+            visibility="block_causal",
+            block_size=block,
+            scale=H**-0.5,
+            q_len=None if L == S else L,
+            implementation=implementation,
+        )
+
+    return Case(
+        op="prefill" if L == S else "attention",
+        shape=f"B={B} L={L} S={S} heads {N}/{K}x{H} page {page}",
+        work=floors.attention(
+            scores=B * seen, kv_tokens=B * S, query_heads=N, kv_heads=K, head_dim=H
+        ),
+        implementations=("mosaic_gpu", "xla") if L == S else ("mosaic_gpu", "cudnn", "xla"),
+        carry=_normal(99, B * L, N, H),
+        sets=sets,
+        call=call,
+        compare=_relative_error,
+    )
+
+
+def cudnn_dense(*, B: int, S: int, L: int = 32, N: int = 16, K: int = 4, H: int = 128) -> Case:
+    """What cuDNN takes for the same rows if K and V lie dense: no paging, no gather."""
+    sets = tuple(
+        (_normal(seed, B, S, K, H), _normal(seed + 50, B, S, K, H))
+        for seed in range(_num_sets(B * S * K * H * 4))
+    )
+
+    def call(q: jax.Array, inputs: tuple[jax.Array, jax.Array], implementation: str) -> jax.Array:
+        return jax.nn.dot_product_attention(q, *inputs, implementation=implementation)
+
+    return Case(
+        op="dense",
+        shape=f"B={B} L={L} S={S} heads {N}/{K}x{H}, contiguous K,V",
+        work=floors.attention(
+            scores=B * L * S, kv_tokens=B * S, query_heads=N, kv_heads=K, head_dim=H
+        ),
+        implementations=("cudnn",),
+        carry=_normal(99, B, L, N, H),
+        sets=sets,
+        call=call,
+        compare=_relative_error,
+    )
+
+
+def unembed(*, T: int, V: int = 157184, D: int = 2048, draws: bool = False) -> Case:
+    """The LM head's statistics of T tokens: a forbidden id, a given id a row, maybe a draw."""
+    x = _normal(7, T, D)
+    drawing = {
+        "draw_keys": jax.random.bits(jax.random.key(8), (T, 2), jnp.uint32),
+        "temperature": jnp.full((T,), 0.8, jnp.float32),
+    }
+    sets = tuple(_normal(seed, V, D, std=D**-0.5) for seed in range(2))
+
+    def call(carry: Any, w: jax.Array, implementation: str) -> Any:
+        given_ids, before = carry
+        states = x.astype(w.dtype)
+        if implementation != "mosaic_gpu":  # or XLA would multiply once for all calls
+            states = states * jnp.where(jnp.isnan(before[0]), 2, 1).astype(w.dtype)
+        stats = pallas_kernels.unembed_stats(
+            states,
+            w,
+            forbidden_ids=(V - 5,),
+            given_ids=given_ids,
+            implementation=implementation,
+            **(drawing if draws else {}),
+        )
+        return stats.best_id, stats.logsumexp + stats.entropy + stats.second_logit
+
+    def compare(result: Any, reference: Any) -> str:
+        same = float((result[0] == reference[0]).mean())
+        return f"ids {same:.4f}, statistics {float(jnp.abs(result[1] - reference[1]).max()):.1e}"
+
+    no_ids = jnp.zeros((T,), jnp.int32), jnp.zeros((T,), jnp.float32)
+    return Case(
+        op="unembed",
+        shape=f"T={T} V={V} D={D}" + (" with a draw" if draws else ""),
+        work=floors.matmul(T, V * D),
+        implementations=("mosaic_gpu", "xla"),
+        carry=no_ids,
+        sets=sets,
+        call=call,
+        compare=compare,
+    )
+
+
+def mlp(*, T: int, D: int, F: int) -> Case:
+    """A dense feed-forward and the norm that adds it up: `swiglu_matmul`, `dense_matmul`."""
+
+    def one(seed: int) -> tuple[jax.Array, jax.Array]:
+        return _normal(seed, 2 * F, D, std=D**-0.5), _normal(seed + 50, D, F, std=F**-0.5)
+
+    sets = tuple(one(seed) for seed in range(_num_sets(6 * D * F)))
+
+    def call(x: jax.Array, inputs: tuple[jax.Array, jax.Array], implementation: str) -> jax.Array:
+        w_gate_up, w_down = inputs
+        h = pallas_kernels.swiglu_matmul(x, w_gate_up, implementation=implementation)
+        parts = pallas_kernels.dense_matmul(h, w_down, implementation=implementation)
+        return pallas_kernels.add_rms_norm(x, parts, jnp.ones((D,), x.dtype), eps=1e-5)[1]
+
+    return Case(
+        op="mlp",
+        shape=f"T={T} D={D} F={F}, norm included",
+        work=floors.matmul(T, 3 * D * F),
+        implementations=("mosaic_gpu", "xla"),
+        carry=_normal(99, T, D),
+        sets=sets,
+        call=call,
+        compare=_relative_error,
+    )
+
+
+def rotate(*, T: int, N: int, K: int, rotary: int = 128, H: int = 128, norm: bool = False) -> Case:
+    """Rotation of q and k and the write of K,V into the pool, of tokens in pages of 64."""
+    rng = np.random.default_rng(0)
+    page, width = 64, (N + 2 * K) * H
+    pages = T // page + 64
+    angles = rng.uniform(0, 4000, (T, rotary // 2)).astype(np.float32)
+    slots = rng.permutation(pages * page)[:T].astype(np.int32)
+    given = {
+        "bias": None,
+        "norm_weights": (_normal(1, H), _normal(2, H)) if norm else None,
+        "cos": jnp.cos(angles),
+        "sin": jnp.sin(angles),
+        "slots": jnp.asarray(slots),
+    }
+
+    def call(carry: Any, inputs: Any, implementation: str) -> Any:
+        qkv, pool, _ = carry
+        q, pool = pallas_kernels.rotate_and_cache(
+            qkv, **inputs, pool=pool, num_query_heads=N, num_kv_heads=K, eps=1e-6,
+            implementation=implementation,
+        )  # fmt: skip
+        return qkv, pool, q
+
+    def compare(result: Any, reference: Any) -> str:
+        pairs = zip(result[1:], reference[1:], strict=True)
+        return ", ".join(_relative_error(ours, theirs) for ours, theirs in pairs)
+
+    return Case(
+        op="rotate",
+        shape=f"T={T} heads {N}/{K}x{H} rotary {rotary}" + (" with norm" if norm else ""),
+        work=floors.Work(bytes=2 * T * width * floors.BF16_BYTES, flops=0),
+        implementations=("mosaic_gpu", "xla"),
+        carry=(_normal(3, T, width), _normal(4, pages, 2, K, page, H), _normal(5, T, N, H)),
+        sets=(given,),
+        call=call,
+        compare=compare,
+    )
+
+
+def _cases(build: Callable[..., Case], *shapes: dict[str, int]) -> list[Any]:
+    return [functools.partial(build, **shape) for shape in shapes]
+
+
+def _rows(**of: Any) -> Iterator[dict[str, int]]:
+    (name, values), *fixed = of.items()
+    for value in values:
+        yield {name: value} | dict(fixed)
+
+
+CASES: dict[str, list[Any]] = {
+    "moe": _cases(
+        moe,
+        *_rows(T=(32, 128, 512, 2048, 8192, 16384)),
+        *_rows(T=(32, 512), D=4096, I=1024),  # LLaDA2.0-flash
+        *_rows(T=(32, 256), E=128, D=2048, I=768),  # SDAR-30B-A3B
+    ),
+    "attention": _cases(
+        attention,
+        *_rows(B=(1, 4, 16, 64), S=2048),
+        *_rows(B=(1, 4), S=4096),
+        *_rows(B=(1, 4, 16, 64), S=544),
+        *_rows(B=(1, 4, 16), S=544, N=32, K=32),  # LLaDA-8B
+        *_rows(B=(4, 64), S=2048, L=4, block=4, N=32, K=8),  # SDAR-8B
+        {"B": 16, "S": 2048, "L": 64},  # two in-flight blocks
+    ),
+    "dense": _cases(cudnn_dense, *_rows(B=(16, 64), S=2048)),
+    "prefill": _cases(
+        attention,
+        {"B": 1, "S": 8192, "L": 8192, "N": 32, "K": 32},
+        {"B": 8, "S": 2048, "L": 2048, "N": 32, "K": 32},
+        {"B": 1, "S": 8192, "L": 8192, "N": 16, "K": 4},
+        {"B": 8, "S": 2048, "L": 2048, "N": 16, "K": 4},
+    ),
+    "unembed": _cases(
+        unembed,
+        *_rows(T=(32, 64, 128, 256, 512, 1024, 2048)),
+        *_rows(T=(32, 128, 512), V=126464, D=4096),  # LLaDA-8B
+        *_rows(T=(32, 512), draws=True),
+    ),
+    "mlp": _cases(
+        mlp,
+        *_rows(T=(32, 64, 128, 256), D=4096, F=12288),  # LLaDA-8B
+        *_rows(T=(64, 128), D=3584, F=18944),  # Dream-7B
+        *_rows(T=(32, 128), D=2048, F=5120),  # the first layer of LLaDA2.0-mini
+    ),
+    "rotate": _cases(
+        rotate,
+        *_rows(T=(32, 128, 384), N=32, K=32),
+        *_rows(T=(128,), N=28, K=4),
+        *_rows(T=(32, 512, 2048, 8192), N=16, K=4, rotary=64, norm=True),
+    ),
+}
