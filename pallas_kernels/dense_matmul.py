@@ -13,8 +13,6 @@ import jax.numpy as jnp
 from pallas_kernels import dispatch
 from pallas_kernels.mosaic_gpu import dense_matmul as gpu_kernel
 
-MIN_WEIGHT_BYTES = 0  # a product of fewer is left to XLA
-
 
 def choose(
     implementation: str = "auto",
@@ -23,15 +21,11 @@ def choose(
     tokens: int,
     columns: int,
     contraction: int,
-    swiglu: bool = False,
 ) -> dispatch.Choice:
     """Returns which implementation serves this shape; `columns` are those of the result."""
     reason = gpu_kernel.why_not(
         dtype=dtype, tokens=tokens, columns=columns, contraction=contraction
     )
-    weight_bytes = (1 + swiglu) * columns * contraction * jnp.dtype(dtype).itemsize
-    if reason is None and weight_bytes < MIN_WEIGHT_BYTES:
-        reason = f"for at least {MIN_WEIGHT_BYTES} bytes of weights, {weight_bytes=}"
     return dispatch.choose("dense_matmul", implementation, refusals={"mosaic_gpu": reason})
 
 
@@ -80,7 +74,6 @@ def swiglu_matmul(
         tokens=len(x),
         columns=len(w) // 2,
         contraction=x.shape[1],
-        swiglu=True,
     )
     if chosen.implementation == "mosaic_gpu":
         (out,) = gpu_kernel.dense_matmul(x, w, swiglu=True)

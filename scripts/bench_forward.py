@@ -201,7 +201,7 @@ def main() -> None:
     parser.add_argument("--prefill", type=int, help="prompt tokens a row; times prefill instead")
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--implementation", default="auto", help="auto, mosaic_gpu or xla")
+    parser.add_argument("--implementation", default="auto", help="auto or xla")
     parser.add_argument("--forwards", type=int, default=8, help="forwards in one compiled loop")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--profile", action="store_true", help="kernel time by part of the model")

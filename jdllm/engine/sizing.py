@@ -138,12 +138,21 @@ def check_memory(sizes: Sizes, memory: tuple[int, int] | None) -> None:
     in_use, limit = memory
     if in_use + sizes.step_bytes <= limit:
         return
-    fraction = math.floor((limit - sizes.step_bytes) / limit * 100) / 100
+    short = in_use + sizes.step_bytes - limit
+    advice = "a smaller --chunked-prefill-size or fewer --max-running-requests"
+    if short < sizes.kv_bytes:
+        # What is neither weights nor KV is not in the static share.
+        others = in_use - sizes.weight_bytes - sizes.kv_bytes
+        fraction = math.floor((limit - sizes.step_bytes - others) / limit * 100) / 100
+        pages = (sizes.kv_bytes - short) * sizes.num_pages // sizes.kv_bytes
+        advice = (
+            f"--mem-fraction-static {fraction:.2f} or less, --max-total-tokens "
+            f"{pages * sizes.page_size} or fewer, {advice}"
+        )
     raise errors.ConfigError(
         f"a launch needs {sizes.step_bytes / 1e9:.2f} GB beside {in_use / 1e9:.2f} GB for weights "
         f"({sizes.weight_bytes / 1e9:.2f}), KV ({sizes.kv_bytes / 1e9:.2f}) and row states; the "
-        f"device gives {limit / 1e9:.2f} GB: use --mem-fraction-static {max(fraction, 0):.2f} or "
-        "less, a smaller --chunked-prefill-size, or fewer --max-total-tokens"
+        f"device gives {limit / 1e9:.2f} GB: use {advice}"
     )
 
 

@@ -76,7 +76,10 @@ def enter(
     slots: CanvasState,
     is_row: jax.Array,
 ) -> CanvasState:
-    """Returns the rows' states at the start of a launch: from their slots, or new ones."""
+    """Returns the rows' states at the start of a launch: from their slots, or new ones.
+
+    Padding rows hold what the last slot does, finished and without a window: nobody reads them.
+    """
     last = slots.step.shape[0] - 1
     kept = jax.tree.map(lambda leaf: leaf[jnp.minimum(inputs.slot, last)], slots)
 

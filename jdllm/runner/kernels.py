@@ -11,7 +11,10 @@ from jdllm.models import spec as spec_lib
 def describe(
     spec: spec_lib.ModelSpec, *, dtype: Any, page_size: int, implementation: str = "auto"
 ) -> dict[str, pallas_kernels.Choice]:
-    """Returns each op's choice at the model's shapes in decode; raises as the op itself would."""
+    """Returns each op's choice for one block of the model; raises as the op itself would.
+
+    Dense matmuls of more tokens than their kernel takes are XLA's.
+    """
     mask_id = spec.diffusion.mask_token_id
     choices = {
         "extend_attention": pallas_kernels.choose_extend_attention(

@@ -14,6 +14,7 @@ import time
 
 import tqdm
 
+from jdllm import errors
 from jdllm.train import checkpoints, evaluate, examples, export, objective, step
 from jdllm.train.config import TrainConfig
 
@@ -111,8 +112,23 @@ def _first_state(
     if restored is not None:
         return restored
     if paths.import_state is not None:
-        return checkpoints.import_parts(config, paths.import_state)
+        imported = checkpoints.import_parts(config, paths.import_state)
+        _check_shapes(network, imported.params, paths.import_state)
+        return imported
     return fresh
+
+
+def _check_shapes(network: step.Network, params: step.Params, stem: pathlib.Path) -> None:
+    wrong = [
+        f"{path} is {params[path].shape if path in params else 'missing'}, not {wanted.shape}"
+        for path, wanted in network.shapes.items()
+        if path not in params or params[path].shape != wanted.shape
+    ]
+    if wrong:
+        raise errors.ConfigError(
+            f"{stem}: {len(wrong)} arrays do not fit the model (linear weights are [out, in]): "
+            + "; ".join(wrong[:3])
+        )
 
 
 def _save_now(saved: checkpoints.ocp.CheckpointManager, state: step.TrainState) -> None:

@@ -202,6 +202,8 @@ def dense_matmul(
     if reason := why_not(dtype=x.dtype, tokens=T, columns=N, contraction=K):
         raise ValueError(f"dense_matmul: {reason}: x {x.shape}, w {w.shape}")
     padded = -(-T // 8) * 8
+    # A part may be larger than the sum, more than float16 holds.
+    may_split &= x.dtype != jnp.float16
     tile = tile or tile_for(
         padded, N, K, swiglu=swiglu, may_split=may_split, sms=compat.num_multiprocessors()
     )

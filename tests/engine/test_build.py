@@ -188,13 +188,34 @@ def test_default_rows_follow_the_memory(pool_tokens, context_length, rows):
     assert sizing.rows_that_fit(pool_tokens, context_length, 64) == rows
 
 
-def test_a_launch_that_does_not_fit_beside_weights_and_pool_is_refused_at_start():
+@pytest.mark.parametrize(
+    ("in_use", "step", "limit", "message"),
+    [
+        (
+            80,
+            21,
+            100,
+            r"mem-fraction-static 0.79 or less, --max-total-tokens 501 or fewer, a small",
+        ),
+        # 5 GB of the device are neither weights nor KV.
+        (
+            85,
+            16,
+            100,
+            r"mem-fraction-static 0.79 or less, --max-total-tokens 501 or fewer, a small",
+        ),
+        (80, 80, 100, r"device gives 100.00 GB: use a smaller --chunked-prefill-size or fewer"),
+        (80, 200, 100, r"device gives 100.00 GB: use a smaller --chunked-prefill-size or fewer"),
+    ],
+)
+def test_a_launch_that_does_not_fit_is_refused_with_what_would(in_use, step, limit, message):
+    giga = 10**9
     sizes = sizing.Sizes(
-        context_length=128, max_running_requests=4, page_size=32, prefill_token_budget=128,
-        max_prefill_tokens=128, num_pages=16, weight_bytes=30 * 10**9, kv_bytes=50 * 10**9,
-        step_bytes=15 * 10**9,
+        context_length=128, max_running_requests=4, page_size=1, prefill_token_budget=128,
+        max_prefill_tokens=128, num_pages=512, weight_bytes=30 * giga, kv_bytes=50 * giga,
+        step_bytes=step * giga,
     )  # fmt: skip
     sizing.check_memory(sizes, None)
-    sizing.check_memory(sizes, (85 * 10**9, 100 * 10**9))
-    with pytest.raises(errors.ConfigError, match=r"15.00 GB.*--mem-fraction-static 0.85 or less"):
-        sizing.check_memory(sizes, (85 * 10**9 + 1, 100 * 10**9))
+    sizing.check_memory(sizes, (limit * giga - sizes.step_bytes, limit * giga))
+    with pytest.raises(errors.ConfigError, match=message):
+        sizing.check_memory(sizes, (in_use * giga, limit * giga))

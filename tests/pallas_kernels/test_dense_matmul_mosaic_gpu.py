@@ -87,6 +87,14 @@ def test_float16():
     np.testing.assert_allclose(out, expected(x, w, False), **TOLERANCE)
 
 
+def test_float16_is_not_split_since_a_part_may_overflow():
+    half = jax.ShapeDtypeStruct((32, 4096), jnp.float16)
+    w = jax.ShapeDtypeStruct((4096, 4096), jnp.float16)
+    assert len(jax.eval_shape(gpu_kernel.dense_matmul, half, w)) == 1
+    wide = (jax.ShapeDtypeStruct(a.shape, jnp.bfloat16) for a in (half, w))
+    assert len(jax.eval_shape(gpu_kernel.dense_matmul, *wide)) > 1
+
+
 @pytest.mark.parametrize("way", ["cluster-and-splits", "swiglu-ragged-cluster"])
 def test_a_row_ignores_its_neighbours_bit_for_bit_and_nan_stays_in_its_row(way):
     tokens, columns, contraction, swiglu, tile = WAYS[way]

@@ -87,6 +87,16 @@ def test_a_run_learns_resumes_bit_for_bit_and_exports(model_path, tmp_path, capl
         want = imported.average[path].astype(array.dtype)
         assert np.array_equal(np.asarray(array), np.asarray(want)), path
 
+    # As runs were exported before linear weights lay [out, in].
+    turned = {
+        path: array.T if path.endswith((".w_qkv", ".w_out")) else array
+        for path, array in imported.params.items()
+    }
+    checkpoints.export_parts(dataclasses.replace(imported, params=turned), tmp_path / "old")
+    paths = loop.RunPaths(output_dir=tmp_path / "again", import_state=tmp_path / "old")
+    with pytest.raises(errors.ConfigError, match=r"w_qkv is \(\d+, \d+\), not"):
+        loop.train(settings, paths)
+
 
 def test_a_stop_during_evaluation_loses_no_step(model_path, tmp_path, monkeypatch):
     def stop(_params):
