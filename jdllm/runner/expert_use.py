@@ -20,13 +20,14 @@ def distinct_experts(model: loading.LoadedModel, tokens: np.ndarray) -> list[int
         attend = attention.dense_attend(np.ones((len(tokens), len(tokens)), bool), 1)
         chosen = []
         for layer in module.layers:
+            out, _ = layer.attention(layer.input_layernorm(x), angles, attend=attend, cache=None)
+            x = x + sum(out)
+            h = layer.post_attention_layernorm(x)
             if isinstance(layer.mlp, moe.SparseMoE):
-                out, _ = layer.attention(
-                    layer.input_layernorm(x), angles, attend=attend, cache=None
-                )
-                chosen.append(layer.mlp.router(layer.post_attention_layernorm(x + sum(out)))[0])
-            x, pending, _ = layer(x, (), angles, attend=attend, cache=None)
-            x = x + sum(pending)
+                chosen.append(layer.mlp.router(h)[0])
+                x = x + layer.mlp(h)
+            else:
+                x = x + sum(layer.mlp(h))
         return chosen
 
     return [len(np.unique(ids)) for ids in jax.jit(forward)(model.params, tokens)]

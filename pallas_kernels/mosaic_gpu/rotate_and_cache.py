@@ -353,7 +353,7 @@ def _store(piece, ref, indices) -> None:
 
 
 def _positions(indices: list[Int]):
-    return [arith.index_cast(ir.IndexType.get(), index.value) for index in indices]
+    return [thread_code.position(index) for index in indices]
 
 
 def _select(condition: Bit, yes, no):

@@ -141,17 +141,22 @@ def thread() -> Int:
     return Int(mgpu_utils.thread_idx())
 
 
+def position(index: Int) -> ir.Value:
+    """Returns the number as MLIR's loads and stores want an index."""
+    return arith.index_cast(ir.IndexType.get(), index.value)
+
+
 def load(ref, index: Int) -> Int:
-    return Int(memref.load(ref, [_position(index)]))
+    return Int(memref.load(ref, [position(index)]))
 
 
 def load_float(ref, index: Int) -> Float:
-    return Float(memref.load(ref, [_position(index)]))
+    return Float(memref.load(ref, [position(index)]))
 
 
 def load_four_floats(ref, index: Int) -> list[Float]:
     """Loads from `index`, a multiple of 4, on."""
-    four = vector.load(ir.VectorType.get((4,), ir.F32Type.get()), ref, [_position(index)])
+    four = vector.load(ir.VectorType.get((4,), ir.F32Type.get()), ref, [position(index)])
     return [
         Float(vector.extract(four, dynamic_position=[], static_position=[place]))
         for place in range(4)
@@ -159,7 +164,7 @@ def load_four_floats(ref, index: Int) -> list[Float]:
 
 
 def store(ref, index: Int, number: Int | Float) -> None:
-    memref.store(number.value, ref, [_position(index)])
+    memref.store(number.value, ref, [position(index)])
 
 
 def of_peer(ref, cta: int):
@@ -254,10 +259,6 @@ def wait_for_cluster() -> None:
 
 def _index(number: int) -> ir.Value:
     return arith.constant(ir.IndexType.get(), number)
-
-
-def _position(index: Int) -> ir.Value:
-    return arith.index_cast(ir.IndexType.get(), index.value)
 
 
 def _raw(number) -> ir.Value:

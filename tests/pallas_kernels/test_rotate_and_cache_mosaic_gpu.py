@@ -1,7 +1,7 @@
 """The kernel that rotates q and k and writes K,V equals the steps apart, and lowers for CUDA.
 
 The interpreter runs the kernel around its threads' code: the pool in place, dropped slots, rows.
-The threads' code is MLIR; `run_threads` interprets it for all threads at once over numpy arrays.
+The threads' code is MLIR; `run_threads` interprets it (`thread_interpreter`), all threads at once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import kernel_interpreter
 from jax._src.interpreters import mlir as jax_mlir
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import func
-from test_grouped_matmul_thread_code import COMPARISONS, PURE, Scalar
+from thread_interpreter import Interpreter, Scalar
 
 from pallas_kernels.mosaic_gpu import thread_code
 
@@ -106,12 +106,13 @@ def assert_same(ours, theirs, *, exact=True):
     assert (ours != theirs).mean() < 0.01
 
 
-class Threads:
-    """Interprets a block for all threads at once; a value has the threads on its last axis."""
+class Threads(Interpreter):
+    """Interprets a block for all threads of all CTAs at once."""
 
     def __init__(self, block: ir.Block, values: dict, *, ctas: int, threads: int):
-        self.values, self.threads = values, threads
-        self.thread = np.arange(ctas * threads, dtype=np.int64)
+        thread = np.arange(ctas * threads, dtype=np.int64) % threads
+        super().__init__(values, thread=thread, threads=threads)
+        self.everyone = np.arange(ctas * threads)
         self.written: list[tuple[int, np.ndarray]] = []  # (address of a memory, flat places)
         self._run(block, np.ones(self.thread.size, bool))
 
@@ -132,17 +133,8 @@ class Threads:
                     self.values[op.results[0]] = self._result(op, operands)
 
     def _result(self, op, operands):
-        attributes, kind = op.attributes, op.results[0].type
-        if op.name in PURE:
-            return PURE[op.name](*operands)
+        attributes = op.attributes
         match op.name:
-            case "arith.constant":
-                return self._constant(attributes["value"], kind)
-            case "arith.cmpi":
-                return COMPARISONS[ir.IntegerAttr(attributes["predicate"]).value](*operands)
-            case "arith.bitcast":
-                is_float = isinstance(kind, ir.F32Type)
-                return operands[0].view(np.float32 if is_float else np.uint32)
             case "arith.extf":
                 return operands[0].astype(np.float32)
             case "arith.truncf":
@@ -152,12 +144,6 @@ class Threads:
                 return (a * b + c).astype(np.float32)
             case "math.rsqrt":
                 return (1 / np.sqrt(operands[0].astype(np.float64))).astype(np.float32)
-            case "gpu.thread_id":
-                is_x = "<x>" in str(attributes["dimension"])
-                return self.thread % self.threads if is_x else 0 * self.thread
-            case "gpu.block_dim":
-                along = self.threads if "<x>" in str(attributes["dimension"]) else 1
-                return np.full(self.thread.size, along, np.int64)
             case "memref.load":
                 return operands[0][self._inside(*operands)]
             case "vector.load":
@@ -165,19 +151,11 @@ class Threads:
                 return np.stack([operands[0][at] for at in self._pieces(*operands)])
             case "vector.broadcast":
                 return operands[0]
-            case "vector.extract":
-                return operands[0][attributes["static_position"][0]]
             case "nvvm.shfl.sync":
                 assert "bfly" in str(attributes["kind"])
                 (distance,) = set(operands[2])
-                return operands[1][self.thread ^ int(distance)]
-        raise NotImplementedError(str(op))
-
-    def _constant(self, value, kind):
-        if isinstance(kind, ir.F32Type):
-            return np.full(self.thread.size, ir.FloatAttr(value).value, np.float32)
-        dtype = np.int64 if isinstance(kind, ir.IndexType) else np.uint32
-        return np.full(self.thread.size, ir.IntegerAttr(value).value & 0xFFFFFFFF, dtype)
+                return operands[1][self.everyone ^ int(distance)]
+        return self.result(op, operands)
 
     @staticmethod
     def _inside(memory, *index):

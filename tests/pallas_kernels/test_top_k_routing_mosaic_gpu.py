@@ -12,7 +12,7 @@ from pallas_kernels.mosaic_gpu import top_k_routing as gpu_kernel
 if not compat.supported():
     pytest.skip("needs the Mosaic GPU of a newer jax", allow_module_level=True)
 
-from test_grouped_matmul_thread_code import run_threads
+from thread_interpreter import run_threads
 
 PUBLISHED = {"experts_per_token": 8, "num_groups": 8, "kept_groups": 4, "scaling_factor": 2.5}
 
