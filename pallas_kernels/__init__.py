@@ -13,6 +13,8 @@ from pallas_kernels.grouped_matmul import (
     split_gate_up,
     swiglu,
 )
+from pallas_kernels.host_word import choose as choose_read_host_word
+from pallas_kernels.host_word import read_host_word
 from pallas_kernels.norm_and_rope import (
     add_rms_norm,
     apply_rope,
@@ -36,6 +38,7 @@ __all__ = [
     "choose_dense_matmul",
     "choose_extend_attention",
     "choose_grouped_matmul",
+    "choose_read_host_word",
     "choose_rotate_and_cache",
     "choose_top_k_routing",
     "choose_unembed_stats",
@@ -46,6 +49,7 @@ __all__ = [
     "interleave_gate_up",
     "penalize",
     "probability",
+    "read_host_word",
     "rms_norm",
     "rotate_and_cache",
     "rotated_heads",

@@ -153,9 +153,15 @@ def switch(engine: engine_lib.Engine, *, overlaps: bool, steps: int) -> None:
     core = engine._built.core
     while core.has_work:  # a round that only reads the last results
         time.sleep(0.01)
-    core._overlaps = overlaps
-    core.scheduler._decode_steps = steps
-    core.scheduler._blocks_ahead = steps * (1 + overlaps)
+    rows = core.scheduler._rows
+    for owner, name, value in (
+        (core, "_overlaps", overlaps),
+        (rows, "_decode_steps", steps),
+        (rows, "_blocks_ahead", steps * (1 + overlaps)),
+    ):
+        if not hasattr(owner, name):  # else a new attribute, which nobody reads
+            raise AttributeError(f"{type(owner).__name__} has no {name}")
+        setattr(owner, name, value)
 
 
 def _head(column: tuple[str, str, str]) -> str:

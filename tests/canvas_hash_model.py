@@ -70,6 +70,9 @@ class CanvasModel:
             return Done(RuntimeError("device fault"))
         return Done(self.execute(batch))
 
+    def interrupt(self):
+        """Nothing: which launches end early is drawn."""
+
     def reset(self):
         self.rows.clear()
         self.store[:] = self.rng.getrandbits(62)
@@ -82,8 +85,10 @@ class CanvasModel:
         before = [state.settled for state in states]
         nfe = np.zeros(len(states), int)
         used = num_steps = 0
+        # Some launches end early, as when the host asks for it.
+        most = self.rng.choice([batch.max_steps, batch.max_steps, 1])
         limit = len(states) if batch.max_finished is None else batch.max_finished
-        while num_steps < batch.max_steps and not all(state.is_finished for state in states):
+        while num_steps < most and not all(state.is_finished for state in states):
             num_steps += 1
             for i, (row, state) in enumerate(zip(batch.rows, states, strict=True)):
                 if not state.is_finished:

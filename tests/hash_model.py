@@ -64,9 +64,11 @@ class PagedModel:
 
     It knows no end of a request: what follows in the launch is surplus for the scheduler.
     `fuses`: a forward that persists a block also runs the first step of the next.
+    `interrupts`, a `random.Random`: some launches end early, as when the host asks for it.
     """
 
-    def __init__(self, kind, num_pages, page_size, fuses=False):
+    def __init__(self, kind, num_pages, page_size, fuses=False, interrupts=None):
+        self.interrupts, self.num_asked = interrupts, 0
         self.kind, self.page_size, self.fuses = kind, page_size, fuses
         self.store = np.zeros((num_pages, page_size), np.uint64)
         self.blocks = {}
@@ -87,10 +89,16 @@ class PagedModel:
         """Runs the launch at once, as its place in the order of launches demands."""
         return Done(self.execute(batch))
 
+    def interrupt(self):
+        self.num_asked += 1
+
     def execute(self, batch):
         if batch.phase is batch_lib.Phase.DECODE:
-            rows = tuple(self.decode(row, batch.max_steps) for row in batch.rows)
-            return batch_lib.LaunchResult(rows=rows, num_steps=batch.max_steps)
+            num_steps = batch.max_steps
+            if self.interrupts and self.interrupts.random() < 0.3:
+                num_steps = self.interrupts.randint(1, num_steps)
+            rows = tuple(self.decode(row, num_steps) for row in batch.rows)
+            return batch_lib.LaunchResult(rows=rows, num_steps=num_steps)
         for row in batch.rows:
             for start in range(row.start, row.start + row.num_tokens, B):
                 tokens = np.array(row.request.token_ids[start : start + B])

@@ -97,7 +97,10 @@ class EngineLoop:
     def abort(
         self, matches: Callable[[request_lib.Request], bool]
     ) -> concurrent.futures.Future[int]:
-        """Aborts every live request that matches; their sinks get a final event."""
+        """Aborts every live request that matches; their sinks get a final event.
+
+        Launches under way end at their next step, where the runner can tell them.
+        """
 
         def run() -> int:
             ids = [name for name, request in self.core.requests.items() if matches(request)]
@@ -113,13 +116,17 @@ class EngineLoop:
                 self._deliver(sink, TokensEvent(output))
             return len(ids)
 
-        return self.call(run)
+        aborting = self.call(run)
+        # Only now: a round that began without the call would run for as long as it likes.
+        self.core.runner.interrupt()
+        return aborting
 
     def stop(self) -> None:
         """Ends the thread after the launch in flight; open requests get a fault."""
         with self._wake:
             self._is_stopping = True
             self._wake.notify()
+        self.core.runner.interrupt()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 

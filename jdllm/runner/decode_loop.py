@@ -5,7 +5,7 @@ row's algorithm update the block, and moves on by itself: a block that is final 
 the row's output ring, one whose K,V is final too advances the context, and the next
 block begins in the pages that the scheduler allocated ahead. A row stops at an end
 token, at its token limit or without pages; it never waits for another row. Nothing is
-read by the host before the launch ends.
+read by the host before the launch ends; it can ask for that between two steps.
 
 Fused commit. Where a last forward must persist the K,V of a final block, that forward
 also runs the first step of the block after it: the step has R block slots and C commit
@@ -98,16 +98,17 @@ def decode_launch(
     )
 
     def goes_on(carry):
-        _, state, _, (num_steps, _, _) = carry
+        _, state, _, word, (num_steps, _, _) = carry
         waited_for = jnp.sum(state.is_finished & is_row) > inputs.max_finished
-        return (num_steps < inputs.max_steps) & jnp.any(is_active(inputs, state)) & ~waited_for
+        is_over = waited_for | inputs.interrupt.is_asked(word)
+        return (num_steps < inputs.max_steps) & jnp.any(is_active(inputs, state)) & ~is_over
 
     def chosen(carry):
         wanted = jnp.sum(_wants_slot(inputs, carry[1]), dtype=jnp.int32)
         return choose_size(sizes, wanted, tokens=R * L)
 
     def one_step(place, carry):
-        pools, state, ring, (num_steps, num_slots, used_slots) = carry
+        pools, state, ring, _, (num_steps, num_slots, used_slots) = carry
         size = sizes[place]
         wants = _wants_slot(inputs, state)
         granted = wants & (jnp.cumsum(wants) <= size)
@@ -116,7 +117,8 @@ def decode_launch(
         used_slots += jnp.sum(is_active(inputs, advanced), dtype=jnp.int32)
         used_slots += jnp.sum(granted, dtype=jnp.int32)
         state, ring = _update(config, inputs, model.unembedding(), hidden, advanced, ring)
-        return pools, state, ring, (num_steps + 1, num_slots + R + size, used_slots)
+        word = inputs.interrupt.look(state.tokens, implementation=config.implementation)
+        return pools, state, ring, word, (num_steps + 1, num_slots + R + size, used_slots)
 
     def phases(carry):
         # One loop per number of slots, each as long as its number is the right one. A
@@ -129,8 +131,9 @@ def decode_launch(
             )
         return carry
 
-    carry = (pools, enter(config, inputs, slots, is_row), ring, (jnp.int32(0),) * 3)
-    pools, state, ring, (num_steps, num_slots, used_slots) = jax.lax.while_loop(
+    state = enter(config, inputs, slots, is_row)
+    carry = (pools, state, ring, inputs.interrupt.count, (jnp.int32(0),) * 3)
+    pools, state, ring, _, (num_steps, num_slots, used_slots) = jax.lax.while_loop(
         goes_on, phases, carry
     )
     slots = jax.tree.map(lambda old, new: old.at[inputs.slot].set(new, mode="drop"), slots, state)

@@ -14,6 +14,7 @@ import numpy as np
 
 from jdllm import sampling_params
 from jdllm.decoding import canvas, interface, sampling
+from jdllm.runner import interrupts
 from jdllm.scheduler import batch as batch_lib
 
 # End tokens that a row can stop at on the device; of more, the host finds the rest.
@@ -40,8 +41,8 @@ class DecodeInputs:
     A fresh row begins here: `tokens`, `context_lens` and `tokens_left` are those of its
     first block, whose leading `head_lens` tokens are the prompt's. Padding rows have a slot
     past the last. `capacity`: tokens that the row's pages hold. `stop_ids` holds up to S
-    end and stop tokens, -1 for none. The launch ends when more than `max_finished` rows
-    are finished.
+    end and stop tokens, -1 for none. The launch ends after `max_steps` steps, when more than
+    `max_finished` rows are finished, or when the host asks (`interrupt`).
     """
 
     slot: Any  # [R] int32
@@ -58,6 +59,7 @@ class DecodeInputs:
     sampling: sampling.SamplingRows
     max_steps: Any  # int32 scalar
     max_finished: Any  # int32 scalar
+    interrupt: interrupts.Interrupt
 
 
 @jax.tree_util.register_dataclass
@@ -83,6 +85,7 @@ class CanvasInputs:
     params: canvas.CanvasParams
     max_steps: Any  # int32 scalar
     max_finished: Any  # int32 scalar
+    interrupt: interrupts.Interrupt
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +125,10 @@ def build_prefill(batch: batch_lib.ScheduleBatch, shape: BatchShape) -> PrefillI
 
 
 def build_decode(
-    batch: batch_lib.ScheduleBatch, shape: BatchShape, mask_token_id: int
+    batch: batch_lib.ScheduleBatch,
+    shape: BatchShape,
+    mask_token_id: int,
+    interrupt: interrupts.Interrupt,
 ) -> DecodeInputs:
     """Stacks the rows' slots, first blocks and options and pads to the bucket."""
     R, L = batch.bucket.rows, shape.block_size
@@ -168,10 +174,13 @@ def build_decode(
         ),
         max_steps=np.int32(batch.max_steps),
         max_finished=np.int32(R if batch.max_finished is None else batch.max_finished),
+        interrupt=interrupt,
     )
 
 
-def build_canvas(batch: batch_lib.ScheduleBatch, shape: BatchShape) -> CanvasInputs:
+def build_canvas(
+    batch: batch_lib.ScheduleBatch, shape: BatchShape, interrupt: interrupts.Interrupt
+) -> CanvasInputs:
     """Stacks the rows' slots, canvases and options and pads to the bucket."""
     inputs = padding_canvases(
         batch.bucket.rows, shape.canvas_length, pages_per_row=shape.pages_per_row
@@ -199,6 +208,7 @@ def build_canvas(batch: batch_lib.ScheduleBatch, shape: BatchShape) -> CanvasInp
         inputs,
         max_steps=np.int32(batch.max_steps),
         max_finished=np.int32(R if batch.max_finished is None else batch.max_finished),
+        interrupt=interrupt,
     )
 
 
@@ -247,6 +257,7 @@ def padding_canvases(rows: int, canvas_length: int, *, pages_per_row: int) -> Ca
         ),
         max_steps=np.int32(1),
         max_finished=np.int32(R),
+        interrupt=interrupts.never(),
     )
 
 

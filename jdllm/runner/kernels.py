@@ -53,6 +53,7 @@ def describe(
             rotary_dim=spec.rotary_dim,
         ),
     }
+    choices["read_host_word"] = pallas_kernels.choose_read_host_word(implementation)
     if spec.moe is not None:
         choices["grouped_matmul"] = pallas_kernels.choose_grouped_matmul(
             implementation,

@@ -31,6 +31,7 @@ from jdllm.runner import (
     canvas_state,
     decode_loop,
     forward_batch,
+    interrupts,
     kernels,
     packing,
     results,
@@ -98,6 +99,7 @@ class ModelRunner:
             page_size=pool_config.page_size,
             implementation=implementation,
         )
+        self._interrupts = interrupts.Interrupts(implementation=implementation)
         self._executables: dict[batch_lib.Bucket, _Executable] = {}
         self._mask_token_id = self.spec.diffusion.mask_token_id
         self._pools = pool_lib.create(pool_config)
@@ -164,6 +166,10 @@ class ModelRunner:
         outputs.copy_to_host_async()
         return Launch(outputs, executable.output_layout, len(batch.rows))
 
+    def interrupt(self) -> None:
+        """Lets launches under way end after the step they are in, where the device can be told."""
+        self._interrupts.ask()
+
     def reset(self) -> None:
         """Replaces pool and row states after a failed launch, which may have consumed them."""
         _delete(self._pools)  # first: there is no room for two pools
@@ -180,10 +186,12 @@ class ModelRunner:
             case batch_lib.Phase.PREFILL:
                 return forward_batch.build_prefill(batch, self._shape), self._pools
             case batch_lib.Phase.DECODE:
-                inputs = forward_batch.build_decode(batch, self._shape, self._mask_token_id)
+                inputs = forward_batch.build_decode(
+                    batch, self._shape, self._mask_token_id, self._interrupts.current()
+                )
                 return inputs, (self._pools, self._slots)
             case batch_lib.Phase.CANVAS:
-                inputs = forward_batch.build_canvas(batch, self._shape)
+                inputs = forward_batch.build_canvas(batch, self._shape, self._interrupts.current())
                 return inputs, (self._pools, self._slots)
 
     def _empty_slots(self) -> row_state.RowState | canvas_state.CanvasState:

@@ -143,6 +143,10 @@ class Runner(Protocol):
         """Starts a launch and returns at once."""
         ...
 
+    def interrupt(self) -> None:
+        """Lets launches under way end after the step they are in, if it can; from any thread."""
+        ...
+
     def reset(self) -> None:
         """Makes the runner usable after a failed launch; all K,V and row states are lost."""
         ...

@@ -163,6 +163,13 @@ def load_four_floats(ref, index: Int) -> list[Float]:
     ]
 
 
+def load_host(low: Int, high: Int) -> Int:
+    """Loads the 32 bits that an address of the host, given in halves, holds at this moment."""
+    i32 = ir.IntegerType.get_signless(32)
+    ptx = "{ .reg .b64 at; mov.b64 at, {$1, $2}; ld.relaxed.sys.global.b32 $0, [at]; }"
+    return Int(llvm.inline_asm(i32, [low.value, high.value], ptx, "=r,r,r", has_side_effects=True))
+
+
 def store(ref, index: Int, number: Int | Float) -> None:
     memref.store(number.value, ref, [position(index)])
 

@@ -24,7 +24,7 @@ class FaultyModel(PagedModel):
     """Fails at random launches, after the pool was touched, and loses the pool."""
 
     def __init__(self, *args, rng, fault_rate):
-        super().__init__(*args)
+        super().__init__(*args, interrupts=rng)
         self.rng, self.fault_rate, self.faults, self.lost = rng, fault_rate, 0, False
 
     def launch(self, batch):
@@ -95,6 +95,7 @@ def test_random_clients_get_what_they_would_get_alone(kind, fault_rate, overlaps
     assert set(outcomes) == {one.request_id for one in every}
     kinds = collections.Counter(kind for kind, _ in outcomes.values())
     assert kinds["stop"] + kinds["length"] > 20 and kinds["abort"] > 0
+    assert model.num_asked > kinds["abort"]  # and once more to stop
     assert (kinds["fault"] > 0) == (model.faults > 0) == (fault_rate > 0)
     for one in every:
         end, ids = outcomes[one.request_id]

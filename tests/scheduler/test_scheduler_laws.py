@@ -155,7 +155,7 @@ def test_every_request_gets_the_tokens_it_gets_alone(
     made, shapes = build(
         page_size, cache == "cache", policy, num_pages, rows, decode_steps, launches_ahead
     )
-    model = PagedModel(kind, num_pages, page_size, fuses=fuses)
+    model = PagedModel(kind, num_pages, page_size, fuses=fuses, interrupts=rng)
     todo = [random_request(rng, str(i)) for i in range(NUM_REQUESTS)]
     streamed, finished, aborted, rounds = serve(made, shapes, model, rng, todo, launches_ahead)
     work = 0

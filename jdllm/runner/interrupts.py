@@ -1,0 +1,70 @@
+"""How the host ends launches under way: a word of its memory that they read after every step.
+
+The host counts the word up; a launch that was given another count ends. So one call ends all
+launches in flight and none that follows, and nothing has to be taken back. Where no kernel can
+read the word (`pallas_kernels.read_host_word`), launches run for as many steps as they were given.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import threading
+from typing import Any
+
+import jax
+import numpy as np
+
+import pallas_kernels
+
+_WORDS = 64  # a page of its own would do no more; the first word is the one that counts
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Interrupt:
+    """What a launch is given: where the word is, and the count that lets it go on."""
+
+    address: Any  # [2] int32: the low and the high half; zeros: never read
+    count: Any  # int32 scalar
+
+    def is_asked(self, word: jax.Array) -> jax.Array:
+        """Returns whether the host has asked since the launch was planned."""
+        return word != self.count
+
+    def look(self, after: jax.Array, *, implementation: str) -> jax.Array:
+        """Returns the word, int32 scalar, once `after` has been computed."""
+        return pallas_kernels.read_host_word(
+            self.address, self.count, after, implementation=implementation
+        )
+
+
+def never() -> Interrupt:
+    """Returns what a launch gets that nobody will end."""
+    return Interrupt(address=np.zeros((2,), np.int32), count=np.int32(0))
+
+
+class Interrupts:
+    """Owns the word; `ask` may be called by any thread."""
+
+    def __init__(self, *, implementation: str = "auto"):
+        chosen = pallas_kernels.choose_read_host_word(implementation)
+        self._word, self._address = np.zeros((_WORDS,), np.int32), 0
+        if chosen.implementation != "xla":
+            (device,) = jax.local_devices()[:1]
+            pinned = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+            self._memory = jax.block_until_ready(jax.device_put(self._word, pinned))
+            self._address = self._memory.unsafe_buffer_pointer()
+            pointer = ctypes.cast(self._address, ctypes.POINTER(ctypes.c_int32))
+            self._word = np.ctypeslib.as_array(pointer, (_WORDS,))
+        self._lock = threading.Lock()
+
+    def ask(self) -> None:
+        """Lets every launch that has been planned end after the step it is in, the first at least."""
+        with self._lock:
+            self._word[:1] += 1  # wraps around, unlike a scalar's sum, which warns
+
+    def current(self) -> Interrupt:
+        """Returns what a launch planned now is given."""
+        address = np.array([self._address], np.uint64).view(np.int32)
+        return Interrupt(address=address, count=np.int32(self._word[0]))

@@ -1,0 +1,117 @@
+"""The host ends launches under way: what that does to tokens (nothing), and how it is asked."""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_engine
+from jax.experimental import io_callback
+
+import pallas_kernels
+from jdllm.runner import interrupts, model_runner
+
+STEPS = 6
+
+
+@pytest.fixture
+def asked_at_random(monkeypatch):
+    """Lets compiled loops see at random that the host has asked; returns what each look saw."""
+    rng, seen = np.random.default_rng(0), []
+
+    def say(count):
+        seen.append(bool(rng.random() < 0.4))
+        return np.int32(count + seen[-1])
+
+    def look(self, after, *, implementation):
+        del implementation
+        shape = jax.ShapeDtypeStruct((), jnp.int32)
+        return io_callback(lambda count, _: say(count), shape, self.count, after)
+
+    monkeypatch.setattr(interrupts.Interrupt, "look", look)
+    return seen
+
+
+def prompts_and_params(engine):
+    rng = np.random.default_rng(1)
+    lengths = rng.integers(1, 40, 9)
+    prompts = [rng.integers(4, tiny_engine.VOCAB, length).tolist() for length in lengths]
+    params = [
+        {"max_new_tokens": int(new), "ignore_eos": True, "dllm": {"threshold": float(threshold)}}
+        for new, threshold in zip(rng.integers(1, 60, 9), rng.choice([0.0, 0.3, 0.95], 9))
+    ]
+    return {"input_ids": prompts, "sampling_params": params}
+
+
+def launches_and_tokens(engine, asked):
+    results = engine.generate(**asked)
+    told = [(r["output_ids"], r["meta_info"]["nfe"]) for r in results]
+    return engine._built.core.counters.decode_launches, told
+
+
+def test_launches_that_end_early_lose_no_token(asked_at_random, monkeypatch):
+    with tiny_engine.make_engine(num_continuous_decode_steps=STEPS) as engine:
+        asked = prompts_and_params(engine)
+        often, disturbed = launches_and_tokens(engine, asked)
+        tiny_engine.assert_nothing_held(engine)
+    assert {True, False} <= set(asked_at_random)
+    monkeypatch.undo()
+    with tiny_engine.make_engine(num_continuous_decode_steps=STEPS) as engine:
+        seldom, undisturbed = launches_and_tokens(engine, asked)
+    assert disturbed == undisturbed
+    assert often > seldom
+
+
+def test_asking_ends_what_was_planned_before_and_nothing_later():
+    host = interrupts.Interrupts(implementation="xla")
+    host._word[0] = np.iinfo(np.int32).max  # and it wraps around
+    before = host.current()
+    assert not before.is_asked(host._word[0])
+    host.ask()
+    later = host.current()
+    assert before.is_asked(host._word[0]) and not later.is_asked(host._word[0])
+    assert int(later.count) == np.iinfo(np.int32).min
+
+
+def test_without_a_kernel_nothing_is_ever_asked():
+    host = interrupts.Interrupts(implementation="xla")
+    given = host.current()
+    host.ask()
+    word = given.look(jnp.zeros((3,), jnp.int32), implementation="xla")
+    assert not bool(given.is_asked(word)) and not given.address.any()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    pallas_kernels.choose_read_host_word().implementation == "xla", reason="needs a Hopper GPU"
+)
+def test_the_host_ends_a_running_loop():
+    host = interrupts.Interrupts()
+    x = jnp.full((4096, 4096), 1e-3, jnp.bfloat16)
+
+    def run(interrupt, most):
+        def goes_on(carry):
+            count, _, word = carry
+            return (count < most) & ~interrupt.is_asked(word)
+
+        def body(carry):
+            count, y, _ = carry
+            y = jnp.tanh(x @ y)
+            return count + 1, y, interrupt.look(y, implementation="auto")
+
+        return jax.lax.while_loop(goes_on, body, (jnp.int32(0), x, interrupt.count))[0]
+
+    def planned():
+        return jax.tree.map(jnp.asarray, host.current())
+
+    lowered = jax.jit(run).lower(planned(), jnp.int32(1))
+    loop = lowered.compile(compiler_options=model_runner._compiler_options())
+    assert int(loop(planned(), jnp.int32(100))) == 100
+    given, many = planned(), jnp.int32(10**6)
+    running = [loop(given, many), loop(given, many)]
+    time.sleep(0.05)
+    assert not running[0].is_ready()
+    host.ask()
+    first, second = (int(count) for count in running)
+    assert 1 < first < 10**5 and second == 1  # which had not begun
