@@ -142,7 +142,8 @@ class CanvasAlgorithm(Protocol):
     def plan(self, canvas: Canvas) -> tuple[Canvas, Window]:
         """Returns what the next forward does, and the canvas with what was decided for it.
 
-        Rows with nothing left to do come back as done, with an empty window.
+        Rows with nothing left to do come back as done, with an empty window. Nothing is written
+        but behind an end token.
         """
         ...
 
@@ -154,15 +155,6 @@ class CanvasAlgorithm(Protocol):
         ...
 
 
-def block_of(canvas: Canvas) -> jax.Array:
-    """Returns [R, S] int32: which block of `block_length` after the prompt a position is in.
-
-    Negative in the prompt; the last block may be short.
-    """
-    offset = canvas.positions - canvas.start[:, None]
-    return jnp.floor_divide(offset, canvas.params.block_length[:, None])
-
-
 def first_masked(canvas: Canvas) -> jax.Array:
     """Returns [R] int32: the first masked position, `end` where there is none."""
     return jnp.min(jnp.where(canvas.masked, canvas.positions, canvas.end[:, None]), axis=1).astype(
@@ -171,21 +163,30 @@ def first_masked(canvas: Canvas) -> jax.Array:
 
 
 def current_block(canvas: Canvas) -> jax.Array:
-    """Returns [R, S] bool: the positions of the first block that has a masked one."""
-    block = block_of(canvas)
-    first = jnp.min(
-        jnp.where(canvas.masked, block, jnp.iinfo(jnp.int32).max), axis=1, keepdims=True
-    )
-    is_inside = (canvas.positions < canvas.end[:, None]) & (block >= 0)
-    return is_inside & (block == first)
+    """Returns [R, S] bool: the positions of the first block that has a masked one.
+
+    Blocks of `block_length` follow the prompt; the last one may be short.
+    """
+    first, length = first_masked(canvas), canvas.params.block_length
+    low = canvas.start + (first - canvas.start) // length * length
+    high = jnp.where(first < canvas.end, jnp.minimum(low + length, canvas.end), low)
+    return (canvas.positions >= low[:, None]) & (canvas.positions < high[:, None])
 
 
 def is_end(canvas: Canvas) -> jax.Array:
     """Returns [R, S] bool: a written position after the prompt that holds an end token."""
     positions = canvas.positions
     inside = (positions >= canvas.start[:, None]) & (positions < canvas.end[:, None])
-    ends = jnp.any(canvas.tokens[:, :, None] == canvas.end_ids[:, None, :], axis=2)
+    ends = jnp.zeros_like(canvas.masked)
+    for end_id in canvas.end_ids.T:  # few; XLA would give a reduction a kernel of its own
+        ends |= canvas.tokens == end_id[:, None]
     return inside & ~canvas.masked & ends
+
+
+def first_end(canvas: Canvas) -> jax.Array:
+    """Returns [R] int32: the first position that holds an end token, S where there is none."""
+    S = canvas.positions.shape[0]
+    return jnp.min(jnp.where(is_end(canvas), canvas.positions, S), axis=1).astype(jnp.int32)
 
 
 def ranks(score: jax.Array, eligible: jax.Array) -> jax.Array:

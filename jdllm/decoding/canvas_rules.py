@@ -16,7 +16,7 @@ def window(
     canvas: canvas_lib.Canvas, *, low: jax.Array, high: jax.Array, wanted: jax.Array
 ) -> tuple[canvas_lib.Canvas, canvas_lib.Window]:
     """Returns the canvas, done where nothing is masked, and the window of the rows that are not."""
-    is_done = canvas.is_done | ~jnp.any(canvas.masked, axis=1)
+    is_done = canvas.is_done | (canvas_lib.first_masked(canvas) >= canvas.end)
     low = jnp.where(is_done, 0, low)
     high = jnp.where(is_done, 0, high)
     return dataclasses.replace(canvas, is_done=is_done), canvas_lib.Window(

@@ -46,12 +46,14 @@ class BlockTable:
     """The blocks of each row; what is said of a block is true of all its positions.
 
     `initial`: masked before the first forward. `created`: number of blocks that are decoded.
+    `first_open`: the first block that is not finished, as of the last plan.
     `finished_at`: the forward before which the block was found finished, the first being 1;
     0 in the prompt, `NOT_YET` otherwise. `cached`: where the cache ends.
     """
 
     initial: jax.Array  # [R, S] bool
     created: jax.Array  # [R] int32
+    first_open: jax.Array  # [R] int32
     finished_at: jax.Array  # [R, S] int32
     cached: jax.Array  # [R] int32
 
@@ -70,17 +72,16 @@ class FullAttnMultiBlock:
         return BlockTable(
             initial=canvas.masked,
             created=jnp.ones_like(canvas.start),
+            first_open=jnp.zeros_like(canvas.start),
             finished_at=jnp.where(is_prompt, 0, NOT_YET).astype(jnp.int32),
             cached=jnp.zeros_like(canvas.start),
         )
 
     def plan(self, canvas: canvas_lib.Canvas) -> tuple[canvas_lib.Canvas, canvas_lib.Window]:
         canvas, first_end = _stop_early(canvas)
-        created = _create(canvas, first_end)
+        created, first_open = _create(canvas, first_end), canvas_rules.first_block(canvas)
         created_end = canvas_rules.block_start(canvas, created)
-        finished_end = jnp.minimum(
-            created_end, canvas_rules.block_start(canvas, canvas_rules.first_block(canvas))
-        )
+        finished_end = jnp.minimum(created_end, canvas_rules.block_start(canvas, first_open))
         before = canvas.extra.cached
         finished_at, cached = self._cache(canvas, finished_end)
 
@@ -93,6 +94,7 @@ class FullAttnMultiBlock:
             extra=BlockTable(
                 initial=canvas.extra.initial,
                 created=created,
+                first_open=first_open,
                 finished_at=finished_at,
                 cached=cached,
             ),
@@ -108,16 +110,17 @@ class FullAttnMultiBlock:
         self, canvas: canvas_lib.Canvas, proposal: canvas_lib.CanvasProposal
     ) -> canvas_lib.Canvas:
         """Writes what passes in created blocks, at least one position of the first open one."""
-        created_end = canvas_rules.block_start(canvas, canvas.extra.created)
+        table = canvas.extra
+        created_end = canvas_rules.block_start(canvas, table.created)
+        first_end = canvas_rules.block_start(canvas, table.first_open + 1)
         eligible = canvas.masked & (canvas.positions < created_end[:, None])
         entropy, threshold = proposal.entropy, canvas.params.threshold[:, None]
         if self.is_shifted:
             where = eligible & (entropy < threshold)
         else:
             where = eligible & (entropy <= threshold) | canvas_rules.lowest(entropy, eligible)
-        first = eligible & canvas_lib.current_block(canvas)
-        stuck = ~jnp.any(where & first, axis=1, keepdims=True)
-        where |= stuck & canvas_rules.lowest(entropy, first)
+        # Where any position of the first open block passes, the surest one does.
+        where |= canvas_rules.lowest(entropy, eligible & (canvas.positions < first_end[:, None]))
         return canvas.write(proposal.tokens, where=where)
 
     def _cache(
@@ -129,22 +132,19 @@ class FullAttnMultiBlock:
         """
         table, forward = canvas.extra, canvas.step[:, None] + 1
         delay = canvas.params.cache_delay_iter
-
-        def ready_end(finished_at: jax.Array) -> jax.Array:
-            is_ready = forward - finished_at >= delay[:, None]
-            ends = jnp.where(is_ready, canvas.positions + 1, 0)
-            return jnp.maximum(jnp.max(ends, axis=1).astype(jnp.int32), table.cached)
-
+        is_ready = forward - table.finished_at >= delay[:, None]
+        ends = jnp.where(is_ready, canvas.positions + 1, 0)
+        ready = jnp.maximum(jnp.max(ends, axis=1).astype(jnp.int32), table.cached)
         reach = finished_end
         if not self.is_shifted:
-            ready = ready_end(table.finished_at)
             following = jnp.where(
                 ready < canvas.start, canvas.start, ready + canvas.params.block_length
             )
             reach = jnp.where(delay > 0, jnp.minimum(reach, following), reach)
         is_new = (canvas.positions < reach[:, None]) & (table.finished_at == NOT_YET)
         finished_at = jnp.where(is_new, forward, table.finished_at)
-        return finished_at, ready_end(finished_at)
+        # Without a delay all that is reached is ready at once, with one nothing new is.
+        return finished_at, jnp.where(delay > 0, ready, jnp.maximum(ready, reach))
 
 
 def _stop_early(canvas: canvas_lib.Canvas) -> tuple[canvas_lib.Canvas, jax.Array]:
@@ -153,8 +153,8 @@ def _stop_early(canvas: canvas_lib.Canvas) -> tuple[canvas_lib.Canvas, jax.Array
     Rows that have none, or do not stop early, get the number of positions S.
     """
     S = canvas.positions.shape[0]
-    stops = canvas_lib.is_end(canvas) & canvas.params.early_stop[:, None]
-    first = jnp.min(jnp.where(stops, canvas.positions, S), axis=1).astype(jnp.int32)
+    first = jnp.where(canvas.params.early_stop, canvas_lib.first_end(canvas), S)
+    # A sum, not a gather: a fusion that reads other positions cannot write where it reads.
     token = jnp.sum(
         jnp.where(canvas.positions == first[:, None], canvas.tokens, 0), axis=1, dtype=jnp.int32
     )
@@ -174,16 +174,17 @@ def _create(canvas: canvas_lib.Canvas, first_end: jax.Array) -> jax.Array:
     Blocks that have nothing to write (all is given) are finished. Wherever nothing is left in
     created blocks, those up to the next masked position are created.
     """
-    table = canvas.extra
-    is_last = table.initial & (canvas_lib.block_of(canvas) == table.created[:, None] - 1)
+    table, positions = canvas.extra, canvas.positions
+    last = canvas_rules.block_start(canvas, table.created - 1)
+    following = canvas_rules.block_start(canvas, table.created)
+    is_last = table.initial & (positions >= last[:, None]) & (positions < following[:, None])
     total = jnp.sum(is_last, axis=1, dtype=jnp.int32)
     left = jnp.sum(is_last & canvas.masked, axis=1, dtype=jnp.int32)
     progress = (total - left) / jnp.maximum(total, 1)
     has_come_far = (left == 0) | (progress >= canvas.params.block_add_threshold)
-    following = canvas_rules.block_start(canvas, table.created)
     is_possible = (following < canvas.end) & (following <= first_end)
     created = table.created + (has_come_far & is_possible)
-    has_masked = jnp.any(canvas.masked, axis=1)
+    has_masked = canvas_lib.first_masked(canvas) < canvas.end
     return jnp.where(
         has_masked, jnp.maximum(created, canvas_rules.first_block(canvas) + 1), created
     )

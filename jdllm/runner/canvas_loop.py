@@ -5,7 +5,8 @@ the positions that its algorithm wants, lets the algorithm write, and plans the 
 are ragged: their windows lie one after the other in a vector of tokens (`canvas_packing.py`)
 that is padded to one of a few compiled sizes, chosen step by step. So a row that needs all of
 its canvas and one that needs a block share a forward, and neither pays for the other's length.
-A row that is finished takes no tokens; nothing waits for the slowest.
+A row that is finished takes no tokens; nothing waits for the slowest. Between two steps the
+host can end the launch.
 
 K,V of the forwarded positions overwrite those in the row's pages before anything is attended;
 each token attends to its whole canvas. A mode that forwards less than the canvas reuses what the
@@ -67,31 +68,43 @@ def canvas_launch(
     config: steps.StepConfig,
     sizes: tuple[int, ...],
     params: Any,
-    memory: tuple[list[jax.Array], canvas_state.CanvasState],
+    memory: tuple[list[jax.Array], canvas_state.Slots],
     inputs: forward_batch.CanvasInputs,
-) -> tuple[tuple[list[jax.Array], canvas_state.CanvasState], CanvasOutputs]:
+) -> tuple[tuple[list[jax.Array], canvas_state.Slots], CanvasOutputs]:
     """Returns (pools, states of all slots) and outputs after up to `inputs.max_steps` steps.
 
     The caller donates `memory`, and sees to it that the last of `sizes` holds all rows' canvases.
     """
     pools, slots = memory
-    is_row = inputs.slot < slots.step.shape[0]
+    is_row = inputs.slot < slots.words.shape[0]
     model = loading.merge(graphdef, params)
     chunk = canvas_proposal.positions_of_a_pass(is_row.shape[0], sizes[-1])
 
+    entered = canvas_state.enter(config, inputs, slots, is_row)
+    begun = (entered, inputs.interrupt.count, (jnp.int32(0),) * 2)
+    folding = canvas_state.Folding.of(begun)
+
+    def unfolded(carry):
+        pools, folded = carry
+        return pools, *folding.unfold(folded)
+
     def goes_on(carry):
-        _, state, (num_steps, _) = carry
+        _, state, word, (num_steps, _) = unfolded(carry)
         waited_for = jnp.sum(state.is_finished & is_row) > inputs.max_finished
-        return (num_steps < inputs.max_steps) & jnp.any(~state.is_finished) & ~waited_for
+        is_over = waited_for | inputs.interrupt.is_asked(word)
+        return (num_steps < inputs.max_steps) & jnp.any(~state.is_finished) & ~is_over
 
     def chosen(carry):
-        wanted = jnp.sum(canvas_packing.segments(carry[1].window))
+        _, state, *_ = unfolded(carry)
+        wanted = jnp.sum(canvas_packing.segments(state.window))
         return jnp.sum(jnp.asarray(sizes, jnp.int32)[:-1] < wanted, dtype=jnp.int32)
 
     def one_step(size, carry):
-        pools, state, (num_steps, num_tokens) = carry
+        pools, state, _, (num_steps, num_tokens) = unfolded(carry)
         state, pools, forwards = _step(config, model, inputs, state, pools, size, chunk)
-        return pools, state, (num_steps + forwards, num_tokens + forwards * size)
+        counts = (num_steps + forwards, num_tokens + forwards * size)
+        word = inputs.interrupt.look(state.tokens, implementation=config.implementation)
+        return pools, folding.fold((state, word, counts))
 
     def phases(carry):
         # One loop per size, as in `decode_loop`: a conditional would make XLA copy the pool.
@@ -103,9 +116,9 @@ def canvas_launch(
             )
         return carry
 
-    carry = (pools, canvas_state.enter(config, inputs, slots, is_row), (jnp.int32(0),) * 2)
-    pools, state, (num_steps, num_tokens) = jax.lax.while_loop(goes_on, phases, carry)
-    slots = jax.tree.map(lambda old, new: old.at[inputs.slot].set(new, mode="drop"), slots, state)
+    carry = jax.lax.while_loop(goes_on, phases, (pools, folding.fold(begun)))
+    pools, state, _, (num_steps, num_tokens) = unfolded(carry)
+    slots = slots.write(inputs.slot, state)
     outputs = CanvasOutputs(
         tokens=state.tokens,
         steps=state.steps,

@@ -57,12 +57,12 @@ def segments(window: canvas.Window) -> jax.Array:
 def pack(window: canvas.Window, size: int) -> Packing:
     """Returns the packing of the windows in `size` tokens."""
     R = window.low.shape[0]
-    zero = jnp.zeros((1,), jnp.int32)
-    cu_q_lens = jnp.concatenate([zero, jnp.cumsum(segments(window), dtype=jnp.int32)])
-    index = jnp.arange(size, dtype=jnp.int32)
-    # Counting is a search that needs no loop: there are few rows.
-    row = jnp.sum(index[:, None] >= cu_q_lens[1:], axis=1, dtype=jnp.int32)
-    row = jnp.minimum(row, R - 1)
+    rows, index = jnp.arange(R, dtype=jnp.int32), jnp.arange(size, dtype=jnp.int32)
+    # There are few rows, so adding and counting all of them takes no kernel of its own where a scan
+    # or a search does. Rows lead: over the last axis XLA would give these sums a kernel.
+    ends = jnp.sum(jnp.where(rows[:, None] <= rows, segments(window)[:, None], 0), axis=0)
+    cu_q_lens = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])
+    row = jnp.minimum(jnp.sum(index >= ends[:, None], axis=0, dtype=jnp.int32), R - 1)
     positions = window.low[row] + index - cu_q_lens[row]
     is_valid = (index < cu_q_lens[R]) & (positions < window.high[row])
     return Packing(

@@ -16,13 +16,15 @@ import jax.numpy as jnp
 
 import pallas_kernels
 from jdllm.decoding import canvas
-from jdllm.runner import canvas_state, forward_batch, steps
-from jdllm.runner.canvas_packing import Packing
+from jdllm.runner import canvas_packing, canvas_state, forward_batch, steps
 from jdllm.scheduler import batch as batch_lib
 
 # Positions of a pass: of one row, of several. A pass reads the whole LM head, which takes as long
 # as multiplying some 200 positions by it.
 POSITIONS_OF_A_PASS = (128, 256)
+# Tokens, logprob, entropy and margin travel through the passes as words of one array, which takes
+# one kernel to begin and one to fill.
+_FIELDS = (jnp.int32, jnp.float32, jnp.float32, jnp.float32)
 
 
 def positions_of_a_pass(rows: int, most: int) -> int:
@@ -35,7 +37,7 @@ def propose(
     inputs: forward_batch.CanvasInputs,
     lm_head: jax.Array,
     state: canvas_state.CanvasState,
-    packing: Packing,
+    packing: canvas_packing.Packing,
     hidden: jax.Array,  # [T, D]
     *,
     chunk: int,
@@ -44,55 +46,25 @@ def propose(
 
     `chunk`: `positions_of_a_pass`.
     """
-    R, S = state.tokens.shape
-    T = hidden.shape[0]
-    is_shifted = state.edge.shape[1] > 0
-    params = inputs.params
-    # Source i < T: packed token i; T + r: the position before row r's window.
-    row, predicted = packing.row, packing.positions + is_shifted
-    source_row, sources = row, hidden
-    is_source = packing.is_valid & (predicted < S)
-    if is_shifted:
-        source_row = jnp.concatenate([row, jnp.arange(R, dtype=jnp.int32)])
-        predicted = jnp.concatenate([predicted, state.window.low])
-        is_source = jnp.concatenate([is_source, ~state.is_finished])
-        sources = jnp.concatenate([hidden, state.edge.astype(hidden.dtype)])
-    predicted = jnp.minimum(predicted, S - 1)
-    wanted = is_source & state.window.wanted[source_row, predicted]
-
+    params, window = inputs.params, state.window
     samples = params.temperature > 0
-    tempers = jnp.zeros_like(samples)
+    tempers, scale = jnp.zeros_like(samples), None
     for i, algorithm in enumerate(canvas_state.algorithms(config)):
         if algorithm.tempers:
             tempers |= (inputs.algorithm == i) & samples
-    scale = 1.0 / jnp.where(tempers, params.temperature, 1.0)
+            scale = 1.0 / jnp.where(tempers, params.temperature, 1.0)
     draws = _Draws(
-        temperature=jnp.where(tempers, 1.0, params.temperature)[source_row],
-        seed=params.seed[source_row],
-        position=predicted,
-        step=state.step[source_row],
+        temperature=jnp.where(tempers, 1.0, params.temperature), seed=params.seed, step=state.step
     )
-    take = functools.partial(
-        _statistics,
-        config,
-        lm_head,
-        sources,
-        scale[source_row],
-        chunk=chunk,
-    )
+    sources = _Sources(hidden=hidden, edge=state.edge, packing=packing, low=window.low, scale=scale)
+    take = functools.partial(_statistics, config, lm_head, sources, chunk=chunk)
     # Rows that sample have passes of their own, so that they change no bit of the others'.
-    greedy = take(wanted & ~samples[source_row], None)
-    drawn = take(wanted & samples[source_row], draws)
-    stats = jax.tree.map(
-        lambda a, b: jnp.where(samples[source_row], b, a), greedy, drawn
-    )  # each [sources]
-
-    at = jnp.arange(S, dtype=jnp.int32) - is_shifted - state.window.low[:, None]  # [R, S]
-    place = packing.cu_q_lens[:-1, None] + at
-    place = jnp.where(at < 0, T + jnp.arange(R, dtype=jnp.int32)[:, None], place)
-    place = jnp.clip(place, 0, sources.shape[0] - 1)
-    tokens, logprob, entropy, margin = (field[place] for field in stats)
-    is_wanted = state.window.wanted
+    of_kind = jnp.stack([window.wanted & ~samples[:, None], window.wanted & samples[:, None]])
+    greedy, drawn = jnp.cumsum(of_kind.reshape(2, -1), axis=1, dtype=jnp.int32)
+    found = take(greedy, jnp.zeros((len(_FIELDS), *window.wanted.shape), jnp.int32), None)
+    found = take(drawn, found, draws)
+    tokens, logprob, entropy, margin = _from_words(found)
+    is_wanted = window.wanted
     proposal = canvas.CanvasProposal(
         tokens=jnp.where(is_wanted, tokens, state.tokens),
         prob=jnp.where(is_wanted, jnp.exp(logprob), 0.0),
@@ -104,73 +76,105 @@ def propose(
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Sources:
+    """The hidden states that positions are predicted from, and what the rows' are scaled by."""
+
+    hidden: jax.Array  # [T, D]
+    edge: jax.Array  # [R, D] where logits are shifted, else [R, 0]
+    packing: canvas_packing.Packing
+    low: jax.Array  # [R]
+    scale: jax.Array | None  # [R] float32; none where no algorithm tempers
+
+    def of(self, row: jax.Array, position: jax.Array) -> jax.Array:
+        """Returns [chunk, D] the scaled states for `position` of `row`, [chunk] each."""
+        is_shifted = self.edge.shape[1] > 0
+        offset = position - is_shifted - self.low[row]
+        token = jnp.clip(self.packing.cu_q_lens[row] + offset, 0, self.hidden.shape[0] - 1)
+        x = self.hidden[token]
+        if is_shifted:
+            x = jnp.where(offset[:, None] < 0, self.edge[row].astype(x.dtype), x)
+        if self.scale is None:
+            return x
+        return (x.astype(jnp.float32) * self.scale[row, None]).astype(x.dtype)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Draws:
-    """What a draw depends on, per source: [N] each, but `seed` [N, 2]."""
+    """What a draw depends on beside the position: [R] each, but `seed` [R, 2]."""
 
     temperature: jax.Array
     seed: jax.Array
-    position: jax.Array
     step: jax.Array
 
-    def keys(self, chosen: jax.Array) -> jax.Array:
-        """Returns uint32 [chosen, 2], one key per source, by seed, position and step."""
+    def options(self, row: jax.Array, position: jax.Array) -> dict[str, jax.Array]:
+        """Returns what `unembed_stats` draws by: a key of seed, position and step for each."""
 
         def key(seed: jax.Array, position: jax.Array, step: jax.Array) -> jax.Array:
             of_position = jax.random.fold_in(jax.random.wrap_key_data(seed), position)
             return jax.random.key_data(jax.random.fold_in(of_position, step))
 
-        return jax.vmap(key)(self.seed[chosen], self.position[chosen], self.step[chosen])
+        keys = jax.vmap(key)(self.seed[row], position, self.step[row])  # uint32 [chunk, 2]
+        return {"draw_keys": keys, "temperature": self.temperature[row]}
 
 
-Statistics = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # tokens, logprob, entropy, margin
+def _to_words(*fields: jax.Array) -> jax.Array:
+    """Returns int32 [4, ...] of four arrays [...]."""
+    return jnp.stack([jax.lax.bitcast_convert_type(field, jnp.int32) for field in fields])
+
+
+def _from_words(words: jax.Array) -> list[jax.Array]:
+    """Returns the four arrays."""
+    return [
+        jax.lax.bitcast_convert_type(word, dtype)
+        for word, dtype in zip(words, _FIELDS, strict=True)
+    ]
 
 
 def _statistics(
     config: steps.StepConfig,
     lm_head: jax.Array,  # [V, D]
-    sources: jax.Array,  # [N, D]
-    scale: jax.Array,  # [N]
-    wanted: jax.Array,  # [N] bool
+    sources: _Sources,
+    rank: jax.Array,  # [R * S]
+    found: jax.Array,  # [4, R, S] words
     draws: _Draws | None,
     *,
     chunk: int,
-) -> Statistics:
-    """Returns [N] statistics of the wanted sources, anything elsewhere, `chunk` of them a pass."""
-    N = wanted.shape[0]
-    mask_id = config.spec.diffusion.mask_token_id
-    count = jnp.sum(wanted, dtype=jnp.int32)
-    (order,) = jnp.nonzero(wanted, size=N, fill_value=0)
-    place = jnp.arange(chunk, dtype=jnp.int32)
+) -> jax.Array:
+    """Returns `found` with those of the positions of `rank`, `chunk` of them a pass.
 
-    def one_pass(turn: jax.Array, found: Statistics) -> Statistics:
-        slots = turn * chunk + place
-        chosen = order[jnp.minimum(slots, N - 1)]
-        x = (sources[chosen].astype(jnp.float32) * scale[chosen, None]).astype(sources.dtype)
-        options = {}
-        if draws is not None:
-            options = {"draw_keys": draws.keys(chosen), "temperature": draws.temperature[chosen]}
+    `rank`: how many of them there are up to and with a position, row after row.
+    """
+    R, S = found.shape[1:]
+    total = rank[-1]
+    # Counted from the end, so that a pass needs to know only how many are left.
+    rank = rank - total
+    is_chosen = jnp.diff(rank, prepend=-total) > 0
+
+    def one_pass(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        left, found = carry
+        place = jnp.arange(chunk, dtype=jnp.int32) - left
+        # Counting is a search in one kernel.
+        at = jnp.sum(rank <= place[:, None], axis=1, dtype=jnp.int32)
+        row, position = jnp.divmod(jnp.minimum(at, R * S - 1), S)
         stats = pallas_kernels.unembed_stats(
-            x,
+            sources.of(row, position),
             lm_head,
-            forbidden_ids=(mask_id,),
-            num_rows=jnp.clip(count - turn * chunk, 0, chunk),
+            forbidden_ids=(config.spec.diffusion.mask_token_id,),
+            num_rows=left,
             implementation=config.implementation,
-            **options,
+            **({} if draws is None else draws.options(row, position)),
         )
         best = pallas_kernels.probability(stats.best_logit, stats.logsumexp)
         second = pallas_kernels.probability(stats.second_logit, stats.logsumexp)
-        new = (
+        new = _to_words(
             stats.drawn_id,
             stats.drawn_logit - stats.logsumexp,
             jnp.maximum(stats.entropy, 0.0),
             best - second,
         )
-        # To the sources themselves; what is behind the last wanted one is dropped.
-        target = jnp.where(slots < count, chosen, N)
-        return tuple(
-            old.at[target].set(values, mode="drop") for old, values in zip(found, new, strict=True)
-        )
+        slot = rank - 1 + left
+        is_here = (is_chosen & (slot >= 0) & (slot < chunk)).reshape(R, S)
+        new = new[:, jnp.clip(slot, 0, chunk - 1).reshape(R, S)]
+        return left - chunk, jnp.where(is_here, new, found)
 
-    zeros = jnp.zeros((N,), jnp.float32)
-    start = (jnp.zeros((N,), jnp.int32), zeros, zeros, zeros)
-    return jax.lax.fori_loop(0, (count + chunk - 1) // chunk, one_pass, start)
+    return jax.lax.while_loop(lambda carry: carry[0] > 0, one_pass, (total, found))[1]

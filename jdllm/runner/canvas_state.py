@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jdllm import decoding
 from jdllm.decoding import canvas
-from jdllm.runner import forward_batch, row_state, steps
+from jdllm.runner import forward_batch, packing, row_state, steps
 
 
 @jax.tree_util.register_dataclass
@@ -51,6 +51,33 @@ class CanvasState:
     settled_before: jax.Array  # [R] int32
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Slots:
+    """The states of all running requests between launches, N of them.
+
+    Each is one row of words (`packing.py`), so that a launch takes and leaves them with a kernel.
+    """
+
+    words: jax.Array  # [N, W] int32: a `CanvasState` but for its edge
+    edge: jax.Array  # [N, D], or [N, 0]
+
+    def write(self, slot: jax.Array, rows: CanvasState) -> Slots:
+        """Returns the slots with the rows' states in `slot` [R]; those out of range are dropped."""
+        words = jax.vmap(packing.pack_traced)(dataclasses.replace(rows, edge=()))
+        return Slots(
+            words=self.words.at[slot].set(words, mode="drop"),
+            edge=self.edge.at[slot].set(rows.edge, mode="drop"),
+        )
+
+    def read(self, slot: jax.Array, like: CanvasState) -> CanvasState:
+        """Returns the rows' states from `slot` [R]; `like`: their shapes."""
+        row = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), like)
+        layout = packing.Layout.of(dataclasses.replace(row, edge=()))
+        rows = jax.vmap(layout.unpack)(self.words[slot])
+        return dataclasses.replace(rows, edge=self.edge[slot])
+
+
 def algorithms(config: steps.StepConfig) -> tuple[canvas.CanvasAlgorithm, ...]:
     """Returns the compiled algorithms, in the variant of the model's family."""
     is_shifted = config.spec.diffusion.is_shifted
@@ -59,32 +86,38 @@ def algorithms(config: steps.StepConfig) -> tuple[canvas.CanvasAlgorithm, ...]:
     )
 
 
-def empty_slots(num_slots: int, config: steps.StepConfig, dtype: Any) -> CanvasState:
+def empty_slots(num_slots: int, config: steps.StepConfig, dtype: Any) -> Slots:
     """Returns the states of a runner that has served nothing; their values do not matter.
 
     `dtype` is that of hidden states.
     """
     nothing = forward_batch.padding_canvases(num_slots, config.canvas_length, pages_per_row=1)
     rows = jax.eval_shape(lambda inputs: _fresh(config, inputs, dtype), nothing)
-    # One of its own for each leaf: they are donated.
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), rows)
+    words = packing.Layout.of(dataclasses.replace(rows, edge=())).num_words // num_slots
+    return Slots(
+        words=jnp.zeros((num_slots, words), packing.WORD), edge=jnp.zeros(rows.edge.shape, dtype)
+    )
 
 
 def enter(
     config: steps.StepConfig,
     inputs: forward_batch.CanvasInputs,
-    slots: CanvasState,
+    slots: Slots,
     is_row: jax.Array,
 ) -> CanvasState:
     """Returns the rows' states at the start of a launch: from their slots, or new ones.
 
     Padding rows hold what the last slot does, finished and without a window: nobody reads them.
     """
-    last = slots.step.shape[0] - 1
-    kept = jax.tree.map(lambda leaf: leaf[jnp.minimum(inputs.slot, last)], slots)
+
+    def fresh(inputs: forward_batch.CanvasInputs) -> CanvasState:
+        return _fresh(config, inputs, slots.edge.dtype)
+
+    last = slots.words.shape[0] - 1
+    kept = slots.read(jnp.minimum(inputs.slot, last), like=jax.eval_shape(fresh, inputs))
 
     def begin(_, rows: CanvasState) -> CanvasState:
-        return row_state.select(inputs.is_fresh, _fresh(config, inputs, slots.edge.dtype), rows)
+        return row_state.select(inputs.is_fresh, fresh(inputs), rows)
 
     # A loop of one turn or none: most launches have no new row, and planning takes many small
     # kernels (it stays on the device where a conditional would not).
@@ -159,16 +192,17 @@ def plan(
     A row is finished, too, when an end token lies in its settled prefix, or nothing that is
     shown is open: what comes later is never seen.
     """
-    after, extras = as_canvas(inputs, state, ()), []
-    window = jax.tree.map(jnp.zeros_like, state.window)
-    for i, algorithm in enumerate(algorithms(config)):
-        planned, mine = algorithm.plan(as_canvas(inputs, state, state.extra[i]))
+    extras, all_planned = [], []
+    for algorithm, extra in zip(algorithms(config), state.extra, strict=True):
+        planned, window = algorithm.plan(as_canvas(inputs, state, extra))
         extras.append(planned.extra)
-        is_mine = inputs.algorithm == i
-        after = row_state.select(is_mine, dataclasses.replace(planned, extra=()), after)
-        window = row_state.select(is_mine, mine, window)
-    settled = jnp.minimum(canvas.first_masked(after), state.end)
-    has_ended = jnp.any(canvas.is_end(after) & (after.positions < settled[:, None]), axis=1)
+        all_planned.append((dataclasses.replace(planned, extra=()), window))
+    after, window = all_planned[0]
+    for i, mine in enumerate(all_planned[1:], start=1):
+        after, window = row_state.select(inputs.algorithm == i, mine, (after, window))
+    settled = canvas.first_masked(after)
+    # Plans write behind an end token only, so the first one is where it was.
+    has_ended = canvas.first_end(as_canvas(inputs, state, ())) < settled
     is_finished = state.is_finished | after.is_done | has_ended | (settled >= inputs.shown)
     stays = state.is_finished
     return dataclasses.replace(
@@ -180,3 +214,37 @@ def plan(
         is_finished=is_finished,
         window=row_state.select(~is_finished, window, jax.tree.map(jnp.zeros_like, window)),
     )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Folding:
+    """How a tree of arrays travels through a loop: its scalars and vectors in one vector of words.
+
+    Each array that a step changes costs a kernel or a copy of its own, however short it is.
+    """
+
+    structure: Any
+    is_short: tuple[bool, ...]  # of each leaf
+    layout: packing.Layout  # of the short ones
+
+    @classmethod
+    def of(cls, tree: Any) -> Folding:
+        """Returns how to fold trees like this one."""
+        leaves, structure = jax.tree.flatten(tree)
+        layout = packing.Layout.of([leaf for leaf in leaves if leaf.ndim < 2])
+        return cls(structure, tuple(leaf.ndim < 2 for leaf in leaves), layout)
+
+    def fold(self, tree: Any) -> tuple[jax.Array, list[jax.Array]]:
+        """Returns the words and the other arrays."""
+        leaves = jax.tree.leaves(tree)
+        return (
+            packing.pack_traced([leaf for leaf in leaves if leaf.ndim < 2]),
+            [leaf for leaf in leaves if leaf.ndim >= 2],
+        )
+
+    def unfold(self, folded: tuple[jax.Array, list[jax.Array]]) -> Any:
+        """Returns the tree."""
+        words, arrays = folded
+        short, long = iter(self.layout.unpack(words)), iter(arrays)
+        leaves = [next(short if is_short else long) for is_short in self.is_short]
+        return jax.tree.unflatten(self.structure, leaves)

@@ -60,7 +60,7 @@ class Interrupts:
         self._lock = threading.Lock()
 
     def ask(self) -> None:
-        """Lets every launch that has been planned end after the step it is in, the first at least."""
+        """Ends every launch planned so far after the step it is in, or after its first."""
         with self._lock:
             self._word[:1] += 1  # wraps around, unlike a scalar's sum, which warns
 

@@ -13,7 +13,7 @@ def describe(
 ) -> dict[str, pallas_kernels.Choice]:
     """Returns each op's choice for one block of the model; raises as the op itself would.
 
-    Dense matmuls of more tokens than their kernel takes are XLA's.
+    Dense matmuls of more tokens are XLA's where no kernel is known to beat it.
     """
     mask_id = spec.diffusion.mask_token_id
     choices = {

@@ -194,7 +194,7 @@ class ModelRunner:
                 inputs = forward_batch.build_canvas(batch, self._shape, self._interrupts.current())
                 return inputs, (self._pools, self._slots)
 
-    def _empty_slots(self) -> row_state.RowState | canvas_state.CanvasState:
+    def _empty_slots(self) -> row_state.RowState | canvas_state.Slots:
         num_slots = self._shape.num_slots
         if not self._shape.canvas_length:
             return row_state.empty_slots(num_slots, self._step_config)

@@ -2,11 +2,13 @@
 
 import time
 
+import canvas_engine
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_engine
+from canvas_asks import mixed_asks
 from jax.experimental import io_callback
 
 import pallas_kernels
@@ -61,6 +63,21 @@ def test_launches_that_end_early_lose_no_token(asked_at_random, monkeypatch):
         seldom, undisturbed = launches_and_tokens(engine, asked)
     assert disturbed == undisturbed
     assert often > seldom
+
+
+def test_launches_of_canvases_that_end_early_lose_no_token(asked_at_random, monkeypatch):
+    asks = mixed_asks("llada", seed=9)
+    dllm = {"dllm_algorithm": "FullAttnMultiBlock", "num_continuous_decode_steps": STEPS}
+    asks = [ask for ask in asks if ask.dllm["algorithm"] == "FullAttnMultiBlock"]
+    assert len(asks) > 3
+    told, launches = [], []
+    for _ in ("disturbed", "undisturbed"):
+        with canvas_engine.make("llada", **dllm) as engine:
+            told.append(canvas_engine.told(canvas_engine.generate(engine, asks)))
+            launches.append(engine._built.core.counters.decode_launches)
+        assert {True, False} <= set(asked_at_random)
+        monkeypatch.undo()
+    assert told[0] == told[1] and launches[0] > launches[1]
 
 
 def test_asking_ends_what_was_planned_before_and_nothing_later():
