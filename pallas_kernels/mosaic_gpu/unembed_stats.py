@@ -46,7 +46,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import dispatch, tiles
 from pallas_kernels import unembed_partials as partials
-from pallas_kernels.mosaic_gpu import compat
+from pallas_kernels.mosaic_gpu import compat, fragment_code
 from pallas_kernels.unembed_partials import LOWEST, PartialStats
 
 ROWS = 64  # accumulator rows of a warpgroup
@@ -254,6 +254,7 @@ def _flags(plan: _Plan, given_ids: jax.Array) -> jax.Array:
     return masked.astype(jnp.int32).max(axis=2)
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _RowInputs:
     """Per-row inputs of a warpgroup, [ROWS] but for the given ids; None where absent."""
@@ -338,6 +339,11 @@ def _kernel(plan: _Plan, interpret):
             steps = my_groups * group_steps
             lax.fori_loop(lax.max(steps - stages, 0), steps, drain, ())
 
+        def update(masked, *given):
+            """Returns the statistics after a tile, in the interpreter array by array."""
+            function = functools.partial(_update, plan, masked)
+            return fragment_code.inline(function, *given) if interpret is None else function(*given)
+
         def compute():
             plgpu.set_max_registers(232, action="increase")
             by_rows = tile.split == "rows"
@@ -389,13 +395,12 @@ def _kernel(plan: _Plan, interpret):
                     plgpu.ACC((ROWS, columns), jnp.float32),
                 )
                 first_id = index * plan.tile_columns + my_columns
-                update = functools.partial(_update, plan, inputs, slots, first_id)
+                given = (inputs, slots, first_id, logits, state)
                 return lax.cond(
                     masked,
                     functools.partial(update, True),
                     functools.partial(update, False),
-                    logits,
-                    state,
+                    *given,
                 )
 
             lax.fori_loop(0, my_groups, one_group, ())
@@ -477,10 +482,10 @@ def _start(plan: _Plan) -> dict[str, jax.Array]:
 
 def _update(
     plan: _Plan,
+    masked: bool,
     inputs: _RowInputs,
     slots: jax.Array,
     first_id: jax.Array,
-    masked: bool,
     logits: jax.Array,  # [ROWS, columns]
     state: dict[str, jax.Array],
 ) -> dict[str, jax.Array]:
