@@ -2,7 +2,9 @@
 
 Up to 128 tokens such a product takes as long as its weights take to read. There the kernel
 (`mosaic_gpu/dense_matmul.py`) beats XLA, by its tiles and by what it leaves out: parts of a split
-contraction are added by whoever reads them anyway, and SwiGLU is applied to the accumulators.
+contraction are added by whoever reads them anyway, and SwiGLU is applied to the accumulators. With
+more tokens the tensor cores and shared memory count as well, and another kernel
+(`mosaic_gpu/wide_matmul.py`) serves the shapes at which it was measured to beat XLA.
 """
 
 import functools
@@ -12,6 +14,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import dispatch
 from pallas_kernels.mosaic_gpu import dense_matmul as gpu_kernel
+from pallas_kernels.mosaic_gpu import wide_matmul as wide_gpu_kernel
 
 
 def choose(
@@ -21,11 +24,15 @@ def choose(
     tokens: int,
     columns: int,
     contraction: int,
+    swiglu: bool = False,
+    may_split: bool = True,
 ) -> dispatch.Choice:
     """Returns which implementation serves this shape; `columns` are those of the result."""
-    reason = gpu_kernel.why_not(
-        dtype=dtype, tokens=tokens, columns=columns, contraction=contraction
-    )
+    shape = {"dtype": dtype, "tokens": tokens, "columns": columns, "contraction": contraction}
+    if tokens <= gpu_kernel.MAX_TOKENS:
+        reason = gpu_kernel.why_not(**shape)
+    else:
+        reason = wide_gpu_kernel.why_not(**shape, swiglu=swiglu, may_split=may_split)
     return dispatch.choose("dense_matmul", implementation, refusals={"mosaic_gpu": reason})
 
 
@@ -39,7 +46,7 @@ def dense_matmul(
 ) -> tuple[jax.Array, ...]:
     """Returns arrays [T, N] of the dtype of `x` whose sum is x @ w.T; `add_rms_norm` adds them.
 
-    The kernel gives one for each part into which it splits the contraction; without `may_split`,
+    The kernels give one for each part into which it splits the contraction; without `may_split`,
     for a reader that would need a launch of its own to add them, one. XLA always gives one: each
     array is rounded to the dtype, and so is each sum of two. Where XLA serves (the reference,
     training, every other device) a product is rounded once, as in the models' own code.
@@ -49,10 +56,15 @@ def dense_matmul(
             f"dense_matmul: x must be [T, K] and w [N, K] of one dtype: {_shapes(x, w)}"
         )
     chosen = choose(
-        implementation, dtype=x.dtype, tokens=len(x), columns=len(w), contraction=x.shape[1]
+        implementation,
+        dtype=x.dtype,
+        tokens=len(x),
+        columns=len(w),
+        contraction=x.shape[1],
+        may_split=may_split,
     )
     if chosen.implementation == "mosaic_gpu":
-        return gpu_kernel.dense_matmul(x, w, may_split=may_split)
+        return _mosaic_gpu(x, w, may_split=may_split)
     return (_product(x, w),)
 
 
@@ -63,7 +75,7 @@ def swiglu_matmul(
     *,
     implementation: str = "auto",
 ) -> jax.Array:
-    """Returns silu(x @ gate.T) * (x @ up.T), [T, F]; the kernel rounds that once, XLA each step."""
+    """Returns silu(x @ gate.T) * (x @ up.T), [T, F]; a kernel rounds that once, XLA each step."""
     if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[1] or x.dtype != w.dtype or len(w) % 2:
         raise ValueError(
             f"swiglu_matmul: x must be [T, K] and w [2 * F, K] of one dtype: {_shapes(x, w)}"
@@ -74,12 +86,19 @@ def swiglu_matmul(
         tokens=len(x),
         columns=len(w) // 2,
         contraction=x.shape[1],
+        swiglu=True,
     )
     if chosen.implementation == "mosaic_gpu":
-        (out,) = gpu_kernel.dense_matmul(x, w, swiglu=True)
+        (out,) = _mosaic_gpu(x, w, swiglu=True)
         return out
     gate, up = jnp.split(_product(x, w), 2, axis=-1)
     return jax.nn.silu(gate) * up
+
+
+def _mosaic_gpu(x: jax.Array, w: jax.Array, **options: bool) -> tuple[jax.Array, ...]:
+    if len(x) <= gpu_kernel.MAX_TOKENS:
+        return gpu_kernel.dense_matmul(x, w, **options)
+    return wide_gpu_kernel.wide_matmul(x, w, **options)
 
 
 def _product(x: jax.Array, w: jax.Array) -> jax.Array:

@@ -1,9 +1,10 @@
 """Tuned tile parameters: data, one folder per device, one JSON file per op.
 
-A file is a list of entries `{"when": {size: upper bound}, "tile": {parameter: value}}`. The first
-entry whose every bound is at least the problem's size is taken, and the last has no bound. Sizes
-are static facts of a compiled shape, never live lengths: a row's rounding must not depend on its
-neighbours. `scripts/tune_kernels.py` writes the files.
+A file is a list of entries `{"when": {size: upper bound}, "tile": {parameter: value}}`, which may
+also have `"equal": {size: value}`. The first entry whose every bound is at least the problem's
+size, and whose every value is the problem's, is taken; the last has neither. Sizes are static
+facts of a compiled shape, never live lengths: a row's rounding must not depend on its neighbours.
+An op may read an empty tile as "no tile is known". `scripts/tune_kernels.py` writes the files.
 """
 
 import functools
@@ -26,20 +27,22 @@ def device_folder() -> str:
 def entries(op: str) -> tuple[dict[str, Any], ...]:
     """Returns this device's entries of an op, the default device's if it has none.
 
-    Raises ValueError for a file that is not such a list or does not end without a bound.
+    Raises ValueError for a file that is not such a list or whose last entry has a condition.
     """
     path = TILES_DIR / device_folder() / f"{op}.json"
     if not path.exists():
         path = TILES_DIR / DEFAULT_DEVICE / f"{op}.json"
     found = json.loads(path.read_text(encoding="utf-8"))
-    if not found or any(set(entry) != {"when", "tile"} for entry in found) or found[-1]["when"]:
-        raise ValueError(f"{path}: a list of when/tile entries whose last one has no bound")
+    known = all({"when", "tile"} <= set(entry) <= {"when", "equal", "tile"} for entry in found)
+    if not found or not known or found[-1]["when"] or found[-1].get("equal"):
+        raise ValueError(f"{path}: a list of when/equal/tile entries, the last without a condition")
     return tuple(found)
 
 
 def lookup(op: str, **sizes: int) -> dict[str, Any]:
     """Returns the tile parameters of `op` for a problem of these sizes."""
     for entry in entries(op):
-        if all(sizes[name] <= bound for name, bound in entry["when"].items()):
+        bounded = all(sizes[name] <= bound for name, bound in entry["when"].items())
+        if bounded and all(sizes[name] == n for name, n in entry.get("equal", {}).items()):
             return dict(entry["tile"])
-    raise AssertionError(f"{op}: the last entry has no bound")
+    raise AssertionError(f"{op}: the last entry has no condition")

@@ -230,6 +230,43 @@ def mlp(*, T: int, D: int, F: int) -> Case:
     )
 
 
+def matmul(*, T: int, N: int, K: int, swiglu: bool = False) -> Case:
+    """A dense product of T tokens; one that narrows may split, and the norm that adds it counts."""
+    split = N <= K and not swiglu
+    sets = tuple(
+        _normal(seed, (1 + swiglu) * N, K, std=K**-0.5)
+        for seed in range(_num_sets((1 + swiglu) * N * K * 2))
+    )
+
+    def call(carry: Any, w: jax.Array, implementation: str) -> Any:
+        x, stream = carry
+        if swiglu:
+            outs = (pallas_kernels.swiglu_matmul(x, w, implementation=implementation),)
+        else:
+            outs = pallas_kernels.dense_matmul(x, w, may_split=split, implementation=implementation)
+        if split:
+            ones = jnp.ones((N,), x.dtype)
+            outs = pallas_kernels.add_rms_norm(stream, outs, ones, eps=1e-5)
+        # Or XLA would compute only what is looked at. One value of x depends on the result, at the
+        # cost of a tiny launch, so that no call is hoisted or left out.
+        out = jax.lax.optimization_barrier(outs)[-1]
+        return x.at[0, 0].set(out[0, 0]), out
+
+    def compare(result: Any, reference: Any) -> str:
+        return _relative_error(result[1], reference[1])
+
+    return Case(
+        op="matmul",
+        shape=f"T={T} N={N} K={K}" + (" SwiGLU" if swiglu else ", norm included" if split else ""),
+        work=floors.matmul(T, (1 + swiglu) * N * K),
+        implementations=("mosaic_gpu", "xla"),
+        carry=(_normal(98, T, K), _normal(99, T, N)),
+        sets=sets,
+        call=call,
+        compare=compare,
+    )
+
+
 def rotate(*, T: int, N: int, K: int, rotary: int = 128, H: int = 128, norm: bool = False) -> Case:
     """Rotation of q and k and the write of K,V into the pool, of tokens in pages of 64."""
     rng = np.random.default_rng(0)
@@ -314,6 +351,13 @@ CASES: dict[str, list[Any]] = {
         *_rows(T=(32, 64, 128, 256), D=4096, F=12288),  # LLaDA-8B
         *_rows(T=(64, 128), D=3584, F=18944),  # Dream-7B
         *_rows(T=(32, 128), D=2048, F=5120),  # the first layer of LLaDA2.0-mini
+    ),
+    "matmul": _cases(
+        matmul,
+        *_rows(T=(192, 256, 384), N=12288, K=4096, swiglu=True),  # LLaDA-8B
+        *_rows(T=(192, 256, 384), N=12288, K=4096),
+        *_rows(T=(192, 256, 384), N=4096, K=12288),
+        *_rows(T=(192, 256, 384), N=4096, K=4096),
     ),
     "rotate": _cases(
         rotate,

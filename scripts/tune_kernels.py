@@ -7,6 +7,10 @@ problem below is timed, as `bench_kernels.py` does, with every candidate tile. T
 the entry where it is at least `--margin` faster than the entry's own tile, so that noise does not
 rewrite the table. Without `--write` the table is only printed. Run the kernel tests afterwards:
 they lower every entry.
+
+An entry of wide_matmul is one exact shape, its problem. There an empty tile means XLA, which also
+replaces a tile that does not beat it by the margin. To tune one more shape, add it with an empty
+tile.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import argparse
 import functools
 import itertools
 import json
+import math
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -22,10 +27,12 @@ from unittest import mock
 
 import bench_kernels as bench
 import jax
+import jax.numpy as jnp
 import kernel_cases as cases
 from tqdm import tqdm
 
 from pallas_kernels import dispatch, tiles
+from pallas_kernels.mosaic_gpu import compat, wide_matmul
 
 # op: by the bounds of an entry, in the table's order, the problem that stands for the bucket.
 PROBLEMS: dict[str, list[tuple[dict[str, int], Any]]] = {
@@ -105,12 +112,38 @@ CANDIDATES: dict[str, dict[str, tuple[Any, ...]]] = {
         "pair": (False, True),
         "stages": (4, 5, 6),
     },
+    "wide_matmul": {
+        "tokens": (128, 192, 256),
+        "columns": tuple(range(48, 257, 16)),
+        "rows": (64, 128),
+        "splits": (1, 2, 4),
+        "share_tokens": (1, 2),
+        "share_weights": (1, 2),
+        "swapped": (False, True),
+    },
 }
+MAY_USE_XLA = ("wide_matmul",)  # where an empty tile means XLA
+_BUSY = 0.8  # of the SMs, over all waves
 
 
-def candidates(op: str, bounds: dict[str, int]) -> Iterator[dict[str, Any]]:
+def problems(op: str, table: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], Any]]:
+    """Yields the entries of the table to be tuned, each with what builds its problem."""
+    if op == "wide_matmul":
+        for entry in table[:-1]:  # the last is all other shapes
+            yield entry, functools.partial(_matmul, **entry["when"], **entry["equal"])
+        return
+    for bounds, problem in PROBLEMS[op]:
+        (entry,) = (entry for entry in table if entry["when"] == bounds)
+        yield entry, problem
+
+
+def _matmul(tokens: int, columns: int, contraction: int, halves: int) -> cases.Case:
+    return cases.matmul(T=tokens, N=columns, K=contraction, swiglu=halves == 2)
+
+
+def candidates(op: str, entry: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yields tiles worth trying in a bucket."""
-    names = CANDIDATES[op]
+    names, bounds = CANDIDATES[op], entry["when"]
     for values in itertools.product(*names.values()):
         tile = dict(zip(names, values, strict=True))
         if op == "grouped_matmul":
@@ -121,12 +154,37 @@ def candidates(op: str, bounds: dict[str, int]) -> Iterator[dict[str, Any]]:
             decodes = bounds.get("ragged") == 0
             if tile["persistent"] != decodes or (tile["split_tokens"] and not decodes):
                 continue
+        if op == "wide_matmul" and not _suits(tile, **bounds, **entry["equal"]):
+            continue
         yield tile
+
+
+def _suits(
+    parameters: dict[str, Any], tokens: int, columns: int, contraction: int, halves: int
+) -> bool:
+    """Returns whether the tile serves the shape in whole tiles and without many idle SMs."""
+    try:
+        tile = wide_matmul.Tile(**parameters)
+    except ValueError:
+        return False
+    plan = wide_matmul.Plan(
+        tile=tile,
+        tokens=tokens,
+        columns=columns,
+        contraction=contraction,
+        halves=halves,
+        dtype=jnp.dtype(cases.BF16),
+    )
+    ctas = math.prod(plan.groups) * tile.cluster
+    sms = compat.num_multiprocessors()
+    busy = ctas / (sms * -(-ctas // sms))
+    whole = tokens % (tile.tokens * tile.share_weights) == 0
+    return not plan.problems() and whole and busy >= _BUSY
 
 
 def timed(case: cases.Case, op: str, tile: dict[str, Any], args: argparse.Namespace) -> float:
     """Returns milliseconds a call with this tile, infinity where the kernel refuses it."""
-
+    implementation = "mosaic_gpu" if tile or op not in MAY_USE_XLA else "xla"
     tuned = tiles.lookup
 
     def forced(wanted: str, **sizes: int) -> dict[str, Any]:
@@ -135,7 +193,7 @@ def timed(case: cases.Case, op: str, tile: dict[str, Any], args: argparse.Namesp
     jax.clear_caches()
     try:
         with mock.patch.object(tiles, "lookup", forced):
-            return bench.time_case(case, "mosaic_gpu", args.calls, args.repeats)[0]
+            return bench.time_case(case, implementation, args.calls, args.repeats)[0]
     except (ValueError, jax.errors.JaxRuntimeError):
         return float("inf")
 
@@ -144,29 +202,32 @@ def tune(op: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Returns the op's table with the winners in place; prints the best of each bucket."""
     out = sys.stdout.write
     table = [dict(entry) for entry in tiles.entries(op)]
-    for bounds, problem in PROBLEMS[op]:
-        (entry,) = (entry for entry in table if entry["when"] == bounds)
+    for entry, problem in problems(op, table):
         case = problem()
         now = timed(case, op, entry["tile"], args)
         found = [(now, entry["tile"])]
-        for tile in tqdm(list(candidates(op, bounds)), desc=f"{op} {bounds}", disable=None):
+        for tile in tqdm(list(candidates(op, entry)), desc=f"{op} {case.shape}", disable=None):
             found.append((timed(case, op, tile, args), tile))
         best, tile = min(found, key=lambda pair: pair[0])
-        kept = best > now * (1 - args.margin)
-        out(f"{op} {case.shape} {bounds}: now {now:.4f} ms, best {best:.4f} ms, ")
-        out(f"floor {case.work.floor_ms:.4f}: {'kept' if kept else tile}\n")
+        if best > now * (1 - args.margin):
+            best, tile = now, entry["tile"]
+        if tile and op in MAY_USE_XLA:
+            xla = timed(case, op, {}, args)
+            found.append((xla, {}))
+            tile = {} if best > xla * (1 - args.margin) else tile
+        out(f"{op} {case.shape} {entry['when']}: now {now:.4f} ms, best {best:.4f} ms, ")
+        out(f"floor {case.work.floor_ms:.4f}: {'kept' if tile == entry['tile'] else tile}\n")
         for ms, other in sorted(found, key=lambda pair: pair[0])[: args.top]:
             out(f"    {ms:.4f} {other}\n")
         sys.stdout.flush()
-        if not kept:
-            entry["tile"] = tile
+        entry["tile"] = tile
     return table
 
 
 def main() -> None:
     """Parses the command line, tunes, writes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ops", default=",".join(PROBLEMS))
+    parser.add_argument("--ops", default=",".join(CANDIDATES))
     parser.add_argument("--write", action="store_true", help="write the table, not only print it")
     parser.add_argument("--margin", type=float, default=0.02)
     parser.add_argument("--calls", type=int, default=4)

@@ -33,7 +33,7 @@ kernel / XLA (the better of its two layouts), both with the SwiGLU or the norm t
      64, LLaDA-8B              50.9 / 52.4  29.5 / 35.8  26.8 / 30.5  13.9 / 18.6
     128, Dream-7B              72.0 / 75.0  43.3 / 49.5  13.7 / 15.5  13.7 / 15.0
 
-From 192 tokens on XLA wins (qkv of LLaDA-8B 39 / 34): hence MAX_TOKENS.
+From 192 tokens on XLA wins (qkv of LLaDA-8B 39 / 34): hence MAX_TOKENS, and `wide_matmul` beyond.
 """
 
 import dataclasses

@@ -271,6 +271,41 @@ def test_dense_matmul(T, N, K):
         np.testing.assert_array_equal(bits(part[0]), bits(alone[0]))
 
 
+@pytest.mark.parametrize(
+    ("T", "N", "K", "swiglu"),
+    [
+        (192, 12288, 4096, True),
+        (256, 12288, 4096, True),
+        (384, 18944, 3584, True),
+        (192, 12288, 4096, False),
+        (160, 4096, 12288, False),
+        (256, 4096, 12288, False),
+        (320, 4096, 12288, False),
+        (384, 3584, 3584, False),
+    ],
+)
+def test_dense_matmul_of_more_tokens(T, N, K, swiglu):
+    """Tiles of the table, whole and past the last token."""
+    rng = np.random.default_rng(T)
+    x = normal(rng, T, K)
+    w = jax.random.normal(jax.random.key(1), ((1 + swiglu) * N, K), jnp.bfloat16)
+    w *= jnp.bfloat16(K**-0.5)
+    op = pallas_kernels.swiglu_matmul if swiglu else pallas_kernels.dense_matmul
+
+    def run(x, **options):
+        out = op(x, w, **options)
+        return (out,) if swiglu else out
+
+    parts = run(x, implementation="mosaic_gpu")
+    w32, x32 = wide((w, x))
+    expected = op(x32, w32, implementation="xla")
+    expected = expected if swiglu else expected[0]
+    assert relative_error(sum(wide(parts)), expected) < 4e-3
+    others = x.at[1:].set(jnp.nan)
+    for part, alone in zip(parts, run(others, implementation="mosaic_gpu"), strict=True):
+        np.testing.assert_array_equal(bits(part[0]), bits(alone[0]))
+
+
 @pytest.mark.parametrize("D", [512, 3584, 4096])
 def test_norm_adds_the_parts_of_a_split_product(D):
     rng = np.random.default_rng(D)
