@@ -11,9 +11,15 @@ from pallas_kernels.mosaic_gpu import dense_matmul as gpu_kernel
 if not compat.supported():
     pytest.skip("needs the Mosaic GPU of a newer jax", allow_module_level=True)
 
-import kernel_interpreter
+from dense_products import (
+    TOLERANCE,
+    arrays,
+    check_equals_numpy,
+    check_rows_are_their_own,
+    expected,
+    interpreted,
+)
 
-TOLERANCE = {"rtol": 2**-7, "atol": 1e-4}  # one rounding to bfloat16, float32 sums
 Tile = gpu_kernel.Tile
 # name: (tokens, result's columns, contraction, swiglu, tile): every way through the kernel.
 WAYS = {
@@ -34,41 +40,9 @@ WAYS = {
 }  # fmt: skip
 
 
-def arrays(tokens, columns, contraction, swiglu, seed=0, dtype=jnp.bfloat16):
-    rng = np.random.default_rng(seed)
-    x = rng.normal(size=(tokens, contraction))
-    w = rng.normal(size=((1 + swiglu) * columns, contraction)) * contraction**-0.5
-    return jnp.asarray(x, dtype), jnp.asarray(w, dtype)
-
-
-def expected(x, w, swiglu):
-    y = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
-    if not swiglu:
-        return y
-    gate, up = np.split(y, 2, axis=1)
-    return gate / (1 + np.exp(-gate)) * up
-
-
-def expected_parts(x, w, splits):
-    """The results of each part of the contraction."""
-    pairs = zip(np.split(x, splits, axis=1), np.split(w, splits, axis=1), strict=True)
-    return [expected(x_part, w_part, False) for x_part, w_part in pairs]
-
-
-def interpreted(x, w, **options):
-    outs = kernel_interpreter.run(gpu_kernel.dense_matmul, x, w, **options)
-    assert all(out.dtype == x.dtype for out in outs)
-    return [np.asarray(out.astype(jnp.float32)) for out in outs]
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_equals_numpy(way):
-    tokens, columns, contraction, swiglu, tile = WAYS[way]
-    x, w = arrays(tokens, columns, contraction, swiglu)
-    outs = interpreted(x, w, swiglu=swiglu, tile=tile)
-    wanted = expected_parts(x, w, tile.splits) if tile.splits > 1 else [expected(x, w, swiglu)]
-    for out, want in zip(outs, wanted, strict=True):
-        np.testing.assert_allclose(out, want, **TOLERANCE)
+    check_equals_numpy(gpu_kernel.dense_matmul, *WAYS[way])
 
 
 def test_stores_in_pieces_where_shared_memory_is_short(monkeypatch):
@@ -77,13 +51,13 @@ def test_stores_in_pieces_where_shared_memory_is_short(monkeypatch):
     stage, piece = 2 * (96 + 64) * 64, 2 * 64 * 32
     monkeypatch.setattr(gpu_kernel, "_SHARED_MEMORY", 2 * stage + piece)
     x, w = arrays(40, 96, 128, False)
-    (out,) = interpreted(x, w, tile=tile)
+    (out,) = interpreted(gpu_kernel.dense_matmul, x, w, tile=tile)
     np.testing.assert_allclose(out, expected(x, w, False), **TOLERANCE)
 
 
 def test_float16():
     x, w = arrays(8, 64, 128, False, dtype=jnp.float16)
-    (out,) = interpreted(x, w, tile=Tile(columns=32, stages=2))
+    (out,) = interpreted(gpu_kernel.dense_matmul, x, w, tile=Tile(columns=32, stages=2))
     np.testing.assert_allclose(out, expected(x, w, False), **TOLERANCE)
 
 
@@ -97,17 +71,7 @@ def test_float16_is_not_split_since_a_part_may_overflow():
 
 @pytest.mark.parametrize("way", ["cluster-and-splits", "swiglu-ragged-cluster"])
 def test_a_row_ignores_its_neighbours_bit_for_bit_and_nan_stays_in_its_row(way):
-    tokens, columns, contraction, swiglu, tile = WAYS[way]
-    x, w = arrays(tokens, columns, contraction, swiglu)
-    watched = np.array([1, tokens // 2, tokens - 1])
-    others, _ = arrays(tokens, columns, contraction, swiglu, seed=1)
-    others = others.at[::2].set(jnp.nan).at[watched].set(x[watched])
-    broken = np.isnan(np.asarray(others, np.float32)).any(axis=1)
-    firsts = interpreted(x, w, swiglu=swiglu, tile=tile)
-    for first, second in zip(firsts, interpreted(others, w, swiglu=swiglu, tile=tile), strict=True):
-        np.testing.assert_array_equal(first[watched], second[watched])
-        wanted = np.broadcast_to(broken[:, None], second.shape)
-        np.testing.assert_array_equal(np.isnan(second), wanted)
+    check_rows_are_their_own(gpu_kernel.dense_matmul, *WAYS[way])
 
 
 @pytest.mark.parametrize(

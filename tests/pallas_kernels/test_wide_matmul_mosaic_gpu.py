@@ -12,9 +12,15 @@ from pallas_kernels.mosaic_gpu import wide_matmul as gpu_kernel
 if not compat.supported():
     pytest.skip("needs the Mosaic GPU of a newer jax", allow_module_level=True)
 
-import kernel_interpreter
+from dense_products import (
+    TOLERANCE,
+    arrays,
+    check_equals_numpy,
+    check_rows_are_their_own,
+    expected,
+    interpreted,
+)
 
-TOLERANCE = {"rtol": 2**-7, "atol": 1e-4}  # one rounding to bfloat16, float32 sums
 Tile = gpu_kernel.Tile
 # name: (tokens, result's columns, contraction, swiglu, tile): every way through the kernel. The
 # clusters are small: the interpreter stops where more threads wait for one another than it has.
@@ -50,43 +56,9 @@ WAYS = {
 }  # fmt: skip
 
 
-def arrays(tokens, columns, contraction, swiglu, seed=0, dtype=jnp.bfloat16):
-    rng = np.random.default_rng(seed)
-    x = rng.normal(size=(tokens, contraction))
-    w = rng.normal(size=((1 + swiglu) * columns, contraction)) * contraction**-0.5
-    return jnp.asarray(x, dtype), jnp.asarray(w, dtype)
-
-
-def expected(x, w, swiglu):
-    y = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
-    if not swiglu:
-        return y
-    gate, up = np.split(y, 2, axis=1)
-    return gate / (1 + np.exp(-gate)) * up
-
-
-def expected_parts(x, w, swiglu, splits):
-    """The results of each part of the contraction."""
-    if splits == 1:
-        return [expected(x, w, swiglu)]
-    pairs = zip(np.split(x, splits, axis=1), np.split(w, splits, axis=1), strict=True)
-    return [expected(x_part, w_part, False) for x_part, w_part in pairs]
-
-
-def interpreted(x, w, **options):
-    outs = kernel_interpreter.run(gpu_kernel.wide_matmul, x, w, **options)
-    assert all(out.dtype == x.dtype for out in outs)
-    return [np.asarray(out.astype(jnp.float32)) for out in outs]
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_equals_numpy(way):
-    tokens, columns, contraction, swiglu, tile = WAYS[way]
-    x, w = arrays(tokens, columns, contraction, swiglu)
-    outs = interpreted(x, w, swiglu=swiglu, tile=tile)
-    wanted = expected_parts(x, w, swiglu, tile.splits)
-    for out, want in zip(outs, wanted, strict=True):
-        np.testing.assert_allclose(out, want, **TOLERANCE)
+    check_equals_numpy(gpu_kernel.wide_matmul, *WAYS[way])
 
 
 @pytest.mark.parametrize("way", ["tiles-of-tokens", "share-tokens"])
@@ -96,29 +68,19 @@ def test_few_multiprocessors_walk_many_tiles(monkeypatch, way):
     columns *= 3
     monkeypatch.setattr(compat, "num_multiprocessors", lambda: 2 * tile.cluster)
     x, w = arrays(tokens, columns, contraction, swiglu)
-    (out,) = interpreted(x, w, swiglu=swiglu, tile=tile)
+    (out,) = interpreted(gpu_kernel.wide_matmul, x, w, swiglu=swiglu, tile=tile)
     np.testing.assert_allclose(out, expected(x, w, swiglu), **TOLERANCE)
 
 
 def test_float16():
     x, w = arrays(144, 32, 128, False, dtype=jnp.float16)
-    (out,) = interpreted(x, w, tile=Tile(tokens=192, columns=32, stages=2))
+    (out,) = interpreted(gpu_kernel.wide_matmul, x, w, tile=Tile(tokens=192, columns=32, stages=2))
     np.testing.assert_allclose(out, expected(x, w, False), **TOLERANCE)
 
 
 @pytest.mark.parametrize("way", ["swapped-of-128", "swiglu-sharing"])
 def test_a_row_ignores_its_neighbours_bit_for_bit_and_nan_stays_in_its_row(way):
-    tokens, columns, contraction, swiglu, tile = WAYS[way]
-    x, w = arrays(tokens, columns, contraction, swiglu)
-    watched = np.array([1, tokens // 2, tokens - 1])
-    others, _ = arrays(tokens, columns, contraction, swiglu, seed=1)
-    others = others.at[::2].set(jnp.nan).at[watched].set(x[watched])
-    broken = np.isnan(np.asarray(others, np.float32)).any(axis=1)
-    firsts = interpreted(x, w, swiglu=swiglu, tile=tile)
-    for first, second in zip(firsts, interpreted(others, w, swiglu=swiglu, tile=tile), strict=True):
-        np.testing.assert_array_equal(first[watched], second[watched])
-        wanted = np.broadcast_to(broken[:, None], second.shape)
-        np.testing.assert_array_equal(np.isnan(second), wanted)
+    check_rows_are_their_own(gpu_kernel.wide_matmul, *WAYS[way])
 
 
 @pytest.mark.parametrize(
