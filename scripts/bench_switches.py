@@ -6,7 +6,8 @@ The load: prompts of random token ids and outputs of random lengths, arriving at
 a share of the requests decodes at `--thresholds[0]`, the others at the second. It runs through the
 engine of this process, with a thread for every request. Whether rounds overlap and how many steps
 a launch has are decided round by round, so those variants share one engine, whose numbers are set
-between loads; fused commit is compiled and takes an engine of its own.
+between loads; fused commit is compiled and takes an engine of its own. The model is one that writes
+block after block.
 """
 
 from __future__ import annotations

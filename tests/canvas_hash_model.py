@@ -70,6 +70,9 @@ class CanvasModel:
             return Done(RuntimeError("device fault"))
         return Done(self.execute(batch))
 
+    def begin_round(self):
+        """Nothing."""
+
     def interrupt(self):
         """Nothing: which launches end early is drawn."""
 

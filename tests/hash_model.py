@@ -89,6 +89,9 @@ class PagedModel:
         """Runs the launch at once, as its place in the order of launches demands."""
         return Done(self.execute(batch))
 
+    def begin_round(self):
+        pass
+
     def interrupt(self):
         self.num_asked += 1
 

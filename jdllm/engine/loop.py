@@ -99,8 +99,9 @@ class EngineLoop:
     ) -> concurrent.futures.Future[int]:
         """Aborts every live request that matches; their sinks get a final event.
 
-        Launches under way end at their next step, where the runner can tell them.
+        If there are any, launches under way end at their next step, where the runner can tell them.
         """
+        is_known = any(matches(request) for request in list(self.core.requests.values()))
 
         def run() -> int:
             ids = [name for name, request in self.core.requests.items() if matches(request)]
@@ -117,8 +118,9 @@ class EngineLoop:
             return len(ids)
 
         aborting = self.call(run)
-        # Only now: a round that began without the call would run for as long as it likes.
-        self.core.runner.interrupt()
+        # Only now: a launch that begins before the call is known has to end for it.
+        if is_known:
+            self.core.runner.interrupt()
         return aborting
 
     def stop(self) -> None:
@@ -136,8 +138,7 @@ class EngineLoop:
 
     def _run(self) -> None:
         try:
-            while not self._is_stopping:
-                self.beat_s = time.monotonic()
+            while self._begin_round():
                 self._run_calls()
                 if self.core.has_work:
                     self._step()
@@ -153,6 +154,13 @@ class EngineLoop:
             for sink in self._sinks.values():
                 self._deliver(sink, FaultEvent("the engine has shut down"))
             self._sinks.clear()
+
+    def _begin_round(self) -> bool:
+        """Returns whether there is to be another round."""
+        self.beat_s = time.monotonic()
+        # Before it is known what others want: whoever comes later ends the round's launch.
+        self.core.runner.begin_round()
+        return not self._is_stopping
 
     def _settle(self) -> None:
         """Delivers what the launch in flight has brought; whatever it fails with ends here."""
@@ -192,6 +200,7 @@ class EngineLoop:
             if not self._deliver(sink, TokensEvent(output)):
                 self._sinks.pop(request.request_id, None)
                 self.core.abort(request.request_id)
+                self.core.runner.interrupt()
 
     def _deliver(self, sink: Sink | None, event: Event) -> bool:
         """Hands an event over; False when the consumer is gone (a closed asyncio loop)."""

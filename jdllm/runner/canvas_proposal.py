@@ -153,7 +153,7 @@ def _statistics(
     def one_pass(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         left, found = carry
         place = jnp.arange(chunk, dtype=jnp.int32) - left
-        # Counting is a search in one kernel.
+        # Counting is a search in one kernel: chunk * R * S comparisons, 2 ** 24 for 16 of 4096.
         at = jnp.sum(rank <= place[:, None], axis=1, dtype=jnp.int32)
         row, position = jnp.divmod(jnp.minimum(at, R * S - 1), S)
         stats = pallas_kernels.unembed_stats(

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jdllm import decoding
 from jdllm.decoding import canvas
-from jdllm.runner import forward_batch, packing, row_state, steps
+from jdllm.runner import forward_batch, interrupts, packing, row_state, steps
 
 
 @jax.tree_util.register_dataclass
@@ -91,7 +91,9 @@ def empty_slots(num_slots: int, config: steps.StepConfig, dtype: Any) -> Slots:
 
     `dtype` is that of hidden states.
     """
-    nothing = forward_batch.padding_canvases(num_slots, config.canvas_length, pages_per_row=1)
+    nothing = forward_batch.padding_canvases(
+        num_slots, config.canvas_length, pages_per_row=1, interrupt=interrupts.shapes()
+    )
     rows = jax.eval_shape(lambda inputs: _fresh(config, inputs, dtype), nothing)
     words = packing.Layout.of(dataclasses.replace(rows, edge=())).num_words // num_slots
     return Slots(

@@ -183,7 +183,10 @@ def build_canvas(
 ) -> CanvasInputs:
     """Stacks the rows' slots, canvases and options and pads to the bucket."""
     inputs = padding_canvases(
-        batch.bucket.rows, shape.canvas_length, pages_per_row=shape.pages_per_row
+        batch.bucket.rows,
+        shape.canvas_length,
+        pages_per_row=shape.pages_per_row,
+        interrupt=interrupt,
     )
     inputs.slot[:] = shape.num_slots
     params = {f.name: getattr(inputs.params, f.name) for f in dataclasses.fields(inputs.params)}
@@ -208,11 +211,12 @@ def build_canvas(
         inputs,
         max_steps=np.int32(batch.max_steps),
         max_finished=np.int32(R if batch.max_finished is None else batch.max_finished),
-        interrupt=interrupt,
     )
 
 
-def padding_canvases(rows: int, canvas_length: int, *, pages_per_row: int) -> CanvasInputs:
+def padding_canvases(
+    rows: int, canvas_length: int, *, pages_per_row: int, interrupt: interrupts.Interrupt
+) -> CanvasInputs:
     """Returns inputs of rows that do nothing: their canvas is one given token."""
     R = rows
 
@@ -257,7 +261,7 @@ def padding_canvases(rows: int, canvas_length: int, *, pages_per_row: int) -> Ca
         ),
         max_steps=np.int32(1),
         max_finished=np.int32(R),
-        interrupt=interrupts.never(),
+        interrupt=interrupt,
     )
 
 

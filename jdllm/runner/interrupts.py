@@ -39,9 +39,10 @@ class Interrupt:
         )
 
 
-def never() -> Interrupt:
-    """Returns what a launch gets that nobody will end."""
-    return Interrupt(address=np.zeros((2,), np.int32), count=np.int32(0))
+def shapes() -> Interrupt:
+    """Returns an interrupt's shapes: without one there is no address that a kernel may read."""
+    shape = jax.ShapeDtypeStruct
+    return Interrupt(address=shape((2,), np.int32), count=shape((), np.int32))
 
 
 class Interrupts:
@@ -57,7 +58,8 @@ class Interrupts:
             self._address = self._memory.unsafe_buffer_pointer()
             pointer = ctypes.cast(self._address, ctypes.POINTER(ctypes.c_int32))
             self._word = np.ctypeslib.as_array(pointer, (_WORDS,))
-        self._lock = threading.Lock()
+        # Re-entrant: collecting a forgotten stream may ask in the middle of asking.
+        self._lock = threading.RLock()
 
     def ask(self) -> None:
         """Ends every launch planned so far after the step it is in, or after its first."""

@@ -100,6 +100,7 @@ class ModelRunner:
             implementation=implementation,
         )
         self._interrupts = interrupts.Interrupts(implementation=implementation)
+        self._interrupt: interrupts.Interrupt | None = None  # of the next launch
         self._executables: dict[batch_lib.Bucket, _Executable] = {}
         self._mask_token_id = self.spec.diffusion.mask_token_id
         self._pools = pool_lib.create(pool_config)
@@ -164,7 +165,11 @@ class ModelRunner:
             case batch_lib.Phase.DECODE | batch_lib.Phase.CANVAS:
                 self._pools, self._slots = memory
         outputs.copy_to_host_async()
-        return Launch(outputs, executable.output_layout, len(batch.rows))
+        return Launch(outputs, executable.output_layout, len(batch.rows), self._interrupts)
+
+    def begin_round(self) -> None:
+        """Lets `interrupt` end, from now on, also the next launch, which is not planned yet."""
+        self._interrupt = self._interrupts.current()
 
     def interrupt(self) -> None:
         """Lets launches under way end after the step they are in, where the device can be told."""
@@ -187,12 +192,17 @@ class ModelRunner:
                 return forward_batch.build_prefill(batch, self._shape), self._pools
             case batch_lib.Phase.DECODE:
                 inputs = forward_batch.build_decode(
-                    batch, self._shape, self._mask_token_id, self._interrupts.current()
+                    batch, self._shape, self._mask_token_id, self._next_interrupt()
                 )
                 return inputs, (self._pools, self._slots)
             case batch_lib.Phase.CANVAS:
-                inputs = forward_batch.build_canvas(batch, self._shape, self._interrupts.current())
+                inputs = forward_batch.build_canvas(batch, self._shape, self._next_interrupt())
                 return inputs, (self._pools, self._slots)
+
+    def _next_interrupt(self) -> interrupts.Interrupt:
+        # Each round's is for one launch: an old one would end every launch at its first step.
+        given, self._interrupt = self._interrupt or self._interrupts.current(), None
+        return given
 
     def _empty_slots(self) -> row_state.RowState | canvas_state.Slots:
         num_slots = self._shape.num_slots
@@ -287,7 +297,14 @@ def check_spec(spec: spec_lib.ModelSpec) -> None:
 class Launch:
     """A launch under way; its outputs travel to the host as soon as they are there."""
 
-    def __init__(self, outputs: jax.Array, layout: packing.Layout, num_rows: int):
+    def __init__(
+        self,
+        outputs: jax.Array,
+        layout: packing.Layout,
+        num_rows: int,
+        told_by: interrupts.Interrupts,
+    ):
+        self._told_by = told_by  # owns a word that the launch reads
         self._outputs = outputs
         self._layout = layout
         self._num_rows = num_rows

@@ -143,6 +143,10 @@ class Runner(Protocol):
         """Starts a launch and returns at once."""
         ...
 
+    def begin_round(self) -> None:
+        """Lets `interrupt` end, from now on, also the next launch, which is not planned yet."""
+        ...
+
     def interrupt(self) -> None:
         """Lets launches under way end after the step they are in, if it can; from any thread."""
         ...

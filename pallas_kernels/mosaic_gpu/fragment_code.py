@@ -60,7 +60,7 @@ def _evaluate(
 
     for equation in jaxpr.eqns:
         operands = [read(variable) for variable in equation.invars]
-        if "jaxpr" in equation.params:  # a nested jax.jit, such as jnp.where
+        if equation.primitive.name in ("jit", "pjit"):  # such as jnp.where
             inner = equation.params["jaxpr"]
             results = _evaluate(inner.jaxpr, inner.consts, operands)
         else:
@@ -115,7 +115,13 @@ def _broadcast(operand: Fragment, shape: tuple[int, ...], dimensions: tuple[int,
     return operand.broadcast_in_dim(shape, dimensions, fragmented_array.WGMMA_LAYOUT)
 
 
-# By name of the primitive. Comparisons and shifts go by the operands' signs.
+def _shift_right_logical(operand: Fragment, count: Fragment) -> Fragment:
+    if operand.is_signed:  # it would be arithmetic
+        raise NotImplementedError("shift_right_logical of signed numbers")
+    return operand >> count
+
+
+# By name of the primitive. Comparisons go by the operands' signs.
 _OPERATIONS: dict[str, Callable[..., Fragment]] = {
     "add": operator.add,
     "sub": operator.sub,
@@ -124,7 +130,7 @@ _OPERATIONS: dict[str, Callable[..., Fragment]] = {
     "xor": operator.xor,
     "and": operator.and_,
     "or": operator.or_,
-    "shift_right_logical": operator.rshift,
+    "shift_right_logical": _shift_right_logical,
     "gt": operator.gt,
     "lt": operator.lt,
     "eq": operator.eq,

@@ -21,7 +21,8 @@ CTAs, whose loads run ahead through the epilogue. Tokens and columns past the la
 loaded nor stored: TMA leaves out what an array does not have.
 
 It does not win everywhere, so which tile serves a shape is measured data
-(`tiles/<device>/wide_matmul.json`), and XLA serves the others. On an H200, us a call, this kernel /
+(`tiles/<device>/wide_matmul.json`; an entry also serves somewhat fewer tokens, and Hopper GPUs that
+have no table use the H200's), and XLA serves the others. On an H200, us a call, this kernel /
 XLA; SwiGLU is in gate_up, the addition of the parts of down and out, which their reader does, in
 neither; in brackets what is left to XLA:
 

@@ -81,6 +81,9 @@ class ComputableRunner:
         assert batch.phase is batch_lib.Phase.CANVAS
         return Done([self._row(row) for row in batch.rows])
 
+    def begin_round(self):
+        pass
+
     def interrupt(self):
         pass
 

@@ -1,5 +1,6 @@
 """The host ends launches under way: what that does to tokens (nothing), and how it is asked."""
 
+import threading
 import time
 
 import canvas_engine
@@ -12,6 +13,7 @@ from canvas_asks import mixed_asks
 from jax.experimental import io_callback
 
 import pallas_kernels
+from jdllm.engine import loop
 from jdllm.runner import interrupts, model_runner
 
 STEPS = 6
@@ -24,7 +26,7 @@ def asked_at_random(monkeypatch):
 
     def say(count):
         seen.append(bool(rng.random() < 0.4))
-        return np.int32(count + seen[-1])
+        return np.int32(np.asarray(count) + seen[-1])
 
     def look(self, after, *, implementation):
         del implementation
@@ -80,6 +82,55 @@ def test_launches_of_canvases_that_end_early_lose_no_token(asked_at_random, monk
     assert told[0] == told[1] and launches[0] > launches[1]
 
 
+class PlanningCore:
+    """Plans until the host has asked, then runs a launch that ends when asked, or never."""
+
+    def __init__(self):
+        self.interrupts, self.given = interrupts.Interrupts(implementation="xla"), None
+        self.runner, self.requests = self, {"one": "a request"}
+        self.has_work, self.is_planning, self.is_asked = True, threading.Event(), threading.Event()
+
+    def begin_round(self):
+        self.given = self.interrupts.current()
+
+    def interrupt(self):
+        self.interrupts.ask()
+        self.is_asked.set()
+
+    def abort(self, name):
+        self.has_work = False
+        self.requests.pop(name)
+
+    def step(self):
+        self.is_planning.set()
+        assert self.is_asked.wait(60)
+        deadline = time.monotonic() + 60
+        while not self.given.is_asked(self.interrupts._word[0]):
+            assert time.monotonic() < deadline, "the launch goes on"
+        return []
+
+    def settle(self):
+        return []
+
+
+def test_who_asks_while_a_launch_is_planned_ends_it_too():
+    core = PlanningCore()
+    engine = loop.EngineLoop(core)
+    assert core.is_planning.wait(60)
+    assert engine.abort(lambda request: True).result(timeout=60) == 1
+    engine.stop()
+    assert not engine.is_alive
+
+
+def test_a_round_is_for_one_launch():
+    with tiny_engine.make_engine() as engine:
+        runner = engine._built.runner
+        runner.begin_round()
+        runner.interrupt()
+        counts = [int(runner._next_interrupt().count) for _ in range(2)]
+    assert counts[1] == counts[0] + 1
+
+
 def test_asking_ends_what_was_planned_before_and_nothing_later():
     host = interrupts.Interrupts(implementation="xla")
     host._word[0] = np.iinfo(np.int32).max  # and it wraps around
@@ -125,9 +176,9 @@ def test_the_host_ends_a_running_loop():
     lowered = jax.jit(run).lower(planned(), jnp.int32(1))
     loop = lowered.compile(compiler_options=model_runner._compiler_options())
     assert int(loop(planned(), jnp.int32(100))) == 100
-    given, many = planned(), jnp.int32(10**6)
+    given, many = planned(), jnp.int32(2 * 10**5)
     running = [loop(given, many), loop(given, many)]
-    time.sleep(0.05)
+    time.sleep(0.5)
     assert not running[0].is_ready()
     host.ask()
     first, second = (int(count) for count in running)
