@@ -1,0 +1,218 @@
+"""Counts the kernels of a launch's loops, compiled for an H200 without one.
+
+    python scripts/count_kernels.py --model-path configs/llada-8b --rows 1
+    python scripts/count_kernels.py --model-path configs/llada2.0-mini --rows 4 --list
+
+Inside a CUDA graph each small kernel costs 1 to 2 us, so a step's rules are worth counting. Needs
+jax with its CUDA plugin (`pip install "jax[cuda13]"`), but no GPU; XLA then picks GEMMs without
+timing them, all else is what a GPU gets. The model has `--layers` layers and its real vocabulary
+and widths. Printed is the tree of loops: a launch's outer loop, in it one for each compiled size,
+in these the passes over the vocabulary; kernels and copies of a condition and of a body, without
+those of loops inside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import os
+import pathlib
+import re
+import sys
+import tempfile
+from typing import Any
+from unittest import mock
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax  # noqa: E402  (after the platform is set)
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+from jax.experimental import topologies  # noqa: E402
+
+from jdllm.kv_cache import pool as pool_lib  # noqa: E402
+from jdllm.models import loading  # noqa: E402
+from jdllm.runner import (  # noqa: E402
+    canvas_loop,
+    canvas_packing,
+    canvas_state,
+    decode_loop,
+    forward_batch,
+    interrupts,
+    model_runner,
+    packing,
+    row_state,
+    steps,
+)
+from jdllm.scheduler import batch as batch_lib  # noqa: E402
+from pallas_kernels import dispatch  # noqa: E402
+
+H200 = """
+gpu_device_info {
+  cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  shared_memory_per_block_optin: 232448
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000 l2_cache_size: 62914560 device_memory_size: 150000000000
+  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 12 patch: 0 }
+device_description_str: "NVIDIA H200"
+"""
+PAGE = 64
+FREE = {"parameter", "get-tuple-element", "tuple", "bitcast", "constant", "after-all"}
+
+
+def launch_of(args: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
+    """Returns a launch as a function, and the shapes of its arguments."""
+    config = json.loads((pathlib.Path(args.model_path) / "config.json").read_text())
+    names = {"num_hidden_layers", "n_layers"} & config.keys()  # as the family has it
+    config |= dict.fromkeys(names, args.layers)
+    with tempfile.TemporaryDirectory() as directory:
+        (pathlib.Path(directory) / "config.json").write_text(json.dumps(config))
+        _, architecture, parsed = loading._parse(pathlib.Path(directory), None)
+    graphdef, params = loading.abstract(
+        architecture, parsed, dtype=jnp.bfloat16, hash_embedding_positions=True
+    )
+    params = jax.eval_shape(lambda params: loading.serving_params(params, "bfloat16"), params)
+    spec, R = parsed.spec, args.rows
+    default = "FullAttnMultiBlock" if spec.diffusion.has_canvas else "LowConfidence"
+    pages_per_row = -(-args.context_length // PAGE)
+    pool = pool_lib.PoolConfig(
+        num_pages=pages_per_row * R,
+        page_size=PAGE,
+        num_layers=args.layers,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        dtype="bfloat16",
+    )
+    step_config = steps.StepConfig(
+        spec=spec,
+        page_size=PAGE,
+        num_pages=pool.num_pages,
+        algorithms=tuple((args.dllm_algorithm or default).split(",")),
+        max_launch_steps=4,
+        canvas_length=args.context_length if spec.diffusion.has_canvas else 0,
+    )
+    given = interrupts.Interrupt(address=np.zeros((2,), np.int32), count=np.int32(0))
+    if spec.diffusion.has_canvas:
+        sizes = canvas_packing.forward_sizes(R, R * args.context_length, padding_is_cheap=False)
+        slots = jax.eval_shape(lambda: canvas_state.empty_slots(R, step_config, jnp.bfloat16))
+        inputs = forward_batch.padding_canvases(
+            R, args.context_length, pages_per_row=pages_per_row, interrupt=given
+        )
+
+        def launch(params, memory, inputs):
+            return canvas_loop.canvas_launch(graphdef, step_config, sizes, params, memory, inputs)
+    else:
+        slots = jax.eval_shape(lambda: row_state.empty_slots(R, step_config))
+        shape = forward_batch.BatchShape(
+            block_size=spec.diffusion.block_size,
+            page_size=PAGE,
+            pages_per_row=pages_per_row,
+            num_slots=R,
+            algorithms=step_config.algorithms,
+        )
+        bucket = batch_lib.Bucket(
+            phase=batch_lib.Phase.DECODE, rows=R, tokens=R * spec.diffusion.block_size
+        )
+        batch = batch_lib.ScheduleBatch(rows=(), bucket=bucket)
+        inputs = forward_batch.build_decode(batch, shape, spec.diffusion.mask_token_id, given)
+
+        def launch(params, memory, inputs):
+            return decode_loop.decode_launch(graphdef, step_config, params, memory, inputs)
+
+    def packed(params, memory, inputs):
+        memory, outputs = launch(params, memory, inputs)
+        return memory, packing.pack_traced(outputs)
+
+    layers = [jax.ShapeDtypeStruct(pool.layer_shape, jnp.bfloat16)] * args.layers
+    return packed, (params, (layers, slots), inputs)
+
+
+def compiled_text(function: Any, arguments: tuple[Any, ...]) -> str:
+    """Returns the optimised program for an H200."""
+    topology = topologies.get_topology_desc(
+        topology_name="h200", platform="cuda", target_config=H200, topology="1x1x1"
+    )
+    sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
+    arguments = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=sharding), arguments
+    )
+    hopper = dispatch.Target(platform="gpu", compute_capability=(9, 0), jax_version=jax.__version__)
+    with mock.patch.object(dispatch, "current_target", lambda: hopper):
+        lowered = jax.jit(function, donate_argnums=(1,)).lower(*arguments)
+    options = {model_runner._GRAPH_OPTION: model_runner._CAPTURED}
+    return lowered.compile(compiler_options=options).as_text()
+
+
+def computations(text: str) -> tuple[str, dict[str, list[tuple[str, str, str]]]]:
+    """Returns (the entry's name, by computation its instructions: name, operation, line)."""
+    found: dict[str, list[tuple[str, str, str]]] = {}
+    entry = name = ""
+    for line in text.splitlines():
+        if head := re.match(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$", line):
+            name = head.group(2)
+            entry = name if head.group(1) else entry
+            found[name] = []
+        elif one := re.match(r"^\s+(?:ROOT )?%([\w.\-]+) = .*? ([\w\-]+)\(", line):
+            found[name].append((one.group(1), one.group(2), line))
+    return entry, found
+
+
+def show(found: dict[str, Any], name: str, depth: int, lists: bool) -> None:
+    """Prints the loops that a computation holds, and what their bodies hold."""
+    for _, operation, line in found[name]:
+        if operation == "while":
+            condition, body = (
+                re.search(rf"{part}=%?([\w.\-]+)", line).group(1) for part in ("condition", "body")
+            )
+            counts = [kernels(found, part) for part in (condition, body)]
+            kinds = dict(collections.Counter(kind for kind, _ in counts[1]))
+            sys.stdout.write(
+                f"{'    ' * depth}loop: condition {len(counts[0])}, body {len(counts[1])} {kinds}\n"
+            )
+            if lists:
+                for kind, of in counts[1]:
+                    sys.stdout.write(f"{'    ' * depth}  {kind:16s} {of}\n")
+            show(found, body, depth + 1, lists)
+        elif operation == "call":
+            show(found, re.search(r"to_apply=%?([\w.\-]+)", line).group(1), depth, lists)
+
+
+def kernels(found: dict[str, Any], name: str) -> list[tuple[str, str]]:
+    """Returns (kind, where from) of what a computation launches itself, loops inside left out."""
+    launched = []
+    for instruction, operation, line in found[name]:
+        if operation == "call":
+            launched += kernels(found, re.search(r"to_apply=%?([\w.\-]+)", line).group(1))
+        elif operation not in FREE | {"while"}:
+            source = re.search(r'op_name="([^"]*)"', line)
+            launched.append((operation, source.group(1)[-70:] if source else instruction))
+    return launched
+
+
+def main() -> None:
+    """Parses the command line, compiles, prints the loops."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model-path", required=True)
+    parser.add_argument("--rows", type=int, default=1)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--context-length", type=int, default=384)
+    parser.add_argument("--dllm-algorithm", help="default: LowConfidence or FullAttnMultiBlock")
+    parser.add_argument("--list", action="store_true", help="every kernel, with its origin")
+    args = parser.parse_args()
+    text = compiled_text(*launch_of(args))
+    entry, found = computations(text)
+    sys.stdout.write(f"# {' '.join(sys.argv)}\n")
+    sys.stdout.write(f"once a launch: {len(kernels(found, entry))}\n")
+    show(found, entry, 0, args.list)
+
+
+if __name__ == "__main__":
+    main()
