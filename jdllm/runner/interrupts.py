@@ -17,7 +17,7 @@ import numpy as np
 
 import pallas_kernels
 
-_WORDS = 64  # a page of its own would do no more; the first word is the one that counts
+_WORDS = 64  # cache lines that nothing else is in; the first word is the one that counts
 
 
 @jax.tree_util.register_dataclass

@@ -52,8 +52,8 @@ def describe(
             head_dim=spec.head_dim,
             rotary_dim=spec.rotary_dim,
         ),
+        "read_host_word": pallas_kernels.choose_read_host_word(implementation),
     }
-    choices["read_host_word"] = pallas_kernels.choose_read_host_word(implementation)
     if spec.moe is not None:
         choices["grouped_matmul"] = pallas_kernels.choose_grouped_matmul(
             implementation,

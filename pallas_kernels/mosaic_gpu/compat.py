@@ -60,6 +60,12 @@ def kernel(
     )
 
 
+def tiled(columns: int, dtype: jax.typing.DTypeLike) -> tuple[Any, Any]:
+    """Returns how shared memory holds rows of `columns` for TMA and wgmma: swizzled tiles of 8."""
+    swizzle = columns * jax.numpy.dtype(dtype).itemsize
+    return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle)
+
+
 def store_narrow(ref: Any, values: jax.Array) -> None:
     """Stores to global memory that is not contiguous; from jax 0.12 on one has to ask for it."""
     if version_tuple(jax.__version__) < (0, 12, 0):

@@ -37,6 +37,7 @@ From 192 tokens on XLA wins (qkv of LLaDA-8B 39 / 34): hence MAX_TOKENS, and `wi
 """
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -369,10 +370,7 @@ def _kernel(plan: _Plan, interpret):
 
     body.__name__ = "dense_swiglu" if plan.halves == 2 else "dense_matmul"
 
-    def tiled(width):
-        swizzle = plgpu.SwizzleTransform(width * plan.dtype.itemsize)
-        return (plgpu.TilingTransform((8, width)), swizzle)
-
+    tiled = functools.partial(compat.tiled, dtype=plan.dtype)
     empty = {"num_arrivals": warpgroups, "num_barriers": stages}
     scratch = [
         plgpu.SMEM((stages, plan.halves, columns, block_k), plan.dtype, transforms=tiled(64)),

@@ -39,6 +39,7 @@ Rejected: adding the parts of a contraction in a cluster, through distributed sh
 """
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -425,10 +426,7 @@ def _kernel(plan: Plan, sms: int, interpret):
 
     body.__name__ = "wide_swiglu" if plan.halves == 2 else "wide_matmul"
 
-    def tiled(width):
-        swizzle = plgpu.SwizzleTransform(width * plan.dtype.itemsize)
-        return (plgpu.TilingTransform((8, width)), swizzle)
-
+    tiled = functools.partial(compat.tiled, dtype=plan.dtype)
     arrivals = {"num_arrivals": warpgroups, "num_barriers": stages}
     scratch = [
         plgpu.SMEM((stages, plan.weight_rows, _BLOCK_K), plan.dtype, transforms=tiled(_BLOCK_K)),
