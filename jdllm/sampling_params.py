@@ -61,6 +61,8 @@ CHOICES: dict[str, dict[str, tuple[str, ...]]] = {
     "FastDLLM": {"cache_mode": ("none", "prefix", "dual")},
 }
 
+_WITHOUT_CACHE = ("exact", "none")  # modes of `cache_mode`
+
 # Those of models that see their whole sequence; the others write block after block.
 CANVAS_ALGORITHMS: frozenset[str] = frozenset(
     {"FullAttnMultiBlock", "EntropyThreshold", "LLaDA", "Dream", "FastDLLM"}
@@ -154,6 +156,13 @@ class DllmParams:
                 f"dllm.early_stop must be true or false, got {self.early_stop!r}",
                 param="dllm.early_stop",
             )
+
+    @property
+    def forwards_whole_canvas(self) -> bool:
+        """Whether every forward of a full-attention row with these options is one of all of it."""
+        if "cache_mode" in ALGORITHM_OPTIONS.get(self.algorithm or "", {}):
+            return self.cache_mode in _WITHOUT_CACHE
+        return self.algorithm in CANVAS_ALGORITHMS
 
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any]) -> DllmParams:

@@ -127,12 +127,8 @@ def launch_of(args: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
         def launch(params, memory, inputs):
             return decode_loop.decode_launch(graphdef, step_config, params, memory, inputs)
 
-    def packed(params, memory, inputs):
-        memory, outputs = launch(params, memory, inputs)
-        return memory, packing.pack_traced(outputs)
-
     layers = [jax.ShapeDtypeStruct(pool.layer_shape, jnp.bfloat16)] * args.layers
-    return packed, (params, (layers, slots), inputs)
+    return launch, (params, (layers, slots), inputs)
 
 
 def compiled_text(function: Any, arguments: tuple[Any, ...]) -> str:
@@ -146,7 +142,10 @@ def compiled_text(function: Any, arguments: tuple[Any, ...]) -> str:
     )
     hopper = dispatch.Target(platform="gpu", compute_capability=(9, 0), jax_version=jax.__version__)
     with mock.patch.object(dispatch, "current_target", lambda: hopper):
-        lowered = jax.jit(function, donate_argnums=(1,)).lower(*arguments)
+        launch, outputs = packing.packed_launch(function, arguments)
+        words = (packing.result_words(outputs),)
+        words = jax.ShapeDtypeStruct(words, packing.WORD, sharding=sharding)
+        lowered = launch.lower(*arguments, words)
     options = {model_runner._GRAPH_OPTION: model_runner._CAPTURED}
     return lowered.compile(compiler_options=options).as_text()
 

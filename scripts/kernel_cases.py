@@ -90,9 +90,12 @@ def moe(*, T: int, E: int = 256, k: int = 8, D: int = 2048, I: int = 512) -> Cas
 
 def attention(
     *, B: int, S: int, L: int = 32, N: int = 16, K: int = 4, H: int = 128, page: int = 64,
-    block: int = 32,
+    block: int = 32, full: bool = False,
 ) -> Case:  # fmt: skip
-    """B rows of L in-flight tokens, the last of S keys each; prefill when L is S."""
+    """B rows of L in-flight tokens, the last of S keys each; prefill when L is S.
+
+    `full`: windows of canvases, of any length, that see all of their S keys.
+    """
     M = -(-S // page)
     rng = np.random.default_rng(0)
     table = rng.permutation(B * M).astype(np.int32).reshape(B, M)
@@ -106,6 +109,8 @@ def attention(
     sets = tuple(pool(seed) for seed in range(_num_sets(B * S * K * H * 4)))
     first_block = (S - L) // block + 1
     seen = sum(min(S, (first_block + i) * block) for i in range(L // block)) * block
+    if full:
+        seen = L * S
 
     def call(q: jax.Array, kv_pool: jax.Array, implementation: str) -> jax.Array:
         pages = jnp.asarray(table)
@@ -118,20 +123,20 @@ def attention(
             jnp.full((B,), S - L, jnp.int32),
             jnp.full((B,), S, jnp.int32),
             pages,
-            visibility="block_causal",
-            block_size=block,
+            visibility="full" if full else "block_causal",
+            block_size=8 if full else block,
             scale=H**-0.5,
-            q_len=None if L == S else L,
+            q_len=None if full or L == S else L,
             implementation=implementation,
         )
 
     return Case(
-        op="prefill" if L == S else "attention",
+        op="canvas" if full else "prefill" if L == S else "attention",
         shape=f"B={B} L={L} S={S} heads {N}/{K}x{H} page {page}",
         work=floors.attention(
             scores=B * seen, kv_tokens=B * S, query_heads=N, kv_heads=K, head_dim=H
         ),
-        implementations=("mosaic_gpu", "xla") if L == S else ("mosaic_gpu", "cudnn", "xla"),
+        implementations=("mosaic_gpu", *["cudnn"] * (L < S and not full), "xla"),
         carry=_normal(99, B * L, N, H),
         sets=sets,
         call=call,
@@ -331,6 +336,12 @@ CASES: dict[str, list[Any]] = {
         *_rows(B=(1, 4, 16), S=544, N=32, K=32),  # LLaDA-8B
         *_rows(B=(4, 64), S=2048, L=4, block=4, N=32, K=8),  # SDAR-8B
         {"B": 16, "S": 2048, "L": 64},  # two in-flight blocks
+    ),
+    "canvas": _cases(
+        attention,
+        *_rows(L=(64, 128, 192, 256, 384), B=1, S=384, N=32, K=32, full=True),  # LLaDA-8B
+        *_rows(L=(64, 128, 256, 384), B=1, S=384, N=28, K=4, full=True),  # Dream-7B
+        *_rows(L=(64, 128, 256), B=1, S=4096, N=32, K=32, full=True),
     ),
     "dense": _cases(cudnn_dense, *_rows(B=(16, 64), S=2048)),
     "prefill": _cases(

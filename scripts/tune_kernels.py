@@ -76,6 +76,10 @@ PROBLEMS: dict[str, list[tuple[dict[str, int], Any]]] = {
             )
         ),
         (
+            {"items": 128, "tokens": 256},  # the window of one canvas
+            functools.partial(cases.attention, B=1, S=384, L=128, N=32, K=32, full=True),
+        ),
+        (
             {"streams": 1},
             functools.partial(cases.attention, B=1, S=8192, L=8192, N=32, K=32),
         ),
@@ -105,6 +109,7 @@ CANDIDATES: dict[str, dict[str, tuple[Any, ...]]] = {
         "split_tokens": (0, 128, 256, 512, 1024),
         "persistent": (True, False),
         "ping_pong": (True, False),
+        "max_rows": (64, 128),
     },
     "unembed_stats": {
         "columns": (64, 128, 160, 192, 240, 256),

@@ -12,6 +12,7 @@ import functools
 import json
 import pathlib
 import tempfile
+from unittest import mock
 
 import canvas_rows
 import jax
@@ -22,6 +23,7 @@ from canvas_asks import CONTEXT, MASK, VOCAB
 from tokenizers import decoders, models, pre_tokenizers
 
 import jdllm
+from jdllm.engine import build
 
 GOLDENS = pathlib.Path(__file__).parent / "data" / "goldens"
 ALGORITHMS = {
@@ -48,6 +50,7 @@ def shared(family):
 
 
 def make(family, **options):
+    """Returns an engine that also has launches of a whole canvas, as on a GPU."""
     defaults = {
         "model_path": str(GOLDENS / family),
         "dtype": "float32",
@@ -59,7 +62,8 @@ def make(family, **options):
         "max_total_tokens": 4 * CONTEXT,
     }
     # The default matmul precision is read when steps are traced, in Engine().
-    with jax.default_matmul_precision("highest"):
+    sizes = mock.patch.object(build, "_whole_tokens", lambda context_length: (32, CONTEXT))
+    with sizes, jax.default_matmul_precision("highest"):
         return jdllm.Engine(**defaults | options)
 
 

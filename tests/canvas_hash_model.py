@@ -112,10 +112,20 @@ class CanvasModel:
 
     def check_bucket(self, batch):
         assert batch.phase is batch_lib.Phase.CANVAS
-        fitting = [b for b in self.shapes.all() if b.rows >= len(batch.rows)]
-        assert batch.bucket == min(fitting, key=lambda bucket: bucket.rows)
         tokens = sum(batch_lib.packed_len(row.num_tokens) for row in batch.rows)
         assert tokens <= batch.bucket.tokens, "more tokens than a forward holds"
+        is_whole, first = batch.bucket.is_whole, batch.rows[0]
+        fitting = [
+            bucket
+            for bucket in self.shapes.all()
+            if bucket.is_whole == is_whole
+            and bucket.rows >= len(batch.rows)
+            and (bucket.tokens >= tokens or not is_whole)
+        ]
+        assert batch.bucket == min(fitting, key=lambda bucket: (bucket.rows, bucket.tokens))
+        always = first.request.sampling.dllm.algorithm == "Dream"
+        assert is_whole == (len(batch.rows) == 1 and (always or first.is_fresh))
+        assert always or not is_whole or batch.max_steps == 1, "a window in a launch without"
         pages = [page for row in batch.rows for page in row.request.pages]
         assert len(set(pages)) == len(pages), "two rows share a page"
 
@@ -198,7 +208,7 @@ def random_request(rng, name):
 
 def build(num_pages, rows, tokens, **changes):
     """Returns a scheduler of canvases and its buckets."""
-    shapes = buckets.CanvasBuckets.default(rows, tokens, CONTEXT)
+    shapes = buckets.CanvasBuckets.default(rows, tokens, CONTEXT, whole_tokens=(16, 40, CONTEXT))
     options = {
         "block_size": BLOCK,
         "page_size": PAGE,

@@ -24,7 +24,8 @@ from jdllm.kv_cache import pool as pool_lib
 from jdllm.kv_cache import prefix_cache as prefix_cache_lib
 from jdllm.models import loading
 from jdllm.models import spec as spec_lib
-from jdllm.runner import compile_counter, model_runner
+from jdllm.runner import canvas_packing, compile_counter, model_runner
+from jdllm.scheduler import batch as batch_lib
 from jdllm.scheduler import buckets as buckets_lib
 from jdllm.scheduler import scheduler as scheduler_lib
 
@@ -208,7 +209,10 @@ def _buckets(
     """Returns the shapes to compile for the family's kind of rows."""
     if spec.diffusion.has_canvas:
         return buckets_lib.CanvasBuckets.default(
-            sizes.max_running_requests, sizes.prefill_token_budget, sizes.context_length
+            sizes.max_running_requests,
+            sizes.prefill_token_budget,
+            sizes.context_length,
+            whole_tokens=_whole_tokens(sizes.context_length),
         )
     return buckets_lib.Buckets.default(
         sizes.max_running_requests,
@@ -216,6 +220,14 @@ def _buckets(
         spec.diffusion.block_size,
         padding_is_cheap=jax.default_backend() != "cpu",
     )
+
+
+def _whole_tokens(context_length: int) -> tuple[int, ...]:
+    """Returns the sizes of launches that forward one row's whole canvas."""
+    if jax.default_backend() != "gpu":  # no CUDA graph that a launch goes through
+        return ()
+    row_tokens = batch_lib.packed_len(context_length)
+    return canvas_packing.forward_sizes(1, row_tokens, padding_is_cheap=False)
 
 
 def _scheduler(

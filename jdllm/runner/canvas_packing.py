@@ -11,8 +11,9 @@ from jdllm.decoding import canvas
 from jdllm.scheduler import batch as batch_lib
 
 SEGMENT = batch_lib.CANVAS_ALIGNMENT  # tokens; the scheduler admits rows by it
-# Tokens; the compiled sizes of one row and of several are multiples.
-GRAINS = (64, 128)
+# Tokens, of one row and of several: what the compiled sizes are multiples of, and the least.
+GRAINS = (32, 128)
+LEAST = (64, 128)
 FEW_ROWS = 4
 
 
@@ -39,13 +40,14 @@ def forward_sizes(rows: int, most: int, *, padding_is_cheap: bool) -> tuple[int,
     lengthens; the windows of many rows even out. Never closer than the grain. Where
     `padding_is_cheap` compared with compiling (on a CPU), a factor of four apart.
     """
-    grain, parts = GRAINS[rows > 1], 4 if 1 < rows <= FEW_ROWS else 2
-    sizes = [-(-most // grain) * grain]
-    while sizes[-1] > grain:
+    grain, least = GRAINS[rows > 1], LEAST[rows > 1]
+    parts = 4 if 1 < rows <= FEW_ROWS else 2
+    sizes = [max(least, -(-most // grain) * grain)]
+    while sizes[-1] > least:
         size = sizes[-1]
         octave = 1 << (size - 1).bit_length() - 1  # the power of two below
         lower = size // 4 if padding_is_cheap else size - max(grain, octave // parts)
-        sizes.append(max(1, -(-lower // grain)) * grain)
+        sizes.append(max(least, -(-lower // grain) * grain))
     return tuple(reversed(sizes))
 
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jdllm import errors
@@ -140,8 +141,9 @@ class ModelRunner:
                 if on_progress is not None:
                     on_progress(done, len(buckets))
             logger.info(
-                "compiled %s rows=%d tokens=%d in %.1f s",
+                "compiled %s%s rows=%d tokens=%d in %.1f s",
                 bucket.phase.value,
+                " whole" * bucket.is_whole,
                 bucket.rows,
                 bucket.tokens,
                 time.monotonic() - started,
@@ -157,8 +159,8 @@ class ModelRunner:
         """Starts a launch and returns at once; JAX runs launches in their order."""
         executable = self._executables[batch.bucket]
         inputs, memory = self._inputs_and_memory(batch)
-        inputs = executable.unpack(packing.pack(inputs))
-        memory, outputs = executable.step(self._params, memory, inputs)
+        inputs, words = executable.unpack(packing.pack(inputs))
+        memory, outputs = executable.step(self._params, memory, inputs, words)
         match batch.phase:
             case batch_lib.Phase.PREFILL:
                 self._pools = memory
@@ -220,9 +222,11 @@ class ModelRunner:
                     decode_loop.decode_launch, self._graphdef, self._step_config
                 )
             case batch_lib.Phase.CANVAS:
-                sizes = canvas_packing.forward_sizes(
-                    bucket.rows, bucket.tokens, padding_is_cheap=jax.default_backend() == "cpu"
-                )
+                sizes = (bucket.tokens,)
+                if not bucket.is_whole:
+                    sizes = canvas_packing.forward_sizes(
+                        bucket.rows, bucket.tokens, padding_is_cheap=jax.default_backend() == "cpu"
+                    )
                 return functools.partial(
                     canvas_loop.canvas_launch, self._graphdef, self._step_config, sizes
                 )
@@ -230,30 +234,29 @@ class ModelRunner:
     def _compile(self, bucket: batch_lib.Bucket) -> _Executable:
         step = self._step_of(bucket)
         inputs, memory = self._inputs_and_memory(batch_lib.ScheduleBatch(rows=(), bucket=bucket))
-        layouts = []
-
-        def packed(params: Any, memory: Any, inputs: Any) -> tuple[Any, jax.Array]:
-            memory, outputs = step(params, memory, inputs)
-            layouts.append(packing.Layout.of(outputs))  # known once traced
-            return memory, packing.pack_traced(outputs)
-
         arguments = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
             (self._params, memory, inputs),
         )
-        lowered = jax.jit(packed, donate_argnums=(1,)).lower(*arguments)
+        launch, outputs = packing.packed_launch(step, arguments)
+        results = jax.ShapeDtypeStruct((packing.result_words(outputs),), packing.WORD)
+        lowered = launch.lower(*arguments, results)
         layout = packing.Layout.of(inputs)
+
+        def unpack(words: jax.Array) -> tuple[Any, jax.Array]:
+            return layout.unpack(words), jnp.zeros(results.shape, results.dtype)
+
         words = jax.ShapeDtypeStruct((layout.num_words,), packing.WORD)
         return _Executable(
-            unpack=jax.jit(layout.unpack).lower(words).compile(),
+            unpack=jax.jit(unpack).lower(words).compile(),
             step=lowered.compile(compiler_options=_compiler_options()),
-            output_layout=layouts[0],
+            output_layout=outputs,
         )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Executable:
-    """A compiled step and what takes its packed inputs apart.
+    """A compiled step, and what takes its packed inputs apart and makes room for its outputs.
 
     That is an executable of its own because XLA hands slices to kernels where they lie, and
     Mosaic's want their arrays at multiples of 256 bytes.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -65,6 +66,42 @@ def pack(tree: Any) -> np.ndarray:
 def pack_traced(tree: Any) -> jax.Array:
     """Returns the vector of a tree of traced arrays."""
     return jnp.concatenate([_to_words(leaf).reshape(-1) for leaf in jax.tree.leaves(tree)])
+
+
+def packed_launch(
+    step: Callable[[Any, Any, Any], tuple[Any, Any]], arguments: tuple[Any, Any, Any]
+) -> tuple[Callable[..., Any], Layout]:
+    """Returns a step as a launch, jitted, and the layout of its outputs.
+
+    From a step (params, memory, inputs) -> (memory, outputs) it makes (params, memory, inputs,
+    words) -> (memory, words) that donates memory and words: the outputs are packed into the buffer
+    of `words`, int32 [result_words(layout)]. `arguments` are those of the step, or their shapes.
+
+    In a result that it may write at any time XLA keeps intermediate values of the loops, what all
+    layers read among them. A result has another address in each launch, and what touches it in the
+    launch's CUDA graph is recorded anew. Here it is an argument whose last word is kept to the end,
+    so nothing else touches it.
+    """
+    layouts = []
+
+    def packed(params: Any, memory: Any, inputs: Any) -> tuple[Any, jax.Array]:
+        memory, outputs = step(params, memory, inputs)
+        layouts.append(Layout.of(outputs))  # known once traced
+        return memory, pack_traced(outputs)
+
+    packed = jax.jit(packed)  # traced once for the shapes and the launch
+
+    def launch(params: Any, memory: Any, inputs: Any, words: jax.Array) -> tuple[Any, jax.Array]:
+        memory, outputs = packed(params, memory, inputs)
+        return memory, jax.lax.dynamic_update_slice(words, outputs, (0,))
+
+    jax.eval_shape(packed, *arguments)
+    return jax.jit(launch, donate_argnums=(1, 3)), layouts[0]
+
+
+def result_words(layout: Layout) -> int:
+    """Returns the length of the vector in which a launch returns its outputs."""
+    return layout.num_words + 1
 
 
 def _to_words(leaf: jax.Array) -> jax.Array:

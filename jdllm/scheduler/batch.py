@@ -31,12 +31,14 @@ def packed_len(num_tokens: int) -> int:
 class Bucket:
     """A compiled shape: `rows` of page tables and `tokens` packed query tokens.
 
-    Canvases: the most tokens of one forward; the rows' `packed_len` together never exceed it.
+    Canvases: the most tokens of one forward; the rows' `packed_len` together never exceed it. With
+    `is_whole` every forward is of so many tokens, whatever the rows need.
     """
 
     phase: Phase
     rows: int
     tokens: int
+    is_whole: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -101,12 +101,16 @@ class Buckets:
 class CanvasBuckets:
     """Ascending rows of a canvas launch; `tokens` of one forward of all of them.
 
-    `row_tokens` is what the longest canvas takes of these.
+    `row_tokens` is what the longest canvas takes of these. `whole_tokens`, ascending, are the sizes
+    of launches of one row that forward nothing but its whole canvas: they hold the layers once, the
+    others once for each size of a window, and what a CUDA graph holds the host goes through at each
+    launch (LLaDA-8B: 2 ms a size). None: every launch is one of the others.
     """
 
     rows: tuple[int, ...]
     tokens: int
     row_tokens: int
+    whole_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _check_ascending("rows", self.rows)
@@ -119,6 +123,12 @@ class CanvasBuckets:
                 f"{self.tokens=} and {self.row_tokens=} must be multiples of "
                 f"{batch_lib.CANVAS_ALIGNMENT}"
             )
+        if self.whole_tokens:
+            _check_ascending("whole_tokens", self.whole_tokens)
+            if self.whole_tokens[-1] < self.row_tokens:
+                raise errors.ConfigError(
+                    f"{self.whole_tokens=} must hold the longest canvas of {self.row_tokens=}"
+                )
 
     @property
     def max_rows(self) -> int:
@@ -126,7 +136,12 @@ class CanvasBuckets:
 
     @classmethod
     def default(
-        cls, max_running_requests: int, token_budget: int, context_length: int
+        cls,
+        max_running_requests: int,
+        token_budget: int,
+        context_length: int,
+        *,
+        whole_tokens: tuple[int, ...] = (),
     ) -> CanvasBuckets:
         """Builds powers of four up to the row limit; a forward of the budget, or of one context."""
         powers = [1 << i for i in range(0, max_running_requests.bit_length(), 2)]
@@ -136,11 +151,13 @@ class CanvasBuckets:
             rows=tuple(sorted({*powers, max_running_requests})),
             tokens=min(tokens, max_running_requests * row_tokens),
             row_tokens=row_tokens,
+            whole_tokens=whole_tokens,
         )
 
     def all(self) -> list[batch_lib.Bucket]:
         """Returns every bucket, to be compiled."""
-        return [self.canvas(rows) for rows in self.rows]
+        whole = [self.whole_canvas(tokens) for tokens in self.whole_tokens]
+        return [self.canvas(rows) for rows in self.rows] + whole
 
     def canvas(self, rows: int) -> batch_lib.Bucket:
         """Returns the smallest bucket of `rows` canvases."""
@@ -149,6 +166,15 @@ class CanvasBuckets:
             phase=batch_lib.Phase.CANVAS,
             rows=rows,
             tokens=min(self.tokens, rows * self.row_tokens),
+        )
+
+    def whole_canvas(self, tokens: int) -> batch_lib.Bucket:
+        """Returns the smallest bucket of one canvas of `tokens` that is forwarded as a whole."""
+        return batch_lib.Bucket(
+            phase=batch_lib.Phase.CANVAS,
+            rows=1,
+            tokens=_smallest(self.whole_tokens, tokens, "tokens"),
+            is_whole=True,
         )
 
 

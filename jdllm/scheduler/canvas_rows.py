@@ -79,12 +79,27 @@ class CanvasRows:
             return None
         for row in rows:
             row.request.is_decoding = True
+        bucket, max_steps = self._launch_of(rows)
         return batch_lib.ScheduleBatch(
             rows=rows,
-            bucket=self._buckets.canvas(len(rows)),
-            max_steps=self._decode_steps,
+            bucket=bucket,
+            max_steps=max_steps,
             max_finished=self._live.max_finished(len(rows)),
         )
+
+    def _launch_of(self, rows: tuple[batch_lib.ScheduledRow, ...]) -> tuple[batch_lib.Bucket, int]:
+        """Returns the bucket of a launch and its most steps.
+
+        A row's first forward is one of its whole canvas, and with some options all are.
+        """
+        if len(rows) == 1 and self._buckets.whole_tokens:
+            (row,) = rows
+            whole = self._buckets.whole_canvas(batch_lib.packed_len(row.num_tokens))
+            if row.request.sampling.dllm.forwards_whole_canvas:
+                return whole, self._decode_steps
+            if row.is_fresh:
+                return whole, 1
+        return self._buckets.canvas(len(rows)), self._decode_steps
 
     def append(self, request: request_lib.Request, block: batch_lib.CommittedBlock) -> list[int]:
         """Stores tokens that settled and returns them, without those of an earlier stay.

@@ -41,7 +41,12 @@ class AttentionTile:
     split_tokens: int = 0  # keys a split, 0: a row is never split
     persistent: bool = True  # one CTA a multiprocessor runs many items; else one CTA an item
     ping_pong: bool = True  # the two warpgroups alternate between tensor cores and softmax
+    max_rows: int = MAX_ROWS  # rows of an item: 128, or 64 where that leaves fewer SMs idle
     p_in_registers: bool = True  # False: through shared memory, the only form that interprets
+
+    def __post_init__(self):
+        if self.max_rows not in (WARPGROUP_ROWS, MAX_ROWS):
+            raise ValueError(f"extend_attention: an item has up to 64 or 128 rows: {self}")
 
 
 class Piece(NamedTuple):
@@ -77,21 +82,21 @@ class Plan:
 
     @functools.cached_property
     def tile_tokens(self) -> int:
-        """A power of two: the tokens of a row (on average, if rows differ), 8 to 128."""
+        """A power of two: the tokens of a row (on average, if rows differ), from 8 on."""
         typical = self.q_len or -(-self.tokens // self.rows)
-        return min(max(WINDOW, 1 << (typical - 1).bit_length()), MAX_ROWS)
+        return min(max(WINDOW, 1 << (typical - 1).bit_length()), self.tile.max_rows)
 
     @functools.cached_property
     def tile_heads(self) -> int:
         """Query heads of one kv head in an item: the most that fit."""
-        fitting = MAX_ROWS // self.tile_tokens
+        fitting = self.tile.max_rows // self.tile_tokens
         return max(heads for heads in range(1, fitting + 1) if self.group % heads == 0)
 
     @functools.cached_property
     def streams(self) -> int:
         """kv heads of an item."""
         fits = self.tile_heads == self.group and self.group * self.tile_tokens <= WARPGROUP_ROWS
-        return 2 if fits and self.kv_heads % 2 == 0 else 1
+        return 2 if fits and self.kv_heads % 2 == 0 and self.tile.max_rows == MAX_ROWS else 1
 
     @functools.cached_property
     def warpgroups(self) -> int:

@@ -157,6 +157,7 @@ def make_plan(
             ragged=int(q_len is None),
             streams=plan.streams,
             items=plan.num_tiles * plan.head_items,
+            tokens=T,
             width=pages_per_row * Z,
         )
         plan = dataclasses.replace(plan, tile=AttentionTile(**found))

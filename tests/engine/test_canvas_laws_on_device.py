@@ -3,6 +3,8 @@
 Cached modes are compared with `canvas_engine.decoded`, which runs a row alone in numpy.
 """
 
+from unittest import mock
+
 import canvas_engine
 import numpy as np
 import pytest
@@ -80,6 +82,39 @@ def test_every_window_finds_the_keys_and_hidden_states_that_were_left_for_it(fam
     assert full == sum(one.num_full for one in expected)
     assert tokens == sum(one.num_forwarded for one in expected)
     assert full < sum(one.nfe for one in expected), "nothing was cached"
+
+
+def launched(engine, asks):
+    """Returns the buckets of all launches while each ask is answered alone."""
+    runner, seen = engine._built.runner, []
+
+    def launch(batch):
+        seen.append((batch.bucket, batch.max_steps))
+        return type(runner).launch(runner, batch)
+
+    with mock.patch.object(runner, "launch", launch):
+        alone(engine, asks)
+    return seen
+
+
+@every_family
+def test_a_row_alone_begins_with_a_launch_of_its_whole_canvas(family):
+    """And stays with such where every forward is one; a launch without windows never needs one."""
+    engine = shared(family)
+    cached = Ask(prompt=canvas_engine.prompt(family), wanted=24, dllm=WINDOW)
+    (first, *later) = launched(engine, [cached])
+    assert (first[0].is_whole, first[1]) == (True, 1)
+    assert later and not any(bucket.is_whole for bucket, _ in later)
+    for ask in mixed_asks(family, seed=5):
+        before = engine.stats()
+        buckets = {bucket.is_whole for bucket, steps in launched(engine, [ask]) if steps > 1}
+        after = engine.stats()
+        forwards = after.denoising_steps_total - before.denoising_steps_total
+        full = after.canvas_full_forwards_total - before.canvas_full_forwards_total
+        if True in buckets:
+            assert buckets == {True}
+            guided = 2 if ask.dllm.get("cfg_scale") else 1  # forwards a step
+            assert forwards == guided * full
 
 
 @every_family

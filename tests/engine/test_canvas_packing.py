@@ -50,11 +50,11 @@ def test_every_token_of_every_window_has_one_place(seed):
 @pytest.mark.parametrize("most", [8, 64, 384, 1000, 4096, 8192])
 def test_sizes_ascend_hold_the_most_and_pad_little(rows, most, padding_is_cheap):
     sizes = canvas_packing.forward_sizes(rows, most, padding_is_cheap=padding_is_cheap)
-    grain = canvas_packing.GRAINS[rows > 1]
+    grain, least = canvas_packing.GRAINS[rows > 1], canvas_packing.LEAST[rows > 1]
     assert list(sizes) == sorted(set(sizes))
     assert all(size % grain == 0 for size in sizes)
-    assert most <= sizes[-1] < most + grain
-    assert sizes[0] == grain
+    assert most <= sizes[-1] < max(most + grain, least + 1)
+    assert sizes[0] == least
     factor = 4 if padding_is_cheap else 5 / 4 if rows == 4 else 3 / 2
     for smaller, larger in zip(sizes, sizes[1:], strict=False):
         assert larger <= max(smaller + grain, factor * smaller + grain)

@@ -155,6 +155,11 @@ PROBLEMS = {
         rows=((0, 120), (37, 8)), padding=8, visibility="causal",
         tile=gpu_kernel.AttentionTile(persistent=False),
     ),
+    # One warpgroup an item: a kv head each, though two would fit; more tokens than it has rows.
+    "windows_of_64_rows": Problem(
+        rows=((40, 64), None, (8, 16), (0, 72)), padding=16, visibility="full",
+        heads=2, tile=dataclasses.replace(SMALL, persistent=False, max_rows=64),
+    ),
     "prefill_blocks_of_4": Problem(
         rows=((40, 12), (3, 4), None, (0, 8)), padding=4, block=4, multiprocessors=3
     ),
@@ -263,7 +268,12 @@ SERVING = [
 PREFILL = [
     (serving(1, 8192, context=0, heads=32, kv_heads=32), 8192),
     (serving(8, 2048, context=0), 16384),
-    (serving(4, 16, context=240, block=4), 64),
+    (serving(32, 16, context=240, block=4), 512),
+    *(  # windows of one canvas: LLaDA, Dream
+        (serving(1, tokens, context=128, heads=heads, kv_heads=kv_heads, visibility="full"), tokens)
+        for heads, kv_heads in ((32, 32), (28, 4))
+        for tokens in (64, 96, 256)
+    ),
 ]
 
 

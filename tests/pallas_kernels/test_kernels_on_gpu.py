@@ -126,6 +126,26 @@ def test_prefill_attention(name):
         assert not np.asarray(out[arguments[2][-1] :], np.float32).any()
 
 
+WINDOWS = {
+    "mha": dict(rows=[(320, 64)], N=32, K=32),
+    "mha_padded": dict(rows=[(288, 96)], N=32, K=32, padding=32),
+    "mha_of_two": dict(rows=[(40, 72), (0, 24)], N=32, K=32, padding=32),
+    "long": dict(rows=[(4000, 96)], N=32, K=32),
+    "gqa": dict(rows=[(128, 256)], N=28, K=4),
+    "gqa_short": dict(rows=[(100, 16)], N=28, K=4, padding=48),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_attention_of_the_window_of_a_canvas(name):
+    arguments, options = attention_case(np.random.default_rng(len(name)), **WINDOWS[name], block=8)
+    options |= {"visibility": "full"}
+    out = pallas_kernels.extend_attention(*arguments, **options, implementation="mosaic_gpu")
+    expected = pallas_kernels.extend_attention(*wide(arguments), **options, implementation="xla")
+    assert relative_error(out, expected) < 5e-3
+    assert not np.asarray(out[arguments[2][-1] :], np.float32).any()
+
+
 def test_neighbours_never_change_a_rows_bits():
     rows = [(512, 32), (0, 32), (2016, 32), (96, 32)]
     arguments, options = attention_case(np.random.default_rng(5), rows=rows)
