@@ -12,7 +12,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, lowered_once
 from pallas_kernels.mosaic_gpu import dense_matmul as gpu_kernel
 from pallas_kernels.mosaic_gpu import wide_matmul as wide_gpu_kernel
 
@@ -97,8 +97,8 @@ def swiglu_matmul(
 
 def _mosaic_gpu(x: jax.Array, w: jax.Array, **options: bool) -> tuple[jax.Array, ...]:
     if len(x) <= gpu_kernel.MAX_TOKENS:
-        return gpu_kernel.dense_matmul(x, w, **options)
-    return wide_gpu_kernel.wide_matmul(x, w, **options)
+        return lowered_once.call(gpu_kernel.dense_matmul, x, w, **options)
+    return lowered_once.call(wide_gpu_kernel.wide_matmul, x, w, **options)
 
 
 def _product(x: jax.Array, w: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import cudnn_attention, dispatch
+from pallas_kernels import cudnn_attention, dispatch, lowered_once
 from pallas_kernels.mosaic_gpu import extend_attention as gpu_kernel
 
 Visibility = Literal["block_causal", "full", "causal"]
@@ -113,8 +113,8 @@ def extend_attention(
         rows=page_table.shape[0],
     )
     if chosen.implementation == "mosaic_gpu":
-        return gpu_kernel.extend_attention(
-            q, kv_pool, cu_q_lens, context_lens, kv_lens, page_table,
+        return lowered_once.call(
+            gpu_kernel.extend_attention, q, kv_pool, cu_q_lens, context_lens, kv_lens, page_table,
             visibility=visibility, block_size=block_size, scale=scale, q_len=q_len,
         )  # fmt: skip
     rows, ends = _tile_rows_and_visible_ends(

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, lowered_once
 from pallas_kernels.mosaic_gpu import grouped_matmul as gpu_kernel
 
 
@@ -61,7 +61,9 @@ def grouped_matmul(
     ).implementation
     arguments = (x, w_gate_up, w_down, expert_ids, expert_weights.astype(jnp.float32))
     if chosen == "mosaic_gpu":
-        run = functools.partial(gpu_kernel.grouped_matmul, *arguments, valid=valid)
+        run = functools.partial(
+            lowered_once.call, gpu_kernel.grouped_matmul, *arguments, valid=valid
+        )
         if shared is None or shared[1].shape == w_down.shape[1:]:
             return run(shared=shared, out_dtype=out_dtype)
         out = run()

@@ -8,7 +8,7 @@ import functools
 
 import jax
 
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, lowered_once
 from pallas_kernels.mosaic_gpu import host_word as gpu_kernel
 
 
@@ -32,4 +32,4 @@ def read_host_word(
     """
     if choose(implementation).implementation == "xla":
         return given
-    return gpu_kernel.read_host_word(address, after)
+    return lowered_once.call(gpu_kernel.read_host_word, address, after)

@@ -10,7 +10,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, lowered_once
 from pallas_kernels.mosaic_gpu import rms_norm as norm_kernel
 
 
@@ -64,6 +64,7 @@ def add_rms_norm(
         )
     chosen = choose_add_rms_norm(implementation, dtype=x.dtype, width=x.shape[1])
     if chosen.implementation == "mosaic_gpu":
-        return norm_kernel.add_rms_norm(x, added, weight.astype(x.dtype), eps=eps)
+        weight = weight.astype(x.dtype)
+        return lowered_once.call(norm_kernel.add_rms_norm, x, added, weight, eps=eps)
     total = x + functools.reduce(jnp.add, added)
     return total, rms_norm(total, weight, eps)

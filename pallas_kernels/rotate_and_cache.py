@@ -11,7 +11,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import dispatch, norm_and_rope
+from pallas_kernels import dispatch, lowered_once, norm_and_rope
 from pallas_kernels.mosaic_gpu import rotate_and_cache as kernel
 
 
@@ -105,8 +105,8 @@ def rotate_and_cache(
     if chosen.implementation == "mosaic_gpu":
         q_weight, k_weight = (w.astype(qkv.dtype) for w in weights) if weights else (None, None)
         bias = None if bias is None else bias.astype(qkv.dtype)
-        return kernel.rotate_and_cache(
-            qkv, bias, q_weight, k_weight, cos, sin, pool, slots, **heads
+        return lowered_once.call(
+            kernel.rotate_and_cache, qkv, bias, q_weight, k_weight, cos, sin, pool, slots, **heads
         )
     q, k, v = rotated_heads(qkv, bias, norm_weights, cos, sin, **heads)
     page, offset = jnp.divmod(slots, pool.shape[3])

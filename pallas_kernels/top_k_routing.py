@@ -10,7 +10,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, lowered_once
 from pallas_kernels.mosaic_gpu import top_k_routing as gpu_kernel
 
 
@@ -56,7 +56,8 @@ def top_k_routing(
         experts_per_token=experts_per_token,
     )
     if chosen.implementation == "mosaic_gpu":
-        return gpu_kernel.top_k_routing(
+        return lowered_once.call(
+            gpu_kernel.top_k_routing,
             router_logits,
             expert_bias,
             experts_per_token=experts_per_token,

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, lowered_once
 from pallas_kernels import unembed_partials as partials
 from pallas_kernels.mosaic_gpu import unembed_stats as gpu_kernel
 from pallas_kernels.unembed_partials import LOWEST, PartialStats
@@ -87,7 +87,9 @@ def unembed_stats(
     else:
         cold = jnp.ones(x.shape[0], bool)
     if chosen == "mosaic_gpu":
-        total = gpu_kernel.partial_stats(x, w, rows, forbidden_ids=forbidden_ids, num_rows=num_rows)
+        total = lowered_once.call(
+            gpu_kernel.partial_stats, x, w, rows, forbidden_ids=forbidden_ids, num_rows=num_rows
+        )
     else:
         total = _partial_stats(x, w, rows, forbidden_ids, chunk_size)
     stats = _finish(total, cold)

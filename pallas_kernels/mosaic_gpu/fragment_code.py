@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -72,7 +72,7 @@ def _evaluate(
 def _constant(value: Any, aval: Any) -> Fragment:
     assert not aval.shape, "arrays are arguments"
     # A Python number: numpy's are no operands of MLIR.
-    number = mgpu_utils.c(jnp.asarray(value).item(), mgpu_utils.dtype_to_ir_type(aval.dtype))
+    number = mgpu_utils.c(np.asarray(value).item(), mgpu_utils.dtype_to_ir_type(aval.dtype))
     return Fragment.splat(number, (), is_signed=mgpu_utils.is_signed(aval.dtype))
 
 

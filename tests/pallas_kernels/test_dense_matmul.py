@@ -123,8 +123,8 @@ def test_the_ops_call_the_kernel_of_their_number_of_tokens(monkeypatch):
         shapes = (tokens, contraction), (columns, contraction)
         arguments = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
         traced = jax.jit(op).trace(*arguments)
-        traced.lower(lowering_platforms=("cuda",))
-        return str(traced.jaxpr), traced.out_info
+        text = traced.lower(lowering_platforms=("cuda",)).as_text(debug_info=True)
+        return text, traced.out_info
 
     product, swiglu = pallas_kernels.dense_matmul, pallas_kernels.swiglu_matmul
     text, parts = lowered(product, 192, 4096, 12288)
