@@ -22,9 +22,9 @@ zeros before anyone reads them.
 
 Few tokens. The windows of one canvas fill few SMs with items of 128 rows; items of 64 rows of one
 head (`max_rows`) are twice as many, each with one warpgroup that waits for no other. On an H200, us
-a call in a CUDA graph, 64 rows / 128: 384 keys, 32 heads, 64 tokens 9.6 / 12.1, 96 tokens 9.3 / 11.7,
-192 tokens 10.7 / 11.7, 256 tokens 11.0 / 11.7; 28 over 4 heads, 96 tokens 8.8 / 11.1, 256 tokens
-9.8 / 11.0. At 384 tokens, and for four rows, 128 win (12.7 / 16.1).
+a call in a CUDA graph, 64 rows / 128: 384 keys, 32 heads, 64 tokens 9.6 / 12.1, 96 tokens 9.3 /
+11.7, 192 tokens 10.7 / 11.7, 256 tokens 11.0 / 11.7; 28 over 4 heads, 96 tokens 8.8 / 11.1, 256
+tokens 9.8 / 11.0. At 384 tokens, and for four rows, 128 win (12.7 / 16.1).
 
 Split-KV. Where rows x heads do not fill the GPU, the keys of a row are cut into splits of a static
 length. Each writes its normalised output and log-sum-exp (float32); a second kernel
