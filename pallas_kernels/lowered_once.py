@@ -7,7 +7,8 @@ options is exported (`jax.export`) when it is first called, and each program tak
 exported. The compiled program is the same either way.
 
 A kernel must be a pure function of its arguments: what it reads elsewhere (tables of tiles, the
-device) must not change within a process.
+device, jax's configuration) must not change within a process, unless `clear` is called. What is
+exported has no rule for `jax.vmap`.
 """
 
 import threading
@@ -18,12 +19,9 @@ import jax
 from jax import export
 
 _PLATFORMS = ("cuda",)
-# What a kernel is lowered to. jax 0.11 does not promise that releases agree on it; here one process
-# both exports and reads.
-_CUSTOM_CALL = "mosaic_gpu_v2"
 
 _exported: dict[Hashable, export.Exported] = {}
-_lock = threading.Lock()
+_lock = threading.RLock()  # a kernel may call another
 
 
 def call(kernel: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -49,10 +47,13 @@ def call(kernel: Callable[..., Any], *args: Any, **options: Any) -> Any:
     with _lock:
         if key not in _exported:
             of_arrays.__name__ = kernel.__name__  # in profiles
-            _exported[key] = export.export(
-                jax.jit(of_arrays),
-                platforms=_PLATFORMS,
-                disabled_checks=[export.DisabledSafetyCheck.custom_call(_CUSTOM_CALL)],
-            )(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
+            exporting = export.export(jax.jit(of_arrays), platforms=_PLATFORMS)
+            _exported[key] = exporting(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
         exported = _exported[key]
     return exported.call(*arrays)
+
+
+def clear() -> None:
+    """Forgets all that was exported; `jax.clear_caches` forgets the programs that hold it."""
+    with _lock:
+        _exported.clear()

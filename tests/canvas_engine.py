@@ -49,8 +49,8 @@ def shared(family):
         )
 
 
-def make(family, **options):
-    """Returns an engine that also has launches of a whole canvas, as on a GPU."""
+def make(family, whole_tokens=(32, CONTEXT), **options):
+    """Returns an engine; it also has launches of a whole canvas, as on a GPU."""
     defaults = {
         "model_path": str(GOLDENS / family),
         "dtype": "float32",
@@ -62,7 +62,7 @@ def make(family, **options):
         "max_total_tokens": 4 * CONTEXT,
     }
     # The default matmul precision is read when steps are traced, in Engine().
-    sizes = mock.patch.object(build, "_whole_tokens", lambda context_length: (32, CONTEXT))
+    sizes = mock.patch.object(build, "_whole_tokens", lambda context_length: whole_tokens)
     with sizes, jax.default_matmul_precision("highest"):
         return jdllm.Engine(**defaults | options)
 

@@ -44,7 +44,7 @@ class Layout:
         return sum(map(math.prod, self.shapes))
 
     def unpack(self, words: jax.Array | np.ndarray) -> Any:
-        """Returns the tree of a vector int32 [num_words]: traced arrays, or views of numpy's."""
+        """Returns the tree of a vector that begins with its words: traced, or views of numpy's."""
         leaves, at = [], 0
         for shape, dtype in zip(self.shapes, self.dtypes, strict=True):
             size = math.prod(shape)

@@ -1,7 +1,7 @@
 """The shapes that are compiled at start-up; every launch is padded to one of them.
 
 Few, because each costs compile time: decode and canvas launches differ in rows, prefill
-launches in packed tokens with one width of page tables.
+launches in packed tokens with one width of page tables, launches of one whole canvas in tokens.
 """
 
 from __future__ import annotations

@@ -164,6 +164,7 @@ def make_plan(
             streams=plan.streams,
             items=plan.num_tiles * plan.head_items,
             tokens=T,
+            rows=rows,
             width=pages_per_row * Z,
         )
         plan = dataclasses.replace(plan, tile=AttentionTile(**found))

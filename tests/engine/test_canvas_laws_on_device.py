@@ -12,6 +12,8 @@ from canvas_asks import DELAYED, DUAL, MIXES, MULTI, SLOW, WINDOW, Ask, cached_a
 from canvas_engine import alone, generate, launches, shared, told
 from tiny_engine import assert_nothing_held
 
+from jdllm.engine import build
+
 every_family = pytest.mark.parametrize("family", MIXES)
 
 
@@ -115,6 +117,17 @@ def test_a_row_alone_begins_with_a_launch_of_its_whole_canvas(family):
             assert buckets == {True}
             guided = 2 if ask.dllm.get("cfg_scale") else 1  # forwards a step
             assert forwards == guided * full
+
+
+def test_without_launches_of_a_whole_canvas_the_same_is_said():
+    assert build._whole_tokens(64) == (), "no launch goes through a CUDA graph here"
+    asks = [
+        Ask(prompt=canvas_engine.prompt("llada"), wanted=20, dllm=dllm) for dllm in (MULTI, WINDOW)
+    ]
+    options = {"dllm_algorithm": "FullAttnMultiBlock", "max_running_requests": 1}
+    with canvas_engine.make("llada", whole_tokens=(), **options) as engine:
+        assert not any(bucket.is_whole for bucket in engine._built.runner.compiled)
+        assert told(alone(engine, asks)) == told(alone(shared("llada"), asks))
 
 
 @every_family

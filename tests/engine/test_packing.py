@@ -39,6 +39,26 @@ def test_packing_keeps_every_bit_on_the_host_and_on_the_device(seed):
     np.testing.assert_array_equal(jax.jit(packing.pack_traced)(tree), words)
 
 
+def test_a_launch_writes_its_results_into_a_buffer_that_nothing_else_touches():
+    """Compiled: the buffer is donated, and its last word is the one that was given."""
+
+    def step(params, memory, inputs):
+        memory = memory + params * inputs["scale"]
+        return memory, {"sum": jnp.sum(memory), "is_large": memory > 1}
+
+    arguments = (jnp.float32(2), jnp.arange(4, dtype=jnp.float32), {"scale": jnp.float32(0.25)})
+    expected = step(*arguments)
+    launch, layout = packing.packed_launch(step, arguments)
+    words = jnp.full((packing.result_words(layout),), 7, packing.WORD)
+    compiled = launch.lower(*arguments, words).compile()
+    given = words.unsafe_buffer_pointer()
+    memory, results = compiled(*arguments, words)
+    assert results.unsafe_buffer_pointer() == given and words.is_deleted()
+    np.testing.assert_array_equal(memory, expected[0])
+    same_bits(layout.unpack(np.asarray(results)), jax.tree.map(np.asarray, expected[1]))
+    assert results.shape == (layout.num_words + 1,) and results[-1] == 7
+
+
 def test_leaves_that_are_no_words_are_refused():
     with pytest.raises(ValueError, match="int8"):
         packing.Layout.of({"a": jnp.zeros(3, jnp.int8)})

@@ -1,14 +1,16 @@
 """Kernels are exported once for each signature; what a program gets is what the kernel computes."""
 
+import functools
 import threading
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import dense_matmul as dense_matmul_op  # the function hides the module's name
-from pallas_kernels import dispatch, lowered_once
+import pallas_kernels
+from pallas_kernels import dispatch, lowered_once, tiles
 from pallas_kernels.mosaic_gpu import compat
 
 
@@ -92,6 +94,23 @@ def test_other_shapes_trees_and_options_are_other_kernels(kernel, change):
     assert kernel.traces == 2
 
 
+def test_what_was_cleared_is_lowered_anew(kernel):
+    x = arrays(0, 3, 4)
+    for traces in (1, 2):
+        for _ in range(2):
+            lowered_once.call(kernel, x, (x, None), rows={}, scale=1.0)
+        assert kernel.traces == traces
+        lowered_once.clear()
+
+
+def test_a_kernel_may_call_a_kernel(kernel):
+    def outer(x):
+        return lowered_once.call(kernel, x, (x, None), rows={}, scale=3.0)["total"]
+
+    x = arrays(0, 3, 4)
+    np.testing.assert_allclose(lowered_once.call(outer, x), 4 * x, rtol=1e-6)
+
+
 def test_threads_that_compile_at_once_share_one(kernel):
     x, barrier = arrays(0, 3, 4), threading.Barrier(4)
 
@@ -111,6 +130,31 @@ def test_threads_that_compile_at_once_share_one(kernel):
 
 
 @pytest.mark.skipif(not compat.supported(), reason=f"needs jax >= {compat.MIN_JAX_VERSION}")
+def test_another_tile_is_another_kernel_once_the_old_one_is_cleared(monkeypatch):
+    """As `scripts/tune_kernels.py` times one tile after the other."""
+    hopper = dispatch.Target(platform="gpu", compute_capability=(9, 0), jax_version=jax.__version__)
+    monkeypatch.setattr(dispatch, "current_target", lambda: hopper)
+    shapes = [((64, 4, 64), jnp.bfloat16), ((3, 2, 4, 64, 64), jnp.bfloat16)]
+    shapes += [((2,), jnp.int32), ((1,), jnp.int32), ((1,), jnp.int32), ((1, 2), jnp.int32)]
+    arguments = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+    options = {"visibility": "full", "block_size": 8, "scale": 0.1}
+
+    def lookups(kv_tokens):
+        """Returns how often the table was asked for the tile of the lowered kernel."""
+        lookup = mock.Mock(return_value={"kv_tokens": kv_tokens, "stages": 2, "persistent": False})
+        jax.clear_caches()
+        with mock.patch.object(tiles, "lookup", lookup):
+            op = functools.partial(pallas_kernels.extend_attention, **options)
+            jax.jit(op).trace(*arguments).lower(lowering_platforms=("cuda",))
+        return lookup.call_count
+
+    lowered_once.clear()
+    assert [lookups(64), lookups(128)] == [1, 0]
+    lowered_once.clear()
+    assert lookups(128) == 1
+
+
+@pytest.mark.skipif(not compat.supported(), reason=f"needs jax >= {compat.MIN_JAX_VERSION}")
 def test_a_mosaic_kernel_keeps_its_code_its_name_and_its_scope(monkeypatch):
     hopper = dispatch.Target(platform="gpu", compute_capability=(9, 0), jax_version=jax.__version__)
     monkeypatch.setattr(dispatch, "current_target", lambda: hopper)
@@ -119,7 +163,7 @@ def test_a_mosaic_kernel_keeps_its_code_its_name_and_its_scope(monkeypatch):
 
     def program(x, w):
         with jax.named_scope("mlp"):
-            return dense_matmul_op(x, w, may_split=False)
+            return pallas_kernels.dense_matmul(x, w, may_split=False)
 
     lowered = jax.jit(program).trace(x, w).lower(lowering_platforms=("cuda",))
     text = lowered.as_text(debug_info=True)
