@@ -34,6 +34,10 @@ kernel / XLA (the better of its two layouts), both with the SwiGLU or the norm t
     128, Dream-7B              72.0 / 75.0  43.3 / 49.5  13.7 / 15.5  13.7 / 15.0
 
 From 192 tokens on XLA wins (qkv of LLaDA-8B 39 / 34): hence MAX_TOKENS, and `wide_matmul` beyond.
+
+Rejected: the norm as the first phase of this kernel, its CTAs meeting at a counter while the stages
+fill with weights (qkv of 64 tokens 34.5 us, norm and product as two kernels 32.1, the product alone
+30.2): the rows are loaded and stored among the weights, and the meeting takes 1 us more.
 """
 
 import dataclasses
