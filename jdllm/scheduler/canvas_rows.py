@@ -90,15 +90,16 @@ class CanvasRows:
     def _launch_of(self, rows: tuple[batch_lib.ScheduledRow, ...]) -> tuple[batch_lib.Bucket, int]:
         """Returns the bucket of a launch and its most steps.
 
-        A row's first forward is one of its whole canvas, and with some options all are.
+        A row's first forward is one of its whole canvas, and with some options all are. After its
+        first one a row alone says what it has.
         """
         if len(rows) == 1 and self._buckets.whole_tokens:
             (row,) = rows
             whole = self._buckets.whole_canvas(batch_lib.packed_len(row.num_tokens))
-            if row.request.sampling.dllm.forwards_whole_canvas:
-                return whole, self._decode_steps
             if row.is_fresh:
                 return whole, 1
+            if row.request.sampling.dllm.forwards_whole_canvas:
+                return whole, self._decode_steps
         return self._buckets.canvas(len(rows)), self._decode_steps
 
     def append(self, request: request_lib.Request, block: batch_lib.CommittedBlock) -> list[int]:
