@@ -182,7 +182,7 @@ def _scratch_types(plan: Plan) -> dict[str, Any]:
     tile, D, groups = plan.tile, plan.head_dim, plan.warpgroups
 
     def tiled(*shape):
-        return plgpu.SMEM(shape, plan.dtype, transforms=_swizzled(64, 128))
+        return plgpu.SMEM(shape, plan.dtype, transforms=compat.tiled(64, plan.dtype))
 
     found = {
         "q": tiled(plan.q_buffers, groups, WARPGROUP_ROWS, D),
@@ -205,10 +205,6 @@ def _scratch_types(plan: Plan) -> dict[str, Any]:
     elif plan.store_tokens < WINDOW:
         found["out"] = plgpu.SMEM((groups, WARPGROUP_ROWS, D), plan.dtype)
     return found
-
-
-def _swizzled(columns: int, swizzle: int) -> tuple[Any, ...]:
-    return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle)
 
 
 def _attention_body(q_gmem, pool_gmem, table_gmem, *refs, plan):
@@ -542,7 +538,9 @@ def _store(plan, out_gmem, out_smem, warpgroup, item, columns) -> None:
 def _combine_scratch_types(plan: Plan) -> dict[str, Any]:
     shape = (plan.num_splits, WARPGROUP_ROWS, _COMBINE_COLUMNS)
     return {
-        "partials": plgpu.SMEM(shape, jnp.float32, transforms=_swizzled(_COMBINE_COLUMNS, 64)),
+        "partials": plgpu.SMEM(
+            shape, jnp.float32, transforms=compat.tiled(_COMBINE_COLUMNS, jnp.float32)
+        ),
         "lse": plgpu.SMEM(shape[:2], jnp.float32),
         "out": plgpu.SMEM((plan.warpgroups, *shape[1:]), plan.dtype),
         "full": plgpu.Barrier(num_arrivals=2, num_barriers=plan.num_splits),

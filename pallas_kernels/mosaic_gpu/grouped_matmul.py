@@ -191,7 +191,7 @@ def _matmul(
     out_columns = _WEIGHT_ROWS // 2 if swiglu else _WEIGHT_ROWS  # that a warpgroup makes
     # Registers of a thread: with 3 warpgroups, 504 in all are what a launch leaves to redistribute.
     memory_registers, compute_registers = (56, 224) if gathers else (40, 232)
-    tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    tiled = compat.tiled(64, weights.dtype)
     int32 = jnp.int32
 
     def body(*refs):

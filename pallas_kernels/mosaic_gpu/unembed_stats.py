@@ -430,7 +430,7 @@ def _kernel(plan: _Plan, interpret):
         # One branch per role: ptxas honours set_max_registers in no other form.
         lax.cond(warpgroup == WARPGROUPS, load, compute)
 
-    swizzled = (plgpu.TilingTransform((8, DEPTH)), plgpu.SwizzleTransform(DEPTH * 2))
+    swizzled = compat.tiled(DEPTH, plan.dtype)
     empty = functools.partial(plgpu.Barrier, num_arrivals=WARPGROUPS, num_barriers=stages)
     if tile.pair:
         empty = functools.partial(

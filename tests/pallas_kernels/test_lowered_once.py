@@ -129,11 +129,19 @@ def test_threads_that_compile_at_once_share_one(kernel):
     assert kernel.traces == 1
 
 
-@pytest.mark.skipif(not compat.supported(), reason=f"needs jax >= {compat.MIN_JAX_VERSION}")
-def test_another_tile_is_another_kernel_once_the_old_one_is_cleared(monkeypatch):
-    """As `scripts/tune_kernels.py` times one tile after the other."""
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """Lets ops choose as on a Hopper GPU; what they export is forgotten afterwards."""
+    if not compat.supported():
+        pytest.skip(f"needs jax >= {compat.MIN_JAX_VERSION}")
     hopper = dispatch.Target(platform="gpu", compute_capability=(9, 0), jax_version=jax.__version__)
     monkeypatch.setattr(dispatch, "current_target", lambda: hopper)
+    monkeypatch.setattr(lowered_once, "_exported", {})
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_another_tile_is_another_kernel_once_the_old_one_is_cleared():
+    """As `scripts/tune_kernels.py` times one tile after the other."""
     shapes = [((64, 4, 64), jnp.bfloat16), ((3, 2, 4, 64, 64), jnp.bfloat16)]
     shapes += [((2,), jnp.int32), ((1,), jnp.int32), ((1,), jnp.int32), ((1, 2), jnp.int32)]
     arguments = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
@@ -148,17 +156,13 @@ def test_another_tile_is_another_kernel_once_the_old_one_is_cleared(monkeypatch)
             jax.jit(op).trace(*arguments).lower(lowering_platforms=("cuda",))
         return lookup.call_count
 
-    lowered_once.clear()
     assert [lookups(64), lookups(128)] == [1, 0]
     lowered_once.clear()
     assert lookups(128) == 1
 
 
-@pytest.mark.skipif(not compat.supported(), reason=f"needs jax >= {compat.MIN_JAX_VERSION}")
-def test_a_mosaic_kernel_keeps_its_code_its_name_and_its_scope(monkeypatch):
-    hopper = dispatch.Target(platform="gpu", compute_capability=(9, 0), jax_version=jax.__version__)
-    monkeypatch.setattr(dispatch, "current_target", lambda: hopper)
-    monkeypatch.setattr(lowered_once, "_exported", {})
+@pytest.mark.usefixtures("on_hopper")
+def test_a_mosaic_kernel_keeps_its_code_its_name_and_its_scope():
     x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((16, 512), (256, 512)))
 
     def program(x, w):
