@@ -25,31 +25,29 @@ def choose(
     columns: int,
     contraction: int,
     swiglu: bool = False,
-    may_split: bool = True,
 ) -> dispatch.Choice:
     """Returns which implementation serves this shape; `columns` are those of the result."""
     shape = {"dtype": dtype, "tokens": tokens, "columns": columns, "contraction": contraction}
     if tokens <= gpu_kernel.MAX_TOKENS:
         reason = gpu_kernel.why_not(**shape)
     else:
-        reason = wide_gpu_kernel.why_not(**shape, swiglu=swiglu, may_split=may_split)
+        reason = wide_gpu_kernel.why_not(**shape, swiglu=swiglu)
     return dispatch.choose("dense_matmul", implementation, refusals={"mosaic_gpu": reason})
 
 
-@functools.partial(jax.jit, static_argnames=("may_split", "implementation"))
+@functools.partial(jax.jit, static_argnames=("implementation",))
 def dense_matmul(
     x: jax.Array,  # [T, K]
     w: jax.Array,  # [N, K]
     *,
-    may_split: bool = True,
     implementation: str = "auto",
 ) -> tuple[jax.Array, ...]:
-    """Returns arrays [T, N] of the dtype of `x` whose sum is x @ w.T; `add_rms_norm` adds them.
+    """Returns arrays [T, N] of the dtype of `x` whose sum is x @ w.T.
 
-    The kernels give one for each part into which it splits the contraction; without `may_split`,
-    for a reader that would need a launch of its own to add them, one. XLA always gives one: each
-    array is rounded to the dtype, and so is each sum of two. Where XLA serves (the reference,
-    training, every other device) a product is rounded once, as in the models' own code.
+    `add_rms_norm` and `rotate_and_cache` add them. The kernels give one for each part into which
+    they split the contraction, XLA one: each array is rounded to the dtype, and so is each sum of
+    two. Where XLA serves (the reference, training, every other device) a product is rounded once,
+    as in the models' own code.
     """
     if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[1] or x.dtype != w.dtype:
         raise ValueError(
@@ -61,10 +59,9 @@ def dense_matmul(
         tokens=len(x),
         columns=len(w),
         contraction=x.shape[1],
-        may_split=may_split,
     )
     if chosen.implementation == "mosaic_gpu":
-        return _mosaic_gpu(x, w, may_split=may_split)
+        return _mosaic_gpu(x, w)
     return (_product(x, w),)
 
 

@@ -1,9 +1,9 @@
 """From the fused projection of a layer to rotated queries and the K,V that the pool holds.
 
-Bias, per-head RMSNorm of q and k, rotation, and the write of K,V into the paged pool move each
-byte once; apart they are two to four kernels of a few microseconds, each longer to launch than its
-bytes take. Every rounding is that of the steps apart: bias, norm and rotation each end in the
-activation dtype.
+The sum of a split product's parts, bias, per-head RMSNorm of q and k, rotation, and the write of
+K,V into the paged pool move each byte once; apart they are two to five kernels of a few
+microseconds, each longer to launch than its bytes take. Every rounding is that of the steps apart:
+each sum of two parts, bias, norm and rotation end in the activation dtype.
 """
 
 import functools
@@ -31,7 +31,7 @@ def choose(
 
 
 def rotated_heads(
-    qkv: jax.Array,  # [T, (N + 2 * K) * H]: q heads, then k, then v
+    qkv: tuple[jax.Array, ...],  # [T, (N + 2 * K) * H] each: q heads, then k, then v
     bias: jax.Array | None,  # [(N + 2 * K) * H]
     norm_weights: tuple[jax.Array, jax.Array] | None,  # of q and of k, [H] each
     cos: jax.Array,  # float32 [T, rotary_dim / 2]
@@ -41,11 +41,16 @@ def rotated_heads(
     num_kv_heads: int,
     eps: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns (q [T, N, H], k [T, K, H], v [T, K, H]) of a projection, by XLA."""
-    T, N, K = qkv.shape[0], num_query_heads, num_kv_heads
+    """Returns (q [T, N, H], k [T, K, H], v [T, K, H]) of a projection, by XLA.
+
+    The projection is the sum of its parts, as `dense_matmul` returns them.
+    """
+    N, K = num_query_heads, num_kv_heads
+    total = functools.reduce(jnp.add, qkv)
+    T = total.shape[0]
     if bias is not None:
-        qkv = qkv + bias
-    q, k, v = jnp.split(qkv.reshape(T, N + 2 * K, -1), (N, N + K), axis=1)
+        total = total + bias
+    q, k, v = jnp.split(total.reshape(T, N + 2 * K, -1), (N, N + K), axis=1)
     if norm_weights is not None:
         q_weight, k_weight = norm_weights
         q, k = norm_and_rope.rms_norm(q, q_weight, eps), norm_and_rope.rms_norm(k, k_weight, eps)
@@ -56,7 +61,7 @@ def rotated_heads(
     jax.jit, static_argnames=("num_query_heads", "num_kv_heads", "eps", "implementation")
 )
 def rotate_and_cache(
-    qkv: jax.Array,  # [T, (N + 2 * K) * H]
+    qkv: tuple[jax.Array, ...],  # [T, (N + 2 * K) * H] each; their sum is the projection
     bias: jax.Array | None,  # [(N + 2 * K) * H]
     norm_weights: tuple[jax.Array, jax.Array] | None,  # [H] each
     cos: jax.Array,  # float32 [T, rotary_dim / 2]
@@ -75,36 +80,37 @@ def rotate_and_cache(
     caller no longer needs it, as in a loop or with a donated argument.
     """
     N, K, H = num_query_heads, num_kv_heads, pool.shape[-1]
-    T, width = qkv.shape[0], (N + 2 * K) * H
+    T, width = cos.shape[0], (N + 2 * K) * H
     weights = norm_weights or ()
     if (
-        qkv.shape != (T, width)
+        not qkv
+        or any(part.shape != (T, width) for part in qkv)
         or (bias is not None and bias.shape != (width,))
         or any(weight.shape != (H,) for weight in weights)
         or cos.shape != sin.shape
-        or cos.shape[:1] != (T,)
         or slots.shape != (T,)
         or pool.ndim != 5
         or pool.shape[1:3] != (2, K)
     ):
         raise ValueError(
-            f"rotate_and_cache: qkv must be [T, (N + 2 * K) * H], bias as wide, norm weights [H], "
-            f"cos and sin [T, rotary_dim / 2], pool [P, 2, K, Z, H], slots [T]: qkv {qkv.shape}, "
-            f"bias {None if bias is None else bias.shape}, norm weights "
-            f"{[weight.shape for weight in weights]}, cos {cos.shape}, sin {sin.shape}, pool "
-            f"{pool.shape}, slots {slots.shape}, {num_query_heads=}, {num_kv_heads=}"
+            f"rotate_and_cache: parts of qkv must be [T, (N + 2 * K) * H], bias as wide, norm "
+            f"weights [H], cos and sin [T, rotary_dim / 2], pool [P, 2, K, Z, H], slots [T]: qkv "
+            f"{[part.shape for part in qkv]}, bias {None if bias is None else bias.shape}, norm "
+            f"weights {[weight.shape for weight in weights]}, cos {cos.shape}, sin {sin.shape}, "
+            f"pool {pool.shape}, slots {slots.shape}, {num_query_heads=}, {num_kv_heads=}"
         )
     heads = {"num_query_heads": N, "num_kv_heads": K, "eps": eps}
     chosen = choose(
         implementation,
-        dtype=qkv.dtype,
+        dtype=qkv[0].dtype,
         pool_dtype=pool.dtype,
         head_dim=H,
         rotary_dim=2 * cos.shape[1],
     )
     if chosen.implementation == "mosaic_gpu":
-        q_weight, k_weight = (w.astype(qkv.dtype) for w in weights) if weights else (None, None)
-        bias = None if bias is None else bias.astype(qkv.dtype)
+        dtype = qkv[0].dtype
+        q_weight, k_weight = (w.astype(dtype) for w in weights) if weights else (None, None)
+        bias = None if bias is None else bias.astype(dtype)
         return lowered_once.call(
             kernel.rotate_and_cache, qkv, bias, q_weight, k_weight, cos, sin, pool, slots, **heads
         )

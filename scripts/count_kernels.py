@@ -142,10 +142,9 @@ def compiled_text(function: Any, arguments: tuple[Any, ...]) -> str:
     )
     hopper = dispatch.Target(platform="gpu", compute_capability=(9, 0), jax_version=jax.__version__)
     with mock.patch.object(dispatch, "current_target", lambda: hopper):
-        launch, outputs = packing.packed_launch(function, arguments)
-        words = (packing.result_words(outputs),)
-        words = jax.ShapeDtypeStruct(words, packing.WORD, sharding=sharding)
-        lowered = launch.lower(*arguments, words)
+        packed = packing.packed_launch(function, arguments)
+        words = jax.ShapeDtypeStruct(packed.words.shape, packed.words.dtype, sharding=sharding)
+        lowered = packed.launch.lower(*arguments[:2], words)
     options = {model_runner._GRAPH_OPTION: model_runner._CAPTURED}
     return lowered.compile(compiler_options=options).as_text()
 

@@ -236,8 +236,8 @@ def mlp(*, T: int, D: int, F: int) -> Case:
 
 
 def matmul(*, T: int, N: int, K: int, swiglu: bool = False) -> Case:
-    """A dense product of T tokens; one that narrows may split, and the norm that adds it counts."""
-    split = N <= K and not swiglu
+    """A dense product of T tokens; of one that narrows the norm that adds its parts counts."""
+    narrows = N <= K and not swiglu
     sets = tuple(
         _normal(seed, (1 + swiglu) * N, K, std=K**-0.5)
         for seed in range(_num_sets((1 + swiglu) * N * K * 2))
@@ -248,8 +248,8 @@ def matmul(*, T: int, N: int, K: int, swiglu: bool = False) -> Case:
         if swiglu:
             outs = (pallas_kernels.swiglu_matmul(x, w, implementation=implementation),)
         else:
-            outs = pallas_kernels.dense_matmul(x, w, may_split=split, implementation=implementation)
-        if split:
+            outs = pallas_kernels.dense_matmul(x, w, implementation=implementation)
+        if narrows:
             ones = jnp.ones((N,), x.dtype)
             outs = pallas_kernels.add_rms_norm(stream, outs, ones, eps=1e-5)
         # Or XLA would compute only what is looked at. One value of x depends on the result, at the
@@ -260,9 +260,10 @@ def matmul(*, T: int, N: int, K: int, swiglu: bool = False) -> Case:
     def compare(result: Any, reference: Any) -> str:
         return _relative_error(result[1], reference[1])
 
+    kind = " SwiGLU" if swiglu else ", norm included" if narrows else ""
     return Case(
         op="matmul",
-        shape=f"T={T} N={N} K={K}" + (" SwiGLU" if swiglu else ", norm included" if split else ""),
+        shape=f"T={T} N={N} K={K}{kind}",
         work=floors.matmul(T, (1 + swiglu) * N * K),
         implementations=("mosaic_gpu", "xla"),
         carry=(_normal(98, T, K), _normal(99, T, N)),
@@ -290,7 +291,7 @@ def rotate(*, T: int, N: int, K: int, rotary: int = 128, H: int = 128, norm: boo
     def call(carry: Any, inputs: Any, implementation: str) -> Any:
         qkv, pool, _ = carry
         q, pool = pallas_kernels.rotate_and_cache(
-            qkv, **inputs, pool=pool, num_query_heads=N, num_kv_heads=K, eps=1e-6,
+            (qkv,), **inputs, pool=pool, num_query_heads=N, num_kv_heads=K, eps=1e-6,
             implementation=implementation,
         )  # fmt: skip
         return qkv, pool, q

@@ -1,7 +1,7 @@
 """One round of the engine: schedule, launch, process; no threads, no text.
 
 With overlap the host works behind the device: a round's launch is planned and started
-before the results of the one before are read.
+before the results of the one before are read, unless that one should end all rows.
 
 `EngineCore` is used by one thread at a time (`engine/loop.py`). A launch that fails
 takes only its own requests with it: the pool is rebuilt, every other running request
@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 InFlight = tuple[batch_lib.ScheduleBatch, batch_lib.Launch]
 
+_POLL_S = 2e-4
+
 
 class EngineCore:
     """Drives a scheduler and a runner; both may be computable fakes in tests."""
@@ -48,6 +50,8 @@ class EngineCore:
         self._max_total_tokens = max_total_tokens
         self._overlaps = overlaps
         self._in_flight: InFlight | None = None
+        self._began_s = 0.0  # when the device began the launch in flight
+        self._step_s = 0.0  # what a step of the last launch took
         self._decode_log_interval = decode_log_interval
         self._logged_at = (time.monotonic(), 0, 0, 0.0)
 
@@ -87,18 +91,20 @@ class EngineCore:
     def step(self) -> list[outputs_lib.RequestOutput]:
         """Starts the next launch, and returns what the one before committed.
 
-        Without overlap it is the launch just started that is waited for. Raises
-        `LaunchFailed` for a launch that failed, after its requests were removed and all
-        others made ready to run again.
+        Behind a launch that ended all its rows as expected none is started. Without overlap it is
+        the launch just started that is waited for. Raises `LaunchFailed` for a launch that failed,
+        after its requests were removed and all others made ready to run again.
         """
         previous, self._in_flight = self._in_flight, None
         self.clock.look(_is_running(previous))
-        batch = self.scheduler.schedule()
+        batch = None if self._lets_end(previous) else self.scheduler.schedule()
         self.clock.look(_is_running(previous))
         started = None
         if batch is not None:
             try:
                 started = (batch, self.runner.launch(batch))
+                if previous is None:
+                    self._began_s = time.monotonic()
                 self.clock.look(is_busy=True)
             except Exception as error:  # a fault of one launch must not end the engine
                 outputs = self._finish(previous)
@@ -112,6 +118,26 @@ class EngineCore:
         if not self.has_work:
             self.clock.pause()
         return outputs
+
+    def _lets_end(self, in_flight: InFlight | None) -> bool:
+        """Waits for a launch that should end all its rows early; returns whether it has ended.
+
+        A launch behind it would do nothing. To start one takes the host as long as steps of the
+        device, in which nobody reads what this one brings and no new request begins (H200,
+        LLaDA-8B, one row: 6 to 12 ms beside steps of 5). A launch that takes longer than it should
+        is waited for until the device should be half through with its steps, which leaves the host
+        the other half to start the next one.
+        """
+        if in_flight is None:
+            return False
+        batch, launch = in_flight
+        patience = batch.max_steps // 2
+        if self.scheduler.steps_left(batch) > patience:
+            return False
+        deadline = self._began_s + patience * self._step_s
+        while not launch.is_ready() and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        return launch.is_ready()
 
     def settle(self) -> list[outputs_lib.RequestOutput]:
         """Waits for the launch in flight, if any, and returns what it committed."""
@@ -129,6 +155,10 @@ class EngineCore:
             result = launch.result()
         except Exception as error:
             raise self._recover(batch, error, []) from error
+        now = time.monotonic()
+        if result.num_steps:
+            self._step_s = (now - self._began_s) / result.num_steps
+        self._began_s = now  # the one behind it, if there is one
         self.clock.look(_is_running(behind))
         outputs = self.scheduler.process_results(batch, result)
         self._count(batch, result, outputs)

@@ -28,7 +28,7 @@ class Projection:
     Whoever attends decides when: serving rotates and writes the pool in one go.
     """
 
-    qkv: jax.Array  # [T, (N + 2 * K) * H]: q heads, then k, then v
+    qkv: tuple[jax.Array, ...]  # [T, (N + 2 * K) * H] each, their sum: q heads, then k, then v
     bias: jax.Array | None  # as wide
     norm_weights: tuple[jax.Array, jax.Array] | None  # of q and of k, [H] each
     angles: tuple[jax.Array, jax.Array]  # cos and sin, float32 [T, rotary_dim / 2]
@@ -185,8 +185,8 @@ class Attention(nnx.Module):
     ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
         """Returns (arrays [T, D] whose sum is the output for `x` [T, D], new cache)."""
         with jax.named_scope("qkv"):
-            (qkv,) = pallas_kernels.dense_matmul(
-                x, self.w_qkv[...], may_split=False, implementation=self.implementation
+            qkv = pallas_kernels.dense_matmul(
+                x, self.w_qkv[...], implementation=self.implementation
             )
             projection = self._projection(qkv, angles)
         with jax.named_scope("attend"):
@@ -197,7 +197,9 @@ class Attention(nnx.Module):
             )
         return out, cache
 
-    def _projection(self, qkv: jax.Array, angles: tuple[jax.Array, jax.Array]) -> Projection:
+    def _projection(
+        self, qkv: tuple[jax.Array, ...], angles: tuple[jax.Array, jax.Array]
+    ) -> Projection:
         norms, eps = None, self.config.qk_norm_eps
         if eps is not None:
             norms = (self.query_layernorm.weight[...], self.key_layernorm.weight[...])

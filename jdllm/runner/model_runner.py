@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jdllm import errors
@@ -159,15 +158,15 @@ class ModelRunner:
         """Starts a launch and returns at once; JAX runs launches in their order."""
         executable = self._executables[batch.bucket]
         inputs, memory = self._inputs_and_memory(batch)
-        inputs, words = executable.unpack(packing.pack(inputs))
-        memory, outputs = executable.step(self._params, memory, inputs, words)
+        words = executable.packed.pack(inputs)
+        memory, outputs = executable.step(self._params, memory, words)
         match batch.phase:
             case batch_lib.Phase.PREFILL:
                 self._pools = memory
             case batch_lib.Phase.DECODE | batch_lib.Phase.CANVAS:
                 self._pools, self._slots = memory
         outputs.copy_to_host_async()
-        return Launch(outputs, executable.output_layout, len(batch.rows), self._interrupts)
+        return Launch(outputs, executable.packed.outputs, len(batch.rows), self._interrupts)
 
     def begin_round(self) -> None:
         """Lets `interrupt` end, from now on, also the next launch, which is not planned yet."""
@@ -238,33 +237,19 @@ class ModelRunner:
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
             (self._params, memory, inputs),
         )
-        launch, outputs = packing.packed_launch(step, arguments)
-        results = jax.ShapeDtypeStruct((packing.result_words(outputs),), packing.WORD)
-        lowered = launch.lower(*arguments, results)
-        layout = packing.Layout.of(inputs)
-
-        def unpack(words: jax.Array) -> tuple[Any, jax.Array]:
-            return layout.unpack(words), jnp.zeros(results.shape, results.dtype)
-
-        words = jax.ShapeDtypeStruct((layout.num_words,), packing.WORD)
+        packed = packing.packed_launch(step, arguments)
+        lowered = packed.launch.lower(*arguments[:2], packed.words)
         return _Executable(
-            unpack=jax.jit(unpack).lower(words).compile(),
-            step=lowered.compile(compiler_options=_compiler_options()),
-            output_layout=outputs,
+            step=lowered.compile(compiler_options=_compiler_options()), packed=packed
         )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Executable:
-    """A compiled step, and what takes its packed inputs apart and makes room for its outputs.
+    """A compiled step, and what the words are that it takes and returns."""
 
-    That is an executable of its own because XLA hands slices to kernels where they lie, and
-    Mosaic's want their arrays at multiples of 256 bytes.
-    """
-
-    unpack: jax.stages.Compiled
     step: jax.stages.Compiled
-    output_layout: packing.Layout
+    packed: packing.PackedLaunch
 
 
 def _compiler_options() -> dict[str, str]:

@@ -104,8 +104,8 @@ class CanvasBuckets:
     `row_tokens` is what the longest canvas takes of these. `whole_tokens`, ascending, are the sizes
     of launches of one row that forward nothing but its whole canvas: they hold the layers once, the
     others once for each size of a window, and XLA prepares every kernel of a launch for each run
-    (LLaDA-8B, 32 layers: 2 ms of the host for one size, 5 ms for six). Nothing hides that for the
-    first launch of a request. None: every launch is one of the others.
+    (LLaDA-8B, 32 layers: 2 to 3 ms of the host for one size, 5 to 12 ms for six). Nothing hides
+    that for the first launch of a request. None: every launch is one of the others.
     """
 
     rows: tuple[int, ...]

@@ -76,6 +76,7 @@ class LiveRequests:
         self.free_slots.append(request.slot)
         request.slot = None
         request.is_decoding = False
+        request.tokens_per_step = 0.0
         request.epoch += 1
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 import time
 from collections.abc import Collection
 
@@ -53,6 +54,8 @@ class Request:
     `canvas_ids` of them, the whole canvas with -1 where tokens are to be written, and
     `canvas_end`, where the suffix begins. `num_settled` counts the tokens that the row has
     reported since it began.
+
+    `tokens_per_step`: what the last launch of this stay brought, 0 where nothing is known.
     """
 
     request_id: str
@@ -78,6 +81,7 @@ class Request:
     canvas_ids: list[int] = dataclasses.field(default_factory=list)
     canvas_end: int = 0
     num_settled: int = 0
+    tokens_per_step: float = 0.0
     cached_tokens: int = 0
     nfe: int = 0
     num_blocks: int = 0
@@ -91,6 +95,12 @@ class Request:
         """Tokens that end the output: the request's own, and the model's unless ignored."""
         sampling = self.sampling
         return end_tokens(sampling.stop_token_ids, self.eos_token_ids, sampling.ignore_eos)
+
+    @property
+    def steps_left(self) -> float:
+        """Steps until the output has its length, at the pace of the last launch."""
+        left = self.max_new_tokens - len(self.output_ids)
+        return left / self.tokens_per_step if self.tokens_per_step else math.inf
 
     @property
     def token_ids(self) -> list[int]:

@@ -13,6 +13,7 @@ buckets say which. Queue, order, ends and aborts are the same.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from typing import Protocol
 
@@ -171,6 +172,17 @@ class Scheduler:
                 self._apply_guarded(row.request, row_result, outputs)
         return outputs
 
+    def steps_left(self, batch: batch_lib.ScheduleBatch) -> float:
+        """Returns within how many steps a launch of canvases should end all that is live.
+
+        At the pace of the rows' last results; infinite where one's is unknown, where requests live
+        that are not in it, and for models whose tokens come in whole blocks, at no even pace.
+        """
+        rows = [row.request for row in batch.rows if is_current(row)]
+        if batch.phase is not batch_lib.Phase.CANVAS or len(rows) < len(self.live.by_id):
+            return math.inf
+        return max((request.steps_left for request in rows), default=0.0)
+
     def flush_cache(self) -> bool:
         """Empties the prefix cache; False, and nothing done, while requests run."""
         if self.running:
@@ -247,7 +259,7 @@ class Scheduler:
         outputs: list[outputs_lib.RequestOutput],
     ) -> None:
         """Stores one decode row's launch; its blocks are one output."""
-        nfe, new = request.nfe, []
+        nfe, new, known = request.nfe, [], len(request.output_ids)
         request.num_edited += result.num_edited
         for done, committed in enumerate(result.committed, start=1):
             request.nfe = nfe + committed.nfe
@@ -258,6 +270,8 @@ class Scheduler:
                 outputs.append(outputs_lib.RequestOutput.of(request, new, finish))
                 return
         request.nfe = nfe + result.nfe
+        # What is new to the host: a row that began anew reports its earlier tokens again.
+        request.tokens_per_step = (len(request.output_ids) - known) / max(result.nfe, 1)
         if new:
             outputs.append(outputs_lib.RequestOutput.of(request, new))
         if result.is_invalid:

@@ -1,8 +1,9 @@
 """Rotation of q and k, and K,V written to the paged pool in place, as one kernel.
 
-What stands between a layer's fused projection and its attention: the bias, the norms per head (if
-the model has them), the rotation, and the scatter of K,V to the tokens' slots. XLA makes several
-kernels of it, whose scatter alone takes 11 us for 384 tokens of LLaDA-8B (H200).
+What stands between a layer's fused projection and its attention: the sum of its parts (where
+`dense_matmul` splits it), the bias, the norms per head (if the model has them), the rotation, and
+the scatter of K,V to the tokens' slots. XLA makes several kernels of it, whose scatter alone takes
+11 us for 384 tokens of LLaDA-8B (H200).
 
 A head of a token is a row of `head_dim` values, and rows are all there is: q, k and v rows are
 contiguous in `qkv`, in the output and in the pool. `head_dim` / 16 neighbouring lanes take a row,
@@ -11,8 +12,9 @@ A warp takes a few rows of one token at a time and `heads_per_thread` times as m
 loads are all on their way before the first row is computed; the angles are loaded once for all of
 them. Nothing goes through shared memory, nothing is waited for but loads.
 
-Bound by bytes: qkv is read once, q and K,V are written once, 4 * T * (N + 2 * K) * H (25 MB, 6 us,
-for 2048 tokens of LLaDA2.0-mini); with few tokens by the latency of a load and a store.
+Bound by bytes: qkv is read once, q and K,V are written once, 4 * T * (N + 2 * K) * H for one part
+(25 MB, 6 us, for 2048 tokens of LLaDA2.0-mini); with few tokens by the latency of a load and a
+store.
 
 The pool is updated in place: the kernel gets it as a `jax.new_ref`, which lowers to an output that
 must alias the input. XLA copies the pool only if somebody still reads its old value afterwards.
@@ -20,6 +22,7 @@ must alias the input. XLA copies the pool only if somebody still reads its old v
 
 import dataclasses
 import functools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -90,6 +93,7 @@ class _Plan:
     rotary_dim: int
     num_pages: int
     page_size: int
+    num_parts: int
     has_bias: bool
     eps: float
     tile: Tile
@@ -122,7 +126,7 @@ class _Plan:
 
 
 def rotate_and_cache(
-    qkv: jax.Array,  # [T, (N + 2 * K) * H]: q heads, then k, then v
+    qkv: tuple[jax.Array, ...],  # [T, (N + 2 * K) * H] each: q heads, then k, then v
     bias: jax.Array | None,  # [(N + 2 * K) * H]
     q_weight: jax.Array | None,  # [H]
     k_weight: jax.Array | None,  # [H]
@@ -151,13 +155,13 @@ def rotate_and_cache(
     cached = jax.new_ref(pool)
     q = compat.kernel(
         functools.partial(body, plan=plan),
-        out_type=jax.ShapeDtypeStruct((plan.tokens, num_query_heads, plan.head_dim), qkv.dtype),
+        out_type=jax.ShapeDtypeStruct((plan.tokens, num_query_heads, plan.head_dim), pool.dtype),
         grid=(plan.ctas if interpret is None else plan.tokens,),
         grid_names=("cta",),
         # The reciprocal root decides bf16 roundings: keep it that of the reference.
         compiler_params={"approx_math": False},
         interpret=interpret,
-    )(qkv, cos, sin, slots, cached, *optional)
+    )(*qkv, cos, sin, slots, cached, *optional)
     return q, jax.freeze(cached)
 
 
@@ -170,7 +174,7 @@ def _plan(
     T, half = cos.shape
     num_pages, _, _, page_size, H = pool.shape
     wanted = {
-        "qkv": (qkv, (T, (N + 2 * K) * H), pool.dtype),
+        **{f"qkv[{i}]": (part, (T, (N + 2 * K) * H), pool.dtype) for i, part in enumerate(qkv)},
         "bias": (bias, ((N + 2 * K) * H,), pool.dtype),
         "q_weight": (q_weight, (H,), pool.dtype),
         "k_weight": (k_weight, (H,), pool.dtype),
@@ -201,6 +205,7 @@ def _plan(
         rotary_dim=2 * half,
         num_pages=num_pages,
         page_size=page_size,
+        num_parts=len(qkv),
         has_bias=bias is not None,
         eps=eps,
         tile=tile or tile_for(tokens=T, num_heads=N + 2 * K, head_dim=H),
@@ -208,7 +213,7 @@ def _plan(
 
 
 def _rotate_and_cache(*refs, plan: _Plan):
-    """The kernel on a GPU; refs are qkv, cos, sin, slots, pool, those of bias and weights, q."""
+    """The kernel on a GPU; refs are qkv's, cos, sin, slots, pool, those of bias and weights, q."""
 
     @plgpu.inline_mgpu(arg_types=((plgpu.RefType(),) * len(refs), plgpu.Layout.WG_SPLAT(())))
     def run(_, refs, cta):
@@ -219,7 +224,7 @@ def _rotate_and_cache(*refs, plan: _Plan):
 
 def rotate_rows(refs, cta: Int, plan: _Plan) -> None:
     """What one thread does: `heads_per_thread` rows of one token."""
-    qkv, cos, sin, slots, pool, *optional, q = refs
+    qkv, (cos, sin, slots, pool, *optional, q) = refs[: plan.num_parts], refs[plan.num_parts :]
     bias = optional.pop(0) if plan.has_bias else None
     N, K, H = plan.num_query_heads, plan.num_kv_heads, plan.head_dim
     lane = thread_code.thread() % WARP
@@ -239,7 +244,8 @@ def rotate_rows(refs, cta: Int, plan: _Plan) -> None:
         exists = has_token & (head < plan.num_heads)
         head = thread_code.least(head, plan.num_heads - 1)
         places = [head * H + column for column in columns]
-        pieces = [_load(qkv, [token, place]) for place in places]
+        parts = [[_load(part, [token, place]) for place in places] for part in qkv]
+        pieces = [functools.reduce(_plus, of_place) for of_place in zip(*parts, strict=True)]
         if bias is not None:
             biases = [_load(bias, [place]) for place in places]
             pieces = [_plus(*pair) for pair in zip(pieces, biases, strict=True)]
@@ -339,8 +345,8 @@ def _rotated(pieces, cos, sin):
     return [_narrowed(value, piece.type) for value, piece in zip(turned, pieces, strict=True)]
 
 
-def _plus(piece, bias):
-    return _narrowed(arith.addf(_widened(piece), _widened(bias)), piece.type)
+def _plus(piece, other):
+    return _narrowed(arith.addf(_widened(piece), _widened(other)), piece.type)
 
 
 def _load(ref, indices):
@@ -374,11 +380,12 @@ def _spread(value):
 
 def _interpreted(*refs, plan: _Plan):
     """The same in plain Pallas, a token a CTA: the interpreter knows no threads."""
-    qkv, cos, sin, slots, pool, *optional, q = refs
+    qkv, (cos, sin, slots, pool, *optional, q) = refs[: plan.num_parts], refs[plan.num_parts :]
     bias = optional.pop(0) if plan.has_bias else None
     N, K, H, half = plan.num_query_heads, plan.num_kv_heads, plan.head_dim, plan.rotary_dim // 2
     token = lax.axis_index("cta")
-    rows = qkv[token].reshape(plan.num_heads, H)
+    rows = functools.reduce(operator.add, [part[token] for part in qkv])
+    rows = rows.reshape(plan.num_heads, H)
     if bias is not None:
         rows += bias[...].reshape(plan.num_heads, H)
     values = rows[N + K :]

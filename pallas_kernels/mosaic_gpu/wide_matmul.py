@@ -24,15 +24,15 @@ It does not win everywhere, so which tile serves a shape is measured data
 (`tiles/<device>/wide_matmul.json`; an entry also serves somewhat fewer tokens, and Hopper GPUs that
 have no table use the H200's), and XLA serves the others. On an H200, us a call, this kernel /
 XLA; SwiGLU is in gate_up, the addition of the parts of down and out, which their reader does, in
-neither; in brackets what is left to XLA:
+neither; in brackets what is left to XLA, whose qkv of Dream includes the addition of parts:
 
     tokens           gate_up        qkv            down           out
     192, LLaDA-8B     67.6 /  70.8   37.7 / 39.0    36.8 / 38.1    15.5 / 17.2
     256, LLaDA-8B     84.9 /  88.4  (45.7 / 42.9)   44.3 / 46.5    18.0 / 20.1
     384, LLaDA-8B    118.5 / 120.6  (60.9 / 60.4)   59.5 / 66.2    23.6 / 27.4
-    192, Dream-7B     94.2 / 106.0   XLA's          49.8 / 52.8    13.2 / 18.0
-    256, Dream-7B   (113.7 / 114.5)  XLA's         (61.5 / 60.1)   15.4 / 16.5
-    384, Dream-7B    159.2 / 163.1   XLA's         (84.8 / 82.9)   19.6 / 22.8
+    192, Dream-7B     94.2 / 106.0   15.1 / 20.2    49.8 / 52.8    13.2 / 18.0
+    256, Dream-7B   (113.7 / 114.5)  16.6 / 19.8   (61.5 / 60.1)   15.4 / 16.5
+    384, Dream-7B    159.2 / 163.1   21.7 / 22.9   (84.8 / 82.9)   19.6 / 22.8
 
 Rejected: adding the parts of a contraction in a cluster, through distributed shared memory (1.0 to
 1.7 times as long), and loads shared by four CTAs (1.5 times).
@@ -113,7 +113,6 @@ def tile_for(
     contraction: int,
     *,
     swiglu: bool,
-    may_split: bool,
     dtype: jnp.dtype = jnp.bfloat16,
 ) -> Tile | None:
     """Returns the tile that was measured to beat XLA at a shape; None if none is known."""
@@ -130,7 +129,7 @@ def tile_for(
         return None
     tile = Tile(**found)
     # A part may be larger than the sum, more than float16 holds.
-    if tile.splits > 1 and not (may_split and jnp.dtype(dtype) != jnp.float16):
+    if tile.splits > 1 and jnp.dtype(dtype) == jnp.float16:
         return None
     return tile
 
@@ -142,7 +141,6 @@ def why_not(
     columns: int,
     contraction: int,
     swiglu: bool = False,
-    may_split: bool = True,
 ) -> str | None:
     """Returns why the kernel should not serve this shape; None if it should.
 
@@ -150,10 +148,9 @@ def why_not(
     """
     if reason := dispatch.dtype_refusal(dtype):
         return reason
-    options = {"swiglu": swiglu, "may_split": may_split}
-    if tile_for(tokens, columns, contraction, dtype=dtype, **options):
+    if tile_for(tokens, columns, contraction, swiglu=swiglu, dtype=dtype):
         return None
-    shape = f"{tokens=}, {columns=}, {contraction=}, {swiglu=}, {may_split=}"
+    shape = f"{tokens=}, {columns=}, {contraction=}, {swiglu=}"
     return f"no tile that beats XLA is known for {shape} in {jnp.dtype(dtype).name}"
 
 
@@ -238,14 +235,13 @@ def wide_matmul(
     w: jax.Array,  # [N, K]; with `swiglu` [2 * N, K], all gate rows, then all up rows
     *,
     swiglu: bool = False,
-    may_split: bool = True,
     tile: Tile | None = None,
     interpret=None,
 ) -> tuple[jax.Array, ...]:
     """Returns arrays [T, N], one for each split, whose sum is x @ w.T, or silu(gate) * up."""
     (T, K), halves = x.shape, 2 if swiglu else 1
     N = w.shape[0] // halves
-    tile = tile or tile_for(T, N, K, swiglu=swiglu, may_split=may_split, dtype=x.dtype)
+    tile = tile or tile_for(T, N, K, swiglu=swiglu, dtype=x.dtype)
     if tile is None:
         raise ValueError(f"wide_matmul: no tile is known: x {x.dtype}{x.shape}, w {w.shape}")
     plan = Plan(tile=tile, tokens=T, columns=N, contraction=K, halves=halves, dtype=x.dtype)

@@ -29,17 +29,28 @@ def same_bits(tree, other):
         assert np.asarray(one).tobytes() == np.asarray(two).tobytes()
 
 
+@pytest.mark.parametrize("alignment", [1, 4, 64])
 @pytest.mark.parametrize("seed", range(5))
-def test_packing_keeps_every_bit_on_the_host_and_on_the_device(seed):
+def test_packing_keeps_every_bit_on_the_host_and_on_the_device(seed, alignment):
     tree = tree_of(seed)
-    layout, words = packing.Layout.of(tree), packing.pack(tree)
-    assert words.shape == (layout.num_words,) and words.dtype == packing.WORD
+    layout = packing.Layout.of(tree, alignment=alignment)
+    words = layout.pack(tree, layout.num_words + 3)
+    assert words.shape == (layout.num_words + 3,) and words.dtype == packing.WORD
+    assert not words[-3:].any()
     same_bits(layout.unpack(words), tree)
     same_bits(jax.jit(layout.unpack)(words), tree)
-    np.testing.assert_array_equal(jax.jit(packing.pack_traced)(tree), words)
+    if alignment == 1:
+        np.testing.assert_array_equal(jax.jit(packing.pack_traced)(tree), words[:-3])
 
 
-def test_a_launch_writes_its_results_into_a_buffer_that_nothing_else_touches():
+def test_leaves_begin_at_whole_alignments():
+    tree = {"a": np.full(5, 1, np.int32), "b": np.full(8, 2, np.int32), "c": np.int32(3)}
+    layout = packing.Layout.of(tree, alignment=8)
+    expected = [1] * 5 + [0] * 3 + [2] * 8 + [3]
+    assert layout.pack(tree, layout.num_words).tolist() == expected
+
+
+def test_a_launch_writes_its_results_into_the_buffer_of_its_inputs():
     """Compiled: the buffer is donated, and its last word is the one that was given."""
 
     def step(params, memory, inputs):
@@ -48,15 +59,25 @@ def test_a_launch_writes_its_results_into_a_buffer_that_nothing_else_touches():
 
     arguments = (jnp.float32(2), jnp.arange(4, dtype=jnp.float32), {"scale": jnp.float32(0.25)})
     expected = step(*arguments)
-    launch, layout = packing.packed_launch(step, arguments)
-    words = jnp.full((packing.result_words(layout),), 7, packing.WORD)
-    compiled = launch.lower(*arguments, words).compile()
+    packed = packing.packed_launch(step, arguments)
+    words = packed.pack(jax.tree.map(np.asarray, arguments[2]))
+    words[-1] = 7
+    words = jnp.asarray(words)
+    compiled = packed.launch.lower(*arguments[:2], packed.words).compile()
     given = words.unsafe_buffer_pointer()
-    memory, results = compiled(*arguments, words)
+    memory, results = compiled(*arguments[:2], words)
     assert results.unsafe_buffer_pointer() == given and words.is_deleted()
     np.testing.assert_array_equal(memory, expected[0])
-    same_bits(layout.unpack(np.asarray(results)), jax.tree.map(np.asarray, expected[1]))
-    assert results.shape == (layout.num_words + 1,) and results[-1] == 7
+    same_bits(packed.outputs.unpack(np.asarray(results)), jax.tree.map(np.asarray, expected[1]))
+    assert results.shape == (packed.num_words,) and results[-1] == 7
+    assert packed.num_words > max(packed.inputs.num_words, packed.outputs.num_words)
+
+
+def test_leaves_of_another_shape_are_refused():
+    layout = packing.Layout.of({"a": np.zeros(4, np.int32)})
+    for wrong in (np.zeros(1, np.int32), np.zeros((2, 2), np.int32), np.int32(0)):
+        with pytest.raises(ValueError, match=r"the layout has \(4,\)"):
+            layout.pack({"a": wrong}, 4)
 
 
 def test_leaves_that_are_no_words_are_refused():

@@ -30,7 +30,7 @@ def projection_of(q, k, v):
     qkv = np.concatenate([q, k, v], axis=1).reshape(len(q), -1)
     cos = jnp.ones((len(q), q.shape[2] // 2))
     return attention.Projection(
-        qkv=jnp.asarray(qkv),
+        qkv=(jnp.asarray(qkv),),
         bias=None,
         norm_weights=None,
         angles=(cos, jnp.zeros_like(cos)),

@@ -89,7 +89,7 @@ WIDE = {  # name: sizes of a measured win
     "llada-down": {"tokens": 192, "columns": 4096, "contraction": 12288},
     "llada-down-between": {"tokens": 144, "columns": 4096, "contraction": 12288},
     "llada-gate-up": {"tokens": 384, "columns": 12288, "contraction": 4096, "swiglu": True},
-    "llada-qkv": {"tokens": 192, "columns": 12288, "contraction": 4096, "may_split": False},
+    "llada-qkv": {"tokens": 192, "columns": 12288, "contraction": 4096},
     "dream-gate-up": {"tokens": 192, "columns": 18944, "contraction": 3584, "swiglu": True},
 }
 
@@ -145,7 +145,6 @@ def test_the_ops_call_the_kernel_of_their_number_of_tokens(monkeypatch):
         ({"tokens": 136}, "no tile that beats XLA is known"),
         ({"tokens": 192, "columns": 4112}, "no tile that beats XLA is known"),
         ({"tokens": 192, "swiglu": True}, "no tile that beats XLA is known"),
-        ({"tokens": 192, "may_split": False}, "no tile that beats XLA is known"),
         ({"tokens": 192, "dtype": jnp.float16}, "no tile .* in float16"),
         ({"tokens": 192, "dtype": jnp.float32}, "16-bit"),
         ({"dtype": jnp.float32}, "float32"),

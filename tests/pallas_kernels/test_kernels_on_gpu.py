@@ -299,6 +299,9 @@ def test_dense_matmul(T, N, K):
         (256, 12288, 4096, True),
         (384, 18944, 3584, True),
         (192, 12288, 4096, False),
+        (192, 4608, 3584, False),
+        (256, 4608, 3584, False),
+        (384, 4608, 3584, False),
         (160, 4096, 12288, False),
         (256, 4096, 12288, False),
         (320, 4096, 12288, False),
@@ -343,22 +346,22 @@ def test_norm_adds_the_parts_of_a_split_product(D):
     )
 
 
-@pytest.mark.parametrize("T", [1, 33, 128, 2048])
+@pytest.mark.parametrize(("T", "parts"), [(1, 1), (33, 2), (128, 4), (2048, 1)])
 @pytest.mark.parametrize(
     ("N", "K", "rotary_dim", "has_bias", "has_norm"),
     [(32, 32, 128, False, False), (28, 4, 128, True, False), (16, 4, 64, False, True)],
     ids=["LLaDA-8B", "Dream-7B", "LLaDA2.0-mini"],
 )
-def test_rotation_and_write_of_the_pool(T, N, K, rotary_dim, has_bias, has_norm):
+def test_rotation_and_write_of_the_pool(T, parts, N, K, rotary_dim, has_bias, has_norm):
     rng = np.random.default_rng(T)
     H, pages, page = 128, 40, 64
     width = (N + 2 * K) * H
     angles = rng.uniform(0, 4000, (T, rotary_dim // 2)).astype(np.float32)
     slots = rng.permutation(pages * page)[:T].astype(np.int32)
     slots[5::7] = pages * page + 3  # padding
-    qkv, pool = normal(rng, T, width).at[T // 2].set(jnp.nan), normal(rng, pages, 2, K, page, H)
+    pool = normal(rng, pages, 2, K, page, H)
     arguments = (
-        qkv,
+        tuple(normal(rng, T, width).at[T // 2].set(jnp.nan) for _ in range(parts)),
         normal(rng, width) if has_bias else None,
         (normal(rng, H), normal(rng, H)) if has_norm else None,
         jnp.cos(angles),

@@ -167,7 +167,7 @@ def test_a_mosaic_kernel_keeps_its_code_its_name_and_its_scope():
 
     def program(x, w):
         with jax.named_scope("mlp"):
-            return pallas_kernels.dense_matmul(x, w, may_split=False)
+            return pallas_kernels.dense_matmul(x, w)
 
     lowered = jax.jit(program).trace(x, w).lower(lowering_platforms=("cuda",))
     text = lowered.as_text(debug_info=True)

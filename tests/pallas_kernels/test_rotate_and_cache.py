@@ -10,12 +10,12 @@ N, K, H, PAGES, PAGE = 4, 2, 16, 3, 8
 EPS = 1e-6
 
 
-def case(T=5, rotary_dim=8, seed=0):
+def case(T=5, rotary_dim=8, seed=0, parts=1):
     rng = np.random.default_rng(seed)
     draw = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
     angles = rng.uniform(0, 6, (T, rotary_dim // 2)).astype(np.float32)
     return {
-        "qkv": draw(T, (N + 2 * K) * H),
+        "qkv": tuple(draw(T, (N + 2 * K) * H) for _ in range(parts)),
         "bias": draw((N + 2 * K) * H),
         "norm_weights": (draw(H), draw(H)),
         "cos": np.cos(angles),
@@ -34,8 +34,8 @@ def run(arguments, **options):
 def by_hand(qkv, bias, norm_weights, cos, sin, pool, slots):
     """Token by token, head by head."""
     pool, half = pool.copy(), cos.shape[1]
-    q = np.zeros((len(qkv), N, H), np.float32)
-    for t, row in enumerate(qkv if bias is None else qkv + bias):
+    q = np.zeros((len(slots), N, H), np.float32)
+    for t, row in enumerate(sum(qkv) if bias is None else sum(qkv) + bias):
         for head, x in enumerate(row.reshape(N + 2 * K, H)):
             if head < N + K:
                 if norm_weights is not None:
@@ -52,10 +52,11 @@ def by_hand(qkv, bias, norm_weights, cos, sin, pool, slots):
     return q, pool
 
 
+@pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("rotary_dim", [8, 16])
 @pytest.mark.parametrize("left_out", [(), ("bias",), ("norm_weights",), ("bias", "norm_weights")])
-def test_equals_numpy(rotary_dim, left_out):
-    arguments = case(rotary_dim=rotary_dim) | dict.fromkeys(left_out)
+def test_equals_numpy(rotary_dim, left_out, parts):
+    arguments = case(rotary_dim=rotary_dim, parts=parts) | dict.fromkeys(left_out)
     arguments["slots"][2] = PAGES * PAGE + 1  # padding
     for ours, expected in zip(run(arguments), by_hand(**arguments), strict=True):
         np.testing.assert_allclose(ours, expected, atol=1e-5)
@@ -74,7 +75,8 @@ def test_heads_are_those_that_the_pool_gets():
 def test_nan_touches_its_own_token_alone():
     arguments = case()
     clean = run(arguments)
-    dirty = run(arguments | {"qkv": np.where(np.arange(5)[:, None] == 3, np.nan, arguments["qkv"])})
+    (qkv,) = arguments["qkv"]
+    dirty = run(arguments | {"qkv": (np.where(np.arange(5)[:, None] == 3, np.nan, qkv),)})
     others = np.arange(5) != 3
     np.testing.assert_array_equal(clean[0][others], dirty[0][others])
     assert np.isnan(np.asarray(dirty[1])).sum() == 2 * K * H
@@ -82,7 +84,10 @@ def test_nan_touches_its_own_token_alone():
 
 def test_wrong_shapes_are_refused_with_the_shapes():
     arguments = case()
+    (qkv,) = arguments["qkv"]
     for wrong, message in (
+        ({"qkv": (qkv, qkv[:, 1:])}, r"qkv \[\(5, 128\), \(5, 127\)\]"),
+        ({"qkv": ()}, r"qkv \[\]"),
         ({"bias": np.zeros(3, np.float32)}, r"bias \(3,\)"),
         ({"slots": np.zeros(4, np.int32)}, r"slots \(4,\)"),
         ({"norm_weights": (np.zeros(H), np.zeros(8))}, r"norm weights \[\(16,\), \(8,\)\]"),

@@ -145,7 +145,7 @@ def name_of(entry):
 @pytest.mark.parametrize("entry", MEASURED, ids=name_of)
 def test_every_entry_suits_its_shape_and_lowers_for_cuda(entry):
     tokens, (columns, contraction, halves) = entry["when"]["tokens"], entry["equal"].values()
-    tile = gpu_kernel.tile_for(tokens, columns, contraction, swiglu=halves == 2, may_split=True)
+    tile = gpu_kernel.tile_for(tokens, columns, contraction, swiglu=halves == 2)
     assert tile == Tile(**entry["tile"])
     plan = gpu_kernel.Plan(
         tile=tile, tokens=tokens, columns=columns, contraction=contraction, halves=halves,
@@ -173,4 +173,4 @@ def test_tokens_between_the_entries_are_not_copied(tokens):
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "mosaic_gpu" in text
     assert "stablehlo.slice" not in text
-    assert gpu_kernel.tile_for(tokens + 8, 4096, 12288, swiglu=False, may_split=True) is None
+    assert gpu_kernel.tile_for(tokens + 8, 4096, 12288, swiglu=False) is None
