@@ -212,7 +212,7 @@ def _buckets(
             sizes.max_running_requests,
             sizes.prefill_token_budget,
             sizes.context_length,
-            whole_tokens=_whole_tokens(sizes.context_length),
+            single_tokens=_single_tokens(sizes.context_length),
         )
     return buckets_lib.Buckets.default(
         sizes.max_running_requests,
@@ -222,8 +222,8 @@ def _buckets(
     )
 
 
-def _whole_tokens(context_length: int) -> tuple[int, ...]:
-    """Returns the sizes of launches that forward one row's whole canvas."""
+def _single_tokens(context_length: int) -> tuple[int, ...]:
+    """Returns the sizes of launches of one row that have one size for all forwards."""
     if jax.default_backend() != "gpu":  # no CUDA graph that a launch goes through
         return ()
     row_tokens = batch_lib.packed_len(context_length)

@@ -32,13 +32,14 @@ class Bucket:
     """A compiled shape: `rows` of page tables and `tokens` packed query tokens.
 
     Canvases: the most tokens of one forward; the rows' `packed_len` together never exceed it. With
-    `is_whole` every forward is of so many tokens, whatever the rows need.
+    `has_one_size` they may: every forward is of so many tokens, and the launch ends before one
+    that needs more.
     """
 
     phase: Phase
     rows: int
     tokens: int
-    is_whole: bool = False
+    has_one_size: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

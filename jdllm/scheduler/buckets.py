@@ -101,17 +101,18 @@ class Buckets:
 class CanvasBuckets:
     """Ascending rows of a canvas launch; `tokens` of one forward of all of them.
 
-    `row_tokens` is what the longest canvas takes of these. `whole_tokens`, ascending, are the sizes
-    of launches of one row that forward nothing but its whole canvas: they hold the layers once, the
+    `row_tokens` is what the longest canvas takes of these. `single_tokens`, ascending, are the
+    sizes of launches of one row with one size for all forwards: they hold the layers once, the
     others once for each size of a window, and XLA prepares every kernel of a launch for each run
     (LLaDA-8B, 32 layers: 2 to 3 ms of the host for one size, 5 to 12 ms for six). Nothing hides
-    that for the first launch of a request. None: every launch is one of the others.
+    that for the first launch of a request, and one forward not always for the second. None: every
+    launch is one of the others.
     """
 
     rows: tuple[int, ...]
     tokens: int
     row_tokens: int
-    whole_tokens: tuple[int, ...] = ()
+    single_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _check_ascending("rows", self.rows)
@@ -124,11 +125,11 @@ class CanvasBuckets:
                 f"{self.tokens=} and {self.row_tokens=} must be multiples of "
                 f"{batch_lib.CANVAS_ALIGNMENT}"
             )
-        if self.whole_tokens:
-            _check_ascending("whole_tokens", self.whole_tokens)
-            if self.whole_tokens[-1] < self.row_tokens:
+        if self.single_tokens:
+            _check_ascending("single_tokens", self.single_tokens)
+            if self.single_tokens[-1] < self.row_tokens:
                 raise errors.ConfigError(
-                    f"{self.whole_tokens=} must hold the longest canvas of {self.row_tokens=}"
+                    f"{self.single_tokens=} must hold the longest canvas of {self.row_tokens=}"
                 )
 
     @property
@@ -142,7 +143,7 @@ class CanvasBuckets:
         token_budget: int,
         context_length: int,
         *,
-        whole_tokens: tuple[int, ...] = (),
+        single_tokens: tuple[int, ...] = (),
     ) -> CanvasBuckets:
         """Builds powers of four up to the row limit; a forward of the budget, or of one context."""
         powers = [1 << i for i in range(0, max_running_requests.bit_length(), 2)]
@@ -152,13 +153,13 @@ class CanvasBuckets:
             rows=tuple(sorted({*powers, max_running_requests})),
             tokens=min(tokens, max_running_requests * row_tokens),
             row_tokens=row_tokens,
-            whole_tokens=whole_tokens,
+            single_tokens=single_tokens,
         )
 
     def all(self) -> list[batch_lib.Bucket]:
         """Returns every bucket, to be compiled."""
-        whole = [self.whole_canvas(tokens) for tokens in self.whole_tokens]
-        return [self.canvas(rows) for rows in self.rows] + whole
+        single = [self.single_size(tokens) for tokens in self.single_tokens]
+        return [self.canvas(rows) for rows in self.rows] + single
 
     def canvas(self, rows: int) -> batch_lib.Bucket:
         """Returns the smallest bucket of `rows` canvases."""
@@ -169,13 +170,13 @@ class CanvasBuckets:
             tokens=min(self.tokens, rows * self.row_tokens),
         )
 
-    def whole_canvas(self, tokens: int) -> batch_lib.Bucket:
-        """Returns the smallest bucket of one canvas of `tokens` that is forwarded as a whole."""
+    def single_size(self, tokens: int) -> batch_lib.Bucket:
+        """Returns the smallest bucket of one row whose forwards all have one size, of `tokens`."""
         return batch_lib.Bucket(
             phase=batch_lib.Phase.CANVAS,
             rows=1,
-            tokens=_smallest(self.whole_tokens, tokens, "tokens"),
-            is_whole=True,
+            tokens=_smallest(self.single_tokens, tokens, "tokens"),
+            has_one_size=True,
         )
 
 

@@ -77,9 +77,9 @@ class CanvasRows:
         )
         if not rows:
             return None
-        for row in rows:
-            row.request.is_decoding = True
         bucket, max_steps = self._launch_of(rows)
+        for row in rows:
+            row.request.planned_steps += max_steps
         return batch_lib.ScheduleBatch(
             rows=rows,
             bucket=bucket,
@@ -91,16 +91,23 @@ class CanvasRows:
         """Returns the bucket of a launch and its most steps.
 
         A row's first forward is one of its whole canvas, and with some options all are. After its
-        first one a row alone says what it has.
+        first one a row alone says what it has. That one is over before the host has started a
+        launch of many sizes, so another of one size follows: the size that the first windows need.
         """
-        if len(rows) == 1 and self._buckets.whole_tokens:
-            (row,) = rows
-            whole = self._buckets.whole_canvas(batch_lib.packed_len(row.num_tokens))
-            if row.is_fresh:
-                return whole, 1
-            if row.request.sampling.dllm.forwards_whole_canvas:
-                return whole, self._decode_steps
-        return self._buckets.canvas(len(rows)), self._decode_steps
+        if len(rows) > 1 or not self._buckets.single_tokens:
+            return self._buckets.canvas(len(rows)), self._decode_steps
+        (row,) = rows
+        request, most = row.request, row.num_tokens
+        if row.is_fresh:
+            steps = 1
+        elif request.sampling.dllm.forwards_whole_canvas:
+            steps = self._decode_steps
+        elif request.planned_steps == 1:
+            steps = max(1, self._decode_steps // 2)
+            most = _first_window(request, steps)
+        else:
+            return self._buckets.canvas(1), self._decode_steps
+        return self._buckets.single_size(batch_lib.packed_len(most)), steps
 
     def append(self, request: request_lib.Request, block: batch_lib.CommittedBlock) -> list[int]:
         """Stores tokens that settled and returns them, without those of an earlier stay.
@@ -127,6 +134,16 @@ class CanvasRows:
         length = request.sampling.dllm.block_length or 1
         room = min(self._limits.context_length, self._limits.pool_tokens) - len(request.prompt_ids)
         return max(wanted, min(-(-wanted // length) * length, room))
+
+
+def _first_window(request: request_lib.Request, forwards: int) -> int:
+    """Returns how many tokens the `forwards` after a row's first one should take at most."""
+    return request.sampling.dllm.first_window(
+        start=len(request.prompt_ids),
+        written=len(request.output_ids),
+        length=len(request.canvas_ids),
+        forwards=forwards,
+    )
 
 
 def _check_schedule(request: request_lib.Request, written: int, most_steps: int) -> None:

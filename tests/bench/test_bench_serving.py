@@ -21,6 +21,8 @@ from jdllm.bench import serving
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "tests" / "server" / "fake_server.py"
 BLOCK, BLOCK_S, WAIT_S = 4, 0.03, 30.0
+# The server's timers count whole milliseconds and may be early by one.
+NO_SOONER = 0.95
 IDS = "--dataset-name random-ids --tokenize-prompt --vocab-size 250"
 # Keys of a line of SGLang's bench_serving (python/sglang/benchmark/serving.py).
 SGLANG_KEYS = """tag backend dataset_name request_rate max_concurrency sharegpt_output_len
@@ -105,16 +107,21 @@ def test_counts_are_exact_on_every_route(bench, tmp_path, backend, stream, capsy
     texts = zip(row["generated_texts"], row["output_lens"], strict=True)
     assert all(len(text) == count for text, count in texts)
     assert row["total_cached_tokens"] == 12
-    pace_ms = 1e3 * BLOCK_S
+    told = ("ttfts", "itls", "e2e_latencies", "blocks", "output_lens")
+    for ttft, gaps, latency, blocks, count in zip(*(row[key] for key in told), strict=True):
+        assert NO_SOONER * BLOCK_S * (blocks if stream else 1) <= ttft <= latency
+        assert NO_SOONER * BLOCK_S * blocks <= latency
+        # A loaded machine may deliver several blocks together, never a part of one.
+        first = count - len(gaps)
+        assert first == count or (not stream and first > 0 and first % BLOCK == 0)
+        assert ttft + sum(gaps) <= latency + 1e-6
     if stream:
         assert row["mean_itl_ms"] is None
-        assert row["mean_ttft_ms"] == pytest.approx(row["mean_e2e_latency_ms"], abs=5)
     else:
-        assert pace_ms <= row["median_ttft_ms"] < 10 * pace_ms
-        assert pace_ms * 0.8 <= row["median_inter_block_latency_ms"] < 10 * pace_ms
+        gaps = [gap for found in row["itls"] for gap in found]
+        assert row["mean_itl_ms"] == pytest.approx(1e3 * sum(gaps) / len(gaps))
         assert row["mean_itl_ms"] < row["mean_inter_block_latency_ms"]
-        counts = zip(row["itls"], row["output_lens"], strict=True)
-        assert all(len(gaps) == max(0, count - BLOCK) for gaps, count in counts)
+        assert row["mean_ttft_ms"] < row["mean_e2e_latency_ms"]
     shown = capsys.readouterr().out
     assert "Serving Benchmark Result" in shown
     if not stream:

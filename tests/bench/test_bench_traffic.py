@@ -54,9 +54,10 @@ def test_never_more_at_a_time_than_allowed():
 
 def test_requests_are_sent_when_they_are_due():
     at_s = [0.03 * i for i in range(12)]
+    began_s = time.perf_counter()
     records, _, _ = send(at_s)
-    sent = [record.start_s - records[0].start_s for record in records]
-    assert all(late >= due - 0.02 for late, due in zip(sent, at_s, strict=True))
+    sent = [record.start_s - began_s for record in records]
+    assert all(late >= due for late, due in zip(sent, at_s, strict=True))
 
 
 def test_a_fault_of_ours_is_raised():

@@ -12,6 +12,7 @@ from canvas_asks import DELAYED, DUAL, MIXES, MULTI, SLOW, WINDOW, Ask, cached_a
 from canvas_engine import alone, generate, launches, shared, told
 from tiny_engine import assert_nothing_held
 
+from jdllm import sampling_params
 from jdllm.engine import build
 
 every_family = pytest.mark.parametrize("family", MIXES)
@@ -103,30 +104,54 @@ def launched(engine, asks):
 def test_a_row_alone_begins_with_a_launch_of_its_whole_canvas(family):
     """And stays with such where every forward is one; a launch without windows never needs one."""
     engine = shared(family)
+    steps = engine._built.core.scheduler._rows._decode_steps
     cached = Ask(prompt=canvas_engine.prompt(family), wanted=24, dllm=WINDOW)
-    (first, *later) = launched(engine, [cached])
-    assert (first[0].is_whole, first[1]) == (True, 1)
-    assert later and not any(bucket.is_whole for bucket, _ in later)
+    (first, second, *later) = launched(engine, [cached])
+    assert (first[0].has_one_size, first[1]) == (True, 1)
+    assert (second[0].has_one_size, second[1]) == (True, steps // 2)
+    assert later and not any(bucket.has_one_size for bucket, _ in later)
     for ask in mixed_asks(family, seed=5):
         before = engine.stats()
-        buckets = {bucket.is_whole for bucket, steps in launched(engine, [ask]) if steps > 1}
+        buckets = {bucket.has_one_size for bucket, _ in launched(engine, [ask])[2:]}
         after = engine.stats()
         forwards = after.denoising_steps_total - before.denoising_steps_total
         full = after.canvas_full_forwards_total - before.canvas_full_forwards_total
+        assert len(buckets) <= 1
         if True in buckets:
-            assert buckets == {True}
             guided = 2 if ask.dllm.get("cfg_scale") else 1  # forwards a step
             assert forwards == guided * full
 
 
-def test_without_launches_of_a_whole_canvas_the_same_is_said():
-    assert build._whole_tokens(64) == (), "no launch goes through a CUDA graph here"
+@every_family
+def test_a_launch_ends_before_a_window_that_it_has_no_room_for(family):
+    """The second launch, of 32 tokens, while windows take more: at once, or when they do."""
+    engine, first = shared(family), canvas_engine.prompt(family)[:4]
+    wide = {"cache_delay_iter": 1, "refresh_interval": 100, "block_length": 40}
+    asks = [
+        Ask(prompt=first, wanted=56, dllm=MULTI | wide | {"cache_mode": mode})
+        for mode in ("delayed", "window")
+    ]
+    expected = [canvas_engine.decoded(family, ask) for ask in asks]
+    with mock.patch.object(sampling_params.DllmParams, "first_window", lambda self, **_: 8):
+        seen = [launched(engine, [ask]) for ask in asks]
+        before = engine.stats()
+        results = alone(engine, asks)
+        after = engine.stats()
+    assert all(launches[1][0].tokens == 32 for launches in seen)
+    assert [result["output_ids"] for result in results] == [one.output_ids for one in expected]
+    assert [result["meta_info"]["nfe"] for result in results] == [one.nfe for one in expected]
+    tokens = after.canvas_forwarded_tokens_total - before.canvas_forwarded_tokens_total
+    assert tokens == sum(one.num_forwarded for one in expected)
+
+
+def test_without_launches_of_one_size_the_same_is_said():
+    assert build._single_tokens(64) == (), "no launch goes through a CUDA graph here"
     asks = [
         Ask(prompt=canvas_engine.prompt("llada"), wanted=20, dllm=dllm) for dllm in (MULTI, WINDOW)
     ]
     options = {"dllm_algorithm": "FullAttnMultiBlock", "max_running_requests": 1}
-    with canvas_engine.make("llada", whole_tokens=(), **options) as engine:
-        assert not any(bucket.is_whole for bucket in engine._built.runner.compiled)
+    with canvas_engine.make("llada", single_tokens=(), **options) as engine:
+        assert not any(bucket.has_one_size for bucket in engine._built.runner.compiled)
         assert told(alone(engine, asks)) == told(alone(shared("llada"), asks))
 
 

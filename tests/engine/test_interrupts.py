@@ -16,7 +16,10 @@ import pallas_kernels
 from jdllm.engine import loop
 from jdllm.runner import interrupts, model_runner
 
-STEPS = 6
+
+@pytest.fixture(scope="module")
+def canvases():
+    return canvas_engine.shared("llada")
 
 
 @pytest.fixture
@@ -37,7 +40,7 @@ def asked_at_random(monkeypatch):
     return seen
 
 
-def prompts_and_params(engine):
+def prompts_and_params():
     rng = np.random.default_rng(1)
     lengths = rng.integers(1, 40, 9)
     prompts = [rng.integers(4, tiny_engine.VOCAB, length).tolist() for length in lengths]
@@ -48,38 +51,44 @@ def prompts_and_params(engine):
     return {"input_ids": prompts, "sampling_params": params}
 
 
-def launches_and_tokens(engine, asked):
-    results = engine.generate(**asked)
-    told = [(r["output_ids"], r["meta_info"]["nfe"]) for r in results]
-    return engine._built.core.counters.decode_launches, told
+def num_launches(engine):
+    return engine._built.core.counters.decode_launches
 
 
-def test_launches_that_end_early_lose_no_token(asked_at_random, monkeypatch):
-    with tiny_engine.make_engine(num_continuous_decode_steps=STEPS) as engine:
-        asked = prompts_and_params(engine)
-        often, disturbed = launches_and_tokens(engine, asked)
-        tiny_engine.assert_nothing_held(engine)
+def test_launches_that_end_early_lose_no_token(engine, asked_at_random):
+    def told(one):
+        before = num_launches(one)
+        results = one.generate(**prompts_and_params())
+        tokens = [(r["output_ids"], r["meta_info"]["nfe"]) for r in results]
+        return tokens, num_launches(one) - before
+
+    undisturbed, seldom = told(engine)
+    assert asked_at_random == []
+    with tiny_engine.make_engine() as often_asked:
+        disturbed, often = told(often_asked)
+        tiny_engine.assert_nothing_held(often_asked)
     assert {True, False} <= set(asked_at_random)
-    monkeypatch.undo()
-    with tiny_engine.make_engine(num_continuous_decode_steps=STEPS) as engine:
-        seldom, undisturbed = launches_and_tokens(engine, asked)
     assert disturbed == undisturbed
     assert often > seldom
 
 
-def test_launches_of_canvases_that_end_early_lose_no_token(asked_at_random, monkeypatch):
+def test_launches_of_canvases_that_end_early_lose_no_token(canvases, asked_at_random):
     asks = mixed_asks("llada", seed=9)
-    dllm = {"dllm_algorithm": "FullAttnMultiBlock", "num_continuous_decode_steps": STEPS}
     asks = [ask for ask in asks if ask.dllm["algorithm"] == "FullAttnMultiBlock"]
     assert len(asks) > 3
-    told, launches = [], []
-    for _ in ("disturbed", "undisturbed"):
-        with canvas_engine.make("llada", **dllm) as engine:
-            told.append(canvas_engine.told(canvas_engine.generate(engine, asks)))
-            launches.append(engine._built.core.counters.decode_launches)
-        assert {True, False} <= set(asked_at_random)
-        monkeypatch.undo()
-    assert told[0] == told[1] and launches[0] > launches[1]
+
+    def told(one):
+        before = num_launches(one)
+        tokens = canvas_engine.told(canvas_engine.generate(one, asks))
+        return tokens, num_launches(one) - before
+
+    undisturbed, seldom = told(canvases)
+    assert asked_at_random == []
+    with canvas_engine.make("llada", dllm_algorithm="FullAttnMultiBlock") as often_asked:
+        disturbed, often = told(often_asked)
+    assert {True, False} <= set(asked_at_random)
+    assert disturbed == undisturbed
+    assert often > seldom
 
 
 class PlanningCore:
@@ -122,12 +131,11 @@ def test_who_asks_while_a_launch_is_planned_ends_it_too():
     assert not engine.is_alive
 
 
-def test_a_round_is_for_one_launch():
-    with tiny_engine.make_engine() as engine:
-        runner = engine._built.runner
-        runner.begin_round()
-        runner.interrupt()
-        counts = [int(runner._next_interrupt().count) for _ in range(2)]
+def test_a_round_is_for_one_launch(engine):
+    runner = engine._built.runner
+    runner.begin_round()
+    runner.interrupt()
+    counts = [int(runner._next_interrupt().count) for _ in range(2)]
     assert counts[1] == counts[0] + 1
 
 
