@@ -164,28 +164,6 @@ class DllmParams:
             return self.cache_mode in _WITHOUT_CACHE
         return self.algorithm in CANVAS_ALGORITHMS
 
-    def first_window(self, *, start: int, written: int, length: int, forwards: int) -> int:
-        """Returns how many tokens the second to (1 + `forwards`)-th forward of a row should take.
-
-        Of a row of `length` tokens with a prompt of `start`, `written` behind it when it began.
-        Only a block that ends within these forwards makes one take more, as it begins the next one.
-        All options must be given.
-        """
-        if self.forwards_whole_canvas:
-            return length
-        rest, block_length = length - start, self.block_length or length
-        if self.cache_mode == "dual":
-            return min(rest, block_length)
-        if self.cache_mode == "prefix":
-            return rest
-        # FullAttnMultiBlock: the prompt is cached after `cache_delay_iter` forwards.
-        interval = self.refresh_interval or 1
-        if (self.cache_delay_iter or 0) > 1 or (1 + forwards) // interval > 1 // interval:
-            return length
-        if self.cache_mode == "delayed":
-            return rest
-        return min(rest, written + (1 + forwards) * block_length)  # a block more each forward
-
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any]) -> DllmParams:
         """Builds from a request's `dllm` object; unknown keys are an error."""

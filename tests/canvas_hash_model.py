@@ -180,8 +180,9 @@ def had_one_step(batch):
 
 def first_window(one, forwards):
     """Returns the tokens of a second launch's forwards: of `WINDOWS`, no prompt."""
-    blocks = (1 + forwards) * one.sampling.dllm.block_length
-    return min(len(one.canvas_ids) - len(one.prompt_ids), len(one.output_ids) + blocks)
+    rest = one.canvas_ids[len(one.prompt_ids) :]
+    written = rest.index(-1) if -1 in rest else 0
+    return min(len(rest), written + (1 + forwards) * one.sampling.dllm.block_length)
 
 
 def committed(state, begin, nfe):

@@ -91,9 +91,9 @@ class EngineCore:
     def step(self) -> list[outputs_lib.RequestOutput]:
         """Starts the next launch, and returns what the one before committed.
 
-        Behind a launch that ended all its rows as expected none is started. Without overlap it is
-        the launch just started that is waited for. Raises `LaunchFailed` for a launch that failed,
-        after its requests were removed and all others made ready to run again.
+        None is started behind one that was expected to end all its rows, and has ended. Without
+        overlap it is the launch just started that is waited for. Raises `LaunchFailed` for a launch
+        that failed, after its requests were removed and all others made ready to run again.
         """
         previous, self._in_flight = self._in_flight, None
         self.clock.look(_is_running(previous))

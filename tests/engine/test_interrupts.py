@@ -133,9 +133,13 @@ def test_who_asks_while_a_launch_is_planned_ends_it_too():
 
 def test_a_round_is_for_one_launch(engine):
     runner = engine._built.runner
-    runner.begin_round()
-    runner.interrupt()
-    counts = [int(runner._next_interrupt().count) for _ in range(2)]
+
+    def counts_of_two_rounds():
+        runner.begin_round()
+        runner.interrupt()
+        return [int(runner._next_interrupt().count) for _ in range(2)]
+
+    counts = engine._loop.call(counts_of_two_rounds).result()
     assert counts[1] == counts[0] + 1
 
 

@@ -52,7 +52,8 @@ class Live:
         load = () if bundled else ("--load-format=dummy",)
         command = [sys.executable, "-m", "jdllm.serve", f"--port={port}", *FLAGS, *load]
         # Optimised code, as users have it; see `tests/conftest.py`.
-        env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+        flags = os.environ.get("XLA_FLAGS", "").replace("--xla_backend_optimization_level=0", "")
+        env = os.environ | {"XLA_FLAGS": flags}
         self.popen = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
         self.log: list[str] = []
         threading.Thread(target=lambda: self.log.extend(self.popen.stderr), daemon=True).start()
