@@ -49,7 +49,7 @@ def shared(family):
         )
 
 
-def make(family, single_tokens=(32, CONTEXT), **options):
+def make(family, one_size_tokens=(32, CONTEXT), **options):
     """Returns an engine; it also has launches of one size, as on a GPU."""
     defaults = {
         "model_path": str(GOLDENS / family),
@@ -62,7 +62,7 @@ def make(family, single_tokens=(32, CONTEXT), **options):
         "max_total_tokens": 4 * CONTEXT,
     }
     # The default matmul precision is read when steps are traced, in Engine().
-    sizes = mock.patch.object(build, "_single_tokens", lambda context_length: single_tokens)
+    sizes = mock.patch.object(build, "_one_size_tokens", lambda context_length: one_size_tokens)
     with sizes, jax.default_matmul_precision("highest"):
         return jdllm.Engine(**defaults | options)
 

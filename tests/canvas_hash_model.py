@@ -232,7 +232,7 @@ def random_request(rng, name):
 
 def build(num_pages, rows, tokens, **changes):
     """Returns a scheduler of canvases and its buckets."""
-    shapes = buckets.CanvasBuckets.default(rows, tokens, CONTEXT, single_tokens=(16, 40, CONTEXT))
+    shapes = buckets.CanvasBuckets.default(rows, tokens, CONTEXT, one_size_tokens=(16, 40, CONTEXT))
     options = {
         "block_size": BLOCK,
         "page_size": PAGE,

@@ -212,7 +212,7 @@ def _buckets(
             sizes.max_running_requests,
             sizes.prefill_token_budget,
             sizes.context_length,
-            single_tokens=_single_tokens(sizes.context_length),
+            one_size_tokens=_one_size_tokens(sizes.context_length),
         )
     return buckets_lib.Buckets.default(
         sizes.max_running_requests,
@@ -222,7 +222,7 @@ def _buckets(
     )
 
 
-def _single_tokens(context_length: int) -> tuple[int, ...]:
+def _one_size_tokens(context_length: int) -> tuple[int, ...]:
     """Returns the sizes of launches of one row that have one size for all forwards."""
     if jax.default_backend() != "gpu":  # no CUDA graph that a launch goes through
         return ()

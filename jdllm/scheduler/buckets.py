@@ -101,7 +101,7 @@ class Buckets:
 class CanvasBuckets:
     """Ascending rows of a canvas launch; `tokens` of one forward of all of them.
 
-    `row_tokens` is what the longest canvas takes of these. `single_tokens`, ascending, are the
+    `row_tokens` is what the longest canvas takes of these. `one_size_tokens`, ascending, are the
     sizes of launches of one row with one size for all forwards: they hold the layers once, the
     others once for each size of a window, and XLA prepares every kernel of a launch for each run
     (LLaDA-8B, 32 layers: 2 to 3 ms of the host for one size, 5 to 12 ms for six). Nothing hides
@@ -112,7 +112,7 @@ class CanvasBuckets:
     rows: tuple[int, ...]
     tokens: int
     row_tokens: int
-    single_tokens: tuple[int, ...] = ()
+    one_size_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _check_ascending("rows", self.rows)
@@ -125,11 +125,11 @@ class CanvasBuckets:
                 f"{self.tokens=} and {self.row_tokens=} must be multiples of "
                 f"{batch_lib.CANVAS_ALIGNMENT}"
             )
-        if self.single_tokens:
-            _check_ascending("single_tokens", self.single_tokens)
-            if self.single_tokens[-1] < self.row_tokens:
+        if self.one_size_tokens:
+            _check_ascending("one_size_tokens", self.one_size_tokens)
+            if self.one_size_tokens[-1] < self.row_tokens:
                 raise errors.ConfigError(
-                    f"{self.single_tokens=} must hold the longest canvas of {self.row_tokens=}"
+                    f"{self.one_size_tokens=} must hold the longest canvas of {self.row_tokens=}"
                 )
 
     @property
@@ -143,7 +143,7 @@ class CanvasBuckets:
         token_budget: int,
         context_length: int,
         *,
-        single_tokens: tuple[int, ...] = (),
+        one_size_tokens: tuple[int, ...] = (),
     ) -> CanvasBuckets:
         """Builds powers of four up to the row limit; a forward of the budget, or of one context."""
         powers = [1 << i for i in range(0, max_running_requests.bit_length(), 2)]
@@ -153,13 +153,13 @@ class CanvasBuckets:
             rows=tuple(sorted({*powers, max_running_requests})),
             tokens=min(tokens, max_running_requests * row_tokens),
             row_tokens=row_tokens,
-            single_tokens=single_tokens,
+            one_size_tokens=one_size_tokens,
         )
 
     def all(self) -> list[batch_lib.Bucket]:
         """Returns every bucket, to be compiled."""
-        single = [self.single_size(tokens) for tokens in self.single_tokens]
-        return [self.canvas(rows) for rows in self.rows] + single
+        one_size = [self.of_one_size(tokens) for tokens in self.one_size_tokens]
+        return [self.canvas(rows) for rows in self.rows] + one_size
 
     def canvas(self, rows: int) -> batch_lib.Bucket:
         """Returns the smallest bucket of `rows` canvases."""
@@ -170,12 +170,12 @@ class CanvasBuckets:
             tokens=min(self.tokens, rows * self.row_tokens),
         )
 
-    def single_size(self, tokens: int) -> batch_lib.Bucket:
+    def of_one_size(self, tokens: int) -> batch_lib.Bucket:
         """Returns the smallest bucket of one row whose forwards all have one size, of `tokens`."""
         return batch_lib.Bucket(
             phase=batch_lib.Phase.CANVAS,
             rows=1,
-            tokens=_smallest(self.single_tokens, tokens, "tokens"),
+            tokens=_smallest(self.one_size_tokens, tokens, "tokens"),
             has_one_size=True,
         )
 

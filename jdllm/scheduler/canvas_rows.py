@@ -98,7 +98,7 @@ class CanvasRows:
         first one a row alone says what it has. That one is over before the host has started a
         launch of many sizes, so another of one size follows: the size that the first windows need.
         """
-        if len(rows) > 1 or not self._buckets.single_tokens:
+        if len(rows) > 1 or not self._buckets.one_size_tokens:
             return self._buckets.canvas(len(rows)), self._decode_steps
         (row,) = rows
         request, most = row.request, row.num_tokens
@@ -111,7 +111,7 @@ class CanvasRows:
             most = canvas_windows.first_window(request, steps)
         else:
             return self._buckets.canvas(1), self._decode_steps
-        return self._buckets.single_size(batch_lib.packed_len(most)), steps
+        return self._buckets.of_one_size(batch_lib.packed_len(most)), steps
 
     def append(self, request: request_lib.Request, block: batch_lib.CommittedBlock) -> list[int]:
         """Stores tokens that settled and returns them, without those of an earlier stay.

@@ -99,7 +99,7 @@ class Request:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether the device holds a row state of this stay, or will by the next launch."""
+        """Whether the device holds a row state of this stay, once what is planned has run."""
         return self.planned_steps > 0
 
     @property

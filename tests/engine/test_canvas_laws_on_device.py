@@ -150,12 +150,12 @@ def test_a_launch_ends_before_a_window_that_it_has_no_room_for(family):
 
 
 def test_without_launches_of_one_size_the_same_is_said():
-    assert build._single_tokens(64) == (), "no launch goes through a CUDA graph here"
+    assert build._one_size_tokens(64) == (), "no launch goes through a CUDA graph here"
     asks = [
         Ask(prompt=canvas_engine.prompt("llada"), wanted=20, dllm=dllm) for dllm in (MULTI, WINDOW)
     ]
     options = {"dllm_algorithm": "FullAttnMultiBlock", "max_running_requests": 1}
-    with canvas_engine.make("llada", single_tokens=(), **options) as engine:
+    with canvas_engine.make("llada", one_size_tokens=(), **options) as engine:
         assert not any(bucket.has_one_size for bucket in engine._built.runner.compiled)
         assert told(alone(engine, asks)) == told(alone(shared("llada"), asks))
 

@@ -88,13 +88,13 @@ def test_canvas_buckets_hold_their_rows_up_to_the_tokens_of_a_forward():
 
 
 def test_launches_of_one_size_have_the_smallest_that_holds_what_is_asked():
-    made = buckets.CanvasBuckets.default(4, 512, 256, single_tokens=(64, 128, 256))
+    made = buckets.CanvasBuckets.default(4, 512, 256, one_size_tokens=(64, 128, 256))
     assert [b.has_one_size for b in made.all()] == [False, False, True, True, True]
-    found = [made.single_size(tokens) for tokens in (1, 64, 65, 256)]
+    found = [made.of_one_size(tokens) for tokens in (1, 64, 65, 256)]
     assert [(b.rows, b.tokens) for b in found] == [(1, 64), (1, 64), (1, 128), (1, 256)]
     assert all(bucket in made.all() and bucket.has_one_size for bucket in found)
     with pytest.raises(errors.ConfigError, match="longest canvas"):
-        buckets.CanvasBuckets.default(4, 512, 256, single_tokens=(64, 128))
+        buckets.CanvasBuckets.default(4, 512, 256, one_size_tokens=(64, 128))
 
 
 @pytest.mark.parametrize(
@@ -104,8 +104,8 @@ def test_launches_of_one_size_have_the_smallest_that_holds_what_is_asked():
         {"tokens": 16},
         {"row_tokens": 20},
         {"tokens": 25},
-        {"single_tokens": (32, 24)},
-        {"single_tokens": (16,)},
+        {"one_size_tokens": (32, 24)},
+        {"one_size_tokens": (16,)},
     ],
 )
 def test_wrong_canvas_sizes_are_refused(wrong):
