@@ -14,6 +14,7 @@ from jdllm import decoding, sampling_params
 from jdllm.decoding import canvas as canvas_lib
 
 MASK = -7  # a token no proposal holds, so that a masked position cannot pass for a written one
+FILLER = 8  # as no proposal holds either
 INTEGERS = ("cache_mode", "cache_delay_iter", "refresh_interval", "block_length", "steps",
             "remasking", "alg")  # fmt: skip
 
@@ -26,6 +27,7 @@ class Row:
     start: int
     end: int
     end_ids: tuple = ()
+    filler: int = FILLER
     options: dict = dataclasses.field(default_factory=dict)
     seed: tuple = (0, 0)
 
@@ -89,6 +91,7 @@ def make_canvas(algorithm, rows, S, *, is_shifted=False):
         length=np.array([row.length for row in rows], np.int32),
         step=np.zeros(R, np.int32),
         end_ids=end_ids,
+        filler=np.array([row.filler for row in rows], np.int32),
         is_done=np.zeros(R, bool),
         params=canvas_lib.CanvasParams(**params),
         extra=(),

@@ -60,8 +60,9 @@ class Canvas:
     Positions [0, start) are the prompt, [start, end) what is written, of which some may be
     given (never masked), [end, length) a given text behind it (infilling), and from `length` on
     there is padding, never masked. `masked`: not written yet. `step`: forwards that the row has
-    had. `end_ids`: tokens that end the output, -1 for none. `is_done`: nothing is left to do;
-    such rows never change again. `extra` is the algorithm's own state.
+    had. `end_ids`: tokens that end the output, -1 for none. `filler`: what the model's canvases
+    hold behind their end, the end of text. `is_done`: nothing is left to do; such rows never
+    change again. `extra` is the algorithm's own state.
     """
 
     tokens: jax.Array  # [R, S] int32
@@ -71,6 +72,7 @@ class Canvas:
     length: jax.Array  # [R] int32
     step: jax.Array  # [R] int32
     end_ids: jax.Array  # [R, E] int32
+    filler: jax.Array  # [R] int32
     is_done: jax.Array  # [R] bool
     params: CanvasParams
     extra: Any

@@ -10,7 +10,9 @@ blocks the rule needs none, and the option never changes a result.
 Two published rules. LLaDA: entropy <= threshold, and the position of lowest entropy of all.
 Dream (`is_shifted`, also SGLang's pull request): entropy < threshold.
 
-Early stop: what lies behind the first end token becomes that token at once.
+Early stop: what lies behind the first end token becomes the end of text at once, which is what the
+model was trained to see there. The end token itself may be another one (the end of a turn): a
+canvas filled with those misleads the model about all that is still open before them.
 
 K,V (`cache_mode`): a finished block is cached, after `cache_delay_iter` forwards that had all of
 its tokens; blocks are cached in order, so the cache is [0, `cached`), and it is that in every
@@ -154,15 +156,11 @@ def _stop_early(canvas: canvas_lib.Canvas) -> tuple[canvas_lib.Canvas, jax.Array
     """
     S = canvas.positions.shape[0]
     first = jnp.where(canvas.params.early_stop, canvas_lib.first_end(canvas), S)
-    # A sum, not a gather: a fusion that reads other positions cannot write where it reads.
-    token = jnp.sum(
-        jnp.where(canvas.positions == first[:, None], canvas.tokens, 0), axis=1, dtype=jnp.int32
-    )
     behind = canvas.extra.initial & (canvas.positions > first[:, None])
     behind &= ~canvas.is_done[:, None]
     filled = dataclasses.replace(
         canvas,
-        tokens=jnp.where(behind, token[:, None], canvas.tokens),
+        tokens=jnp.where(behind, canvas.filler[:, None], canvas.tokens),
         masked=canvas.masked & ~behind,
     )
     return filled, first

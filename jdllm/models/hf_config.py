@@ -191,6 +191,8 @@ def check_spec(
     kv_heads_key: str = "num_key_value_heads",
 ) -> None:
     """Raises where the special tokens or the head counts of a model cannot be."""
+    if not model.diffusion.eos_token_ids:
+        raise errors.ConfigError("eos_token_id=[] names no token; set eos_token_id in config.json")
     named = [("mask_token_id", model.diffusion.mask_token_id)]
     named += [("eos_token_id", i) for i in model.diffusion.eos_token_ids]
     for key, token_id in named:

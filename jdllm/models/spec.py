@@ -41,6 +41,11 @@ class DiffusionSpec:
         return self.attention_pattern is AttentionPattern.FULL
 
     @property
+    def end_of_text_id(self) -> int:
+        """The end token that follows itself to the end of a canvas: the model's first."""
+        return self.eos_token_ids[0]
+
+    @property
     def is_shifted(self) -> bool:
         """Whether the prediction of a position comes from the logit row before it."""
         return self.logit_alignment is LogitAlignment.SHIFTED

@@ -165,12 +165,14 @@ def _fresh(config: steps.StepConfig, inputs: forward_batch.CanvasInputs, dtype: 
         settled_before=zeros,
     )
     begun = tuple(
-        algorithm.begin(as_canvas(inputs, state, None)) for algorithm in algorithms(config)
+        algorithm.begin(as_canvas(config, inputs, state, None)) for algorithm in algorithms(config)
     )
     return plan(config, inputs, dataclasses.replace(state, extra=begun))
 
 
-def as_canvas(inputs: forward_batch.CanvasInputs, state: CanvasState, extra: Any) -> canvas.Canvas:
+def as_canvas(
+    config: steps.StepConfig, inputs: forward_batch.CanvasInputs, state: CanvasState, extra: Any
+) -> canvas.Canvas:
     """Returns what an algorithm sees of the rows."""
     return canvas.Canvas(
         tokens=state.tokens,
@@ -180,6 +182,7 @@ def as_canvas(inputs: forward_batch.CanvasInputs, state: CanvasState, extra: Any
         length=state.length,
         step=state.step,
         end_ids=inputs.end_ids,
+        filler=jnp.full_like(state.start, config.spec.diffusion.end_of_text_id),
         is_done=state.is_finished,
         params=inputs.params,
         extra=extra,
@@ -196,7 +199,7 @@ def plan(
     """
     extras, all_planned = [], []
     for algorithm, extra in zip(algorithms(config), state.extra, strict=True):
-        planned, window = algorithm.plan(as_canvas(inputs, state, extra))
+        planned, window = algorithm.plan(as_canvas(config, inputs, state, extra))
         extras.append(planned.extra)
         all_planned.append((dataclasses.replace(planned, extra=()), window))
     after, window = all_planned[0]
@@ -204,7 +207,7 @@ def plan(
         after, window = row_state.select(inputs.algorithm == i, mine, (after, window))
     settled = canvas.first_masked(after)
     # Plans write behind an end token only, so the first one is where it was.
-    has_ended = canvas.first_end(as_canvas(inputs, state, ())) < settled
+    has_ended = canvas.first_end(as_canvas(config, inputs, state, ())) < settled
     is_finished = state.is_finished | after.is_done | has_ended | (settled >= inputs.shown)
     stays = state.is_finished
     return dataclasses.replace(

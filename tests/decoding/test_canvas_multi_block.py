@@ -59,7 +59,7 @@ class Oracle:
         end = self.first_end() if self.option("early_stop") else None
         for i in range(self.row.end):
             if end is not None and i > end and self.to_write[i]:
-                self.text[i], self.masked[i] = self.text[end], False
+                self.text[i], self.masked[i] = self.row.filler, False
         if not any(self.masked):
             self.done = True
             return None
@@ -288,13 +288,14 @@ def test_early_stop_gives_the_full_run_s_text_up_to_the_end_token(seed, is_shift
         text, whole = (c.tokens[r, row.start : row.end].tolist() for c in (early, full))
         length = whole.index(END) if END in whole else len(whole)
         assert text[:length] == whole[:length]
-        assert text[length:] == [END] * (len(text) - length)
+        assert text[length : length + 1] == whole[length : length + 1]
+        assert set(text[length + 1 :]) <= {canvas_rows.FILLER}
         assert nfe[r] <= full_nfe[r]
         ended += nfe[r] < full_nfe[r]
     assert ended, "some rows need fewer forwards"
 
 
-def test_behind_the_end_only_what_was_to_be_written_becomes_the_end():
+def test_behind_the_end_only_what_was_to_be_written_is_filled_and_not_with_that_end():
     # Two prompt tokens, an end token among what is given, and a suffix that holds the other one.
     text = [1, END, None, None, 6, 3, None, 4, None, 2, END]
     row = canvas_rows.Row(text=text, start=2, end=9, end_ids=(END, 6),
@@ -303,7 +304,8 @@ def test_behind_the_end_only_what_was_to_be_written_becomes_the_end():
     last, _, _ = canvas_rows.run(NAME, [row] * R, S, propose)
     tokens = propose(0, None)["tokens"]
     for r in range(R):
-        expected = [1, END, *tokens[r, 2:4], 6, 3, 6, 4, 6, 2, END]
+        fill = canvas_rows.FILLER
+        expected = [1, END, *tokens[r, 2:4], 6, 3, fill, 4, fill, 2, END]
         assert last.tokens[r, : len(text)].tolist() == expected
 
 

@@ -141,6 +141,7 @@ def test_missing_ids_are_those_of_the_published_tokenizer(family):
                 ("vocab_size", "many"),
                 ("mask_token_id", 256),
                 ("eos_token_id", [241, -1]),
+                ("eos_token_id", []),
                 ("block_size", 0),
             )
         ),
