@@ -31,6 +31,8 @@ ALGORITHMS = {
     "dream": "FullAttnMultiBlock,EntropyThreshold,Dream,FastDLLM",
 }
 ROWS = {"llada": 4, "dream": 2}
+END_OF_TEXT = 241  # of both config.json
+SHORT_CANVAS = {"llada": 24, "dream": 0}  # 0: one launch for any length
 # How far float32 on the device is from float64 in numpy; logits are of the order of 5.
 ATOL = 5e-4
 FIRST_LETTER = 0x4E00  # of token 0; each token is a letter of its own
@@ -45,12 +47,16 @@ def shared(family):
     with tempfile.TemporaryDirectory() as directory:
         write_tokenizer(pathlib.Path(directory))
         return make(
-            family, tokenizer_path=directory, skip_tokenizer_init=False, max_total_tokens=1 << 15
+            family,
+            short_row_tokens=SHORT_CANVAS[family],
+            tokenizer_path=directory,
+            skip_tokenizer_init=False,
+            max_total_tokens=1 << 15,
         )
 
 
-def make(family, one_size_tokens=(32, CONTEXT), **options):
-    """Returns an engine; it also has launches of one size, as on a GPU."""
+def make(family, whole_tokens=(32, CONTEXT), short_row_tokens=0, **options):
+    """Returns an engine; it also has launches of a whole canvas, as on a GPU."""
     defaults = {
         "model_path": str(GOLDENS / family),
         "dtype": "float32",
@@ -62,8 +68,9 @@ def make(family, one_size_tokens=(32, CONTEXT), **options):
         "max_total_tokens": 4 * CONTEXT,
     }
     # The default matmul precision is read when steps are traced, in Engine().
-    sizes = mock.patch.object(build, "_one_size_tokens", lambda context_length: one_size_tokens)
-    with sizes, jax.default_matmul_precision("highest"):
+    whole = mock.patch.object(build, "_whole_tokens", lambda context_length: whole_tokens)
+    short = mock.patch.object(build, "_short_row_tokens", lambda: short_row_tokens)
+    with whole, short, jax.default_matmul_precision("highest"):
         return jdllm.Engine(**defaults | options)
 
 
@@ -269,7 +276,8 @@ def decoded(family, ask):
     plan, update = canvas_rows.compiled(algorithm, is_shifted)
     options = {name: value for name, value in ask.dllm.items() if name != "algorithm"}
     start, end, length = len(ask.prompt), ask.end, len(ask.canvas)
-    row = canvas_rows.Row(text=ask.canvas, start=start, end=end, end_ids=ask.ends, options=options)
+    ends = {"end_ids": ask.ends, "filler": END_OF_TEXT}
+    row = canvas_rows.Row(text=ask.canvas, start=start, end=end, options=options, **ends)
     canvas = canvas_rows.make_canvas(algorithm, [row], CONTEXT, is_shifted=is_shifted)
     own = model(family)
     cache, hidden = own.empty_cache(length), np.full((length, 64), np.nan)

@@ -16,12 +16,6 @@ from jdllm.scheduler import batch as batch_lib
 from jdllm.scheduler import buckets, request, scheduler
 
 CONTEXT, PAGE, BLOCK = 64, 8, 4
-WINDOWS = {
-    "algorithm": "FullAttnMultiBlock",
-    "cache_mode": "window",
-    "cache_delay_iter": 1,
-    "refresh_interval": 100,
-}
 
 
 def token_of(one, position, epoch):
@@ -94,9 +88,8 @@ class CanvasModel:
         before = [state.settled for state in states]
         nfe = np.zeros(len(states), int)
         used = num_steps = 0
-        # Some launches end early, as when the host asks for it, or at once: a window is too wide.
-        outgrown = batch.bucket.has_one_size and had_one_step(batch)
-        most = self.rng.choice([batch.max_steps, batch.max_steps, 0 if outgrown else 1])
+        # Some launches end early, as when the host asks for it.
+        most = self.rng.choice([batch.max_steps, batch.max_steps, 1])
         limit = len(states) if batch.max_finished is None else batch.max_finished
         while num_steps < most and not all(state.is_finished for state in states):
             num_steps += 1
@@ -119,24 +112,20 @@ class CanvasModel:
 
     def check_bucket(self, batch):
         assert batch.phase is batch_lib.Phase.CANVAS
-        has_one_size, first = batch.bucket.has_one_size, batch.rows[0]
-        is_second = len(batch.rows) == 1 and had_one_step(batch)
-        is_always_whole = first.request.sampling.dllm.algorithm == "Dream"
         tokens = sum(batch_lib.packed_len(row.num_tokens) for row in batch.rows)
-        if is_second and not is_always_whole:
-            tokens = min(tokens, batch_lib.packed_len(first_window(first.request, batch.max_steps)))
         assert tokens <= batch.bucket.tokens, "more tokens than a forward holds"
+        is_whole, first = batch.bucket.is_whole, batch.rows[0]
         fitting = [
             bucket
             for bucket in self.shapes.all()
-            if bucket.has_one_size == has_one_size
+            if bucket.is_whole == is_whole
             and bucket.rows >= len(batch.rows)
-            and (bucket.tokens >= tokens or not has_one_size)
+            and bucket.tokens >= tokens
         ]
         assert batch.bucket == min(fitting, key=lambda bucket: (bucket.rows, bucket.tokens))
-        is_early = first.is_fresh or is_second
-        assert has_one_size == (len(batch.rows) == 1 and (is_always_whole or is_early))
-        if has_one_size and first.is_fresh:
+        always = first.request.sampling.dllm.algorithm == "Dream"
+        assert is_whole == (len(batch.rows) == 1 and (always or first.is_fresh))
+        if is_whole and first.is_fresh:
             assert batch.max_steps == 1, "a window in a launch without"
         pages = [page for row in batch.rows for page in row.request.pages]
         assert len(set(pages)) == len(pages), "two rows share a page"
@@ -173,18 +162,6 @@ class CanvasModel:
         state.is_finished = not len(rest) or bool(ended) or state.settled >= shown
 
 
-def had_one_step(batch):
-    """Returns whether the first row's launches before this one had one step."""
-    return batch.rows[0].request.planned_steps - batch.max_steps == 1
-
-
-def first_window(one, forwards):
-    """Returns the tokens of a second launch's forwards: of `WINDOWS`, no prompt."""
-    rest = one.canvas_ids[len(one.prompt_ids) :]
-    written = rest.index(-1) if -1 in rest else 0
-    return min(len(rest), written + (1 + forwards) * one.sampling.dllm.block_length)
-
-
 def committed(state, begin, nfe):
     if begin == state.settled:
         return ()
@@ -209,7 +186,7 @@ def random_request(rng, name):
     stop = tuple("".join(rng.choices("efgh", k=2)) for _ in range(rng.choice([0, 0, 1])))
     dllm = rng.choice(
         [
-            WINDOWS | {"block_length": rng.choice([3, BLOCK, 32])},
+            {"algorithm": "FullAttnMultiBlock", "block_length": rng.choice([3, BLOCK, 32])},
             {"algorithm": "Dream"},
         ]
     )
@@ -232,7 +209,9 @@ def random_request(rng, name):
 
 def build(num_pages, rows, tokens, **changes):
     """Returns a scheduler of canvases and its buckets."""
-    shapes = buckets.CanvasBuckets.default(rows, tokens, CONTEXT, one_size_tokens=(16, 40, CONTEXT))
+    shapes = buckets.CanvasBuckets.default(
+        rows, tokens, CONTEXT, short_row_tokens=16, whole_tokens=(16, 40, CONTEXT)
+    )
     options = {
         "block_size": BLOCK,
         "page_size": PAGE,

@@ -39,6 +39,9 @@ CHAT_END_TOKENS = {
     "DreamModel": "<|im_end|>",
 }
 DEFAULT_QUEUE = 4096
+# Tokens of a canvas that does not need the sizes of longer ones: a prompt and the 256 new tokens of
+# the published evaluations.
+SHORT_CANVAS = 512
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +215,8 @@ def _buckets(
             sizes.max_running_requests,
             sizes.prefill_token_budget,
             sizes.context_length,
-            one_size_tokens=_one_size_tokens(sizes.context_length),
+            short_row_tokens=_short_row_tokens(),
+            whole_tokens=_whole_tokens(sizes.context_length),
         )
     return buckets_lib.Buckets.default(
         sizes.max_running_requests,
@@ -222,12 +226,22 @@ def _buckets(
     )
 
 
-def _one_size_tokens(context_length: int) -> tuple[int, ...]:
-    """Returns the sizes of launches of one row that have one size for all forwards."""
-    if jax.default_backend() != "gpu":  # no CUDA graph that a launch goes through
+def _short_row_tokens() -> int:
+    """Returns the length of canvases that have launches of their own; 0 for none."""
+    return SHORT_CANVAS if _has_graphs() else 0
+
+
+def _whole_tokens(context_length: int) -> tuple[int, ...]:
+    """Returns the sizes of launches that forward one row's whole canvas."""
+    if not _has_graphs():
         return ()
     row_tokens = batch_lib.packed_len(context_length)
     return canvas_packing.forward_sizes(1, row_tokens, padding_is_cheap=False)
+
+
+def _has_graphs() -> bool:
+    """Returns whether launches go through CUDA graphs, which the host prepares for each run."""
+    return jax.default_backend() == "gpu"
 
 
 def _scheduler(

@@ -74,7 +74,6 @@ def canvas_launch(
     """Returns (pools, states of all slots) and outputs after up to `inputs.max_steps` steps.
 
     The caller donates `memory`, and sees to it that the last of `sizes` holds all rows' canvases.
-    With one size that need not be: the launch ends before a step that needs more.
     """
     pools, slots = memory
     is_row = inputs.slot < slots.words.shape[0]
@@ -89,21 +88,16 @@ def canvas_launch(
         pools, folded = carry
         return pools, *folding.unfold(folded)
 
-    def needed(state):
-        return jnp.sum(canvas_packing.segments(state.window))
-
     def goes_on(carry):
         _, state, word, (num_steps, _) = unfolded(carry)
         waited_for = jnp.sum(state.is_finished & is_row) > inputs.max_finished
         is_over = waited_for | inputs.interrupt.is_asked(word)
-        if len(sizes) == 1:
-            is_over |= needed(state) > sizes[0]
         return (num_steps < inputs.max_steps) & jnp.any(~state.is_finished) & ~is_over
 
     def chosen(carry):
         _, state, *_ = unfolded(carry)
-        smaller = jnp.asarray(sizes, jnp.int32)[:-1] < needed(state)
-        return jnp.sum(smaller, dtype=jnp.int32)
+        wanted = jnp.sum(canvas_packing.segments(state.window))
+        return jnp.sum(jnp.asarray(sizes, jnp.int32)[:-1] < wanted, dtype=jnp.int32)
 
     def one_step(size, carry):
         pools, state, _, (num_steps, num_tokens) = unfolded(carry)
@@ -260,7 +254,7 @@ def _update(config, inputs, state, proposal, works):
 
         def update(_, carry, algorithm=algorithm, is_mine=is_mine):
             tokens, masked, extra = carry
-            after = algorithm.update(canvas_state.as_canvas(inputs, state, extra), proposal)
+            after = algorithm.update(canvas_state.as_canvas(config, inputs, state, extra), proposal)
             return (
                 jnp.where(is_mine[:, None], after.tokens, tokens),
                 jnp.where(is_mine[:, None], after.masked, masked),

@@ -142,7 +142,7 @@ class ModelRunner:
             logger.info(
                 "compiled %s%s rows=%d tokens=%d in %.1f s",
                 bucket.phase.value,
-                " one size" * bucket.has_one_size,
+                " whole" * bucket.is_whole,
                 bucket.rows,
                 bucket.tokens,
                 time.monotonic() - started,
@@ -222,7 +222,7 @@ class ModelRunner:
                 )
             case batch_lib.Phase.CANVAS:
                 sizes = (bucket.tokens,)
-                if not bucket.has_one_size:
+                if not bucket.is_whole:
                     sizes = canvas_packing.forward_sizes(
                         bucket.rows, bucket.tokens, padding_is_cheap=jax.default_backend() == "cpu"
                     )

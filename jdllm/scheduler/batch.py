@@ -32,14 +32,13 @@ class Bucket:
     """A compiled shape: `rows` of page tables and `tokens` packed query tokens.
 
     Canvases: the most tokens of one forward; the rows' `packed_len` together never exceed it. With
-    `has_one_size` they may: every forward is of so many tokens, and the launch ends before one
-    that needs more.
+    `is_whole` every forward is of so many tokens, whatever the rows need.
     """
 
     phase: Phase
     rows: int
     tokens: int
-    has_one_size: bool = False
+    is_whole: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -122,15 +122,14 @@ class BlockRows:
         if not rows:
             return None
         self._prefilled_in_a_row = 0
-        # Prompts wait a step, not a launch: rows that wait for theirs leave places empty.
-        max_steps = 1 if any(map(self._needs_prefill, running)) else self._decode_steps
         for row in rows:
-            row.request.planned_steps += max_steps
+            row.request.is_decoding = True
         self._look_ahead([row.request for row in rows])
         return batch_lib.ScheduleBatch(
             rows=tuple(rows),
             bucket=self._buckets.decode(len(rows)),
-            max_steps=max_steps,
+            # Prompts wait a step, not a launch: rows that wait for theirs leave places empty.
+            max_steps=1 if any(map(self._needs_prefill, running)) else self._decode_steps,
             max_finished=self._live.max_finished(len(rows)),
         )
 

@@ -101,18 +101,21 @@ class Buckets:
 class CanvasBuckets:
     """Ascending rows of a canvas launch; `tokens` of one forward of all of them.
 
-    `row_tokens` is what the longest canvas takes of these. `one_size_tokens`, ascending, are the
-    sizes of launches of one row with one size for all forwards: they hold the layers once, the
-    others once for each size of a window, and XLA prepares every kernel of a launch for each run
-    (LLaDA-8B, 32 layers: 2 to 3 ms of the host for one size, 5 to 12 ms for six). Nothing hides
-    that for the first launch of a request, and one forward not always for the second. None: every
+    `row_tokens` is what the longest canvas takes of these. The other two are there because a launch
+    holds the layers once for each size of a forward, and XLA prepares every kernel of a launch for
+    each run (LLaDA-8B, 32 layers: 1 to 2 ms of the host for each size, where a forward of few
+    tokens takes 5). `short_row_tokens`: canvases that take no more than that on average have
+    launches of their own, without the sizes that only longer ones need; 0: none. `whole_tokens`,
+    ascending, are the sizes of launches of one row that forward nothing but its whole canvas; they
+    hold the layers once. Nothing hides that time for the first launch of a request. None: every
     launch is one of the others.
     """
 
     rows: tuple[int, ...]
     tokens: int
     row_tokens: int
-    one_size_tokens: tuple[int, ...] = ()
+    short_row_tokens: int = 0
+    whole_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _check_ascending("rows", self.rows)
@@ -120,16 +123,17 @@ class CanvasBuckets:
             raise errors.ConfigError(
                 f"{self.tokens=} of a forward must hold the longest canvas of {self.row_tokens=}"
             )
-        if self.row_tokens % batch_lib.CANVAS_ALIGNMENT or self.tokens % batch_lib.CANVAS_ALIGNMENT:
+        lengths = (self.tokens, self.row_tokens, self.short_row_tokens)
+        if any(length % batch_lib.CANVAS_ALIGNMENT for length in lengths):
             raise errors.ConfigError(
-                f"{self.tokens=} and {self.row_tokens=} must be multiples of "
-                f"{batch_lib.CANVAS_ALIGNMENT}"
+                f"{self.tokens=}, {self.row_tokens=} and {self.short_row_tokens=} must be "
+                f"multiples of {batch_lib.CANVAS_ALIGNMENT}"
             )
-        if self.one_size_tokens:
-            _check_ascending("one_size_tokens", self.one_size_tokens)
-            if self.one_size_tokens[-1] < self.row_tokens:
+        if self.whole_tokens:
+            _check_ascending("whole_tokens", self.whole_tokens)
+            if self.whole_tokens[-1] < self.row_tokens:
                 raise errors.ConfigError(
-                    f"{self.one_size_tokens=} must hold the longest canvas of {self.row_tokens=}"
+                    f"{self.whole_tokens=} must hold the longest canvas of {self.row_tokens=}"
                 )
 
     @property
@@ -143,7 +147,8 @@ class CanvasBuckets:
         token_budget: int,
         context_length: int,
         *,
-        one_size_tokens: tuple[int, ...] = (),
+        short_row_tokens: int = 0,
+        whole_tokens: tuple[int, ...] = (),
     ) -> CanvasBuckets:
         """Builds powers of four up to the row limit; a forward of the budget, or of one context."""
         powers = [1 << i for i in range(0, max_running_requests.bit_length(), 2)]
@@ -153,30 +158,38 @@ class CanvasBuckets:
             rows=tuple(sorted({*powers, max_running_requests})),
             tokens=min(tokens, max_running_requests * row_tokens),
             row_tokens=row_tokens,
-            one_size_tokens=one_size_tokens,
+            short_row_tokens=short_row_tokens,
+            whole_tokens=whole_tokens,
         )
 
     def all(self) -> list[batch_lib.Bucket]:
         """Returns every bucket, to be compiled."""
-        one_size = [self.of_one_size(tokens) for tokens in self.one_size_tokens]
-        return [self.canvas(rows) for rows in self.rows] + one_size
+        whole = [self.whole_canvas(tokens) for tokens in self.whole_tokens]
+        windows = [self.canvas(n, tokens) for n in self.rows for tokens in self._tokens_of(n)]
+        return windows + whole
 
-    def canvas(self, rows: int) -> batch_lib.Bucket:
-        """Returns the smallest bucket of `rows` canvases."""
+    def canvas(self, rows: int, tokens: int) -> batch_lib.Bucket:
+        """Returns the smallest bucket of `rows` canvases that take `tokens`."""
         rows = _smallest(self.rows, rows, "rows")
         return batch_lib.Bucket(
             phase=batch_lib.Phase.CANVAS,
             rows=rows,
-            tokens=min(self.tokens, rows * self.row_tokens),
+            tokens=_smallest(self._tokens_of(rows), tokens, "tokens"),
         )
 
-    def of_one_size(self, tokens: int) -> batch_lib.Bucket:
-        """Returns the smallest bucket of one row whose forwards all have one size, of `tokens`."""
+    def _tokens_of(self, rows: int) -> tuple[int, ...]:
+        """Returns the tokens of the buckets of `rows`: of short canvases, and of any."""
+        short, most = rows * self.short_row_tokens, min(self.tokens, rows * self.row_tokens)
+        # Less than half: at least two sizes are left out.
+        return (short, most) if 0 < 2 * short < most else (most,)
+
+    def whole_canvas(self, tokens: int) -> batch_lib.Bucket:
+        """Returns the smallest bucket of one canvas of `tokens` that is forwarded as a whole."""
         return batch_lib.Bucket(
             phase=batch_lib.Phase.CANVAS,
             rows=1,
-            tokens=_smallest(self.one_size_tokens, tokens, "tokens"),
-            has_one_size=True,
+            tokens=_smallest(self.whole_tokens, tokens, "tokens"),
+            is_whole=True,
         )
 
 

@@ -6,8 +6,7 @@ another. A row that lost its K,V begins anew from its canvas, in which the token
 committed are given.
 
 Why nothing hangs: `prepare` refuses a canvas that could not run alone in the pool, and the
-bucket's tokens hold the longest canvas. A launch of one size may have no room for a window and end
-at once, but only one of a row's stay has a size below its whole canvas.
+bucket's tokens hold the longest canvas.
 """
 
 from __future__ import annotations
@@ -17,14 +16,11 @@ import numpy as np
 from jdllm import errors
 from jdllm.scheduler import batch as batch_lib
 from jdllm.scheduler import buckets as buckets_lib
-from jdllm.scheduler import canvas_windows, live_requests
 from jdllm.scheduler import limits as limits_lib
+from jdllm.scheduler import live_requests
 from jdllm.scheduler import request as request_lib
 
 TO_BE_WRITTEN = -1
-# Of a row's second launch where it is alone: so that it lasts longer than the host needs to start
-# the next one (H200, LLaDA-8B: 5 to 9 ms a step, 6 to 13 ms to start one of six sizes).
-SECOND_LAUNCH_STEPS = 2
 
 
 class CanvasRows:
@@ -81,9 +77,9 @@ class CanvasRows:
         )
         if not rows:
             return None
-        bucket, max_steps = self._launch_of(rows)
         for row in rows:
-            row.request.planned_steps += max_steps
+            row.request.is_decoding = True
+        bucket, max_steps = self._launch_of(rows)
         return batch_lib.ScheduleBatch(
             rows=rows,
             bucket=bucket,
@@ -95,23 +91,17 @@ class CanvasRows:
         """Returns the bucket of a launch and its most steps.
 
         A row's first forward is one of its whole canvas, and with some options all are. After its
-        first one a row alone says what it has. That one is over before the host has started a
-        launch of many sizes, so another of one size follows: the size that the first windows need.
+        first one a row alone says what it has.
         """
-        if len(rows) > 1 or not self._buckets.one_size_tokens:
-            return self._buckets.canvas(len(rows)), self._decode_steps
-        (row,) = rows
-        request, most = row.request, row.num_tokens
-        if row.is_fresh:
-            steps = 1
-        elif request.sampling.dllm.forwards_whole_canvas:
-            steps = self._decode_steps
-        elif request.planned_steps == 1:
-            steps = min(SECOND_LAUNCH_STEPS, self._decode_steps)
-            most = canvas_windows.first_window(request, steps)
-        else:
-            return self._buckets.canvas(1), self._decode_steps
-        return self._buckets.of_one_size(batch_lib.packed_len(most)), steps
+        tokens = sum(batch_lib.packed_len(row.num_tokens) for row in rows)
+        if len(rows) == 1 and self._buckets.whole_tokens:
+            (row,) = rows
+            whole = self._buckets.whole_canvas(tokens)
+            if row.is_fresh:
+                return whole, 1
+            if row.request.sampling.dllm.forwards_whole_canvas:
+                return whole, self._decode_steps
+        return self._buckets.canvas(len(rows), tokens), self._decode_steps
 
     def append(self, request: request_lib.Request, block: batch_lib.CommittedBlock) -> list[int]:
         """Stores tokens that settled and returns them, without those of an earlier stay.

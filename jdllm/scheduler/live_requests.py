@@ -75,7 +75,7 @@ class LiveRequests:
         self.pages.release(request, keep=keep)
         self.free_slots.append(request.slot)
         request.slot = None
-        request.planned_steps = 0
+        request.is_decoding = False
         request.tokens_per_step = 0.0
         request.epoch += 1
 

@@ -55,8 +55,7 @@ class Request:
     `canvas_end`, where the suffix begins. `num_settled` counts the tokens that the row has
     reported since it began.
 
-    Of this stay in a row: `planned_steps` is how many steps its decode or canvas launches have at
-    most, `tokens_per_step` what the last one brought, 0 where nothing is known.
+    `tokens_per_step`: what the last launch of this stay brought, 0 where nothing is known.
     """
 
     request_id: str
@@ -74,7 +73,7 @@ class Request:
     output_steps: list[int] = dataclasses.field(default_factory=list)
     output_logprobs: list[float] = dataclasses.field(default_factory=list)
     slot: int | None = None
-    planned_steps: int = 0
+    is_decoding: bool = False
     epoch: int = 0
     context_len: int = 0
     pages: list[int] = dataclasses.field(default_factory=list)
@@ -96,11 +95,6 @@ class Request:
         """Tokens that end the output: the request's own, and the model's unless ignored."""
         sampling = self.sampling
         return end_tokens(sampling.stop_token_ids, self.eos_token_ids, sampling.ignore_eos)
-
-    @property
-    def is_decoding(self) -> bool:
-        """Whether the device holds a row state of this stay, once what is planned has run."""
-        return self.planned_steps > 0
 
     @property
     def steps_left(self) -> float:

@@ -12,10 +12,7 @@ from canvas_asks import DELAYED, DUAL, MIXES, MULTI, SLOW, WINDOW, Ask, cached_a
 from canvas_engine import alone, generate, launches, shared, told
 from tiny_engine import assert_nothing_held
 
-from jdllm import sampling_params
 from jdllm.engine import build
-from jdllm.scheduler import canvas_windows
-from jdllm.scheduler import scheduler as scheduler_lib
 
 every_family = pytest.mark.parametrize("family", MIXES)
 
@@ -90,15 +87,14 @@ def test_every_window_finds_the_keys_and_hidden_states_that_were_left_for_it(fam
 
 
 def launched(engine, asks):
-    """Returns (bucket, most steps, steps) of each launch while the asks are answered one by one."""
-    scheduler, seen = engine._built.core.scheduler, []
+    """Returns the buckets of all launches while each ask is answered alone."""
+    runner, seen = engine._built.runner, []
 
-    def process_results(batch, result):
-        if any(map(scheduler_lib.is_current, batch.rows)):  # or it was behind the last one
-            seen.append((batch.bucket, batch.max_steps, result.num_steps))
-        return type(scheduler).process_results(scheduler, batch, result)
+    def launch(batch):
+        seen.append((batch.bucket, batch.max_steps))
+        return type(runner).launch(runner, batch)
 
-    with mock.patch.object(scheduler, "process_results", process_results):
+    with mock.patch.object(runner, "launch", launch):
         alone(engine, asks)
     return seen
 
@@ -108,55 +104,44 @@ def test_a_row_alone_begins_with_a_launch_of_its_whole_canvas(family):
     """And stays with such where every forward is one; a launch without windows never needs one."""
     engine = shared(family)
     cached = Ask(prompt=canvas_engine.prompt(family), wanted=24, dllm=WINDOW)
-    (first, second, *later) = launched(engine, [cached])
-    assert (first[0].has_one_size, *first[1:]) == (True, 1, 1)
-    assert (second[0].has_one_size, *second[1:]) == (True, 2, 2)
-    assert later and not any(bucket.has_one_size for bucket, *_ in later)
+    (first, *later) = launched(engine, [cached])
+    assert (first[0].is_whole, first[1]) == (True, 1)
+    assert later and not any(bucket.is_whole for bucket, _ in later)
     for ask in mixed_asks(family, seed=5):
         before = engine.stats()
-        buckets = {bucket.has_one_size for bucket, *_ in launched(engine, [ask])[2:]}
+        buckets = {bucket.is_whole for bucket, steps in launched(engine, [ask]) if steps > 1}
         after = engine.stats()
         forwards = after.denoising_steps_total - before.denoising_steps_total
         full = after.canvas_full_forwards_total - before.canvas_full_forwards_total
-        options = sampling_params.DllmParams(**ask.dllm)
-        is_whole = options.resolve(options).forwards_whole_canvas
-        assert buckets <= {is_whole}
-        if is_whole:
+        if True in buckets:
+            assert buckets == {True}
             guided = 2 if ask.dllm.get("cfg_scale") else 1  # forwards a step
             assert forwards == guided * full
 
 
-@every_family
-def test_a_launch_ends_before_a_window_that_it_has_no_room_for(family):
-    """The second launch, of 32 tokens: no window fits, or one does and the next does not."""
-    engine, prompt = shared(family), canvas_engine.prompt(family)[:4]
-    cached = MULTI | {"cache_delay_iter": 1, "refresh_interval": 100}
-    grows = {"block_length": 16, "block_add_threshold": 0.01, "threshold": 5.0}
-    asks = [
-        Ask(prompt=prompt, wanted=56, dllm=cached | {"cache_mode": "delayed", "block_length": 40}),
-        Ask(prompt=prompt, wanted=56, dllm=cached | {"cache_mode": "window"} | grows),
-    ]
-    expected = [canvas_engine.decoded(family, ask) for ask in asks]
-    with mock.patch.object(canvas_windows, "first_window", lambda *_: 8):
-        seen = [launched(engine, [ask]) for ask in asks]
-        before = engine.stats()
-        results = alone(engine, asks)
-        after = engine.stats()
-    assert [(bucket.tokens, *steps) for _, (bucket, *steps), *_ in seen] == [(32, 2, 0), (32, 2, 1)]
-    assert [result["output_ids"] for result in results] == [one.output_ids for one in expected]
-    assert [result["meta_info"]["nfe"] for result in results] == [one.nfe for one in expected]
-    tokens = after.canvas_forwarded_tokens_total - before.canvas_forwarded_tokens_total
-    assert tokens == sum(one.num_forwarded for one in expected)
+def test_short_canvases_run_in_launches_of_their_own():
+    engine = shared("llada")
+    short, long = (
+        Ask(prompt=canvas_engine.prompt("llada")[:4], wanted=wanted, dllm=WINDOW)
+        for wanted in (16, 40)
+    )
+    sizes = {"short": {24}, "long": {64}}
+    for name, ask in (("short", short), ("long", long)):
+        buckets = [bucket for bucket, _ in launched(engine, [ask]) if not bucket.is_whole]
+        assert {bucket.tokens for bucket in buckets} == sizes[name]
+    together = told(generate(engine, [short, short, long]))
+    assert together == told(alone(shared("llada"), [short, short, long]))
 
 
-def test_without_launches_of_one_size_the_same_is_said():
-    assert build._one_size_tokens(64) == (), "no launch goes through a CUDA graph here"
+def test_without_launches_of_a_whole_canvas_the_same_is_said():
+    assert build._short_row_tokens() == 0, "no launch goes through a CUDA graph here"
+    assert build._whole_tokens(64) == ()
     asks = [
         Ask(prompt=canvas_engine.prompt("llada"), wanted=20, dllm=dllm) for dllm in (MULTI, WINDOW)
     ]
     options = {"dllm_algorithm": "FullAttnMultiBlock", "max_running_requests": 1}
-    with canvas_engine.make("llada", one_size_tokens=(), **options) as engine:
-        assert not any(bucket.has_one_size for bucket in engine._built.runner.compiled)
+    with canvas_engine.make("llada", whole_tokens=(), **options) as engine:
+        assert not any(bucket.is_whole for bucket in engine._built.runner.compiled)
         assert told(alone(engine, asks)) == told(alone(shared("llada"), asks))
 
 

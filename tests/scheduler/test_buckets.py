@@ -76,7 +76,7 @@ def test_canvas_buckets_hold_their_rows_up_to_the_tokens_of_a_forward():
     made = buckets.CanvasBuckets.default(16, 8192, 4096)
     sizes = [(bucket.rows, bucket.tokens) for bucket in made.all()]
     assert sizes == [(1, 4096), (4, 8192), (16, 8192)]
-    assert made.canvas(5) == made.all()[2]
+    assert made.canvas(5, 8192) == made.canvas(16, 16) == made.all()[2]
     assert {bucket.phase for bucket in made.all()} == {batch.Phase.CANVAS}
     # The longest canvas fits whatever the budget, and no more is compiled than rows can use.
     made = buckets.CanvasBuckets.default(6, 8, 20)
@@ -84,17 +84,32 @@ def test_canvas_buckets_hold_their_rows_up_to_the_tokens_of_a_forward():
     made = buckets.CanvasBuckets.default(2, 512, 20)
     assert [(b.rows, b.tokens) for b in made.all()] == [(1, 24), (2, 48)]
     with pytest.raises(ValueError, match="3 rows"):
-        made.canvas(3)
+        made.canvas(3, 24)
+    with pytest.raises(ValueError, match="56 tokens"):
+        made.canvas(2, 56)
 
 
-def test_launches_of_one_size_have_the_smallest_that_holds_what_is_asked():
-    made = buckets.CanvasBuckets.default(4, 512, 256, one_size_tokens=(64, 128, 256))
-    assert [b.has_one_size for b in made.all()] == [False, False, True, True, True]
-    found = [made.of_one_size(tokens) for tokens in (1, 64, 65, 256)]
+def test_short_canvases_have_launches_without_the_sizes_of_longer_ones():
+    made = buckets.CanvasBuckets.default(16, 8192, 4096, short_row_tokens=512)
+    sizes = [(bucket.rows, bucket.tokens) for bucket in made.all()]
+    assert sizes == [(1, 512), (1, 4096), (4, 2048), (4, 8192), (16, 8192)]
+    asked = {(1, 512): (1, 512), (1, 520): (1, 4096), (3, 2048): (4, 2048), (2, 2056): (4, 8192)}
+    for (rows, tokens), expected in asked.items():
+        found = made.canvas(rows, tokens)
+        assert (found.rows, found.tokens) == expected and found in made.all()
+    # Where hardly a size would be left out there is one bucket.
+    made = buckets.CanvasBuckets.default(1, 512, 1024, short_row_tokens=512)
+    assert [bucket.tokens for bucket in made.all()] == [1024]
+
+
+def test_a_whole_canvas_has_the_smallest_size_that_holds_it():
+    made = buckets.CanvasBuckets.default(4, 512, 256, whole_tokens=(64, 128, 256))
+    assert [b.is_whole for b in made.all()] == [False, False, True, True, True]
+    found = [made.whole_canvas(tokens) for tokens in (1, 64, 65, 256)]
     assert [(b.rows, b.tokens) for b in found] == [(1, 64), (1, 64), (1, 128), (1, 256)]
-    assert all(bucket in made.all() and bucket.has_one_size for bucket in found)
+    assert all(bucket in made.all() and bucket.is_whole for bucket in found)
     with pytest.raises(errors.ConfigError, match="longest canvas"):
-        buckets.CanvasBuckets.default(4, 512, 256, one_size_tokens=(64, 128))
+        buckets.CanvasBuckets.default(4, 512, 256, whole_tokens=(64, 128))
 
 
 @pytest.mark.parametrize(
@@ -103,9 +118,10 @@ def test_launches_of_one_size_have_the_smallest_that_holds_what_is_asked():
         {"rows": (4, 1)},
         {"tokens": 16},
         {"row_tokens": 20},
+        {"short_row_tokens": 12},
         {"tokens": 25},
-        {"one_size_tokens": (32, 24)},
-        {"one_size_tokens": (16,)},
+        {"whole_tokens": (32, 24)},
+        {"whole_tokens": (16,)},
     ],
 )
 def test_wrong_canvas_sizes_are_refused(wrong):
