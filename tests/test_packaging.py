@@ -12,7 +12,7 @@ import zipfile
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-BUNDLE = ROOT / "jdllm" / "assets" / "jdllm-nano"
+BUNDLES = ("jdllm-nano", "jdllm-nano-canvas")
 MEBIBYTE = 1024 * 1024
 
 
@@ -53,7 +53,7 @@ def test_all_code_and_all_assets_are_in_the_wheel(wheel):
     names = set(wheel.namelist())
     code = files(ROOT / "jdllm", "*.py") | files(ROOT / "pallas_kernels", "*.py")
     assets = files(ROOT / "jdllm" / "assets", "*")
-    assert "jdllm/assets/jdllm-nano/tokenizer.json" in assets
+    assert {f"jdllm/assets/{name}/tokenizer.json" for name in BUNDLES} <= assets
     assert (code | assets) - names == set()
 
 
@@ -68,8 +68,10 @@ def test_nothing_else_is_in_the_wheel(wheel):
     )
 
 
-def test_the_bundled_model_is_complete_and_small():
-    sizes = {path.name: path.stat().st_size for path in BUNDLE.iterdir()}
+@pytest.mark.parametrize("name", BUNDLES)
+def test_a_bundled_model_is_complete_and_small(name):
+    folder = ROOT / "jdllm" / "assets" / name
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
     assert {"config.json", "generation_config.json", "tokenizer.json"} <= sizes.keys()
     assert any(name.endswith(".safetensors") for name in sizes)
     assert sum(sizes.values()) <= 24 * MEBIBYTE

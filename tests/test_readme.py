@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from jdllm import config, sampling_params
+from jdllm.checkpoint import source
 from jdllm.tasks import registry
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -66,8 +67,13 @@ def test_routes_exist():
     assert [route for route in routes if f'"{route}"' not in source] == []
 
 
-def test_facts_of_the_bundled_model():
-    content = json.loads((ROOT / "jdllm/assets/jdllm-nano/config.json").read_text())
-    assert (content["num_hidden_layers"], content["num_experts"]) == (6, 8)
-    assert content["block_size"] == 32
+def test_facts_of_the_bundled_models():
+    nano, canvas = (
+        json.loads((source.bundled_model(name) / "config.json").read_text())
+        for name in source.BUNDLED_MODELS
+    )
+    assert (nano["num_hidden_layers"], nano["num_experts"]) == (6, 8)
+    assert nano["block_size"] == 32
     assert "(six layers, eight experts, blocks of 32)" in README
+    assert canvas["n_layers"] == 8
+    assert "(eight layers, 7.2 million parameters)" in README

@@ -13,14 +13,15 @@ import huggingface_hub
 from jdllm import errors
 
 CONFIG_NAME = "config.json"
-BUNDLED_MODEL = "jdllm-nano"
+BUNDLED_MODEL = "jdllm-nano"  # the one that is meant where none is named
+BUNDLED_MODELS = (BUNDLED_MODEL, "jdllm-nano-canvas")
 
 _PATTERNS = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 
 
-def bundled_model() -> pathlib.Path:
-    """Returns the directory of the model that comes with the package."""
-    return pathlib.Path(str(importlib.resources.files("jdllm") / "assets" / BUNDLED_MODEL))
+def bundled_model(name: str = BUNDLED_MODEL) -> pathlib.Path:
+    """Returns the directory of a model that comes with the package."""
+    return pathlib.Path(str(importlib.resources.files("jdllm") / "assets" / name))
 
 
 def resolve(
@@ -29,8 +30,13 @@ def resolve(
     revision: str | None = None,
     download_dir: str | os.PathLike[str] | None = None,
 ) -> pathlib.Path:
-    """Returns the directory of a model given as one, as a hub id, or as None (the bundled one)."""
-    directory = bundled_model() if model_path is None else pathlib.Path(model_path).expanduser()
+    """Returns the directory of a model: a path, a bundled one's name or a hub id; None: jdllm-nano.
+
+    A directory of that name comes before what is bundled.
+    """
+    directory = pathlib.Path(bundled_model() if model_path is None else model_path).expanduser()
+    if not directory.is_dir() and str(model_path) in BUNDLED_MODELS:
+        directory = bundled_model(str(model_path))
     if not directory.is_dir():
         directory = _download(str(model_path), revision, download_dir)
     if not (directory / CONFIG_NAME).is_file():

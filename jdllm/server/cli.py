@@ -24,7 +24,8 @@ SECRETS = ("api_key", "admin_api_key")
 REFUSED_PREFIXES = {"cuda_graph_": "every bucket is compiled at start; use --max-running-requests"}
 
 HELP = {
-    "model_path": "checkpoint folder or hub id (default: the bundled model)",
+    "model_path": "checkpoint folder, hub id, or a bundled model: jdllm-nano (default), "
+    "jdllm-nano-canvas",
     "tokenizer_path": "tokenizer folder, if not the checkpoint's",
     "served_model_name": "name in /v1/models and in answers",
     "revision": "hub revision (branch, tag or commit)",

@@ -1,4 +1,4 @@
-"""Trains a small block-diffusion model from scratch: `python -m jdllm.train --config FILE`."""
+"""Trains a small diffusion language model from scratch: `python -m jdllm.train --config FILE`."""
 
 from __future__ import annotations
 

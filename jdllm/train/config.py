@@ -42,8 +42,8 @@ class TrainConfig:
     batch_size: int = 512  # problems per step
     sequence_length: int = 192  # tokens of prompt and answer, a multiple of the block size
     answer_blocks: int = 4  # most blocks that an answer may touch
-    noise_copies: int = 1  # independently masked copies of every answer
-    full_mask_fraction: float = 0.2  # share of blocks that are masked entirely
+    noise_copies: int = 1  # independently masked copies of every answer; 1 for full attention
+    full_mask_fraction: float = 0.2  # share of blocks, or canvases, that are masked entirely
     learning_rate: float = 1.5e-3
     warmup_steps: int = 300
     decay_steps: int = 3_000

@@ -2,8 +2,13 @@
 
 The rule is LowConfidence: write every masked position of the current block whose
 probability passes the threshold, or the best one. No KV cache: every forward runs the
-block-causal sequence, which is exact and cheap for a small model. A threshold of 1 or
-more writes one token per step.
+whole sequence, which is exact and cheap for a small model. A threshold of 1 or more
+writes one token per step.
+
+With block-causal attention blocks lie at multiples of their size, the first one holds the
+prompt's tail, and a forward of its own persists each block but the last. With full attention
+the rest of the row is a canvas: blocks begin at the prompt's end, the last may be short,
+later ones are masked and visible.
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ from jdllm.train.step import Network, Params
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Denoised:
-    """Rows during and after denoising; `forwards` counts persist forwards too."""
+    """Rows during and after denoising; `forwards` counts persist forwards too, if there are any."""
 
     tokens: jax.Array  # int32 [B, S]
     masked: jax.Array  # bool [B, S]
@@ -41,9 +46,7 @@ def denoiser(
     `params` are in compute dtypes. Only the prompt of `tokens` is read.
     """
     diffusion = network.config.spec.diffusion
-    visible = attention.visibility_mask(
-        length, diffusion.block_size, spec.AttentionPattern.BLOCK_CAUSAL
-    )
+    visible = attention.visibility_mask(length, diffusion.block_size, diffusion.attention_pattern)
 
     @jax.jit
     def denoise(
@@ -55,7 +58,7 @@ def denoiser(
             tokens=jnp.where(masked, diffusion.mask_token_id, tokens.astype(jnp.int32)),
             masked=masked,
             prompt_lens=prompt_lens,
-            block=prompt_lens // diffusion.block_size,
+            block=(prompt_lens - _origin(diffusion, prompt_lens)) // diffusion.block_size,
             forwards=jnp.zeros(rows, jnp.int32),
             done=jnp.zeros(rows, bool),
         )
@@ -78,13 +81,14 @@ def _step(
 ) -> Denoised:
     diffusion = network.config.spec.diffusion
     B, S = rows.tokens.shape
-    place = rows.block[:, None] * diffusion.block_size + jnp.arange(diffusion.block_size)
-    in_block = functools.partial(jnp.take_along_axis, indices=place, axis=1)
+    begin = _origin(diffusion, rows.prompt_lens) + rows.block * diffusion.block_size
+    place = begin[:, None] + jnp.arange(diffusion.block_size)  # past S in a short last block
+    in_block = functools.partial(jnp.take_along_axis, indices=place, axis=1, mode="clip")
     logits = _block_logits(network, params, rows.tokens, place, visible)  # [B, block, V]
     logits = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     allowed = logits.at[..., diffusion.mask_token_id].set(-jnp.inf)
     best = jnp.argmax(allowed, axis=-1)
-    masked = in_block(rows.masked)
+    masked = in_block(rows.masked) & (place < S)
     score = jnp.where(masked, jnp.exp(jnp.max(allowed, axis=-1)), -1.0)
     confident = score > threshold
     top = jnp.arange(diffusion.block_size) == jnp.argmax(score, axis=-1)[:, None]
@@ -95,17 +99,23 @@ def _step(
     is_final = ~jnp.any(still, axis=-1) & ~rows.done
     # A stop token of the prompt's tail does not end the answer.
     is_stop = jnp.isin(written, jnp.array(stop_ids)) & (place >= rows.prompt_lens[:, None])
-    is_last = rows.block == S // diffusion.block_size - 1
+    is_last = begin + diffusion.block_size >= S
     done = rows.done | (is_final & (jnp.any(is_stop, axis=-1) | is_last))
+    persists = is_final & ~done & (not diffusion.has_canvas)
     row = jnp.arange(B)[:, None]
     return Denoised(
-        tokens=rows.tokens.at[row, place].set(written),
-        masked=rows.masked.at[row, place].set(still),
+        tokens=rows.tokens.at[row, place].set(written, mode="drop"),
+        masked=rows.masked.at[row, place].set(still, mode="drop"),
         prompt_lens=rows.prompt_lens,
         block=rows.block + (is_final & ~done),
-        forwards=rows.forwards + ~rows.done + (is_final & ~done),
+        forwards=rows.forwards + ~rows.done + persists,
         done=done,
     )
+
+
+def _origin(diffusion: spec.DiffusionSpec, prompt_lens: jax.Array) -> jax.Array:
+    """Returns [B], where block 0 of each row begins."""
+    return prompt_lens if diffusion.has_canvas else jnp.zeros_like(prompt_lens)
 
 
 def _block_logits(
@@ -120,5 +130,6 @@ def _block_logits(
         attend=attention.dense_attend(visible, B),
         caches=[None] * network.config.spec.num_layers,
     )
+    place = jnp.minimum(place, S - 1)
     hidden = hidden.reshape(B, S, -1)[jnp.arange(B)[:, None], place]  # [B, block, D]
     return model.logits(hidden.reshape(-1, hidden.shape[-1])).reshape(*place.shape, -1)

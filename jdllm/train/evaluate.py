@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdllm.tasks import example
-from jdllm.train import denoise, examples, objective, step
+from jdllm.train import denoise, examples, step
 from jdllm.train.config import TrainConfig
 
 logger = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ def evaluator(
     config: TrainConfig,
     chat: examples.ChatFormat,
     layout: examples.Layout,
-    noise: objective.NoiseConfig,
+    noise: step.Noise,
 ) -> Callable[[step.Params], dict[str, float]]:
     """Returns `evaluate(params) -> numbers`; compiled on first use, same problems every time."""
     problems, batch = examples.heldout(chat, layout, config.eval_problems)

@@ -110,20 +110,27 @@ class ProblemBatches(grain.sources.RandomAccessDataSource):
 
 
 def pad_rows(rows: Sequence[tuple[list[int], list[int]]], layout: Layout, pad_id: int) -> Batch:
-    """Returns `tokens` [B, S], `prompt_lens` [B] and `total_lens` [B], the latter whole blocks.
+    """Returns `tokens` [B, S], `prompt_lens`, `answer_ends` and `total_lens` [B] of each row.
 
-    The rest of an answer's last block is `pad_id` (the end-of-text token): the model
-    learns to fill a block it has nothing more to say in.
+    What follows an answer is `pad_id` (the end-of-text token): the model learns to fill a block
+    it has nothing more to say in. `total_lens` are whole blocks.
     """
     tokens = np.full((len(rows), layout.sequence_length), pad_id, np.uint16)
     prompt_lens = np.zeros(len(rows), np.int32)
+    answer_ends = np.zeros(len(rows), np.int32)
     total_lens = np.zeros(len(rows), np.int32)
     for i, (prompt, answer) in enumerate(rows):
         ids = prompt + answer
         tokens[i, : len(ids)] = ids
         prompt_lens[i] = len(prompt)
+        answer_ends[i] = len(ids)
         total_lens[i] = -(-len(ids) // layout.block_size) * layout.block_size
-    return {"tokens": tokens, "prompt_lens": prompt_lens, "total_lens": total_lens}
+    return {
+        "tokens": tokens,
+        "prompt_lens": prompt_lens,
+        "answer_ends": answer_ends,
+        "total_lens": total_lens,
+    }
 
 
 def batches(

@@ -15,7 +15,7 @@ import time
 import tqdm
 
 from jdllm import errors
-from jdllm.train import checkpoints, evaluate, examples, export, objective, step
+from jdllm.train import checkpoints, evaluate, examples, export, step
 from jdllm.train.config import TrainConfig
 
 logger = logging.getLogger(__name__)
@@ -37,19 +37,12 @@ def train(config: TrainConfig, paths: RunPaths) -> dict[str, float]:
     model_path = pathlib.Path(config.model_path)
     hf_config = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
     network = step.build_network(hf_config, config.compute_dtype)
-    diffusion = network.config.spec.diffusion
     layout = examples.Layout(
         sequence_length=config.sequence_length,
-        block_size=diffusion.block_size,
+        block_size=network.config.spec.diffusion.block_size,
         answer_blocks=config.answer_blocks,
     )
-    noise = objective.NoiseConfig(
-        block_size=diffusion.block_size,
-        answer_blocks=config.answer_blocks,
-        copies=config.noise_copies,
-        full_mask_fraction=config.full_mask_fraction,
-        mask_token_id=diffusion.mask_token_id,
-    )
+    noise = step.noise_config(network, config)
     chat = examples.ChatFormat(model_path)
     evaluate_now = evaluate.evaluator(network, config, chat, layout, noise)
     paths.output_dir.mkdir(parents=True, exist_ok=True)

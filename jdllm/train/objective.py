@@ -1,4 +1,4 @@
-"""The block-diffusion objective, all blocks of a sequence in one forward.
+"""The objective of block-causal families, all blocks of a sequence in one forward.
 
 A row is the clean sequence followed by masked copies of its answer blocks. A masked
 block sees itself and the clean blocks before it; a clean block sees clean blocks up to
@@ -29,14 +29,17 @@ class NoiseConfig:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NoisyBatch:
-    """The model's input [B, L], L = S + copies * answer_blocks * block_size."""
+    """The model's input [B, L] and the targets of its last positions.
+
+    Here L = S + copies * answer_blocks * block_size, and the masked copies have targets.
+    """
 
     tokens: jax.Array  # int32 [B, L]
     positions: jax.Array  # int32 [B, L]
     valid: jax.Array  # bool [B, L]
     visible: jax.Array  # bool [B, L, L]
-    targets: jax.Array  # int32 [B, L - S], clean tokens of the masked copies
-    masked: jax.Array  # bool [B, L - S], where the loss counts
+    targets: jax.Array  # int32 [B, N], clean tokens of the last N positions
+    weights: jax.Array  # float32 [B, N], what each counts in the loss, 0 where not masked
 
 
 def add_noise(
@@ -62,7 +65,7 @@ def add_noise(
         valid=jnp.concatenate([clean_place < total_lens[:, None], is_real], axis=1),
         visible=visibility(clean_place, place, config),
         targets=targets,
-        masked=masked,
+        weights=masked.astype(jnp.float32),
     )
 
 
@@ -103,10 +106,10 @@ def visibility(clean_place: jax.Array, noisy_place: jax.Array, config: NoiseConf
 
 
 def masked_cross_entropy(
-    logits: jax.Array, targets: jax.Array, masked: jax.Array
+    logits: jax.Array, targets: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (mean loss in nats, accuracy) over masked positions; `logits` [T, V] float32."""
-    targets, weight = targets.reshape(-1), masked.reshape(-1).astype(jnp.float32)
+    """Returns the weighted means (loss in nats, accuracy); `logits` [T, V] float32."""
+    targets, weight = targets.reshape(-1), weights.reshape(-1)
     count = jnp.maximum(jnp.sum(weight), 1.0)
     given = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
     loss = jax.nn.logsumexp(logits, axis=-1) - given

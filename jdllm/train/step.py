@@ -23,10 +23,11 @@ from jdllm import errors
 from jdllm.layers import attention, moe
 from jdllm.models import loading, registry
 from jdllm.models import spec as spec_lib
-from jdllm.train import objective
+from jdllm.train import canvas_objective, objective
 from jdllm.train.config import TrainConfig
 
 Params = dict[str, jax.Array]
+Noise = objective.NoiseConfig | canvas_objective.CanvasNoiseConfig
 EXPERT_BIAS = "expert_bias"
 
 
@@ -60,18 +61,39 @@ def build_network(hf_config: Mapping[str, Any], dtype: str) -> Network:
     architecture = registry.architecture_of(hf_config)
     config = registry.family(architecture).parse_config(hf_config)
     diffusion = config.spec.diffusion
-    if (diffusion.attention_pattern, diffusion.logit_alignment) != (
-        spec_lib.AttentionPattern.BLOCK_CAUSAL,
-        spec_lib.LogitAlignment.SAME_POSITION,
-    ):
+    if diffusion.is_shifted or diffusion.attention_pattern is spec_lib.AttentionPattern.CAUSAL:
         raise errors.ConfigError(
-            f"{architecture}: training is block-causal with a logit row per position; this family "
-            f"has {diffusion.attention_pattern} attention, {diffusion.logit_alignment} logits"
+            f"{architecture}: training needs block-causal or full attention and a logit row per "
+            f"position; this family has {diffusion.attention_pattern} attention, "
+            f"{diffusion.logit_alignment} logits"
         )
     graphdef, shapes = loading.abstract(
         architecture, config, dtype=jnp.dtype(dtype), implementation="dense"
     )
     return Network(graphdef=graphdef, shapes=shapes, config=config)
+
+
+def noise_config(network: Network, config: TrainConfig) -> Noise:
+    """Returns how the family's rows are masked; a ConfigError for an option it does not have."""
+    diffusion = network.config.spec.diffusion
+    if not diffusion.has_canvas:
+        return objective.NoiseConfig(
+            block_size=diffusion.block_size,
+            answer_blocks=config.answer_blocks,
+            copies=config.noise_copies,
+            full_mask_fraction=config.full_mask_fraction,
+            mask_token_id=diffusion.mask_token_id,
+        )
+    if config.noise_copies != 1:
+        raise errors.ConfigError(
+            f"noise_copies={config.noise_copies} must be 1 for {network.config.spec.architecture}: "
+            "with full attention a row is masked once, in place"
+        )
+    return canvas_objective.CanvasNoiseConfig(
+        block_size=diffusion.block_size,
+        full_mask_fraction=config.full_mask_fraction,
+        mask_token_id=diffusion.mask_token_id,
+    )
 
 
 def init_params(network: Network, seed: int) -> Params:
@@ -118,7 +140,7 @@ def learning_rate(config: TrainConfig, step: jax.Array, start_step: jax.Array) -
 def forward(
     network: Network, params: Params, batch: objective.NoisyBatch
 ) -> tuple[jax.Array, Params]:
-    """Returns logits [B * (L - S), V] of the masked copies and each router's load [E].
+    """Returns logits [B * N, V] of the positions with targets and each router's load [E].
 
     The layers run here one by one, because training needs the routers' choices.
     """
@@ -145,8 +167,7 @@ def forward(
             x = x + _all_experts(layer.mlp, h, ids, jnp.where(valid[:, None], weights, 0.0))
         else:
             x = x + sum(layer.mlp(h))
-    S = L - batch.targets.shape[1]
-    hidden = model.norm(x).reshape(B, L, -1)[:, S:]
+    hidden = model.norm(x).reshape(B, L, -1)[:, L - batch.targets.shape[1] :]
     return model.logits(hidden.reshape(-1, hidden.shape[-1])), loads
 
 
@@ -181,12 +202,12 @@ def loss(
 ) -> tuple[jax.Array, tuple[jax.Array, Params]]:
     """Returns (loss, (token accuracy, loads)) of float32 parameters."""
     logits, loads = forward(network, network.cast(params), batch)
-    value, accuracy = objective.masked_cross_entropy(logits, batch.targets, batch.masked)
+    value, accuracy = objective.masked_cross_entropy(logits, batch.targets, batch.weights)
     return value, (accuracy, loads)
 
 
 def train_step(
-    network: Network, config: TrainConfig, noise: objective.NoiseConfig
+    network: Network, config: TrainConfig, noise: Noise
 ) -> Callable[[TrainState, Mapping[str, jax.Array]], tuple[TrainState, Params]]:
     """Returns the jitted `step(state, batch) -> (state, metrics)`; it consumes the state."""
 
@@ -224,16 +245,15 @@ def train_step(
 
 
 def noisy_batch(
-    key: jax.Array, batch: Mapping[str, jax.Array], noise: objective.NoiseConfig
+    key: jax.Array, batch: Mapping[str, jax.Array], noise: Noise
 ) -> objective.NoisyBatch:
     """Returns the masked form of a batch as `examples.pad_rows` makes it."""
-    return objective.add_noise(
-        key,
-        batch["tokens"].astype(jnp.int32),
-        batch["prompt_lens"],
-        batch["total_lens"],
-        noise,
-    )
+    tokens, prompt_lens = batch["tokens"].astype(jnp.int32), batch["prompt_lens"]
+    match noise:
+        case objective.NoiseConfig():
+            return objective.add_noise(key, tokens, prompt_lens, batch["total_lens"], noise)
+        case canvas_objective.CanvasNoiseConfig():
+            return canvas_objective.add_noise(key, tokens, prompt_lens, batch["answer_ends"], noise)
 
 
 def _averaged(average: Params, params: Params, step: jax.Array, decay: float) -> Params:

@@ -54,7 +54,7 @@ def test_only_answer_positions_are_masked_and_every_block_has_one():
     for seed in range(20):
         tokens, batch = noisy(prompts, totals, seed=seed)
         place = np.asarray(batch.positions)[:, SEQ:]
-        masked = np.asarray(batch.masked)
+        masked = np.asarray(batch.weights) == 1
         noisy_tokens = np.asarray(batch.tokens)[:, SEQ:]
         for row in range(3):
             editable = (place[row] >= prompts[row]) & (place[row] < totals[row])
@@ -72,20 +72,18 @@ def test_only_answer_positions_are_masked_and_every_block_has_one():
 def test_full_mask_fraction_one_masks_every_answer_position():
     _, batch = noisy([5], [12], full_mask_fraction=1.0)
     place = np.asarray(batch.positions)[0, SEQ:]
-    assert np.array_equal(np.asarray(batch.masked)[0], (place >= 5) & (place < 12))
+    assert np.array_equal(np.asarray(batch.weights)[0], (place >= 5) & (place < 12))
 
 
-def test_masked_cross_entropy_is_the_mean_over_masked_positions():
+def test_masked_cross_entropy_is_the_weighted_mean_over_masked_positions():
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(6, 5)).astype(np.float32)
     targets = rng.integers(0, 5, 6)
-    masked = np.array([True, False, True, True, False, False])
-    want = [
-        -(logits[i][targets[i]] - np.log(np.exp(logits[i]).sum())) for i in range(6) if masked[i]
-    ]
-    right = [logits[i].argmax() == targets[i] for i in range(6) if masked[i]]
+    weights = np.array([1.0, 0.0, 1.0, 0.1, 0.0, 0.0], np.float32)
+    losses = [-(logits[i][targets[i]] - np.log(np.exp(logits[i]).sum())) for i in range(6)]
+    right = [logits[i].argmax() == targets[i] for i in range(6)]
     loss, accuracy = objective.masked_cross_entropy(
-        jnp.array(logits), jnp.array(targets), jnp.array(masked)
+        jnp.array(logits), jnp.array(targets), jnp.array(weights)
     )
-    assert float(loss) == pytest.approx(np.mean(want), rel=1e-5)
-    assert float(accuracy) == pytest.approx(np.mean(right))
+    assert float(loss) == pytest.approx(np.average(losses, weights=weights), rel=1e-5)
+    assert float(accuracy) == pytest.approx(np.average(right, weights=weights))

@@ -1,4 +1,4 @@
-"""Families that are served but not trained here: refused by name, at once."""
+"""Families and options that are served but not trained here: refused by name, at once."""
 
 import json
 import pathlib
@@ -6,13 +6,22 @@ import pathlib
 import pytest
 
 from jdllm import errors
-from jdllm.train import step
+from jdllm.train import config, step
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "data" / "goldens"
 
 
-@pytest.mark.parametrize("family", ["llada", "dream"])
-def test_training_is_refused(family):
-    hf_config = json.loads((GOLDENS / family / "config.json").read_text())
-    with pytest.raises(errors.ConfigError, match="training is block-causal"):
-        step.build_network(hf_config, "float32")
+def hf_config(family):
+    return json.loads((GOLDENS / family / "config.json").read_text())
+
+
+def test_training_of_shifted_logits_is_refused():
+    with pytest.raises(errors.ConfigError, match="DreamModel: .* logit row per position.*shifted"):
+        step.build_network(hf_config("dream"), "float32")
+
+
+def test_noise_copies_of_full_attention_are_refused():
+    network = step.build_network(hf_config("llada"), "float32")
+    step.noise_config(network, config.from_mapping({"model_path": "x"}))
+    with pytest.raises(errors.ConfigError, match="noise_copies=2 must be 1 for LLaDAModelLM"):
+        step.noise_config(network, config.from_mapping({"model_path": "x", "noise_copies": 2}))

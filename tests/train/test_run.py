@@ -149,7 +149,7 @@ def test_one_token_per_step_writes_every_position_once(model_path):
 
 
 def test_balance_moves_biases_toward_equal_load(model_path):
-    settings = run_config(model_path, balance_rate=0.01)
+    settings = run_config(model_path, balance_rate=0.01, answer_blocks=2)
     hf = json.loads((model_path / "config.json").read_text())
     network = step.build_network(hf, "float32")
     params = step.init_params(network, 0)
@@ -159,9 +159,7 @@ def test_balance_moves_biases_toward_equal_load(model_path):
     chat = examples.ChatFormat(model_path)
     layout = examples.Layout(sequence_length=96, block_size=32, answer_blocks=2)
     _, batch = examples.heldout(chat, layout, 2)
-    noise = evaluate.objective.NoiseConfig(
-        block_size=32, answer_blocks=2, copies=1, full_mask_fraction=0.2, mask_token_id=2
-    )
+    noise = step.noise_config(network, settings)
     moved, _ = step.train_step(network, settings, noise)(state, batch)
     assert float(moved.params[path][0]) == pytest.approx(0.99)
     assert float(moved.params[path][3]) == pytest.approx(-0.99)

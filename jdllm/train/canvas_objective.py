@@ -1,0 +1,118 @@
+"""The objective of full-attention families: one forward of each row, prompt and canvas.
+
+The canvas is what is written behind the prompt: the answer, then end-of-text tokens. Its length
+differs from step to step, because requests ask for canvases of any length. Every position up to
+its end sees every other, and is masked as decoding meets it: anywhere (LLaDA's fine-tuning, and
+gaps before a given text), or from left to right, several blocks at once. The loss is the
+cross-entropy of the masked positions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jdllm.train import objective
+
+RISING_FRACTION = 0.5  # share of rows that are masked from left to right
+MAX_OPEN_BLOCKS = 3  # blocks at once between what is clean and what is fully masked
+WEIGHT_BEHIND_END = 0.1
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CanvasNoiseConfig:
+    """How canvases are cut and masked; their blocks begin at the prompt's end."""
+
+    block_size: int
+    full_mask_fraction: float  # share of rows whose canvas is masked entirely
+    mask_token_id: int
+
+
+def add_noise(
+    key: jax.Array,
+    tokens: jax.Array,
+    prompt_lens: jax.Array,
+    answer_ends: jax.Array,
+    config: CanvasNoiseConfig,
+) -> objective.NoisyBatch:
+    """Returns the rows [B, S] as masked canvases; L = S, and all positions have targets.
+
+    `answer_ends` [B] is where the answer and its end token end; what follows is end-of-text.
+    """
+    B, S = tokens.shape
+    key_end, key_ratio, key_place = jax.random.split(key, 3)
+    ends = draw_ends(key_end, prompt_lens, answer_ends, S, config)
+    place = jnp.broadcast_to(jnp.arange(S), (B, S))
+    valid = place < ends[:, None]
+    first, ratio = draw_ratios(key_ratio, prompt_lens, answer_ends, S, config)
+    editable = valid & (place >= first[:, None])
+    # How far a draw is below the ratio; the farthest is masked in any case, so that no row is idle.
+    score = jnp.where(editable, jax.random.uniform(key_place, (B, S)) - ratio, 2.0)
+    masked = editable & ((score < 0) | (score == jnp.min(score, axis=1, keepdims=True)))
+    return objective.NoisyBatch(
+        tokens=jnp.where(masked, config.mask_token_id, tokens),
+        positions=place,
+        valid=valid,
+        visible=jnp.broadcast_to(valid[:, None, :], (B, S, S)),
+        targets=tokens,
+        weights=masked * _weights(valid & ~masked, answer_ends),
+    )
+
+
+def draw_ends(
+    key: jax.Array,
+    prompt_lens: jax.Array,
+    answer_ends: jax.Array,
+    length: int,
+    config: CanvasNoiseConfig,
+) -> jax.Array:
+    """Returns [B], where canvases end: after a number of whole blocks that hold the answer.
+
+    The greatest is `length`, where the last block may be short, as where a context ends.
+    """
+    fewest = -(-(answer_ends - prompt_lens) // config.block_size)
+    most = -(-(length - prompt_lens) // config.block_size)
+    blocks = jax.random.randint(key, prompt_lens.shape, fewest, most + 1)
+    return jnp.minimum(prompt_lens + blocks * config.block_size, length)
+
+
+def draw_ratios(
+    key: jax.Array,
+    prompt_lens: jax.Array,
+    answer_ends: jax.Array,
+    length: int,
+    config: CanvasNoiseConfig,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns [B], the first position that may be masked, and [B, length], the share from there on.
+
+    Either one ratio t ~ U(0, 1) for the canvas, or all of it, or from left to right: clean blocks,
+    one to three at rising ratios, and all that follows.
+    """
+    B = prompt_lens.shape[0]
+    key_kind, key_block, key_count, key_ratio = jax.random.split(key, 4)
+    is_full, is_rising = jax.random.uniform(key_kind, (2, B)) < jnp.array(
+        [[config.full_mask_fraction], [RISING_FRACTION]]
+    )
+    # Decoding goes no further than to the block in which the answer ends.
+    blocks = -(-(answer_ends - prompt_lens) // config.block_size)
+    block = jnp.where(is_rising & ~is_full, jax.random.randint(key_block, (B,), 0, blocks), 0)
+    first = prompt_lens + block * config.block_size
+    draws = jax.random.uniform(key_ratio, (B, MAX_OPEN_BLOCKS))
+    count = jax.random.randint(key_count, (B, 1), 1, MAX_OPEN_BLOCKS + 1)
+    rising = jnp.sort(jnp.where(jnp.arange(MAX_OPEN_BLOCKS) < count, draws, 1.0), axis=1)
+    rising = jnp.concatenate([rising, jnp.ones((B, 1))], axis=1)
+    ahead = (jnp.arange(length) - first[:, None]) // config.block_size  # of the first open block
+    ratio = jnp.take_along_axis(rising, jnp.clip(ahead, 0, MAX_OPEN_BLOCKS), axis=1)
+    ratio = jnp.where(is_rising[:, None], ratio, draws[:, :1])
+    return first, jnp.where(is_full[:, None], 1.0, ratio)
+
+
+def _weights(written: jax.Array, answer_ends: jax.Array) -> jax.Array:
+    # Behind an end token that shows there is only end-of-text: many positions, and nothing to
+    # learn. The weight depends on what the model sees, not on the target, which would teach it
+    # that ends are rarer than they are wherever the end of the answer is still open.
+    is_end = written & (jnp.arange(written.shape[1]) >= answer_ends[:, None] - 1)
+    shown = jnp.cumsum(is_end, axis=1) > 0
+    return jnp.where(shown, WEIGHT_BEHIND_END, 1.0)
