@@ -57,7 +57,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m jdllm.convert", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("--model-path", required=True, help="model directory or Hugging Face id")
+    parser.add_argument(
+        "--model-path",
+        required=True,
+        help="model directory, bundled model's name or Hugging Face id",
+    )
     parser.add_argument("--output", required=True, help="directory to create")
     parser.add_argument("--dtype", default="auto", choices=config.DTYPES)
     parser.add_argument("--revision", default=None, help="branch, tag or commit of the model")

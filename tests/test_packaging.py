@@ -11,8 +11,9 @@ import zipfile
 
 import pytest
 
+from jdllm.checkpoint import source
+
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-BUNDLES = ("jdllm-nano", "jdllm-nano-canvas")
 MEBIBYTE = 1024 * 1024
 
 
@@ -53,7 +54,7 @@ def test_all_code_and_all_assets_are_in_the_wheel(wheel):
     names = set(wheel.namelist())
     code = files(ROOT / "jdllm", "*.py") | files(ROOT / "pallas_kernels", "*.py")
     assets = files(ROOT / "jdllm" / "assets", "*")
-    assert {f"jdllm/assets/{name}/tokenizer.json" for name in BUNDLES} <= assets
+    assert {f"jdllm/assets/{name}/tokenizer.json" for name in source.BUNDLED_MODELS} <= assets
     assert (code | assets) - names == set()
 
 
@@ -68,7 +69,7 @@ def test_nothing_else_is_in_the_wheel(wheel):
     )
 
 
-@pytest.mark.parametrize("name", BUNDLES)
+@pytest.mark.parametrize("name", source.BUNDLED_MODELS)
 def test_a_bundled_model_is_complete_and_small(name):
     folder = ROOT / "jdllm" / "assets" / name
     sizes = {path.name: path.stat().st_size for path in folder.iterdir()}

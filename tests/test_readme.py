@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import pathlib
 import re
 import subprocess
 import sys
 
 import pytest
+import safetensors
 
 from jdllm import config, sampling_params
 from jdllm.checkpoint import source
@@ -61,10 +63,10 @@ def test_support_matrix_names_what_exists():
 
 def test_routes_exist():
     row = next(line for line in README.splitlines() if line.startswith("| Endpoints"))
-    source = "".join(path.read_text() for path in (ROOT / "jdllm" / "server").glob("*.py"))
+    code = "".join(path.read_text() for path in (ROOT / "jdllm" / "server").glob("*.py"))
     routes = re.findall(r"`(/[\w/]+)`", row)
     assert len(routes) > 10
-    assert [route for route in routes if f'"{route}"' not in source] == []
+    assert [route for route in routes if f'"{route}"' not in code] == []
 
 
 def test_facts_of_the_bundled_models():
@@ -76,4 +78,7 @@ def test_facts_of_the_bundled_models():
     assert nano["block_size"] == 32
     assert "(six layers, eight experts, blocks of 32)" in README
     assert canvas["n_layers"] == 8
-    assert "(eight layers, 7.2 million parameters)" in README
+    weights = source.bundled_model("jdllm-nano-canvas") / "model.safetensors"
+    with safetensors.safe_open(weights, framework="numpy") as tensors:
+        sizes = [math.prod(tensors.get_slice(name).get_shape()) for name in tensors.offset_keys()]
+    assert f"(eight layers, {sum(sizes) / 1e6:.1f} million parameters)" in README

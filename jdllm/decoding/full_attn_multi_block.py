@@ -12,7 +12,8 @@ Dream (`is_shifted`, also SGLang's pull request): entropy < threshold.
 
 Early stop: what lies behind the first end token becomes the end of text at once, which is what the
 model was trained to see there. The end token itself may be another one (the end of a turn): a
-canvas filled with those misleads the model about all that is still open before them.
+canvas filled with those misleads the model about all that is still open before them. A request's
+own end tokens count, too; where more text would follow them, the fill says that none does.
 
 K,V (`cache_mode`): a finished block is cached, after `cache_delay_iter` forwards that had all of
 its tokens; blocks are cached in order, so the cache is [0, `cached`), and it is that in every

@@ -80,7 +80,7 @@ HARMLESS = frozenset(
     chunk_size_feed_forward pruned_heads finetuning_task problem_type id2label label2id
     num_labels task_specific_params tie_encoder_decoder cross_attention_hidden_size
     tf_legacy_loss pretraining_tp prefix
-    bos_token_id pad_token_id sep_token_id unk_token_id image_token_id
+    bos_token_id sep_token_id unk_token_id image_token_id
     decoder_start_token_id forced_bos_token_id forced_eos_token_id
     attention_dropout embedding_dropout hidden_dropout output_dropout attn_pdrop
     embd_pdrop resid_pdrop initializer_range
@@ -95,7 +95,7 @@ HARMLESS = frozenset(
 # Keys that the readers below read for every family.
 _READ = frozenset(
     """
-    block_length block_size eos_token_id layer_types mask_token_id model_type
+    block_length block_size eos_token_id layer_types mask_token_id model_type pad_token_id
     rope_parameters
     """.split()  # noqa: SIM905
 )
@@ -176,11 +176,17 @@ def diffusion(
         block_size = blocks.pop() if blocks else defaults.block_size
     mask = first(hf.get("mask_token_id"), generation.get("mask_token_id"), defaults.mask_token_id)
     eos = first(generation.get("eos_token_id"), hf.get("eos_token_id"), defaults.eos_token_ids)
+    eos = tuple(eos) if isinstance(eos, list | tuple) else (eos,)
+    if not eos:
+        raise errors.ConfigError("eos_token_id=[] (generation_config.json, config.json) is empty")
+    pad = first(generation.get("pad_token_id"), hf.get("pad_token_id"))
     return dataclasses.replace(
         defaults,
         block_size=integer({"block_size": block_size}, "block_size"),
         mask_token_id=mask,
-        eos_token_ids=tuple(eos) if isinstance(eos, list | tuple) else (eos,),
+        eos_token_ids=eos,
+        # What rows are padded with, and not the first of a list, which may be the end of a turn.
+        end_of_text_id=eos[0] if pad is None or pad == mask else pad,
     )
 
 
@@ -191,10 +197,10 @@ def check_spec(
     kv_heads_key: str = "num_key_value_heads",
 ) -> None:
     """Raises where the special tokens or the head counts of a model cannot be."""
-    if not model.diffusion.eos_token_ids:
-        raise errors.ConfigError("eos_token_id=[] names no token; set eos_token_id in config.json")
     named = [("mask_token_id", model.diffusion.mask_token_id)]
     named += [("eos_token_id", i) for i in model.diffusion.eos_token_ids]
+    if model.diffusion.has_canvas:
+        named.append(("pad_token_id", model.diffusion.end_of_text_id))
     for key, token_id in named:
         is_id = isinstance(token_id, int) and not isinstance(token_id, bool)
         if not is_id or not 0 <= token_id < model.vocab_size:

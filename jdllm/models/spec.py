@@ -27,11 +27,16 @@ class LogitAlignment(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DiffusionSpec:
-    """How a family denoises: block length in tokens, special ids, visibility."""
+    """How a family denoises: block length in tokens, special ids, visibility.
+
+    `end_of_text_id` is what the model's training rows hold from the end of the text on: it ends
+    an output, too, but not every token that does is one (the end of a turn).
+    """
 
     block_size: int
     mask_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    end_of_text_id: int | None = None  # known of every parsed config
     attention_pattern: AttentionPattern = AttentionPattern.BLOCK_CAUSAL
     logit_alignment: LogitAlignment = LogitAlignment.SAME_POSITION
 
@@ -39,11 +44,6 @@ class DiffusionSpec:
     def has_canvas(self) -> bool:
         """Whether rows are whole canvases, because every K,V depends on later tokens."""
         return self.attention_pattern is AttentionPattern.FULL
-
-    @property
-    def end_of_text_id(self) -> int:
-        """The end token that follows itself to the end of a canvas: the model's first."""
-        return self.eos_token_ids[0]
 
     @property
     def is_shifted(self) -> bool:

@@ -65,7 +65,7 @@ def load_model(
     block_size: int | None = None,
     load_format: str = "auto",
 ) -> FullModel:
-    """Returns the model of a directory or Hugging Face id, or the bundled one for None."""
+    """Returns the model that `source.resolve` finds: a directory, a name; jdllm-nano for None."""
     directory = source.resolve(path)
     return FullModel(
         loading.load(directory, dtype=dtype, block_size=block_size, load_format=load_format)

@@ -1,7 +1,8 @@
 """The shapes that are compiled at start-up; every launch is padded to one of them.
 
-Few, because each costs compile time: decode and canvas launches differ in rows, prefill
-launches in packed tokens with one width of page tables, launches of one whole canvas in tokens.
+Few, because each costs compile time: decode launches differ in rows, prefill launches in packed
+tokens with one width of page tables, canvas launches in rows and in whether canvases are short,
+launches of one whole canvas in tokens.
 """
 
 from __future__ import annotations
@@ -104,11 +105,11 @@ class CanvasBuckets:
     `row_tokens` is what the longest canvas takes of these. The other two are there because a launch
     holds the layers once for each size of a forward, and XLA prepares every kernel of a launch for
     each run (LLaDA-8B, 32 layers: 1 to 2 ms of the host for each size, where a forward of few
-    tokens takes 5). `short_row_tokens`: canvases that take no more than that on average have
-    launches of their own, without the sizes that only longer ones need; 0: none. `whole_tokens`,
-    ascending, are the sizes of launches of one row that forward nothing but its whole canvas; they
-    hold the layers once. Nothing hides that time for the first launch of a request. None: every
-    launch is one of the others.
+    tokens takes 5). `short_row_tokens`: canvases that together take no more than that for each row
+    of the bucket have launches of their own, without the sizes that only longer ones need; 0: none.
+    `whole_tokens`, ascending, are the sizes of launches of one row that forward nothing but its
+    whole canvas; they hold the layers once. Nothing hides that time for the first launch of a
+    request. None: every launch is one of the others.
     """
 
     rows: tuple[int, ...]

@@ -16,6 +16,7 @@ from typing import Any
 import pydantic
 
 from jdllm import config, errors
+from jdllm.checkpoint import source
 
 ALIASES = config.ALIASES | {"drain_timeout": "drain_timeout_s"}
 # Accepted, and change nothing: what they ask for is always so.
@@ -24,8 +25,8 @@ SECRETS = ("api_key", "admin_api_key")
 REFUSED_PREFIXES = {"cuda_graph_": "every bucket is compiled at start; use --max-running-requests"}
 
 HELP = {
-    "model_path": "checkpoint folder, hub id, or a bundled model: jdllm-nano (default), "
-    "jdllm-nano-canvas",
+    "model_path": "checkpoint folder, hub id, or a bundled model: "
+    f"{' (default), '.join(source.BUNDLED_MODELS)}",
     "tokenizer_path": "tokenizer folder, if not the checkpoint's",
     "served_model_name": "name in /v1/models and in answers",
     "revision": "hub revision (branch, tag or commit)",

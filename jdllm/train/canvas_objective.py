@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jdllm.train import objective
 
-RISING_FRACTION = 0.5  # share of rows that are masked from left to right
+RISING_FRACTION = 0.5  # masked from left to right, of the rows not masked entirely
 MAX_OPEN_BLOCKS = 3  # blocks at once between what is clean and what is fully masked
 WEIGHT_BEHIND_END = 0.1
 

@@ -31,8 +31,9 @@ _AT_LEAST_ONE = (
 class TrainConfig:
     """Everything that decides a run, apart from where it writes.
 
-    `model_path` holds config.json, tokenizer and chat template; the learning rate warms up,
-    stays at `learning_rate`, and falls linearly to 0 over the last `decay_steps` of `num_steps`.
+    `model_path` (a directory, or a bundled model's name) holds config.json, tokenizer and chat
+    template; the learning rate warms up, stays at `learning_rate`, and falls linearly to 0 over
+    the last `decay_steps` of `num_steps`.
     """
 
     model_path: str
@@ -41,7 +42,7 @@ class TrainConfig:
     max_minutes: float | None = None  # stop (checkpoint, evaluate, export) after this much time
     batch_size: int = 512  # problems per step
     sequence_length: int = 192  # tokens of prompt and answer, a multiple of the block size
-    answer_blocks: int = 4  # most blocks that an answer may touch
+    answer_blocks: int = 4  # most blocks that an answer may touch, counted from position 0
     noise_copies: int = 1  # independently masked copies of every answer; 1 for full attention
     full_mask_fraction: float = 0.2  # share of blocks, or canvases, that are masked entirely
     learning_rate: float = 1.5e-3

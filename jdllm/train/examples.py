@@ -21,6 +21,7 @@ from jdllm import errors
 from jdllm.tasks import arithmetic
 
 Batch = dict[str, np.ndarray]
+TURN_END = "<|role_end|>"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +59,12 @@ class ChatFormat:
         self._before, self._after = rendered.split("\0")
         hf = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
         self.pad_id: int = hf["pad_token_id"]
-        self.turn_end_id: int = self.tokenizer.token_to_id("<|role_end|>")
+        turn_end_id = self.tokenizer.token_to_id(TURN_END)
+        if turn_end_id is None:
+            raise errors.ConfigError(
+                f"{model_path}/tokenizer.json has no {TURN_END}, with which training ends an answer"
+            )
+        self.turn_end_id: int = turn_end_id
 
     def prompts(self, questions: Sequence[str]) -> list[list[int]]:
         """Returns the ids of each question as a one-turn chat, ready for the answer."""
@@ -115,7 +121,7 @@ def pad_rows(rows: Sequence[tuple[list[int], list[int]]], layout: Layout, pad_id
     What follows an answer is `pad_id` (the end-of-text token): the model learns to fill a block
     it has nothing more to say in. `total_lens` are whole blocks.
     """
-    tokens = np.full((len(rows), layout.sequence_length), pad_id, np.uint16)
+    tokens = np.full((len(rows), layout.sequence_length), pad_id, np.int32)
     prompt_lens = np.zeros(len(rows), np.int32)
     answer_ends = np.zeros(len(rows), np.int32)
     total_lens = np.zeros(len(rows), np.int32)

@@ -15,6 +15,7 @@ import time
 import tqdm
 
 from jdllm import errors
+from jdllm.checkpoint import source
 from jdllm.train import checkpoints, evaluate, examples, export, step
 from jdllm.train.config import TrainConfig
 
@@ -34,7 +35,7 @@ class RunPaths:
 def train(config: TrainConfig, paths: RunPaths) -> dict[str, float]:
     """Trains until `num_steps` or `max_minutes`; returns the last evaluation's numbers."""
     began = time.monotonic()
-    model_path = pathlib.Path(config.model_path)
+    model_path = source.resolve(config.model_path)
     hf_config = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
     network = step.build_network(hf_config, config.compute_dtype)
     layout = examples.Layout(
@@ -48,7 +49,7 @@ def train(config: TrainConfig, paths: RunPaths) -> dict[str, float]:
     paths.output_dir.mkdir(parents=True, exist_ok=True)
     saved = checkpoints.manager(paths.output_dir / "checkpoints")
     state = _first_state(config, network, paths, saved)
-    source = examples.ProblemBatches(
+    problems = examples.ProblemBatches(
         chat,
         layout,
         batch_size=config.batch_size,
@@ -60,7 +61,7 @@ def train(config: TrainConfig, paths: RunPaths) -> dict[str, float]:
     number = int(state.step)
     logger.info("training from step %d to %d", number, config.num_steps)
     batches = examples.batches(
-        source,
+        problems,
         start_step=number,
         num_threads=config.data_threads,
         num_workers=config.data_workers,

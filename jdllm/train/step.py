@@ -248,7 +248,7 @@ def noisy_batch(
     key: jax.Array, batch: Mapping[str, jax.Array], noise: Noise
 ) -> objective.NoisyBatch:
     """Returns the masked form of a batch as `examples.pad_rows` makes it."""
-    tokens, prompt_lens = batch["tokens"].astype(jnp.int32), batch["prompt_lens"]
+    tokens, prompt_lens = batch["tokens"], batch["prompt_lens"]
     match noise:
         case objective.NoiseConfig():
             return objective.add_noise(key, tokens, prompt_lens, batch["total_lens"], noise)

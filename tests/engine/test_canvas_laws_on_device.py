@@ -12,6 +12,7 @@ from canvas_asks import DELAYED, DUAL, MIXES, MULTI, SLOW, WINDOW, Ask, cached_a
 from canvas_engine import alone, generate, launches, shared, told
 from tiny_engine import assert_nothing_held
 
+from jdllm import sampling_params
 from jdllm.engine import build
 
 every_family = pytest.mark.parametrize("family", MIXES)
@@ -107,16 +108,21 @@ def test_a_row_alone_begins_with_a_launch_of_its_whole_canvas(family):
     (first, *later) = launched(engine, [cached])
     assert (first[0].is_whole, first[1]) == (True, 1)
     assert later and not any(bucket.is_whole for bucket, _ in later)
+    seen = set()
     for ask in mixed_asks(family, seed=5):
         before = engine.stats()
         buckets = {bucket.is_whole for bucket, steps in launched(engine, [ask]) if steps > 1}
         after = engine.stats()
         forwards = after.denoising_steps_total - before.denoising_steps_total
         full = after.canvas_full_forwards_total - before.canvas_full_forwards_total
-        if True in buckets:
-            assert buckets == {True}
+        options = sampling_params.DllmParams(**ask.dllm)
+        is_whole = options.resolve(options).forwards_whole_canvas
+        assert buckets <= {is_whole}
+        seen |= buckets
+        if is_whole:
             guided = 2 if ask.dllm.get("cfg_scale") else 1  # forwards a step
             assert forwards == guided * full
+    assert seen == {True, False}
 
 
 def test_short_canvases_run_in_launches_of_their_own():

@@ -79,6 +79,22 @@ def test_published_sizes_have_the_published_tensors(family, tensors, parameters,
     assert diffusion.block_size == 32
     assert diffusion.mask_token_id == PUBLISHED[family]["mask_token_id"]
     assert diffusion.eos_token_ids == (PUBLISHED[family]["eos_token_id"],)
+    assert diffusion.end_of_text_id == PUBLISHED[family]["pad_token_id"]
+
+
+@every_family
+@pytest.mark.parametrize(
+    ("config", "generation", "expected"),
+    [
+        ({"pad_token_id": 7, "eos_token_id": 9}, {"eos_token_id": [8, 7]}, 7),
+        ({"pad_token_id": 7, "eos_token_id": 9}, {"eos_token_id": [8], "pad_token_id": 5}, 5),
+        ({"pad_token_id": None, "eos_token_id": [6, 8]}, {}, 6),
+        ({"pad_token_id": 3, "mask_token_id": 3, "eos_token_id": 9}, {}, 9),
+    ],
+)
+def test_the_end_of_text_is_what_rows_are_padded_with(family, config, generation, expected):
+    parsed = parse(family, config, generation_config=generation)
+    assert parsed.spec.diffusion.end_of_text_id == expected
 
 
 @every_family
@@ -142,6 +158,7 @@ def test_missing_ids_are_those_of_the_published_tokenizer(family):
                 ("mask_token_id", 256),
                 ("eos_token_id", [241, -1]),
                 ("eos_token_id", []),
+                ("pad_token_id", 256),
                 ("block_size", 0),
             )
         ),
