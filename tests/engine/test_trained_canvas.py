@@ -11,9 +11,9 @@ import jdllm
 from jdllm.tasks import arithmetic, example
 
 NEVER = 10**6
-MULTI = {"algorithm": "FullAttnMultiBlock", "threshold": 0.1}
+MULTI = {"algorithm": "FullAttnMultiBlock"}
 CACHED = {"cache_delay_iter": 1, "refresh_interval": NEVER}
-PROBLEMS = list(itertools.islice(arithmetic.problems("test"), 32))
+PROBLEMS = list(itertools.islice(arithmetic.problems("test"), 16))
 
 
 @pytest.fixture(scope="module")
@@ -46,12 +46,16 @@ def num_solved(engine, dllm):
 @pytest.mark.parametrize("mode", ["delayed", "window"])
 def test_most_problems_are_solved_with_cached_keys(engine, mode):
     # Of 500: 90 % and 83 %, in exact mode 90 %.
-    assert num_solved(engine, MULTI | CACHED | {"cache_mode": mode}) >= 0.7 * len(PROBLEMS)
+    assert num_solved(engine, MULTI | CACHED | {"cache_mode": mode}) >= 0.6 * len(PROBLEMS)
 
 
 def test_what_early_stop_fills_in_costs_no_answers(engine):
-    """Filled with the end of the turn, as it once was, one answer in eight is lost."""
-    early, full = (num_solved(engine, MULTI | {"early_stop": stops}) for stops in (True, False))
+    """Filled with the end of the turn, as it once was, one answer in four is lost.
+
+    The lower the threshold, the more is still open when the end is known.
+    """
+    slow = MULTI | {"threshold": 0.02}
+    early, full = (num_solved(engine, slow | {"early_stop": stops}) for stops in (True, False))
     assert full >= 0.8 * len(PROBLEMS)
     assert early >= full - 1
 
