@@ -270,9 +270,8 @@ class Scheduler:
                 outputs.append(outputs_lib.RequestOutput.of(request, new, finish))
                 return
         request.nfe = nfe + result.nfe
-        if result.nfe:
-            # What is new to the host: a row that began anew reports its earlier tokens again.
-            request.tokens_per_step = (len(request.output_ids) - known) / result.nfe
+        # What is new to the host: a row that began anew reports its earlier tokens again.
+        request.tokens_per_step = (len(request.output_ids) - known) / max(result.nfe, 1)
         if new:
             outputs.append(outputs_lib.RequestOutput.of(request, new))
         if result.is_invalid:

@@ -64,6 +64,15 @@ def engine(run):
         yield engine
 
 
+@pytest.fixture(scope="module")
+def trained(run):
+    """Returns the run's network and weights, and two rows of problems, 160 tokens each."""
+    network = step.build_network(json.loads((run / "hf" / "config.json").read_text()), "float32")
+    params = loading.load(run / "hf", dtype="float32", show_progress=False).params
+    layout = examples.Layout(sequence_length=160, block_size=32, answer_blocks=4)
+    return network, params, examples.heldout(examples.ChatFormat(run / "hf"), layout, 2)[1]
+
+
 def test_the_loss_falls(run):
     lines = [json.loads(line) for line in (run / "curve.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]
@@ -90,15 +99,11 @@ def test_the_export_is_served_with_its_chat_template_and_end_tokens(run, engine)
 
 
 @pytest.mark.parametrize("threshold", [1.0, 0.2])
-def test_denoising_while_training_is_what_the_engine_does(run, engine, threshold):
+def test_denoising_while_training_is_what_the_engine_does(trained, engine, threshold):
     dllm = {"algorithm": "FastDLLM", "threshold": threshold}
-    chat = examples.ChatFormat(run / "hf")
-    layout = examples.Layout(sequence_length=160, block_size=32, answer_blocks=4)
-    _, batch = examples.heldout(chat, layout, 2)
+    network, params, batch = trained
     tokens, prompts = batch["tokens"][:, :SEQ], batch["prompt_lens"]
     assert all((SEQ - prompts) % 32)
-    network = step.build_network(json.loads((run / "hf" / "config.json").read_text()), "float32")
-    params = loading.load(run / "hf", dtype="float32", show_progress=False).params
     rows = denoise.denoiser(network, length=SEQ, stop_ids=())(
         params, tokens, prompts, jnp.float32(threshold)
     )
@@ -117,12 +122,8 @@ def test_denoising_while_training_is_what_the_engine_does(run, engine, threshold
     assert np.array_equal(rows.forwards, one_token) == (threshold == 1.0)
 
 
-def test_a_row_is_done_at_a_stop_token_of_its_last_final_block(run):
-    chat = examples.ChatFormat(run / "hf")
-    layout = examples.Layout(sequence_length=160, block_size=32, answer_blocks=4)
-    _, batch = examples.heldout(chat, layout, 2)
-    network = step.build_network(json.loads((run / "hf" / "config.json").read_text()), "float32")
-    params = loading.load(run / "hf", dtype="float32", show_progress=False).params
+def test_a_row_is_done_at_a_stop_token_of_its_last_final_block(trained):
+    network, params, batch = trained
     every = tuple(range(network.config.spec.vocab_size))
     rows = denoise.denoiser(network, length=160, stop_ids=every)(
         params, batch["tokens"], batch["prompt_lens"], jnp.float32(2.0)
