@@ -27,8 +27,9 @@ import numpy as np
 
 from jdllm import config, decoding, sampling_params
 from jdllm.bench import in_process
-from jdllm.decoding import canvas as canvas_lib
-from jdllm.decoding import canvas_rules, full_attn_multi_block
+from jdllm.decoding.canvas import full_attn_multi_block
+from jdllm.decoding.canvas import interface as canvas_lib
+from jdllm.decoding.canvas import rules as canvas_rules
 from jdllm.engine import engine as engine_lib
 
 BLOCK = 32

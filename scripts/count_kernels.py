@@ -33,18 +33,14 @@ from jax.experimental import topologies  # noqa: E402
 
 from jdllm.kv_cache import pool as pool_lib  # noqa: E402
 from jdllm.models import loading  # noqa: E402
-from jdllm.runner import (  # noqa: E402
-    canvas_loop,
-    canvas_packing,
-    canvas_state,
-    decode_loop,
-    forward_batch,
-    interrupts,
-    model_runner,
-    packing,
-    row_state,
-    steps,
-)
+from jdllm.runner import forward_batch, model_runner, steps  # noqa: E402
+from jdllm.runner.block import loop as decode_loop  # noqa: E402
+from jdllm.runner.block import state as row_state  # noqa: E402
+from jdllm.runner.canvas import loop as canvas_loop  # noqa: E402
+from jdllm.runner.canvas import packing as canvas_packing  # noqa: E402
+from jdllm.runner.canvas import state as canvas_state  # noqa: E402
+from jdllm.runner.launch import interrupts  # noqa: E402
+from jdllm.runner.launch import words as packing  # noqa: E402
 from jdllm.scheduler import batch as batch_lib  # noqa: E402
 from pallas_kernels import dispatch  # noqa: E402
 

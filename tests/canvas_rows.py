@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jdllm import decoding, sampling_params
-from jdllm.decoding import canvas as canvas_lib
+from jdllm.decoding.canvas import interface as canvas_lib
 
 MASK = -7  # a token no proposal holds, so that a masked position cannot pass for a written one
 FILLER = 8  # as no proposal holds either

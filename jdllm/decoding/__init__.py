@@ -4,15 +4,15 @@
 full-attention one.
 """
 
-from jdllm.decoding.canvas import CanvasAlgorithm
-from jdllm.decoding.dream import Dream
-from jdllm.decoding.entropy_threshold import EntropyThreshold
-from jdllm.decoding.fast_dllm import FastDLLM
-from jdllm.decoding.full_attn_multi_block import FullAttnMultiBlock
-from jdllm.decoding.interface import Algorithm
-from jdllm.decoding.joint_threshold import JointThreshold
-from jdllm.decoding.llada import LLaDA
-from jdllm.decoding.low_confidence import LowConfidence
+from jdllm.decoding.block.interface import Algorithm
+from jdllm.decoding.block.joint_threshold import JointThreshold
+from jdllm.decoding.block.low_confidence import LowConfidence
+from jdllm.decoding.canvas.dream import Dream
+from jdllm.decoding.canvas.entropy_threshold import EntropyThreshold
+from jdllm.decoding.canvas.fast_dllm import FastDLLM
+from jdllm.decoding.canvas.full_attn_multi_block import FullAttnMultiBlock
+from jdllm.decoding.canvas.interface import CanvasAlgorithm
+from jdllm.decoding.canvas.llada import LLaDA
 
 ALGORITHMS: dict[str, Algorithm] = {
     "LowConfidence": LowConfidence(),

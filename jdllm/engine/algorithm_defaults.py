@@ -10,7 +10,7 @@ from typing import Any
 
 from jdllm import config as config_lib
 from jdllm import errors, sampling_params
-from jdllm.models import spec as spec_lib
+from jdllm import spec as spec_lib
 
 BLOCK_DEFAULT, CANVAS_DEFAULT = "LowConfidence", "FullAttnMultiBlock"
 

@@ -16,6 +16,7 @@ import jax
 
 from jdllm import config as config_lib
 from jdllm import errors, sampling_params
+from jdllm import spec as spec_lib
 from jdllm.checkpoint import source
 from jdllm.engine import algorithm_defaults, sampling_defaults, sizing, startup
 from jdllm.engine import core as core_lib
@@ -23,8 +24,9 @@ from jdllm.engine import tokenizer as tokenizer_lib
 from jdllm.kv_cache import pool as pool_lib
 from jdllm.kv_cache import prefix_cache as prefix_cache_lib
 from jdllm.models import loading
-from jdllm.models import spec as spec_lib
-from jdllm.runner import canvas_packing, compile_counter, model_runner
+from jdllm.runner import model_runner
+from jdllm.runner.canvas import packing as canvas_packing
+from jdllm.runner.launch import compile_counter
 from jdllm.scheduler import batch as batch_lib
 from jdllm.scheduler import buckets as buckets_lib
 from jdllm.scheduler import scheduler as scheduler_lib

@@ -18,7 +18,7 @@ from jdllm import errors
 from jdllm.engine import device_clock
 from jdllm.engine import stats as stats_lib
 from jdllm.scheduler import batch as batch_lib
-from jdllm.scheduler import outputs as outputs_lib
+from jdllm.scheduler import commits as commits_lib
 from jdllm.scheduler import request as request_lib
 from jdllm.scheduler import scheduler as scheduler_lib
 
@@ -88,7 +88,7 @@ class EngineCore:
     def has_work(self) -> bool:
         return self._in_flight is not None or self.scheduler.has_work()
 
-    def step(self) -> list[outputs_lib.RequestOutput]:
+    def step(self) -> list[commits_lib.RequestCommit]:
         """Starts the next launch, and returns what the one before committed.
 
         None is started behind one that was expected to end all its rows, and has ended. Without
@@ -139,14 +139,14 @@ class EngineCore:
             time.sleep(_POLL_S)
         return launch.is_ready()
 
-    def settle(self) -> list[outputs_lib.RequestOutput]:
+    def settle(self) -> list[commits_lib.RequestCommit]:
         """Waits for the launch in flight, if any, and returns what it committed."""
         previous, self._in_flight = self._in_flight, None
         return self._finish(previous)
 
     def _finish(
         self, in_flight: InFlight | None, behind: InFlight | None = None
-    ) -> list[outputs_lib.RequestOutput]:
+    ) -> list[commits_lib.RequestCommit]:
         """Waits for a launch, if there is one, and applies its results; `behind` runs after it."""
         if in_flight is None:
             return []
@@ -168,7 +168,7 @@ class EngineCore:
         self,
         batch: batch_lib.ScheduleBatch,
         error: Exception,
-        outputs: list[outputs_lib.RequestOutput],
+        outputs: list[commits_lib.RequestCommit],
     ) -> LaunchFailed:
         failed = [row.request for row in batch.rows if scheduler_lib.is_current(row)]
         for request in failed:
@@ -181,7 +181,7 @@ class EngineCore:
         self,
         batch: batch_lib.ScheduleBatch,
         result: batch_lib.LaunchResult,
-        outputs: list[outputs_lib.RequestOutput],
+        outputs: list[commits_lib.RequestCommit],
     ) -> None:
         counters = self.counters
         counters.count_launch(batch, result)
@@ -236,7 +236,7 @@ class LaunchFailed(RuntimeError):
         self,
         message: str,
         requests: list[request_lib.Request],
-        outputs: list[outputs_lib.RequestOutput],
+        outputs: list[commits_lib.RequestCommit],
     ):
         super().__init__(message)
         self.requests = requests

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from jdllm import sampling_params
 from jdllm.engine import tokenizer as tokenizer_lib
-from jdllm.scheduler import outputs as outputs_lib
+from jdllm.scheduler import commits as commits_lib
 
 # A character cut by the token border shows as up to three replacement characters.
 MAX_CUT_CHARACTERS = 3
@@ -25,7 +25,7 @@ class Detokenizer:
         self._params = params
         self.text = ""
 
-    def update(self, output_ids: Sequence[int], finish: outputs_lib.FinishReason | None) -> str:
+    def update(self, output_ids: Sequence[int], finish: commits_lib.FinishReason | None) -> str:
         """Returns the text that became certain; `self.text` is everything so far."""
         text = self._full_text(output_ids, finish)
         if finish is None:
@@ -34,7 +34,7 @@ class Detokenizer:
         self.text += delta
         return delta
 
-    def _full_text(self, output_ids: Sequence[int], finish: outputs_lib.FinishReason | None) -> str:
+    def _full_text(self, output_ids: Sequence[int], finish: commits_lib.FinishReason | None) -> str:
         skip, trim = self._params.skip_special_tokens, not self._params.no_stop_trim
         if finish is not None and isinstance(finish.matched, int) and trim:
             output_ids = output_ids[:-1]

@@ -9,7 +9,7 @@ import jax
 
 from jdllm.engine import build
 from jdllm.engine import stats as stats_lib
-from jdllm.runner import compile_counter
+from jdllm.runner.launch import compile_counter
 
 
 def stats(built: build.Built) -> stats_lib.EngineStats:

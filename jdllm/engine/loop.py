@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from jdllm import errors
 from jdllm.engine import core as core_lib
-from jdllm.scheduler import outputs as outputs_lib
+from jdllm.scheduler import commits as commits_lib
 from jdllm.scheduler import request as request_lib
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ IDLE_WAIT_S = 0.5
 class TokensEvent:
     """What a request committed in a launch; the last one carries `finish`."""
 
-    output: outputs_lib.RequestOutput
+    output: commits_lib.RequestCommit
     at_s: float = dataclasses.field(default_factory=time.monotonic)
 
 
@@ -110,10 +110,10 @@ class EngineLoop:
                 sink = self._sinks.pop(request_id, None)
                 if request is None or sink is None:
                     continue
-                reason = outputs_lib.FinishReason(
+                reason = commits_lib.FinishReason(
                     kind="abort", finished_len=len(request.output_ids)
                 )
-                output = outputs_lib.RequestOutput.of(request, [], reason)
+                output = commits_lib.RequestCommit.of(request, [], reason)
                 self._deliver(sink, TokensEvent(output))
             return len(ids)
 
@@ -190,7 +190,7 @@ class EngineLoop:
             return
         self._deliver_all(outputs)
 
-    def _deliver_all(self, outputs: Sequence[outputs_lib.RequestOutput]) -> None:
+    def _deliver_all(self, outputs: Sequence[commits_lib.RequestCommit]) -> None:
         for output in outputs:
             request = output.request
             if output.finish is None:

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from jdllm.engine import loop as loop_lib
-from jdllm.scheduler import outputs as outputs_lib
+from jdllm.scheduler import commits as commits_lib
 from jdllm.scheduler import request as request_lib
 
 
@@ -33,7 +33,7 @@ class Generation:
         return {"text": self.text, "output_ids": self.output_ids, "meta_info": self.meta_info}
 
 
-def finish_dict(finish: outputs_lib.FinishReason | None) -> dict[str, Any] | None:
+def finish_dict(finish: commits_lib.FinishReason | None) -> dict[str, Any] | None:
     """Returns SGLang's `finish_reason` object, None while the request runs."""
     if finish is None:
         return None

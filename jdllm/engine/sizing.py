@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 from jdllm import config as config_lib
 from jdllm import errors
+from jdllm import spec as spec_lib
 from jdllm.kv_cache import pool
-from jdllm.models import spec as spec_lib
 
 # Rows and tokens of the default buckets: few and small on a CPU, where a launch is
 # compute bound at once and compile time is what one waits for.

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jdllm import errors
-from jdllm.models import spec as spec_lib
+from jdllm import spec as spec_lib
 
 CPU_POOL_BYTES = 1 << 30
 

@@ -17,8 +17,8 @@ import numpy as np
 from flax import nnx
 
 import pallas_kernels
+from jdllm import spec
 from jdllm.layers import norm
-from jdllm.models import spec
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

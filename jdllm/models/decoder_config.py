@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from jdllm.models import spec as spec_lib
+from jdllm import spec as spec_lib
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from jdllm import spec as spec_lib
 from jdllm.models import decoder_config, hf_config
-from jdllm.models import spec as spec_lib
 
 ARCHITECTURE = "DreamModel"
 

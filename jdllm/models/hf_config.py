@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jdllm import errors
-from jdllm.models import spec as spec_lib
+from jdllm import spec as spec_lib
 
 logger = logging.getLogger(__name__)
 

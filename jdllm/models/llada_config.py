@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from jdllm import errors
+from jdllm import spec as spec_lib
 from jdllm.models import decoder_config, hf_config
-from jdllm.models import spec as spec_lib
 
 ARCHITECTURE = "LLaDAModelLM"
 

@@ -19,6 +19,7 @@ from flax import nnx
 
 from jdllm import config as config_lib
 from jdllm import errors
+from jdllm import spec as spec_lib
 from jdllm.checkpoint import (
     assemble,
     export,
@@ -29,7 +30,6 @@ from jdllm.checkpoint import (
 )
 from jdllm.layers import moe
 from jdllm.models import registry
-from jdllm.models import spec as spec_lib
 
 Params = dict[str, jax.Array]
 

@@ -13,8 +13,9 @@ import jax
 import numpy as np
 
 from jdllm import sampling_params
-from jdllm.decoding import canvas, interface, sampling
-from jdllm.runner import interrupts
+from jdllm.decoding.block import interface, sampling
+from jdllm.decoding.canvas import interface as canvas
+from jdllm.runner.launch import interrupts
 from jdllm.scheduler import batch as batch_lib
 
 # End tokens that a row can stop at on the device; of more, the host finds the rest.

@@ -15,10 +15,10 @@ import numpy as np
 from flax import nnx
 from numpy.typing import ArrayLike
 
+from jdllm import spec as spec_lib
 from jdllm.checkpoint import source
 from jdllm.layers import attention
 from jdllm.models import loading
-from jdllm.models import spec as spec_lib
 
 
 class FullModel:

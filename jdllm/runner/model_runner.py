@@ -22,22 +22,17 @@ import jax
 import numpy as np
 
 from jdllm import errors
+from jdllm import spec as spec_lib
 from jdllm.kv_cache import pool as pool_lib
 from jdllm.models import loading
-from jdllm.models import spec as spec_lib
-from jdllm.runner import (
-    canvas_loop,
-    canvas_packing,
-    canvas_state,
-    decode_loop,
-    forward_batch,
-    interrupts,
-    kernels,
-    packing,
-    results,
-    row_state,
-    steps,
-)
+from jdllm.runner import forward_batch, results, steps
+from jdllm.runner.block import loop as decode_loop
+from jdllm.runner.block import state as row_state
+from jdllm.runner.canvas import loop as canvas_loop
+from jdllm.runner.canvas import packing as canvas_packing
+from jdllm.runner.canvas import state as canvas_state
+from jdllm.runner.launch import interrupts, kernels
+from jdllm.runner.launch import words as packing
 from jdllm.scheduler import batch as batch_lib
 
 logger = logging.getLogger(__name__)

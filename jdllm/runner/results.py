@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from jdllm.runner import canvas_loop, decode_loop
+from jdllm.runner.block import loop as decode_loop
+from jdllm.runner.canvas import loop as canvas_loop
 from jdllm.scheduler import batch as batch_lib
 
 

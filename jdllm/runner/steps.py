@@ -17,9 +17,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jdllm import spec as spec_lib
 from jdllm.layers import attention
 from jdllm.models import loading
-from jdllm.models import spec as spec_lib
 from jdllm.runner import forward_batch
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Collection, Sequence
 
-from jdllm.scheduler import outputs
+from jdllm.scheduler import commits
 from jdllm.scheduler import request as request_lib
 
 Detokenize = Callable[[Sequence[int]], str]
@@ -29,7 +29,7 @@ def check(
     stop: Sequence[str],
     max_new_tokens: int,
     detokenize: Detokenize | None,
-) -> outputs.FinishReason | None:
+) -> commits.FinishReason | None:
     """Returns why the output ends within its last `num_new` tokens, or None if it goes on.
 
     Earlier tokens are taken as checked before. `ignore_eos` concerns the model's
@@ -45,17 +45,17 @@ def check(
         if found is not None:
             return found
     if end_at is not None:
-        return outputs.FinishReason(
+        return commits.FinishReason(
             kind="stop", finished_len=end_at + 1, matched=output_ids[end_at]
         )
     if len(output_ids) >= max_new_tokens:
-        return outputs.FinishReason(kind="length", finished_len=max_new_tokens)
+        return commits.FinishReason(kind="length", finished_len=max_new_tokens)
     return None
 
 
 def check_request(
     request: request_lib.Request, num_new: int, detokenize: Detokenize | None
-) -> outputs.FinishReason | None:
+) -> commits.FinishReason | None:
     """Returns why the request's output ends within its last `num_new` tokens, or None."""
     sampling = request.sampling
     return check(
@@ -72,7 +72,7 @@ def check_request(
 
 def _first_stop_string(
     output_ids: Sequence[int], num_old: int, stop: Sequence[str], detokenize: Detokenize
-) -> outputs.FinishReason | None:
+) -> commits.FinishReason | None:
     """Returns the first token prefix longer than `num_old` whose text holds a stop string."""
     start = _window_start(output_ids, num_old, max(map(len, stop)), detokenize)
     if _earliest(detokenize(output_ids[start:]), stop) is None:
@@ -86,7 +86,7 @@ def _first_stop_string(
     place = bisect.bisect_left(lengths, True, key=lambda length: match(length) is not None)
     if place == len(lengths):
         return None
-    return outputs.FinishReason(
+    return commits.FinishReason(
         kind="stop", finished_len=lengths[place], matched=match(lengths[place])
     )
 

@@ -20,15 +20,17 @@ from typing import Protocol
 from jdllm import errors
 from jdllm.kv_cache import prefix_cache as prefix_cache_lib
 from jdllm.scheduler import batch as batch_lib
-from jdllm.scheduler import block_rows, canvas_rows, live_requests
 from jdllm.scheduler import buckets as buckets_lib
+from jdllm.scheduler import commits as commits_lib
 from jdllm.scheduler import finish as finish_lib
 from jdllm.scheduler import limits as limits_lib
-from jdllm.scheduler import outputs as outputs_lib
+from jdllm.scheduler import live_requests
 from jdllm.scheduler import pages as pages_lib
 from jdllm.scheduler import policy as policy_lib
 from jdllm.scheduler import request as request_lib
 from jdllm.scheduler import stats as stats_lib
+from jdllm.scheduler.rows import block as block_rows
+from jdllm.scheduler.rows import canvas as canvas_rows
 
 logger = logging.getLogger(__name__)
 
@@ -156,13 +158,13 @@ class Scheduler:
 
     def process_results(
         self, batch: batch_lib.ScheduleBatch, result: batch_lib.LaunchResult
-    ) -> list[outputs_lib.RequestOutput]:
+    ) -> list[commits_lib.RequestCommit]:
         """Applies a launch; returns what each row committed.
 
         Rows whose request has left since the launch was planned are skipped, also when it
         came back: it began anew.
         """
-        outputs: list[outputs_lib.RequestOutput] = []
+        outputs: list[commits_lib.RequestCommit] = []
         if batch.phase is batch_lib.Phase.PREFILL:
             for row in filter(is_current, batch.rows):
                 self.pages.publish(row.request)
@@ -243,7 +245,7 @@ class Scheduler:
         self,
         request: request_lib.Request,
         result: batch_lib.RowResult,
-        outputs: list[outputs_lib.RequestOutput],
+        outputs: list[commits_lib.RequestCommit],
     ) -> None:
         """Ends a request whose own processing fails (its stop strings, say), and no other."""
         try:
@@ -256,7 +258,7 @@ class Scheduler:
         self,
         request: request_lib.Request,
         result: batch_lib.RowResult,
-        outputs: list[outputs_lib.RequestOutput],
+        outputs: list[commits_lib.RequestCommit],
     ) -> None:
         """Stores one decode row's launch; its blocks are one output."""
         nfe, new, known = request.nfe, [], len(request.output_ids)
@@ -267,13 +269,13 @@ class Scheduler:
             new += kept
             if finish is not None:
                 request.num_discarded += sum(len(c.tokens) for c in result.committed[done:])
-                outputs.append(outputs_lib.RequestOutput.of(request, new, finish))
+                outputs.append(commits_lib.RequestCommit.of(request, new, finish))
                 return
         request.nfe = nfe + result.nfe
         # What is new to the host: a row that began anew reports its earlier tokens again.
         request.tokens_per_step = (len(request.output_ids) - known) / max(result.nfe, 1)
         if new:
-            outputs.append(outputs_lib.RequestOutput.of(request, new))
+            outputs.append(commits_lib.RequestCommit.of(request, new))
         if result.is_invalid:
             outputs.append(self._give_up(request, "the model's logits are not numbers (NaN)"))
             return
@@ -282,7 +284,7 @@ class Scheduler:
 
     def _commit(
         self, request: request_lib.Request, block: batch_lib.CommittedBlock
-    ) -> tuple[list[int], outputs_lib.FinishReason | None]:
+    ) -> tuple[list[int], commits_lib.FinishReason | None]:
         """Appends what became final; a finished request leaves at once, nothing is persisted."""
         new = self._rows.append(request, block)
         finish = finish_lib.check_request(request, len(new), self._detokenize)
@@ -294,14 +296,14 @@ class Scheduler:
         self.live.end(request, keep=True)
         return new[: len(new) - surplus], finish
 
-    def _give_up(self, request: request_lib.Request, message: str) -> outputs_lib.RequestOutput:
+    def _give_up(self, request: request_lib.Request, message: str) -> commits_lib.RequestCommit:
         """Ends a request that cannot go on; nothing more of it enters the prefix cache."""
         if request.state is RequestState.RUNNING:
             self.live.end(request, keep=False)
-        reason = outputs_lib.FinishReason(
+        reason = commits_lib.FinishReason(
             kind="abort", finished_len=len(request.output_ids), message=message
         )
-        return outputs_lib.RequestOutput.of(request, [], reason)
+        return commits_lib.RequestCommit.of(request, [], reason)
 
 
 def is_current(row: batch_lib.ScheduledRow) -> bool:

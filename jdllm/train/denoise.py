@@ -20,8 +20,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from jdllm import spec
 from jdllm.layers import attention
-from jdllm.models import loading, spec
+from jdllm.models import loading
 from jdllm.train.step import Network, Params
 
 

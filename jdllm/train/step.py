@@ -20,9 +20,9 @@ from flax import nnx
 
 import pallas_kernels
 from jdllm import errors
+from jdllm import spec as spec_lib
 from jdllm.layers import attention, moe
 from jdllm.models import loading, registry
-from jdllm.models import spec as spec_lib
 from jdllm.train import canvas_objective, objective
 from jdllm.train.config import TrainConfig
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jdllm import decoding
-from jdllm.decoding import interface
+from jdllm.decoding.block import interface
 
 VOCAB = 7
 

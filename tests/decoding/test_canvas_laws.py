@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jdllm import decoding, sampling_params
-from jdllm.decoding import canvas as canvas_lib
+from jdllm.decoding.canvas import interface as canvas_lib
 
 S, R, END = 40, 10, 5
 OPTIONS = {

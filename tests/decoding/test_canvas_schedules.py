@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from jdllm.decoding import canvas as canvas_lib
+from jdllm.decoding.canvas import interface as canvas_lib
 
 S, R = 40, 10
 

@@ -4,7 +4,7 @@ a launch, no fused commit, no overlap, no prefix cache."""
 import pytest
 from tiny_engine import BLOCK, make_engine
 
-from jdllm.decoding import proposal
+from jdllm.decoding.block import proposal
 
 
 @pytest.fixture(scope="session")

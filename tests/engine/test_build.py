@@ -13,11 +13,11 @@ import pytest
 
 import jdllm
 from jdllm import errors
+from jdllm import spec as spec_lib
 from jdllm.checkpoint import source
 from jdllm.engine import sampling_defaults, sizing, tokenizer
 from jdllm.kv_cache import pool
 from jdllm.models import loading
-from jdllm.models import spec as spec_lib
 from jdllm.runner import full_forward, model_runner
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "data" / "goldens" / "llada2"

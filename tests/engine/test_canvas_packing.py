@@ -6,8 +6,8 @@ import pytest
 from canvas_asks import Ask
 from canvas_engine import generate, shared
 
-from jdllm.decoding import canvas
-from jdllm.runner import canvas_packing
+from jdllm.decoding.canvas import interface as canvas
+from jdllm.runner.canvas import packing as canvas_packing
 
 
 def window_of(low, high):

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from tiny_engine import BLOCK, make_engine
 
-from jdllm.decoding import proposal
-from jdllm.runner import decode_loop, model_runner, steps
+from jdllm.decoding.block import proposal
+from jdllm.runner import model_runner, steps
+from jdllm.runner.block import loop as decode_loop
 
 
 def test_only_positions_that_can_change_reach_the_vocabulary(monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 from jdllm import sampling_params
 from jdllm.checkpoint import source
 from jdllm.engine import detokenizer, tokenizer
-from jdllm.scheduler import finish, outputs
+from jdllm.scheduler import commits, finish
 
 ALPHABET = "ab c\u00e4\u4e2d\U0001f600<|1+="
 
@@ -84,7 +84,7 @@ def test_stop_tokens_are_trimmed_unless_asked(nano_tokenizer, no_stop_trim, expe
     ids = nano_tokenizer.encode("1=", add_special_tokens=False)
     params = sampling_params.SamplingParams(stop_token_ids=[ids[-1]], no_stop_trim=no_stop_trim)
     incremental = detokenizer.Detokenizer(nano_tokenizer, params)
-    reason = outputs.FinishReason(kind="stop", finished_len=2, matched=ids[-1])
+    reason = commits.FinishReason(kind="stop", finished_len=2, matched=ids[-1])
     assert incremental.update(ids, reason) == expected
 
 
@@ -96,7 +96,7 @@ def test_a_skipped_special_token_does_not_move_the_cut(nano_tokenizer):
     params = sampling_params.SamplingParams(stop=["ab"])
     incremental = detokenizer.Detokenizer(nano_tokenizer, params)
     first = incremental.update(one, None)
-    reason = outputs.FinishReason(kind="stop", finished_len=len(one + two), matched="ab")
+    reason = commits.FinishReason(kind="stop", finished_len=len(one + two), matched="ab")
     incremental.update(one + two, reason)
     assert first == "ab one"
     assert incremental.text == "ab one two "

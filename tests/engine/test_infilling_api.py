@@ -13,8 +13,8 @@ import pytest
 
 import jdllm
 from jdllm import config, errors, sampling_params
+from jdllm import spec as spec_lib
 from jdllm.engine import build, core, llm, sizing
-from jdllm.models import spec as spec_lib
 from jdllm.scheduler import batch as batch_lib
 from jdllm.scheduler import buckets as buckets_lib
 from jdllm.scheduler import scheduler as scheduler_lib

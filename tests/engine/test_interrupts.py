@@ -14,7 +14,8 @@ from jax.experimental import io_callback
 
 import pallas_kernels
 from jdllm.engine import loop
-from jdllm.runner import interrupts, model_runner
+from jdllm.runner import model_runner
+from jdllm.runner.launch import interrupts
 
 
 @pytest.fixture(scope="module")

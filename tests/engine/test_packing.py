@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdllm.runner import packing
+from jdllm.runner.launch import words as packing
 
 
 def tree_of(seed):

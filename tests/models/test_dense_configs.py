@@ -8,8 +8,8 @@ import pathlib
 import pytest
 import transformers
 
-from jdllm import errors
-from jdllm.models import registry, spec
+from jdllm import errors, spec
+from jdllm.models import registry
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "data" / "goldens"
 TINY = {

@@ -14,9 +14,8 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from jdllm import config, errors, sampling_params
+from jdllm import config, errors, sampling_params, spec
 from jdllm.engine import outputs, stats
-from jdllm.models import spec
 
 BLOCK = 4
 VOCAB = 256

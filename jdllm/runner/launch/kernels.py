@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pallas_kernels
-from jdllm.models import spec as spec_lib
+from jdllm import spec as spec_lib
 
 
 def describe(

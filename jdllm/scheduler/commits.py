@@ -24,7 +24,7 @@ class FinishReason:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RequestOutput:
+class RequestCommit:
     """Tokens that a request committed in a launch, surplus dropped; `finish` on the last one.
 
     The numbers are the request's totals at that moment: a consumer may look much later,
@@ -46,7 +46,7 @@ class RequestOutput:
         request: request_lib.Request,
         new_token_ids: list[int],
         finish: FinishReason | None = None,
-    ) -> RequestOutput:
+    ) -> RequestCommit:
         """Returns the output of what a request has just committed."""
         return cls(
             request=request,

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from jdllm import sampling_params
-from jdllm.decoding import canvas as canvas_lib
-from jdllm.decoding import canvas_rules
+from jdllm.decoding.canvas import interface as canvas_lib
+from jdllm.decoding.canvas import rules as canvas_rules
 
 RANDOM = sampling_params.CHOICES["LLaDA"]["remasking"].index("random")
 SALT = 1  # of `canvas.uniform`, one per algorithm

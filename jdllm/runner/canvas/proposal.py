@@ -15,8 +15,10 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels
-from jdllm.decoding import canvas
-from jdllm.runner import canvas_packing, canvas_state, forward_batch, steps
+from jdllm.decoding.canvas import interface as canvas
+from jdllm.runner import forward_batch, steps
+from jdllm.runner.canvas import packing as canvas_packing
+from jdllm.runner.canvas import state as canvas_state
 from jdllm.scheduler import batch as batch_lib
 
 # Positions of a pass: of one row, of several. A pass reads the whole LM head, which takes as long

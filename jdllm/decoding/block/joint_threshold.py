@@ -13,7 +13,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jdllm.decoding import interface
+from jdllm.decoding.block import interface
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jdllm.decoding import canvas as canvas_lib
+from jdllm.decoding.canvas import interface as canvas_lib
 
 
 def window(

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from jdllm import sampling_params
-from jdllm.decoding import canvas as canvas_lib
-from jdllm.decoding import canvas_rules
+from jdllm.decoding.canvas import interface as canvas_lib
+from jdllm.decoding.canvas import rules as canvas_rules
 
 ORIGIN = sampling_params.CHOICES["Dream"]["alg"].index("origin")
 TOPK_MARGIN = sampling_params.CHOICES["Dream"]["alg"].index("topk_margin")

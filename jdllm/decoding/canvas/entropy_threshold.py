@@ -10,8 +10,8 @@ import dataclasses
 
 import jax
 
-from jdllm.decoding import canvas as canvas_lib
-from jdllm.decoding import canvas_rules
+from jdllm.decoding.canvas import interface as canvas_lib
+from jdllm.decoding.canvas import rules as canvas_rules
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

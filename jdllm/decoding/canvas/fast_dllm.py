@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from jdllm import sampling_params
-from jdllm.decoding import canvas as canvas_lib
-from jdllm.decoding import canvas_rules
+from jdllm.decoding.canvas import interface as canvas_lib
+from jdllm.decoding.canvas import rules as canvas_rules
 
 NONE = sampling_params.CHOICES["FastDLLM"]["cache_mode"].index("none")
 DUAL = sampling_params.CHOICES["FastDLLM"]["cache_mode"].index("dual")

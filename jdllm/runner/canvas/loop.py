@@ -29,17 +29,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jdllm import spec as spec_lib
 from jdllm.layers import attention
 from jdllm.models import loading
-from jdllm.models import spec as spec_lib
-from jdllm.runner import (
-    canvas_packing,
-    canvas_proposal,
-    canvas_state,
-    forward_batch,
-    row_state,
-    steps,
-)
+from jdllm.runner import forward_batch, steps
+from jdllm.runner.block import state as row_state
+from jdllm.runner.canvas import packing as canvas_packing
+from jdllm.runner.canvas import proposal as canvas_proposal
+from jdllm.runner.canvas import state as canvas_state
 
 
 @jax.tree_util.register_dataclass

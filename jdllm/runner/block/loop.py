@@ -28,10 +28,10 @@ import jax
 import jax.numpy as jnp
 
 from jdllm import decoding
-from jdllm.decoding import interface, proposal
+from jdllm.decoding.block import interface, proposal
 from jdllm.models import loading
 from jdllm.runner import forward_batch, steps
-from jdllm.runner.row_state import RowState, advance, enter, is_active, select
+from jdllm.runner.block.state import RowState, advance, enter, is_active, select
 
 # What a forward takes beside its tokens, in tokens: LLaDA2.0-mini on an H200 takes 10.5 ms for 16
 # rows of 32 and 15.1 ms for 64, which is 9.0 ms and 0.096 ms a row.

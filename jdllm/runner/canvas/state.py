@@ -14,8 +14,11 @@ import jax
 import jax.numpy as jnp
 
 from jdllm import decoding
-from jdllm.decoding import canvas
-from jdllm.runner import forward_batch, interrupts, packing, row_state, steps
+from jdllm.decoding.canvas import interface as canvas
+from jdllm.runner import forward_batch, steps
+from jdllm.runner.block import state as row_state
+from jdllm.runner.launch import interrupts
+from jdllm.runner.launch import words as packing
 
 
 @jax.tree_util.register_dataclass

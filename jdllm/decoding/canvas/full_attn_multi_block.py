@@ -35,8 +35,8 @@ import jax
 import jax.numpy as jnp
 
 from jdllm import sampling_params
-from jdllm.decoding import canvas as canvas_lib
-from jdllm.decoding import canvas_rules
+from jdllm.decoding.canvas import interface as canvas_lib
+from jdllm.decoding.canvas import rules as canvas_rules
 
 EXACT = sampling_params.CHOICES["FullAttnMultiBlock"]["cache_mode"].index("exact")
 WINDOW = sampling_params.CHOICES["FullAttnMultiBlock"]["cache_mode"].index("window")

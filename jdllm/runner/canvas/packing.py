@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jdllm.decoding import canvas
+from jdllm.decoding.canvas import interface as canvas
 from jdllm.scheduler import batch as batch_lib
 
 SEGMENT = batch_lib.CANVAS_ALIGNMENT  # tokens; the scheduler admits rows by it
