@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from typing import Literal
 
 
 class AttentionPattern(enum.StrEnum):
@@ -44,6 +45,17 @@ class DiffusionSpec:
     def has_canvas(self) -> bool:
         """Whether rows are whole canvases, because every K,V depends on later tokens."""
         return self.attention_pattern is AttentionPattern.FULL
+
+    @property
+    def kind(self) -> Literal["block", "canvas"] | None:
+        """The kind of rows that serve the family; None where there is none."""
+        match self.attention_pattern:
+            case AttentionPattern.FULL:
+                return "canvas"
+            case AttentionPattern.BLOCK_CAUSAL:
+                return "block"
+            case AttentionPattern.CAUSAL:
+                return None
 
     @property
     def is_shifted(self) -> bool:

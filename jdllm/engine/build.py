@@ -15,21 +15,20 @@ import time
 import jax
 
 from jdllm import config as config_lib
-from jdllm import errors, sampling_params
+from jdllm import device as device_lib
+from jdllm import device_facts, errors, sampling_params
 from jdllm import spec as spec_lib
 from jdllm.checkpoint import source
-from jdllm.engine import algorithm_defaults, sampling_defaults, sizing, startup
+from jdllm.engine import algorithm_defaults, kinds, sampling_defaults, sizing, startup
 from jdllm.engine import core as core_lib
 from jdllm.engine import tokenizer as tokenizer_lib
 from jdllm.kv_cache import pool as pool_lib
-from jdllm.kv_cache import prefix_cache as prefix_cache_lib
 from jdllm.models import loading
+from jdllm.runner import config as runner_config
 from jdllm.runner import model_runner
-from jdllm.runner.canvas import packing as canvas_packing
 from jdllm.runner.launch import compile_counter
-from jdllm.scheduler import batch as batch_lib
-from jdllm.scheduler import buckets as buckets_lib
 from jdllm.scheduler import scheduler as scheduler_lib
+from jdllm.scheduler.rows import interface
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +40,6 @@ CHAT_END_TOKENS = {
     "DreamModel": "<|im_end|>",
 }
 DEFAULT_QUEUE = 4096
-# Tokens of a canvas that does not need the sizes of longer ones: a prompt and the 256 new tokens of
-# the published evaluations. A third more copies of the layers are compiled for them (16 rows of
-# 4,096: 77 for 58).
-SHORT_CANVAS = 512
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +47,7 @@ class Built:
     """Everything an `Engine` holds."""
 
     config: config_lib.EngineConfig
+    device: device_facts.DeviceFacts
     core: core_lib.EngineCore
     runner: model_runner.ModelRunner
     model: loading.LoadedModel
@@ -76,13 +72,14 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
         config.model_path, revision=config.revision, download_dir=config.download_dir
     )
     generation_config = source.read_optional_json(model_dir / "generation_config.json")
-    dtype = _dtype(config.dtype)
+    device = device_lib.facts()
+    dtype = _dtype(config.dtype, device)
     # Everything that can be refused is refused before the weights are read.
     block_size = config.algorithm_options().get("block_size")
     spec = loading.read_spec(model_dir, block_size=block_size)
-    model_runner.check_spec(spec)
+    kind = kinds.kind_of(spec)
     algorithms, default_dllm = algorithm_defaults.choose(config, generation_config, spec)
-    shapes = sizing.choose_shapes(config, spec)
+    shapes = sizing.choose_shapes(config, spec, kind.rows.defaults, device)
     tokenizer = _tokenizer(config, model_dir)
     _check_vocabulary(tokenizer, spec)
     model = loading.load(
@@ -93,30 +90,28 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
         seed=config.random_seed,
     )
     kv_dtype = str(model.params["norm.weight"].dtype)
-    sizes = sizing.choose_sizes(config, spec, shapes, model.params, kv_dtype)
-    pool_config = pool_lib.PoolConfig(
-        num_pages=sizes.num_pages,
-        page_size=sizes.page_size,
-        num_layers=spec.num_layers,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        dtype=kv_dtype,
-    )
-    runner = model_runner.ModelRunner(
-        model,
-        pool_config,
-        algorithms=algorithms,
+    sizes = sizing.choose_sizes(config, spec, shapes, model.params, kv_dtype, device)
+    rows = kind.rows.build(_row_config(config, spec, sizes, device, kind, tokenizer))
+    step_config = runner_config.StepConfig(
+        spec=spec,
+        pool=_pool_config(spec, sizes, kv_dtype),
         context_length=sizes.context_length,
         num_slots=sizes.max_running_requests,
-        decode_steps=config.num_continuous_decode_steps,
+        algorithms=algorithms,
+        max_launch_steps=config.num_continuous_decode_steps,
         fuses_commits=not config.disable_fused_commit,
     )
-    buckets = _buckets(spec, sizes)
-    progress.enter("compile", total=len(buckets.all()))
-    runner.compile(buckets.all(), progress.advance)
+    runner = model_runner.ModelRunner(
+        loading.serving_params(model.params, kv_dtype),
+        kind.device(model.graphdef, step_config, device),
+        device=device,
+    )
+    buckets = rows.buckets()
+    progress.enter("compile", total=len(buckets))
+    runner.compile(buckets, progress.advance)
     sizes = dataclasses.replace(sizes, step_bytes=runner.step_bytes)
     try:
-        sizing.check_memory(sizes, sizing.device_memory())
+        sizing.check_memory(sizes, device_lib.memory_use())
     except errors.ConfigError:
         runner.release()
         raise
@@ -126,11 +121,14 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
         sizes.kv_bytes / 1e9,
         sizes.step_bytes / 1e9,
     )
-    scheduler = _scheduler(config, spec, sizes, buckets, tokenizer)
+    scheduler = scheduler_lib.Scheduler(
+        rows, max_queued_requests=_queue_limit(config), policy=config.schedule_policy
+    )
     return Built(
         config=_resolved(
             config, model_dir, dtype, algorithms, default_dllm, sizes, tokenizer is not None
         ),
+        device=device,
         core=core_lib.EngineCore(
             scheduler,
             runner,
@@ -144,7 +142,7 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
         spec=spec,
         tokenizer=tokenizer,
         default_sampling=sampling_defaults.default_sampling(
-            generation_config, filters=not spec.diffusion.has_canvas
+            generation_config, filters=spec.diffusion.kind == "block"
         ),
         default_dllm=default_dllm,
         algorithms=algorithms,
@@ -163,12 +161,12 @@ def _enable_compilation_cache() -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
-def _dtype(wanted: str) -> str:
+def _dtype(wanted: str, device: device_facts.DeviceFacts) -> str:
     """Returns the dtype to load: "auto" is the checkpoint's, but float32 on a CPU.
 
     CPUs emulate bfloat16 matmuls; float32 is several times faster there.
     """
-    return "float32" if wanted == "auto" and jax.default_backend() == "cpu" else wanted
+    return "float32" if wanted == "auto" and device.is_cpu else wanted
 
 
 def _tokenizer(
@@ -209,68 +207,41 @@ def _eos_token_ids(
     return tuple(ids)
 
 
-def _buckets(
-    spec: spec_lib.ModelSpec, sizes: sizing.Sizes
-) -> buckets_lib.Buckets | buckets_lib.CanvasBuckets:
-    """Returns the shapes to compile for the family's kind of rows."""
-    if spec.diffusion.has_canvas:
-        return buckets_lib.CanvasBuckets.default(
-            sizes.max_running_requests,
-            sizes.prefill_token_budget,
-            sizes.context_length,
-            short_row_tokens=_short_row_tokens(),
-            whole_tokens=_whole_tokens(sizes.context_length),
-        )
-    return buckets_lib.Buckets.default(
-        sizes.max_running_requests,
-        sizes.prefill_token_budget,
-        spec.diffusion.block_size,
-        padding_is_cheap=jax.default_backend() != "cpu",
+def _pool_config(
+    spec: spec_lib.ModelSpec, sizes: sizing.Sizes, kv_dtype: str
+) -> pool_lib.PoolConfig:
+    return pool_lib.PoolConfig(
+        num_pages=sizes.num_pages,
+        page_size=sizes.page_size,
+        num_layers=spec.num_layers,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        dtype=kv_dtype,
     )
 
 
-def _short_row_tokens() -> int:
-    """Returns the length of canvases that have launches of their own; 0 for none."""
-    return SHORT_CANVAS if _has_graphs() else 0
-
-
-def _whole_tokens(context_length: int) -> tuple[int, ...]:
-    """Returns the sizes of launches that forward one row's whole canvas."""
-    if not _has_graphs():
-        return ()
-    row_tokens = batch_lib.packed_len(context_length)
-    return canvas_packing.forward_sizes(1, row_tokens, padding_is_cheap=False)
-
-
-def _has_graphs() -> bool:
-    """Returns whether launches go through CUDA graphs, which the host prepares for each run."""
-    return jax.default_backend() == "gpu"
-
-
-def _scheduler(
+def _row_config(
     config: config_lib.EngineConfig,
     spec: spec_lib.ModelSpec,
     sizes: sizing.Sizes,
-    buckets: buckets_lib.Buckets | buckets_lib.CanvasBuckets,
+    device: device_facts.DeviceFacts,
+    kind: kinds.KindOfRows,
     tokenizer: tokenizer_lib.Tokenizer | None,
-) -> scheduler_lib.Scheduler:
-    is_cached = not config.disable_radix_cache and not spec.diffusion.has_canvas
-    queue = DEFAULT_QUEUE if config.max_queued_requests is None else config.max_queued_requests
+) -> interface.RowConfig:
     assert spec.diffusion.mask_token_id is not None, "checked when the config was parsed"
-    return scheduler_lib.Scheduler(
+    shares_prefixes = kind.rows.defaults.shares_prefixes
+    return interface.RowConfig(
+        max_running_requests=sizes.max_running_requests,
+        context_length=sizes.context_length,
         block_size=spec.diffusion.block_size,
         page_size=sizes.page_size,
         num_pages=sizes.num_pages,
-        max_running_requests=sizes.max_running_requests,
-        max_queued_requests=queue,
-        context_length=sizes.context_length,
-        buckets=buckets,
         prefill_token_budget=sizes.prefill_token_budget,
         max_prefill_tokens=sizes.max_prefill_tokens,
-        policy=config.schedule_policy,
-        prefix_cache=prefix_cache_lib.PrefixCache(sizes.page_size) if is_cached else None,
         decode_steps=config.num_continuous_decode_steps,
         launches_ahead=0 if config.disable_overlap_schedule else 1,
+        has_prefix_cache=shares_prefixes and not config.disable_radix_cache,
+        device=device,
         # A stop string may name a special token, which the shown text leaves out.
         detokenize=(
             None
@@ -278,6 +249,10 @@ def _scheduler(
             else functools.partial(tokenizer.decode, skip_special_tokens=False)
         ),
     )
+
+
+def _queue_limit(config: config_lib.EngineConfig) -> int:
+    return DEFAULT_QUEUE if config.max_queued_requests is None else config.max_queued_requests
 
 
 def _resolved(
@@ -308,9 +283,7 @@ def _resolved(
         max_total_tokens=sizes.num_pages * sizes.page_size,
         page_size=sizes.page_size,
         max_running_requests=sizes.max_running_requests,
-        max_queued_requests=(
-            DEFAULT_QUEUE if config.max_queued_requests is None else config.max_queued_requests
-        ),
+        max_queued_requests=_queue_limit(config),
         chunked_prefill_size=sizes.prefill_token_budget,
         max_prefill_tokens=sizes.max_prefill_tokens,
         dllm_algorithm=",".join(algorithms),

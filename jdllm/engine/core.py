@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 
 from jdllm import errors
-from jdllm.engine import device_clock
+from jdllm.engine import device_clock, pacing
 from jdllm.engine import stats as stats_lib
 from jdllm.scheduler import batch as batch_lib
 from jdllm.scheduler import commits as commits_lib
@@ -25,8 +25,6 @@ from jdllm.scheduler import scheduler as scheduler_lib
 logger = logging.getLogger(__name__)
 
 InFlight = tuple[batch_lib.ScheduleBatch, batch_lib.Launch]
-
-_POLL_S = 2e-4
 
 
 class EngineCore:
@@ -50,8 +48,7 @@ class EngineCore:
         self._max_total_tokens = max_total_tokens
         self._overlaps = overlaps
         self._in_flight: InFlight | None = None
-        self._began_s = 0.0  # when the device began the launch in flight
-        self._step_s = 0.0  # what a step of the last launch took
+        self._pacing = pacing.Pacing()
         self._decode_log_interval = decode_log_interval
         self._logged_at = (time.monotonic(), 0, 0, 0.0)
 
@@ -104,7 +101,7 @@ class EngineCore:
             try:
                 started = (batch, self.runner.launch(batch))
                 if previous is None:
-                    self._began_s = time.monotonic()
+                    self._pacing.start()
                 self.clock.look(is_busy=True)
             except Exception as error:  # a fault of one launch must not end the engine
                 outputs = self._finish(previous)
@@ -120,24 +117,11 @@ class EngineCore:
         return outputs
 
     def _lets_end(self, in_flight: InFlight | None) -> bool:
-        """Waits for a launch that should end all its rows early; returns whether it has ended.
-
-        A launch behind it would do nothing. To start one takes the host as long as steps of the
-        device, in which nobody reads what this one brings and no new request begins (H200,
-        LLaDA-8B, one row: 6 to 12 ms beside steps of 5). A launch that takes longer than it should
-        is waited for until the device should be half through with its steps, which leaves the host
-        the other half to start the next one.
-        """
+        """Waits for a launch that should end all its rows early; returns whether it has ended."""
         if in_flight is None:
             return False
         batch, launch = in_flight
-        patience = batch.max_steps // 2
-        if self.scheduler.steps_left(batch) > patience:
-            return False
-        deadline = self._began_s + patience * self._step_s
-        while not launch.is_ready() and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
-        return launch.is_ready()
+        return self._pacing.waits_for_end(batch, launch, self.scheduler.steps_left(batch))
 
     def settle(self) -> list[commits_lib.RequestCommit]:
         """Waits for the launch in flight, if any, and returns what it committed."""
@@ -155,10 +139,7 @@ class EngineCore:
             result = launch.result()
         except Exception as error:
             raise self._recover(batch, error, []) from error
-        now = time.monotonic()
-        if result.num_steps:
-            self._step_s = (now - self._began_s) / result.num_steps
-        self._began_s = now  # the one behind it, if there is one
+        self._pacing.finish(result)
         self.clock.look(_is_running(behind))
         outputs = self.scheduler.process_results(batch, result)
         self._count(batch, result, outputs)
@@ -170,7 +151,7 @@ class EngineCore:
         error: Exception,
         outputs: list[commits_lib.RequestCommit],
     ) -> LaunchFailed:
-        failed = [row.request for row in batch.rows if scheduler_lib.is_current(row)]
+        failed = [row.request for row in batch.rows if row.is_current]
         for request in failed:
             self.abort(request.request_id)
         self.scheduler.drop_kv()
@@ -194,10 +175,7 @@ class EngineCore:
                 self.requests.pop(output.request.request_id, None)
                 counters.aborted_requests += output.finish.kind == "abort"
                 self._count_end(output.request)
-        if (
-            batch.phase is not batch_lib.Phase.PREFILL
-            and counters.decode_launches % self._decode_log_interval == 0
-        ):
+        if batch.bucket.denoises and counters.decode_launches % self._decode_log_interval == 0:
             self._log()
 
     def _count_end(self, request: request_lib.Request) -> None:

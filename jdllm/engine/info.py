@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
-
 from jdllm.engine import build
 from jdllm.engine import stats as stats_lib
 from jdllm.runner.launch import compile_counter
@@ -57,11 +55,9 @@ def stats(built: build.Built) -> stats_lib.EngineStats:
 
 def server_info(built: build.Built) -> dict[str, Any]:
     """Returns resolved options, kernels, devices and one `internal_states` entry."""
-    device = jax.local_devices()[0]
     return {
         **dataclasses.asdict(built.config),
-        "kernels": {op: str(choice) for op, choice in built.runner.kernels.items()},
-        "device": f"{device.platform}: {device.device_kind}",
+        "device": f"{built.device.platform}: {built.device.device_kind}",
         "block_size": built.spec.diffusion.block_size,
         "algorithms": list(built.algorithms),
         "internal_states": [dataclasses.asdict(stats(built))],

@@ -113,7 +113,7 @@ class EngineLoop:
                 reason = commits_lib.FinishReason(
                     kind="abort", finished_len=len(request.output_ids)
                 )
-                output = commits_lib.RequestCommit.of(request, [], reason)
+                output = commits_lib.RequestCommit.of(request, commits_lib.Progress(finish=reason))
                 self._deliver(sink, TokensEvent(output))
             return len(ids)
 

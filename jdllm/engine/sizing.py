@@ -13,21 +13,17 @@ import jax
 import jax.numpy as jnp
 
 from jdllm import config as config_lib
-from jdllm import errors
+from jdllm import device as device_lib
+from jdllm import device_facts, errors
 from jdllm import spec as spec_lib
 from jdllm.kv_cache import pool
+from jdllm.scheduler.rows import interface
 
-# Rows and tokens of the default buckets: few and small on a CPU, where a launch is
-# compute bound at once and compile time is what one waits for.
-CPU_ROWS, ACCELERATOR_ROWS = 8, 64
-# A canvas row forwards up to its whole context a step.
-CPU_CANVAS_ROWS, ACCELERATOR_CANVAS_ROWS = 4, 16
+# Tokens of the default buckets: few on a CPU, where a launch is compute bound at once and compile
+# time is what one waits for.
 CPU_PREFILL_TOKENS, ACCELERATOR_PREFILL_TOKENS = 512, 8192
 # Prefill launches that rows in decode wait for at a time: waiting prompts leave places empty.
 PREFILL_LAUNCHES_IN_A_ROW = 4
-# Context of canvas rows where none is asked for: each position costs state and padding, and
-# Dream's config.json claims 131,072.
-CANVAS_CONTEXT = 4096
 # KV that a row should find on average before it is worth compiling; fewer rows preempt less.
 TOKENS_PER_ROW = 1024
 
@@ -57,39 +53,44 @@ class Sizes(Shapes):
     step_bytes: int = 0  # of the hungriest step, known once all are compiled
 
 
-def choose_shapes(config: config_lib.EngineConfig, spec: spec_lib.ModelSpec) -> Shapes:
-    """Returns the shapes; an option that does not fit the model is a ConfigError."""
-    is_cpu = jax.default_backend() == "cpu"
-    has_canvas = spec.diffusion.has_canvas
+def choose_shapes(
+    config: config_lib.EngineConfig,
+    spec: spec_lib.ModelSpec,
+    defaults: interface.RowDefaults,
+    device: device_facts.DeviceFacts,
+) -> Shapes:
+    """Returns the shapes; an option that does not fit the model is a ConfigError.
+
+    `defaults` are those of the model's kind of rows.
+    """
     longest = spec.max_position_embeddings
-    context_length = config.context_length or (
-        min(longest, CANVAS_CONTEXT) if has_canvas else longest
-    )
+    context_length = config.context_length or min(longest, defaults.most_context or longest)
     if context_length > spec.max_position_embeddings:
         raise errors.ConfigError(
             f"{context_length=} exceeds the model's max_position_embeddings="
             f"{spec.max_position_embeddings}"
         )
-    for option in ("max_prefill_tokens", "disable_fused_commit") if has_canvas else ():
+    for option in defaults.unused_options:
         if getattr(config, option):
             raise errors.ConfigError(
-                f"{option} has no meaning for {spec.architecture}, which has neither a prefill nor "
-                "commits of its own; leave it out"
+                f"{option} has no meaning for {spec.architecture}, {defaults.why_unused}; "
+                "leave it out"
             )
     block_size = spec.diffusion.block_size
     budget = config.chunked_prefill_size or (
-        CPU_PREFILL_TOKENS if is_cpu else ACCELERATOR_PREFILL_TOKENS
+        CPU_PREFILL_TOKENS if device.is_cpu else ACCELERATOR_PREFILL_TOKENS
     )
     if budget < block_size:
         raise errors.ConfigError(
             f"chunked_prefill_size={budget} is less than one block of {block_size} tokens"
         )
+    rows = defaults.cpu_rows if device.is_cpu else defaults.accelerator_rows
     page_size = pool.choose_page_size(block_size, config.page_size)
     if config.max_total_tokens is not None:
         pool.pages_of_total(config.max_total_tokens, page_size)
     return Shapes(
         context_length=context_length,
-        max_running_requests=config.max_running_requests or _default_rows(is_cpu, has_canvas),
+        max_running_requests=config.max_running_requests or rows,
         page_size=page_size,
         prefill_token_budget=budget,
         max_prefill_tokens=config.max_prefill_tokens or PREFILL_LAUNCHES_IN_A_ROW * budget,
@@ -102,9 +103,9 @@ def choose_sizes(
     shapes: Shapes,
     params: dict[str, jax.Array],
     kv_dtype: str,
+    device: device_facts.DeviceFacts,
 ) -> Sizes:
     """Returns shapes and the pool that fits beside the loaded weights."""
-    is_cpu = jax.default_backend() == "cpu"
     num_pages = pool.choose_num_pages(
         spec,
         page_size=shapes.page_size,
@@ -112,7 +113,7 @@ def choose_sizes(
         context_length=shapes.context_length,
         max_running_requests=shapes.max_running_requests,
         max_total_tokens=config.max_total_tokens,
-        free_bytes=None if is_cpu else _free_bytes(config.mem_fraction_static),
+        free_bytes=None if device.is_cpu else _free_bytes(config.mem_fraction_static),
     )
     if config.max_running_requests is None:
         rows = rows_that_fit(
@@ -131,7 +132,7 @@ def choose_sizes(
 def check_memory(sizes: Sizes, memory: tuple[int, int] | None) -> None:
     """Raises a ConfigError unless the hungriest step fits beside what the device holds already.
 
-    `memory` is what `device_memory` returned with weights, pool and row states in place.
+    `memory` is what `device.memory_use` returned with weights, pool and row states in place.
     """
     if memory is None:
         return
@@ -156,27 +157,15 @@ def check_memory(sizes: Sizes, memory: tuple[int, int] | None) -> None:
     )
 
 
-def device_memory() -> tuple[int, int] | None:
-    """Returns (bytes in use, bytes there are) of the accelerator; None where nobody counts."""
-    stats = jax.local_devices()[0].memory_stats()
-    return (stats["bytes_in_use"], stats["bytes_limit"]) if stats else None
-
-
 def rows_that_fit(pool_tokens: int, context_length: int, most: int) -> int:
     """Returns the largest power of two up to `most` whose rows find their share of the pool."""
     wanted = max(1, min(most, pool_tokens // min(context_length, TOKENS_PER_ROW)))
     return 1 << (wanted.bit_length() - 1)
 
 
-def _default_rows(is_cpu: bool, has_canvas: bool) -> int:
-    if has_canvas:
-        return CPU_CANVAS_ROWS if is_cpu else ACCELERATOR_CANVAS_ROWS
-    return CPU_ROWS if is_cpu else ACCELERATOR_ROWS
-
-
 def _free_bytes(mem_fraction_static: float) -> int | None:
     """Returns the bytes left for KV within the static share of the accelerator's memory."""
-    memory = device_memory()
+    memory = device_lib.memory_use()
     if memory is None:
         return None
     in_use, limit = memory

@@ -80,32 +80,20 @@ class Counters:
 
     def count_launch(self, batch: batch_lib.ScheduleBatch, result: batch_lib.LaunchResult) -> None:
         """Adds one launch: its rows' forwards, and real against padded positions."""
-        match batch.phase:
-            case batch_lib.Phase.PREFILL:
-                self.prefill_launches += 1
-                self.real_positions += sum(row.num_tokens for row in batch.rows)
-                self.computed_positions += batch.bucket.tokens
-            case batch_lib.Phase.DECODE:
-                block_size = batch.bucket.tokens // batch.bucket.rows
-                self._count_steps(batch, result)
-                self.canvas_positions += sum(row.nfe for row in result.rows) * block_size
-                self.real_positions += result.used_slots * block_size
-                self.computed_positions += result.num_slots * block_size
-            case batch_lib.Phase.CANVAS:
-                self._count_steps(batch, result)
-                self.canvas_positions += result.used_slots
-                self.canvas_forwarded_tokens += result.used_slots
-                self.canvas_full_forwards += result.num_full
-                self.real_positions += result.used_slots
-                self.computed_positions += result.num_slots
-
-    def _count_steps(self, batch: batch_lib.ScheduleBatch, result: batch_lib.LaunchResult) -> None:
+        self.real_positions += result.real_tokens
+        self.computed_positions += result.computed_tokens
+        if not batch.bucket.denoises:
+            self.prefill_launches += 1
+            return
         forwards = sum(row.nfe for row in result.rows)
         self.decode_launches += 1
         self.decode_steps += result.num_steps
         self.decode_rows += forwards
         self.decode_row_places += batch.bucket.rows * result.num_steps
         self.denoising_steps += forwards
+        self.canvas_positions += result.denoised_tokens
+        self.canvas_forwarded_tokens += result.canvas_tokens
+        self.canvas_full_forwards += result.num_full
 
     @property
     def padding_fraction(self) -> float:

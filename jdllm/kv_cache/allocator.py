@@ -17,11 +17,14 @@ class OutOfPages(RuntimeError):
 
 
 class PageAllocator:
-    """Free list over pages 0 .. num_pages - 1; `is_used` is readable by anyone."""
+    """Free list over pages 0 .. num_pages - 1; `is_used` is readable by anyone.
+
+    Rows that keep no K,V have `num_pages` 0.
+    """
 
     def __init__(self, num_pages: int):
-        if num_pages < 1:
-            raise ValueError(f"{num_pages=} must be at least 1")
+        if num_pages < 0:
+            raise ValueError(f"{num_pages=} must not be negative")
         self.num_pages = num_pages
         self.is_used = np.zeros(num_pages, dtype=bool)
         # Popped from the end, so low page numbers go out first.

@@ -1,68 +1,61 @@
-"""What scheduler and runner say to one another: a batch down, row results up."""
+"""What scheduler and runner say to one another: a batch down, row results up.
+
+Neither side knows a kind of rows. A kind subclasses `Bucket` for each program it has; its rows
+(`scheduler/rows/`) put buckets into batches, and its device side (`runner/`) compiles a program
+for each and turns what the program returns into a `LaunchResult`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import enum
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
 from jdllm.scheduler import request as request_lib
-
-# Where a row's tokens may begin in a packed forward of canvases.
-CANVAS_ALIGNMENT = 8
-
-
-class Phase(enum.StrEnum):
-    """A launch is of one phase: whole committed blocks, blocks or canvases being denoised."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
-    CANVAS = "canvas"
-
-
-def packed_len(num_tokens: int) -> int:
-    """Returns what a canvas of `num_tokens` takes at most of the tokens of a forward."""
-    return -(-num_tokens // CANVAS_ALIGNMENT) * CANVAS_ALIGNMENT
+from jdllm.scheduler import stay as stay_lib
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """A compiled shape: `rows` of page tables and `tokens` packed query tokens.
+    """A compiled shape: `rows` of a launch and `tokens` of its largest forward.
 
-    Canvases: the most tokens of one forward; the rows' `packed_len` together never exceed it. With
-    `is_whole` every forward is of so many tokens, whatever the rows need.
+    `name` is for logs. `denoises`: launches of it write output; others make rows ready for that.
     """
 
-    phase: Phase
+    name: ClassVar[str]
+    denoises: ClassVar[bool] = True
+
     rows: int
     tokens: int
-    is_whole: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduledRow:
     """One request's part of a launch.
 
-    Prefill: its `num_tokens` tokens from position `start`. Decode: the row state in its
-    slot, or with `is_fresh` its first block at `start`. Canvas: the row state in its slot, or
-    with `is_fresh` the request's `canvas_ids`; `start` is 0 and `num_tokens` their number.
-    `epoch` is the request's when the launch was planned.
+    Its `num_tokens` tokens from position `start`. With `is_fresh` the row begins on the device,
+    otherwise it goes on from the state in its slot. `stay` is the request's when the launch was
+    planned.
     """
 
     request: request_lib.Request
+    stay: stay_lib.Stay
     start: int
     num_tokens: int
-    epoch: int
     is_fresh: bool = False
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the request still holds what it held when the launch was planned."""
+        return self.request.stay is self.stay
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleBatch:
     """Rows of one launch, in order, and the bucket they are padded to.
 
-    A decode or canvas launch runs up to `max_steps` steps; it ends when more than `max_finished` of
+    A launch that denoises runs up to `max_steps` steps; it ends when more than `max_finished` of
     its rows are finished, because others wait for their places (None: nobody does).
     """
 
@@ -70,10 +63,6 @@ class ScheduleBatch:
     bucket: Bucket
     max_steps: int = 1
     max_finished: int | None = None
-
-    @property
-    def phase(self) -> Phase:
-        return self.bucket.phase
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,34 +84,48 @@ class CommittedBlock:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RowResult:
-    """One decode or canvas row after a launch.
+class Frame:
+    """What a row looked like after one of its steps, counted from 1; `value` is its kind's."""
 
-    `committed` are the blocks that became final, in order, at most one of a canvas;
-    `context_len` tokens have final K,V, none of a canvas. `nfe` counts the row's forwards.
-    `is_invalid`: the statistics are not numbers (broken weights, overflow).
+    step: int
+    value: Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RowResult:
+    """One row after a launch.
+
+    `nfe` counts the row's forwards. `committed` are the blocks that became final, in order, at
+    most one of a canvas. `context_len` tokens have final K,V; None where the launch does not say.
+    `frames` are outputs of single steps, for kinds that give any. `product` is what a row has
+    made that does not write tokens, once it is finished. `is_invalid`: the statistics are not
+    numbers (broken weights, overflow).
     """
 
-    committed: tuple[CommittedBlock, ...]
-    context_len: int
-    nfe: int
+    nfe: int = 0
+    committed: tuple[CommittedBlock, ...] = ()
+    context_len: int | None = None
     num_edited: int = 0
+    frames: tuple[Frame, ...] = ()
+    product: Any = None
     is_invalid: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchResult:
-    """One result per decode or canvas row, in order, and what its steps forwarded.
+    """One result per row, in order, and what the launch forwarded.
 
-    `num_slots` block slots in all `num_steps` steps, padding included, `used_slots` of
-    them for a row. Canvases: tokens instead of block slots; `num_full` counts the forwards of a
-    row that took its whole canvas.
+    Its `num_steps` steps forwarded `computed_tokens`, padding included, `real_tokens` of them
+    for a row; `denoised_tokens` were of rows that denoise. Of these `canvas_tokens` belong to
+    canvases, which had `num_full` forwards of a row's whole canvas.
     """
 
     rows: tuple[RowResult, ...] = ()
     num_steps: int = 0
-    num_slots: int = 0
-    used_slots: int = 0
+    computed_tokens: int = 0
+    real_tokens: int = 0
+    denoised_tokens: int = 0
+    canvas_tokens: int = 0
     num_full: int = 0
 
 
@@ -134,7 +137,7 @@ class Launch(Protocol):
         ...
 
     def result(self) -> LaunchResult:
-        """Waits for it; raises what it failed with. The result of a prefill has no rows."""
+        """Waits for it; raises what it failed with."""
         ...
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
+from jdllm.scheduler import batch as batch_lib
 from jdllm.scheduler import request as request_lib
 
 
@@ -24,16 +25,32 @@ class FinishReason:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RequestCommit:
-    """Tokens that a request committed in a launch, surplus dropped; `finish` on the last one.
+class Progress:
+    """What a launch brought a request: new output tokens, frames, its end, what it has made."""
 
-    The numbers are the request's totals at that moment: a consumer may look much later,
-    when the request has moved on. `nfe` counts forwards.
+    new_token_ids: list[int] = dataclasses.field(default_factory=list)
+    frames: tuple[batch_lib.Frame, ...] = ()
+    finish: FinishReason | None = None
+    product: Any = None
+
+    def __bool__(self) -> bool:
+        return bool(self.new_token_ids or self.frames or self.finish is not None)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RequestCommit:
+    """What a request committed in a launch, surplus dropped; `finish` on the last one.
+
+    `frames` and `product` are those of kinds that have them. The numbers are the request's
+    totals at that moment: a consumer may look much later, when the request has moved on.
+    `nfe` counts forwards.
     """
 
     request: request_lib.Request
     new_token_ids: list[int]
     finish: FinishReason | None
+    frames: tuple[batch_lib.Frame, ...]
+    product: Any
     num_output: int
     nfe: int
     num_blocks: int
@@ -41,17 +58,14 @@ class RequestCommit:
     num_discarded: int
 
     @classmethod
-    def of(
-        cls,
-        request: request_lib.Request,
-        new_token_ids: list[int],
-        finish: FinishReason | None = None,
-    ) -> RequestCommit:
-        """Returns the output of what a request has just committed."""
+    def of(cls, request: request_lib.Request, progress: Progress) -> RequestCommit:
+        """Returns the commit of what a launch has just brought a request."""
         return cls(
             request=request,
-            new_token_ids=new_token_ids,
-            finish=finish,
+            new_token_ids=progress.new_token_ids,
+            finish=progress.finish,
+            frames=progress.frames,
+            product=progress.product,
             num_output=len(request.output_ids),
             nfe=request.nfe,
             num_blocks=request.num_blocks,

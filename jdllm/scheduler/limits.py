@@ -9,35 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from jdllm import errors
-from jdllm.kv_cache import prefix_cache as prefix_cache_lib
-from jdllm.scheduler import buckets as buckets_lib
 from jdllm.scheduler import request as request_lib
-
-
-def check_sizes(
-    block_size: int,
-    page_size: int,
-    max_running_requests: int,
-    buckets: buckets_lib.Buckets | buckets_lib.CanvasBuckets,
-    prefix_cache: prefix_cache_lib.PrefixCache | None,
-) -> None:
-    """Raises a ConfigError for sizes of a scheduler that do not go together."""
-    if page_size % block_size and block_size % page_size:
-        raise errors.ConfigError(f"{page_size=} and {block_size=} must divide one another")
-    match buckets:
-        case buckets_lib.Buckets() if buckets.block_size != block_size:
-            raise errors.ConfigError(f"{buckets.block_size=} differs from {block_size=}")
-        case buckets_lib.CanvasBuckets() if prefix_cache is not None:
-            raise errors.ConfigError(
-                "canvases share no prefixes: every K,V depends on later tokens"
-            )
-    if prefix_cache is not None and prefix_cache.page_size != page_size:
-        raise errors.ConfigError(f"{prefix_cache.page_size=} differs from {page_size=}")
-    if not 1 <= max_running_requests <= buckets.max_rows:
-        raise errors.ConfigError(
-            f"{max_running_requests=} must be between 1 and the largest bucket of "
-            f"{buckets.max_rows} rows"
-        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

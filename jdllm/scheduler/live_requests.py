@@ -1,7 +1,7 @@
 """Every live request: who waits, who runs, and in which row of the device.
 
-The scheduler and its rows (`block_rows`, `canvas_rows`) share one such object; only here do
-requests change their state, and only a running one holds a slot and pages.
+The scheduler and its rows (`scheduler/rows/`) share one such object; only here do requests
+change their state, and only a running one has a stay.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import bisect
 
 from jdllm.scheduler import pages as pages_lib
 from jdllm.scheduler import request as request_lib
+from jdllm.scheduler import stay as stay_lib
 
 RequestState = request_lib.RequestState
 
@@ -44,12 +45,19 @@ class LiveRequests:
         self.by_id[request.request_id] = request
         self.waiting.append(request)
 
-    def start(self, request: request_lib.Request) -> None:
-        """Gives a slot to a waiting request that has its pages."""
+    @property
+    def next_slot(self) -> int:
+        """The place on the device that the next request to start gets."""
+        return self.free_slots[-1]
+
+    def start(self, request: request_lib.Request, stay: stay_lib.Stay) -> None:
+        """Lets a waiting request run with what it was admitted to, a stay in `next_slot`."""
+        slot = self.free_slots.pop()
+        assert stay.slot == slot, "only the next slot is given out"
         self.waiting.remove(request)
         bisect.insort(self.running, request, key=_arrival)
         request.state = RequestState.RUNNING
-        request.slot = self.free_slots.pop()
+        request.stay = stay
 
     def preempt(self, request: request_lib.Request, *, keep: bool) -> None:
         """Sends a running request back to the queue with its committed tokens and nothing else."""
@@ -69,15 +77,11 @@ class LiveRequests:
         request.state = RequestState.FINISHED
 
     def _leave(self, request: request_lib.Request, *, keep: bool) -> None:
-        """Takes slot, pages and what is in flight from a running request."""
-        assert request.slot is not None
+        """Takes the stay from a running request, and with it slot, pages and what is in flight."""
+        stay, request.stay = request.held, None
         self.running.remove(request)
-        self.pages.release(request, keep=keep)
-        self.free_slots.append(request.slot)
-        request.slot = None
-        request.is_decoding = False
-        request.tokens_per_step = 0.0
-        request.epoch += 1
+        self.pages.release(request, stay, keep=keep)
+        self.free_slots.append(stay.slot)
 
 
 def _arrival(request: request_lib.Request) -> int:

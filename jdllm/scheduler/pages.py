@@ -1,8 +1,8 @@
-"""Which pages a request holds: its own from the allocator, shared ones from the tree.
+"""Which pages a stay holds: its own from the allocator, shared ones from the tree.
 
-`request.pages[i]` holds positions `i * page_size` and on. The first
-`len(request.prefix_nodes)` pages belong to the prefix cache and are locked by the
-request; the rest is its own. Only pages whose tokens are all below
+`stay.pages[i]` holds positions `i * page_size` and on. The first
+`len(stay.prefix_nodes)` pages belong to the prefix cache and are locked by the
+stay; the rest is its own. Only pages whose tokens are all below
 `context_len` ever enter the tree: the in-flight block is scratch.
 
 When another request has cached the same tokens first, a running request keeps
@@ -18,10 +18,14 @@ from collections.abc import Sequence
 from jdllm.kv_cache import allocator as allocator_lib
 from jdllm.kv_cache import prefix_cache as prefix_cache_lib
 from jdllm.scheduler import request as request_lib
+from jdllm.scheduler import stay as stay_lib
 
 
 class RequestPages:
-    """Gives pages to requests and takes them back; evicts cached ones when short."""
+    """Gives pages to stays and takes them back; evicts cached ones when short.
+
+    With `num_pages` 0 there are none, for rows that keep no K,V.
+    """
 
     def __init__(
         self,
@@ -55,7 +59,7 @@ class RequestPages:
         """Returns how many leading tokens of a waiting request are in the tree."""
         return len(self._match(request)) * self._page_size
 
-    def admit(self, request: request_lib.Request) -> bool:
+    def admit(self, request: request_lib.Request, stay: stay_lib.Stay) -> bool:
         """Takes the cached prefix and pages up to one block past whole committed blocks.
 
         False, and nothing changed, when they are not to be had.
@@ -64,24 +68,24 @@ class RequestPages:
         # Locked before counting: what it shares must not count as evictable for it.
         if self.prefix_cache is not None:
             self.prefix_cache.lock(nodes)
-        request.prefix_nodes = nodes
-        request.pages = [node.page for node in nodes]
-        request.context_len = len(nodes) * self._page_size
-        if self.grow(request, request.whole_len(self._block_size) + self._block_size):
+        stay.prefix_nodes = nodes
+        stay.pages = [node.page for node in nodes]
+        stay.context_len = len(nodes) * self._page_size
+        if self.grow(stay, request.whole_len(self._block_size) + self._block_size):
             return True
-        self.release(request, keep=False)
+        self.release(request, stay, keep=False)
         return False
 
-    def grow(self, request: request_lib.Request, num_tokens: int) -> bool:
-        """Makes the pages of `request` hold `num_tokens` tokens; False if they cannot."""
-        missing = self.pages_of(num_tokens) - len(request.pages)
+    def grow(self, stay: stay_lib.Stay, num_tokens: int) -> bool:
+        """Makes the pages of `stay` hold `num_tokens` tokens; False if they cannot."""
+        missing = self.pages_of(num_tokens) - len(stay.pages)
         if missing <= 0:
             return True
         if missing > self.num_available:
             return False
         if missing > self.allocator.num_free and self.prefix_cache is not None:
             self.allocator.free(self.prefix_cache.evict(missing - self.allocator.num_free))
-        request.pages.extend(self.allocator.allocate(missing))
+        stay.pages.extend(self.allocator.allocate(missing))
         return True
 
     def grow_ahead(
@@ -94,39 +98,39 @@ class RequestPages:
         for ahead in range(1, num_blocks + 1):
             for request in requests:
                 longest = len(request.prompt_ids) + request.max_new_tokens
-                wanted = request.context_len + (ahead + 1) * self._block_size
-                missing = self.pages_of(wanted) - len(request.pages)
+                wanted = request.held.context_len + (ahead + 1) * self._block_size
+                missing = self.pages_of(wanted) - len(request.held.pages)
                 if missing <= 0 or wanted >= longest + self._block_size:
                     continue
                 if missing > self.num_available - keep_free:
                     return
-                self.grow(request, wanted)
+                self.grow(request.held, wanted)
 
     def publish(self, request: request_lib.Request) -> None:
         """Moves newly full pages of a running request into the tree, up to the first twin."""
         if self.prefix_cache is None:
             return
-        nodes, token_ids = request.prefix_nodes, request.token_ids
-        for index in range(len(nodes), request.context_len // self._page_size):
+        stay, token_ids = request.held, request.token_ids
+        nodes = stay.prefix_nodes
+        for index in range(len(nodes), stay.context_len // self._page_size):
             key = self._key(token_ids, index)
-            node = self.prefix_cache.insert(nodes[-1] if nodes else None, key, request.pages[index])
-            if node.page != request.pages[index]:
+            node = self.prefix_cache.insert(nodes[-1] if nodes else None, key, stay.pages[index])
+            if node.page != stay.pages[index]:
                 return
             self.prefix_cache.lock((node,))
             nodes.append(node)
 
-    def release(self, request: request_lib.Request, *, keep: bool) -> None:
-        """Takes every page back; with `keep`, full pages that the tree lacks go there."""
-        shared = len(request.prefix_nodes)
-        own = request.pages[shared:]
+    def release(self, request: request_lib.Request, stay: stay_lib.Stay, *, keep: bool) -> None:
+        """Takes every page back; with `keep`, full pages that the tree lacks go there.
+
+        The stay is over: its fields mean nothing afterwards.
+        """
+        own = stay.pages[len(stay.prefix_nodes) :]
         if self.prefix_cache is not None:
             if keep:
-                own = self._bequeath(request, self.prefix_cache)
-            self.prefix_cache.unlock(request.prefix_nodes)
+                own = self._bequeath(request, stay, self.prefix_cache)
+            self.prefix_cache.unlock(stay.prefix_nodes)
         self.allocator.free(own)
-        request.prefix_nodes = []
-        request.pages = []
-        request.context_len = 0
 
     def flush(self) -> None:
         """Empties the tree of everything that is not locked."""
@@ -151,15 +155,18 @@ class RequestPages:
         return tuple(token_ids[start : start + max(self._page_size, self._block_size)])
 
     def _bequeath(
-        self, request: request_lib.Request, cache: prefix_cache_lib.PrefixCache
+        self,
+        request: request_lib.Request,
+        stay: stay_lib.Stay,
+        cache: prefix_cache_lib.PrefixCache,
     ) -> list[int]:
         """Gives the tree every full page it lacks; returns the pages it did not take."""
-        nodes, token_ids = request.prefix_nodes, request.token_ids
-        full = request.context_len // self._page_size
+        nodes, token_ids = stay.prefix_nodes, request.token_ids
+        full = stay.context_len // self._page_size
         parent = nodes[-1] if nodes else None
-        refused = request.pages[max(full, len(nodes)) :]
+        refused = stay.pages[max(full, len(nodes)) :]
         for index in range(len(nodes), full):
-            parent = cache.insert(parent, self._key(token_ids, index), request.pages[index])
-            if parent.page != request.pages[index]:
-                refused.append(request.pages[index])
+            parent = cache.insert(parent, self._key(token_ids, index), stay.pages[index])
+            if parent.page != stay.pages[index]:
+                refused.append(stay.pages[index])
         return refused

@@ -1,24 +1,21 @@
 """One request as the host sees it, from arrival to its last token.
 
 `output_ids` holds committed tokens only; `output_steps` and `output_logprobs` go with
-it. The block being denoised lives on the device, in the row state of `slot`, and vanishes
-on preemption; committed tokens never do.
-`context_len` is the number of leading tokens of `token_ids` whose K,V in `pages` is final,
-as far as the host knows: a launch in flight may be ahead of it.
+it. What is being denoised lives on the device, in the slot of the request's `stay`, and
+vanishes on preemption; committed tokens never do.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-import math
 import time
 from collections.abc import Collection
 
 import numpy as np
 
 from jdllm import sampling_params
-from jdllm.kv_cache import prefix_cache
+from jdllm.scheduler import stay as stay_lib
 
 
 class RequestState(enum.StrEnum):
@@ -45,17 +42,11 @@ class Request:
     """State of one request. `sampling` has every default filled in by the engine.
 
     `eos_token_ids` are the model's; `sampling.stop_token_ids` the request's own.
-    `arrival` is its place in the order of arrival, set by the scheduler; `epoch` counts
-    how often it gave up its row, so that results of an earlier stay are known as stale;
-    `prefix_nodes` are the prefix-cache nodes that own its first pages.
+    `arrival` is its place in the order of arrival, set by the scheduler; `stay` is what it
+    holds while it runs.
 
     Full-attention models only: `suffix_ids` is a text that follows what is written, `given`
-    maps places in it, from the prompt's end, to tokens that are fixed. The scheduler makes
-    `canvas_ids` of them, the whole canvas with -1 where tokens are to be written, and
-    `canvas_end`, where the suffix begins. `num_settled` counts the tokens that the row has
-    reported since it began.
-
-    `tokens_per_step`: what the last launch of this stay brought, 0 where nothing is known.
+    maps places in it, from the prompt's end, to tokens that are fixed.
     """
 
     request_id: str
@@ -72,16 +63,7 @@ class Request:
     output_ids: list[int] = dataclasses.field(default_factory=list)
     output_steps: list[int] = dataclasses.field(default_factory=list)
     output_logprobs: list[float] = dataclasses.field(default_factory=list)
-    slot: int | None = None
-    is_decoding: bool = False
-    epoch: int = 0
-    context_len: int = 0
-    pages: list[int] = dataclasses.field(default_factory=list)
-    prefix_nodes: list[prefix_cache.Node] = dataclasses.field(default_factory=list)
-    canvas_ids: list[int] = dataclasses.field(default_factory=list)
-    canvas_end: int = 0
-    num_settled: int = 0
-    tokens_per_step: float = 0.0
+    stay: stay_lib.Stay | None = None
     cached_tokens: int = 0
     nfe: int = 0
     num_blocks: int = 0
@@ -97,10 +79,10 @@ class Request:
         return end_tokens(sampling.stop_token_ids, self.eos_token_ids, sampling.ignore_eos)
 
     @property
-    def steps_left(self) -> float:
-        """Steps until the output has its length, at the pace of the last launch."""
-        left = self.max_new_tokens - len(self.output_ids)
-        return left / self.tokens_per_step if self.tokens_per_step else math.inf
+    def held(self) -> stay_lib.Stay:
+        """What the request holds; it must be running."""
+        assert self.stay is not None, f"request {self.request_id} does not run"
+        return self.stay
 
     @property
     def token_ids(self) -> list[int]:

@@ -11,8 +11,8 @@ import threading
 import time
 
 import pytest
-import tiny_engine
 import uvicorn
+from support import tiny_engine
 
 from jdllm import config
 from jdllm.bench import in_process, offline_throughput, one_batch, serving

@@ -9,9 +9,9 @@ import functools
 import json
 import pathlib
 
-import canvas_rows
 import numpy as np
 import pytest
+from support import canvas_rows
 
 from jdllm.runner import full_forward
 

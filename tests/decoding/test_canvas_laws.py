@@ -2,10 +2,10 @@
 
 import dataclasses
 
-import canvas_rows
 import jax
 import numpy as np
 import pytest
+from support import canvas_rows
 
 from jdllm import decoding, sampling_params
 from jdllm.decoding.canvas import interface as canvas_lib

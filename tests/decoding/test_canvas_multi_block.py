@@ -6,9 +6,9 @@ of completion and a cached flag each, walked block by block. The algorithm has n
 
 import dataclasses
 
-import canvas_rows
 import numpy as np
 import pytest
+from support import canvas_rows
 
 NAME = "FullAttnMultiBlock"
 S, R, END = 40, 10, 5

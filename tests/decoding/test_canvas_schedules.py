@@ -3,10 +3,10 @@
 import dataclasses
 import math
 
-import canvas_rows
 import jax
 import numpy as np
 import pytest
+from support import canvas_rows
 
 from jdllm.decoding.canvas import interface as canvas_lib
 

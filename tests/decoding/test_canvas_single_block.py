@@ -1,8 +1,8 @@
 """EntropyThreshold and FastDLLM, which write one block at a time, against plain Python."""
 
-import canvas_rows
 import numpy as np
 import pytest
+from support import canvas_rows
 
 S, R = 40, 10
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from test_algorithms import make_block
 
-from jdllm.decoding.block import proposal, sampling
+from jdllm.runner.block import proposal, sampling
 
 V, D, T = 50, 16, 4
 MASK_ID = 7

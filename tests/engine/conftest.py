@@ -2,9 +2,9 @@
 a launch, no fused commit, no overlap, no prefix cache."""
 
 import pytest
-from tiny_engine import BLOCK, make_engine
+from support.tiny_engine import BLOCK, make_engine
 
-from jdllm.decoding.block import proposal
+from jdllm.runner.block import proposal
 
 
 @pytest.fixture(scope="session")

@@ -4,10 +4,13 @@ import pathlib
 
 import pytest
 
-from jdllm import config, errors, sampling_params
-from jdllm.engine import algorithm_defaults, sampling_defaults, sizing, stats
+from jdllm import config, device_facts, errors, sampling_params
+from jdllm.engine import algorithm_defaults, kinds, sampling_defaults, sizing, stats
 from jdllm.models import loading
 from jdllm.scheduler import batch as batch_lib
+from jdllm.scheduler.rows import canvas
+
+CPU = device_facts.DeviceFacts(platform="cpu", device_kind="cpu")
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "data" / "goldens"
 FAMILIES = {"llada2": False, "llada": True, "dream": True}
@@ -67,20 +70,28 @@ def test_filters_of_the_checkpoint_are_left_out_with_one_line(do_sample, caplog)
 @pytest.mark.parametrize("family,has_canvas", FAMILIES.items())
 def test_canvas_rows_are_few_and_their_context_bounded(family, has_canvas):
     spec = loading.read_spec(GOLDENS / family)
-    shapes = sizing.choose_shapes(config.EngineConfig(), spec)
+    defaults = kinds.kind_of(spec).rows.defaults
+    shapes = sizing.choose_shapes(config.EngineConfig(), spec, defaults, CPU)
     assert shapes.max_running_requests == (4 if has_canvas else 8)
     longest = spec.max_position_embeddings
     assert shapes.context_length == (min(longest, 4096) if has_canvas else longest)
-    asked = sizing.choose_shapes(config.EngineConfig(context_length=longest), spec)
+    wanted = config.EngineConfig(context_length=longest)
+    asked = sizing.choose_shapes(wanted, spec, defaults, CPU)
     assert asked.context_length == longest
 
 
 def test_canvas_launches_count_tokens():
     counters = stats.Counters()
-    rows = tuple(batch_lib.RowResult(committed=(), context_len=0, nfe=nfe) for nfe in (3, 1))
-    bucket = batch_lib.Bucket(phase=batch_lib.Phase.CANVAS, rows=4, tokens=96)
+    rows = tuple(batch_lib.RowResult(nfe=nfe) for nfe in (3, 1))
+    bucket = canvas.CanvasBucket(rows=4, tokens=96)
     launch = batch_lib.LaunchResult(
-        rows=rows, num_steps=3, num_slots=192, used_slots=96, num_full=2
+        rows=rows,
+        num_steps=3,
+        computed_tokens=192,
+        real_tokens=96,
+        denoised_tokens=96,
+        canvas_tokens=96,
+        num_full=2,
     )
     counters.count_launch(batch_lib.ScheduleBatch(rows=(), bucket=bucket), launch)
     assert (counters.denoising_steps, counters.decode_steps, counters.decode_launches) == (4, 3, 1)

@@ -15,10 +15,10 @@ import jdllm
 from jdllm import errors
 from jdllm import spec as spec_lib
 from jdllm.checkpoint import source
-from jdllm.engine import sampling_defaults, sizing, tokenizer
-from jdllm.kv_cache import pool
+from jdllm.engine import kinds, sampling_defaults, sizing, tokenizer
 from jdllm.models import loading
-from jdllm.runner import full_forward, model_runner
+from jdllm.runner import full_forward
+from jdllm.scheduler.rows import block
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "data" / "goldens" / "llada2"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -126,18 +126,18 @@ def test_one_bundled_model_for_engine_and_full_forward():
 
 
 def test_shifted_logits_are_refused():
-    model = loading.load(GOLDEN, block_size=8, load_format="dummy")
-    diffusion = dataclasses.replace(
-        model.spec.diffusion, logit_alignment=spec_lib.LogitAlignment.SHIFTED
-    )
-    shifted = dataclasses.replace(model, spec=dataclasses.replace(model.spec, diffusion=diffusion))
-    config = pool.PoolConfig(
-        num_pages=4, page_size=8, num_layers=3, num_kv_heads=2, head_dim=16, dtype="float32"
-    )
-    options = {"algorithms": ("LowConfidence",), "context_length": 32, "num_slots": 1}
-    model_runner.ModelRunner(model, config, **options)
+    spec = loading.read_spec(GOLDEN, block_size=8)
+    shifted = dataclasses.replace(spec.diffusion, logit_alignment=spec_lib.LogitAlignment.SHIFTED)
+    assert kinds.kind_of(spec).rows is block.BlockRows
     with pytest.raises(errors.ConfigError, match="shifted"):
-        model_runner.ModelRunner(shifted, config, **options)
+        kinds.kind_of(dataclasses.replace(spec, diffusion=shifted))
+
+
+def test_causal_models_are_refused():
+    spec = loading.read_spec(GOLDEN, block_size=8)
+    causal = dataclasses.replace(spec.diffusion, attention_pattern=spec_lib.AttentionPattern.CAUSAL)
+    with pytest.raises(errors.ConfigError, match="causal"):
+        kinds.kind_of(dataclasses.replace(spec, diffusion=causal))
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ import time
 
 import jax.numpy as jnp
 import pytest
-from canvas_asks import DELAYED, MIXES, MULTI, SLOW, Ask, mixed_asks
-from canvas_engine import alone, generate, launches, shared, told
-from tiny_engine import assert_nothing_held
+from support.canvas_asks import DELAYED, MIXES, MULTI, SLOW, Ask, mixed_asks
+from support.canvas_engine import alone, generate, launches, shared, told
+from support.tiny_engine import assert_nothing_held
 
 from jdllm.engine import requests
 
@@ -27,7 +27,8 @@ def test_what_pages_held_before_does_not_matter(family):
     runner = shared(family)._built.runner
 
     def poison():
-        runner._pools = [jnp.full_like(pool, jnp.nan) for pool in runner._pools]
+        pools = runner._memory["pools"]
+        runner._memory["pools"] = [jnp.full_like(pool, jnp.nan) for pool in pools]
 
     shared(family)._loop.call(poison).result()
     results = generate(shared(family), asks)

@@ -5,12 +5,12 @@ cache. The references' own counts are stored beside the runs, but where a marked
 forwards: the inner loop of Fast-dLLM's caches runs on blocks that the first forward finished.
 """
 
-import canvas_engine
 import numpy as np
 import pytest
-from canvas_asks import Ask
-from canvas_engine import GOLDENS
-from tiny_engine import assert_nothing_held
+from support import canvas_engine
+from support.canvas_asks import Ask
+from support.canvas_engine import GOLDENS
+from support.tiny_engine import assert_nothing_held
 
 FAST = {"algorithm": "FastDLLM", "threshold": 0.6, "block_length": 8}
 FAST_STEPS = {"algorithm": "FastDLLM", "steps": 16, "block_length": 16}

@@ -8,15 +8,15 @@ import contextlib
 import json
 import threading
 
-import canvas_engine
 import httpx
 import numpy as np
 import pytest
 import uvicorn
-from canvas_asks import CONTEXT, MASK, SLOW, VOCAB, Ask
-from canvas_engine import generate, shared, told
-from tiny_engine import assert_nothing_held
-from tiny_engine import make_engine as make_block_engine
+from support import canvas_engine
+from support.canvas_asks import CONTEXT, MASK, SLOW, VOCAB, Ask
+from support.canvas_engine import generate, shared, told
+from support.tiny_engine import assert_nothing_held
+from support.tiny_engine import make_engine as make_block_engine
 
 from jdllm import config, errors
 from jdllm.engine import startup

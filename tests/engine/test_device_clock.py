@@ -2,7 +2,7 @@
 
 import time
 
-from tiny_engine import make_engine
+from support.tiny_engine import make_engine
 
 from jdllm.engine import device_clock
 

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 
 import jdllm
-from jdllm import config, errors, sampling_params
+from jdllm import config, device_facts, errors, sampling_params
 from jdllm import spec as spec_lib
 from jdllm.engine import build, core, llm, sizing
 from jdllm.scheduler import batch as batch_lib
-from jdllm.scheduler import buckets as buckets_lib
 from jdllm.scheduler import scheduler as scheduler_lib
+from jdllm.scheduler.rows import canvas as canvas_rows
+from jdllm.scheduler.rows import interface
 
 BLOCK, PAGE, CONTEXT, ROWS, VOCAB = 8, 16, 128, 3, 256
 STRIDE = 4
@@ -78,7 +79,7 @@ class ComputableRunner:
         self._rows = {}  # request id -> (canvas, tokens settled so far)
 
     def launch(self, batch):
-        assert batch.phase is batch_lib.Phase.CANVAS
+        assert isinstance(batch.bucket, canvas_rows.CanvasBucket)
         return Done([self._row(row) for row in batch.rows])
 
     def begin_round(self):
@@ -90,18 +91,17 @@ class ComputableRunner:
     def _row(self, row):
         request = row.request
         if row.is_fresh:
-            canvas = [None if token == -1 else token for token in request.canvas_ids]
-            self._rows[request.request_id] = (canvas, 0)
+            self._rows[request.request_id] = (row.stay.canvas_ids, 0)
         canvas, settled = self._rows[request.request_id]
         begin = len(request.prompt_ids) + settled
-        end = min(begin + STRIDE, request.canvas_end)
+        end = min(begin + STRIDE, row.stay.canvas_end)
         tokens = np.array([written(canvas, place) for place in range(begin, end)], np.int32)
         self._rows[request.request_id] = (canvas, settled + len(tokens))
         block = batch_lib.CommittedBlock(
             tokens=tokens, nfe=1, steps=np.ones(len(tokens), np.int32),
             logprobs=np.zeros(len(tokens), np.float32),
         )  # fmt: skip
-        return batch_lib.RowResult(committed=(block,), context_len=0, nfe=1)
+        return batch_lib.RowResult(committed=(block,), nfe=1)
 
     def reset(self):
         raise AssertionError("no launch fails here")
@@ -125,20 +125,17 @@ def built(tokenizer):
     """Returns what `build.build` returns, with the runner above and no weights."""
     runner = ComputableRunner()
     pages = ROWS * CONTEXT // PAGE
-    scheduler = scheduler_lib.Scheduler(
+    rows = interface.RowConfig(
         block_size=BLOCK,
         page_size=PAGE,
         num_pages=pages,
         max_running_requests=ROWS,
-        max_queued_requests=16,
         context_length=CONTEXT,
-        buckets=buckets_lib.CanvasBuckets.default(ROWS, ROWS * CONTEXT, CONTEXT),
-        prefill_token_budget=CONTEXT,
+        prefill_token_budget=ROWS * CONTEXT,
         max_prefill_tokens=CONTEXT,
-        policy="fcfs",
-        prefix_cache=None,
         detokenize=None if tokenizer is None else tokenizer.decode,
     )
+    scheduler = scheduler_lib.Scheduler(canvas_rows.CanvasRows.build(rows), max_queued_requests=16)
     sizes = sizing.Sizes(
         context_length=CONTEXT, max_running_requests=ROWS, page_size=PAGE,
         prefill_token_budget=CONTEXT, max_prefill_tokens=CONTEXT, num_pages=pages, weight_bytes=0,
@@ -147,6 +144,7 @@ def built(tokenizer):
     defaults = sampling_params.DllmParams()
     return build.Built(
         config=config.EngineConfig(max_queued_requests=16),
+        device=device_facts.DeviceFacts(platform="cpu", device_kind="cpu"),
         core=core.EngineCore(scheduler, runner, max_total_tokens=pages * PAGE),
         runner=runner,
         model=None,

@@ -3,19 +3,18 @@
 import threading
 import time
 
-import canvas_engine
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny_engine
-from canvas_asks import mixed_asks
 from jax.experimental import io_callback
+from support import canvas_engine, tiny_engine
+from support.canvas_asks import mixed_asks
 
 import pallas_kernels
+from jdllm import device
 from jdllm.engine import loop
-from jdllm.runner import model_runner
-from jdllm.runner.launch import interrupts
+from jdllm.runner.launch import executables, interrupts
 
 
 @pytest.fixture(scope="module")
@@ -25,19 +24,19 @@ def canvases():
 
 @pytest.fixture
 def asked_at_random(monkeypatch):
-    """Lets compiled loops see at random that the host has asked; returns what each look saw."""
+    """Lets compiled loops see at random that the host has asked; returns what each poll saw."""
     rng, seen = np.random.default_rng(0), []
 
     def say(count):
         seen.append(bool(rng.random() < 0.4))
         return np.int32(np.asarray(count) + seen[-1])
 
-    def look(self, after, *, implementation):
+    def poll(self, after, *, implementation):
         del implementation
         shape = jax.ShapeDtypeStruct((), jnp.int32)
         return io_callback(lambda count, _: say(count), shape, self.count, after)
 
-    monkeypatch.setattr(interrupts.Interrupt, "look", look)
+    monkeypatch.setattr(interrupts.Interrupt, "poll", poll)
     return seen
 
 
@@ -104,7 +103,7 @@ class PlanningCore:
         self.given = self.interrupts.current()
 
     def interrupt(self):
-        self.interrupts.ask()
+        self.interrupts.request_stop()
         self.is_asked.set()
 
     def abort(self, name):
@@ -115,7 +114,7 @@ class PlanningCore:
         self.is_planning.set()
         assert self.is_asked.wait(60)
         deadline = time.monotonic() + 60
-        while not self.given.is_asked(self.interrupts._word[0]):
+        while not self.given.stop_requested(self.interrupts._words[0]):
             assert time.monotonic() < deadline, "the launch goes on"
         return []
 
@@ -146,21 +145,21 @@ def test_a_round_is_for_one_launch(engine):
 
 def test_asking_ends_what_was_planned_before_and_nothing_later():
     host = interrupts.Interrupts(implementation="xla")
-    host._word[0] = np.iinfo(np.int32).max  # and it wraps around
+    host._words[0] = np.iinfo(np.int32).max  # and it wraps around
     before = host.current()
-    assert not before.is_asked(host._word[0])
-    host.ask()
+    assert not before.stop_requested(host._words[0])
+    host.request_stop()
     later = host.current()
-    assert before.is_asked(host._word[0]) and not later.is_asked(host._word[0])
+    assert before.stop_requested(host._words[0]) and not later.stop_requested(host._words[0])
     assert int(later.count) == np.iinfo(np.int32).min
 
 
 def test_without_a_kernel_nothing_is_ever_asked():
     host = interrupts.Interrupts(implementation="xla")
     given = host.current()
-    host.ask()
-    word = given.look(jnp.zeros((3,), jnp.int32), implementation="xla")
-    assert not bool(given.is_asked(word)) and not given.address.any()
+    host.request_stop()
+    word = given.poll(jnp.zeros((3,), jnp.int32), implementation="xla")
+    assert not bool(given.stop_requested(word)) and not given.address.any()
 
 
 @pytest.mark.gpu
@@ -174,12 +173,12 @@ def test_the_host_ends_a_running_loop():
     def run(interrupt, most):
         def goes_on(carry):
             count, _, word = carry
-            return (count < most) & ~interrupt.is_asked(word)
+            return (count < most) & ~interrupt.stop_requested(word)
 
         def body(carry):
             count, y, _ = carry
             y = jnp.tanh(x @ y)
-            return count + 1, y, interrupt.look(y, implementation="auto")
+            return count + 1, y, interrupt.poll(y, implementation="auto")
 
         return jax.lax.while_loop(goes_on, body, (jnp.int32(0), x, interrupt.count))[0]
 
@@ -188,13 +187,13 @@ def test_the_host_ends_a_running_loop():
 
     lowered = jax.jit(run).lower(planned(), jnp.int32(1))
     # XLA makes no graph of so few kernels by itself; without one the host reads each condition.
-    options = model_runner._compiler_options() | {"xla_gpu_graph_min_graph_size": "1"}
+    options = executables.compiler_options(device.facts()) | {"xla_gpu_graph_min_graph_size": "1"}
     loop = lowered.compile(compiler_options=options)
     assert int(loop(planned(), jnp.int32(100))) == 100
     given, many = planned(), jnp.int32(2 * 10**5)
     running = [loop(given, many), loop(given, many)]
     time.sleep(0.5)
     assert not running[0].is_ready()
-    host.ask()
+    host.request_stop()
     first, second = (int(count) for count in running)
     assert 1 < first < 10**5 and second == 1  # which had not begun

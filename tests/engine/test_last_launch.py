@@ -5,10 +5,13 @@ import random
 import types
 
 import pytest
-from canvas_hash_model import PAGE, CanvasModel, build, random_request
+from support import hand_written
+from support.canvas_hash_model import PAGE, CanvasModel, build, random_request
 
 from jdllm.engine import core as core_lib
+from jdllm.engine import pacing
 from jdllm.scheduler import batch as batch_lib
+from jdllm.scheduler.rows import block, canvas
 
 STEP_S = 0.005
 
@@ -45,12 +48,12 @@ class World:
 
     def __init__(self, monkeypatch, steps, overlaps=True):
         self.clock, self.steps, self.left = Clock(), list(steps), math.inf
-        monkeypatch.setattr(core_lib, "time", self.clock)
+        monkeypatch.setattr(pacing, "time", self.clock)
         self.device_free_s, self.started = 0.0, []
         self.core = core_lib.EngineCore(self, self, max_total_tokens=1, overlaps=overlaps)
 
     def schedule(self):
-        bucket = batch_lib.Bucket(phase=batch_lib.Phase.CANVAS, rows=1, tokens=64)
+        bucket = canvas.CanvasBucket(rows=1, tokens=64)
         return batch_lib.ScheduleBatch(rows=(), bucket=bucket, max_steps=4)
 
     def launch(self, batch):
@@ -164,7 +167,7 @@ def test_the_pace_is_what_the_last_launch_of_this_stay_brought():
         if num_rounds % 6 == 5:  # they begin anew and report their earlier tokens again
             made.drop_kv()
             model.reset()
-            assert all(one.steps_left == math.inf for one in made.waiting)
+            assert all(one.stay is None for one in made.waiting)
             continue
         before = {row.request.request_id: len(row.request.output_ids) for row in batch.rows}
         result = model.launch(batch).result()
@@ -175,31 +178,39 @@ def test_the_pace_is_what_the_last_launch_of_this_stay_brought():
                 continue
             new = len(one.output_ids) - before[one.request_id]
             left = one.max_new_tokens - len(one.output_ids)
-            assert one.steps_left == pytest.approx(left * found.nfe / new if new else math.inf)
+            assert made.rows.steps_left(one) == pytest.approx(
+                left * found.nfe / new if new else math.inf
+            )
         if made.waiting:
             assert made.steps_left(batch) == math.inf
         else:
-            lefts = [one.steps_left for one in made.running]
+            lefts = [made.rows.steps_left(one) for one in made.running]
             assert made.steps_left(batch) == max(lefts, default=0)
             num_known += bool(lefts) and max(lefts) < math.inf
     assert num_known > 1
-    assert made.steps_left(batch_of(batch_lib.Phase.CANVAS)) == 0  # nothing lives
-    for phase in (batch_lib.Phase.PREFILL, batch_lib.Phase.DECODE):
-        assert made.steps_left(batch_of(phase)) == math.inf
+    assert made.steps_left(batch_of(canvas.CanvasBucket)) == 0  # nothing lives
+    assert made.steps_left(batch_of(block.PrefillBucket)) == math.inf
+
+
+def test_blocks_come_at_no_pace():
+    made = hand_written.make()
+    made.add_request(hand_written.ask("a", [7]))
+    batch, _ = hand_written.round_of(made)
+    assert batch.bucket.denoises and made.steps_left(batch) == math.inf
 
 
 def test_a_request_that_is_not_in_the_launch_is_not_ended_by_it():
     rng = random.Random(4)
     made, shapes = build(32, 2, 1000, decode_steps=2)
     one = random_request(rng, "one")
-    one.tokens_per_step = 1.0
     made.add_request(one)
     batch = made.schedule()
+    one.stay.tokens_per_step = 1.0
     assert math.isfinite(made.steps_left(batch))
-    assert made.steps_left(batch_of(batch_lib.Phase.CANVAS)) == math.inf
+    assert made.steps_left(batch_of(canvas.CanvasBucket)) == math.inf
 
 
-def batch_of(phase):
+def batch_of(kind):
     """Returns a batch without rows."""
-    bucket = batch_lib.Bucket(phase=phase, rows=1, tokens=PAGE)
+    bucket = kind(rows=1, tokens=PAGE)
     return batch_lib.ScheduleBatch(rows=(), bucket=bucket)

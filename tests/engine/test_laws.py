@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 import safetensors.numpy
-from tiny_engine import BLOCK, GOLDEN, VOCAB, assert_nothing_held, make_engine
+from support.tiny_engine import BLOCK, GOLDEN, VOCAB, assert_nothing_held, make_engine
 
 from jdllm import errors
 from jdllm.engine import requests

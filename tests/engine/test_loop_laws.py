@@ -9,9 +9,9 @@ import queue
 import random
 import threading
 
-import hash_model
 import pytest
-from hash_model import CONTEXT, B, PagedModel, alone, build, random_request
+from support import hash_model
+from support.hash_model import CONTEXT, B, PagedModel, alone, build, random_request
 
 from jdllm import errors, sampling_params
 from jdllm.engine import core, loop, stats
@@ -127,7 +127,7 @@ def test_a_request_whose_own_processing_fails_harms_no_other():
     def detokenize(ids):
         raise OverflowError("a detokenizer's own fault")
 
-    made._detokenize = detokenize
+    made.rows._detokenize = detokenize
     model = FaultyModel("persist", 2 * CONTEXT // B, B, rng=random.Random(0), fault_rate=0.0)
     engine = loop.EngineLoop(core.EngineCore(made, model, max_total_tokens=CONTEXT))
     rng, events = random.Random(3), queue.SimpleQueue()

@@ -1,7 +1,7 @@
 """Bad requests and bad options: refused by name, at no cost to anyone."""
 
 import pytest
-from tiny_engine import VOCAB, assert_nothing_held, make_engine
+from support.tiny_engine import VOCAB, assert_nothing_held, make_engine
 
 from jdllm import errors, sampling_params
 

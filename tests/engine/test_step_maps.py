@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from tiny_engine import BLOCK, GOLDEN, make_engine
+from support.tiny_engine import BLOCK, GOLDEN, make_engine
 
 import jdllm
 from jdllm import errors

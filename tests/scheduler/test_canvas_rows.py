@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from canvas_hash_model import CONTEXT, build
+from support.canvas_hash_model import CONTEXT, build
 
 from jdllm import errors, sampling_params
-from jdllm.kv_cache import prefix_cache
 from jdllm.scheduler import batch as batch_lib
 from jdllm.scheduler import request
+from jdllm.scheduler.rows import canvas
 
 EOS = 25
 
@@ -49,13 +49,13 @@ def process(made, batch, *rows):
 @pytest.mark.parametrize(
     "one,canvas,end",
     [
-        (ask("a", [7, 8], 5), [7, 8, *[-1] * 8], 10),
-        (ask("a", [7, 8], 8), [7, 8, *[-1] * 8], 10),
-        (ask("a", [7] * 60, 3), [7] * 60 + [-1] * 4, 64),
-        (ask("a", [7] * 61, 2), [7] * 61 + [-1] * 3, 64),
-        (ask("a", [7], 5, suffix=[8, 9]), [7, *[-1] * 5, 8, 9], 6),
-        (ask("a", [7], 3, given={0: 5, 2: 6}), [7, 5, -1, 6, -1], 5),
-        (ask("a", [7], 5, algorithm="Dream"), [7, *[-1] * 5], 6),
+        (ask("a", [7, 8], 5), [7, 8, *[None] * 8], 10),
+        (ask("a", [7, 8], 8), [7, 8, *[None] * 8], 10),
+        (ask("a", [7] * 60, 3), [7] * 60 + [None] * 4, 64),
+        (ask("a", [7] * 61, 2), [7] * 61 + [None] * 3, 64),
+        (ask("a", [7], 5, suffix=[8, 9]), [7, *[None] * 5, 8, 9], 6),
+        (ask("a", [7], 3, given={0: 5, 2: 6}), [7, 5, None, 6, None], 5),
+        (ask("a", [7], 5, algorithm="Dream"), [7, *[None] * 5], 6),
     ],
     ids=["rounded", "whole blocks", "to the end", "short block", "suffix", "given", "no blocks"],
 )
@@ -63,9 +63,9 @@ def test_canvas_is_prompt_whole_blocks_and_suffix(one, canvas, end):
     made = make()
     made.add_request(one)
     (row,) = made.schedule().rows
-    assert (one.canvas_ids, one.canvas_end) == (canvas, end)
+    assert (one.held.canvas_ids, one.held.canvas_end) == (canvas, end)
     assert (row.start, row.num_tokens, row.is_fresh) == (0, len(canvas), True)
-    assert len(one.pages) == -(-len(canvas) // 8)
+    assert len(one.held.pages) == -(-len(canvas) // 8)
 
 
 def test_one_launch_holds_all_rows_and_only_the_first_is_fresh():
@@ -74,7 +74,7 @@ def test_one_launch_holds_all_rows_and_only_the_first_is_fresh():
         made.add_request(ask(name, [7]))
     batch = made.schedule()
     assert [row.request.request_id for row in batch.rows] == ["a", "b"]
-    assert (batch.phase, batch.bucket.rows) == (batch_lib.Phase.CANVAS, 4)
+    assert (type(batch.bucket), batch.bucket.rows) == (canvas.CanvasBucket, 4)
     assert (batch.max_steps, batch.max_finished) == (4, None)
     assert [row.is_fresh for row in batch.rows] == [True, True]
     made.add_request(ask("c", [7]))
@@ -148,9 +148,9 @@ def test_after_a_loss_committed_tokens_are_given_and_not_committed_twice():
     made.add_request(one)
     process(made, made.schedule(), settled(4, 5, 6))
     made.drop_kv()
-    assert (one.pages, one.slot, made.waiting) == ([], None, [one])
+    assert (one.stay, made.waiting) == (None, [one])
     (row,) = made.schedule().rows
-    assert row.is_fresh and one.canvas_ids == [7, 4, 5, 6, *[-1] * 5]
+    assert row.is_fresh and one.held.canvas_ids == [7, 4, 5, 6, *[None] * 5]
     # The row begins anew, and so does what it reports.
     assert process(made, made.schedule(), settled(4, 5)) == []
     (output,) = process(made, made.schedule(), settled(6, 9))
@@ -223,11 +223,12 @@ def test_rounding_stops_at_the_end_of_the_pool():
     made = make(num_pages=2)
     one = ask("a", [7] * 6, 9, block_length=32)
     made.add_request(one)
-    assert len(one.canvas_ids) == 16
+    made.schedule()
+    assert len(one.held.canvas_ids) == 16
     with pytest.raises(errors.RequestTooLong, match="3 KV pages"):
         made.add_request(ask("b", [7] * 6, 11))
 
 
 def test_canvases_share_no_prefixes():
     with pytest.raises(errors.ConfigError, match="prefixes"):
-        make(prefix_cache=prefix_cache.PrefixCache(8))
+        make(has_prefix_cache=True)

@@ -5,7 +5,7 @@ import random
 
 import numpy as np
 import pytest
-from canvas_hash_model import (
+from support.canvas_hash_model import (
     CONTEXT,
     PAGE,
     CanvasModel,
@@ -14,10 +14,10 @@ from canvas_hash_model import (
     random_request,
     token_of,
 )
-from hash_model import ends_at
+from support.hash_model import ends_at
 
 from jdllm.engine import core as core_lib
-from jdllm.scheduler import batch as batch_lib
+from jdllm.scheduler.rows import canvas
 
 NUM_REQUESTS = 60
 CONTEXT_PAGES = CONTEXT // PAGE
@@ -25,11 +25,11 @@ CONTEXT_PAGES = CONTEXT // PAGE
 
 def check(made):
     """Pages and slots are held once, by running requests; who came first runs first."""
-    pages = [page for one in made.running for page in one.pages]
+    pages = [page for one in made.running for page in one.held.pages]
     assert sorted(pages) == np.flatnonzero(made.pages.allocator.is_used).tolist()
     for one in made.waiting:
-        assert (one.pages, one.slot, one.is_decoding) == ([], None, False)
-    slots = [one.slot for one in made.running] + made.live.free_slots
+        assert one.stay is None
+    slots = [one.held.slot for one in made.running] + made.live.free_slots
     assert sorted(slots) == list(range(len(slots)))
     if made.running and made.waiting:
         assert made.running[-1].arrival < made.waiting[0].arrival, "one overtook another"
@@ -74,7 +74,7 @@ class Traffic:
         for row in batch.rows:
             if row.is_fresh:
                 one = row.request
-                self.stays[one.request_id].append((one.epoch, len(one.output_ids)))
+                self.stays[one.request_id].append((one.num_preemptions, len(one.output_ids)))
         free = ~self.made.pages.allocator.is_used
         self.model.store[free] = self.rng.getrandbits(62)
         self.in_flight.append((batch, self.model.launch(batch)))
@@ -164,7 +164,7 @@ def test_a_short_request_is_answered_while_a_long_one_of_its_batch_goes_on():
         batch = made.schedule()
         if batch is None:
             break
-        assert batch.phase is batch_lib.Phase.CANVAS
+        assert isinstance(batch.bucket, canvas.CanvasBucket)
         for output in made.process_results(batch, model.launch(batch).result()):
             if output.finish is not None:
                 ends[output.request.request_id] = (round_number, output.num_output)

@@ -1,11 +1,11 @@
 """Launches of many steps: what a batch asks for, pages ahead, results of several blocks."""
 
 import numpy as np
-from hand_written import ask, make, results_of, round_of, write
-from hash_model import committed_block
+from support.hand_written import ask, make, results_of, round_of, write
+from support.hash_model import committed_block
 
-from jdllm.kv_cache import prefix_cache
 from jdllm.scheduler import batch as batch_lib
+from jdllm.scheduler.rows import block
 
 
 def test_several_blocks_of_one_launch_are_one_output():
@@ -13,7 +13,7 @@ def test_several_blocks_of_one_launch_are_one_output():
     one = ask("a", [7, 7], max_new=8)
     made.add_request(one)
     batch = made.schedule()
-    assert batch.max_steps == 4 and len(one.pages) == 3, "pages for the blocks that may follow"
+    assert batch.max_steps == 4 and len(one.held.pages) == 3, "pages for the blocks that may follow"
     blocks = [[7, 7, 5, 5], [5, 5, 5, 5], [5, 5, 5, 5], [5, 5, 5, 5]]
     committed = tuple(
         committed_block(np.array(tokens), nfe)
@@ -29,7 +29,7 @@ def test_several_blocks_of_one_launch_are_one_output():
 
 
 def test_all_persisted_blocks_of_the_last_launch_enter_the_prefix_cache():
-    made = make(decode_steps=4, prefix_cache=prefix_cache.PrefixCache(4))
+    made = make(decode_steps=4, has_prefix_cache=True)
     one = ask("a", [7, 7], max_new=10)
     made.add_request(one)
     batch = made.schedule()
@@ -44,7 +44,7 @@ def test_decode_goes_one_step_at_a_time_while_a_prompt_waits_for_its_prefill():
     made.add_request(ask("a", [7]))
     assert made.schedule().max_steps == 4
     made.add_request(ask("b", [8] * 20))
-    assert made.schedule().phase is batch_lib.Phase.PREFILL
+    assert not made.schedule().bucket.denoises
     assert made.schedule().max_steps == 1
 
 
@@ -53,14 +53,13 @@ def test_decode_has_a_turn_after_so_many_prefilled_tokens():
     made.add_request(ask("a", [7]))
     made.schedule()
     made.add_request(ask("b", [8] * 40))
-    phases = [made.schedule().phase for _ in range(11)]
-    prefill, decode = batch_lib.Phase.PREFILL, batch_lib.Phase.DECODE
+    phases = [type(made.schedule().bucket) for _ in range(11)]
+    prefill, decode = block.PrefillBucket, block.DecodeBucket
     assert phases == [*[prefill] * 3, decode] * 2 + [*[prefill] * 3]
 
 
 def test_looking_ahead_is_fair_and_leaves_pages_to_others():
-    cache = prefix_cache.PrefixCache(4)
-    made = make(decode_steps=8, num_pages=20, prefix_cache=cache, max_running_requests=2)
+    made = make(decode_steps=8, num_pages=20, has_prefix_cache=True, max_running_requests=2)
     made.add_request(ask("old", [1] * 16, max_new=1))
     while made.has_work():
         round_of(made)
@@ -68,8 +67,8 @@ def test_looking_ahead_is_fair_and_leaves_pages_to_others():
     made.add_request(one)
     made.add_request(two)
     made.schedule()
-    assert made.pages.num_available >= 2 and abs(len(one.pages) - len(two.pages)) <= 1
-    assert len(one.pages) > 5
+    assert made.pages.num_available >= 2 and abs(len(one.held.pages) - len(two.held.pages)) <= 1
+    assert len(one.held.pages) > 5
 
 
 def test_a_launch_is_asked_to_end_early_only_when_someone_waits():
@@ -81,7 +80,7 @@ def test_a_launch_is_asked_to_end_early_only_when_someone_waits():
 
 
 def test_results_of_an_earlier_stay_are_dropped():
-    made = make(prefix_cache=prefix_cache.PrefixCache(4))
+    made = make(has_prefix_cache=True)
     one = ask("a", [7])
     made.add_request(one)
     stale = made.schedule()

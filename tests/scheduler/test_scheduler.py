@@ -1,23 +1,21 @@
 """The scheduler step by step, with results written by hand; block 4, page 4 unless said."""
 
 import pytest
-from hand_written import MASK, B, ask, make, names, results_of, round_of, write
+from support.hand_written import MASK, B, ask, make, names, results_of, round_of, write, written
 
 from jdllm import errors
-from jdllm.kv_cache import prefix_cache
-from jdllm.scheduler import batch as batch_lib
-from jdllm.scheduler import buckets
+from jdllm.scheduler.rows import block
 
 
 def test_prompt_remainder_heads_the_first_block_and_stays():
     made = make()
     made.add_request(ask("a", [7, MASK, 8, 9, 7, MASK], max_new=3))
     batch, _ = round_of(made)
-    assert batch.phase is batch_lib.Phase.PREFILL
+    assert not batch.bucket.denoises
     assert (batch.rows[0].start, batch.rows[0].num_tokens) == (0, 4)
     batch = made.schedule()
     (row,) = batch.rows
-    assert batch.phase is batch_lib.Phase.DECODE and (row.start, row.is_fresh) == (4, True)
+    assert batch.bucket.denoises and (row.start, row.is_fresh) == (4, True)
     # The literal mask id of the prompt is data: it is no output, and what the row wrote is.
     outputs = made.process_results(batch, results_of([write(row.request)]))
     assert outputs[0].new_token_ids == [5, 5]
@@ -27,7 +25,7 @@ def test_prompt_remainder_heads_the_first_block_and_stays():
 def test_short_prompt_needs_no_prefill():
     made = make()
     made.add_request(ask("a", [7, 8, 9]))
-    assert made.schedule().phase is batch_lib.Phase.DECODE
+    assert made.schedule().bucket.denoises
 
 
 def test_block_is_committed_once_then_persisted_then_followed():
@@ -39,10 +37,10 @@ def test_block_is_committed_once_then_persisted_then_followed():
     assert (one.nfe, one.output_ids) == (1, [])
     _, outputs = round_of(made)
     assert outputs[0].new_token_ids == one.output_ids == [5, 5, 5]
-    assert (one.nfe, one.context_len, one.num_blocks) == (2, 0, 1)
+    assert (one.nfe, one.held.context_len, one.num_blocks) == (2, 0, 1)
     batch, outputs = round_of(made, is_done=True)
-    assert batch.phase is batch_lib.Phase.DECODE and outputs == []
-    assert (one.context_len, one.output_ids) == (4, [5, 5, 5])
+    assert batch.bucket.denoises and outputs == []
+    assert (one.held.context_len, one.output_ids) == (4, [5, 5, 5])
     assert (one.nfe, one.num_blocks) == (3, 1)
     batch = made.schedule()
     assert batch.rows[0].start == 4 and not batch.rows[0].is_fresh
@@ -65,7 +63,7 @@ def test_final_and_done_at_once_needs_no_persist_round():
     one = ask("a", [7], max_new=8)
     made.add_request(one)
     _, outputs = round_of(made, is_done=True)
-    assert outputs[0].new_token_ids == [5, 5, 5] and one.context_len == 4
+    assert outputs[0].new_token_ids == [5, 5, 5] and one.held.context_len == 4
     batch, outputs = round_of(made, is_done=True)
     assert outputs[0].new_token_ids == [5, 5, 5, 5] and one.num_blocks == 2
 
@@ -142,7 +140,7 @@ def test_prefill_is_chunked_by_budget_and_takes_turns_with_decode():
     seen = []
     for _ in range(7):
         batch, _ = round_of(made, is_final=False)
-        seen.append((batch.phase.value, [(r.request.request_id, r.num_tokens) for r in batch.rows]))
+        seen.append((batch.bucket.name, [(r.request.request_id, r.num_tokens) for r in batch.rows]))
     assert seen == [
         ("prefill", [("long", 16)]),
         ("decode", [("short", 4)]),
@@ -156,20 +154,19 @@ def test_prefill_is_chunked_by_budget_and_takes_turns_with_decode():
 
 def test_abort_in_every_phase_frees_pages_and_late_results_change_nothing():
     for rounds in range(5):
-        made = make(max_running_requests=1, prefix_cache=prefix_cache.PrefixCache(4))
+        made = make(max_running_requests=1, has_prefix_cache=True)
         one, two = ask("a", [7] * 20), ask("b", [8])
         made.add_request(one)
         made.add_request(two)
         for _ in range(rounds):
             round_of(made)
         batch = made.schedule()
-        is_decode = batch.phase is batch_lib.Phase.DECODE
-        results = results_of(write(row.request) for row in batch.rows if is_decode)
+        results = written(batch)
         assert made.abort("b") and not made.abort("b")
         committed = list(one.output_ids)
         assert made.abort("a") and not made.abort("a")
         assert made.process_results(batch, results) == []
-        assert (one.output_ids, one.pages, one.slot) == (committed, [], None)
+        assert (one.output_ids, one.stay) == (committed, None)
         assert made.stats().num_used_pages == 0 and not made.has_work()
         assert made.flush_cache() and made.pages.allocator.num_free == 32
 
@@ -185,7 +182,7 @@ def test_youngest_is_preempted_keeps_tokens_and_comes_back_first():
             break
     assert names(batch) == ["old"]
     assert young.output_ids == [5] * 7 and young.num_preemptions == 1
-    assert (young.pages, young.slot, young.context_len) == ([], None, 0)
+    assert young.stay is None
     assert made.waiting == [young, late]
     assert made.stats().total_preemptions == 1
     while made.has_work():
@@ -203,7 +200,7 @@ def test_preempted_between_commit_and_persist_commits_no_token_twice():
     assert names(batch) == ["old", "young"]
     results = results_of([write(old, is_done=True), write(young)])
     made.process_results(batch, results)  # young is final, not persisted
-    assert (young.output_ids, young.context_len) == ([5, 5, 5], 0)
+    assert (young.output_ids, young.held.context_len) == ([5, 5, 5], 0)
     round_of(made, is_done=True)
     while made.has_work():
         round_of(made, is_done=True)
@@ -213,8 +210,7 @@ def test_preempted_between_commit_and_persist_commits_no_token_twice():
 
 @pytest.mark.parametrize("page_size,hit", [(2, 8), (4, 8), (8, 8), (16, 0)])
 def test_prefix_hit_is_cut_to_whole_pages_and_whole_blocks(page_size, hit):
-    cache = prefix_cache.PrefixCache(page_size)
-    made = make(page_size=page_size, prefix_cache=cache, num_pages=64 // page_size)
+    made = make(page_size=page_size, has_prefix_cache=True, num_pages=64 // page_size)
     first = ask("a", range(10, 23), max_new=1)
     made.add_request(first)
     while made.has_work():
@@ -229,24 +225,24 @@ def test_prefix_hit_is_cut_to_whole_pages_and_whole_blocks(page_size, hit):
 
 
 def test_whole_prompt_hit_goes_straight_to_decode():
-    made = make(prefix_cache=prefix_cache.PrefixCache(4))
+    made = make(has_prefix_cache=True)
     for name in "ab":
         made.add_request(ask(name, range(10, 18), max_new=1))
         batch = made.schedule()
         while made.has_work():
-            made.process_results(batch, results_of(write(r.request) for r in batch.rows if r.start))
+            made.process_results(batch, written(batch))
             batch = made.schedule() or batch
-    assert batch.phase is batch_lib.Phase.DECODE and batch.rows[0].start == 8
+    assert batch.bucket.denoises and batch.rows[0].start == 8
 
 
 def test_pages_of_simultaneous_twins_reach_the_tree_when_they_leave():
-    made = make(prefix_cache=prefix_cache.PrefixCache(4), prefill_token_budget=32)
+    made = make(has_prefix_cache=True, prefill_token_budget=32)
     one, two = ask("a", range(10, 18), max_new=9), ask("b", range(10, 18), max_new=8)
     made.add_request(one)
     made.add_request(two)
     batch, _ = round_of(made)
     assert names(batch) == ["a", "b"]
-    assert [len(r.prefix_nodes) for r in (one, two)] == [2, 0]
+    assert [len(r.held.prefix_nodes) for r in (one, two)] == [2, 0]
     assert made.stats().num_used_pages == 6
     while made.has_work():
         round_of(made, is_done=True)
@@ -254,7 +250,7 @@ def test_pages_of_simultaneous_twins_reach_the_tree_when_they_leave():
 
 
 def test_longest_cached_prefix_first_under_lpm():
-    made = make(prefix_cache=prefix_cache.PrefixCache(4), policy="lpm", max_running_requests=1)
+    made = make(has_prefix_cache=True, policy="lpm", max_running_requests=1)
     made.add_request(ask("warm", range(10, 22), max_new=1))
     while made.has_work():
         round_of(made, is_done=True)
@@ -273,7 +269,7 @@ def test_longest_cached_prefix_first_under_lpm():
 
 
 def test_flush_waits_for_running_requests():
-    made = make(prefix_cache=prefix_cache.PrefixCache(4))
+    made = make(has_prefix_cache=True)
     made.add_request(ask("a", [7] * 8, max_new=1))
     round_of(made)
     assert not made.flush_cache()
@@ -283,7 +279,7 @@ def test_flush_waits_for_running_requests():
 
 
 def test_drop_kv_sends_every_running_request_through_prefill_again():
-    made = make(prefix_cache=prefix_cache.PrefixCache(4))
+    made = make(has_prefix_cache=True)
     one = ask("a", [7] * 8, max_new=8)
     made.add_request(one)
     round_of(made)
@@ -291,7 +287,7 @@ def test_drop_kv_sends_every_running_request_through_prefill_again():
     made.drop_kv()
     assert made.pages.allocator.num_free == 32 and made.stats().num_cached_pages == 0
     batch, _ = round_of(made)
-    assert batch.phase is batch_lib.Phase.PREFILL and batch.rows[0].num_tokens == 12
+    assert not batch.bucket.denoises and batch.rows[0].num_tokens == 12
     round_of(made)
     assert one.output_ids == [5] * 8 and not made.has_work()
 
@@ -300,11 +296,10 @@ def test_drop_kv_sends_every_running_request_through_prefill_again():
     "wrong",
     [
         {"page_size": 6},
-        {"max_running_requests": 9, "buckets": buckets.Buckets.default(8, 16, B)},
-        {"buckets": buckets.Buckets.default(4, 16, 2 * B)},
-        {"prefix_cache": prefix_cache.PrefixCache(8)},
+        {"max_running_requests": 9, "buckets": block.BlockBuckets.default(8, 16, B)},
+        {"buckets": block.BlockBuckets.default(4, 16, 2 * B)},
     ],
-    ids=["page and block", "rows", "bucket block", "cache page"],
+    ids=["page and block", "rows", "bucket block"],
 )
 def test_sizes_that_do_not_fit_are_config_errors(wrong):
     with pytest.raises(errors.ConfigError):
@@ -313,17 +308,15 @@ def test_sizes_that_do_not_fit_are_config_errors(wrong):
 
 def test_a_page_smaller_than_a_block_is_shared_only_with_its_whole_block():
     """K,V of the first page of a block depends on the block's later tokens."""
-    made = make(page_size=2, prefix_cache=prefix_cache.PrefixCache(2))
+    made = make(page_size=2, has_prefix_cache=True)
     pages = {}
     for name, prompt in [("a", [1, 2, 3, 4, 8]), ("b", [1, 2, 5, 6, 8]), ("c", [1, 2, 5, 6, 9])]:
         one = ask(name, prompt, max_new=1)
         made.add_request(one)
         while made.has_work():
             batch = made.schedule()
-            pages[name] = one.pages[:2]
-            is_decode = batch.phase is batch_lib.Phase.DECODE
-            results = results_of(write(r.request) for r in batch.rows if is_decode)
-            made.process_results(batch, results)
+            pages[name] = one.held.pages[:2]
+            made.process_results(batch, written(batch))
     assert one.cached_tokens == 4 and pages["c"] == pages["b"]
     assert not set(pages["a"]) & set(pages["b"])
 

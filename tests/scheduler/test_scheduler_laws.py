@@ -9,7 +9,7 @@ import random
 
 import numpy as np
 import pytest
-from hash_model import (
+from support.hash_model import (
     CONTEXT,
     MAX_PREFILL_TOKENS,
     B,
@@ -19,7 +19,7 @@ from hash_model import (
     random_request,
 )
 
-from jdllm.scheduler import batch as batch_lib
+from jdllm.scheduler.rows import block
 
 NUM_REQUESTS = 80
 
@@ -29,10 +29,10 @@ def check_pages(made):
     owners = collections.Counter()
     locks = collections.Counter()
     for one in made.running:
-        shared = len(one.prefix_nodes)
-        assert [node.page for node in one.prefix_nodes] == one.pages[:shared]
-        owners.update(one.pages[shared:])
-        locks.update(node.page for node in one.prefix_nodes)
+        shared = len(one.held.prefix_nodes)
+        assert [node.page for node in one.held.prefix_nodes] == one.held.pages[:shared]
+        owners.update(one.held.pages[shared:])
+        locks.update(node.page for node in one.held.prefix_nodes)
     cache, num_evictable = made.pages.prefix_cache, 0
     stack = [] if cache is None else list(cache._top.values())
     while stack:
@@ -45,38 +45,38 @@ def check_pages(made):
     assert set(owners) == set(np.flatnonzero(made.pages.allocator.is_used))
     assert num_evictable == (0 if cache is None else cache.num_evictable)
     for one in made.waiting:
-        assert (one.pages, one.prefix_nodes, one.slot, one.context_len) == ([], [], None, 0)
-    slots = [one.slot for one in made.running] + made.live.free_slots
+        assert one.stay is None
+    slots = [one.held.slot for one in made.running] + made.live.free_slots
     assert sorted(slots) == list(range(len(slots)))
 
 
 def check_batch(made, batch, prefilled, shapes):
     """`prefilled`: tokens, padding included, of prefill launches since the last decode launch."""
     served = [row.request for row in batch.rows]
-    waits = {batch.phase} | {
-        batch_lib.Phase.PREFILL
-        if not one.is_decoding and one.context_len < one.whole_len(B)
-        else batch_lib.Phase.DECODE
+    waits = {type(batch.bucket)} | {
+        block.PrefillBucket
+        if one.held.is_fresh and one.held.context_len < one.whole_len(B)
+        else block.DecodeBucket
         for one in made.running
         if one not in served
     }
     if len(waits) == 2:
         is_due = prefilled >= MAX_PREFILL_TOKENS
-        expected = batch_lib.Phase.DECODE if is_due else batch_lib.Phase.PREFILL
-        assert batch.phase is expected, "one phase starves the other"
+        expected = block.DecodeBucket if is_due else block.PrefillBucket
+        assert type(batch.bucket) is expected, "one phase starves the other"
     tokens = sum(row.num_tokens for row in batch.rows)
     fitting = [
         s
-        for s in shapes.all()
-        if s.phase is batch.phase and s.rows >= len(batch.rows) and s.tokens >= tokens
+        for s in shapes
+        if type(s) is type(batch.bucket) and s.rows >= len(batch.rows) and s.tokens >= tokens
     ]
     assert batch.bucket == min(fitting, key=lambda bucket: bucket.tokens)
     assert len({row.request.request_id for row in batch.rows}) == len(batch.rows)
     for row in batch.rows:
-        is_prefill = batch.phase is batch_lib.Phase.PREFILL
-        assert row.start + is_prefill * row.num_tokens == row.request.context_len
-        assert row.num_tokens % B == 0 and row.request.slot is not None
-        assert len(row.request.pages) * made.pages._page_size >= row.start + row.num_tokens
+        is_prefill = not batch.bucket.denoises
+        assert row.start + is_prefill * row.num_tokens == row.stay.context_len
+        assert row.num_tokens % B == 0 and row.stay.slot is not None
+        assert len(row.stay.pages) * made.pages._page_size >= row.start + row.num_tokens
 
 
 def serve(made, shapes, model, rng, todo, launches_ahead):
@@ -97,7 +97,7 @@ def serve(made, shapes, model, rng, todo, launches_ahead):
             assert not made.has_work()
         else:
             check_batch(made, batch, prefilled, shapes)
-            is_decode, rounds = batch.phase is batch_lib.Phase.DECODE, rounds + 1
+            is_decode, rounds = batch.bucket.denoises, rounds + 1
             prefilled = 0 if is_decode else prefilled + batch.bucket.tokens
             free = ~made.pages.allocator.is_used
             model.store[free] = rng.getrandbits(63)

@@ -1,4 +1,4 @@
-"""The decode launch: many denoising steps of R rows in one `lax.while_loop` on the device.
+"""The denoise launch: many denoising steps of R rows in one loop on the device.
 
 A step forwards one block of every active row, takes the vocabulary statistics, lets the
 row's algorithm update the block, and moves on by itself: a block that is final goes to
@@ -8,11 +8,11 @@ token, at its token limit or without pages; it never waits for another row. Noth
 read by the host before the launch ends; it can ask for that between two steps.
 
 Fused commit. Where a last forward must persist the K,V of a final block, that forward
-also runs the first step of the block after it: the step has R block slots and C commit
-slots, each a row of one block to the attention kernel. The two slots of a row share its
-pages; K,V of both are written before either is attended, and the commit slot's K,V never
+also runs the first step of the block after it: the step forwards R blocks being denoised and C
+being committed, each a row of one block to the attention kernel. The two blocks of a row share
+its pages; K,V of both are written before either is attended, and K,V of the committed one never
 depends on the later block, so the result is that of two forwards. C is chosen per step
-from a few compiled sizes; a row that gets no slot persists in a forward of its own.
+from a few compiled sizes; a row that finds no place among them persists in a forward of its own.
 
 Early exit. A block ends its request as soon as every position up to the first end token,
 or up to the token limit, is settled; later positions are never shown.
@@ -21,17 +21,20 @@ or up to the token limit, is settled; later positions are never shown.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jdllm import decoding
-from jdllm.decoding.block import interface, proposal
+from jdllm.decoding.block import interface
 from jdllm.models import loading
-from jdllm.runner import forward_batch, steps
-from jdllm.runner.block.state import RowState, advance, enter, is_active, select
+from jdllm.runner import config as config_lib
+from jdllm.runner.block import forward, proposal
+from jdllm.runner.block import inputs as inputs_lib
+from jdllm.runner.block.state import RowState, advance, enter, is_active
+from jdllm.runner.launch import driver, program
+from jdllm.runner.launch.rows import select
 
 # What a forward takes beside its tokens, in tokens: LLaDA2.0-mini on an H200 takes 10.5 ms for 16
 # rows of 32 and 15.1 ms for 64, which is 9.0 ms and 0.096 ms a row.
@@ -51,7 +54,7 @@ class Ring:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeOutputs:
+class DenoiseOutputs:
     """What the host reads after a launch; see `scheduler.batch` for what the fields mean."""
 
     ring: Ring
@@ -61,97 +64,115 @@ class DecodeOutputs:
     num_edited: jax.Array  # [R]
     is_invalid: jax.Array  # [R]
     num_steps: jax.Array
-    num_slots: jax.Array
-    used_slots: jax.Array
+    computed_blocks: jax.Array  # forwarded, padding included
+    real_blocks: jax.Array
 
 
-def commit_slots(rows: int, config: steps.StepConfig) -> tuple[int, ...]:
-    """Returns the compiled numbers of commit slots of a step of `rows` rows, ascending."""
+def commit_rows(rows: int, config: config_lib.StepConfig) -> tuple[int, ...]:
+    """Returns the compiled numbers of committed blocks in a step of `rows` rows, ascending."""
     needs = any(decoding.ALGORITHMS[name].persists_apart for name in config.algorithms)
     if not config.fuses_commits or not needs:
         return (0,)
-    # Few slots serve rows that are out of phase, all of them rows that march together.
+    # Few places serve rows that are out of phase, all of them rows that march together.
     return (0, rows) if rows < 8 else (0, max(4, rows // 8), rows)
 
 
-def decode_launch(
+def denoise_launch(
     graphdef: Any,
-    config: steps.StepConfig,
-    params: Any,
-    memory: tuple[list[jax.Array], RowState],
-    inputs: forward_batch.DecodeInputs,
-) -> tuple[tuple[list[jax.Array], RowState], DecodeOutputs]:
-    """Returns (pools, row states of all slots) and outputs after up to `inputs.max_steps` steps.
+    config: config_lib.StepConfig,
+    params: program.Params,
+    memory: program.Memory,
+    inputs: inputs_lib.DenoiseInputs,
+) -> tuple[program.Memory, DenoiseOutputs]:
+    """Returns (pools, row states of all slots) and outputs after the launch's steps.
 
     The caller donates `memory`.
     """
-    pools, slots = memory
+    slots: RowState = memory["slots"]
     R, L = inputs.tokens.shape
     is_row = inputs.slot < slots.step.shape[0]
-    model = loading.merge(graphdef, params)
-    sizes = commit_slots(R, config)
     ring = Ring(
         tokens=jnp.zeros((R, config.max_launch_steps, L), jnp.int32),
         steps=jnp.zeros((R, config.max_launch_steps, L), jnp.int32),
         logprobs=jnp.zeros((R, config.max_launch_steps, L), jnp.float32),
         nfe=jnp.zeros((R, config.max_launch_steps), jnp.int32),
     )
-
-    def goes_on(carry):
-        _, state, _, word, (num_steps, _, _) = carry
-        waited_for = jnp.sum(state.is_finished & is_row) > inputs.max_finished
-        is_over = waited_for | inputs.interrupt.is_asked(word)
-        return (num_steps < inputs.max_steps) & jnp.any(is_active(inputs, state)) & ~is_over
-
-    def chosen(carry):
-        wanted = jnp.sum(_wants_slot(inputs, carry[1]), dtype=jnp.int32)
-        return choose_size(sizes, wanted, tokens=R * L)
-
-    def one_step(place, carry):
-        pools, state, ring, _, (num_steps, num_slots, used_slots) = carry
-        size = sizes[place]
-        wants = _wants_slot(inputs, state)
-        granted = wants & (jnp.cumsum(wants) <= size)
-        advanced = advance(config, state, granted)
-        hidden, pools = _forward(config, model, inputs, state, advanced, granted, size, pools)
-        used_slots += jnp.sum(is_active(inputs, advanced), dtype=jnp.int32)
-        used_slots += jnp.sum(granted, dtype=jnp.int32)
-        state, ring = _update(config, inputs, model.unembedding(), hidden, advanced, ring)
-        word = inputs.interrupt.look(state.tokens, implementation=config.implementation)
-        return pools, state, ring, word, (num_steps + 1, num_slots + R + size, used_slots)
-
-    def phases(carry):
-        # One loop per number of slots, each as long as its number is the right one. A
-        # conditional inside one loop would make XLA copy the pool.
-        for place in range(len(sizes)):
-            carry = jax.lax.while_loop(
-                lambda carry, place=place: goes_on(carry) & (chosen(carry) == place),
-                functools.partial(one_step, place),
-                carry,
-            )
-        return carry
-
-    state = enter(config, inputs, slots, is_row)
-    carry = (pools, state, ring, inputs.interrupt.count, (jnp.int32(0),) * 3)
-    pools, state, ring, _, (num_steps, num_slots, used_slots) = jax.lax.while_loop(
-        goes_on, phases, carry
+    body = _Body(
+        config=config,
+        model=loading.merge(graphdef, params),
+        inputs=inputs,
+        is_row=is_row,
+        variants=commit_rows(R, config),
     )
+    begin = driver.Carry.begin(
+        inputs.limits,
+        memory=memory["pools"],
+        rows=enter(config, inputs, slots, is_row),
+        gathered=ring,
+        num_counts=2,
+    )
+    carry = driver.run(body, begin, inputs.limits, implementation=config.implementation)
+    state: RowState = carry.rows
     slots = jax.tree.map(lambda old, new: old.at[inputs.slot].set(new, mode="drop"), slots, state)
-    outputs = DecodeOutputs(
-        ring=ring,
+    computed_blocks, real_blocks = carry.counts
+    outputs = DenoiseOutputs(
+        ring=carry.gathered,
         num_blocks=state.num_blocks,
         context_lens=state.context_lens,
         nfe=state.nfe,
         num_edited=state.num_edited,
         is_invalid=state.is_invalid,
-        num_steps=num_steps,
-        num_slots=num_slots,
-        used_slots=used_slots,
+        num_steps=carry.num_steps,
+        computed_blocks=computed_blocks,
+        real_blocks=real_blocks,
     )
-    return (pools, slots), outputs
+    return {"pools": carry.memory, "slots": slots}, outputs
 
 
-def _wants_slot(inputs: forward_batch.DecodeInputs, state: RowState) -> jax.Array:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Body:
+    """A denoising step of all rows; its variants are the numbers of committed blocks."""
+
+    config: config_lib.StepConfig
+    model: Any
+    inputs: inputs_lib.DenoiseInputs
+    is_row: jax.Array  # [R]
+    variants: tuple[int, ...]
+
+    def is_finished(self, rows: RowState) -> jax.Array:
+        return rows.is_finished & self.is_row
+
+    def is_active(self, rows: RowState) -> jax.Array:
+        return is_active(self.inputs, rows)
+
+    def choose(self, rows: RowState) -> jax.Array:
+        wanted = jnp.sum(_wants_commit(self.inputs, rows), dtype=jnp.int32)
+        return choose_size(self.variants, wanted, tokens=rows.tokens.size)
+
+    def step(self, variant: int, carry: driver.Carry) -> driver.Carry:
+        config, inputs, state = self.config, self.inputs, carry.rows
+        computed_blocks, real_blocks = carry.counts
+        wants = _wants_commit(inputs, state)
+        granted = wants & (jnp.cumsum(wants) <= variant)
+        advanced = advance(config, state, granted)
+        hidden, pools = _forward(
+            config, self.model, inputs, state, advanced, granted, variant, carry.memory
+        )
+        real_blocks += jnp.sum(is_active(inputs, advanced), dtype=jnp.int32)
+        real_blocks += jnp.sum(granted, dtype=jnp.int32)
+        lm_head = self.model.unembedding()
+        state, ring = _update(config, inputs, lm_head, hidden, advanced, carry.gathered)
+        return dataclasses.replace(
+            carry,
+            memory=pools,
+            rows=state,
+            gathered=ring,
+            num_steps=carry.num_steps + 1,
+            counts=(computed_blocks + self.is_row.shape[0] + variant, real_blocks),
+        )
+
+
+def _wants_commit(inputs: inputs_lib.DenoiseInputs, state: RowState) -> jax.Array:
     """Returns [R]: the row persists its block and could run the next one in the same forward."""
     fits = state.context_lens + 2 * state.tokens.shape[1] <= inputs.capacity
     return is_active(inputs, state) & state.is_final & fits
@@ -160,8 +181,8 @@ def _wants_slot(inputs: forward_batch.DecodeInputs, state: RowState) -> jax.Arra
 def choose_size(sizes: tuple[int, ...], wanted: jax.Array, *, tokens: int) -> jax.Array:
     """Returns which of `sizes` saves the most time for `wanted` rows of a step of `tokens`.
 
-    A used slot spares its row a forward, an R-th of a step, which takes as long as `tokens +
-    FORWARD_TOKENS`; every slot, used or not, lengthens this step by its own tokens, also an R-th.
+    A committed block spares its row a forward, an R-th of a step, which takes as long as `tokens +
+    FORWARD_TOKENS`; every place, used or not, lengthens this step by its own tokens, also an R-th.
     """
     used = jnp.minimum(wanted, jnp.asarray(sizes, jnp.int32))
     saved = used * (tokens + FORWARD_TOKENS) - jnp.asarray(sizes, jnp.int32) * tokens
@@ -169,39 +190,39 @@ def choose_size(sizes: tuple[int, ...], wanted: jax.Array, *, tokens: int) -> ja
 
 
 def _forward(
-    config: steps.StepConfig,
+    config: config_lib.StepConfig,
     model: Any,
-    inputs: forward_batch.DecodeInputs,
+    inputs: inputs_lib.DenoiseInputs,
     before: RowState,
     state: RowState,
     granted: jax.Array,
-    num_slots: int,
+    num_commits: int,
     pools: list[jax.Array],
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """Returns ([R, L, D] hidden states of the blocks, pools); commit slots leave K,V alone."""
+    """Returns ([R, L, D] hidden states of the blocks, pools); of committed ones only K,V stays."""
     R, L = state.tokens.shape
     tokens, context_lens = state.tokens, state.context_lens
     kv_lens = jnp.where(is_active(inputs, state), context_lens + L, 0)
     page_table = inputs.page_table
-    if num_slots:
-        (row,) = jnp.nonzero(granted, size=num_slots, fill_value=R)
+    if num_commits:
+        (row,) = jnp.nonzero(granted, size=num_commits, fill_value=R)
         is_used, row = row < R, jnp.minimum(row, R - 1)
         tokens = jnp.concatenate([tokens, before.tokens[row]])
         context_lens = jnp.concatenate([context_lens, before.context_lens[row]])
         committed = jnp.where(is_used, before.context_lens[row] + L, 0)
         kv_lens = jnp.concatenate([kv_lens, committed])
         page_table = jnp.concatenate([page_table, page_table[row]])
-    hidden, pools = steps.forward_blocks(
+    hidden, pools = forward.forward_blocks(
         config, model, pools, tokens, context_lens, kv_lens, page_table
     )
     # The barrier makes it a copy: a slice that a kernel takes as it is keeps older CUDA from
     # capturing the loop (XLA: 12.9).
-    return jax.lax.optimization_barrier(hidden[:R]) if num_slots else hidden, pools
+    return jax.lax.optimization_barrier(hidden[:R]) if num_commits else hidden, pools
 
 
 def _update(
-    config: steps.StepConfig,
-    inputs: forward_batch.DecodeInputs,
+    config: config_lib.StepConfig,
+    inputs: inputs_lib.DenoiseInputs,
     lm_head: jax.Array,
     hidden: jax.Array,
     state: RowState,
@@ -263,8 +284,8 @@ class _Denoised:
 
 
 def _denoise(
-    config: steps.StepConfig,
-    inputs: forward_batch.DecodeInputs,
+    config: config_lib.StepConfig,
+    inputs: inputs_lib.DenoiseInputs,
     lm_head: jax.Array,
     hidden: jax.Array,
     state: RowState,
@@ -272,7 +293,6 @@ def _denoise(
 ) -> _Denoised:
     """Proposes once, lets every compiled algorithm update, and keeps each row's own result."""
     L = state.tokens.shape[1]
-    mask_id = config.spec.diffusion.mask_token_id
     before = interface.BlockState(
         tokens=state.tokens,
         masked=state.masked,
@@ -293,7 +313,7 @@ def _denoise(
         state.step,
         inputs.sampling,
         can_change & state.editable & active[:, None],
-        forbidden_ids=() if mask_id is None else (mask_id,),
+        forbidden_ids=config.forbidden_ids,
         implementation=config.implementation,
     )
     after, extras = before, []
@@ -323,7 +343,7 @@ def _denoise(
 
 
 def _has_ended(
-    inputs: forward_batch.DecodeInputs, state: RowState, tokens: jax.Array, settled: jax.Array
+    inputs: inputs_lib.DenoiseInputs, state: RowState, tokens: jax.Array, settled: jax.Array
 ) -> jax.Array:
     """Returns [R]: all positions up to the first end token, or to the token limit, are settled."""
     L = tokens.shape[1]

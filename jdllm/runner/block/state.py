@@ -13,7 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from jdllm import decoding
-from jdllm.runner import forward_batch, steps
+from jdllm.runner import config as config_lib
+from jdllm.runner.block import inputs as inputs_lib
+from jdllm.runner.launch.rows import select
 
 
 @jax.tree_util.register_dataclass
@@ -44,7 +46,7 @@ class RowState:
     nfe: jax.Array  # [R] int32
 
 
-def empty_slots(num_slots: int, config: steps.StepConfig) -> RowState:
+def empty_slots(num_slots: int, config: config_lib.StepConfig) -> RowState:
     """Returns the row states of a runner that has served nothing; their values do not matter."""
     L = config.spec.diffusion.block_size
 
@@ -76,8 +78,8 @@ def empty_slots(num_slots: int, config: steps.StepConfig) -> RowState:
 
 
 def enter(
-    config: steps.StepConfig,
-    inputs: forward_batch.DecodeInputs,
+    config: config_lib.StepConfig,
+    inputs: inputs_lib.DenoiseInputs,
     slots: RowState,
     is_row: jax.Array,
 ) -> RowState:
@@ -103,13 +105,13 @@ def enter(
     )
 
 
-def is_active(inputs: forward_batch.DecodeInputs, state: RowState) -> jax.Array:
+def is_active(inputs: inputs_lib.DenoiseInputs, state: RowState) -> jax.Array:
     """Returns [R]: the row's block is forwarded in the next step."""
     L = state.tokens.shape[1]
     return ~state.is_finished & (state.context_lens + L <= inputs.capacity)
 
 
-def advance(config: steps.StepConfig, state: RowState, where: jax.Array) -> RowState:
+def advance(config: config_lib.StepConfig, state: RowState, where: jax.Array) -> RowState:
     """Returns the state with a fresh block after the present one, for the rows of `where` [R]."""
     L = state.tokens.shape[1]
     column = where[:, None]
@@ -123,11 +125,4 @@ def advance(config: steps.StepConfig, state: RowState, where: jax.Array) -> RowS
         extra=select(where, jax.tree.map(jnp.zeros_like, state.extra), state.extra),
         context_lens=state.context_lens + jnp.where(where, L, 0),
         is_final=state.is_final & ~where,
-    )
-
-
-def select(where: jax.Array, new: Any, old: Any) -> Any:
-    """Returns `new` for the rows of `where` [R], `old` for the others."""
-    return jax.tree.map(
-        lambda a, b: jnp.where(where.reshape((-1,) + (1,) * (a.ndim - 1)), a, b), new, old
     )

@@ -1,8 +1,8 @@
 """The canvas launch: many denoising steps of full-attention rows in one loop on the device.
 
-A step forwards a window of each row (`decoding/canvas.py`), takes the vocabulary statistics of
-the positions that its algorithm wants, lets the algorithm write, and plans the next window. Rows
-are ragged: their windows lie one after the other in a vector of tokens (`canvas_packing.py`)
+A step forwards a window of each row (`decoding/canvas/interface.py`), takes the vocabulary
+statistics of the positions that its algorithm wants, lets the algorithm write, and plans the next
+window. Rows are ragged: their windows lie one after the other in a vector of tokens (`packing.py`)
 that is padded to one of a few compiled sizes, chosen step by step. So a row that needs all of
 its canvas and one that needs a block share a forward, and neither pays for the other's length.
 A row that is finished takes no tokens; nothing waits for the slowest. Between two steps the
@@ -32,11 +32,14 @@ import jax.numpy as jnp
 from jdllm import spec as spec_lib
 from jdllm.layers import attention
 from jdllm.models import loading
-from jdllm.runner import forward_batch, steps
-from jdllm.runner.block import state as row_state
-from jdllm.runner.canvas import packing as canvas_packing
-from jdllm.runner.canvas import proposal as canvas_proposal
-from jdllm.runner.canvas import state as canvas_state
+from jdllm.runner import config as config_lib
+from jdllm.runner import paging
+from jdllm.runner.canvas import inputs as inputs_lib
+from jdllm.runner.canvas import packing as packing_lib
+from jdllm.runner.canvas import proposal as proposal_lib
+from jdllm.runner.canvas import state as state_lib
+from jdllm.runner.launch import driver, program
+from jdllm.runner.launch.rows import select
 
 
 @jax.tree_util.register_dataclass
@@ -62,60 +65,35 @@ class CanvasOutputs:
 
 def canvas_launch(
     graphdef: Any,
-    config: steps.StepConfig,
+    config: config_lib.StepConfig,
     sizes: tuple[int, ...],
-    params: Any,
-    memory: tuple[list[jax.Array], canvas_state.Slots],
-    inputs: forward_batch.CanvasInputs,
-) -> tuple[tuple[list[jax.Array], canvas_state.Slots], CanvasOutputs]:
-    """Returns (pools, states of all slots) and outputs after up to `inputs.max_steps` steps.
+    params: program.Params,
+    memory: program.Memory,
+    inputs: inputs_lib.CanvasInputs,
+) -> tuple[program.Memory, CanvasOutputs]:
+    """Returns (pools, states of all slots) and outputs after the launch's steps.
 
     The caller donates `memory`, and sees to it that the last of `sizes` holds all rows' canvases.
     """
-    pools, slots = memory
+    slots: state_lib.Slots = memory["slots"]
     is_row = inputs.slot < slots.words.shape[0]
-    model = loading.merge(graphdef, params)
-    chunk = canvas_proposal.positions_of_a_pass(is_row.shape[0], sizes[-1])
-
-    entered = canvas_state.enter(config, inputs, slots, is_row)
-    begun = (entered, inputs.interrupt.count, (jnp.int32(0),) * 2)
-    folding = canvas_state.Folding.of(begun)
-
-    def unfolded(carry):
-        pools, folded = carry
-        return pools, *folding.unfold(folded)
-
-    def goes_on(carry):
-        _, state, word, (num_steps, _) = unfolded(carry)
-        waited_for = jnp.sum(state.is_finished & is_row) > inputs.max_finished
-        is_over = waited_for | inputs.interrupt.is_asked(word)
-        return (num_steps < inputs.max_steps) & jnp.any(~state.is_finished) & ~is_over
-
-    def chosen(carry):
-        _, state, *_ = unfolded(carry)
-        wanted = jnp.sum(canvas_packing.segments(state.window))
-        return jnp.sum(jnp.asarray(sizes, jnp.int32)[:-1] < wanted, dtype=jnp.int32)
-
-    def one_step(size, carry):
-        pools, state, _, (num_steps, num_tokens) = unfolded(carry)
-        state, pools, forwards = _step(config, model, inputs, state, pools, size, chunk)
-        counts = (num_steps + forwards, num_tokens + forwards * size)
-        word = inputs.interrupt.look(state.tokens, implementation=config.implementation)
-        return pools, folding.fold((state, word, counts))
-
-    def phases(carry):
-        # One loop per size, as in `decode_loop`: a conditional would make XLA copy the pool.
-        for place, size in enumerate(sizes):
-            carry = jax.lax.while_loop(
-                lambda carry, place=place: goes_on(carry) & (chosen(carry) == place),
-                functools.partial(one_step, size),
-                carry,
-            )
-        return carry
-
-    carry = jax.lax.while_loop(goes_on, phases, (pools, folding.fold(begun)))
-    pools, state, _, (num_steps, num_tokens) = unfolded(carry)
-    slots = slots.write(inputs.slot, state)
+    body = _Body(
+        config=config,
+        model=loading.merge(graphdef, params),
+        inputs=inputs,
+        is_row=is_row,
+        variants=sizes,
+        chunk=proposal_lib.positions_of_a_pass(is_row.shape[0], sizes[-1]),
+    )
+    begin = driver.Carry.begin(
+        inputs.limits,
+        memory=memory["pools"],
+        rows=state_lib.enter(config, inputs, slots, is_row),
+        num_counts=1,
+    )
+    carry = driver.run(body, begin, inputs.limits, folds=True, implementation=config.implementation)
+    state: state_lib.CanvasState = carry.rows
+    (num_tokens,) = carry.counts
     outputs = CanvasOutputs(
         tokens=state.tokens,
         steps=state.steps,
@@ -126,34 +104,73 @@ def canvas_launch(
         num_full=state.num_full,
         num_forwarded=state.num_forwarded,
         is_invalid=state.is_invalid,
-        num_steps=num_steps,
+        num_steps=carry.num_steps,
         num_tokens=num_tokens,
     )
-    return (pools, slots), outputs
+    return {"pools": carry.memory, "slots": slots.write(inputs.slot, state)}, outputs
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Body:
+    """A denoising step of all rows; its variants are the packed tokens of a forward.
+
+    The vocabulary is streamed for `chunk` positions at a time.
+    """
+
+    config: config_lib.StepConfig
+    model: Any
+    inputs: inputs_lib.CanvasInputs
+    is_row: jax.Array  # [R]
+    variants: tuple[int, ...]
+    chunk: int
+
+    def is_finished(self, rows: state_lib.CanvasState) -> jax.Array:
+        return rows.is_finished & self.is_row
+
+    def is_active(self, rows: state_lib.CanvasState) -> jax.Array:
+        return ~rows.is_finished
+
+    def choose(self, rows: state_lib.CanvasState) -> jax.Array:
+        wanted = jnp.sum(packing_lib.segments(rows.window))
+        smaller = jnp.asarray(self.variants, jnp.int32)[:-1] < wanted
+        return jnp.sum(smaller, dtype=jnp.int32)
+
+    def step(self, variant: int, carry: driver.Carry) -> driver.Carry:
+        state, pools, forwards = _step(
+            self.config, self.model, self.inputs, carry.rows, carry.memory, variant, self.chunk
+        )
+        (num_tokens,) = carry.counts
+        return dataclasses.replace(
+            carry,
+            memory=pools,
+            rows=state,
+            num_steps=carry.num_steps + forwards,
+            counts=(num_tokens + forwards * variant,),
+        )
 
 
 def _step(
-    config: steps.StepConfig,
+    config: config_lib.StepConfig,
     model: Any,
-    inputs: forward_batch.CanvasInputs,
-    state: canvas_state.CanvasState,
+    inputs: inputs_lib.CanvasInputs,
+    state: state_lib.CanvasState,
     pools: list[jax.Array],
     size: int,
     chunk: int,
-) -> tuple[canvas_state.CanvasState, list[jax.Array], jax.Array]:
+) -> tuple[state_lib.CanvasState, list[jax.Array], jax.Array]:
     """Returns the state and the pool after one step of `size` packed tokens, and its forwards.
 
     The vocabulary is streamed for `chunk` positions at a time.
     """
     window, active = state.window, ~state.is_finished
-    packing = canvas_packing.pack(window, size)
+    packing = packing_lib.pack(window, size)
     forward = functools.partial(_forward, config, model, inputs, state, packing)
     hidden, pools = forward(active, state.tokens, pools)
     guided = jnp.zeros_like(active)
-    if any(algorithm.guides for algorithm in canvas_state.algorithms(config)):
+    if any(algorithm.guides for algorithm in state_lib.algorithms(config)):
         guided = active & (inputs.params.cfg_scale > 0)
         hidden, pools = _guide(config, inputs, state, packing, forward, guided, hidden, pools)
-    proposal, is_nan = canvas_proposal.propose(
+    proposal, is_nan = proposal_lib.propose(
         config, inputs, model.unembedding(), state, packing, hidden, chunk=chunk
     )
     is_nan |= packing.any_of_row(jnp.any(jnp.isnan(hidden), axis=1))
@@ -174,7 +191,7 @@ def _step(
         num_full=state.num_full + (active & window.is_full),
         num_forwarded=state.num_forwarded + (1 + guided) * (window.high - window.low),
     )
-    planned = canvas_state.plan(config, inputs, updated)
+    planned = state_lib.plan(config, inputs, updated)
     if state.edge.shape[1]:
         before = planned.window.low - 1
         place = packing.cu_q_lens[:-1] + before - window.low
@@ -187,11 +204,11 @@ def _step(
 
 
 def _forward(
-    config: steps.StepConfig,
+    config: config_lib.StepConfig,
     model: Any,
-    inputs: forward_batch.CanvasInputs,
-    state: canvas_state.CanvasState,
-    packing: canvas_packing.Packing,
+    inputs: inputs_lib.CanvasInputs,
+    state: state_lib.CanvasState,
+    packing: packing_lib.Packing,
     takes_part: jax.Array,  # [R]
     tokens: jax.Array,  # [R, S]
     pools: list[jax.Array],
@@ -203,12 +220,14 @@ def _forward(
         context_lens=state.window.low,
         kv_lens=jnp.where(takes_part, state.length, 0),
         page_table=inputs.page_table,
-        slots=steps.kv_slots(config, inputs.page_table, packing.row, packing.positions, is_valid),
+        slots=paging.kv_indices(
+            config, inputs.page_table, packing.row, packing.positions, is_valid
+        ),
     )
     attend = attention.paged_attend(
         batch,
         visibility=spec_lib.AttentionPattern.FULL,
-        block_size=canvas_packing.SEGMENT,
+        block_size=packing_lib.SEGMENT,
         implementation=config.implementation,
     )
     return model(
@@ -246,16 +265,16 @@ def _guide(config, inputs, state, packing, forward, guided, hidden, pools):
 def _update(config, inputs, state, proposal, works):
     """Returns (tokens, masked, extras) after the rows of `works` have seen their proposals."""
     tokens, masked, extras = state.tokens, state.masked, []
-    for i, algorithm in enumerate(canvas_state.algorithms(config)):
+    for i, algorithm in enumerate(state_lib.algorithms(config)):
         is_mine = works & (inputs.algorithm == i)
 
         def update(_, carry, algorithm=algorithm, is_mine=is_mine):
             tokens, masked, extra = carry
-            after = algorithm.update(canvas_state.as_canvas(config, inputs, state, extra), proposal)
+            after = algorithm.update(state_lib.as_canvas(config, inputs, state, extra), proposal)
             return (
                 jnp.where(is_mine[:, None], after.tokens, tokens),
                 jnp.where(is_mine[:, None], after.masked, masked),
-                row_state.select(is_mine, after.extra, extra),
+                select(is_mine, after.extra, extra),
             )
 
         carry = (tokens, masked, state.extra[i])

@@ -8,13 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from jdllm.decoding.canvas import interface as canvas
-from jdllm.scheduler import batch as batch_lib
+from jdllm.scheduler.rows import canvas as canvas_rows
 
-SEGMENT = batch_lib.CANVAS_ALIGNMENT  # tokens; the scheduler admits rows by it
-# Tokens, of one row and of several: what the compiled sizes are multiples of, and the least.
-GRAINS = (32, 128)
-LEAST = (64, 128)
-FEW_ROWS = 4
+SEGMENT = canvas_rows.ALIGNMENT  # tokens; the scheduler admits rows by it
 
 
 @jax.tree_util.register_dataclass
@@ -31,24 +27,6 @@ class Packing:
         """Returns [R]: whether `of_token` [T] holds for any of the row's tokens."""
         rows = jnp.arange(self.cu_q_lens.shape[0] - 1, dtype=jnp.int32)[:, None]
         return jnp.any((self.row == rows) & self.is_valid & of_token, axis=1)
-
-
-def forward_sizes(rows: int, most: int, *, padding_is_cheap: bool) -> tuple[int, ...]:
-    """Returns the compiled numbers of tokens of a forward of `rows` rows; the last holds `most`.
-
-    Two to an octave, four for a few rows, whose forwards are bound by arithmetic, which padding
-    lengthens; the windows of many rows even out. Never closer than the grain. Where
-    `padding_is_cheap` compared with compiling (on a CPU), a factor of four apart.
-    """
-    grain, least = GRAINS[rows > 1], LEAST[rows > 1]
-    parts = 4 if 1 < rows <= FEW_ROWS else 2
-    sizes = [max(least, -(-most // grain) * grain)]
-    while sizes[-1] > least:
-        size = sizes[-1]
-        octave = 1 << (size - 1).bit_length() - 1  # the power of two below
-        lower = size // 4 if padding_is_cheap else size - max(grain, octave // parts)
-        sizes.append(max(least, -(-lower // grain) * grain))
-    return tuple(reversed(sizes))
 
 
 def segments(window: canvas.Window) -> jax.Array:

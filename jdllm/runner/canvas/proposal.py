@@ -16,10 +16,11 @@ import jax.numpy as jnp
 
 import pallas_kernels
 from jdllm.decoding.canvas import interface as canvas
-from jdllm.runner import forward_batch, steps
-from jdllm.runner.canvas import packing as canvas_packing
-from jdllm.runner.canvas import state as canvas_state
-from jdllm.scheduler import batch as batch_lib
+from jdllm.runner import config as config_lib
+from jdllm.runner.canvas import inputs as inputs_lib
+from jdllm.runner.canvas import packing as packing_lib
+from jdllm.runner.canvas import state as state_lib
+from jdllm.scheduler.rows import canvas as canvas_rows
 
 # Positions of a pass: of one row, of several. A pass reads the whole LM head, which takes as long
 # as multiplying some 200 positions by it.
@@ -31,15 +32,15 @@ _FIELDS = (jnp.int32, jnp.float32, jnp.float32, jnp.float32)
 
 def positions_of_a_pass(rows: int, most: int) -> int:
     """Returns how many positions a pass takes, in launches of up to `most` packed tokens."""
-    return min(POSITIONS_OF_A_PASS[rows > 1], batch_lib.packed_len(most))
+    return min(POSITIONS_OF_A_PASS[rows > 1], canvas_rows.packed_len(most))
 
 
 def propose(
-    config: steps.StepConfig,
-    inputs: forward_batch.CanvasInputs,
+    config: config_lib.StepConfig,
+    inputs: inputs_lib.CanvasInputs,
     lm_head: jax.Array,
-    state: canvas_state.CanvasState,
-    packing: canvas_packing.Packing,
+    state: state_lib.CanvasState,
+    packing: packing_lib.Packing,
     hidden: jax.Array,  # [T, D]
     *,
     chunk: int,
@@ -51,7 +52,7 @@ def propose(
     params, window = inputs.params, state.window
     samples = params.temperature > 0
     tempers, scale = jnp.zeros_like(samples), None
-    for i, algorithm in enumerate(canvas_state.algorithms(config)):
+    for i, algorithm in enumerate(state_lib.algorithms(config)):
         if algorithm.tempers:
             tempers |= (inputs.algorithm == i) & samples
             scale = 1.0 / jnp.where(tempers, params.temperature, 1.0)
@@ -83,7 +84,7 @@ class _Sources:
 
     hidden: jax.Array  # [T, D]
     edge: jax.Array  # [R, D] where logits are shifted, else [R, 0]
-    packing: canvas_packing.Packing
+    packing: packing_lib.Packing
     low: jax.Array  # [R]
     scale: jax.Array | None  # [R] float32; none where no algorithm tempers
 
@@ -133,7 +134,7 @@ def _from_words(words: jax.Array) -> list[jax.Array]:
 
 
 def _statistics(
-    config: steps.StepConfig,
+    config: config_lib.StepConfig,
     lm_head: jax.Array,  # [V, D]
     sources: _Sources,
     rank: jax.Array,  # [R * S]
@@ -161,7 +162,7 @@ def _statistics(
         stats = pallas_kernels.unembed_stats(
             sources.of(row, position),
             lm_head,
-            forbidden_ids=(config.spec.diffusion.mask_token_id,),
+            forbidden_ids=config.forbidden_ids,
             num_rows=left,
             implementation=config.implementation,
             **({} if draws is None else draws.options(row, position)),

@@ -1,6 +1,6 @@
 """What a canvas row is on the device: all of its positions, its algorithm's state, its window.
 
-As in `row_state.py` the states of all running requests lie in slots and stay on the device from
+As in `block/state.py` the states of all running requests lie in slots and stay on the device from
 launch to launch; every leaf leads with R. A row's next window is planned at the end of the step
 before, when the hidden states are at hand that a shifted family needs beside it.
 """
@@ -15,10 +15,11 @@ import jax.numpy as jnp
 
 from jdllm import decoding
 from jdllm.decoding.canvas import interface as canvas
-from jdllm.runner import forward_batch, steps
-from jdllm.runner.block import state as row_state
-from jdllm.runner.launch import interrupts
-from jdllm.runner.launch import words as packing
+from jdllm.runner import config as config_lib
+from jdllm.runner.canvas import inputs as inputs_lib
+from jdllm.runner.launch import driver
+from jdllm.runner.launch import words as words_lib
+from jdllm.runner.launch.rows import select
 
 
 @jax.tree_util.register_dataclass
@@ -59,7 +60,7 @@ class CanvasState:
 class Slots:
     """The states of all running requests between launches, N of them.
 
-    Each is one row of words (`packing.py`), so that a launch takes and leaves them with a kernel.
+    Each is one row of words (`launch/words.py`): a launch takes and leaves them with one kernel.
     """
 
     words: jax.Array  # [N, W] int32: a `CanvasState` but for its edge
@@ -67,7 +68,7 @@ class Slots:
 
     def write(self, slot: jax.Array, rows: CanvasState) -> Slots:
         """Returns the slots with the rows' states in `slot` [R]; those out of range are dropped."""
-        words = jax.vmap(packing.pack_traced)(dataclasses.replace(rows, edge=()))
+        words = jax.vmap(words_lib.pack_traced)(dataclasses.replace(rows, edge=()))
         return Slots(
             words=self.words.at[slot].set(words, mode="drop"),
             edge=self.edge.at[slot].set(rows.edge, mode="drop"),
@@ -76,12 +77,12 @@ class Slots:
     def read(self, slot: jax.Array, like: CanvasState) -> CanvasState:
         """Returns the rows' states from `slot` [R]; `like`: their shapes."""
         row = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), like)
-        layout = packing.Layout.of(dataclasses.replace(row, edge=()))
+        layout = words_lib.Layout.of(dataclasses.replace(row, edge=()))
         rows = jax.vmap(layout.unpack)(self.words[slot])
         return dataclasses.replace(rows, edge=self.edge[slot])
 
 
-def algorithms(config: steps.StepConfig) -> tuple[canvas.CanvasAlgorithm, ...]:
+def algorithms(config: config_lib.StepConfig) -> tuple[canvas.CanvasAlgorithm, ...]:
     """Returns the compiled algorithms, in the variant of the model's family."""
     is_shifted = config.spec.diffusion.is_shifted
     return tuple(
@@ -89,24 +90,22 @@ def algorithms(config: steps.StepConfig) -> tuple[canvas.CanvasAlgorithm, ...]:
     )
 
 
-def empty_slots(num_slots: int, config: steps.StepConfig, dtype: Any) -> Slots:
-    """Returns the states of a runner that has served nothing; their values do not matter.
-
-    `dtype` is that of hidden states.
-    """
-    nothing = forward_batch.padding_canvases(
-        num_slots, config.canvas_length, pages_per_row=1, interrupt=interrupts.shapes()
+def empty_slots(num_slots: int, config: config_lib.StepConfig) -> Slots:
+    """Returns the states of a runner that has served nothing; their values do not matter."""
+    dtype = config.pool.dtype  # hidden states have it, too
+    nothing = inputs_lib.padding(
+        num_slots, config.context_length, pages_per_row=1, limits=driver.shapes()
     )
     rows = jax.eval_shape(lambda inputs: _fresh(config, inputs, dtype), nothing)
-    words = packing.Layout.of(dataclasses.replace(rows, edge=())).num_words // num_slots
+    words = words_lib.Layout.of(dataclasses.replace(rows, edge=())).num_words // num_slots
     return Slots(
-        words=jnp.zeros((num_slots, words), packing.WORD), edge=jnp.zeros(rows.edge.shape, dtype)
+        words=jnp.zeros((num_slots, words), words_lib.WORD), edge=jnp.zeros(rows.edge.shape, dtype)
     )
 
 
 def enter(
-    config: steps.StepConfig,
-    inputs: forward_batch.CanvasInputs,
+    config: config_lib.StepConfig,
+    inputs: inputs_lib.CanvasInputs,
     slots: Slots,
     is_row: jax.Array,
 ) -> CanvasState:
@@ -115,14 +114,14 @@ def enter(
     Padding rows hold what the last slot does, finished and without a window: nobody reads them.
     """
 
-    def fresh(inputs: forward_batch.CanvasInputs) -> CanvasState:
+    def fresh(inputs: inputs_lib.CanvasInputs) -> CanvasState:
         return _fresh(config, inputs, slots.edge.dtype)
 
     last = slots.words.shape[0] - 1
     kept = slots.read(jnp.minimum(inputs.slot, last), like=jax.eval_shape(fresh, inputs))
 
     def begin(_, rows: CanvasState) -> CanvasState:
-        return row_state.select(inputs.is_fresh, fresh(inputs), rows)
+        return select(inputs.is_fresh, fresh(inputs), rows)
 
     # A loop of one turn or none: most launches have no new row, and planning takes many small
     # kernels (it stays on the device where a conditional would not).
@@ -130,7 +129,7 @@ def enter(
     zeros = jnp.zeros_like(inputs.slot)
     return dataclasses.replace(
         rows,
-        window=row_state.select(is_row, rows.window, jax.tree.map(jnp.zeros_like, rows.window)),
+        window=select(is_row, rows.window, jax.tree.map(jnp.zeros_like, rows.window)),
         is_finished=rows.is_finished | ~is_row,
         nfe=zeros,
         num_full=zeros,
@@ -140,7 +139,9 @@ def enter(
     )
 
 
-def _fresh(config: steps.StepConfig, inputs: forward_batch.CanvasInputs, dtype: Any) -> CanvasState:
+def _fresh(
+    config: config_lib.StepConfig, inputs: inputs_lib.CanvasInputs, dtype: Any
+) -> CanvasState:
     """Returns rows that begin here, their first window planned."""
     ids = inputs.canvas
     R, S = ids.shape
@@ -174,7 +175,7 @@ def _fresh(config: steps.StepConfig, inputs: forward_batch.CanvasInputs, dtype: 
 
 
 def as_canvas(
-    config: steps.StepConfig, inputs: forward_batch.CanvasInputs, state: CanvasState, extra: Any
+    config: config_lib.StepConfig, inputs: inputs_lib.CanvasInputs, state: CanvasState, extra: Any
 ) -> canvas.Canvas:
     """Returns what an algorithm sees of the rows."""
     return canvas.Canvas(
@@ -193,7 +194,7 @@ def as_canvas(
 
 
 def plan(
-    config: steps.StepConfig, inputs: forward_batch.CanvasInputs, state: CanvasState
+    config: config_lib.StepConfig, inputs: inputs_lib.CanvasInputs, state: CanvasState
 ) -> CanvasState:
     """Returns the state with the next window of every row; a row without one is finished.
 
@@ -207,7 +208,7 @@ def plan(
         all_planned.append((dataclasses.replace(planned, extra=()), window))
     after, window = all_planned[0]
     for i, mine in enumerate(all_planned[1:], start=1):
-        after, window = row_state.select(inputs.algorithm == i, mine, (after, window))
+        after, window = select(inputs.algorithm == i, mine, (after, window))
     settled = canvas.first_masked(after)
     # Plans write behind an end token only, so the first one is where it was.
     has_ended = canvas.first_end(as_canvas(config, inputs, state, ())) < settled
@@ -217,42 +218,8 @@ def plan(
         state,
         tokens=jnp.where(stays[:, None], state.tokens, after.tokens),
         masked=jnp.where(stays[:, None], state.masked, after.masked),
-        extra=row_state.select(~stays, tuple(extras), state.extra),
+        extra=select(~stays, tuple(extras), state.extra),
         num_settled=jnp.where(stays, state.num_settled, settled),
         is_finished=is_finished,
-        window=row_state.select(~is_finished, window, jax.tree.map(jnp.zeros_like, window)),
+        window=select(~is_finished, window, jax.tree.map(jnp.zeros_like, window)),
     )
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Folding:
-    """How a tree of arrays travels through a loop: its scalars and vectors in one vector of words.
-
-    Each array that a step changes costs a kernel or a copy of its own, however short it is.
-    """
-
-    structure: Any
-    is_short: tuple[bool, ...]  # of each leaf
-    layout: packing.Layout  # of the short ones
-
-    @classmethod
-    def of(cls, tree: Any) -> Folding:
-        """Returns how to fold trees like this one."""
-        leaves, structure = jax.tree.flatten(tree)
-        layout = packing.Layout.of([leaf for leaf in leaves if leaf.ndim < 2])
-        return cls(structure, tuple(leaf.ndim < 2 for leaf in leaves), layout)
-
-    def fold(self, tree: Any) -> tuple[jax.Array, list[jax.Array]]:
-        """Returns the words and the other arrays."""
-        leaves = jax.tree.leaves(tree)
-        return (
-            packing.pack_traced([leaf for leaf in leaves if leaf.ndim < 2]),
-            [leaf for leaf in leaves if leaf.ndim >= 2],
-        )
-
-    def unfold(self, folded: tuple[jax.Array, list[jax.Array]]) -> Any:
-        """Returns the tree."""
-        words, arrays = folded
-        short, long = iter(self.layout.unpack(words)), iter(arrays)
-        leaves = [next(short if is_short else long) for is_short in self.is_short]
-        return jax.tree.unflatten(self.structure, leaves)

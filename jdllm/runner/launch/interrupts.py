@@ -1,8 +1,9 @@
-"""How the host ends launches under way: a word of its memory that they read after every step.
+"""How the host ends launches under way: a flag in its memory that they read after every step.
 
-The host counts the word up; a launch that was given another count ends. So one call ends all
-launches in flight and none that follows, and nothing has to be taken back. Where no kernel can
-read the word (`pallas_kernels.read_host_word`), launches run for as many steps as they were given.
+The flag is a count, and the host counts it up; a launch that was given another count ends. So one
+call ends all launches in flight and none that follows, and nothing has to be taken back. Where no
+kernel can read the flag (`pallas_kernels.read_host_word`), launches run for as many steps as they
+were given.
 """
 
 from __future__ import annotations
@@ -17,23 +18,23 @@ import numpy as np
 
 import pallas_kernels
 
-_WORDS = 64  # cache lines that nothing else is in; the first word is the one that counts
+_WORDS = 64  # cache lines that nothing else is in; the first word is the flag
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Interrupt:
-    """What a launch is given: where the word is, and the count that lets it go on."""
+    """What a launch is given: where the flag is, and the count that lets it go on."""
 
     address: Any  # [2] int32: the low and the high half; zeros: never read
     count: Any  # int32 scalar
 
-    def is_asked(self, word: jax.Array) -> jax.Array:
-        """Returns whether the host has asked since the launch was planned."""
-        return word != self.count
+    def stop_requested(self, flag: jax.Array) -> jax.Array:
+        """Returns whether the host has asked for an end since the launch was planned."""
+        return flag != self.count
 
-    def look(self, after: jax.Array, *, implementation: str) -> jax.Array:
-        """Returns the word, int32 scalar, once `after` has been computed."""
+    def poll(self, after: jax.Array, *, implementation: str) -> jax.Array:
+        """Returns the flag, int32 scalar, as it is once `after` has been computed."""
         return pallas_kernels.read_host_word(
             self.address, self.count, after, implementation=implementation
         )
@@ -46,27 +47,27 @@ def shapes() -> Interrupt:
 
 
 class Interrupts:
-    """Owns the word; `ask` may be called by any thread."""
+    """Owns the flag; `request_stop` may be called by any thread."""
 
     def __init__(self, *, implementation: str = "auto"):
         chosen = pallas_kernels.choose_read_host_word(implementation)
-        self._word, self._address = np.zeros((_WORDS,), np.int32), 0
+        self._words, self._address = np.zeros((_WORDS,), np.int32), 0
         if chosen.implementation != "xla":
             (device,) = jax.local_devices()[:1]
             pinned = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
-            self._memory = jax.block_until_ready(jax.device_put(self._word, pinned))
+            self._memory = jax.block_until_ready(jax.device_put(self._words, pinned))
             self._address = self._memory.unsafe_buffer_pointer()
             pointer = ctypes.cast(self._address, ctypes.POINTER(ctypes.c_int32))
-            self._word = np.ctypeslib.as_array(pointer, (_WORDS,))
-        # Re-entrant: collecting a forgotten stream may ask in the middle of asking.
+            self._words = np.ctypeslib.as_array(pointer, (_WORDS,))
+        # Re-entrant: collecting a forgotten stream may ask for a stop while another is asked for.
         self._lock = threading.RLock()
 
-    def ask(self) -> None:
+    def request_stop(self) -> None:
         """Ends every launch planned so far after the step it is in, or after its first."""
         with self._lock:
-            self._word[:1] += 1  # wraps around, unlike a scalar's sum, which warns
+            self._words[:1] += 1  # wraps around, unlike a scalar's sum, which warns
 
     def current(self) -> Interrupt:
         """Returns what a launch planned now is given."""
         address = np.array([self._address], np.uint64).view(np.int32)
-        return Interrupt(address=address, count=np.int32(self._word[0]))
+        return Interrupt(address=address, count=np.int32(self._words[0]))

@@ -77,6 +77,40 @@ def pack_traced(tree: Any) -> jax.Array:
     return jnp.concatenate([_to_words(leaf).reshape(-1) for leaf in jax.tree.leaves(tree)])
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Folding:
+    """How a tree of arrays travels through a loop: its scalars and vectors in one vector of words.
+
+    Each array that a step changes costs a kernel or a copy of its own, however short it is.
+    """
+
+    structure: Any
+    is_short: tuple[bool, ...]  # of each leaf
+    layout: Layout  # of the short ones
+
+    @classmethod
+    def of(cls, tree: Any) -> Folding:
+        """Returns how to fold trees like this one."""
+        leaves, structure = jax.tree.flatten(tree)
+        layout = Layout.of([leaf for leaf in leaves if leaf.ndim < 2])
+        return cls(structure, tuple(leaf.ndim < 2 for leaf in leaves), layout)
+
+    def fold(self, tree: Any) -> tuple[jax.Array, list[jax.Array]]:
+        """Returns the words and the other arrays."""
+        leaves = jax.tree.leaves(tree)
+        return (
+            pack_traced([leaf for leaf in leaves if leaf.ndim < 2]),
+            [leaf for leaf in leaves if leaf.ndim >= 2],
+        )
+
+    def unfold(self, folded: tuple[jax.Array, list[jax.Array]]) -> Any:
+        """Returns the tree."""
+        words, arrays = folded
+        short, long = iter(self.layout.unpack(words)), iter(arrays)
+        leaves = [next(short if is_short else long) for is_short in self.is_short]
+        return jax.tree.unflatten(self.structure, leaves)
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PackedLaunch:
     """A jitted launch (params, memory, words) -> (memory, words), and what its words are.

@@ -13,38 +13,160 @@ alone in the whole pool.
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from typing import Self
+
+from jdllm import errors
 from jdllm.scheduler import batch as batch_lib
-from jdllm.scheduler import buckets as buckets_lib
+from jdllm.scheduler import commits as commits_lib
 from jdllm.scheduler import limits as limits_lib
-from jdllm.scheduler import live_requests
 from jdllm.scheduler import request as request_lib
+from jdllm.scheduler import sizes
+from jdllm.scheduler import stay as stay_lib
+from jdllm.scheduler.rows import interface, tokens
+
+# A launch of fewer tokens takes hardly less time on a GPU: it reads all weights, too.
+FEW_TOKENS = 512
+
+
+class PrefillBucket(batch_lib.Bucket):
+    """Whole committed blocks of up to `rows` requests, packed into `tokens`."""
+
+    name = "prefill"
+    denoises = False
+
+
+class DecodeBucket(batch_lib.Bucket):
+    """One block of each of `rows` rows, which are denoised."""
+
+    name = "decode"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BlockBuckets:
+    """Ascending sizes: rows of a decode launch, tokens and rows of a prefill launch."""
+
+    decode_rows: tuple[int, ...]
+    prefill_tokens: tuple[int, ...]
+    prefill_rows: int
+    block_size: int
+
+    def __post_init__(self) -> None:
+        for name in ("decode_rows", "prefill_tokens"):
+            sizes.check_ascending(name, getattr(self, name))
+        if self.block_size < 1 or self.prefill_rows < 1:
+            raise errors.ConfigError(
+                f"{self.block_size=} and {self.prefill_rows=} must be positive"
+            )
+        if any(tokens % self.block_size for tokens in self.prefill_tokens):
+            raise errors.ConfigError(
+                f"{self.prefill_tokens=} must be multiples of {self.block_size=}"
+            )
+
+    @property
+    def max_rows(self) -> int:
+        return self.decode_rows[-1]
+
+    @classmethod
+    def default(
+        cls,
+        max_running_requests: int,
+        prefill_token_budget: int,
+        block_size: int,
+        *,
+        padding_is_cheap: bool = False,
+    ) -> BlockBuckets:
+        """Builds powers of two up to the row limit, and the budget with its halves.
+
+        Halves go down to `FEW_TOKENS`; a budget too small for one has a quarter. Where
+        `padding_is_cheap` (a GPU, bound by the weights it reads), only every other power is
+        there for up to `FEW_TOKENS`.
+        """
+        powers = [1 << i for i in range(max_running_requests.bit_length())]
+        if padding_is_cheap:
+            powers = [
+                rows
+                for i, rows in enumerate(powers)
+                if i % 2 == 0 or rows * block_size > FEW_TOKENS
+            ]
+        lengths = [max(1, prefill_token_budget // block_size)]  # in blocks
+        while lengths[-1] > 1 and lengths[-1] * block_size >= 2 * FEW_TOKENS:
+            lengths.append(lengths[-1] // 2)
+        if len(lengths) == 1:
+            lengths.append(max(1, lengths[0] // 4))
+        return cls(
+            decode_rows=tuple(sorted({*powers, max_running_requests})),
+            prefill_tokens=tuple(sorted({blocks * block_size for blocks in lengths})),
+            prefill_rows=max_running_requests,
+            block_size=block_size,
+        )
+
+    def all(self) -> list[batch_lib.Bucket]:
+        """Returns every bucket, to be compiled."""
+        prefill = [self.prefill(1, tokens) for tokens in self.prefill_tokens]
+        return prefill + [self.decode(rows) for rows in self.decode_rows]
+
+    def decode(self, rows: int) -> batch_lib.Bucket:
+        """Returns the smallest bucket of `rows` rows of one block each."""
+        rows = sizes.smallest(self.decode_rows, rows, "rows")
+        return DecodeBucket(rows=rows, tokens=rows * self.block_size)
+
+    def prefill(self, rows: int, tokens: int) -> batch_lib.Bucket:
+        """Returns the smallest bucket that holds `tokens` tokens of `rows` requests."""
+        sizes.smallest((self.prefill_rows,), rows, "rows")
+        return PrefillBucket(
+            rows=self.prefill_rows,
+            tokens=sizes.smallest(self.prefill_tokens, tokens, "tokens"),
+        )
 
 
 class BlockRows:
     """Plans prefill and decode launches of the running requests, and takes in their blocks."""
 
-    def __init__(
-        self,
-        live: live_requests.LiveRequests,
-        limits: limits_lib.Limits,
-        buckets: buckets_lib.Buckets,
-        *,
-        prefill_token_budget: int,
-        max_prefill_tokens: int,
-        decode_steps: int,
-        launches_ahead: int,
-    ):
-        self._live = live
-        self._limits = limits
+    defaults = interface.RowDefaults(cpu_rows=8, accelerator_rows=64, shares_prefixes=True)
+
+    def __init__(self, config: interface.RowConfig, buckets: BlockBuckets):
+        _check_sizes(config, buckets)
+        self.live = config.live_requests()
+        self._limits = config.limits
+        self._detokenize = config.detokenize
         self._buckets = buckets
         self._block_size = buckets.block_size
-        budget = min(prefill_token_budget, buckets.prefill_tokens[-1])
+        budget = min(config.prefill_token_budget, buckets.prefill_tokens[-1])
         self._prefill_blocks = max(1, budget // self._block_size)
-        self._max_prefill_tokens = max_prefill_tokens
-        self._decode_steps = decode_steps
+        self._max_prefill_tokens = config.max_prefill_tokens
+        self._decode_steps = config.decode_steps
         # A launch is planned while so many others, whose blocks are not known yet, run.
-        self._blocks_ahead = decode_steps * (1 + launches_ahead)
+        self._blocks_ahead = config.decode_steps * (1 + config.launches_ahead)
         self._prefilled_in_a_row = 0
+
+    @classmethod
+    def build(cls, config: interface.RowConfig) -> Self:
+        """Returns rows with the buckets that suit the device."""
+        buckets = BlockBuckets.default(
+            config.max_running_requests,
+            config.prefill_token_budget,
+            config.block_size,
+            padding_is_cheap=config.device.padding_is_cheap,
+        )
+        return cls(config, buckets)
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of the largest bucket."""
+        return self._buckets.max_rows
+
+    def buckets(self) -> list[batch_lib.Bucket]:
+        """Returns every bucket that a batch may have."""
+        return self._buckets.all()
+
+    def default_new_tokens(self, prompt_len: int, block_length: int | None) -> int:
+        """Returns what remains of the context, and of the pool's whole blocks."""
+        block_size = block_length or self._block_size
+        # With pages smaller than a block the pool may have a rest that holds none.
+        pool = self._limits.pool_tokens // block_size * block_size
+        return max(1, min(self._limits.context_length, pool) - prompt_len)
 
     def prepare(self, request: request_lib.Request) -> None:
         """Raises a `RequestError` for a request that could not finish alone in the pool."""
@@ -53,9 +175,10 @@ class BlockRows:
         longest = len(request.prompt_ids) + request.max_new_tokens
         self._limits.check_pages(request, -(-longest // self._block_size) * self._block_size)
 
-    def admit(self, request: request_lib.Request) -> bool:
-        """Takes the pages a request begins with; False, and nothing changed, without them."""
-        return self._live.pages.admit(request)
+    def admit(self, request: request_lib.Request) -> stay_lib.Stay | None:
+        """Takes the pages a request begins with; None, and nothing changed, without them."""
+        stay = stay_lib.Stay(slot=self.live.next_slot)
+        return stay if self.live.pages.admit(request, stay) else None
 
     def plan(self) -> batch_lib.ScheduleBatch | None:
         """Returns the next launch, of either phase; None when nothing runs."""
@@ -68,11 +191,29 @@ class BlockRows:
                 return batch
         return None
 
-    def append(self, request: request_lib.Request, block: batch_lib.CommittedBlock) -> list[int]:
+    def apply(
+        self, request: request_lib.Request, result: batch_lib.RowResult
+    ) -> commits_lib.Progress:
+        """Stores the blocks that became final, which may be none, and says whether one ends it."""
+        return tokens.apply(request, result, self._append, self._detokenize)
+
+    def settle(self, request: request_lib.Request, result: batch_lib.RowResult) -> None:
+        """Takes note of how far K,V is final, and offers full pages to the prefix cache."""
+        if result.context_len is not None:
+            request.held.context_len = result.context_len
+        self.live.pages.publish(request)
+
+    def steps_left(self, request: request_lib.Request) -> float:
+        """Returns infinity: tokens come in whole blocks, at no even pace."""
+        del request
+        return math.inf
+
+    def _append(self, request: request_lib.Request, block: batch_lib.CommittedBlock) -> list[int]:
         """Stores a block's tokens and returns those that are output."""
         start = request.whole_len(self._block_size)
         head = request.num_tokens - start  # the prompt's tokens in its last block
-        request.context_len = start  # what came before is persisted, or this block could not be
+        # What came before is persisted, or this block could not be.
+        request.held.context_len = start
         request.num_blocks += 1
         return request.extend(block.tokens[head:], block.steps[head:], block.logprobs[head:])
 
@@ -80,23 +221,23 @@ class BlockRows:
         """Packs whole committed blocks of the oldest requests up to the token budget."""
         rows: list[batch_lib.ScheduledRow] = []
         budget = self._prefill_blocks * self._block_size
-        for request in self._live.running:
+        for request in self.live.running:
             if budget == 0 or len(rows) == self._buckets.prefill_rows:
                 break
             if self._needs_prefill(request):
-                start = request.context_len
+                stay = request.held
+                start = stay.context_len
                 count = min(request.whole_len(self._block_size) - start, budget)
                 rows.append(
                     batch_lib.ScheduledRow(
-                        request=request, start=start, num_tokens=count, epoch=request.epoch
+                        request=request, stay=stay, start=start, num_tokens=count
                     )
                 )
                 budget -= count
-                request.context_len += count  # whoever reads their K,V runs in a later launch
+                stay.context_len += count  # whoever reads their K,V runs in a later launch
         if not rows:
             return None
-        tokens = sum(row.num_tokens for row in rows)
-        bucket = self._buckets.prefill(len(rows), tokens)
+        bucket = self._buckets.prefill(len(rows), sum(row.num_tokens for row in rows))
         self._prefilled_in_a_row += bucket.tokens  # what decode waits for, padding included
         return batch_lib.ScheduleBatch(rows=tuple(rows), bucket=bucket)
 
@@ -105,7 +246,7 @@ class BlockRows:
 
         Blocks that may follow within the launch get pages too, as far as pages are free.
         """
-        running = self._live.running
+        running = self.live.running
         rows: list[batch_lib.ScheduledRow] = []
         for request in [r for r in running if not self._needs_prefill(r)]:
             if not self._reserve_block(request):
@@ -113,43 +254,54 @@ class BlockRows:
             rows.append(
                 batch_lib.ScheduledRow(
                     request=request,
-                    start=request.context_len,
+                    stay=request.held,
+                    start=request.held.context_len,
                     num_tokens=self._block_size,
-                    epoch=request.epoch,
-                    is_fresh=not request.is_decoding,
+                    is_fresh=request.held.is_fresh,
                 )
             )
         if not rows:
             return None
         self._prefilled_in_a_row = 0
         for row in rows:
-            row.request.is_decoding = True
+            row.stay.is_fresh = False
         self._look_ahead([row.request for row in rows])
         return batch_lib.ScheduleBatch(
             rows=tuple(rows),
             bucket=self._buckets.decode(len(rows)),
             # Prompts wait a step, not a launch: rows that wait for theirs leave places empty.
             max_steps=1 if any(map(self._needs_prefill, running)) else self._decode_steps,
-            max_finished=self._live.max_finished(len(rows)),
+            max_finished=self.live.max_finished(len(rows)),
         )
 
     def _look_ahead(self, requests: list[request_lib.Request]) -> None:
         """Gets pages for blocks that may follow in the launch; few where some wait for pages."""
-        lacks_pages = bool(self._live.waiting) and self._live.num_free_rows > 0
+        lacks_pages = bool(self.live.waiting) and self.live.num_free_rows > 0
         blocks = 1 if lacks_pages else self._blocks_ahead
-        self._live.pages.grow_ahead(requests, blocks, keep_free=len(self._live.running))
+        self.live.pages.grow_ahead(requests, blocks, keep_free=len(self.live.running))
 
     def _needs_prefill(self, request: request_lib.Request) -> bool:
         # A block whose tokens are committed but not persisted stays a decode row.
-        return not request.is_decoding and request.context_len < request.whole_len(self._block_size)
+        stay = request.held
+        return stay.is_fresh and stay.context_len < request.whole_len(self._block_size)
 
     def _reserve_block(self, request: request_lib.Request) -> bool:
         """Gets pages for the in-flight block, preempting the youngest; False if it is that."""
         if request.state is not request_lib.RequestState.RUNNING:
             return False
-        while not self._live.pages.grow(request, request.context_len + self._block_size):
-            victim = self._live.running[-1]
-            self._live.preempt(victim, keep=True)
+        stay = request.held
+        while not self.live.pages.grow(stay, stay.context_len + self._block_size):
+            victim = self.live.running[-1]
+            self.live.preempt(victim, keep=True)
             if victim is request:
                 return False
         return True
+
+
+def _check_sizes(config: interface.RowConfig, buckets: BlockBuckets) -> None:
+    """Raises a ConfigError for sizes that do not go together."""
+    page_size, block_size = config.page_size, config.block_size
+    if page_size % block_size and block_size % page_size:
+        raise errors.ConfigError(f"{page_size=} and {block_size=} must divide one another")
+    if buckets.block_size != block_size:
+        raise errors.ConfigError(f"{buckets.block_size=} differs from {block_size=}")

@@ -11,80 +11,285 @@ bucket's tokens hold the longest canvas.
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from typing import ClassVar, Self
+
 import numpy as np
 
 from jdllm import errors
 from jdllm.scheduler import batch as batch_lib
-from jdllm.scheduler import buckets as buckets_lib
+from jdllm.scheduler import commits as commits_lib
 from jdllm.scheduler import limits as limits_lib
-from jdllm.scheduler import live_requests
 from jdllm.scheduler import request as request_lib
+from jdllm.scheduler import sizes
+from jdllm.scheduler import stay as stay_lib
+from jdllm.scheduler.rows import interface, tokens
 
-TO_BE_WRITTEN = -1
+# Where a row's tokens may begin in a packed forward of canvases.
+ALIGNMENT = 8
+# Tokens of a canvas that does not need the sizes of longer ones: a prompt and the 256 new tokens of
+# the published evaluations. A third more copies of the layers are compiled for them (16 rows of
+# 4,096: 77 for 58).
+SHORT_CANVAS = 512
+# Tokens to write where nobody says how many; that of the published evaluations of such models.
+DEFAULT_TOKENS = 256
+# Tokens, of one row and of several: what the compiled sizes are multiples of, and the least.
+GRAINS = (32, 128)
+LEAST = (64, 128)
+FEW_ROWS = 4
+
+
+def packed_len(num_tokens: int) -> int:
+    """Returns what a canvas of `num_tokens` takes at most of the tokens of a forward."""
+    return -(-num_tokens // ALIGNMENT) * ALIGNMENT
+
+
+def forward_sizes(rows: int, most: int, *, is_coarse: bool) -> tuple[int, ...]:
+    """Returns the compiled numbers of tokens of a forward of `rows` rows; the last holds `most`.
+
+    Two to an octave, four for a few rows, whose forwards are bound by arithmetic, which padding
+    lengthens; the windows of many rows even out. Never closer than the grain. With `is_coarse`,
+    where compiling a size takes longer than its padding ever will, a factor of four apart.
+    """
+    grain, least = GRAINS[rows > 1], LEAST[rows > 1]
+    parts = 4 if 1 < rows <= FEW_ROWS else 2
+    found = [max(least, -(-most // grain) * grain)]
+    while found[-1] > least:
+        size = found[-1]
+        octave = 1 << (size - 1).bit_length() - 1  # the power of two below
+        lower = size // 4 if is_coarse else size - max(grain, octave // parts)
+        found.append(max(least, -(-lower // grain) * grain))
+    return tuple(reversed(found))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CanvasBucket(batch_lib.Bucket):
+    """Canvases of up to `rows` rows, whose `packed_len` together is at most `tokens`.
+
+    With `is_whole` every forward is of so many tokens, whatever the rows need.
+    """
+
+    name: ClassVar[str] = "canvas"
+
+    is_whole: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CanvasBuckets:
+    """Ascending rows of a canvas launch; `tokens` of one forward of all of them.
+
+    `row_tokens` is what the longest canvas takes of these. The other two are there because a launch
+    holds the layers once for each size of a forward, and XLA prepares every kernel of a launch for
+    each run (LLaDA-8B, 32 layers: 1 to 2 ms of the host for each size, where a forward of few
+    tokens takes 5). `short_row_tokens`: canvases that together take no more than that for each row
+    of the bucket have launches of their own, without the sizes that only longer ones need; 0: none.
+    `whole_tokens`, ascending, are the sizes of launches of one row that forward nothing but its
+    whole canvas; they hold the layers once. Nothing hides that time for the first launch of a
+    request. None: every launch is one of the others.
+    """
+
+    rows: tuple[int, ...]
+    tokens: int
+    row_tokens: int
+    short_row_tokens: int = 0
+    whole_tokens: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        sizes.check_ascending("rows", self.rows)
+        if not 1 <= self.row_tokens <= self.tokens:
+            raise errors.ConfigError(
+                f"{self.tokens=} of a forward must hold the longest canvas of {self.row_tokens=}"
+            )
+        lengths = (self.tokens, self.row_tokens, self.short_row_tokens)
+        if any(length % ALIGNMENT for length in lengths):
+            raise errors.ConfigError(
+                f"{self.tokens=}, {self.row_tokens=} and {self.short_row_tokens=} must be "
+                f"multiples of {ALIGNMENT}"
+            )
+        if self.whole_tokens:
+            sizes.check_ascending("whole_tokens", self.whole_tokens)
+            if self.whole_tokens[-1] < self.row_tokens:
+                raise errors.ConfigError(
+                    f"{self.whole_tokens=} must hold the longest canvas of {self.row_tokens=}"
+                )
+
+    @property
+    def max_rows(self) -> int:
+        return self.rows[-1]
+
+    @classmethod
+    def default(
+        cls,
+        max_running_requests: int,
+        token_budget: int,
+        context_length: int,
+        *,
+        short_row_tokens: int = 0,
+        whole_tokens: tuple[int, ...] = (),
+    ) -> CanvasBuckets:
+        """Builds powers of four up to the row limit; a forward of the budget, or of one context."""
+        powers = [1 << i for i in range(0, max_running_requests.bit_length(), 2)]
+        row_tokens = packed_len(context_length)
+        tokens = max(packed_len(token_budget), row_tokens)
+        return cls(
+            rows=tuple(sorted({*powers, max_running_requests})),
+            tokens=min(tokens, max_running_requests * row_tokens),
+            row_tokens=row_tokens,
+            short_row_tokens=short_row_tokens,
+            whole_tokens=whole_tokens,
+        )
+
+    def all(self) -> list[batch_lib.Bucket]:
+        """Returns every bucket, to be compiled."""
+        whole = [self.whole_canvas(tokens) for tokens in self.whole_tokens]
+        windows = [self.canvas(n, tokens) for n in self.rows for tokens in self._tokens_of(n)]
+        return windows + whole
+
+    def canvas(self, rows: int, tokens: int) -> batch_lib.Bucket:
+        """Returns the smallest bucket of `rows` canvases that take `tokens`."""
+        rows = sizes.smallest(self.rows, rows, "rows")
+        return CanvasBucket(
+            rows=rows,
+            tokens=sizes.smallest(self._tokens_of(rows), tokens, "tokens"),
+        )
+
+    def _tokens_of(self, rows: int) -> tuple[int, ...]:
+        """Returns the tokens of the buckets of `rows`: of short canvases, and of any."""
+        short, most = rows * self.short_row_tokens, min(self.tokens, rows * self.row_tokens)
+        # Less than half: at least two sizes are left out.
+        return (short, most) if 0 < 2 * short < most else (most,)
+
+    def whole_canvas(self, tokens: int) -> batch_lib.Bucket:
+        """Returns the smallest bucket of one canvas of `tokens` that is forwarded as a whole."""
+        return CanvasBucket(
+            rows=1,
+            tokens=sizes.smallest(self.whole_tokens, tokens, "tokens"),
+            is_whole=True,
+        )
+
+
+@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
+class CanvasStay(stay_lib.Stay):
+    """The canvas of a row that runs, as it began.
+
+    `canvas_ids` is the whole canvas, None where a token is to be written; the suffix begins at
+    `canvas_end`. `num_settled` counts the tokens that the row has reported since it began.
+    `tokens_per_step`: what its last launch brought, 0 where nothing is known.
+    """
+
+    canvas_ids: list[int | None]
+    canvas_end: int
+    num_settled: int = 0
+    tokens_per_step: float = 0.0
 
 
 class CanvasRows:
     """Plans launches of whole canvases, and takes in the tokens that settle."""
 
-    def __init__(
-        self,
-        live: live_requests.LiveRequests,
-        limits: limits_lib.Limits,
-        buckets: buckets_lib.CanvasBuckets,
-        *,
-        decode_steps: int,
-    ):
-        self._live = live
-        self._limits = limits
+    defaults = interface.RowDefaults(
+        # A row forwards up to its whole context a step.
+        cpu_rows=4,
+        accelerator_rows=16,
+        # Each position costs state and padding, and Dream's config.json claims 131,072.
+        most_context=4096,
+        unused_options=("max_prefill_tokens", "disable_fused_commit"),
+        why_unused="which has neither a prefill nor commits of its own",
+    )
+
+    def __init__(self, config: interface.RowConfig, buckets: CanvasBuckets):
+        if config.has_prefix_cache:
+            raise errors.ConfigError(
+                "canvases share no prefixes: every K,V depends on later tokens"
+            )
+        self.live = config.live_requests()
+        self._limits = config.limits
+        self._detokenize = config.detokenize
         self._buckets = buckets
-        self._decode_steps = decode_steps
+        self._decode_steps = config.decode_steps
+
+    @classmethod
+    def build(cls, config: interface.RowConfig) -> Self:
+        """Returns rows with the buckets that suit the device."""
+        has_graphs = config.device.uses_cuda_graphs
+        row_tokens = packed_len(config.context_length)
+        buckets = CanvasBuckets.default(
+            config.max_running_requests,
+            config.prefill_token_budget,
+            config.context_length,
+            short_row_tokens=SHORT_CANVAS if has_graphs else 0,
+            whole_tokens=forward_sizes(1, row_tokens, is_coarse=False) if has_graphs else (),
+        )
+        return cls(config, buckets)
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of the largest bucket."""
+        return self._buckets.max_rows
+
+    def buckets(self) -> list[batch_lib.Bucket]:
+        """Returns every bucket that a batch may have."""
+        return self._buckets.all()
+
+    def default_new_tokens(self, prompt_len: int, block_length: int | None) -> int:
+        """Returns `DEFAULT_TOKENS` at most, since every forward pays for all of the canvas.
+
+        They are whole blocks, which a canvas counts from the prompt's end, where there is room.
+        """
+        block_size = block_length or self._limits.block_size
+        rest = min(self._limits.context_length, self._limits.pool_tokens) - prompt_len
+        rest = min(rest, DEFAULT_TOKENS)
+        return max(1, rest // block_size * block_size or rest)
 
     def prepare(self, request: request_lib.Request) -> None:
-        """Lays out the canvas; raises a `RequestError` if it could not run alone."""
+        """Raises a `RequestError` for a canvas that could not run alone."""
         self._limits.check(request)
         limits_lib.check_given(request)
-        start, written = len(request.prompt_ids), self._written_len(request)
+        written = self._written_len(request)
         _check_schedule(request, written, self._limits.context_length)
-        self._limits.check_pages(request, start + written + len(request.suffix_ids))
-        places = [request.given.get(place, TO_BE_WRITTEN) for place in range(written)]
-        request.canvas_ids = request.prompt_ids + places + request.suffix_ids
-        request.canvas_end = start + written
+        total = len(request.prompt_ids) + written + len(request.suffix_ids)
+        self._limits.check_pages(request, total)
 
-    def admit(self, request: request_lib.Request) -> bool:
-        """Takes the pages of the whole canvas; False, and nothing changed, without room."""
-        rows = [*self._live.running, request]
-        tokens = sum(batch_lib.packed_len(len(row.canvas_ids)) for row in rows)
-        if tokens > self._buckets.tokens:
-            return False
-        if not self._live.pages.grow(request, len(request.canvas_ids)):
-            return False
-        start = len(request.prompt_ids)
-        request.canvas_ids[start : request.num_tokens] = request.output_ids
-        request.num_settled = 0
-        return True
+    def admit(self, request: request_lib.Request) -> CanvasStay | None:
+        """Takes the pages of the whole canvas; None, and nothing changed, without room.
+
+        What the request has committed before is given on the new canvas.
+        """
+        start, end = len(request.prompt_ids), len(request.prompt_ids) + self._written_len(request)
+        places = [request.given.get(place) for place in range(end - start)]
+        places[: len(request.output_ids)] = request.output_ids
+        stay = CanvasStay(
+            slot=self.live.next_slot,
+            canvas_ids=[*request.prompt_ids, *places, *request.suffix_ids],
+            canvas_end=end,
+        )
+        lengths = [len(stay_of(row).canvas_ids) for row in self.live.running]
+        if sum(map(packed_len, [*lengths, len(stay.canvas_ids)])) > self._buckets.tokens:
+            return None
+        return stay if self.live.pages.grow(stay, len(stay.canvas_ids)) else None
 
     def plan(self) -> batch_lib.ScheduleBatch | None:
         """Returns a launch of all running requests; None when nothing runs."""
         rows = tuple(
             batch_lib.ScheduledRow(
                 request=request,
+                stay=request.held,
                 start=0,
-                num_tokens=len(request.canvas_ids),
-                epoch=request.epoch,
-                is_fresh=not request.is_decoding,
+                num_tokens=len(stay_of(request).canvas_ids),
+                is_fresh=request.held.is_fresh,
             )
-            for request in self._live.running
+            for request in self.live.running
         )
         if not rows:
             return None
         for row in rows:
-            row.request.is_decoding = True
+            row.stay.is_fresh = False
         bucket, max_steps = self._launch_of(rows)
         return batch_lib.ScheduleBatch(
             rows=rows,
             bucket=bucket,
             max_steps=max_steps,
-            max_finished=self._live.max_finished(len(rows)),
+            max_finished=self.live.max_finished(len(rows)),
         )
 
     def _launch_of(self, rows: tuple[batch_lib.ScheduledRow, ...]) -> tuple[batch_lib.Bucket, int]:
@@ -93,23 +298,46 @@ class CanvasRows:
         A row's first forward is one of its whole canvas, and with some options all are. After its
         first one a row alone says what it has.
         """
-        tokens = sum(batch_lib.packed_len(row.num_tokens) for row in rows)
+        total = sum(packed_len(row.num_tokens) for row in rows)
         if len(rows) == 1 and self._buckets.whole_tokens:
             (row,) = rows
-            whole = self._buckets.whole_canvas(tokens)
+            whole = self._buckets.whole_canvas(total)
             if row.is_fresh:
                 return whole, 1
             if row.request.sampling.dllm.forwards_whole_canvas:
                 return whole, self._decode_steps
-        return self._buckets.canvas(len(rows), tokens), self._decode_steps
+        return self._buckets.canvas(len(rows), total), self._decode_steps
 
-    def append(self, request: request_lib.Request, block: batch_lib.CommittedBlock) -> list[int]:
+    def apply(
+        self, request: request_lib.Request, result: batch_lib.RowResult
+    ) -> commits_lib.Progress:
+        """Stores the tokens that settled, which may be none, and says whether one ends it."""
+        known = len(request.output_ids)
+        progress = tokens.apply(request, result, self._append, self._detokenize)
+        # What is new to the host: a row that began anew reports its earlier tokens again.
+        new = len(request.output_ids) - known
+        stay_of(request).tokens_per_step = new / max(result.nfe, 1)
+        return progress
+
+    def settle(self, request: request_lib.Request, result: batch_lib.RowResult) -> None:
+        """Does nothing: no K,V of a canvas is ever final."""
+
+    def steps_left(self, request: request_lib.Request) -> float:
+        """Returns the steps until the output has its length, at the pace of the last launch."""
+        left, pace = (
+            request.max_new_tokens - len(request.output_ids),
+            stay_of(request).tokens_per_step,
+        )
+        return left / pace if pace else math.inf
+
+    def _append(self, request: request_lib.Request, block: batch_lib.CommittedBlock) -> list[int]:
         """Stores tokens that settled and returns them, without those of an earlier stay.
 
         Nor those behind an end token: an early stop settles all that follows at once.
         """
-        known = len(request.output_ids) - request.num_settled
-        request.num_settled += len(block.tokens)
+        stay = stay_of(request)
+        known = len(request.output_ids) - stay.num_settled
+        stay.num_settled += len(block.tokens)
         (ends,) = np.nonzero(np.isin(block.tokens, request.end_token_ids))
         shown = slice(known, ends[0] + 1 if len(ends) else None)
         new = request.extend(block.tokens[shown], block.steps[shown], block.logprobs[shown])
@@ -128,6 +356,13 @@ class CanvasRows:
         length = request.sampling.dllm.block_length or 1
         room = min(self._limits.context_length, self._limits.pool_tokens) - len(request.prompt_ids)
         return max(wanted, min(-(-wanted // length) * length, room))
+
+
+def stay_of(request: request_lib.Request) -> CanvasStay:
+    """Returns what a running canvas request holds."""
+    stay = request.held
+    assert isinstance(stay, CanvasStay)
+    return stay
 
 
 def _check_schedule(request: request_lib.Request, written: int, most_steps: int) -> None:

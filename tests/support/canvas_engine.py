@@ -14,18 +14,18 @@ import pathlib
 import tempfile
 from unittest import mock
 
-import canvas_rows
 import jax
 import numpy as np
 import safetensors.numpy
 import tokenizers
-from canvas_asks import CONTEXT, MASK, VOCAB
+from support import canvas_rows
+from support.canvas_asks import CONTEXT, MASK, VOCAB
 from tokenizers import decoders, models, pre_tokenizers
 
 import jdllm
-from jdllm.engine import build
+from jdllm.scheduler.rows import canvas
 
-GOLDENS = pathlib.Path(__file__).parent / "data" / "goldens"
+GOLDENS = pathlib.Path(__file__).parents[1] / "data" / "goldens"
 ALGORITHMS = {
     "llada": "FullAttnMultiBlock,EntropyThreshold,LLaDA,FastDLLM",
     "dream": "FullAttnMultiBlock,EntropyThreshold,Dream,FastDLLM",
@@ -68,9 +68,19 @@ def make(family, whole_tokens=(32, CONTEXT), short_row_tokens=0, **options):
         "max_total_tokens": 4 * CONTEXT,
     }
     # The default matmul precision is read when steps are traced, in Engine().
-    whole = mock.patch.object(build, "_whole_tokens", lambda context_length: whole_tokens)
-    short = mock.patch.object(build, "_short_row_tokens", lambda: short_row_tokens)
-    with whole, short, jax.default_matmul_precision("highest"):
+
+    def rows(cls, config):
+        buckets = canvas.CanvasBuckets.default(
+            config.max_running_requests,
+            config.prefill_token_budget,
+            config.context_length,
+            short_row_tokens=short_row_tokens,
+            whole_tokens=whole_tokens,
+        )
+        return cls(config, buckets)
+
+    sized = mock.patch.object(canvas.CanvasRows, "build", classmethod(rows))
+    with sized, jax.default_matmul_precision("highest"):
         return jdllm.Engine(**defaults | options)
 
 
@@ -96,7 +106,7 @@ def prompt(family):
 def launches(engine, *, steps, overlaps):
     """Sets how many steps a launch has, and whether launches overlap."""
     core = engine._built.core
-    rows = core.scheduler._rows
+    rows = core.scheduler.rows
     before = (rows._decode_steps, core._overlaps)
 
     def put(values):

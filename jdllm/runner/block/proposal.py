@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels
-from jdllm.decoding.block import interface, sampling
+from jdllm.decoding.block import interface
+from jdllm.runner.block import sampling
 
 # Rows of hidden states that a pass over the vocabulary takes on a GPU; up to here its time is
 # nearly the same, and choosing among them would cost more than it saves.

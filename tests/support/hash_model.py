@@ -12,9 +12,10 @@ The oracle `alone` has no pages, batches or scheduler: one list of numbers.
 import numpy as np
 
 from jdllm import sampling_params
-from jdllm.kv_cache import prefix_cache
 from jdllm.scheduler import batch as batch_lib
-from jdllm.scheduler import buckets, request, scheduler
+from jdllm.scheduler import request, scheduler
+from jdllm.scheduler.rows import block as block_rows
+from jdllm.scheduler.rows import interface
 
 B, VOCAB, MASK, EOS, STOP_ID = 4, 26, 3, 25, 24
 CONTEXT = 64
@@ -75,12 +76,12 @@ class PagedModel:
 
     def slots(self, one, start, stop):
         positions = np.arange(start, stop)
-        pages = np.asarray(one.pages)[positions // self.page_size]
+        pages = np.asarray(one.stay.pages)[positions // self.page_size]
         return pages, positions % self.page_size
 
     def write_block(self, one, start, tokens):
         """Writes K,V of one block in place and returns all that its queries see."""
-        assert start // self.page_size >= len(one.prefix_nodes), "wrote a shared page"
+        assert start // self.page_size >= len(one.stay.prefix_nodes), "wrote a shared page"
         context = self.store[self.slots(one, 0, start)]
         self.store[self.slots(one, start, start + B)] = block_kv(context, tokens, start)
         return self.store[self.slots(one, 0, start + B)]
@@ -96,7 +97,7 @@ class PagedModel:
         self.num_asked += 1
 
     def execute(self, batch):
-        if batch.phase is batch_lib.Phase.DECODE:
+        if batch.bucket.denoises:
             num_steps = batch.max_steps
             if self.interrupts and self.interrupts.random() < 0.3:
                 num_steps = self.interrupts.randint(1, num_steps)
@@ -106,17 +107,17 @@ class PagedModel:
             for start in range(row.start, row.start + row.num_tokens, B):
                 tokens = np.array(row.request.token_ids[start : start + B])
                 self.write_block(row.request, start, tokens)
-        return batch_lib.LaunchResult()
+        return batch_lib.LaunchResult(rows=(batch_lib.RowResult(),) * len(batch.rows))
 
     def decode(self, row, max_steps):
         """Runs up to `max_steps` forwards of a row, block after block while pages last."""
         one = row.request
         if row.is_fresh:
             head = one.tokens(row.start, one.num_tokens)
-            self.blocks[one.slot] = Block(one.request_id, row.start, head)
-        block, committed, nfe, num_edited = self.blocks[one.slot], [], 0, 0
+            self.blocks[one.stay.slot] = Block(one.request_id, row.start, head)
+        block, committed, nfe, num_edited = self.blocks[one.stay.slot], [], 0, 0
         assert block.owner == one.request_id, "another row's slot"
-        capacity = len(one.pages) * self.page_size
+        capacity = len(one.stay.pages) * self.page_size
         while nfe < max_steps and block.start + B <= capacity:
             nfe += 1
             if block.is_final and self.fuses and block.start + 2 * B <= capacity:
@@ -139,7 +140,7 @@ class PagedModel:
                 committed.append(committed_block(block.tokens, nfe))
             if is_done:
                 block = Block(one.request_id, block.start + B, [])
-        self.blocks[one.slot] = block
+        self.blocks[one.stay.slot] = block
         return batch_lib.RowResult(
             committed=tuple(committed), context_len=block.start, nfe=nfe, num_edited=num_edited
         )
@@ -239,21 +240,19 @@ def random_request(rng, name):
 
 
 def build(page_size, with_cache, policy, num_pages, rows, decode_steps=1, launches_ahead=0):
-    shapes = buckets.Buckets.default(rows, 5 * B, B)
-    made = scheduler.Scheduler(
+    """Returns a scheduler and its buckets."""
+    config = interface.RowConfig(
         block_size=B,
         page_size=page_size,
         num_pages=num_pages,
         max_running_requests=rows,
-        max_queued_requests=None,
         context_length=CONTEXT,
-        buckets=shapes,
         prefill_token_budget=5 * B,
         max_prefill_tokens=MAX_PREFILL_TOKENS,
-        policy=policy,
-        prefix_cache=prefix_cache.PrefixCache(page_size) if with_cache else None,
+        has_prefix_cache=with_cache,
         detokenize=decode_text,
         decode_steps=decode_steps,
         launches_ahead=launches_ahead,
     )
-    return made, shapes
+    made = scheduler.Scheduler(block_rows.BlockRows.build(config), policy=policy)
+    return made, made.rows.buckets()

@@ -9,11 +9,13 @@ finds its own stamps there in the next launch, or the pages are another's. The o
 import zlib
 
 import numpy as np
-from hash_model import EOS, MASK, STOP_ID, VOCAB, Done, decode_text
+from support.hash_model import EOS, MASK, STOP_ID, VOCAB, Done, decode_text
 
 from jdllm import sampling_params
 from jdllm.scheduler import batch as batch_lib
-from jdllm.scheduler import buckets, request, scheduler
+from jdllm.scheduler import request, scheduler
+from jdllm.scheduler.rows import canvas as canvas_rows
+from jdllm.scheduler.rows import interface
 
 CONTEXT, PAGE, BLOCK = 64, 8, 4
 
@@ -42,11 +44,15 @@ class Row:
     """A canvas in its slot."""
 
     def __init__(self, one):
-        self.owner, self.epoch, self.is_finished = one.request_id, one.epoch, False
-        self.tokens = np.array(one.canvas_ids)
-        self.masked = self.tokens < 0
-        self.start, self.end = len(one.prompt_ids), one.canvas_end
-        assert one.canvas_ids[self.start : one.num_tokens] == one.output_ids, "committed, not given"
+        stay = one.stay
+        self.owner, self.stay, self.epoch = one.request_id, stay, one.num_preemptions
+        self.is_finished = False
+        self.tokens = np.array([MASK if token is None else token for token in stay.canvas_ids])
+        self.masked = np.array([token is None for token in stay.canvas_ids])
+        self.start, self.end = len(one.prompt_ids), stay.canvas_end
+        assert stay.canvas_ids[self.start : one.num_tokens] == one.output_ids, (
+            "committed, not given"
+        )
         assert not self.masked[: self.start].any() and not self.masked[self.end :].any()
         self.settled = self.start
         self.steps = np.zeros(len(self.tokens), np.int32)
@@ -84,7 +90,7 @@ class CanvasModel:
         self.check_bucket(batch)
         for row in batch.rows:
             self.begin(row)
-        states = [self.rows[row.request.slot] for row in batch.rows]
+        states = [self.rows[row.request.stay.slot] for row in batch.rows]
         before = [state.settled for state in states]
         nfe = np.zeros(len(states), int)
         used = num_steps = 0
@@ -101,18 +107,16 @@ class CanvasModel:
             if sum(state.is_finished for state in states) > limit:
                 break
         results = [
-            batch_lib.RowResult(
-                committed=committed(state, begin, count), context_len=0, nfe=int(count)
-            )
+            batch_lib.RowResult(committed=committed(state, begin, count), nfe=int(count))
             for state, begin, count in zip(states, before, nfe, strict=True)
         ]
         return batch_lib.LaunchResult(
-            rows=tuple(results), num_steps=num_steps, num_slots=used, used_slots=used
+            rows=tuple(results), num_steps=num_steps, computed_tokens=used, real_tokens=used
         )
 
     def check_bucket(self, batch):
-        assert batch.phase is batch_lib.Phase.CANVAS
-        tokens = sum(batch_lib.packed_len(row.num_tokens) for row in batch.rows)
+        assert isinstance(batch.bucket, canvas_rows.CanvasBucket)
+        tokens = sum(canvas_rows.packed_len(row.num_tokens) for row in batch.rows)
         assert tokens <= batch.bucket.tokens, "more tokens than a forward holds"
         is_whole, first = batch.bucket.is_whole, batch.rows[0]
         fitting = [
@@ -127,21 +131,23 @@ class CanvasModel:
         assert is_whole == (len(batch.rows) == 1 and (always or first.is_fresh))
         if is_whole and first.is_fresh:
             assert batch.max_steps == 1, "a window in a launch without"
-        pages = [page for row in batch.rows for page in row.request.pages]
+        pages = [page for row in batch.rows for page in row.request.stay.pages]
         assert len(set(pages)) == len(pages), "two rows share a page"
 
     def begin(self, row):
         one = row.request
-        assert (row.start, row.num_tokens) == (0, len(one.canvas_ids))
-        assert len(one.pages) == -(-row.num_tokens // PAGE), "not the pages of the whole canvas"
-        stamp = zlib.crc32(f"{one.request_id} {one.epoch}".encode())
+        assert (row.start, row.num_tokens) == (0, len(one.stay.canvas_ids))
+        assert len(one.stay.pages) == -(-row.num_tokens // PAGE), (
+            "not the pages of the whole canvas"
+        )
+        stamp = zlib.crc32(f"{one.request_id} {one.num_preemptions}".encode())
         if row.is_fresh:
-            self.rows[one.slot] = Row(one)
+            self.rows[one.stay.slot] = Row(one)
         else:
-            assert (self.store[one.pages] == stamp).all(), "another wrote to its pages"
-        state = self.rows[one.slot]
-        assert (state.owner, state.epoch) == (one.request_id, row.epoch), "another row's slot"
-        self.store[one.pages] = stamp
+            assert (self.store[one.stay.pages] == stamp).all(), "another wrote to its pages"
+        state = self.rows[one.stay.slot]
+        assert state.owner == one.request_id and state.stay is row.stay, "another row's slot"
+        self.store[one.stay.pages] = stamp
 
     def step(self, one, state):
         """Writes some masked positions, anywhere; the row ends early at a settled end token."""
@@ -209,7 +215,7 @@ def random_request(rng, name):
 
 def build(num_pages, rows, tokens, **changes):
     """Returns a scheduler of canvases and its buckets."""
-    shapes = buckets.CanvasBuckets.default(
+    shapes = canvas_rows.CanvasBuckets.default(
         rows, tokens, CONTEXT, short_row_tokens=16, whole_tokens=(16, 40, CONTEXT)
     )
     options = {
@@ -217,13 +223,10 @@ def build(num_pages, rows, tokens, **changes):
         "page_size": PAGE,
         "num_pages": num_pages,
         "max_running_requests": rows,
-        "max_queued_requests": None,
         "context_length": CONTEXT,
-        "buckets": shapes,
         "prefill_token_budget": tokens,
         "max_prefill_tokens": tokens,
-        "policy": "fcfs",
-        "prefix_cache": None,
         "detokenize": decode_text,
     }
-    return scheduler.Scheduler(**(options | changes)), shapes
+    config = interface.RowConfig(**(options | changes))
+    return scheduler.Scheduler(canvas_rows.CanvasRows(config, shapes)), shapes

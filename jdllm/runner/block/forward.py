@@ -1,9 +1,8 @@
-"""The forwards that launches run, as pure functions of arrays.
+"""The forwards that block launches run: whole committed blocks, and one block a row.
 
 `prefill_step` writes K,V of committed blocks and returns the pool; `forward_blocks` is
-the forward of a denoising step (`decode_loop.py`), one block a row. The pool is a list
-that the caller donates. Attention is one op for both: K,V of the in-flight tokens are
-scattered first, then attended.
+the forward of a denoising step (`loop.py`). The pool is a list that the caller donates.
+Attention is one op for both: K,V of the in-flight tokens are scattered first, then attended.
 
 Cost per token of a row: the weights are read once a forward, K,V of
 `context + in-flight` tokens once a row and layer; the vocabulary is streamed once.
@@ -11,43 +10,26 @@ Cost per token of a row: the weights are read once a forward, K,V of
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jdllm import spec as spec_lib
 from jdllm.layers import attention
 from jdllm.models import loading
-from jdllm.runner import forward_batch
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class StepConfig:
-    """What is static in a compiled step; hashable.
-
-    `max_launch_steps`: denoising steps, and blocks a row, of one decode launch.
-    `canvas_length`: positions of a canvas row's state, of full-attention families.
-    """
-
-    spec: spec_lib.ModelSpec
-    page_size: int
-    num_pages: int
-    algorithms: tuple[str, ...]
-    max_launch_steps: int = 1
-    fuses_commits: bool = True
-    implementation: str = "auto"
-    canvas_length: int = 0
+from jdllm.runner import config as config_lib
+from jdllm.runner import paging
+from jdllm.runner.block import inputs as inputs_lib
+from jdllm.runner.launch import program
 
 
 def prefill_step(
     graphdef: Any,
-    config: StepConfig,
-    params: Any,
-    pools: list[jax.Array],
-    inputs: forward_batch.PrefillInputs,
-) -> tuple[list[jax.Array], jax.Array]:
+    config: config_lib.StepConfig,
+    params: program.Params,
+    memory: program.Memory,
+    inputs: inputs_lib.PrefillInputs,
+) -> tuple[program.Memory, jax.Array]:
     """Returns the pool with K,V of the packed tokens written, and the number of tokens.
 
     The number is there to be waited for: the pool goes on to the next launch. No LM head runs.
@@ -64,17 +46,21 @@ def prefill_step(
         context_lens=inputs.context_lens,
         kv_lens=inputs.kv_lens,
         page_table=inputs.page_table,
-        slots=kv_slots(config, inputs.page_table, row, positions, is_valid),
+        slots=paging.kv_indices(config, inputs.page_table, row, positions, is_valid),
     )
     model = loading.merge(graphdef, params)
     _, pools = model(
-        inputs.tokens, positions, attend=_attend(config, batch), caches=pools, valid=is_valid
+        inputs.tokens,
+        positions,
+        attend=_attend(config, batch),
+        caches=memory["pools"],
+        valid=is_valid,
     )
-    return pools, inputs.cu_q_lens[R]
+    return {"pools": pools}, inputs.cu_q_lens[R]
 
 
 def forward_blocks(
-    config: StepConfig,
+    config: config_lib.StepConfig,
     model: Any,
     pools: list[jax.Array],
     tokens: jax.Array,  # [R, L]
@@ -92,7 +78,7 @@ def forward_blocks(
         context_lens=context_lens,
         kv_lens=kv_lens,
         page_table=page_table,
-        slots=kv_slots(config, page_table, rows, positions.reshape(-1), is_valid),
+        slots=paging.kv_indices(config, page_table, rows, positions.reshape(-1), is_valid),
     )
     hidden, pools = model(
         tokens.reshape(-1),
@@ -105,7 +91,7 @@ def forward_blocks(
 
 
 def _attend(
-    config: StepConfig, batch: attention.PagedBatch, q_len: int | None = None
+    config: config_lib.StepConfig, batch: attention.PagedBatch, q_len: int | None = None
 ) -> attention.Attend:
     return attention.paged_attend(
         batch,
@@ -114,17 +100,3 @@ def _attend(
         block_size=config.spec.diffusion.block_size,
         implementation=config.implementation,
     )
-
-
-def kv_slots(
-    config: StepConfig,
-    page_table: jax.Array,
-    row: jax.Array,
-    positions: jax.Array,
-    is_valid: jax.Array,
-) -> jax.Array:
-    """Returns [T] pool slots, distinct and out of range for padding, so that it is dropped."""
-    page = page_table[row, positions // config.page_size]
-    slot = page * config.page_size + positions % config.page_size
-    beyond = config.num_pages * config.page_size + jnp.arange(positions.shape[0], dtype=jnp.int32)
-    return jnp.where(is_valid, slot, beyond)

@@ -6,7 +6,7 @@ import jax
 
 import jdllm
 
-GOLDEN = pathlib.Path(__file__).parent / "data" / "goldens" / "llada2"
+GOLDEN = pathlib.Path(__file__).parents[1] / "data" / "goldens" / "llada2"
 VOCAB, BLOCK = 320, 8
 
 

@@ -3,11 +3,10 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from canvas_asks import Ask
-from canvas_engine import generate, shared
 
 from jdllm.decoding.canvas import interface as canvas
 from jdllm.runner.canvas import packing as canvas_packing
+from jdllm.scheduler.rows import canvas as canvas_rows
 
 
 def window_of(low, high):
@@ -45,36 +44,16 @@ def test_every_token_of_every_window_has_one_place(seed):
     assert packing.any_of_row(jnp.asarray(marks)).tolist() == any_of_row
 
 
-@pytest.mark.parametrize("padding_is_cheap", [False, True])
+@pytest.mark.parametrize("is_coarse", [False, True])
 @pytest.mark.parametrize("rows", [1, 2, 4, 16])
 @pytest.mark.parametrize("most", [8, 64, 384, 1000, 4096, 8192])
-def test_sizes_ascend_hold_the_most_and_pad_little(rows, most, padding_is_cheap):
-    sizes = canvas_packing.forward_sizes(rows, most, padding_is_cheap=padding_is_cheap)
-    grain, least = canvas_packing.GRAINS[rows > 1], canvas_packing.LEAST[rows > 1]
+def test_sizes_ascend_hold_the_most_and_pad_little(rows, most, is_coarse):
+    sizes = canvas_rows.forward_sizes(rows, most, is_coarse=is_coarse)
+    grain, least = canvas_rows.GRAINS[rows > 1], canvas_rows.LEAST[rows > 1]
     assert list(sizes) == sorted(set(sizes))
     assert all(size % grain == 0 for size in sizes)
     assert most <= sizes[-1] < max(most + grain, least + 1)
     assert sizes[0] == least
-    factor = 4 if padding_is_cheap else 5 / 4 if rows == 4 else 3 / 2
+    factor = 4 if is_coarse else 5 / 4 if rows == 4 else 3 / 2
     for smaller, larger in zip(sizes, sizes[1:], strict=False):
         assert larger <= max(smaller + grain, factor * smaller + grain)
-
-
-def test_a_block_longer_than_the_canvas_is_the_canvas():
-    huge, whole = (
-        Ask(prompt=[4] * 5, wanted=10, dllm={"block_length": length}) for length in (2**31 - 1, 64)
-    )
-    first, second = generate(shared("llada"), [huge, whole])
-    assert first["output_ids"] == second["output_ids"]
-
-
-def test_guided_forwards_count_twice_in_every_figure():
-    one = shared("llada")
-    counters = one._built.core.counters
-    before = (counters.real_positions, counters.computed_positions, counters.decode_steps)
-    dllm = {"algorithm": "LLaDA", "block_length": 8, "cfg_scale": 1.0}
-    (result,) = generate(one, [Ask(prompt=[4] * 8, wanted=8, dllm=dllm)])
-    after = (counters.real_positions, counters.computed_positions, counters.decode_steps)
-    real, computed, steps = (b - a for a, b in zip(before, after, strict=True))
-    assert result["meta_info"]["nfe"] == steps == 16
-    assert real == 16 * 16 <= computed

@@ -1,0 +1,30 @@
+"""Asks JAX what device there is; the only place that does. What it says is passed on."""
+
+from __future__ import annotations
+
+import jax
+
+from jdllm import device_facts
+from pallas_kernels import dispatch
+
+
+def facts() -> device_facts.DeviceFacts:
+    """Returns the facts of the device that this process computes on."""
+    device, memory = used(), memory_use()
+    return device_facts.DeviceFacts(
+        platform=device.platform,
+        device_kind=device.device_kind,
+        memory_bytes=None if memory is None else memory[1],
+        runs_hopper_kernels=dispatch.current_target().compute_capability == (9, 0),
+    )
+
+
+def used() -> jax.Device:
+    """Returns the device that this process computes on."""
+    return jax.local_devices()[0]
+
+
+def memory_use() -> tuple[int, int] | None:
+    """Returns (bytes in use, bytes there are) of the accelerator; None where nobody counts."""
+    stats = used().memory_stats()
+    return (stats["bytes_in_use"], stats["bytes_limit"]) if stats else None

@@ -1,0 +1,64 @@
+"""The kinds of rows that models have: one line each, the host's side and the device's.
+
+A kind is a file in `scheduler/rows/`, a folder in `runner/`, and a line here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from jdllm import device_facts, errors
+from jdllm import spec as spec_lib
+from jdllm.runner import config as config_lib
+from jdllm.runner.block import kind as block_kind
+from jdllm.runner.canvas import kind as canvas_kind
+from jdllm.runner.launch import program
+from jdllm.scheduler.rows import block, canvas, interface
+
+# (graphdef, static options, facts of the device) -> the device's side of a kind.
+BuildKind = Callable[[Any, config_lib.StepConfig, device_facts.DeviceFacts], program.Kind]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class KindOfRows:
+    """How the host plans a kind, and what a device runs.
+
+    `alignments`: of the logits that its programs understand.
+    """
+
+    rows: type[interface.Rows]
+    device: BuildKind
+    alignments: tuple[spec_lib.LogitAlignment, ...]
+
+
+KINDS: dict[str, KindOfRows] = {
+    "block": KindOfRows(
+        rows=block.BlockRows,
+        device=block_kind.BlockKind,
+        alignments=(spec_lib.LogitAlignment.SAME_POSITION,),
+    ),
+    "canvas": KindOfRows(
+        rows=canvas.CanvasRows,
+        device=canvas_kind.CanvasKind,
+        alignments=tuple(spec_lib.LogitAlignment),
+    ),
+}
+
+
+def kind_of(spec: spec_lib.ModelSpec) -> KindOfRows:
+    """Returns the kind that a model's rows are of; a ConfigError where none can run it."""
+    kind = spec.diffusion.kind
+    if kind is None:
+        raise errors.ConfigError(
+            f"{spec.architecture}: serving with {spec.diffusion.attention_pattern.value} attention "
+            "is not supported"
+        )
+    found, alignment = KINDS[kind], spec.diffusion.logit_alignment
+    if alignment not in found.alignments:
+        raise errors.ConfigError(
+            f"{spec.architecture}: {alignment.value} logits are not supported yet; supported: "
+            f"{', '.join(one.value for one in found.alignments)}"
+        )
+    return found

@@ -1,0 +1,150 @@
+"""What block launches get from the host: a `ScheduleBatch` becomes padded numpy arrays.
+
+Shapes depend on the bucket alone. Padding rows have `kv_len` 0 and write nowhere;
+padding tokens lie past `cu_q_lens[-1]`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from jdllm import sampling_params
+from jdllm.decoding.block import interface
+from jdllm.runner import config as config_lib
+from jdllm.runner import paging, row_options
+from jdllm.runner.block import sampling
+from jdllm.runner.launch import driver, interrupts
+from jdllm.scheduler import batch as batch_lib
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillInputs:
+    """Whole committed blocks of several requests, packed: T tokens, R rows, M pages a row."""
+
+    tokens: Any  # [T] int32
+    cu_q_lens: Any  # [R + 1] int32
+    context_lens: Any  # [R] int32
+    kv_lens: Any  # [R] int32, 0 for padding rows
+    page_table: Any  # [R, M] int32
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DenoiseInputs:
+    """What the host knows of R rows; their blocks are on the device, in the row state of `slot`.
+
+    A fresh row begins here: `tokens`, `context_lens` and `tokens_left` are those of its
+    first block, whose leading `head_lens` tokens are the prompt's. Padding rows have a slot
+    past the last. `capacity`: tokens that the row's pages hold. `stop_ids` holds up to S
+    end and stop tokens, -1 for none.
+    """
+
+    slot: Any  # [R] int32
+    is_fresh: Any  # [R] bool
+    tokens: Any  # [R, L] int32
+    head_lens: Any  # [R] int32
+    context_lens: Any  # [R] int32
+    tokens_left: Any  # [R] int32
+    page_table: Any  # [R, M] int32
+    capacity: Any  # [R] int32
+    stop_ids: Any  # [R, S] int32
+    algorithm: Any  # [R] int32, index into the compiled algorithms
+    params: interface.BlockParams
+    sampling: sampling.SamplingRows
+    limits: driver.LaunchLimits
+
+
+def build_prefill(batch: batch_lib.ScheduleBatch, config: config_lib.StepConfig) -> PrefillInputs:
+    """Packs the rows' committed tokens and pads to the bucket."""
+    R, T = batch.bucket.rows, batch.bucket.tokens
+    tokens = np.zeros((T,), np.int32)
+    cu_q_lens = np.zeros((R + 1,), np.int32)
+    context_lens, kv_lens = np.zeros((R,), np.int32), np.zeros((R,), np.int32)
+    at = 0
+    for i, row in enumerate(batch.rows):
+        end = row.start + row.num_tokens
+        tokens[at : at + row.num_tokens] = row.request.token_ids[row.start : end]
+        at += row.num_tokens
+        cu_q_lens[i + 1 :] = at
+        context_lens[i], kv_lens[i] = row.start, end
+    return PrefillInputs(
+        tokens=tokens,
+        cu_q_lens=cu_q_lens,
+        context_lens=context_lens,
+        kv_lens=kv_lens,
+        page_table=paging.page_table(batch, config),
+    )
+
+
+def build_denoise(
+    batch: batch_lib.ScheduleBatch,
+    config: config_lib.StepConfig,
+    interrupt: interrupts.Interrupt,
+) -> DenoiseInputs:
+    """Stacks the rows' slots, first blocks and options and pads to the bucket."""
+    R, L = batch.bucket.rows, config.block_size
+    context_lens = np.zeros((R,), np.int32)
+    slot, is_fresh = np.full((R,), config.num_slots, np.int32), np.zeros((R,), bool)
+    tokens = np.full((R, L), config.spec.diffusion.mask_token_id, np.int32)
+    head_lens, tokens_left = np.zeros((R,), np.int32), np.zeros((R,), np.int32)
+    capacity, stop_ids = (
+        np.zeros((R,), np.int32),
+        np.full((R, row_options.MAX_END_IDS), row_options.NO_ID, np.int32),
+    )
+    algorithm = np.zeros((R,), np.int32)
+    params = {f.name: np.zeros((R,), np.float32) for f in dataclasses.fields(interface.BlockParams)}
+    params["max_post_edit_steps"] = np.zeros((R,), np.int32)
+    temperature, top_p = np.zeros((R,), np.float32), np.ones((R,), np.float32)
+    top_k, seed = np.zeros((R,), np.int32), np.zeros((R, 2), np.uint32)
+    for i, row in enumerate(batch.rows):
+        request = row.request
+        slot[i], is_fresh[i] = row.stay.slot, row.is_fresh
+        context_lens[i] = row.start
+        if row.is_fresh:
+            head = request.tokens(row.start, request.num_tokens)
+            tokens[i, : len(head)], head_lens[i] = head, len(head)
+            tokens_left[i] = request.max_new_tokens - len(request.output_ids)
+        capacity[i] = len(row.stay.pages) * config.pool.page_size
+        row_options.fill_end_ids(stop_ids[i], request)
+        dllm = request.sampling.dllm
+        algorithm[i] = config.algorithms.index(dllm.algorithm)
+        _fill_params(params, i, dllm)
+        temperature[i], top_p[i], top_k[i] = _sampling_of(request.sampling)
+        seed[i] = row_options.seed_words(request.seed)
+    return DenoiseInputs(
+        slot=slot,
+        is_fresh=is_fresh,
+        tokens=tokens,
+        head_lens=head_lens,
+        context_lens=context_lens,
+        tokens_left=tokens_left,
+        page_table=paging.page_table(batch, config),
+        capacity=capacity,
+        stop_ids=stop_ids,
+        algorithm=algorithm,
+        params=interface.BlockParams(**params),
+        sampling=sampling.SamplingRows(
+            temperature=temperature, top_p=top_p, top_k=top_k, seed=seed
+        ),
+        limits=driver.LaunchLimits.of(batch, interrupt),
+    )
+
+
+def _fill_params(params: dict[str, np.ndarray], i: int, dllm: sampling_params.DllmParams) -> None:
+    options = dataclasses.asdict(dllm)
+    for name, values in params.items():
+        values[i] = options[name] or 0
+
+
+def _sampling_of(sampling_of: sampling_params.SamplingParams) -> tuple[float, float, int]:
+    """Returns (temperature, top_p, top_k); greedy when temperature is 0 or top_k is 1."""
+    temperature = sampling_of.temperature or 0.0
+    top_k = sampling_of.top_k or 0
+    if top_k == 1:
+        temperature = 0.0
+    return temperature, sampling_of.top_p or 1.0, max(top_k, 0)

@@ -1,0 +1,56 @@
+"""The device side of rows that write block after block: a paged pool, and two programs over it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from jdllm import device_facts
+from jdllm.kv_cache import pool as pool_lib
+from jdllm.runner import config as config_lib
+from jdllm.runner.block import forward, loop, results, state
+from jdllm.runner.block import inputs as inputs_lib
+from jdllm.runner.launch import program
+from jdllm.scheduler import batch as batch_lib
+from jdllm.scheduler.rows import block as block_rows
+
+
+class BlockKind:
+    """Programs of one loaded model; `graphdef` is static."""
+
+    def __init__(
+        self, graphdef: Any, config: config_lib.StepConfig, device: device_facts.DeviceFacts
+    ):
+        del device  # one form of each program serves all
+        self._graphdef = graphdef
+        self._config = config
+
+    def create_memory(self) -> program.Memory:
+        """Returns an empty pool, and row states whose values do not matter."""
+        config = self._config
+        return {
+            "pools": pool_lib.create(config.pool),
+            "slots": state.empty_slots(config.num_slots, config),
+        }
+
+    def program(self, bucket: batch_lib.Bucket) -> program.Program:
+        """Returns the program of a prefill or of a denoise launch."""
+        graphdef, config = self._graphdef, self._config
+        match bucket:
+            case block_rows.PrefillBucket():
+                return program.Program(
+                    step=functools.partial(forward.prefill_step, graphdef, config),
+                    uses=("pools",),
+                    inputs=lambda batch, _: inputs_lib.build_prefill(batch, config),
+                    results=results.of_prefill,
+                )
+            case block_rows.DecodeBucket():
+                return program.Program(
+                    step=functools.partial(loop.denoise_launch, graphdef, config),
+                    uses=("pools", "slots"),
+                    inputs=lambda batch, interrupt: inputs_lib.build_denoise(
+                        batch, config, interrupt
+                    ),
+                    results=functools.partial(results.of_denoise, block_size=config.block_size),
+                )
+        raise AssertionError(f"{bucket=} is none of blocks")

@@ -1,0 +1,50 @@
+"""What a block launch gave, from arrays on the host to the scheduler's terms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jdllm.runner.block import loop
+from jdllm.scheduler import batch as batch_lib
+
+
+def of_prefill(num_tokens: Any, batch: batch_lib.ScheduleBatch) -> batch_lib.LaunchResult:
+    """Returns the result of a prefill, which brings no output."""
+    return batch_lib.LaunchResult(
+        rows=(batch_lib.RowResult(),) * len(batch.rows),
+        computed_tokens=batch.bucket.tokens,
+        real_tokens=int(num_tokens),
+    )
+
+
+def of_denoise(
+    outputs: loop.DenoiseOutputs, batch: batch_lib.ScheduleBatch, *, block_size: int
+) -> batch_lib.LaunchResult:
+    """Returns the blocks that became final, row by row."""
+    rows = tuple(_row_result(outputs, i) for i in range(len(batch.rows)))
+    return batch_lib.LaunchResult(
+        rows=rows,
+        num_steps=int(outputs.num_steps),
+        computed_tokens=int(outputs.computed_blocks) * block_size,
+        real_tokens=int(outputs.real_blocks) * block_size,
+        denoised_tokens=sum(row.nfe for row in rows) * block_size,
+    )
+
+
+def _row_result(outputs: loop.DenoiseOutputs, i: int) -> batch_lib.RowResult:
+    ring = outputs.ring
+    return batch_lib.RowResult(
+        committed=tuple(
+            batch_lib.CommittedBlock(
+                tokens=ring.tokens[i, place],
+                nfe=int(ring.nfe[i, place]),
+                steps=ring.steps[i, place],
+                logprobs=ring.logprobs[i, place],
+            )
+            for place in range(outputs.num_blocks[i])
+        ),
+        context_len=int(outputs.context_lens[i]),
+        nfe=int(outputs.nfe[i]),
+        num_edited=int(outputs.num_edited[i]),
+        is_invalid=bool(outputs.is_invalid[i]),
+    )

@@ -1,0 +1,49 @@
+"""The device side of rows of full-attention models: a paged pool, and one program over it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from jdllm import device_facts
+from jdllm.kv_cache import pool as pool_lib
+from jdllm.runner import config as config_lib
+from jdllm.runner.canvas import inputs as inputs_lib
+from jdllm.runner.canvas import loop, results, state
+from jdllm.runner.launch import program
+from jdllm.scheduler import batch as batch_lib
+from jdllm.scheduler.rows import canvas as canvas_rows
+
+
+class CanvasKind:
+    """Programs of one loaded model; `graphdef` is static."""
+
+    def __init__(
+        self, graphdef: Any, config: config_lib.StepConfig, device: device_facts.DeviceFacts
+    ):
+        self._graphdef = graphdef
+        self._config = config
+        self._has_coarse_sizes = device.is_cpu
+
+    def create_memory(self) -> program.Memory:
+        """Returns an empty pool, and row states whose values do not matter."""
+        config = self._config
+        return {
+            "pools": pool_lib.create(config.pool),
+            "slots": state.empty_slots(config.num_slots, config),
+        }
+
+    def program(self, bucket: batch_lib.Bucket) -> program.Program:
+        """Returns the program of a launch of canvases."""
+        assert isinstance(bucket, canvas_rows.CanvasBucket), f"{bucket=} is none of canvases"
+        config, sizes = self._config, (bucket.tokens,)
+        if not bucket.is_whole:
+            sizes = canvas_rows.forward_sizes(
+                bucket.rows, bucket.tokens, is_coarse=self._has_coarse_sizes
+            )
+        return program.Program(
+            step=functools.partial(loop.canvas_launch, self._graphdef, config, sizes),
+            uses=("pools", "slots"),
+            inputs=lambda batch, interrupt: inputs_lib.build(batch, config, interrupt),
+            results=results.of_canvases,
+        )

@@ -1,0 +1,132 @@
+"""What the scheduler asks of a kind of rows, and what it builds them from.
+
+A kind says how running requests become launches, and what a launch of theirs means. Queue, order,
+ends, aborts and faults are the scheduler's and the same for all kinds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar, Protocol, Self
+
+from jdllm import device_facts
+from jdllm.kv_cache import prefix_cache as prefix_cache_lib
+from jdllm.scheduler import batch as batch_lib
+from jdllm.scheduler import commits as commits_lib
+from jdllm.scheduler import finish as finish_lib
+from jdllm.scheduler import limits as limits_lib
+from jdllm.scheduler import live_requests
+from jdllm.scheduler import pages as pages_lib
+from jdllm.scheduler import request as request_lib
+from jdllm.scheduler import stay as stay_lib
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RowDefaults:
+    """What a kind is like before anything is built.
+
+    `cpu_rows` and `accelerator_rows` run at most where nobody says how many. `most_context`
+    bounds the context where nobody names one. `shares_prefixes`: K,V of a prefix serves other
+    requests. `unused_options` are those of `EngineConfig` that have no meaning, and why.
+    """
+
+    cpu_rows: int
+    accelerator_rows: int
+    most_context: int | None = None
+    shares_prefixes: bool = False
+    unused_options: tuple[str, ...] = ()
+    why_unused: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RowConfig:
+    """What rows of any kind are built from; sizes are tokens, requests and pages.
+
+    The two prefill sizes and `launches_ahead` concern models that write block after block.
+    """
+
+    max_running_requests: int
+    context_length: int
+    block_size: int
+    page_size: int
+    num_pages: int
+    prefill_token_budget: int
+    max_prefill_tokens: int
+    decode_steps: int = 1
+    launches_ahead: int = 0
+    has_prefix_cache: bool = False
+    device: device_facts.DeviceFacts = device_facts.DeviceFacts(platform="cpu", device_kind="cpu")
+    detokenize: finish_lib.Detokenize | None = None
+
+    def live_requests(self) -> live_requests.LiveRequests:
+        """Returns a scheduler's requests, none yet, and all pages free."""
+        cache = prefix_cache_lib.PrefixCache(self.page_size) if self.has_prefix_cache else None
+        pages = pages_lib.RequestPages(
+            num_pages=self.num_pages,
+            page_size=self.page_size,
+            block_size=self.block_size,
+            prefix_cache=cache,
+        )
+        return live_requests.LiveRequests(max_running=self.max_running_requests, pages=pages)
+
+    @property
+    def limits(self) -> limits_lib.Limits:
+        """What bounds one request."""
+        return limits_lib.Limits(
+            context_length=self.context_length,
+            block_size=self.block_size,
+            page_size=self.page_size,
+            num_pages=self.num_pages,
+            has_tokenizer=self.detokenize is not None,
+        )
+
+
+class Rows(Protocol):
+    """How running requests become launches, and what a launch gives becomes their output."""
+
+    defaults: ClassVar[RowDefaults]
+    live: live_requests.LiveRequests
+
+    @classmethod
+    def build(cls, config: RowConfig) -> Self:
+        """Returns rows with the buckets that suit the device."""
+        ...
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of the largest bucket."""
+        ...
+
+    def buckets(self) -> list[batch_lib.Bucket]:
+        """Returns every bucket that a batch may have, to be compiled."""
+        ...
+
+    def default_new_tokens(self, prompt_len: int, block_length: int | None) -> int:
+        """Returns how many tokens a request may write that does not say; at least 1."""
+        ...
+
+    def prepare(self, request: request_lib.Request) -> None:
+        """Readies a new request; raises a `RequestError` if it could not finish alone."""
+        ...
+
+    def admit(self, request: request_lib.Request) -> stay_lib.Stay | None:
+        """Takes what a waiting request needs to run; None, and nothing changed, without it."""
+        ...
+
+    def plan(self) -> batch_lib.ScheduleBatch | None:
+        """Returns the next launch; None only when nothing runs."""
+        ...
+
+    def apply(
+        self, request: request_lib.Request, result: batch_lib.RowResult
+    ) -> commits_lib.Progress:
+        """Stores what a row's launch brought; with a finish, all that it leaves behind."""
+        ...
+
+    def settle(self, request: request_lib.Request, result: batch_lib.RowResult) -> None:
+        """Takes note of where a row stands that goes on after `apply`."""
+        ...
+
+    def steps_left(self, request: request_lib.Request) -> float:
+        """Returns within how many steps a running request should end; infinite: unknown."""
+        ...

@@ -1,0 +1,39 @@
+"""What kinds of rows that write tokens share: committed blocks become output, up to an end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from jdllm.scheduler import batch as batch_lib
+from jdllm.scheduler import commits as commits_lib
+from jdllm.scheduler import finish as finish_lib
+from jdllm.scheduler import request as request_lib
+
+# Stores a committed block and returns its tokens that are new output.
+Append = Callable[[request_lib.Request, batch_lib.CommittedBlock], list[int]]
+
+
+def apply(
+    request: request_lib.Request,
+    result: batch_lib.RowResult,
+    append: Append,
+    detokenize: finish_lib.Detokenize | None,
+) -> commits_lib.Progress:
+    """Appends what became final; the earliest end in it cuts the output."""
+    nfe, new = request.nfe, []
+    request.num_edited += result.num_edited
+    for done, committed in enumerate(result.committed, start=1):
+        request.nfe = nfe + committed.nfe
+        tokens = append(request, committed)
+        finish = finish_lib.check_request(request, len(tokens), detokenize)
+        if finish is None:
+            new += tokens
+            continue
+        surplus = len(request.output_ids) - finish.finished_len
+        unseen = sum(len(later.tokens) for later in result.committed[done:])
+        request.num_discarded += surplus + unseen
+        request.truncate(finish.finished_len)
+        new += tokens[: len(tokens) - surplus]
+        return commits_lib.Progress(new_token_ids=new, frames=result.frames, finish=finish)
+    request.nfe = nfe + result.nfe
+    return commits_lib.Progress(new_token_ids=new, frames=result.frames)

@@ -1,0 +1,29 @@
+"""What XLA is asked for: on a GPU a launch is one CUDA graph, loops included."""
+
+import jax
+import pytest
+
+from jdllm import device_facts
+from jdllm.runner.launch import executables
+
+CPU = device_facts.DeviceFacts(platform="cpu", device_kind="cpu")
+GPU = device_facts.DeviceFacts(platform="gpu", device_kind="NVIDIA H200")
+
+
+@pytest.mark.parametrize("flags", [None, "--xla_dump_to=/tmp/x"])
+def test_loops_are_captured_on_a_gpu(monkeypatch, flags):
+    if flags is not None:
+        monkeypatch.setenv("XLA_FLAGS", flags)
+    assert executables.compiler_options(CPU) == {}
+    (captured,) = executables.compiler_options(GPU).values()
+    assert {"WHILE", "CONDITIONAL", "FUSION", "CUSTOM_CALL"} <= set(captured.split(","))
+
+
+def test_what_xla_flags_say_of_captured_graphs_holds(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=")
+    assert executables.compiler_options(GPU) == {}
+
+
+def test_this_xla_knows_the_option():
+    options = {executables.GRAPH_OPTION: executables.CAPTURED}
+    jax.jit(lambda x: x + 1).lower(1.0).compile(compiler_options=options)
