@@ -1,6 +1,7 @@
 """Options at their edges, and what guided forwards count."""
 
-from support.canvas_engine import Ask, generate, shared
+from support.canvas_asks import Ask
+from support.canvas_engine import generate, shared
 
 
 def test_a_block_longer_than_the_canvas_is_the_canvas():
