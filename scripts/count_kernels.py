@@ -31,17 +31,15 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 
+from jdllm import device_facts  # noqa: E402
+from jdllm.engine import kinds  # noqa: E402
 from jdllm.kv_cache import pool as pool_lib  # noqa: E402
 from jdllm.models import loading  # noqa: E402
-from jdllm.runner import forward_batch, model_runner, steps  # noqa: E402
-from jdllm.runner.block import loop as decode_loop  # noqa: E402
-from jdllm.runner.block import state as row_state  # noqa: E402
-from jdllm.runner.canvas import loop as canvas_loop  # noqa: E402
-from jdllm.runner.canvas import packing as canvas_packing  # noqa: E402
-from jdllm.runner.canvas import state as canvas_state  # noqa: E402
-from jdllm.runner.launch import interrupts  # noqa: E402
-from jdllm.runner.launch import words as packing  # noqa: E402
+from jdllm.runner import config as runner_config  # noqa: E402
+from jdllm.runner.launch import executables, interrupts  # noqa: E402
+from jdllm.runner.launch import words as words_lib  # noqa: E402
 from jdllm.scheduler import batch as batch_lib  # noqa: E402
+from jdllm.scheduler.rows import interface  # noqa: E402
 from pallas_kernels import dispatch  # noqa: E402
 
 H200 = """
@@ -60,7 +58,9 @@ platform_name: "CUDA"
 dnn_version_info { major: 9 minor: 12 patch: 0 }
 device_description_str: "NVIDIA H200"
 """
+GPU = device_facts.DeviceFacts(platform="gpu", device_kind="NVIDIA H200")
 PAGE = 64
+DEFAULTS = {"block": "LowConfidence", "canvas": "FullAttnMultiBlock"}
 FREE = {"parameter", "get-tuple-element", "tuple", "bitcast", "constant", "after-all"}
 
 
@@ -76,55 +76,42 @@ def launch_of(args: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
         architecture, parsed, dtype=jnp.bfloat16, hash_embedding_positions=True
     )
     params = jax.eval_shape(lambda params: loading.serving_params(params, "bfloat16"), params)
-    spec, R = parsed.spec, args.rows
-    default = "FullAttnMultiBlock" if spec.diffusion.has_canvas else "LowConfidence"
-    pages_per_row = -(-args.context_length // PAGE)
+    spec, R, length = parsed.spec, args.rows, args.context_length
+    kind = kinds.kind_of(spec)
     pool = pool_lib.PoolConfig(
-        num_pages=pages_per_row * R,
+        num_pages=-(-length // PAGE) * R,
         page_size=PAGE,
         num_layers=args.layers,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         dtype="bfloat16",
     )
-    step_config = steps.StepConfig(
+    config = runner_config.StepConfig(
         spec=spec,
-        page_size=PAGE,
-        num_pages=pool.num_pages,
-        algorithms=tuple((args.dllm_algorithm or default).split(",")),
+        pool=pool,
+        context_length=length,
+        num_slots=R,
+        algorithms=tuple((args.dllm_algorithm or DEFAULTS[spec.diffusion.kind]).split(",")),
         max_launch_steps=4,
-        canvas_length=args.context_length if spec.diffusion.has_canvas else 0,
     )
-    given = interrupts.Interrupt(address=np.zeros((2,), np.int32), count=np.int32(0))
-    if spec.diffusion.has_canvas:
-        sizes = canvas_packing.forward_sizes(R, R * args.context_length, padding_is_cheap=False)
-        slots = jax.eval_shape(lambda: canvas_state.empty_slots(R, step_config, jnp.bfloat16))
-        inputs = forward_batch.padding_canvases(
-            R, args.context_length, pages_per_row=pages_per_row, interrupt=given
-        )
-
-        def launch(params, memory, inputs):
-            return canvas_loop.canvas_launch(graphdef, step_config, sizes, params, memory, inputs)
-    else:
-        slots = jax.eval_shape(lambda: row_state.empty_slots(R, step_config))
-        shape = forward_batch.BatchShape(
+    built = kind.device(graphdef, config, GPU)
+    rows = kind.rows.build(
+        interface.RowConfig(
+            max_running_requests=R,
+            context_length=length,
             block_size=spec.diffusion.block_size,
             page_size=PAGE,
-            pages_per_row=pages_per_row,
-            num_slots=R,
-            algorithms=step_config.algorithms,
+            num_pages=pool.num_pages,
+            prefill_token_budget=R * length,
+            max_prefill_tokens=R * length,
         )
-        bucket = batch_lib.Bucket(
-            phase=batch_lib.Phase.DECODE, rows=R, tokens=R * spec.diffusion.block_size
-        )
-        batch = batch_lib.ScheduleBatch(rows=(), bucket=bucket)
-        inputs = forward_batch.build_decode(batch, shape, spec.diffusion.mask_token_id, given)
-
-        def launch(params, memory, inputs):
-            return decode_loop.decode_launch(graphdef, step_config, params, memory, inputs)
-
-    layers = [jax.ShapeDtypeStruct(pool.layer_shape, jnp.bfloat16)] * args.layers
-    return launch, (params, (layers, slots), inputs)
+    )
+    denoising = [bucket for bucket in rows.buckets() if bucket.denoises]
+    largest = max(denoising, key=lambda bucket: (bucket.rows, bucket.tokens))
+    program, batch = built.program(largest), batch_lib.ScheduleBatch(rows=(), bucket=largest)
+    memory = jax.eval_shape(built.create_memory)
+    memory = {name: memory[name] for name in program.uses}
+    return program.step, (params, memory, program.inputs(batch, interrupts.shapes()))
 
 
 def compiled_text(function: Any, arguments: tuple[Any, ...]) -> str:
@@ -138,10 +125,10 @@ def compiled_text(function: Any, arguments: tuple[Any, ...]) -> str:
     )
     hopper = dispatch.Target(platform="gpu", compute_capability=(9, 0), jax_version=jax.__version__)
     with mock.patch.object(dispatch, "current_target", lambda: hopper):
-        packed = packing.packed_launch(function, arguments)
+        packed = words_lib.packed_launch(function, arguments)
         words = jax.ShapeDtypeStruct(packed.words.shape, packed.words.dtype, sharding=sharding)
         lowered = packed.launch.lower(*arguments[:2], words)
-    options = {model_runner._GRAPH_OPTION: model_runner._CAPTURED}
+    options = executables.compiler_options(GPU)
     return lowered.compile(compiler_options=options).as_text()
 
 
