@@ -1,4 +1,4 @@
-"""Keeps the README true: its flags, paths, names and routes exist."""
+"""Keeps README and docs true: their flags, paths, names and routes exist."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from jdllm.tasks import registry
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
+DOCS = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
+TEXT = "\n".join([README, *DOCS.values()])
 
 
 def test_the_two_commands_stand_on_their_own_lines():
@@ -26,9 +28,22 @@ def test_the_two_commands_stand_on_their_own_lines():
     assert "pip install '.[test]' && python -m pytest" in lines
 
 
+def test_the_readme_is_short_and_its_links_lead_somewhere():
+    assert README.count("\n") <= 130
+    for name, text in {"README.md": README, **{f"docs/{k}": v for k, v in DOCS.items()}}.items():
+        for link in re.findall(r"\]\(([^)#:]+)\)", text):
+            assert (ROOT / name).parent.joinpath(link).is_file(), f"{name}: {link}"
+
+
+def test_scripts_that_are_named_exist():
+    scripts = set(re.findall(r"\bscripts/\w+\.py", TEXT))
+    assert len(scripts) > 5
+    assert [script for script in scripts if not (ROOT / script).is_file()] == []
+
+
 @pytest.mark.parametrize("module", ["serve", "eval", "train"])
 def test_flags_of_the_commands_exist(module):
-    commands = re.findall(rf"^python -m jdllm\.{module} (.*)$", README, re.MULTILINE)
+    commands = re.findall(rf"^python -m jdllm\.{module} (.*)$", TEXT, re.MULTILINE)
     flags = {flag for command in commands for flag in re.findall(r"--[a-z-]+", command)}
     assert flags
     done = subprocess.run(
@@ -42,7 +57,7 @@ def test_flags_of_the_commands_exist(module):
 
 
 def test_paths_of_the_layout_exist():
-    block = README.split("## Layout")[1].split("```")[1]
+    block = DOCS["architecture.md"].split("## Layout")[1].split("```")[1]
     paths = re.findall(r"(?:^|\s)((?:jdllm/|pallas_kernels/|configs/|tests/)[\w./]*)", block)
     assert len(paths) > 10
     assert [path for path in paths if not (ROOT / path).exists()] == []
@@ -52,13 +67,13 @@ def test_paths_of_the_layout_exist():
 def test_support_matrix_names_what_exists():
     for algorithm, options in sampling_params.ALGORITHM_OPTIONS.items():
         for name in (algorithm, *options):
-            assert f"`{name}`" in README
+            assert f"`{name}`" in TEXT
     for name in ("logit_bias", "logprobs", "min_p"):
         assert name in sampling_params.NEUTRAL_ONLY
     with pytest.raises(ValueError, match="tp_size"):
         config.EngineConfig(tp_size=2)
     for task in registry.TASKS:
-        assert f"--task {task}" in README
+        assert f"--task {task}" in TEXT
 
 
 def test_routes_exist():
@@ -76,9 +91,9 @@ def test_facts_of_the_bundled_models():
     )
     assert (nano["num_hidden_layers"], nano["num_experts"]) == (6, 8)
     assert nano["block_size"] == 32
-    assert "(six layers, eight experts, blocks of 32)" in README
+    assert "(six layers, eight experts, blocks of 32)" in TEXT
     assert canvas["n_layers"] == 8
     weights = source.bundled_model("jdllm-nano-canvas") / "model.safetensors"
     with safetensors.safe_open(weights, framework="numpy") as tensors:
         sizes = [math.prod(tensors.get_slice(name).get_shape()) for name in tensors.offset_keys()]
-    assert f"(eight layers, {sum(sizes) / 1e6:.1f} million parameters)" in README
+    assert f"(eight layers, {sum(sizes) / 1e6:.1f} million parameters)" in TEXT
