@@ -38,6 +38,7 @@ FLOORS: tuple[tuple[str, int, str], ...] = (
     ("jdllm/models/", 3, "models"),
     ("jdllm/runner/", 4, "runner"),
     ("jdllm/train/", 4, "train"),
+    ("jdllm/client/", 5, "client"),
     ("jdllm/engine/", 5, "engine"),
     ("jdllm/serve.py", 6, "server"),
     ("jdllm/server/", 6, "server"),

@@ -11,7 +11,8 @@ import time
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from jdllm.bench import command_line, http_client, prompts, stats
+from jdllm.bench import command_line, prompts, stats
+from jdllm.client import transport
 
 Kind = Literal["generate", "completions", "chat"]
 ROUTES: dict[Kind, str] = {
@@ -70,7 +71,7 @@ class Options:
         return command_line.merged(body, self.extra)
 
 
-def ask(client: http_client.Client, prompt: prompts.Prompt, options: Options) -> stats.Record:
+def ask(client: transport.Client, prompt: prompts.Prompt, options: Options) -> stats.Record:
     """Sends one request and returns its record; a failure is in `error`, not raised."""
     answer = _Answer(options.kind)
     body = options.body(prompt)
@@ -81,7 +82,7 @@ def ask(client: http_client.Client, prompt: prompts.Prompt, options: Options) ->
             answer.add(at_s, event)
         if not answer.is_ended:
             error = "the answer ended without a finish reason"
-    except http_client.HttpError as failure:
+    except transport.HttpError as failure:
         error = str(failure)
     except _Refused as failure:
         error = str(failure)
@@ -123,7 +124,7 @@ class _Answer:
 
     def add(self, at_s: float, event: Any) -> None:
         if not isinstance(event, dict) or event.get("error"):
-            raise _Refused(f"the server answers {str(event)[: http_client.MAX_ERROR_CHARS]}")
+            raise _Refused(f"the server answers {str(event)[: transport.MAX_ERROR_CHARS]}")
         if self._kind == "generate":
             counts = event.get("meta_info") or {}
             is_new = len(event.get("text") or "") > len(self.text)

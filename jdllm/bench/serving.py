@@ -17,13 +17,13 @@ from jdllm import errors
 from jdllm.bench import (
     backends,
     command_line,
-    http_client,
     prompts,
-    report,
     serving_options,
     stats,
+    tables,
     traffic,
 )
+from jdllm.client import transport
 from jdllm.engine import tokenizer as tokenizer_lib
 
 WARMUP_TOKENS = 32  # as SGLang
@@ -39,13 +39,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     """Measures, prints the table, appends the result; returns it."""
     kind, _ = backends.BACKENDS[options.backend]
     serving_options.check(options)
-    client = http_client.Client(
+    client = transport.Client(
         serving_options.base_url(options),
         headers=serving_options.headers(options),
         timeout_s=options.timeout_s,
     )
     path = options.output_file or serving_options.default_file(options)
-    report.check_writable(path)
+    tables.check_writable(path)
     dataset = command_line.dataset(
         options, as_ids=options.tokenize_prompt, vocab_size=options.vocab_size
     )
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     asked = dataset.load(tokenizer)
     check_contents(asked, kind)
     request = serving_options.request(options, model)
-    report.say(f"# {command_line.shown(sys.argv)}\n# {client.base_url}, model {model}")
+    tables.say(f"# {command_line.shown(sys.argv)}\n# {client.base_url}, model {model}")
     warm_up(client, request, asked[0], options)
     before = server_info(client)
     records, duration_s = traffic.send(
@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     print_result(result, options)
     if failed:
         sys.stderr.write(f"{len(failed)} requests failed; the first: {failed[0]}\n")
-    report.append(path, result | (details(records) if options.output_details else {}))
+    tables.append(path, result | (details(records) if options.output_details else {}))
     return result
 
 
@@ -97,14 +97,14 @@ def check_contents(asked: Sequence[prompts.Prompt], kind: backends.Kind) -> None
             raise errors.ConfigError("the dataset holds token ids, which chat does not take")
 
 
-def find_model(client: http_client.Client, options: argparse.Namespace) -> str:
+def find_model(client: transport.Client, options: argparse.Namespace) -> str:
     """Waits for the server and returns the name of the model; a wrong one is an error."""
     deadline_s = time.monotonic() + options.ready_check_timeout_sec
     while True:
         try:
             cards = client.json("GET", "/v1/models").get("data") or []
             break
-        except http_client.HttpError as error:
+        except transport.HttpError as error:
             is_starting = error.status in (None, 503)
             if not is_starting or time.monotonic() >= deadline_s:
                 raise command_line.BenchError(
@@ -126,14 +126,14 @@ def find_model(client: http_client.Client, options: argparse.Namespace) -> str:
 
 
 def load_tokenizer(
-    client: http_client.Client, options: argparse.Namespace, model: str
+    client: transport.Client, options: argparse.Namespace, model: str
 ) -> tokenizer_lib.Tokenizer:
     """Returns the tokenizer of --tokenizer, else of what the server says it serves."""
     path = options.tokenizer
     if path is None:
         try:
             info = client.json("GET", "/model_info")
-        except http_client.HttpError:
+        except transport.HttpError:
             info = {}
         path = info.get("tokenizer_path") or info.get("model_path") or options.model or model
     try:
@@ -146,7 +146,7 @@ def load_tokenizer(
 
 
 def warm_up(
-    client: http_client.Client,
+    client: transport.Client,
     request: backends.Options,
     prompt: prompts.Prompt,
     options: argparse.Namespace,
@@ -171,22 +171,22 @@ def warm_up(
     if options.flush_cache:
         try:
             client.text("POST", f"/flush_cache?timeout={options.flush_cache_timeout}")
-        except http_client.HttpError as error:
+        except transport.HttpError as error:
             raise command_line.BenchError(f"--flush-cache failed: {error}") from error
 
 
-def server_info(client: http_client.Client) -> dict[str, Any] | None:
+def server_info(client: transport.Client) -> dict[str, Any] | None:
     """Returns the server's account of itself, None when it gives none."""
     try:
         info = client.json("GET", "/server_info")
-    except http_client.HttpError:
+    except transport.HttpError:
         return None
     return info if isinstance(info, dict) else None
 
 
 def print_result(result: dict[str, Any], options: argparse.Namespace) -> None:
     shown = result | {"max_concurrency": result["max_concurrency"] or "not set"}
-    head: tuple[report.Row, ...] = (
+    head: tuple[tables.Row, ...] = (
         ("Backend:", "backend"),
         ("Traffic request rate:", "request_rate"),
         ("Max request concurrency:", "max_concurrency"),
@@ -196,16 +196,16 @@ def print_result(result: dict[str, Any], options: argparse.Namespace) -> None:
         ("Total input tokens:", "total_input_tokens"),
         ("Total generated tokens:", "total_output_tokens"),
         ("Total generated tokens (retokenized):", "total_output_tokens_retokenized"),
-        *report.THROUGHPUTS,
+        *tables.THROUGHPUTS,
         ("Peak output token throughput (tok/s):", "max_output_tokens_per_s"),
         ("Peak concurrent requests:", "max_concurrent_requests"),
         ("Total token throughput (tok/s):", "total_throughput"),
         ("Concurrency:", "concurrency"),
     )
-    lines = ["", report.title(" Serving Benchmark Result "), *report.rows(shown, head)]
-    lines += report.sections(shown, [("Denoising", report.DENOISING), *report.LATENCIES])
+    lines = ["", tables.title(" Serving Benchmark Result "), *tables.rows(shown, head)]
+    lines += tables.sections(shown, [("Denoising", tables.DENOISING), *tables.LATENCIES])
     if options.cache_report:
-        lines += report.sections(
+        lines += tables.sections(
             shown,
             [
                 (
@@ -218,7 +218,7 @@ def print_result(result: dict[str, Any], options: argparse.Namespace) -> None:
                 )
             ],
         )
-    report.say("\n".join([*lines, report.title("")]))
+    tables.say("\n".join([*lines, tables.title("")]))
 
 
 def details(records: Sequence[stats.Record]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import numpy as np
 
 from jdllm import config as config_lib
 from jdllm import errors, sampling_params
-from jdllm.engine import build, infilling, info, outputs, requests, startup, streams
+from jdllm.engine import build, generations, infilling, info, requests, startup, streams
 from jdllm.engine import loop as loop_lib
 from jdllm.engine import stats as stats_lib
 from jdllm.models import loading
@@ -110,7 +110,7 @@ class Engine:
         fixed = (suffix, given)
         choices, is_single = self._choices_of(prompt, input_ids, sampling_params, rid, fixed)
         final = {}
-        generations = streams.generations(self._loop, choices, is_bounded=False)
+        generations = streams.as_they_come(self._loop, choices, is_bounded=False)
         async with contextlib.aclosing(generations) as events:
             async for generation in events:
                 if generation.finish_reason is not None:
@@ -124,7 +124,7 @@ class Engine:
         *,
         suffix: infilling.Suffixes = None,
         given: infilling.Givens = None,
-    ) -> Iterator[outputs.Generation]:
+    ) -> Iterator[generations.Generation]:
         """Yields the generations of several prompts as they come, for batch jobs."""
         rids = requests.request_ids(None, len(prompts))
         fixed = infilling.infills(suffix, given, len(prompts), self.tokenizer)
@@ -138,7 +138,7 @@ class Engine:
         request_id: str | None = None,
         suffix: infilling.Suffix | None = None,
         given: infilling.Given | None = None,
-    ) -> AsyncIterator[outputs.Generation]:
+    ) -> AsyncIterator[generations.Generation]:
         """Yields each choice's text as its blocks commit; for servers, so the queue limit holds.
 
         Refusals of the scheduler raise at the first step. Closing the iterator aborts.
@@ -152,7 +152,7 @@ class Engine:
             )
         fixed = infilling.infills(suffix, given, 1, self.tokenizer)
         choices = self._choices([prompt_ids], [params], [request_id or requests.new_id()], fixed)
-        return streams.generations(self._loop, choices, is_bounded=True)
+        return streams.as_they_come(self._loop, choices, is_bounded=True)
 
     # Control
 
@@ -252,7 +252,7 @@ class Engine:
 
     def _stream(
         self, choices: dict[str, requests.Choice]
-    ) -> streams.GenerationStream[outputs.Generation]:
+    ) -> streams.GenerationStream[generations.Generation]:
         return streams.GenerationStream(self._loop, choices, lambda generation: generation)
 
     def _choices_of(
@@ -372,11 +372,11 @@ def _in_order(
 
 def _dict_maker(
     choices: dict[str, requests.Choice], is_single: bool
-) -> Callable[[outputs.Generation], dict[str, Any]]:
+) -> Callable[[generations.Generation], dict[str, Any]]:
     """Returns what turns streamed generations into SGLang's dicts, numbered unless single."""
     places = {request_id: place for place, request_id in enumerate(choices)}
 
-    def make(generation: outputs.Generation) -> dict[str, Any]:
+    def make(generation: generations.Generation) -> dict[str, Any]:
         item = generation.as_dict()
         if not is_single:
             item["index"] = places[generation.request_id]

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jdllm import errors, sampling_params
-from jdllm.engine import detokenizer, outputs
+from jdllm.engine import detokenizer, generations
 from jdllm.engine import loop as loop_lib
 from jdllm.engine import tokenizer as tokenizer_lib
 from jdllm.scheduler import request as request_lib
@@ -46,7 +46,7 @@ class Choice:
             None if tokenizer is None else detokenizer.Detokenizer(tokenizer, request.sampling)
         )
 
-    def update(self, event: loop_lib.Event) -> outputs.Generation:
+    def update(self, event: loop_lib.Event) -> generations.Generation:
         """Returns the generation after this event; a fault raises EngineFault."""
         if isinstance(event, loop_lib.FaultEvent):
             raise EngineFault(event.message)
@@ -58,8 +58,8 @@ class Choice:
             text = self._detokenizer.text
         delta_ids = output_ids[self._num_shown :]
         self._num_shown = len(output_ids)
-        reason = outputs.finish_dict(finish)
-        return outputs.Generation(
+        reason = generations.finish_dict(finish)
+        return generations.Generation(
             request_id=self.request.request_id,
             index=self._index,
             prompt_index=self._prompt_index,
@@ -68,7 +68,7 @@ class Choice:
             output_ids=output_ids,
             delta_ids=delta_ids,
             finish_reason=reason,
-            meta_info=outputs.meta_info(self.request, event, reason),
+            meta_info=generations.meta_info(self.request, event, reason),
         )
 
 

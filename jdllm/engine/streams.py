@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Generic, TypeVar
 
 from jdllm import errors
+from jdllm.engine import generations, requests
 from jdllm.engine import loop as loop_lib
-from jdllm.engine import outputs, requests
 
 Item = TypeVar("Item")
 Choices = Mapping[str, requests.Choice]
@@ -26,7 +26,7 @@ class _Consumer:
         self._loop = loop
         self.unfinished = dict(choices)
 
-    def update(self, request_id: str, event: loop_lib.Event) -> outputs.Generation:
+    def update(self, request_id: str, event: loop_lib.Event) -> generations.Generation:
         """Returns the choice's generation; a fault raises EngineFault."""
         choice = self.unfinished[request_id]
         generation = choice.update(event)
@@ -53,7 +53,7 @@ class GenerationStream(Iterator[Item], Generic[Item]):
         self,
         loop: loop_lib.EngineLoop,
         choices: Choices,
-        transform: Callable[[outputs.Generation], Item],
+        transform: Callable[[generations.Generation], Item],
     ):
         self._events: queue.SimpleQueue[tuple[str, loop_lib.Event]] = queue.SimpleQueue()
         self._transform = transform
@@ -84,9 +84,9 @@ class GenerationStream(Iterator[Item], Generic[Item]):
         self.close()
 
 
-async def generations(
+async def as_they_come(
     loop: loop_lib.EngineLoop, choices: Choices, *, is_bounded: bool
-) -> AsyncIterator[outputs.Generation]:
+) -> AsyncIterator[generations.Generation]:
     """Yields generations as blocks commit, on the caller's asyncio loop.
 
     Refusals raise at the first step; closing the iterator aborts the rest.

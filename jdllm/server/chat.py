@@ -13,7 +13,7 @@ from jdllm import errors
 from jdllm.server import openai_format, protocol, running, schemas, state
 
 if TYPE_CHECKING:
-    from jdllm.engine import outputs, tokenizer
+    from jdllm.engine import generations, tokenizer
 
 router = fastapi.APIRouter()
 
@@ -81,7 +81,7 @@ async def template_ids(
     return await running.off_loop(size, lambda: apply(turns, **(options or {})))
 
 
-def _choice(index: int, generation: outputs.Generation) -> openai_format.Choice:
+def _choice(index: int, generation: generations.Generation) -> openai_format.Choice:
     return {
         "index": index,
         "message": {"role": "assistant", "content": generation.text},
@@ -91,7 +91,7 @@ def _choice(index: int, generation: outputs.Generation) -> openai_format.Choice:
 
 
 def _chunk_choices(
-    index: int, generation: outputs.Generation, is_first: bool
+    index: int, generation: generations.Generation, is_first: bool
 ) -> list[openai_format.Choice]:
     deltas: list[dict[str, str]] = []
     if is_first:

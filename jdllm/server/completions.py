@@ -13,7 +13,7 @@ from jdllm import errors
 from jdllm.server import openai_format, protocol, running, schemas, state
 
 if TYPE_CHECKING:
-    from jdllm.engine import outputs
+    from jdllm.engine import generations
 
 router = fastapi.APIRouter()
 
@@ -90,7 +90,7 @@ def default_tokens(server: state.ServerState, prompt_len: int, default: int) -> 
     return max(1, min(default, server.engine.default_max_new_tokens(prompt_len)))
 
 
-def _choice(index: int, generation: outputs.Generation) -> openai_format.Choice:
+def _choice(index: int, generation: generations.Generation) -> openai_format.Choice:
     return {
         "index": index,
         "text": generation.text,
@@ -100,7 +100,7 @@ def _choice(index: int, generation: outputs.Generation) -> openai_format.Choice:
 
 
 def _chunk_choices(
-    index: int, generation: outputs.Generation, is_first: bool
+    index: int, generation: generations.Generation, is_first: bool
 ) -> list[openai_format.Choice]:
     if not generation.delta_text and generation.finish_reason is None and not is_first:
         return []

@@ -19,7 +19,7 @@ from starlette import responses as starlette_responses
 from jdllm.server import protocol, responses, running, sse, state
 
 if TYPE_CHECKING:
-    from jdllm.engine import outputs
+    from jdllm.engine import generations
 
 Choice = dict[str, Any]
 SUMMED = ("nfe", "blocks", "edited_tokens", "discarded_tokens")
@@ -31,9 +31,9 @@ class Shape:
 
     object_name: str
     chunk_object_name: str
-    choice: Callable[[int, outputs.Generation], Choice]
+    choice: Callable[[int, generations.Generation], Choice]
     # (choice index, event, is it the choice's first) -> choices, one chunk each
-    chunk_choices: Callable[[int, outputs.Generation, bool], list[Choice]]
+    chunk_choices: Callable[[int, generations.Generation, bool], list[Choice]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class Answer:
 
     async def _frames(self) -> AsyncIterator[bytes]:
         options = self.body.stream_options or protocol.StreamOptions()
-        last: dict[tuple[int, int], outputs.Generation] = {}
+        last: dict[tuple[int, int], generations.Generation] = {}
         async with contextlib.aclosing(running.merged(self.server, self.jobs)) as events:
             async for job, g in events:
                 is_first = (job, g.index) not in last
@@ -81,7 +81,7 @@ class Answer:
             chunk = self._object(self.shape.chunk_object_name, [])
             yield sse.frame(chunk | {"usage": usage(finals)})
 
-    def _index(self, job: int, generation: outputs.Generation) -> int:
+    def _index(self, job: int, generation: generations.Generation) -> int:
         return job * self.jobs[job].params.n + generation.index
 
     def _object(self, name: str, choices: list[Choice]) -> dict[str, Any]:
@@ -94,7 +94,7 @@ class Answer:
         }
 
 
-def ending(generation: outputs.Generation) -> dict[str, Any]:
+def ending(generation: generations.Generation) -> dict[str, Any]:
     """Returns the fields of a choice that say how it ended."""
     finish = generation.finish_reason
     if finish is None:
@@ -102,13 +102,13 @@ def ending(generation: outputs.Generation) -> dict[str, Any]:
     return {"finish_reason": finish["type"], "matched_stop": finish.get("matched")}
 
 
-def cached_tokens(generations: Sequence[outputs.Generation]) -> dict[str, Any]:
+def cached_tokens(generations: Sequence[generations.Generation]) -> dict[str, Any]:
     """Returns SGLang's account of cached prompt tokens; there is no cache but the device's."""
     count = usage(generations)["prompt_tokens_details"]["cached_tokens"]
     return {"sglext": {"cached_tokens_details": {"device": count, "host": 0}}}
 
 
-def usage(generations: Sequence[outputs.Generation]) -> dict[str, Any]:
+def usage(generations: Sequence[generations.Generation]) -> dict[str, Any]:
     """Returns OpenAI's `usage` over the choices of one request, with `dllm` beside it."""
     # Choices of one prompt share it, so only the first of each counts it.
     firsts = [g.meta_info for g in generations if g.index == generations[0].index]

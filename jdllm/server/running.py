@@ -22,7 +22,7 @@ from jdllm import errors, sampling_params
 from jdllm.server import metrics, protocol, state
 
 if TYPE_CHECKING:
-    from jdllm.engine import outputs
+    from jdllm.engine import generations
 
 Result = TypeVar("Result")
 
@@ -57,9 +57,9 @@ def job_ids(request_id: str, count: int) -> list[str]:
 
 async def merged(
     server: state.ServerState, jobs: Sequence[Job]
-) -> AsyncIterator[tuple[int, outputs.Generation]]:
+) -> AsyncIterator[tuple[int, generations.Generation]]:
     """Yields (job position, event) of all jobs in the order of arrival."""
-    queue: asyncio.Queue[tuple[int, outputs.Generation] | Exception | None] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[int, generations.Generation] | Exception | None] = asyncio.Queue()
     tasks = [asyncio.create_task(_pump(server, i, job, queue)) for i, job in enumerate(jobs)]
     try:
         running = len(tasks)
@@ -77,9 +77,9 @@ async def merged(
 
 async def collect(
     server: state.ServerState, jobs: Sequence[Job]
-) -> list[tuple[int, outputs.Generation]]:
+) -> list[tuple[int, generations.Generation]]:
     """Returns the last event of every choice, ordered by job and choice."""
-    last: dict[tuple[int, int], outputs.Generation] = {}
+    last: dict[tuple[int, int], generations.Generation] = {}
     async with contextlib.aclosing(merged(server, jobs)) as events:
         async for position, generation in events:
             last[position, generation.index] = generation
@@ -125,7 +125,7 @@ async def _pump(
     server: state.ServerState,
     position: int,
     job: Job,
-    queue: asyncio.Queue[tuple[int, outputs.Generation] | Exception | None],
+    queue: asyncio.Queue[tuple[int, generations.Generation] | Exception | None],
 ) -> None:
     arrival_s = time.monotonic()
     trackers: dict[int, metrics.Tracker] = {}

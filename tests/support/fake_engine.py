@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from jdllm import config, errors, sampling_params, spec
-from jdllm.engine import outputs, stats
+from jdllm.engine import generations, stats
 
 BLOCK = 4
 VOCAB = 256
@@ -103,7 +103,7 @@ class FakeEngine:
         *,
         request_id: str,
         suffix: Sequence[int] = (),
-    ) -> AsyncIterator[outputs.Generation]:
+    ) -> AsyncIterator[generations.Generation]:
         if not self._admitting:
             raise errors.EngineStopped("the engine is draining")
         if len(self.open_requests) >= self._max_queued:
@@ -156,7 +156,7 @@ class FakeEngine:
         before: int,
         count: int,
         began: float,
-    ) -> outputs.Generation:
+    ) -> generations.Generation:
         ids = expected_ids(fixed_ids, count, index)
         finish: dict[str, Any] | None = None
         stops = [i for i, token in enumerate(ids) if token in params.stop_token_ids]
@@ -191,7 +191,7 @@ class FakeEngine:
             "tpf": dllm["tpf"],
             "dllm": dllm,
         }
-        return outputs.Generation(
+        return generations.Generation(
             request_id=meta["id"],
             index=index,
             prompt_index=0,

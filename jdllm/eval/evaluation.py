@@ -22,7 +22,7 @@ import grain
 import tqdm
 
 from jdllm import errors, version
-from jdllm.eval import backends, report, store
+from jdllm.eval import backends, store, summary
 from jdllm.tasks import registry
 from jdllm.tasks.example import Example
 
@@ -122,7 +122,7 @@ def evaluate(
             )
     records = [kept.records[example.id] for example in questions.examples]
     results = {
-        **report.summarize(records, kept.sessions),
+        **summary.summarize(records, kept.sessions),
         "config": {**settings, "parallel": parallel},
         "backend": about,
         **surroundings(),
