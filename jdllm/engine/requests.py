@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import uuid
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from jdllm.engine import loop as loop_lib
 from jdllm.engine import tokenizer as tokenizer_lib
 from jdllm.scheduler import request as request_lib
 
+P = TypeVar("P")
 Params = sampling_params.SamplingParams | Mapping[str, object] | None
 
 DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's default for /generate and Engine.generate
@@ -50,8 +52,8 @@ class Choice:
         """Returns the generation after this event; a fault raises EngineFault."""
         if isinstance(event, loop_lib.FaultEvent):
             raise EngineFault(event.message)
-        output_ids = self.request.output_ids[: event.output.num_output]
-        finish = event.output.finish
+        output_ids = self.request.output_ids[: event.commit.num_output]
+        finish = event.commit.finish
         delta_text = text = ""
         if self._detokenizer is not None:
             delta_text = self._detokenizer.update(output_ids, finish)
@@ -104,17 +106,22 @@ def request_ids(rid: str | Sequence[str] | None, count: int) -> list[str]:
     return ids
 
 
+def one_each(params: P | Sequence[P], count: int) -> Sequence[P]:
+    """Returns the params of each of `count` prompts; a single one serves all."""
+    if not isinstance(params, Sequence):
+        return [params] * count
+    if len(params) != count:
+        raise errors.RequestError(
+            f"{len(params)} sampling_params for {count} prompts", param="sampling_params"
+        )
+    return params
+
+
 def params_per_prompt(
     params: Params | Sequence[Params], count: int
 ) -> list[sampling_params.SamplingParams]:
-    """Returns one SamplingParams per prompt; a single one serves all."""
-    if isinstance(params, Sequence):
-        if len(params) != count:
-            raise errors.RequestError(
-                f"{len(params)} sampling_params for {count} prompts", param="sampling_params"
-            )
-        return [as_params(one) for one in params]
-    return [as_params(params)] * count
+    """Returns one SamplingParams per prompt, with SGLang's default length."""
+    return [as_params(one) for one in one_each(params, count)]
 
 
 def id_rows(

@@ -47,14 +47,14 @@ async def chat_completions(request: requests.Request) -> starlette_responses.Res
     prompt_ids = await template_ids(server.tokenizer, body.messages, body.chat_template_kwargs)
     remaining = max(1, server.engine.default_max_new_tokens(len(prompt_ids)))
     answer_id = body.rid or running.new_request_id("chatcmpl")
-    job = running.Job(
-        prompt_ids=prompt_ids,
-        params=body.sampling(remaining),
-        request_id=answer_id,
+    prompt_list = running.PromptList(
+        prompts=[prompt_ids],
+        params=[body.sampling(remaining)],
+        request_ids=[answer_id],
         field_names=body.field_names(),
     )
     answer = openai_format.Answer(
-        server=server, shape=SHAPE, jobs=[job], answer_id=answer_id, body=body
+        server=server, shape=SHAPE, prompt_list=prompt_list, answer_id=answer_id, body=body
     )
     return await answer.respond(request)
 

@@ -29,20 +29,18 @@ async def completions(request: requests.Request) -> starlette_responses.Response
     prompts = [await prompt_ids(server, prompt, "prompt") for prompt in split_prompt(body.prompt)]
     suffix = await suffix_ids(server, body.suffix)
     answer_id = body.rid or running.new_request_id("cmpl")
-    jobs = [
-        running.Job(
-            prompt_ids=ids,
-            params=body.sampling(
-                default_tokens(server, len(ids) + len(suffix), DEFAULT_MAX_TOKENS)
-            ),
-            request_id=request_id,
-            field_names=body.field_names(),
-            suffix_ids=suffix,
-        )
-        for ids, request_id in zip(prompts, running.job_ids(answer_id, len(prompts)), strict=True)
-    ]
+    prompt_list = running.PromptList(
+        prompts=prompts,
+        params=[
+            body.sampling(default_tokens(server, len(ids) + len(suffix), DEFAULT_MAX_TOKENS))
+            for ids in prompts
+        ],
+        request_ids=running.ids_of_prompts(answer_id, len(prompts)),
+        field_names=body.field_names(),
+        suffix_ids=suffix,
+    )
     answer = openai_format.Answer(
-        server=server, shape=SHAPE, jobs=jobs, answer_id=answer_id, body=body
+        server=server, shape=SHAPE, prompt_list=prompt_list, answer_id=answer_id, body=body
     )
     return await answer.respond(request)
 
