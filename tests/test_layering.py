@@ -57,6 +57,7 @@ HOST = (
     "jdllm/kv_cache/allocator.py",
     "jdllm/kv_cache/prefix_cache.py",
     "jdllm/scheduler/",
+    "jdllm/client/",
 )
 # grain imports jax, so it counts as jax here.
 DEVICE_LIBRARIES = {"jax", "jaxlib", "flax", "optax", "orbax", "grain", "pallas_kernels"}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +22,7 @@ from jdllm.bench import (
     tables,
     traffic,
 )
-from jdllm.client import transport
+from jdllm.client import api, failures, retries, transport
 from jdllm.engine import tokenizer as tokenizer_lib
 
 WARMUP_TOKENS = 32  # as SGLang
@@ -58,7 +57,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     warm_up(client, request, asked[0], options)
     before = server_info(client)
     records, duration_s = traffic.send(
-        lambda prompt: backends.ask(client, prompt, request),
+        lambda prompt: backends.send(client, prompt, request),
         asked,
         at_s=traffic.arrivals_s(len(asked), options.request_rate, options.seed),
         max_concurrency=options.max_concurrency,
@@ -83,7 +82,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def check_contents(asked: Sequence[prompts.Prompt], kind: backends.Kind) -> None:
+def check_contents(asked: Sequence[prompts.Prompt], kind: api.Kind) -> None:
     """Refuses chat messages for a route that takes text, and ids for chat."""
     for prompt in asked:
         is_list = isinstance(prompt.content, list)
@@ -99,20 +98,17 @@ def check_contents(asked: Sequence[prompts.Prompt], kind: backends.Kind) -> None
 
 def find_model(client: transport.Client, options: argparse.Namespace) -> str:
     """Waits for the server and returns the name of the model; a wrong one is an error."""
-    deadline_s = time.monotonic() + options.ready_check_timeout_sec
-    while True:
-        try:
-            cards = client.json("GET", "/v1/models").get("data") or []
-            break
-        except transport.HttpError as error:
-            is_starting = error.status in (None, 503)
-            if not is_starting or time.monotonic() >= deadline_s:
-                raise command_line.BenchError(
-                    f"no server at {client.base_url}: {error}"
-                    if is_starting
-                    else f"{client.base_url} does not answer as a model server: {error}"
-                ) from error
-        time.sleep(POLL_S)
+    start = retries.Retries(
+        pause_s=POLL_S, timeout_s=options.ready_check_timeout_sec, when_absent=True
+    )
+    try:
+        cards = start.call(lambda: client.json("GET", "/v1/models")).get("data") or []
+    except failures.CallFailed as error:
+        raise command_line.BenchError(
+            f"no server at {client.base_url}: {error}"
+            if start.covers(error)
+            else f"{client.base_url} does not answer as a model server: {error}"
+        ) from error
     served = [card["id"] for card in cards]
     wanted = options.served_model_name or options.model
     if wanted is None and not served:
@@ -133,7 +129,7 @@ def load_tokenizer(
     if path is None:
         try:
             info = client.json("GET", "/model_info")
-        except transport.HttpError:
+        except failures.CallFailed:
             info = {}
         path = info.get("tokenizer_path") or info.get("model_path") or options.model or model
     try:
@@ -160,7 +156,7 @@ def warm_up(
             output_len=min(prompt.output_len, WARMUP_TOKENS),
         )
         records, _ = traffic.send(
-            lambda one: backends.ask(client, one, request),
+            lambda one: backends.send(client, one, request),
             [short] * count,
             at_s=[0.0] * count,
             max_concurrency=options.max_concurrency,
@@ -171,7 +167,7 @@ def warm_up(
     if options.flush_cache:
         try:
             client.text("POST", f"/flush_cache?timeout={options.flush_cache_timeout}")
-        except transport.HttpError as error:
+        except failures.CallFailed as error:
             raise command_line.BenchError(f"--flush-cache failed: {error}") from error
 
 
@@ -179,7 +175,7 @@ def server_info(client: transport.Client) -> dict[str, Any] | None:
     """Returns the server's account of itself, None when it gives none."""
     try:
         info = client.json("GET", "/server_info")
-    except transport.HttpError:
+    except failures.CallFailed:
         return None
     return info if isinstance(info, dict) else None
 

@@ -1,8 +1,7 @@
-"""HTTP to the server under test, from the standard library: JSON calls and event streams.
+"""HTTP to one server, from the standard library: JSON calls and event streams.
 
-One connection per call, one thread per call, as the load is many independent clients. The
-time of an event is taken when its bytes arrive, before anything is parsed. Proxies of the
-environment are not used: what is measured is the way to the server.
+One connection per call and no shared state, so a client may serve many threads. The time of an
+event is taken when its bytes arrive, before anything is parsed.
 """
 
 from __future__ import annotations
@@ -10,40 +9,46 @@ from __future__ import annotations
 import contextlib
 import http.client
 import time
+import urllib.error
 import urllib.parse
+import urllib.request
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import orjson
 
 from jdllm import errors
+from jdllm.client import failures, sse
 
 READ_BYTES = 1 << 16
 MAX_ERROR_CHARS = 500
 
 
-class HttpError(RuntimeError):
-    """Says that a call failed: no connection (`status` None), or an answer other than 200."""
-
-    def __init__(self, message: str, status: int | None = None):
-        super().__init__(message)
-        self.status = status
-
-
 class Client:
-    """Calls one server; `timeout_s` is the longest silence, not of an answer; 0 is none."""
+    """Calls one server; `timeout_s` is the longest silence, not of an answer; 0 is none.
 
-    def __init__(self, base_url: str, *, headers: Mapping[str, str], timeout_s: float):
+    `uses_proxies`: the proxies of the environment lead to servers on other machines. What is
+    measured should be the way to the server itself.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float,
+        uses_proxies: bool = False,
+    ):
         parts = urllib.parse.urlsplit(base_url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise errors.ConfigError(f"{base_url=} must look like http://127.0.0.1:30000")
         self.base_url = base_url.rstrip("/").removesuffix("/v1")
-        self._prefix = urllib.parse.urlsplit(self.base_url).path
-        self._place = (parts.hostname, parts.port)
-        kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
-        self._kind = kinds[parts.scheme]
-        self._headers = {"Content-Type": "application/json", **headers}
+        self._headers = {"Content-Type": "application/json", **(headers or {})}
         self._timeout_s = timeout_s or None
+        is_here = parts.hostname in ("localhost", "127.0.0.1", "::1")
+        goes_direct = is_here or not uses_proxies
+        handlers = [urllib.request.ProxyHandler({})] if goes_direct else []
+        self._opener = urllib.request.build_opener(*handlers)
 
     def json(self, method: str, route: str, body: Mapping[str, Any] | None = None) -> Any:
         """Returns the parsed answer."""
@@ -66,40 +71,61 @@ class Client:
                 content = response.read()
                 yield time.perf_counter(), _parsed(content, route)
                 return
-            rest = b""
-            while chunk := response.read1(READ_BYTES):
-                at_s = time.perf_counter()
-                *lines, rest = (rest + chunk).split(b"\n")
-                for line in lines:
-                    if not line.startswith(b"data:"):
-                        continue
-                    content = line[5:].strip()
-                    if content == b"[DONE]":
-                        return
-                    yield at_s, _parsed(content, route)
-            raise HttpError(f"{route}: the stream ended without [DONE]")
+            for at_s, content in sse.payloads(_chunks(response)):
+                if content == sse.DONE:
+                    return
+                yield at_s, _parsed(content, route)
+            raise failures.NoConnection(f"{route}: the stream ended without [DONE]")
 
     @contextlib.contextmanager
     def _open(
         self, method: str, route: str, body: Mapping[str, Any] | None
     ) -> Iterator[http.client.HTTPResponse]:
-        connection = self._kind(*self._place, timeout=self._timeout_s)
+        request = urllib.request.Request(
+            self.base_url + route,
+            data=None if body is None else orjson.dumps(body),
+            headers=self._headers,
+            method=method,
+        )
         try:
-            content = None if body is None else orjson.dumps(body)
-            connection.request(method, self._prefix + route, body=content, headers=self._headers)
-            response = connection.getresponse()
-            if response.status != 200:
-                text = response.read().decode(errors="replace")[:MAX_ERROR_CHARS]
-                raise HttpError(f"{route} answers {response.status}: {text}", response.status)
-            yield response
+            try:
+                response = self._opener.open(request, timeout=self._timeout_s)
+            except urllib.error.HTTPError as error:
+                raise _refusal(error, route) from error
+            with response:
+                yield response
+        except urllib.error.URLError as error:  # its reason is what went wrong
+            raise failures.NoConnection(f"{route} of {self.base_url}: {error.reason}") from error
         except (OSError, http.client.HTTPException) as error:
-            raise HttpError(f"{route} of {self.base_url}: {error or repr(error)}") from error
-        finally:
-            connection.close()
+            message = f"{route} of {self.base_url}: {error or repr(error)}"
+            raise failures.NoConnection(message) from error
+
+
+def _refusal(error: urllib.error.HTTPError, route: str) -> failures.Refused:
+    with error:
+        text = error.read().decode(errors="replace")[:MAX_ERROR_CHARS]
+    return failures.Refused(
+        f"{route} answers {error.code}: {text}",
+        status=error.code,
+        retry_after_s=_seconds(error.headers.get("Retry-After")),
+    )
+
+
+def _chunks(response: http.client.HTTPResponse) -> Iterator[tuple[float, bytes]]:
+    while chunk := response.read1(READ_BYTES):
+        yield time.perf_counter(), chunk
 
 
 def _parsed(content: bytes, route: str) -> Any:
     try:
         return orjson.loads(content)
     except orjson.JSONDecodeError as error:
-        raise HttpError(f"{route} sent what is not JSON: {content[:100]!r}") from error
+        raise failures.BadAnswer(f"{route} sent what is not JSON: {content[:100]!r}") from error
+
+
+def _seconds(text: str | None) -> float | None:
+    """Returns a `Retry-After` in seconds; its other form, a date, counts as none."""
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        return None

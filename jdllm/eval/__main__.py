@@ -119,7 +119,7 @@ def open_backend(
     if options.base_url is not None:
         yield backends.Http(
             options.base_url,
-            api=options.api,
+            api_name=options.api,
             api_key=options.api_key,
             timeout_s=options.timeout_s,
         )
