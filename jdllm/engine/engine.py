@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from jdllm import config as config_lib
@@ -119,7 +119,7 @@ class Engine:
         request_ids: Sequence[str] | None = None,
         suffix: infilling.Suffixes = None,
         given: infilling.Givens = None,
-    ) -> Iterator[generations.Generation]:
+    ) -> streams.GenerationStream[generations.Generation]:
         """Yields the generations of several prompts as they come, for batch jobs.
 
         One refused prompt refuses all, at once. Closing the iterator aborts them.
@@ -137,7 +137,7 @@ class Engine:
         request_ids: Sequence[str] | None = None,
         suffix: infilling.Suffixes = None,
         given: infilling.Givens = None,
-    ) -> AsyncIterator[generations.Generation]:
+    ) -> AsyncGenerator[generations.Generation, None]:
         """Like `iterate`, for an asyncio server: the queue limit holds.
 
         More choices than can ever wait are refused at once, what the scheduler refuses raises at

@@ -106,7 +106,7 @@ def meta_info(
     count = event.commit.num_output
     asked: dict[str, Any] = {}
     if request.sampling.return_logprob:
-        # SGLang's triple; the text of a token is not told.
+        # SGLang's triple; the text of a token is left out.
         logprobs = zip(request.output_logprobs[:count], request.output_ids, strict=False)
         asked["output_token_logprobs"] = [(value, token, None) for value, token in logprobs]
     if request.sampling.return_step_map:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -145,7 +146,7 @@ class InputProcessor:
             dllm=dllm,
         )
 
-    def _check_ids(self, **named: Iterable[object]) -> None:
+    def _check_ids(self, **named: Iterable[Any]) -> None:
         V = self._built.spec.vocab_size
         for name, ids in named.items():
             for token_id in ids:

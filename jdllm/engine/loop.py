@@ -44,7 +44,7 @@ class FaultEvent:
 
 
 Event = TokensEvent | FaultEvent
-Sink = Callable[[Event], None]
+Sink = Callable[[Event], object]
 
 
 class EngineLoop:
@@ -53,7 +53,7 @@ class EngineLoop:
     def __init__(self, core: core_lib.EngineCore):
         self.core = core
         self._sinks: dict[str, Sink] = {}
-        self._calls: collections.deque[tuple[Callable[[], Any], concurrent.futures.Future]] = (
+        self._calls: collections.deque[tuple[Callable[[], Any], concurrent.futures.Future[Any]]] = (
             collections.deque()
         )
         self._wake = threading.Condition()
@@ -76,7 +76,7 @@ class EngineLoop:
     def submit(
         self,
         requests: Sequence[request_lib.Request],
-        sink: Callable[[str, Event], None],
+        sink: Callable[[str, Event], object],
         *,
         is_bounded: bool = True,
     ) -> concurrent.futures.Future[None]:

@@ -10,7 +10,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import queue
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from typing import Generic, TypeVar
 
 from jdllm import errors
@@ -91,7 +91,7 @@ class GenerationStream(Iterator[Item], Generic[Item]):
 
 async def async_stream(
     loop: loop_lib.EngineLoop, choices: Choices, *, is_bounded: bool
-) -> AsyncIterator[generations.Generation]:
+) -> AsyncGenerator[generations.Generation, None]:
     """Yields generations as blocks commit, on the caller's asyncio loop.
 
     Refusals raise at the first step; closing the iterator aborts the rest.

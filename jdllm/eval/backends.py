@@ -57,10 +57,11 @@ class InProcess:
     """Answers from an engine in this process, through its chat template when it has one."""
 
     def __init__(self, engine: engine_lib.Engine):
-        self._engine = engine
-        self.default_parallel = 2 * engine.max_running_requests
         if engine.tokenizer is None:
             raise errors.ConfigError("evaluation needs a tokenizer")
+        self._engine = engine
+        self._tokenizer = engine.tokenizer
+        self.default_parallel = 2 * engine.max_running_requests
 
     def answer(self, prompt: str, sampling: Mapping[str, Any]) -> Answer:
         ids = self._prompt_ids(prompt)
@@ -72,6 +73,7 @@ class InProcess:
             *_, last = self._engine.iterate([ids], [params])
         except errors.RequestError as error:
             raise BackendError(f"the engine refuses the request: {error}") from error
+        assert last.finish_reason is not None, "the last one has ended"
         reason = last.finish_reason["type"]
         if reason == "abort":
             raise BackendError("the engine aborted the request")
@@ -96,9 +98,9 @@ class InProcess:
         self._engine.abort(abort_all=True)
 
     def _prompt_ids(self, prompt: str) -> list[int]:
-        if self._engine.tokenizer.has_chat_template:
+        if self._tokenizer.has_chat_template:
             messages = [{"role": "user", "content": prompt}]
-            return self._engine.tokenizer.apply_chat_template(messages)
+            return self._tokenizer.apply_chat_template(messages)
         return self._engine.encode(prompt)
 
 
@@ -116,7 +118,7 @@ class Http:
         timeout_s: float = 600.0,
     ):
         self._api = api_name
-        self._kind = KINDS[api_name]
+        self._kind: api.Kind = KINDS[api_name]
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._client = transport.Client(
             base_url, headers=headers, timeout_s=timeout_s, uses_proxies=True

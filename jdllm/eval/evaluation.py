@@ -15,7 +15,7 @@ import pathlib
 import platform
 import subprocess
 import time
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import grain
@@ -152,7 +152,7 @@ def _answers(
     questions: Questions,
     backend: backends.Backend,
     sampling: dict[str, Any],
-    finished: Container[str],
+    finished: Iterable[str],
     parallel: int,
 ) -> Iterator[store.Record]:
     """Yields records as answers come; at the first failure the rest is given up."""

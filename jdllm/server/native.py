@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import fastapi
@@ -47,7 +47,7 @@ async def generate(request: requests.Request) -> starlette_responses.Response:
 
 async def _frames(
     server: state.ServerState, prompt_list: running.PromptList, is_list: bool
-) -> AsyncIterator[bytes]:
+) -> AsyncGenerator[bytes, None]:
     async with contextlib.aclosing(running.stream(server, prompt_list)) as events:
         async for generation in events:
             reply = generation.as_dict()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from starlette import requests
@@ -59,7 +59,7 @@ class Answer:
             content |= cached_tokens(finals)
         return responses.json_response(content | {"usage": usage(finals)})
 
-    async def _frames(self) -> AsyncIterator[bytes]:
+    async def _frames(self) -> AsyncGenerator[bytes, None]:
         options = self.body.stream_options or protocol.StreamOptions()
         last: dict[int, generations.Generation] = {}
         async with contextlib.aclosing(running.stream(self.server, self.prompt_list)) as events:

@@ -14,7 +14,7 @@ import functools
 import itertools
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette import requests
@@ -68,7 +68,7 @@ def ids_of_prompts(request_id: str, count: int) -> list[str]:
 
 async def stream(
     server: state.ServerState, prompt_list: PromptList
-) -> AsyncIterator[generations.Generation]:
+) -> AsyncGenerator[generations.Generation, None]:
     """Yields the generations of all prompts as they come; an error names the body's fields."""
     arrival_s = time.monotonic()
     trackers: dict[tuple[int, int], metrics.Tracker] = {}

@@ -11,7 +11,7 @@ import asyncio
 import dataclasses
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from jdllm import config, errors, sampling_params, spec
@@ -103,7 +103,7 @@ class FakeEngine:
         *,
         request_ids: Sequence[str],
         suffix: Sequence[int] = (),
-    ) -> AsyncIterator[generations.Generation]:
+    ) -> AsyncGenerator[generations.Generation, None]:
         if not self._admitting:
             raise errors.EngineStopped("the engine is draining")
         if len(self.open_requests) + len(prompts) > self._max_queued:
