@@ -20,6 +20,9 @@ class DeviceFacts:
     num_devices: int = 1
     runs_hopper_kernels: bool = False
 
+    def __str__(self) -> str:
+        return f"{self.platform}: {self.device_kind}"
+
     @property
     def is_cpu(self) -> bool:
         """Whether arithmetic bounds a launch at once, and compiling takes long beside it."""

@@ -40,6 +40,7 @@ FLOORS: tuple[tuple[str, int, str], ...] = (
     ("jdllm/models/", 3, "models"),
     ("jdllm/runner/", 4, "runner"),
     ("jdllm/train/", 4, "train"),
+    ("jdllm/client/", 5, "client"),
     ("jdllm/engine/", 5, "engine"),
     ("jdllm/serve.py", 6, "server"),
     ("jdllm/server/", 6, "server"),
@@ -59,6 +60,7 @@ HOST = (
     "jdllm/kv_cache/allocator.py",
     "jdllm/kv_cache/prefix_cache.py",
     "jdllm/scheduler/",
+    "jdllm/client/",
 )
 # grain imports jax, so it counts as jax here.
 DEVICE_LIBRARIES = {"jax", "jaxlib", "flax", "optax", "orbax", "grain", "pallas_kernels"}

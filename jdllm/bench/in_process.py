@@ -97,10 +97,9 @@ def random_ids(rng: np.random.Generator, engine: engine_lib.Engine, count: int, 
 def surroundings(engine: engine_lib.Engine) -> dict[str, Any]:
     """Returns what a figure must not be quoted without: command, device, versions, options."""
     info = engine.server_info()
-    device = jax.local_devices()[0]
     return {
         "command": command_line.shown(sys.argv),
-        "device": f"{device.platform}: {device.device_kind}",
+        "device": str(engine.device),
         "versions": {
             "jdllm": version.__version__,
             "python": platform.python_version(),

@@ -14,19 +14,19 @@ from typing import Any
 import numpy as np
 
 from jdllm import errors, sampling_params
-from jdllm.bench import command_line, in_process, report, stats
+from jdllm.bench import command_line, in_process, stats, tables
 from jdllm.engine import engine as engine_lib
 
 # SGLang's warm-up, cut to the context.
 WARMUP_PROMPTS, WARMUP_INPUT, WARMUP_OUTPUT = 16, 256, 16
-HEAD: tuple[report.Row, ...] = (
+HEAD: tuple[tables.Row, ...] = (
     ("Backend:", "backend"),
     ("Successful requests:", "successful_requests"),
     ("Benchmark duration (s):", "total_latency"),
     ("Total input tokens:", "total_input_tokens"),
     ("Total generated tokens:", "total_output_tokens"),
     ("Last generation throughput (tok/s):", "last_gen_throughput"),
-    *report.THROUGHPUTS,
+    *tables.THROUGHPUTS,
     ("Total token throughput (tok/s):", "total_throughput"),
 )
 
@@ -54,14 +54,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Measures, prints the table, appends the result; returns it."""
-    report.check_writable(options.result_filename)
+    tables.check_writable(options.result_filename)
     base = sampling(options)
     command_line.dataset(options, as_ids=True, vocab_size=None)  # refused before any weight is read
     with in_process.open_engine(command_line.engine_config(options)) as engine:
         found = in_process.surroundings(engine)
         experts = in_process.distinct_experts(engine, np.random.default_rng(options.seed))
-        report.say(in_process.headline(found))
-        report.say(f"# distinct experts per layer, one block: {experts}")
+        tables.say(in_process.headline(found))
+        tables.say(f"# distinct experts per layer, one block: {experts}")
         dataset = command_line.dataset(options, as_ids=True, vocab_size=engine.spec.vocab_size)
         asked = dataset.load(lambda: _tokenizer(engine))
         params = [
@@ -81,10 +81,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             "distinct_experts": experts,
             **found,
         }
-    lines = ["", report.title(" Offline Throughput Benchmark Result "), *report.rows(result, HEAD)]
-    lines += report.sections(result, [("Denoising", report.DENOISING), *report.LATENCIES])
-    report.say("\n".join([*lines, report.title("")]))
-    report.append(options.result_filename, result)
+    lines = ["", tables.title(" Offline Throughput Benchmark Result "), *tables.rows(result, HEAD)]
+    lines += tables.sections(result, [("Denoising", tables.DENOISING), *tables.LATENCIES])
+    tables.say("\n".join([*lines, tables.title("")]))
+    tables.append(options.result_filename, result)
     return result
 
 

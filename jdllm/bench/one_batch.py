@@ -29,7 +29,7 @@ import numpy as np
 import tqdm
 
 from jdllm import config, errors, sampling_params
-from jdllm.bench import command_line, in_process, report, stats
+from jdllm.bench import command_line, in_process, stats, tables
 from jdllm.engine import engine as engine_lib
 
 WARMUP_TOKENS = 64
@@ -69,7 +69,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Measures every combination of the lists, prints and appends each; returns them."""
-    report.check_writable(options.result_filename)
+    tables.check_writable(options.result_filename)
     dllm = command_line.dllm_options(options.dllm)
     if "threshold" in dllm and options.threshold != [None]:
         raise errors.ConfigError("--threshold and --dllm threshold=... disagree; give one")
@@ -89,8 +89,8 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
             )
         found = in_process.surroundings(engine)
         found["distinct_experts"] = in_process.distinct_experts(engine, rng)
-        report.say(in_process.headline(found))
-        report.say(f"# distinct experts per layer, one block: {found['distinct_experts']}")
+        tables.say(in_process.headline(found))
+        tables.say(f"# distinct experts per layer, one block: {found['distinct_experts']}")
         for threshold, batch_size, input_len, output_len in tqdm.tqdm(
             points, disable=options.disable_tqdm, unit="point"
         ):
@@ -108,8 +108,8 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
                     **found,
                 }
             )
-            report.say(lines(results[-1]))
-            report.append(options.result_filename, results[-1])
+            tables.say(lines(results[-1]))
+            tables.append(options.result_filename, results[-1])
     return results
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,13 +16,13 @@ from jdllm import errors
 from jdllm.bench import (
     backends,
     command_line,
-    http_client,
     prompts,
-    report,
     serving_options,
     stats,
+    tables,
     traffic,
 )
+from jdllm.client import api, failures, retries, transport
 from jdllm.engine import tokenizer as tokenizer_lib
 
 WARMUP_TOKENS = 32  # as SGLang
@@ -39,13 +38,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     """Measures, prints the table, appends the result; returns it."""
     kind, _ = backends.BACKENDS[options.backend]
     serving_options.check(options)
-    client = http_client.Client(
+    client = transport.Client(
         serving_options.base_url(options),
         headers=serving_options.headers(options),
         timeout_s=options.timeout_s,
     )
     path = options.output_file or serving_options.default_file(options)
-    report.check_writable(path)
+    tables.check_writable(path)
     dataset = command_line.dataset(
         options, as_ids=options.tokenize_prompt, vocab_size=options.vocab_size
     )
@@ -54,11 +53,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     asked = dataset.load(tokenizer)
     check_contents(asked, kind)
     request = serving_options.request(options, model)
-    report.say(f"# {command_line.shown(sys.argv)}\n# {client.base_url}, model {model}")
+    tables.say(f"# {command_line.shown(sys.argv)}\n# {client.base_url}, model {model}")
     warm_up(client, request, asked[0], options)
     before = server_info(client)
     records, duration_s = traffic.send(
-        lambda prompt: backends.ask(client, prompt, request),
+        lambda prompt: backends.send(client, prompt, request),
         asked,
         at_s=traffic.arrivals_s(len(asked), options.request_rate, options.seed),
         max_concurrency=options.max_concurrency,
@@ -79,11 +78,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     print_result(result, options)
     if failed:
         sys.stderr.write(f"{len(failed)} requests failed; the first: {failed[0]}\n")
-    report.append(path, result | (details(records) if options.output_details else {}))
+    tables.append(path, result | (details(records) if options.output_details else {}))
     return result
 
 
-def check_contents(asked: Sequence[prompts.Prompt], kind: backends.Kind) -> None:
+def check_contents(asked: Sequence[prompts.Prompt], kind: api.Kind) -> None:
     """Refuses chat messages for a route that takes text, and ids for chat."""
     for prompt in asked:
         is_list = isinstance(prompt.content, list)
@@ -97,22 +96,19 @@ def check_contents(asked: Sequence[prompts.Prompt], kind: backends.Kind) -> None
             raise errors.ConfigError("the dataset holds token ids, which chat does not take")
 
 
-def find_model(client: http_client.Client, options: argparse.Namespace) -> str:
+def find_model(client: transport.Client, options: argparse.Namespace) -> str:
     """Waits for the server and returns the name of the model; a wrong one is an error."""
-    deadline_s = time.monotonic() + options.ready_check_timeout_sec
-    while True:
-        try:
-            cards = client.json("GET", "/v1/models").get("data") or []
-            break
-        except http_client.HttpError as error:
-            is_starting = error.status in (None, 503)
-            if not is_starting or time.monotonic() >= deadline_s:
-                raise command_line.BenchError(
-                    f"no server at {client.base_url}: {error}"
-                    if is_starting
-                    else f"{client.base_url} does not answer as a model server: {error}"
-                ) from error
-        time.sleep(POLL_S)
+    start = retries.Retries(
+        pause_s=POLL_S, timeout_s=options.ready_check_timeout_sec, when_absent=True
+    )
+    try:
+        cards = start.call(lambda: client.json("GET", "/v1/models")).get("data") or []
+    except failures.CallFailed as error:
+        raise command_line.BenchError(
+            f"no server at {client.base_url}: {error}"
+            if start.covers(error)
+            else f"{client.base_url} does not answer as a model server: {error}"
+        ) from error
     served = [card["id"] for card in cards]
     wanted = options.served_model_name or options.model
     if wanted is None and not served:
@@ -126,14 +122,14 @@ def find_model(client: http_client.Client, options: argparse.Namespace) -> str:
 
 
 def load_tokenizer(
-    client: http_client.Client, options: argparse.Namespace, model: str
+    client: transport.Client, options: argparse.Namespace, model: str
 ) -> tokenizer_lib.Tokenizer:
     """Returns the tokenizer of --tokenizer, else of what the server says it serves."""
     path = options.tokenizer
     if path is None:
         try:
             info = client.json("GET", "/model_info")
-        except http_client.HttpError:
+        except failures.CallFailed:
             info = {}
         path = info.get("tokenizer_path") or info.get("model_path") or options.model or model
     try:
@@ -146,7 +142,7 @@ def load_tokenizer(
 
 
 def warm_up(
-    client: http_client.Client,
+    client: transport.Client,
     request: backends.Options,
     prompt: prompts.Prompt,
     options: argparse.Namespace,
@@ -160,7 +156,7 @@ def warm_up(
             output_len=min(prompt.output_len, WARMUP_TOKENS),
         )
         records, _ = traffic.send(
-            lambda one: backends.ask(client, one, request),
+            lambda one: backends.send(client, one, request),
             [short] * count,
             at_s=[0.0] * count,
             max_concurrency=options.max_concurrency,
@@ -171,22 +167,22 @@ def warm_up(
     if options.flush_cache:
         try:
             client.text("POST", f"/flush_cache?timeout={options.flush_cache_timeout}")
-        except http_client.HttpError as error:
+        except failures.CallFailed as error:
             raise command_line.BenchError(f"--flush-cache failed: {error}") from error
 
 
-def server_info(client: http_client.Client) -> dict[str, Any] | None:
+def server_info(client: transport.Client) -> dict[str, Any] | None:
     """Returns the server's account of itself, None when it gives none."""
     try:
         info = client.json("GET", "/server_info")
-    except http_client.HttpError:
+    except failures.CallFailed:
         return None
     return info if isinstance(info, dict) else None
 
 
 def print_result(result: dict[str, Any], options: argparse.Namespace) -> None:
     shown = result | {"max_concurrency": result["max_concurrency"] or "not set"}
-    head: tuple[report.Row, ...] = (
+    head: tuple[tables.Row, ...] = (
         ("Backend:", "backend"),
         ("Traffic request rate:", "request_rate"),
         ("Max request concurrency:", "max_concurrency"),
@@ -196,16 +192,16 @@ def print_result(result: dict[str, Any], options: argparse.Namespace) -> None:
         ("Total input tokens:", "total_input_tokens"),
         ("Total generated tokens:", "total_output_tokens"),
         ("Total generated tokens (retokenized):", "total_output_tokens_retokenized"),
-        *report.THROUGHPUTS,
+        *tables.THROUGHPUTS,
         ("Peak output token throughput (tok/s):", "max_output_tokens_per_s"),
         ("Peak concurrent requests:", "max_concurrent_requests"),
         ("Total token throughput (tok/s):", "total_throughput"),
         ("Concurrency:", "concurrency"),
     )
-    lines = ["", report.title(" Serving Benchmark Result "), *report.rows(shown, head)]
-    lines += report.sections(shown, [("Denoising", report.DENOISING), *report.LATENCIES])
+    lines = ["", tables.title(" Serving Benchmark Result "), *tables.rows(shown, head)]
+    lines += tables.sections(shown, [("Denoising", tables.DENOISING), *tables.LATENCIES])
     if options.cache_report:
-        lines += report.sections(
+        lines += tables.sections(
             shown,
             [
                 (
@@ -218,7 +214,7 @@ def print_result(result: dict[str, Any], options: argparse.Namespace) -> None:
                 )
             ],
         )
-    report.say("\n".join([*lines, report.title("")]))
+    tables.say("\n".join([*lines, tables.title("")]))
 
 
 def details(records: Sequence[stats.Record]) -> dict[str, Any]:

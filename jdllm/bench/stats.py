@@ -143,23 +143,23 @@ def denoising(done: Sequence[Record]) -> dict[str, float | int | None]:
 
     `tpf` is token-weighted (all tokens over all forwards), `mean_tpf` the mean over requests.
     """
-    told = [record for record in done if record.nfe]
+    counted = [record for record in done if record.nfe]
     with_blocks = [record for record in done if record.blocks]
-    nfe = sum(record.nfe for record in told)
+    nfe = sum(record.nfe for record in counted)
     blocks = sum(record.blocks for record in with_blocks)
     return {
-        "nfe_total": nfe if told else None,
-        "mean_nfe": nfe / len(told) if told else None,
-        "max_nfe": max((record.nfe for record in told), default=None),
-        "tpf": sum(record.completion_tokens for record in told) / nfe if told else None,
+        "nfe_total": nfe if counted else None,
+        "mean_nfe": nfe / len(counted) if counted else None,
+        "max_nfe": max((record.nfe for record in counted), default=None),
+        "tpf": sum(record.completion_tokens for record in counted) / nfe if counted else None,
         "mean_tpf": (
-            sum(record.completion_tokens / record.nfe for record in told) / len(told)
-            if told
+            sum(record.completion_tokens / record.nfe for record in counted) / len(counted)
+            if counted
             else None
         ),
         "blocks_total": blocks if with_blocks else None,
         "mean_blocks": blocks / len(with_blocks) if with_blocks else None,
-        "nfe_per_block": nfe / blocks if told and blocks else None,
+        "nfe_per_block": nfe / blocks if counted and blocks else None,
     }
 
 

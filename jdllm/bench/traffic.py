@@ -17,7 +17,7 @@ from jdllm.bench import stats
 
 SPARE_FILES = 64
 
-Asked = TypeVar("Asked")  # what `ask` takes; a `prompts.Prompt`, say
+Asked = TypeVar("Asked")  # what `send_one` takes; a `prompts.Prompt`, say
 
 
 def arrivals_s(count: int, request_rate: float, seed: int) -> list[float]:
@@ -32,7 +32,7 @@ def arrivals_s(count: int, request_rate: float, seed: int) -> list[float]:
 
 
 def send(
-    ask: Callable[[Asked], stats.Record],
+    send_one: Callable[[Asked], stats.Record],
     asked: Sequence[Asked],
     *,
     at_s: Sequence[float],
@@ -53,7 +53,7 @@ def send(
 
     def work(index: int) -> None:
         try:
-            records[index] = ask(asked[index])
+            records[index] = send_one(asked[index])
         except BaseException as error:  # a fault of ours, raised again below
             failures.append(error)
         finally:

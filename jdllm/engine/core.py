@@ -93,28 +93,28 @@ class EngineCore:
         that failed, after its requests were removed and all others made ready to run again.
         """
         previous, self._in_flight = self._in_flight, None
-        self.clock.look(_is_running(previous))
+        self.clock.sample(_is_running(previous))
         batch = None if self._lets_end(previous) else self.scheduler.schedule()
-        self.clock.look(_is_running(previous))
+        self.clock.sample(_is_running(previous))
         started = None
         if batch is not None:
             try:
                 started = (batch, self.runner.launch(batch))
                 if previous is None:
                     self._pacing.start()
-                self.clock.look(is_busy=True)
+                self.clock.sample(is_busy=True)
             except Exception as error:  # a fault of one launch must not end the engine
-                outputs = self._finish(previous)
-                raise self._recover(batch, error, outputs) from error
+                commits = self._finish(previous)
+                raise self._recover(batch, error, commits) from error
         if not self._overlaps:
             previous, started = started, None
-        outputs = self._finish(previous, behind=started)
+        commits = self._finish(previous, behind=started)
         # Only now: had the one before failed, this one would be lost with it.
         self._in_flight = started
-        self.clock.look(_is_running(started))
+        self.clock.sample(_is_running(started))
         if not self.has_work:
             self.clock.pause()
-        return outputs
+        return commits
 
     def _lets_end(self, in_flight: InFlight | None) -> bool:
         """Waits for a launch that should end all its rows early; returns whether it has ended."""
@@ -140,41 +140,41 @@ class EngineCore:
         except Exception as error:
             raise self._recover(batch, error, []) from error
         self._pacing.finish(result)
-        self.clock.look(_is_running(behind))
-        outputs = self.scheduler.process_results(batch, result)
-        self._count(batch, result, outputs)
-        return outputs
+        self.clock.sample(_is_running(behind))
+        commits = self.scheduler.process_results(batch, result)
+        self._count(batch, result, commits)
+        return commits
 
     def _recover(
         self,
         batch: batch_lib.ScheduleBatch,
         error: Exception,
-        outputs: list[commits_lib.RequestCommit],
+        commits: list[commits_lib.RequestCommit],
     ) -> LaunchFailed:
         failed = [row.request for row in batch.rows if row.is_current]
         for request in failed:
             self.abort(request.request_id)
         self.scheduler.drop_kv()
         self.runner.reset()
-        return LaunchFailed(f"{type(error).__name__}: {error}", failed, outputs)
+        return LaunchFailed(f"{type(error).__name__}: {error}", failed, commits)
 
     def _count(
         self,
         batch: batch_lib.ScheduleBatch,
         result: batch_lib.LaunchResult,
-        outputs: list[commits_lib.RequestCommit],
+        commits: list[commits_lib.RequestCommit],
     ) -> None:
         counters = self.counters
         counters.count_launch(batch, result)
-        tokens = sum(len(output.new_token_ids) for output in outputs)
+        tokens = sum(len(commit.new_token_ids) for commit in commits)
         counters.generation_tokens += tokens
         if tokens:
             self.throughput.add(tokens)
-        for output in outputs:
-            if output.finish is not None:
-                self.requests.pop(output.request.request_id, None)
-                counters.aborted_requests += output.finish.kind == "abort"
-                self._count_end(output.request)
+        for commit in commits:
+            if commit.finish is not None:
+                self.requests.pop(commit.request.request_id, None)
+                counters.aborted_requests += commit.finish.kind == "abort"
+                self._count_end(commit.request)
         if batch.bucket.denoises and counters.decode_launches % self._decode_log_interval == 0:
             self._log()
 
@@ -214,8 +214,8 @@ class LaunchFailed(RuntimeError):
         self,
         message: str,
         requests: list[request_lib.Request],
-        outputs: list[commits_lib.RequestCommit],
+        commits: list[commits_lib.RequestCommit],
     ):
         super().__init__(message)
         self.requests = requests
-        self.outputs = outputs
+        self.commits = commits

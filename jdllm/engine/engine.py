@@ -7,25 +7,26 @@ work (templates, tokenising, detokenising) happens on the caller's side.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import random
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
-
-import numpy as np
 
 from jdllm import config as config_lib
 from jdllm import errors, sampling_params
-from jdllm.engine import build, infilling, info, outputs, requests, startup, streams
+from jdllm.engine import (
+    build,
+    generations,
+    infilling,
+    info,
+    input_processor,
+    requests,
+    startup,
+    streams,
+)
 from jdllm.engine import loop as loop_lib
 from jdllm.engine import stats as stats_lib
 from jdllm.models import loading
-from jdllm.scheduler import request as request_lib
-
-# Of a canvas whose length nobody named; that of the published evaluations of such models.
-CANVAS_TOKENS = 256
 
 
 class Engine:
@@ -53,13 +54,14 @@ class Engine:
             self.progress.enter("failed", error=str(error))
             raise
         self.config = self._built.config
+        self.device = self._built.device
         self.spec = self._built.spec
         self.tokenizer = self._built.tokenizer
         self.model_name = self.config.served_model_name
         self.context_length = self._built.sizes.context_length
         self.max_running_requests = self._built.sizes.max_running_requests
         self.max_total_tokens = self._built.sizes.num_pages * self._built.sizes.page_size
-        self._random = random.Random(config.random_seed)
+        self._inputs = input_processor.InputProcessor(self._built)
         self._loop = loop_lib.EngineLoop(self._built.core)
         self._finalizer = weakref.finalize(self, loop_lib.EngineLoop.stop, self._loop)
         self.progress.enter("ready")
@@ -84,17 +86,13 @@ class Engine:
         Models with full attention can write towards a `suffix` (text or ids) and around
         tokens `given` at offsets from the prompt's end; one for all prompts, or a list.
         """
-        fixed = (suffix, given)
-        choices, is_single = self._choices_of(prompt, input_ids, sampling_params, rid, fixed)
+        choices, collector = self._call(prompt, input_ids, sampling_params, rid, suffix, given)
         if stream:
-            return streams.GenerationStream(self._loop, choices, _dict_maker(choices, is_single))
-        with contextlib.closing(self._stream(choices)) as events:
-            final = {
-                generation.request_id: generation.as_dict()
-                for generation in events
-                if generation.finish_reason is not None
-            }
-        return _in_order(choices, final, is_single)
+            return streams.GenerationStream(self._loop, choices, collector.part)
+        with contextlib.closing(self._iterate(choices)) as events:
+            for generation in events:
+                collector.add(generation)
+        return collector.answer()
 
     async def async_generate(
         self,
@@ -107,52 +105,51 @@ class Engine:
         given: infilling.Givens = None,
     ) -> Any:
         """Like `generate` without streaming, for an asyncio caller."""
-        fixed = (suffix, given)
-        choices, is_single = self._choices_of(prompt, input_ids, sampling_params, rid, fixed)
-        final = {}
-        generations = streams.generations(self._loop, choices, is_bounded=False)
-        async with contextlib.aclosing(generations) as events:
+        choices, collector = self._call(prompt, input_ids, sampling_params, rid, suffix, given)
+        stream = streams.async_stream(self._loop, choices, is_bounded=False)
+        async with contextlib.aclosing(stream) as events:
             async for generation in events:
-                if generation.finish_reason is not None:
-                    final[generation.request_id] = generation.as_dict()
-        return _in_order(choices, final, is_single)
+                collector.add(generation)
+        return collector.answer()
 
     def iterate(
         self,
         prompts: Sequence[Sequence[int]],
-        params: Sequence[sampling_params.SamplingParams],
+        params: sampling_params.SamplingParams | Sequence[sampling_params.SamplingParams],
         *,
+        request_ids: Sequence[str] | None = None,
         suffix: infilling.Suffixes = None,
         given: infilling.Givens = None,
-    ) -> Iterator[outputs.Generation]:
-        """Yields the generations of several prompts as they come, for batch jobs."""
-        rids = requests.request_ids(None, len(prompts))
-        fixed = infilling.infills(suffix, given, len(prompts), self.tokenizer)
-        return self._stream(self._choices(prompts, params, rids, fixed))
+    ) -> streams.GenerationStream[generations.Generation]:
+        """Yields the generations of several prompts as they come, for batch jobs.
+
+        One refused prompt refuses all, at once. Closing the iterator aborts them.
+        """
+        rows = requests.one_each(params, len(prompts))
+        return self._iterate(
+            self._inputs.choices(prompts, rows, request_ids=request_ids, suffix=suffix, given=given)
+        )
 
     def stream(
         self,
-        prompt_ids: Sequence[int],
-        params: sampling_params.SamplingParams,
+        prompts: Sequence[Sequence[int]],
+        params: sampling_params.SamplingParams | Sequence[sampling_params.SamplingParams],
         *,
-        request_id: str | None = None,
-        suffix: infilling.Suffix | None = None,
-        given: infilling.Given | None = None,
-    ) -> AsyncIterator[outputs.Generation]:
-        """Yields each choice's text as its blocks commit; for servers, so the queue limit holds.
+        request_ids: Sequence[str] | None = None,
+        suffix: infilling.Suffixes = None,
+        given: infilling.Givens = None,
+    ) -> AsyncGenerator[generations.Generation, None]:
+        """Like `iterate`, for an asyncio server: the queue limit holds.
 
-        Refusals of the scheduler raise at the first step. Closing the iterator aborts.
+        More choices than can ever wait are refused at once, what the scheduler refuses raises at
+        the first step.
         """
-        places = self.max_running_requests + self.config.max_queued_requests
-        if params.n > places:
-            raise errors.RequestError(
-                f"n={params.n} can never fit: max_running_requests and max_queued_requests allow "
-                f"{places} together",
-                param="n",
-            )
-        fixed = infilling.infills(suffix, given, 1, self.tokenizer)
-        choices = self._choices([prompt_ids], [params], [request_id or requests.new_id()], fixed)
-        return streams.generations(self._loop, choices, is_bounded=True)
+        rows = requests.one_each(params, len(prompts))
+        self._check_places(rows)
+        choices = self._inputs.choices(
+            prompts, rows, request_ids=request_ids, suffix=suffix, given=given
+        )
+        return streams.async_stream(self._loop, choices, is_bounded=True)
 
     # Control
 
@@ -209,28 +206,12 @@ class Engine:
         return time.monotonic() - self._loop.beat_s
 
     def default_max_new_tokens(self, prompt_len: int, block_length: int | None = None) -> int:
-        """Returns what remains of the context, the default of chat requests.
-
-        A model that sees its whole canvas pays for all of it in every forward: there it is
-        `CANVAS_TOKENS` at most, in whole blocks, which a canvas counts from the prompt's end.
-        """
-        block_size = block_length or self.spec.diffusion.block_size
-        if self.spec.diffusion.has_canvas:
-            rest = min(self.context_length, self.max_total_tokens) - prompt_len
-            rest = min(rest, CANVAS_TOKENS)
-            return max(1, rest // block_size * block_size or rest)
-        # The pool holds whole blocks; with pages smaller than a block a rest may be left over.
-        pool = self.max_total_tokens // block_size * block_size
-        room = min(self.context_length, pool)
-        return max(1, room - prompt_len)
+        """Returns what remains of the context, in whole blocks where a model has a canvas."""
+        return self._inputs.default_max_new_tokens(prompt_len, block_length)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Returns the ids of plain text."""
-        if self.tokenizer is None:
-            raise errors.RequestError(
-                "the engine runs with skip_tokenizer_init; give input_ids", param="prompt"
-            )
-        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return self._inputs.encode(text, add_special_tokens=add_special_tokens)
 
     def stats(self) -> stats_lib.EngineStats:
         """Returns a snapshot; approximate while a launch is in flight."""
@@ -250,137 +231,36 @@ class Engine:
 
     # Internals
 
-    def _stream(
-        self, choices: dict[str, requests.Choice]
-    ) -> streams.GenerationStream[outputs.Generation]:
-        return streams.GenerationStream(self._loop, choices, lambda generation: generation)
-
-    def _choices_of(
-        self,
-        prompt: str | Sequence[str] | None,
-        input_ids: Any,
-        params: requests.Params | Sequence[requests.Params],
-        rid: str | Sequence[str] | None,
-        fixed: tuple[infilling.Suffixes, infilling.Givens],
-    ) -> tuple[dict[str, requests.Choice], bool]:
-        """Returns (choices by request id, whether one answer is wanted, not a list)."""
-        prompts, is_single = self._prompt_ids(prompt, input_ids)
-        rows = requests.params_per_prompt(params, len(prompts))
-        rids = requests.request_ids(rid, len(prompts))
-        infills = infilling.infills(*fixed, len(prompts), self.tokenizer)
-        choices = self._choices(prompts, rows, rids, infills)
-        return choices, is_single and len(choices) == 1
-
-    def _choices(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: Sequence[sampling_params.SamplingParams],
-        rids: Sequence[str],
-        infills: Sequence[infilling.Infill],
-    ) -> dict[str, requests.Choice]:
-        choices: dict[str, requests.Choice] = {}
-        rows = zip(prompts, params, rids, infills, strict=True)
-        for i, (prompt_ids, one, rid, infill) in enumerate(rows):
-            full = self._complete(one, len(prompt_ids) + len(infill.suffix_ids))
-            self._check_ids(
-                input_ids=prompt_ids,
-                stop_token_ids=full.stop_token_ids,
-                suffix=infill.suffix_ids,
-                given=infill.given.values(),
-            )
-            seed = self._random.getrandbits(requests.SEED_BITS) if full.seed is None else full.seed
-            for index in range(full.n):
-                request = request_lib.Request(
-                    request_id=rid if full.n == 1 else f"{rid}-{index}",
-                    prompt_ids=list(prompt_ids),
-                    suffix_ids=list(infill.suffix_ids),
-                    given=dict(infill.given),
-                    sampling=full,
-                    max_new_tokens=full.max_new_tokens,
-                    eos_token_ids=self._built.eos_token_ids,
-                    seed=requests.seed_of_choice(seed, index),
-                )
-                if request.request_id in choices:
-                    raise errors.RequestError(
-                        f"duplicate request id {request.request_id!r}", param="rid"
-                    )
-                choices[request.request_id] = requests.Choice(request, i, index, self.tokenizer)
-        return choices
-
-    def _complete(
-        self, params: sampling_params.SamplingParams, prompt_len: int
-    ) -> sampling_params.SamplingParams:
-        """Returns the params with every default filled in, options checked.
-
-        A suffix counts as prompt.
-        """
-        dllm = params.dllm.resolve(self._built.default_dllm)
-        if dllm.algorithm not in self._built.algorithms:
-            raise errors.RequestError(
-                f"algorithm {dllm.algorithm!r} is not compiled; this server has "
-                f"{', '.join(self._built.algorithms)} (--dllm-algorithm A,B adds more)",
-                param="dllm.algorithm",
-            )
-        default = self._built.default_sampling
-        pick = lambda value, fallback: fallback if value is None else value  # noqa: E731
-        return dataclasses.replace(
-            params,
-            max_new_tokens=pick(
-                params.max_new_tokens, self.default_max_new_tokens(prompt_len, dllm.block_length)
-            ),
-            temperature=pick(params.temperature, default.temperature),
-            top_p=pick(params.top_p, default.top_p),
-            top_k=pick(params.top_k, default.top_k),
-            dllm=dllm,
-        )
-
-    def _check_ids(self, **named: Iterable[object]) -> None:
-        V = self.spec.vocab_size
-        for name, ids in named.items():
-            for token_id in ids:
-                is_id = isinstance(token_id, int | np.integer) and not isinstance(token_id, bool)
-                if not is_id or not 0 <= token_id < V:
-                    raise errors.RequestError(
-                        f"{name} holds {token_id!r}, not a token id between 0 and {V - 1}",
-                        param=name,
-                    )
-
-    def _prompt_ids(
+    def _call(
         self,
         prompt: str | Sequence[str] | None,
         input_ids: Sequence[int] | Sequence[Sequence[int]] | None,
-    ) -> tuple[list[list[int]], bool]:
-        """Returns (one list of ids per prompt, whether a single prompt was given)."""
-        if (prompt is None) == (input_ids is None):
-            raise errors.RequestError("give either a prompt or input_ids", param="prompt")
-        if prompt is not None:
-            is_single = isinstance(prompt, str)
-            texts = [prompt] if is_single else prompt
-            if not isinstance(texts, list | tuple) or not all(isinstance(t, str) for t in texts):
-                raise errors.RequestError("prompt must be text or a list of texts", param="prompt")
-            return [self.encode(text) for text in texts], is_single
-        return requests.id_rows(input_ids)
+        params: requests.Params | Sequence[requests.Params],
+        rid: str | Sequence[str] | None,
+        suffix: infilling.Suffixes,
+        given: infilling.Givens,
+    ) -> tuple[dict[str, requests.Choice], generations.Collector]:
+        """Returns the choices that a call of `generate` asks for, and what collects its answer."""
+        prompts, is_single = self._inputs.prompt_ids(prompt, input_ids)
+        rows = requests.params_per_prompt(params, len(prompts))
+        choices = self._inputs.choices(prompts, rows, request_ids=rid, suffix=suffix, given=given)
+        return choices, generations.Collector(choices, is_single=is_single)
 
+    def _iterate(
+        self, choices: dict[str, requests.Choice]
+    ) -> streams.GenerationStream[generations.Generation]:
+        return streams.GenerationStream(self._loop, choices, lambda generation: generation)
 
-def _in_order(
-    choices: dict[str, requests.Choice], final: dict[str, dict[str, Any]], is_single: bool
-) -> Any:
-    """Returns the finished answers in the order of the prompts and their choices."""
-    results = [final[request_id] for request_id in choices]
-    return results[0] if is_single else results
-
-
-def _dict_maker(
-    choices: dict[str, requests.Choice], is_single: bool
-) -> Callable[[outputs.Generation], dict[str, Any]]:
-    """Returns what turns streamed generations into SGLang's dicts, numbered unless single."""
-    places = {request_id: place for place, request_id in enumerate(choices)}
-
-    def make(generation: outputs.Generation) -> dict[str, Any]:
-        item = generation.as_dict()
-        if not is_single:
-            item["index"] = places[generation.request_id]
-            item["prompt_index"] = generation.prompt_index
-        return item
-
-    return make
+    def _check_places(self, params: Sequence[sampling_params.SamplingParams]) -> None:
+        """Refuses more choices than can ever run and wait, before any of them is built."""
+        count = sum(one.n for one in params)
+        places = self.max_running_requests + self.config.max_queued_requests
+        if count <= places:
+            return
+        is_list = len(params) > 1
+        what = f"a list of {len(params)} prompts with {count} choices" if is_list else f"n={count}"
+        raise errors.RequestError(
+            f"{what} can never fit: max_running_requests and max_queued_requests allow "
+            f"{places} together",
+            param="prompt" if is_list else "n",
+        )

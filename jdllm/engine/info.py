@@ -57,7 +57,7 @@ def server_info(built: build.Built) -> dict[str, Any]:
     """Returns resolved options, kernels, devices and one `internal_states` entry."""
     return {
         **dataclasses.asdict(built.config),
-        "device": f"{built.device.platform}: {built.device.device_kind}",
+        "device": str(built.device),
         "block_size": built.spec.diffusion.block_size,
         "algorithms": list(built.algorithms),
         "internal_states": [dataclasses.asdict(stats(built))],

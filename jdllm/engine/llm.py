@@ -11,7 +11,7 @@ import tqdm.auto
 
 from jdllm import errors
 from jdllm.engine import engine as engine_lib
-from jdllm.engine import infilling, outputs, requests
+from jdllm.engine import generations, infilling, requests
 
 Messages = Sequence[Mapping[str, Any]]
 # Text, or vLLM's {"prompt": text} or {"prompt_token_ids": ids}.
@@ -112,7 +112,7 @@ class LLM:
         given: infilling.Givens = None,
     ) -> list[RequestOutput]:
         params = requests.params_per_prompt(sampling_params, len(ids))
-        choices: dict[tuple[int, int], outputs.Generation] = {}
+        choices: dict[tuple[int, int], generations.Generation] = {}
         began, tokens, nfe = time.monotonic(), 0, 0
         with tqdm.auto.tqdm(
             total=sum(one.n for one in params), desc="Generating", disable=not use_tqdm
@@ -136,7 +136,7 @@ class LLM:
         ]
 
 
-def _completion(generation: outputs.Generation) -> CompletionOutput:
+def _completion(generation: generations.Generation) -> CompletionOutput:
     assert generation.finish_reason is not None, "only finished choices are kept"
     return CompletionOutput(
         index=generation.index,

@@ -32,7 +32,7 @@ IDLE_WAIT_S = 0.5
 class TokensEvent:
     """What a request committed in a launch; the last one carries `finish`."""
 
-    output: commits_lib.RequestCommit
+    commit: commits_lib.RequestCommit
     at_s: float = dataclasses.field(default_factory=time.monotonic)
 
 
@@ -44,7 +44,7 @@ class FaultEvent:
 
 
 Event = TokensEvent | FaultEvent
-Sink = Callable[[Event], None]
+Sink = Callable[[Event], object]
 
 
 class EngineLoop:
@@ -53,7 +53,7 @@ class EngineLoop:
     def __init__(self, core: core_lib.EngineCore):
         self.core = core
         self._sinks: dict[str, Sink] = {}
-        self._calls: collections.deque[tuple[Callable[[], Any], concurrent.futures.Future]] = (
+        self._calls: collections.deque[tuple[Callable[[], Any], concurrent.futures.Future[Any]]] = (
             collections.deque()
         )
         self._wake = threading.Condition()
@@ -76,7 +76,7 @@ class EngineLoop:
     def submit(
         self,
         requests: Sequence[request_lib.Request],
-        sink: Callable[[str, Event], None],
+        sink: Callable[[str, Event], object],
         *,
         is_bounded: bool = True,
     ) -> concurrent.futures.Future[None]:
@@ -99,7 +99,7 @@ class EngineLoop:
     ) -> concurrent.futures.Future[int]:
         """Aborts every live request that matches; their sinks get a final event.
 
-        If there are any, launches under way end at their next step, where the runner can tell them.
+        If there are any, launches in flight end at their next step, where the runner can stop them.
         """
         is_known = any(matches(request) for request in list(self.core.requests.values()))
 
@@ -113,12 +113,13 @@ class EngineLoop:
                 reason = commits_lib.FinishReason(
                     kind="abort", finished_len=len(request.output_ids)
                 )
-                output = commits_lib.RequestCommit.of(request, commits_lib.Progress(finish=reason))
-                self._deliver(sink, TokensEvent(output))
+                progress = commits_lib.Progress(finish=reason)
+                commit = commits_lib.RequestCommit.of(request, progress)
+                self._deliver(sink, TokensEvent(commit))
             return len(ids)
 
         aborting = self.call(run)
-        # Only now: a launch that begins before the call is known has to end for it.
+        # After the call is queued: a launch that was planned without it has to end for it.
         if is_known:
             self.core.runner.interrupt()
         return aborting
@@ -147,7 +148,7 @@ class EngineLoop:
                         if not self._calls and not self._is_stopping:
                             self._wake.wait(IDLE_WAIT_S)
         finally:
-            with self._wake:  # no call can slip in behind the last look at the queue
+            with self._wake:  # no call can slip in after the queue was read last
                 self._is_stopping = True
             self._run_calls()
             self._settle()
@@ -156,14 +157,14 @@ class EngineLoop:
             self._sinks.clear()
 
     def _begin_round(self) -> bool:
-        """Returns whether there is to be another round."""
+        """Returns whether there is another round to run."""
         self.beat_s = time.monotonic()
-        # Before it is known what others want: whoever comes later ends the round's launch.
+        # Before calls are read: a call that comes later than this ends the launch of this round.
         self.core.runner.begin_round()
         return not self._is_stopping
 
     def _settle(self) -> None:
-        """Delivers what the launch in flight has brought; whatever it fails with ends here."""
+        """Delivers what the launch in flight committed; a fault of that launch is only logged."""
         try:
             self._deliver_all(self.core.settle())
         except Exception:
@@ -181,23 +182,23 @@ class EngineLoop:
 
     def _step(self) -> None:
         try:
-            outputs = self.core.step()
+            commits = self.core.step()
         except core_lib.LaunchFailed as error:
             logger.exception("a launch failed; %d requests end", len(error.requests))
-            self._deliver_all(error.outputs)
+            self._deliver_all(error.commits)
             for request in error.requests:
                 self._deliver(self._sinks.pop(request.request_id, None), FaultEvent(str(error)))
             return
-        self._deliver_all(outputs)
+        self._deliver_all(commits)
 
-    def _deliver_all(self, outputs: Sequence[commits_lib.RequestCommit]) -> None:
-        for output in outputs:
-            request = output.request
-            if output.finish is None:
+    def _deliver_all(self, commits: Sequence[commits_lib.RequestCommit]) -> None:
+        for commit in commits:
+            request = commit.request
+            if commit.finish is None:
                 sink = self._sinks.get(request.request_id)
             else:
                 sink = self._sinks.pop(request.request_id, None)
-            if not self._deliver(sink, TokensEvent(output)):
+            if not self._deliver(sink, TokensEvent(commit)):
                 self._sinks.pop(request.request_id, None)
                 self.core.abort(request.request_id)
                 self.core.runner.interrupt()
@@ -209,6 +210,6 @@ class EngineLoop:
         try:
             sink(event)
         except RuntimeError:
-            logger.warning("a consumer is gone without a word; its request is aborted")
+            logger.warning("a consumer is gone; its request is aborted")
             return False
         return True

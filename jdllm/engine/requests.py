@@ -9,15 +9,17 @@ from __future__ import annotations
 import dataclasses
 import uuid
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 
 from jdllm import errors, sampling_params
-from jdllm.engine import detokenizer, outputs
+from jdllm.engine import detokenizer, generations
 from jdllm.engine import loop as loop_lib
 from jdllm.engine import tokenizer as tokenizer_lib
 from jdllm.scheduler import request as request_lib
 
+P = TypeVar("P")
 Params = sampling_params.SamplingParams | Mapping[str, object] | None
 
 DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's default for /generate and Engine.generate
@@ -46,20 +48,20 @@ class Choice:
             None if tokenizer is None else detokenizer.Detokenizer(tokenizer, request.sampling)
         )
 
-    def update(self, event: loop_lib.Event) -> outputs.Generation:
+    def update(self, event: loop_lib.Event) -> generations.Generation:
         """Returns the generation after this event; a fault raises EngineFault."""
         if isinstance(event, loop_lib.FaultEvent):
             raise EngineFault(event.message)
-        output_ids = self.request.output_ids[: event.output.num_output]
-        finish = event.output.finish
+        output_ids = self.request.output_ids[: event.commit.num_output]
+        finish = event.commit.finish
         delta_text = text = ""
         if self._detokenizer is not None:
             delta_text = self._detokenizer.update(output_ids, finish)
             text = self._detokenizer.text
         delta_ids = output_ids[self._num_shown :]
         self._num_shown = len(output_ids)
-        reason = outputs.finish_dict(finish)
-        return outputs.Generation(
+        reason = generations.finish_dict(finish)
+        return generations.Generation(
             request_id=self.request.request_id,
             index=self._index,
             prompt_index=self._prompt_index,
@@ -68,7 +70,7 @@ class Choice:
             output_ids=output_ids,
             delta_ids=delta_ids,
             finish_reason=reason,
-            meta_info=outputs.meta_info(self.request, event, reason),
+            meta_info=generations.meta_info(self.request, event, reason),
         )
 
 
@@ -104,17 +106,22 @@ def request_ids(rid: str | Sequence[str] | None, count: int) -> list[str]:
     return ids
 
 
+def one_each(params: P | Sequence[P], count: int) -> Sequence[P]:
+    """Returns the params of each of `count` prompts; a single one serves all."""
+    if not isinstance(params, Sequence):
+        return [params] * count
+    if len(params) != count:
+        raise errors.RequestError(
+            f"{len(params)} sampling_params for {count} prompts", param="sampling_params"
+        )
+    return params
+
+
 def params_per_prompt(
     params: Params | Sequence[Params], count: int
 ) -> list[sampling_params.SamplingParams]:
-    """Returns one SamplingParams per prompt; a single one serves all."""
-    if isinstance(params, Sequence):
-        if len(params) != count:
-            raise errors.RequestError(
-                f"{len(params)} sampling_params for {count} prompts", param="sampling_params"
-            )
-        return [as_params(one) for one in params]
-    return [as_params(params)] * count
+    """Returns one SamplingParams per prompt, with SGLang's default length."""
+    return [as_params(one) for one in one_each(params, count)]
 
 
 def id_rows(

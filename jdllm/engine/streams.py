@@ -1,35 +1,47 @@
 """Generations as iterators, for threads and for asyncio; leaving one ends its requests.
 
-Clean-up aborts by identity, not by id: an id may be in use again by a later request.
+Both kinds submit the choices of all their prompts together, all or none. Clean-up aborts by
+identity, not by id: an id may be in use again by a later request.
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import queue
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from typing import Generic, TypeVar
 
 from jdllm import errors
+from jdllm.engine import generations, requests
 from jdllm.engine import loop as loop_lib
-from jdllm.engine import outputs, requests
 
 Item = TypeVar("Item")
 Choices = Mapping[str, requests.Choice]
+NamedEvent = tuple[str, loop_lib.Event]  # with the id of the request it belongs to
 
 
-class _Consumer:
-    """The choices of one submission that have not ended yet."""
+class _Submission:
+    """Choices that run together; `unfinished` are those that have not ended yet."""
 
     def __init__(self, loop: loop_lib.EngineLoop, choices: Choices):
         self._loop = loop
         self.unfinished = dict(choices)
 
-    def update(self, request_id: str, event: loop_lib.Event) -> outputs.Generation:
+    def submit(
+        self, put: Callable[[NamedEvent], object], *, is_bounded: bool
+    ) -> concurrent.futures.Future[None]:
+        """Queues all choices or none; their events are `put` from the engine thread."""
+        return self._loop.submit(
+            [choice.request for choice in self.unfinished.values()],
+            lambda request_id, event: put((request_id, event)),
+            is_bounded=is_bounded,
+        )
+
+    def update(self, request_id: str, event: loop_lib.Event) -> generations.Generation:
         """Returns the choice's generation; a fault raises EngineFault."""
-        choice = self.unfinished[request_id]
-        generation = choice.update(event)
+        generation = self.unfinished[request_id].update(event)
         if generation.finish_reason is not None:
             del self.unfinished[request_id]
         return generation
@@ -53,57 +65,47 @@ class GenerationStream(Iterator[Item], Generic[Item]):
         self,
         loop: loop_lib.EngineLoop,
         choices: Choices,
-        transform: Callable[[outputs.Generation], Item],
+        transform: Callable[[generations.Generation], Item],
     ):
-        self._events: queue.SimpleQueue[tuple[str, loop_lib.Event]] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[NamedEvent] = queue.SimpleQueue()
         self._transform = transform
-        self._consumer = _Consumer(loop, {})
-        put = self._events.put
-        submitted = loop.submit(
-            [choice.request for choice in choices.values()],
-            lambda request_id, event: put((request_id, event)),
-            is_bounded=False,
-        )
-        submitted.result()
-        self._consumer.unfinished = dict(choices)
+        self._submission = _Submission(loop, choices)
+        self._submission.submit(self._events.put, is_bounded=False).result()
 
     def __next__(self) -> Item:
-        if not self._consumer.unfinished:
+        if not self._submission.unfinished:
             raise StopIteration
         try:
-            return self._transform(self._consumer.update(*self._events.get()))
+            return self._transform(self._submission.update(*self._events.get()))
         except BaseException:  # Ctrl-C too: nothing may run on unseen
             self.close()
             raise
 
     def close(self) -> None:
         """Aborts what is left; the iterator ends."""
-        self._consumer.leave()
+        self._submission.leave()
 
     def __del__(self) -> None:
         self.close()
 
 
-async def generations(
+async def async_stream(
     loop: loop_lib.EngineLoop, choices: Choices, *, is_bounded: bool
-) -> AsyncIterator[outputs.Generation]:
+) -> AsyncGenerator[generations.Generation, None]:
     """Yields generations as blocks commit, on the caller's asyncio loop.
 
     Refusals raise at the first step; closing the iterator aborts the rest.
     """
-    events: asyncio.Queue[tuple[str, loop_lib.Event]] = asyncio.Queue()
+    events: asyncio.Queue[NamedEvent] = asyncio.Queue()
     event_loop = asyncio.get_running_loop()
 
-    def sink(request_id: str, event: loop_lib.Event) -> None:
-        event_loop.call_soon_threadsafe(events.put_nowait, (request_id, event))
+    def put(event: NamedEvent) -> None:
+        event_loop.call_soon_threadsafe(events.put_nowait, event)
 
-    consumer = _Consumer(loop, choices)
-    submitted = loop.submit(
-        [choice.request for choice in choices.values()], sink, is_bounded=is_bounded
-    )
+    submission = _Submission(loop, choices)
     try:
-        await asyncio.wrap_future(submitted)
-        while consumer.unfinished:
-            yield consumer.update(*await events.get())
+        await asyncio.wrap_future(submission.submit(put, is_bounded=is_bounded))
+        while submission.unfinished:
+            yield submission.update(*await events.get())
     finally:
-        consumer.leave()
+        submission.leave()

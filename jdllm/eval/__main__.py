@@ -16,7 +16,7 @@ import yaml
 from jdllm import config as config_lib
 from jdllm import errors, sampling_params
 from jdllm.engine import engine as engine_lib
-from jdllm.eval import backends, report, runner
+from jdllm.eval import backends, evaluation, summary
 from jdllm.tasks import registry
 
 # Options of the engine in this process; with --base-url they belong to the server.
@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> None:
     """Runs the one point or the sweep that the command line asks for."""
     points = sweep_points(options)
     samplings = {label: sampling(options, changed) for label, changed in points.items()}
-    questions = runner.load_questions(
+    questions = evaluation.load_questions(
         options.task,
         data=options.data,
         limit=options.limit,
@@ -98,7 +98,7 @@ def run(options: argparse.Namespace) -> None:
     results = {}
     with open_backend(options, given) as backend:
         for label, one in samplings.items():
-            results[label] = runner.evaluate(
+            results[label] = evaluation.evaluate(
                 questions,
                 backend,
                 one,
@@ -106,7 +106,7 @@ def run(options: argparse.Namespace) -> None:
                 settings=settings,
                 parallel=options.parallel,
             )
-            print(f"\n{label}\n" if options.sweep else "", report.lines(results[label]), sep="")
+            print(f"\n{label}\n" if options.sweep else "", summary.lines(results[label]), sep="")
     if options.sweep:
         write_sweep(root, results)
 
@@ -119,7 +119,7 @@ def open_backend(
     if options.base_url is not None:
         yield backends.Http(
             options.base_url,
-            api=options.api,
+            api_name=options.api,
             api_key=options.api_key,
             timeout_s=options.timeout_s,
         )
@@ -165,9 +165,9 @@ def key_value(text: str, *, as_text: bool = False) -> tuple[str, Any]:
 def write_sweep(root: pathlib.Path, results: dict[str, dict[str, Any]]) -> None:
     name = next(iter(results)).partition("=")[0]
     points = {label.partition("=")[2]: one for label, one in results.items()}
-    (root / "sweep.csv").write_text(report.sweep_csv(name, points))
-    (root / "summary.md").write_text(report.sweep_markdown(name, points))
-    print(f"\n{report.sweep_markdown(name, points)}")
+    (root / "sweep.csv").write_text(summary.sweep_csv(name, points))
+    (root / "summary.md").write_text(summary.sweep_markdown(name, points))
+    print(f"\n{summary.sweep_markdown(name, points)}")
 
 
 def _positive(text: str) -> int:

@@ -7,23 +7,21 @@ sliding window keeps the engine or the server busy and a finished answer is writ
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-import jax
-
 from jdllm import errors, sampling_params
+from jdllm.client import api, failures, retries, transport
 from jdllm.engine import engine as engine_lib
 
 # Answers beyond this are cut unless --max-new-tokens says otherwise; as in SGLang's script.
 DEFAULT_MAX_NEW_TOKENS = 512
-HTTP_ATTEMPTS = 20
+KINDS: dict[str, api.Kind] = {"chat": "chat", "completion": "completions"}
+# A server whose queue is full is asked again when it says so.
+WHEN_FULL = retries.Retries(pause_s=1.0, max_attempts=20, obeys_server=True)
 POLL_S = 1.0
+HEALTH_TIMEOUT_S = 30.0
 
 
 class BackendError(RuntimeError):
@@ -57,10 +55,11 @@ class InProcess:
     """Answers from an engine in this process, through its chat template when it has one."""
 
     def __init__(self, engine: engine_lib.Engine):
-        self._engine = engine
-        self.default_parallel = 2 * engine.max_running_requests
         if engine.tokenizer is None:
             raise errors.ConfigError("evaluation needs a tokenizer")
+        self._engine = engine
+        self._tokenizer = engine.tokenizer
+        self.default_parallel = 2 * engine.max_running_requests
 
     def answer(self, prompt: str, sampling: Mapping[str, Any]) -> Answer:
         ids = self._prompt_ids(prompt)
@@ -72,6 +71,7 @@ class InProcess:
             *_, last = self._engine.iterate([ids], [params])
         except errors.RequestError as error:
             raise BackendError(f"the engine refuses the request: {error}") from error
+        assert last.finish_reason is not None, "the last one has ended"
         reason = last.finish_reason["type"]
         if reason == "abort":
             raise BackendError("the engine aborted the request")
@@ -85,20 +85,19 @@ class InProcess:
 
     def describe(self) -> dict[str, Any]:
         """Returns what identifies the model and the machine."""
-        device = jax.local_devices()[0]
         return {
             "kind": "in-process",
             "model": self._engine.model_name,
-            "device": f"{device.platform}: {device.device_kind}",
+            "device": str(self._engine.device),
         }
 
     def abort(self) -> None:
         self._engine.abort(abort_all=True)
 
     def _prompt_ids(self, prompt: str) -> list[int]:
-        if self._engine.tokenizer.has_chat_template:
+        if self._tokenizer.has_chat_template:
             messages = [{"role": "user", "content": prompt}]
-            return self._engine.tokenizer.apply_chat_template(messages)
+            return self._tokenizer.apply_chat_template(messages)
         return self._engine.encode(prompt)
 
 
@@ -111,47 +110,42 @@ class Http:
         self,
         base_url: str,
         *,
-        api: str = "chat",
+        api_name: str = "chat",
         api_key: str | None = None,
         timeout_s: float = 600.0,
     ):
-        self._base_url = base_url.rstrip("/").removesuffix("/v1")
-        self._api = api
-        self._headers = {"Content-Type": "application/json"}
-        if api_key is not None:
-            self._headers["Authorization"] = f"Bearer {api_key}"
-        self._timeout_s = timeout_s
-        parts = urllib.parse.urlsplit(self._base_url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise errors.ConfigError(f"{base_url=} must look like http://127.0.0.1:30000")
-        is_here = parts.hostname in ("localhost", "127.0.0.1", "::1")
-        # A proxy set for the outside world must not swallow calls to this machine.
-        handlers = [urllib.request.ProxyHandler({})] if is_here else []
-        self._opener = urllib.request.build_opener(*handlers)
-        self._wait_until_healthy()
+        self._api = api_name
+        self._kind: api.Kind = KINDS[api_name]
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._client = transport.Client(
+            base_url, headers=headers, timeout_s=timeout_s, uses_proxies=True
+        )
+        self._wait_until_healthy(timeout_s)
         models = self._json("GET", "/v1/models")["data"]
         if not models:
-            raise BackendError(f"the server at {self._base_url} lists no model")
+            raise BackendError(f"the server at {self._client.base_url} lists no model")
         self._model = models[0]["id"]
 
     def answer(self, prompt: str, sampling: Mapping[str, Any]) -> Answer:
-        body = {key: value for key, value in sampling.items() if value not in (None, {}, [], ())}
-        body["max_tokens"] = body.pop("max_new_tokens", DEFAULT_MAX_NEW_TOKENS)
-        body["model"] = self._model
-        if self._api == "chat":
-            body["messages"] = [{"role": "user", "content": prompt}]
-        else:
-            body["prompt"] = prompt
-        route = "/v1/chat/completions" if self._api == "chat" else "/v1/completions"
+        given = {key: value for key, value in sampling.items() if value not in (None, {}, [], ())}
+        max_tokens = given.pop("max_new_tokens", DEFAULT_MAX_NEW_TOKENS)
+        body = api.body(
+            self._kind, prompt, given, model=self._model, max_tokens=max_tokens, stream=False
+        )
         began = time.monotonic()
-        reply = self._json("POST", route, body)
-        choice, usage = reply["choices"][0], reply["usage"]
-        text = choice["message"]["content"] if self._api == "chat" else choice["text"]
+        answer = api.Answer(self._kind)
+        route = api.ROUTES[self._kind]
+        try:
+            answer.add(self._json("POST", route, body))
+        except failures.BadAnswer as error:
+            raise BackendError(str(error)) from error
+        if answer.completion_tokens is None or answer.finish_reason is None:
+            raise BackendError(f"{route} answers without usage or without a finish reason")
         return Answer(
-            text=text or "",
-            completion_tokens=usage["completion_tokens"],
-            nfe=(usage.get("dllm") or {}).get("nfe"),
-            finish_reason=choice["finish_reason"],
+            text=answer.text,
+            completion_tokens=answer.completion_tokens,
+            nfe=answer.nfe,
+            finish_reason=answer.finish_reason,
             latency_s=time.monotonic() - began,
         )
 
@@ -164,7 +158,7 @@ class Http:
         keep = ("device", "dtype", "max_running_requests", "block_size", "version")
         return {
             "kind": "http",
-            "base_url": self._base_url,
+            "base_url": self._client.base_url,
             "api": self._api,
             "model": self._model,
             **{key: info[key] for key in keep if key in info},
@@ -173,38 +167,24 @@ class Http:
     def abort(self) -> None:
         """Does nothing: requests in flight end with their connection."""
 
-    def _wait_until_healthy(self) -> None:
+    def _wait_until_healthy(self, timeout_s: float) -> None:
         """Waits while the server says it is starting (503); anything else but 200 is an error."""
-        for _ in range(int(self._timeout_s / POLL_S) + 1):
-            try:
-                with self._opener.open(f"{self._base_url}/health", timeout=30):
-                    return
-            except urllib.error.HTTPError as error:
-                error.close()
-                if error.code != 503:
-                    raise BackendError(
-                        f"{self._base_url}/health answers {error.code}; is this the right server?"
-                    ) from error
-            except OSError as error:
-                raise BackendError(f"no server at {self._base_url}: {error}") from error
-            time.sleep(POLL_S)
-        raise BackendError(f"the server at {self._base_url} did not become ready")
+        base_url = self._client.base_url
+        client = transport.Client(base_url, timeout_s=HEALTH_TIMEOUT_S, uses_proxies=True)
+        start = retries.Retries(pause_s=POLL_S, max_attempts=int(timeout_s / POLL_S) + 1)
+        try:
+            start.call(lambda: client.text("GET", "/health"))
+        except failures.Refused as error:
+            if start.covers(error):
+                raise BackendError(f"the server at {base_url} did not become ready") from error
+            raise BackendError(
+                f"{base_url}/health answers {error.status}; is this the right server?"
+            ) from error
+        except failures.CallFailed as error:
+            raise BackendError(f"no server at {base_url}: {error}") from error
 
     def _json(self, method: str, route: str, body: Mapping[str, Any] | None = None) -> Any:
-        """Returns the parsed reply; a full queue (503) is tried again after `Retry-After`."""
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(
-            self._base_url + route, data=data, headers=self._headers, method=method
-        )
-        for attempt in range(HTTP_ATTEMPTS):
-            try:
-                with self._opener.open(request, timeout=self._timeout_s) as reply:
-                    return json.loads(reply.read())
-            except urllib.error.HTTPError as error:
-                text = error.read().decode(errors="replace")[:500]
-                if error.code != 503 or attempt + 1 == HTTP_ATTEMPTS:
-                    raise BackendError(f"{route} answers {error.code}: {text}") from error
-                time.sleep(float(error.headers.get("Retry-After", POLL_S)))
-            except (OSError, json.JSONDecodeError) as error:
-                raise BackendError(f"{route} of {self._base_url} failed: {error}") from error
-        raise AssertionError("the last attempt returns or raises")
+        try:
+            return WHEN_FULL.call(lambda: self._client.json(method, route, body))
+        except failures.CallFailed as error:
+            raise BackendError(str(error)) from error

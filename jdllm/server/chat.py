@@ -13,7 +13,7 @@ from jdllm import errors
 from jdllm.server import openai_format, protocol, running, schemas, state
 
 if TYPE_CHECKING:
-    from jdllm.engine import outputs, tokenizer
+    from jdllm.engine import generations, tokenizer
 
 router = fastapi.APIRouter()
 
@@ -47,14 +47,14 @@ async def chat_completions(request: requests.Request) -> starlette_responses.Res
     prompt_ids = await template_ids(server.tokenizer, body.messages, body.chat_template_kwargs)
     remaining = max(1, server.engine.default_max_new_tokens(len(prompt_ids)))
     answer_id = body.rid or running.new_request_id("chatcmpl")
-    job = running.Job(
-        prompt_ids=prompt_ids,
-        params=body.sampling(remaining),
-        request_id=answer_id,
+    prompt_list = running.PromptList(
+        prompts=[prompt_ids],
+        params=[body.sampling(remaining)],
+        request_ids=[answer_id],
         field_names=body.field_names(),
     )
     answer = openai_format.Answer(
-        server=server, shape=SHAPE, jobs=[job], answer_id=answer_id, body=body
+        server=server, shape=SHAPE, prompt_list=prompt_list, answer_id=answer_id, body=body
     )
     return await answer.respond(request)
 
@@ -81,7 +81,7 @@ async def template_ids(
     return await running.off_loop(size, lambda: apply(turns, **(options or {})))
 
 
-def _choice(index: int, generation: outputs.Generation) -> openai_format.Choice:
+def _choice(index: int, generation: generations.Generation) -> openai_format.Choice:
     return {
         "index": index,
         "message": {"role": "assistant", "content": generation.text},
@@ -91,7 +91,7 @@ def _choice(index: int, generation: outputs.Generation) -> openai_format.Choice:
 
 
 def _chunk_choices(
-    index: int, generation: outputs.Generation, is_first: bool
+    index: int, generation: generations.Generation, is_first: bool
 ) -> list[openai_format.Choice]:
     deltas: list[dict[str, str]] = []
     if is_first:

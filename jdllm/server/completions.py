@@ -13,7 +13,7 @@ from jdllm import errors
 from jdllm.server import openai_format, protocol, running, schemas, state
 
 if TYPE_CHECKING:
-    from jdllm.engine import outputs
+    from jdllm.engine import generations
 
 router = fastapi.APIRouter()
 
@@ -29,20 +29,18 @@ async def completions(request: requests.Request) -> starlette_responses.Response
     prompts = [await prompt_ids(server, prompt, "prompt") for prompt in split_prompt(body.prompt)]
     suffix = await suffix_ids(server, body.suffix)
     answer_id = body.rid or running.new_request_id("cmpl")
-    jobs = [
-        running.Job(
-            prompt_ids=ids,
-            params=body.sampling(
-                default_tokens(server, len(ids) + len(suffix), DEFAULT_MAX_TOKENS)
-            ),
-            request_id=request_id,
-            field_names=body.field_names(),
-            suffix_ids=suffix,
-        )
-        for ids, request_id in zip(prompts, running.job_ids(answer_id, len(prompts)), strict=True)
-    ]
+    prompt_list = running.PromptList(
+        prompts=prompts,
+        params=[
+            body.sampling(default_tokens(server, len(ids) + len(suffix), DEFAULT_MAX_TOKENS))
+            for ids in prompts
+        ],
+        request_ids=running.ids_of_prompts(answer_id, len(prompts)),
+        field_names=body.field_names(),
+        suffix_ids=suffix,
+    )
     answer = openai_format.Answer(
-        server=server, shape=SHAPE, jobs=jobs, answer_id=answer_id, body=body
+        server=server, shape=SHAPE, prompt_list=prompt_list, answer_id=answer_id, body=body
     )
     return await answer.respond(request)
 
@@ -90,7 +88,7 @@ def default_tokens(server: state.ServerState, prompt_len: int, default: int) -> 
     return max(1, min(default, server.engine.default_max_new_tokens(prompt_len)))
 
 
-def _choice(index: int, generation: outputs.Generation) -> openai_format.Choice:
+def _choice(index: int, generation: generations.Generation) -> openai_format.Choice:
     return {
         "index": index,
         "text": generation.text,
@@ -100,7 +98,7 @@ def _choice(index: int, generation: outputs.Generation) -> openai_format.Choice:
 
 
 def _chunk_choices(
-    index: int, generation: outputs.Generation, is_first: bool
+    index: int, generation: generations.Generation, is_first: bool
 ) -> list[openai_format.Choice]:
     if not generation.delta_text and generation.finish_reason is None and not is_first:
         return []

@@ -40,12 +40,12 @@ async def health(request: requests.Request) -> starlette_responses.Response:
 async def health_generate(request: requests.Request) -> starlette_responses.Response:
     """200 once one block has been generated, 503 when that takes too long."""
     server = state.of(request)
-    job = running.Job(
-        prompt_ids=probe_ids(server.engine.tokenizer),
-        params=sampling_params.SamplingParams(max_new_tokens=1),
-        request_id=running.new_request_id("health"),
+    probe = running.PromptList(
+        prompts=[probe_ids(server.engine.tokenizer)],
+        params=[sampling_params.SamplingParams(max_new_tokens=1)],
+        request_ids=[running.new_request_id("health")],
     )
-    work = asyncio.wait_for(running.collect(server, [job]), GENERATE_LIMIT_S)
+    work = asyncio.wait_for(running.collect(server, probe), GENERATE_LIMIT_S)
     try:
         await running.unless_client_leaves(request, work)
     except TimeoutError:

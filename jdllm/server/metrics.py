@@ -19,7 +19,7 @@ from prometheus_client import core
 
 if TYPE_CHECKING:
     from jdllm.engine import engine as engine_lib
-    from jdllm.engine import outputs
+    from jdllm.engine import generations
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ class Tracker:
     nfe: int = 0
     blocks: int = 0
 
-    def see(self, generation: outputs.Generation) -> None:
+    def see(self, generation: generations.Generation) -> None:
         """Records one event."""
         now, meta = time.monotonic(), generation.meta_info
         if generation.delta_ids:
@@ -151,7 +151,7 @@ class Tracker:
             self.metrics.observe("inter_token_latency_seconds", (now - self.last_s) / tokens)
         self.last_s = now
 
-    def _see_end(self, generation: outputs.Generation, now: float) -> None:
+    def _see_end(self, generation: generations.Generation, now: float) -> None:
         meta = generation.meta_info
         tokens = meta["completion_tokens"]
         self.metrics.observe("e2e_request_latency_seconds", now - self.arrival_s)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import fastapi
@@ -26,37 +26,33 @@ async def generate(request: requests.Request) -> starlette_responses.Response:
     body = await protocol.read(request, protocol.GenerateRequest)
     prompts, name, is_list = _prompts(body)
     options = _sampling_options(body.sampling_params, len(prompts))
-    asked = {"return_logprob": body.return_logprob, "return_step_map": body.return_step_map}
-    asked = {name: value for name, value in asked.items() if value is not None}
-    options = [asked | one for one in options]
+    extras = {"return_logprob": body.return_logprob, "return_step_map": body.return_step_map}
+    extras = {name: value for name, value in extras.items() if value is not None}
+    options = [extras | one for one in options]
     ids = [await completions.prompt_ids(server, prompt, name) for prompt in prompts]
-    jobs = [
-        running.Job(
-            prompt_ids=i,
-            params=_params(server, i, o),
-            request_id=request_id,
-            field_names=_field_names(name, o),
-        )
-        for i, o, request_id in zip(ids, options, _request_ids(body, len(prompts)), strict=True)
-    ]
-    is_list = is_list or jobs[0].params.n > 1
+    prompt_list = running.PromptList(
+        prompts=ids,
+        params=[_params(server, i, one) for i, one in zip(ids, options, strict=True)],
+        request_ids=_request_ids(body, len(prompts)),
+        field_names=_field_names(name, options),
+    )
+    is_list = is_list or prompt_list.params[0].n > 1
     if body.stream:
-        frames = _frames(server, jobs, is_list)
+        frames = _frames(server, prompt_list, is_list)
         return sse.EventStream(frames, ping_interval_s=server.ping_interval_s)
-    finals = await running.unless_client_leaves(request, running.collect(server, jobs))
-    replies = [generation.as_dict() for _, generation in finals]
+    finals = await running.unless_client_leaves(request, running.collect(server, prompt_list))
+    replies = [generation.as_dict() for generation in finals]
     return responses.json_response(replies if is_list else replies[0])
 
 
 async def _frames(
-    server: state.ServerState, jobs: Sequence[running.Job], is_list: bool
-) -> AsyncIterator[bytes]:
-    first_index = [sum(job.params.n for job in jobs[:i]) for i in range(len(jobs))]
-    async with contextlib.aclosing(running.merged(server, jobs)) as events:
-        async for job, generation in events:
+    server: state.ServerState, prompt_list: running.PromptList, is_list: bool
+) -> AsyncGenerator[bytes, None]:
+    async with contextlib.aclosing(running.stream(server, prompt_list)) as events:
+        async for generation in events:
             reply = generation.as_dict()
             if is_list:
-                reply["index"] = first_index[job] + generation.index
+                reply["index"] = prompt_list.choice_index(generation)
             yield sse.frame(reply)
 
 
@@ -104,8 +100,9 @@ def _params(server: state.ServerState, prompt_ids: list[int], options: dict[str,
     return protocol.sampling_from(options)
 
 
-def _field_names(prompt_field: str, options: dict[str, Any]) -> dict[str, str]:
-    is_openai = options.get("max_new_tokens") is None and options.get("max_tokens") is not None
+def _field_names(prompt_field: str, options: Sequence[dict[str, Any]]) -> dict[str, str]:
+    given = {name for one in options for name, value in one.items() if value is not None}
+    is_openai = "max_tokens" in given and "max_new_tokens" not in given
     limit = "max_tokens" if is_openai else "max_new_tokens"
     return {"prompt": prompt_field, "input_ids": prompt_field, "max_new_tokens": limit}
 
@@ -113,9 +110,9 @@ def _field_names(prompt_field: str, options: dict[str, Any]) -> dict[str, str]:
 def _request_ids(body: protocol.GenerateRequest, count: int) -> list[str]:
     rid = body.rid
     if rid is None:
-        return running.job_ids(running.new_request_id("gen"), count)
+        return running.ids_of_prompts(running.new_request_id("gen"), count)
     if isinstance(rid, str) and rid:
-        return running.job_ids(rid, count)
+        return running.ids_of_prompts(rid, count)
     if (
         isinstance(rid, list)
         and len(rid) == count == len(set(map(str, rid)))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from starlette import requests
@@ -19,7 +19,7 @@ from starlette import responses as starlette_responses
 from jdllm.server import protocol, responses, running, sse, state
 
 if TYPE_CHECKING:
-    from jdllm.engine import outputs
+    from jdllm.engine import generations
 
 Choice = dict[str, Any]
 SUMMED = ("nfe", "blocks", "edited_tokens", "discarded_tokens")
@@ -31,18 +31,18 @@ class Shape:
 
     object_name: str
     chunk_object_name: str
-    choice: Callable[[int, outputs.Generation], Choice]
+    choice: Callable[[int, generations.Generation], Choice]
     # (choice index, event, is it the choice's first) -> choices, one chunk each
-    chunk_choices: Callable[[int, outputs.Generation, bool], list[Choice]]
+    chunk_choices: Callable[[int, generations.Generation, bool], list[Choice]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One request being answered; `jobs` share their options."""
+    """One request being answered; its prompts share their options."""
 
     server: state.ServerState
     shape: Shape
-    jobs: Sequence[running.Job]
+    prompt_list: running.PromptList
     answer_id: str
     body: protocol.OpenAIRequest
     created_s: int = dataclasses.field(default_factory=lambda: int(time.time()))
@@ -51,38 +51,36 @@ class Answer:
         """Returns the whole answer or a stream of chunks, as the body asks."""
         if self.body.stream:
             return sse.EventStream(self._frames(), ping_interval_s=self.server.ping_interval_s)
-        work = running.collect(self.server, self.jobs)
+        work = running.collect(self.server, self.prompt_list)
         finals = await running.unless_client_leaves(request, work)
-        choices = [self.shape.choice(self._index(job, g), g) for job, g in finals]
+        choices = [self.shape.choice(index, one) for index, one in enumerate(finals)]
         content = self._object(self.shape.object_name, choices)
         if self.body.return_cached_tokens_details:
-            content |= cached_tokens([g for _, g in finals])
-        return responses.json_response(content | {"usage": usage([g for _, g in finals])})
+            content |= cached_tokens(finals)
+        return responses.json_response(content | {"usage": usage(finals)})
 
-    async def _frames(self) -> AsyncIterator[bytes]:
+    async def _frames(self) -> AsyncGenerator[bytes, None]:
         options = self.body.stream_options or protocol.StreamOptions()
-        last: dict[tuple[int, int], outputs.Generation] = {}
-        async with contextlib.aclosing(running.merged(self.server, self.jobs)) as events:
-            async for job, g in events:
-                is_first = (job, g.index) not in last
-                last[job, g.index] = g
-                for choice in self.shape.chunk_choices(self._index(job, g), g, is_first):
+        last: dict[int, generations.Generation] = {}
+        async with contextlib.aclosing(running.stream(self.server, self.prompt_list)) as events:
+            async for one in events:
+                index = self.prompt_list.choice_index(one)
+                is_first = index not in last
+                last[index] = one
+                for choice in self.shape.chunk_choices(index, one, is_first):
                     chunk = self._object(self.shape.chunk_object_name, [choice])
                     if options.continuous_usage_stats:
-                        chunk["usage"] = usage([g])
+                        chunk["usage"] = usage([one])
                     elif options.include_usage:
                         chunk["usage"] = None
                     # With a choice, not after the last: SGLang's client reads it there.
-                    if self.body.return_cached_tokens_details and g.finish_reason is not None:
-                        chunk |= cached_tokens([g])
+                    if self.body.return_cached_tokens_details and one.finish_reason is not None:
+                        chunk |= cached_tokens([one])
                     yield sse.frame(chunk)
         if options.include_usage:
             finals = [last[key] for key in sorted(last)]
             chunk = self._object(self.shape.chunk_object_name, [])
             yield sse.frame(chunk | {"usage": usage(finals)})
-
-    def _index(self, job: int, generation: outputs.Generation) -> int:
-        return job * self.jobs[job].params.n + generation.index
 
     def _object(self, name: str, choices: list[Choice]) -> dict[str, Any]:
         return {
@@ -94,7 +92,7 @@ class Answer:
         }
 
 
-def ending(generation: outputs.Generation) -> dict[str, Any]:
+def ending(generation: generations.Generation) -> dict[str, Any]:
     """Returns the fields of a choice that say how it ended."""
     finish = generation.finish_reason
     if finish is None:
@@ -102,24 +100,24 @@ def ending(generation: outputs.Generation) -> dict[str, Any]:
     return {"finish_reason": finish["type"], "matched_stop": finish.get("matched")}
 
 
-def cached_tokens(generations: Sequence[outputs.Generation]) -> dict[str, Any]:
+def cached_tokens(choices: Sequence[generations.Generation]) -> dict[str, Any]:
     """Returns SGLang's account of cached prompt tokens; there is no cache but the device's."""
-    count = usage(generations)["prompt_tokens_details"]["cached_tokens"]
+    count = usage(choices)["prompt_tokens_details"]["cached_tokens"]
     return {"sglext": {"cached_tokens_details": {"device": count, "host": 0}}}
 
 
-def usage(generations: Sequence[outputs.Generation]) -> dict[str, Any]:
+def usage(choices: Sequence[generations.Generation]) -> dict[str, Any]:
     """Returns OpenAI's `usage` over the choices of one request, with `dllm` beside it."""
     # Choices of one prompt share it, so only the first of each counts it.
-    firsts = [g.meta_info for g in generations if g.index == generations[0].index]
+    firsts = [one.meta_info for one in choices if one.index == choices[0].index]
     prompt = sum(meta["prompt_tokens"] for meta in firsts)
-    completion = sum(g.meta_info["completion_tokens"] for g in generations)
+    completion = sum(one.meta_info["completion_tokens"] for one in choices)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(m["cached_tokens"] for m in firsts)},
-        "dllm": _dllm_usage([g.meta_info["dllm"] for g in generations]),
+        "dllm": _dllm_usage([one.meta_info["dllm"] for one in choices]),
     }
 
 

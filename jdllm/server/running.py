@@ -1,7 +1,7 @@
 """Runs the prompts of one HTTP request on the engine and gives up when the client does.
 
-An HTTP request is one or more jobs (prompts), each with `n` choices. Whatever
-ends the consumer (end, error, disconnect, cancellation) closes every engine
+An HTTP request is a list of prompts, each with `n` choices, and the engine takes all of them
+or none. Whatever ends the consumer (end, error, disconnect, cancellation) closes the engine's
 iterator, and a closed iterator frees its pages.
 """
 
@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
+import itertools
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette import requests
@@ -22,7 +24,7 @@ from jdllm import errors, sampling_params
 from jdllm.server import metrics, protocol, state
 
 if TYPE_CHECKING:
-    from jdllm.engine import outputs
+    from jdllm.engine import generations
 
 Result = TypeVar("Result")
 
@@ -30,19 +32,28 @@ Result = TypeVar("Result")
 INLINE_CHARACTERS = 20_000
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """One prompt with its options, and the text that is to follow what is written.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptList:
+    """The prompts of one HTTP request, with the options and the id of each.
 
-    `field_names` says which field of the body holds what the engine calls `prompt`,
-    `max_new_tokens` and so on, where the names differ.
+    What is written for any of them stands before `suffix_ids`. `field_names` says which field of
+    the body holds what the engine calls `prompt`, `max_new_tokens` and so on, where the names
+    differ.
     """
 
-    prompt_ids: list[int]
-    params: sampling_params.SamplingParams
-    request_id: str
+    prompts: list[list[int]]
+    params: list[sampling_params.SamplingParams]
+    request_ids: list[str]
     field_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     suffix_ids: Sequence[int] = ()
+
+    def choice_index(self, generation: generations.Generation) -> int:
+        """Returns the place of a choice among the choices of all prompts."""
+        return self._first_indices[generation.prompt_index] + generation.index
+
+    @functools.cached_property
+    def _first_indices(self) -> list[int]:
+        return list(itertools.accumulate((one.n for one in self.params), initial=0))
 
 
 def new_request_id(prefix: str) -> str:
@@ -50,40 +61,47 @@ def new_request_id(prefix: str) -> str:
     return f"{prefix}-{uuid.uuid4().hex}"
 
 
-def job_ids(request_id: str, count: int) -> list[str]:
+def ids_of_prompts(request_id: str, count: int) -> list[str]:
     """Returns one id per prompt; aborting the common prefix aborts them all."""
     return [request_id] if count == 1 else [f"{request_id}-{i}" for i in range(count)]
 
 
-async def merged(
-    server: state.ServerState, jobs: Sequence[Job]
-) -> AsyncIterator[tuple[int, outputs.Generation]]:
-    """Yields (job position, event) of all jobs in the order of arrival."""
-    queue: asyncio.Queue[tuple[int, outputs.Generation] | Exception | None] = asyncio.Queue()
-    tasks = [asyncio.create_task(_pump(server, i, job, queue)) for i, job in enumerate(jobs)]
+async def stream(
+    server: state.ServerState, prompt_list: PromptList
+) -> AsyncGenerator[generations.Generation, None]:
+    """Yields the generations of all prompts as they come; an error names the body's fields."""
+    arrival_s = time.monotonic()
+    trackers: dict[tuple[int, int], metrics.Tracker] = {}
     try:
-        running = len(tasks)
-        while running:
-            item = await queue.get()
-            if item is None:
-                running -= 1
-            elif isinstance(item, Exception):
-                raise item
-            else:
-                yield item
-    finally:
-        await cancel(*tasks)
+        events = server.engine.stream(
+            prompt_list.prompts,
+            prompt_list.params,
+            request_ids=prompt_list.request_ids,
+            suffix=prompt_list.suffix_ids,
+        )
+        async with contextlib.aclosing(events):
+            async for generation in events:
+                finish = generation.finish_reason
+                if finish and finish["type"] == "abort" and server.phase == "draining":
+                    raise errors.EngineStopped("the server shut down before this request ended")
+                place = (generation.prompt_index, generation.index)
+                if place not in trackers:
+                    trackers[place] = metrics.Tracker(server.metrics, arrival_s)
+                trackers[place].see(generation)
+                yield generation
+    except errors.RequestError as error:
+        raise protocol.renamed(error, prompt_list.field_names) from None
 
 
 async def collect(
-    server: state.ServerState, jobs: Sequence[Job]
-) -> list[tuple[int, outputs.Generation]]:
-    """Returns the last event of every choice, ordered by job and choice."""
-    last: dict[tuple[int, int], outputs.Generation] = {}
-    async with contextlib.aclosing(merged(server, jobs)) as events:
-        async for position, generation in events:
-            last[position, generation.index] = generation
-    return [(position, last[position, index]) for position, index in sorted(last)]
+    server: state.ServerState, prompt_list: PromptList
+) -> list[generations.Generation]:
+    """Returns the last generation of every choice, ordered by prompt and choice."""
+    last: dict[int, generations.Generation] = {}
+    async with contextlib.aclosing(stream(server, prompt_list)) as events:
+        async for generation in events:
+            last[prompt_list.choice_index(generation)] = generation
+    return [last[index] for index in sorted(last)]
 
 
 async def unless_client_leaves(
@@ -119,32 +137,3 @@ async def off_loop(size: int, function: Callable[..., Result], *arguments: Any) 
     if size <= INLINE_CHARACTERS:
         return function(*arguments)
     return await asyncio.to_thread(function, *arguments)
-
-
-async def _pump(
-    server: state.ServerState,
-    position: int,
-    job: Job,
-    queue: asyncio.Queue[tuple[int, outputs.Generation] | Exception | None],
-) -> None:
-    arrival_s = time.monotonic()
-    trackers: dict[int, metrics.Tracker] = {}
-    try:
-        stream = server.engine.stream(
-            job.prompt_ids, job.params, request_id=job.request_id, suffix=job.suffix_ids
-        )
-        async with contextlib.aclosing(stream) as events:
-            async for generation in events:
-                finish = generation.finish_reason
-                if finish and finish["type"] == "abort" and server.phase == "draining":
-                    raise errors.EngineStopped("the server shut down before this request ended")
-                tracker = trackers.setdefault(
-                    generation.index, metrics.Tracker(server.metrics, arrival_s)
-                )
-                tracker.see(generation)
-                queue.put_nowait((position, generation))
-        queue.put_nowait(None)
-    except errors.RequestError as error:
-        queue.put_nowait(protocol.renamed(error, job.field_names))
-    except Exception as error:  # handed to the consumer, which answers it
-        queue.put_nowait(error)

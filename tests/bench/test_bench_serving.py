@@ -19,7 +19,7 @@ import pytest
 from jdllm.bench import serving
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-PROGRAM = ROOT / "tests" / "server" / "fake_server.py"
+PATH = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
 BLOCK, BLOCK_S, WAIT_S = 4, 0.03, 30.0
 # The server's timers count whole milliseconds and may be early by one.
 NO_SOONER = 0.95
@@ -49,10 +49,8 @@ def url():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, str(PROGRAM), str(port), "5", str(BLOCK_S)]
-    process = subprocess.Popen(
-        command, stderr=subprocess.DEVNULL, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}
-    )
+    command = [sys.executable, "-m", "support.fake_server", str(port), "5", str(BLOCK_S)]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, cwd=ROOT, env=PATH)
     address = f"http://127.0.0.1:{port}"
     try:
         deadline = time.monotonic() + WAIT_S

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jdllm import errors
-from jdllm.bench import report, stats
+from jdllm.bench import stats, tables
 
 
 def make_record(times, tokens, *, start=0.0, end=None, blocks=None, nfe=None, **options):
@@ -122,21 +122,21 @@ def test_engine_figures_are_what_grew_between_two_reads():
 
 
 def test_rows_have_sglangs_columns():
-    shown = report.rows({"a": 1.234, "b": 7}, [("First (ms):", "a"), ("B:", "b"), ("C:", "c")])
+    shown = tables.rows({"a": 1.234, "b": 7}, [("First (ms):", "a"), ("B:", "b"), ("C:", "c")])
     assert shown == [
         "First (ms):" + " " * 30 + "1.23",
         "B:" + " " * 39 + "7",
         "C:" + " " * 39 + "n/a",
     ]
-    assert len(report.title(" X ")) == 50
-    assert report.sections({"mean_ttft_ms": None}) == []
+    assert len(tables.title(" X ")) == 50
+    assert tables.sections({"mean_ttft_ms": None}) == []
 
 
 def test_results_are_appended_as_lines(tmp_path):
     path = tmp_path / "runs.jsonl"
-    report.append(str(path), {"a": 1})
-    report.append(str(path), {"a": 2})
-    report.append("", {"a": 3})
+    tables.append(str(path), {"a": 1})
+    tables.append(str(path), {"a": 2})
+    tables.append("", {"a": 3})
     assert [json.loads(line)["a"] for line in path.read_text().splitlines()] == [1, 2]
     with pytest.raises(errors.ConfigError, match="cannot write"):
-        report.check_writable(str(tmp_path / "missing" / "runs.jsonl"))
+        tables.check_writable(str(tmp_path / "missing" / "runs.jsonl"))

@@ -1,4 +1,4 @@
-"""The device's idle time is arithmetic of looks."""
+"""The device's idle time is arithmetic of samples."""
 
 import time
 
@@ -7,15 +7,15 @@ from support.tiny_engine import make_engine
 from jdllm.engine import device_clock
 
 
-def run(looks):
+def run(samples):
     """Looks of (time, is_busy), None for a pause; returns (idle, total) seconds."""
-    moment = iter([look[0] for look in looks if look is not None])
+    moment = iter([sample[0] for sample in samples if sample is not None])
     clock = device_clock.DeviceClock(now=lambda: next(moment))
-    for look in looks:
-        if look is None:
+    for sample in samples:
+        if sample is None:
             clock.pause()
         else:
-            clock.look(look[1])
+            clock.sample(sample[1])
     return clock.idle_s, clock.total_s
 
 

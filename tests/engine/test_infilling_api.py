@@ -248,7 +248,7 @@ def test_streams_and_batches_take_the_same(make):
     assert last.text == wanted
 
     async def streamed():
-        async for generation in engine.stream(ids, params, **fixed):
+        async for generation in engine.stream([ids], params, **fixed):
             yield generation.delta_text
 
     async def both():

@@ -63,9 +63,9 @@ def client(engine, requests, rng, outcomes):
         if isinstance(event, loop.FaultEvent):
             outcomes[name] = ("fault", None)
             waiting.pop(name)
-        elif event.output.finish is not None:
-            ids = event.output.request.output_ids[: event.output.num_output]
-            outcomes[name] = (event.output.finish.kind, ids)
+        elif event.commit.finish is not None:
+            ids = event.commit.request.output_ids[: event.commit.num_output]
+            outcomes[name] = (event.commit.finish.kind, ids)
             waiting.pop(name)
 
 
@@ -138,8 +138,8 @@ def test_a_request_whose_own_processing_fails_harms_no_other():
     ends = {}
     while len(ends) < 2:
         name, event = events.get(timeout=10)
-        if event.output.finish is not None:
-            ends[name] = event.output
+        if event.commit.finish is not None:
+            ends[name] = event.commit
     assert ends["bad"].finish.kind == "abort" and "OverflowError" in ends["bad"].finish.message
     assert good.output_ids == alone("persist", good)[0]
     assert made.stats().num_used_pages == 0
@@ -156,11 +156,11 @@ def test_events_say_what_was_true_when_they_were_made():
     events = queue.SimpleQueue()
     engine.submit([one], lambda name, event: events.put(event)).result(timeout=10)
     seen = []
-    while not seen or seen[-1].output.finish is None:
+    while not seen or seen[-1].commit.finish is None:
         seen.append(events.get(timeout=10))
     engine.stop()
-    assert [event.output.num_blocks for event in seen] == [1, 2, 3, 4, 5]
-    forwards = [event.output.nfe for event in seen]
+    assert [event.commit.num_blocks for event in seen] == [1, 2, 3, 4, 5]
+    forwards = [event.commit.nfe for event in seen]
     assert forwards == sorted(set(forwards)) and forwards[-1] == one.nfe
 
 

@@ -16,7 +16,7 @@ def test_choices_that_never_fit_the_queue_are_a_bad_request():
     with make_engine(max_running_requests=1, max_queued_requests=2) as engine:
         params = sampling_params.SamplingParams(n=4, max_new_tokens=1)
         with pytest.raises(errors.RequestError, match="n=4") as raised:
-            engine.stream([1], params)
+            engine.stream([[1]], params)
         assert (raised.value.param, raised.value.status) == ("n", 400)
 
 

@@ -10,9 +10,9 @@ import threading
 import pytest
 
 from jdllm import errors
-from jdllm.engine import outputs
+from jdllm.engine import generations
 from jdllm.eval import __main__ as cli
-from jdllm.eval import backends, runner
+from jdllm.eval import backends, evaluation
 
 
 class ToyServer(http.server.BaseHTTPRequestHandler):
@@ -255,7 +255,7 @@ class ToyEngine:
         if word_count > 5:
             raise errors.RequestTooLong("too long for the toy")
         for text, reason in (("####", None), (f"#### {word_count}", {"type": "stop"})):
-            yield outputs.Generation(
+            yield generations.Generation(
                 request_id="r",
                 index=0,
                 prompt_index=0,
@@ -272,8 +272,8 @@ class ToyEngine:
 
 
 def in_process(engine, data, out):
-    return runner.evaluate(
-        runner.load_questions("gsm8k", data=str(data)),
+    return evaluation.evaluate(
+        evaluation.load_questions("gsm8k", data=str(data)),
         backends.InProcess(engine),
         {"max_new_tokens": None, "temperature": 0.0, "seed": 5, "dllm": {"threshold": 0.7}},
         output_dir=out,
@@ -304,7 +304,7 @@ def test_a_refused_request_names_its_example(data, tmp_path):
 def test_ctrl_c_keeps_what_is_written(data, tmp_path):
     engine = ToyEngine()
     backend = backends.InProcess(engine)
-    questions = runner.load_questions("gsm8k", data=str(data))
+    questions = evaluation.load_questions("gsm8k", data=str(data))
     gate = threading.Event()
 
     class Interrupted(Exception):
@@ -316,17 +316,17 @@ def test_ctrl_c_keeps_what_is_written(data, tmp_path):
         gate.set()
         return questions.task.score(output, gold)
 
-    task = runner.dataclasses.replace(questions.task, score=score)
-    broken = runner.dataclasses.replace(questions, task=task)
+    task = evaluation.dataclasses.replace(questions.task, score=score)
+    broken = evaluation.dataclasses.replace(questions, task=task)
     with contextlib.suppress(Interrupted):
-        runner.evaluate(broken, backend, {}, output_dir=tmp_path / "out", settings={})
+        evaluation.evaluate(broken, backend, {}, output_dir=tmp_path / "out", settings={})
     assert len(samples(tmp_path / "out")) == 1
-    results = runner.evaluate(questions, backend, {}, output_dir=tmp_path / "out", settings={})
+    results = evaluation.evaluate(questions, backend, {}, output_dir=tmp_path / "out", settings={})
     assert (results["num_examples"], results["num_sessions"]) == (4, 2)
 
 
 def test_arithmetic_needs_no_file():
-    questions = runner.load_questions("arithmetic", limit=3, num_shots=1)
+    questions = evaluation.load_questions("arithmetic", limit=3, num_shots=1)
     assert len(questions.examples) == 3
     assert len({example.id for example in (*questions.examples, *questions.shots)}) == 4
     assert questions.prompt(questions.examples[0]).endswith("\nAnswer:")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import edge
 import pytest
+from support import edge
 
 from jdllm import config
 from jdllm.server import cli

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-import edge
-import fake_engine
 import httpx
 import pytest
+from support import edge, fake_engine
 
 from jdllm import errors
 from jdllm.server import app

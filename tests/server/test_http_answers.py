@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import edge
-import fake_engine
 import pytest
+from support import edge, fake_engine
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]

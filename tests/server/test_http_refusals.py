@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 
-import edge
-import fake_engine
 import pytest
+from support import edge, fake_engine
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import edge
-import fake_engine
 import pytest
+from support import edge, fake_engine
 
 TEXT = "/v1/completions"
 SUFFIX = "\n    return a\n"

@@ -14,14 +14,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-import edge
 import httpx
 import pytest
+from support import edge
 
 from jdllm.server import lifecycle
 
-PROGRAM = pathlib.Path(__file__).parent / "fake_server.py"
-ROOT = PROGRAM.parents[2]
+PROGRAM = ("-m", "support.fake_server")
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+PATH = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
 LONG = {"prompt": "hi", "max_tokens": 400}
 WAIT_S = 20.0
 
@@ -34,9 +35,10 @@ class Process:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        command = [sys.executable, str(PROGRAM), str(self.port), str(drain_s), str(block_s), *extra]
+        options = (str(self.port), str(drain_s), str(block_s), *extra)
+        command = [sys.executable, *PROGRAM, *options]
         self.popen = subprocess.Popen(
-            command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}
+            command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=PATH
         )
         self.log: list[str] = []
         threading.Thread(target=lambda: self.log.extend(self.popen.stderr), daemon=True).start()
@@ -263,10 +265,8 @@ def test_a_failed_start_says_so_and_exits(how, code, text):
 
 
 def test_a_port_in_use_is_a_clear_error(shared):
-    command = [sys.executable, str(PROGRAM), str(shared.port), "1", "0"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}
-    )
+    command = [sys.executable, *PROGRAM, str(shared.port), "1", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=PATH)
     assert done.returncode == 2
     assert f":{shared.port}: Address already in use" in done.stderr
     assert "Traceback" not in done.stderr

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 
-import edge
-import fake_engine
+from support import edge, fake_engine
 
 from jdllm.server import app, sse
 

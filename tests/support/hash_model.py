@@ -44,7 +44,7 @@ def step(kind, visible, block_tokens, masked, editable, seed, num_steps):
     if kind == "persist" and not masked.any():
         return tokens, masked, True, True, 0
     seen = (visible * PLACE[: len(visible)]).sum()
-    salt = np.arange(3 * B, dtype=np.uint64) + np.uint64(seed * 10_000 + num_steps * 100)
+    salt = np.arange(3 * B, dtype=np.uint64) + np.uint64((seed * 10_000 + num_steps * 100) % 2**64)
     draw = scramble(seen + salt).reshape(3, B)
     new = 4 + (draw[0] % np.uint64(VOCAB - 4)).astype(np.int32)
     written = masked & (draw[1] % np.uint64(2) == 0)

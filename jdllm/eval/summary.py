@@ -20,21 +20,23 @@ def summarize(
     """Returns the figures of a run; None where nothing was measured."""
     n = len(records)
     accuracy = sum(record["correct"] for record in records) / n if n else None
-    told = [record for record in records if record["nfe"]]
-    nfe = sum(record["nfe"] for record in told)
+    counted = [record for record in records if record["nfe"]]
+    nfe = sum(record["nfe"] for record in counted)
     latencies = [record["latency"] for record in records]
     wall_s = sum(session["wall_time_s"] for session in sessions)
     timed_tokens = sum(session["completion_tokens"] for session in sessions)
     return {
         "num_examples": n,
         "accuracy": accuracy,
-        "accuracy_stderr": None if n < 2 else math.sqrt(accuracy * (1 - accuracy) / (n - 1)),
+        "accuracy_stderr": None
+        if accuracy is None or n < 2
+        else math.sqrt(accuracy * (1 - accuracy) / (n - 1)),
         "invalid_rate": sum(record["invalid"] for record in records) / n if n else None,
-        "tpf_mean": _mean([record["completion_tokens"] / record["nfe"] for record in told]),
+        "tpf_mean": _mean([record["completion_tokens"] / record["nfe"] for record in counted]),
         "tpf_token_weighted": (
-            sum(record["completion_tokens"] for record in told) / nfe if nfe else None
+            sum(record["completion_tokens"] for record in counted) / nfe if nfe else None
         ),
-        "nfe_mean": _mean([record["nfe"] for record in told]),
+        "nfe_mean": _mean([record["nfe"] for record in counted]),
         "nfe_total": nfe,
         "completion_tokens": sum(record["completion_tokens"] for record in records),
         "output_tokens_per_s": timed_tokens / wall_s if wall_s else None,

@@ -10,7 +10,7 @@ import logging
 import sys
 import time
 
-import fake_engine
+from support import fake_engine
 
 from jdllm import config, errors
 from jdllm.engine import startup

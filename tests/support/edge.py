@@ -6,8 +6,8 @@ import asyncio
 import json
 from typing import Any
 
-import fake_engine
 import httpx
+from support import fake_engine
 
 from jdllm import config
 from jdllm.engine import startup

@@ -1,4 +1,4 @@
-"""The figures of a report against arithmetic done by hand."""
+"""The figures of a run against arithmetic done by hand."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from jdllm.eval import report
+from jdllm.eval import summary
 
 
 def record(correct: bool, tokens: int, nfe: int | None, latency: float, invalid=False):
@@ -33,7 +33,7 @@ SESSIONS = [
 
 
 def test_summary_by_hand():
-    results = report.summarize(RECORDS, SESSIONS)
+    results = summary.summarize(RECORDS, SESSIONS)
     assert results["num_examples"] == 4
     assert results["accuracy"] == 0.75
     assert results["accuracy_stderr"] == pytest.approx(math.sqrt(0.75 * 0.25 / 3))
@@ -49,14 +49,14 @@ def test_summary_by_hand():
 
 
 def test_unknown_nfe_and_few_examples_give_none_not_a_wrong_number():
-    results = report.summarize([record(True, 5, None, 1.0)], [])
+    results = summary.summarize([record(True, 5, None, 1.0)], [])
     assert results["tpf_mean"] is results["tpf_token_weighted"] is results["nfe_mean"] is None
     assert results["accuracy_stderr"] is results["output_tokens_per_s"] is None
-    assert "TPF: n/a" in report.lines(results)
+    assert "TPF: n/a" in summary.lines(results)
 
 
 def test_four_lines_are_sglangs():
-    text = report.lines(report.summarize(RECORDS, SESSIONS)).splitlines()
+    text = summary.lines(summary.summarize(RECORDS, SESSIONS)).splitlines()
     assert text[:4] == [
         "Accuracy: 0.750",
         "Invalid: 0.250",
@@ -67,11 +67,14 @@ def test_four_lines_are_sglangs():
 
 
 def test_sweep_has_one_row_per_point():
-    points = {"0.5": report.summarize(RECORDS, SESSIONS), "0.9": report.summarize(RECORDS[:1], [])}
-    rows = report.sweep_csv("threshold", points).splitlines()
+    points = {
+        "0.5": summary.summarize(RECORDS, SESSIONS),
+        "0.9": summary.summarize(RECORDS[:1], []),
+    }
+    rows = summary.sweep_csv("threshold", points).splitlines()
     assert rows[0].startswith("threshold,accuracy,")
     assert rows[1].startswith("0.5,0.75,")
     assert rows[2].startswith("0.9,1.0,,0.0,4.0,4.0,10.0,,")
-    table = report.sweep_markdown("threshold", points).splitlines()
+    table = summary.sweep_markdown("threshold", points).splitlines()
     assert len(table) == 4
     assert "| 0.5 | 75.00 %" in table[2]

@@ -15,14 +15,14 @@ import pathlib
 import platform
 import subprocess
 import time
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import grain
 import tqdm
 
 from jdllm import errors, version
-from jdllm.eval import backends, report, store
+from jdllm.eval import backends, store, summary
 from jdllm.tasks import registry
 from jdllm.tasks.example import Example
 
@@ -122,7 +122,7 @@ def evaluate(
             )
     records = [kept.records[example.id] for example in questions.examples]
     results = {
-        **report.summarize(records, kept.sessions),
+        **summary.summarize(records, kept.sessions),
         "config": {**settings, "parallel": parallel},
         "backend": about,
         **surroundings(),
@@ -152,7 +152,7 @@ def _answers(
     questions: Questions,
     backend: backends.Backend,
     sampling: dict[str, Any],
-    finished: Container[str],
+    finished: Iterable[str],
     parallel: int,
 ) -> Iterator[store.Record]:
     """Yields records as answers come; at the first failure the rest is given up."""

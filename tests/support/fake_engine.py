@@ -11,11 +11,11 @@ import asyncio
 import dataclasses
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from jdllm import config, errors, sampling_params, spec
-from jdllm.engine import outputs, stats
+from jdllm.engine import generations, stats
 
 BLOCK = 4
 VOCAB = 256
@@ -98,16 +98,56 @@ class FakeEngine:
 
     async def stream(
         self,
-        prompt_ids: list[int],
-        params: sampling_params.SamplingParams,
+        prompts: Sequence[list[int]],
+        params: Sequence[sampling_params.SamplingParams],
         *,
-        request_id: str,
+        request_ids: Sequence[str],
         suffix: Sequence[int] = (),
-    ) -> AsyncIterator[outputs.Generation]:
+    ) -> AsyncGenerator[generations.Generation, None]:
         if not self._admitting:
             raise errors.EngineStopped("the engine is draining")
-        if len(self.open_requests) >= self._max_queued:
+        if len(self.open_requests) + len(prompts) > self._max_queued:
             raise errors.QueueFull("The request queue is full.")
+        rows = list(zip(prompts, params, request_ids, strict=True))
+        for prompt_ids, one, request_id in rows:
+            self._check(prompt_ids, one, request_id, suffix)
+        for prompt_ids, one, request_id in rows:
+            self.seen_params.append(one)
+            self.seen_prompts.append(prompt_ids)
+            self.seen_suffixes.append(list(suffix))
+            self.open_requests.add(request_id)
+        began = time.monotonic()
+        try:
+            if [0, 255] in prompts:
+                raise RuntimeError("secret detail of a fault")
+            running = {(i, c) for i, one in enumerate(params) for c in range(one.n)}
+            before = 0
+            while running:
+                await asyncio.sleep(self._block_s)
+                for place in sorted(running):
+                    generation = self._generation(rows[place[0]], suffix, place, before, began)
+                    if generation.finish_reason is not None:
+                        running.discard(place)
+                    yield generation
+                if before and [0, 254] in prompts:
+                    raise RuntimeError("secret detail of a late fault")
+                self.open_requests -= {
+                    name
+                    for i, name in enumerate(request_ids)
+                    if not any(i == j for j, _ in running)
+                }
+                before += BLOCK
+        finally:
+            self.open_requests.difference_update(request_ids)
+
+    def _check(
+        self,
+        prompt_ids: list[int],
+        params: sampling_params.SamplingParams,
+        request_id: str,
+        suffix: Sequence[int],
+    ) -> None:
+        """Raises what the engine refuses; nothing of a list runs when one of it is refused."""
         if self._refusal is not None:
             raise self._refusal
         if request_id in self.open_requests:
@@ -115,48 +155,26 @@ class FakeEngine:
         params.dllm.resolve(sampling_params.DllmParams())  # refuses what its algorithm rules out
         if suffix and self.spec is not FULL_ATTENTION_SPEC:
             raise errors.RequestError("suffix needs a full-attention model", param="suffix")
-        fixed_ids = [*prompt_ids, *suffix]
-        if len(fixed_ids) + params.max_new_tokens > CONTEXT:
+        fixed = len(prompt_ids) + len(suffix)
+        if fixed + params.max_new_tokens > CONTEXT:
             raise errors.RequestTooLong(
-                f"{len(fixed_ids)} prompt tokens and {params.max_new_tokens} new ones exceed "
+                f"{fixed} prompt tokens and {params.max_new_tokens} new ones exceed "
                 f"the context of {CONTEXT}; lower max_new_tokens",
                 param="prompt" if len(prompt_ids) >= CONTEXT else "max_new_tokens",
             )
-        self.seen_params.append(params)
-        self.seen_prompts.append(prompt_ids)
-        self.seen_suffixes.append(list(suffix))
-        self.open_requests.add(request_id)
-        began = time.monotonic()
-        try:
-            if prompt_ids == [0, 255]:
-                raise RuntimeError("secret detail of a fault")
-            count = 0
-            running = set(range(params.n))
-            while running:
-                await asyncio.sleep(self._block_s)
-                before, count = count, min(count + BLOCK, params.max_new_tokens)
-                for index in sorted(running):
-                    generation = self._generation(
-                        fixed_ids, params, request_id, index, before, count, began
-                    )
-                    if generation.finish_reason is not None:
-                        running.discard(index)
-                    yield generation
-                if before and prompt_ids == [0, 254]:
-                    raise RuntimeError("secret detail of a late fault")
-        finally:
-            self.open_requests.discard(request_id)
 
     def _generation(
         self,
-        fixed_ids: list[int],
-        params: sampling_params.SamplingParams,
-        request_id: str,
-        index: int,
+        row: tuple[list[int], sampling_params.SamplingParams, str],
+        suffix: Sequence[int],
+        place: tuple[int, int],
         before: int,
-        count: int,
         began: float,
-    ) -> outputs.Generation:
+    ) -> generations.Generation:
+        """Returns the choice at `place` (prompt, choice) with the block after `before` tokens."""
+        (prompt_ids, params, request_id), (prompt_index, index) = row, place
+        fixed_ids = [*prompt_ids, *suffix]
+        count = min(before + BLOCK, params.max_new_tokens)
         ids = expected_ids(fixed_ids, count, index)
         finish: dict[str, Any] | None = None
         stops = [i for i, token in enumerate(ids) if token in params.stop_token_ids]
@@ -191,10 +209,10 @@ class FakeEngine:
             "tpf": dllm["tpf"],
             "dllm": dllm,
         }
-        return outputs.Generation(
+        return generations.Generation(
             request_id=meta["id"],
             index=index,
-            prompt_index=0,
+            prompt_index=prompt_index,
             text=bytes(ids).decode(),
             delta_text=bytes(ids[before:]).decode(),
             output_ids=ids,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 from jdllm.engine import loop as loop_lib
@@ -33,6 +34,37 @@ class Generation:
         return {"text": self.text, "output_ids": self.output_ids, "meta_info": self.meta_info}
 
 
+class Collector:
+    """Brings the generations of one call of `generate` into the shape of its answer.
+
+    That is SGLang's dict for a single choice, else a list of them in the order of the prompts
+    and their choices, which is the order of `request_ids`.
+    """
+
+    def __init__(self, request_ids: Iterable[str], *, is_single: bool):
+        self._places = {request_id: place for place, request_id in enumerate(request_ids)}
+        self._is_single = is_single and len(self._places) == 1
+        self._finals: dict[str, dict[str, Any]] = {}
+
+    def add(self, generation: Generation) -> None:
+        """Keeps a generation that is a choice's last."""
+        if generation.finish_reason is not None:
+            self._finals[generation.request_id] = generation.as_dict()
+
+    def answer(self) -> dict[str, Any] | list[dict[str, Any]]:
+        """Returns the whole answer, once every choice has ended."""
+        results = [self._finals[request_id] for request_id in self._places]
+        return results[0] if self._is_single else results
+
+    def part(self, generation: Generation) -> dict[str, Any]:
+        """Returns what a stream yields for a generation, numbered unless it is single."""
+        item = generation.as_dict()
+        if not self._is_single:
+            item["index"] = self._places[generation.request_id]
+            item["prompt_index"] = generation.prompt_index
+        return item
+
+
 def finish_dict(finish: commits_lib.FinishReason | None) -> dict[str, Any] | None:
     """Returns SGLang's `finish_reason` object, None while the request runs."""
     if finish is None:
@@ -58,23 +90,23 @@ def meta_info(
     per NFE. A suffix counts as prompt. Times are seconds. `output_token_logprobs` and
     `step_map`, one entry per output token, come on request.
     """
-    tpf = event.output.num_output / event.output.nfe if event.output.nfe else 0.0
+    tpf = event.commit.num_output / event.commit.nfe if event.commit.nfe else 0.0
     started = request.first_scheduled_s
     dllm = {
-        "nfe": event.output.nfe,
+        "nfe": event.commit.nfe,
         "tpf": round(tpf, 4),
-        "blocks": event.output.num_blocks,
-        "edited_tokens": event.output.num_edited,
-        "discarded_tokens": event.output.num_discarded,
+        "blocks": event.commit.num_blocks,
+        "edited_tokens": event.commit.num_edited,
+        "discarded_tokens": event.commit.num_discarded,
         "algorithm": request.sampling.dllm.algorithm,
         "threshold": request.sampling.dllm.threshold,
     }
     if request.sampling.dllm.cache_mode is not None:
         dllm["cache_mode"] = request.sampling.dllm.cache_mode  # approximate or not: never silent
-    count = event.output.num_output
+    count = event.commit.num_output
     asked: dict[str, Any] = {}
     if request.sampling.return_logprob:
-        # SGLang's triple; the text of a token is not told.
+        # SGLang's triple; the text of a token is left out.
         logprobs = zip(request.output_logprobs[:count], request.output_ids, strict=False)
         asked["output_token_logprobs"] = [(value, token, None) for value, token in logprobs]
     if request.sampling.return_step_map:
@@ -83,12 +115,12 @@ def meta_info(
         "id": request.request_id,
         "finish_reason": finish_reason,
         "prompt_tokens": len(request.prompt_ids) + len(request.suffix_ids),
-        "completion_tokens": event.output.num_output,
+        "completion_tokens": event.commit.num_output,
         "cached_tokens": request.cached_tokens,
         "e2e_latency": event.at_s - request.arrival_s,
         "queue_time": (event.at_s if started is None else started) - request.arrival_s,
         "weight_version": "default",
-        "nfe": event.output.nfe,
+        "nfe": event.commit.nfe,
         "tpf": dllm["tpf"],
         "dllm": dllm,
         **asked,

@@ -1,0 +1,24 @@
+"""The ways in which a call of a server fails."""
+
+from __future__ import annotations
+
+
+class CallFailed(RuntimeError):
+    """Says that a call of a server brought no usable answer; the subclasses say why."""
+
+
+class NoConnection(CallFailed):
+    """Says that there is no server, or that the connection to it broke off."""
+
+
+class Refused(CallFailed):
+    """Says that the server answered with a status that is no success."""
+
+    def __init__(self, message: str, *, status: int, retry_after_s: float | None = None):
+        super().__init__(message)
+        self.status = status
+        self.retry_after_s = retry_after_s
+
+
+class BadAnswer(CallFailed):
+    """Says that an answer is not what its route promises, or that it ends in an error."""

@@ -1,0 +1,143 @@
+"""Makes requests of what callers pass: checks ids and options, fills in defaults, draws seeds."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jdllm import errors, sampling_params
+from jdllm.engine import build, infilling, requests
+from jdllm.scheduler import request as request_lib
+
+
+class InputProcessor:
+    """Makes the requests of one engine, on the threads of its callers."""
+
+    def __init__(self, built: build.Built):
+        self._built = built
+        self._random = random.Random(built.config.random_seed)
+
+    def choices(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[sampling_params.SamplingParams],
+        *,
+        request_ids: str | Sequence[str] | None = None,
+        suffix: infilling.Suffixes = None,
+        given: infilling.Givens = None,
+    ) -> dict[str, requests.Choice]:
+        """Returns the choices of all prompts by request id, in the order of the prompts."""
+        names = requests.request_ids(request_ids, len(prompts))
+        infills = infilling.infills(suffix, given, len(prompts), self._built.tokenizer)
+        choices: dict[str, requests.Choice] = {}
+        rows = zip(prompts, params, names, infills, strict=True)
+        for prompt_index, (prompt_ids, one, name, infill) in enumerate(rows):
+            for index, request in enumerate(self._requests(prompt_ids, one, name, infill)):
+                if request.request_id in choices:
+                    raise errors.RequestError(
+                        f"duplicate request id {request.request_id!r}", param="rid"
+                    )
+                choices[request.request_id] = requests.Choice(
+                    request, prompt_index, index, self._built.tokenizer
+                )
+        return choices
+
+    def prompt_ids(
+        self,
+        prompt: str | Sequence[str] | None,
+        input_ids: Sequence[int] | Sequence[Sequence[int]] | None,
+    ) -> tuple[list[list[int]], bool]:
+        """Returns (one list of ids per prompt, whether a single prompt was given)."""
+        if (prompt is None) == (input_ids is None):
+            raise errors.RequestError("give either a prompt or input_ids", param="prompt")
+        if prompt is not None:
+            is_single = isinstance(prompt, str)
+            texts = [prompt] if is_single else prompt
+            if not isinstance(texts, list | tuple) or not all(isinstance(t, str) for t in texts):
+                raise errors.RequestError("prompt must be text or a list of texts", param="prompt")
+            return [self.encode(text) for text in texts], is_single
+        return requests.id_rows(input_ids)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Returns the ids of plain text."""
+        if self._built.tokenizer is None:
+            raise errors.RequestError(
+                "the engine runs with skip_tokenizer_init; give input_ids", param="prompt"
+            )
+        return self._built.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def default_max_new_tokens(self, prompt_len: int, block_length: int | None = None) -> int:
+        """Returns how many tokens a request writes that does not say; its kind of rows knows."""
+        return self._built.core.scheduler.rows.default_new_tokens(prompt_len, block_length)
+
+    def _requests(
+        self,
+        prompt_ids: Sequence[int],
+        params: sampling_params.SamplingParams,
+        name: str,
+        infill: infilling.Infill,
+    ) -> list[request_lib.Request]:
+        """Returns the requests of one prompt, one for each of its `n` choices."""
+        full = self._complete(params, len(prompt_ids) + len(infill.suffix_ids))
+        self._check_ids(
+            input_ids=prompt_ids,
+            stop_token_ids=full.stop_token_ids,
+            suffix=infill.suffix_ids,
+            given=infill.given.values(),
+        )
+        seed = self._random.getrandbits(requests.SEED_BITS) if full.seed is None else full.seed
+        return [
+            request_lib.Request(
+                request_id=name if full.n == 1 else f"{name}-{index}",
+                prompt_ids=list(prompt_ids),
+                suffix_ids=list(infill.suffix_ids),
+                given=dict(infill.given),
+                sampling=full,
+                max_new_tokens=full.max_new_tokens,
+                eos_token_ids=self._built.eos_token_ids,
+                seed=requests.seed_of_choice(seed, index),
+            )
+            for index in range(full.n)
+        ]
+
+    def _complete(
+        self, params: sampling_params.SamplingParams, prompt_len: int
+    ) -> sampling_params.SamplingParams:
+        """Returns the params with every default filled in, options checked.
+
+        A suffix counts as prompt.
+        """
+        dllm = params.dllm.resolve(self._built.default_dllm)
+        if dllm.algorithm not in self._built.algorithms:
+            raise errors.RequestError(
+                f"algorithm {dllm.algorithm!r} is not compiled; this server has "
+                f"{', '.join(self._built.algorithms)} (--dllm-algorithm A,B adds more)",
+                param="dllm.algorithm",
+            )
+        default = self._built.default_sampling
+        pick = lambda value, fallback: fallback if value is None else value  # noqa: E731
+        return dataclasses.replace(
+            params,
+            max_new_tokens=pick(
+                params.max_new_tokens, self.default_max_new_tokens(prompt_len, dllm.block_length)
+            ),
+            temperature=pick(params.temperature, default.temperature),
+            top_p=pick(params.top_p, default.top_p),
+            top_k=pick(params.top_k, default.top_k),
+            dllm=dllm,
+        )
+
+    def _check_ids(self, **named: Iterable[Any]) -> None:
+        V = self._built.spec.vocab_size
+        for name, ids in named.items():
+            for token_id in ids:
+                is_id = isinstance(token_id, int | np.integer) and not isinstance(token_id, bool)
+                if not is_id or not 0 <= token_id < V:
+                    raise errors.RequestError(
+                        f"{name} holds {token_id!r}, not a token id between 0 and {V - 1}",
+                        param=name,
+                    )
