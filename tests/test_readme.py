@@ -12,7 +12,7 @@ import sys
 import pytest
 import safetensors
 
-from jdllm import config, sampling_params
+from jdllm import algorithms, config, sampling_params
 from jdllm.checkpoint import source
 from jdllm.tasks import registry
 
@@ -49,10 +49,14 @@ def test_paths_of_the_layout_exist():
     assert (ROOT / "configs/train/nano.yaml").exists()
 
 
+@pytest.mark.parametrize("kind", [algorithms.BLOCK, algorithms.CANVAS])
+def test_algorithms_and_options_are_those_of_the_table(kind):
+    texts = [README, *(path.read_text() for path in (ROOT / "docs").glob("*.md"))]
+    for table in (algorithms.markdown_table(kind), algorithms.markdown_options(kind)):
+        assert any(table in text for text in texts), f"put this into a document:\n{table}"
+
+
 def test_support_matrix_names_what_exists():
-    for algorithm, options in sampling_params.ALGORITHM_OPTIONS.items():
-        for name in (algorithm, *options):
-            assert f"`{name}`" in README
     for name in ("logit_bias", "logprobs", "min_p"):
         assert name in sampling_params.NEUTRAL_ONLY
     with pytest.raises(ValueError, match="tp_size"):

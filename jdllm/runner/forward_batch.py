@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdllm import sampling_params
+from jdllm import algorithms, sampling_params
 from jdllm.decoding.block import interface, sampling
 from jdllm.decoding.canvas import interface as canvas
 from jdllm.runner.launch import interrupts
@@ -139,8 +139,7 @@ def build_decode(
     head_lens, tokens_left = np.zeros((R,), np.int32), np.zeros((R,), np.int32)
     capacity, stop_ids = np.zeros((R,), np.int32), np.full((R, MAX_STOP_IDS), -1, np.int32)
     algorithm = np.zeros((R,), np.int32)
-    params = {f.name: np.zeros((R,), np.float32) for f in dataclasses.fields(interface.BlockParams)}
-    params["max_post_edit_steps"] = np.zeros((R,), np.int32)
+    params = algorithms.padding(algorithms.BLOCK, R)
     temperature, top_p = np.zeros((R,), np.float32), np.ones((R,), np.float32)
     top_k, seed = np.zeros((R,), np.int32), np.zeros((R, 2), np.uint32)
     for i, row in enumerate(batch.rows):
@@ -155,7 +154,7 @@ def build_decode(
         stop_ids[i, : len(ends)] = ends
         dllm = request.sampling.dllm
         algorithm[i] = shape.algorithms.index(dllm.algorithm)
-        _fill_params(params, i, dllm)
+        algorithms.fill(params, i, dllm.algorithm, dllm.options, row_length=L)
         temperature[i], top_p[i], top_k[i] = _sampling_of(request.sampling)
         seed[i] = _seed_words(request.seed)
     return DecodeInputs(
@@ -204,7 +203,7 @@ def build_canvas(
         inputs.end_ids[i, : len(ends)] = ends
         dllm = request.sampling.dllm
         inputs.algorithm[i] = shape.algorithms.index(dllm.algorithm)
-        _fill_canvas_params(params, i, dllm, shape.canvas_length)
+        algorithms.fill(params, i, dllm.algorithm, dllm.options, row_length=shape.canvas_length)
         params["temperature"][i] = request.sampling.temperature or 0.0
         params["seed"][i] = _seed_words(request.seed)
     R = batch.bucket.rows
@@ -227,9 +226,6 @@ def padding_canvases(
     def zeros() -> np.ndarray:
         return np.zeros((R,), np.int32)
 
-    def floats() -> np.ndarray:
-        return np.zeros((R,), np.float32)
-
     return CanvasInputs(
         slot=zeros(),
         is_fresh=np.zeros((R,), bool),
@@ -242,22 +238,8 @@ def padding_canvases(
         end_ids=np.full((R, MAX_STOP_IDS), -1, np.int32),
         algorithm=zeros(),
         params=canvas.CanvasParams(
-            threshold=floats(),
-            block_add_threshold=floats(),
-            decoded_token_threshold=floats(),
-            early_stop=np.zeros((R,), bool),
-            cache_mode=zeros(),
-            cache_delay_iter=ones(),
-            refresh_interval=ones(),
-            block_length=ones(),
-            steps=zeros(),
-            remasking=zeros(),
-            cfg_scale=floats(),
-            alg=zeros(),
-            alg_temp=floats(),
-            eps=floats(),
-            factor=floats(),
-            temperature=floats(),
+            **algorithms.padding(algorithms.CANVAS, R),
+            temperature=np.zeros((R,), np.float32),
             seed=np.zeros((R, 2), np.uint32),
         ),
         max_steps=np.int32(1),
@@ -277,29 +259,6 @@ def _row_arrays(
         kv_lens[i] = row.start + row.num_tokens
         page_table[i, : len(row.request.pages)] = row.request.pages
     return context_lens, kv_lens, page_table
-
-
-def _fill_params(params: dict[str, np.ndarray], i: int, dllm: sampling_params.DllmParams) -> None:
-    options = dataclasses.asdict(dllm)
-    for name, values in params.items():
-        values[i] = options[name] or 0
-
-
-def _fill_canvas_params(
-    params: dict[str, np.ndarray],
-    i: int,
-    dllm: sampling_params.DllmParams,
-    canvas_length: int,
-) -> None:
-    """Fills what the request's algorithm has; words become their places in `CHOICES`."""
-    words = sampling_params.CHOICES.get(dllm.algorithm or "", {})
-    for name, value in dataclasses.asdict(dllm).items():
-        if name in words:
-            value = words[name].index(value)
-        if name == "block_length" and value is not None:
-            value = min(value, canvas_length)  # the same block, and sums of it stay in 32 bits
-        if name in params and value is not None:
-            params[name][i] = value
 
 
 def _seed_words(seed: int) -> tuple[int, int]:

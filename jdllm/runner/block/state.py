@@ -62,7 +62,7 @@ def empty_slots(num_slots: int, config: steps.StepConfig) -> RowState:
         logprobs=jnp.zeros((num_slots, L), jnp.float32),
         step=zeros(),
         extra=tuple(
-            decoding.ALGORITHMS[name].init_extra(num_slots, L) for name in config.algorithms
+            decoding.BLOCK_ALGORITHMS[name].init_extra(num_slots, L) for name in config.algorithms
         ),
         context_lens=zeros(),
         tokens_left=zeros(),
