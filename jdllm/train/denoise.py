@@ -50,7 +50,9 @@ def denoiser(
     `params` are in compute dtypes. Only the prompt of `tokens` is read.
     """
     diffusion = network.config.spec.diffusion
-    visible = attention.visibility_mask(length, diffusion.block_size, diffusion.attention_pattern)
+    visible = jnp.asarray(
+        attention.visibility_mask(length, diffusion.block_size, diffusion.attention_pattern)
+    )
 
     @jax.jit
     def denoise(
