@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import yaml
 
-from jdllm import errors, sampling_params
+from jdllm import algorithms, errors
 
 LoadFormat = Literal["auto", "safetensors", "orbax", "dummy"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -120,8 +120,8 @@ class EngineConfig:
             return ()
         names = tuple(part.strip() for part in self.dllm_algorithm.split(","))
         for name in names:
-            if name not in sampling_params.ALGORITHM_OPTIONS:
-                hint = errors.nearest(name, sampling_params.ALGORITHM_OPTIONS)
+            if name not in algorithms.TABLE:
+                hint = errors.nearest(name, algorithms.TABLE)
                 raise errors.ConfigError(f"unknown dllm_algorithm {name!r}{hint}")
         return tuple(dict.fromkeys(names))
 
@@ -131,11 +131,7 @@ class EngineConfig:
         if source is None:
             return {}
         options = source if isinstance(source, Mapping) else read_yaml(source)
-        known = {"block_size"} | {
-            field.name
-            for field in dataclasses.fields(sampling_params.DllmParams)
-            if field.name != "algorithm"
-        }
+        known = ("block_size", *algorithms.option_names())
         for key in options:
             if key not in known:
                 raise errors.ConfigError(

@@ -45,23 +45,8 @@ MODES = (
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Replay:
+class Replay(full_attn_multi_block.FullAttnMultiBlock):
     """`FullAttnMultiBlock` that takes `threshold` tokens a step on average, in their order."""
-
-    is_shifted: bool = False
-
-    tempers = False
-    guides = False
-
-    @property
-    def _rule(self) -> full_attn_multi_block.FullAttnMultiBlock:
-        return full_attn_multi_block.FullAttnMultiBlock(is_shifted=self.is_shifted)
-
-    def begin(self, canvas: canvas_lib.Canvas) -> full_attn_multi_block.BlockTable:
-        return self._rule.begin(canvas)
-
-    def plan(self, canvas: canvas_lib.Canvas) -> tuple[canvas_lib.Canvas, canvas_lib.Window]:
-        return self._rule.plan(canvas)
 
     def update(
         self, canvas: canvas_lib.Canvas, proposal: canvas_lib.CanvasProposal
@@ -162,8 +147,9 @@ def main() -> None:
         parser.error("--tokens-per-forward takes one number per batch size")
     if args.output_len % BLOCK:
         parser.error(f"--output-len must be a multiple of {BLOCK}")
-    decoding.CANVAS_ALGORITHMS["FullAttnMultiBlock"] = Replay()
-    decoding.SHIFTED_ALGORITHMS["FullAttnMultiBlock"] = Replay(is_shifted=True)
+    decoding.CANVAS_ALGORITHMS["FullAttnMultiBlock"] = decoding.Variants(
+        Replay(), Replay(is_shifted=True)
+    )
     out, began = sys.stdout.write, time.monotonic()
     engine_config = config.EngineConfig(
         model_path=args.model_path,

@@ -31,7 +31,7 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 
-from jdllm import device_facts  # noqa: E402
+from jdllm import algorithms, device_facts  # noqa: E402
 from jdllm.engine import kinds  # noqa: E402
 from jdllm.kv_cache import pool as pool_lib  # noqa: E402
 from jdllm.models import loading  # noqa: E402
@@ -60,7 +60,6 @@ device_description_str: "NVIDIA H200"
 """
 GPU = device_facts.DeviceFacts(platform="gpu", device_kind="NVIDIA H200")
 PAGE = 64
-DEFAULTS = {"block": "LowConfidence", "canvas": "FullAttnMultiBlock"}
 FREE = {"parameter", "get-tuple-element", "tuple", "bitcast", "constant", "after-all"}
 
 
@@ -91,7 +90,9 @@ def launch_of(args: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
         pool=pool,
         context_length=length,
         num_slots=R,
-        algorithms=tuple((args.dllm_algorithm or DEFAULTS[spec.diffusion.kind]).split(",")),
+        algorithms=tuple(
+            (args.dllm_algorithm or next(iter(algorithms.of_kind(spec.diffusion.kind)))).split(",")
+        ),
         max_launch_steps=4,
     )
     built = kind.device(graphdef, config, GPU)

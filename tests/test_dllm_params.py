@@ -4,15 +4,15 @@ import dataclasses
 
 import pytest
 
-from jdllm import errors, sampling_params
+from jdllm import algorithms, errors
 from jdllm.sampling_params import DllmParams, SamplingParams
 
 SERVER = DllmParams(algorithm="FullAttnMultiBlock").resolve(DllmParams())
 
 
 def test_defaults_are_filled_in_and_nothing_else():
-    assert {k: v for k, v in dataclasses.asdict(SERVER).items() if v is not None} == {
-        "algorithm": "FullAttnMultiBlock",
+    assert SERVER.algorithm == "FullAttnMultiBlock"
+    assert SERVER.options == {
         "threshold": 0.5,
         "block_add_threshold": 0.1,
         "decoded_token_threshold": 0.95,
@@ -24,19 +24,19 @@ def test_defaults_are_filled_in_and_nothing_else():
     }
 
 
-@pytest.mark.parametrize("algorithm", list(sampling_params.ALGORITHM_OPTIONS))
+@pytest.mark.parametrize("algorithm", list(algorithms.TABLE))
 def test_resolved_options_resolve_to_themselves(algorithm):
     resolved = DllmParams(algorithm=algorithm).resolve(SERVER)
     assert resolved.resolve(SERVER) == resolved == resolved.resolve(resolved)
 
 
 def test_every_word_of_an_option_is_taken_and_has_its_default_among_them():
-    for algorithm, options in sampling_params.CHOICES.items():
-        for name, words in options.items():
-            assert sampling_params.ALGORITHM_OPTIONS[algorithm][name] == words[0]
-            for word in words:
-                params = DllmParams(algorithm=algorithm, **{name: word}).resolve(SERVER)
-                assert getattr(params, name) == word
+    for algorithm, declared in algorithms.TABLE.items():
+        for option in declared.options:
+            assert option.type != "word" or option.default == option.words[0]
+            for word in option.words:
+                params = DllmParams(algorithm=algorithm, **{option.name: word}).resolve(SERVER)
+                assert getattr(params, option.name) == word
 
 
 @pytest.mark.parametrize(
@@ -72,11 +72,11 @@ def test_a_bad_option_is_refused_by_name(options, param, words):
     assert raised.value.param == param
 
 
-@pytest.mark.parametrize("algorithm", list(sampling_params.ALGORITHM_OPTIONS))
+@pytest.mark.parametrize("algorithm", list(algorithms.TABLE))
 def test_only_entropies_exceed_one(algorithm):
     """The algorithm may be the server's default, which a request alone does not know."""
     server, asked = DllmParams(algorithm=algorithm).resolve(DllmParams()), DllmParams(threshold=1.5)
-    if "threshold" not in sampling_params.ALGORITHM_OPTIONS[algorithm]:
+    if "threshold" not in algorithms.TABLE[algorithm].defaults:
         with pytest.raises(errors.RequestError, match="no option 'threshold'"):
             asked.resolve(server)
     elif algorithm in ("FullAttnMultiBlock", "EntropyThreshold"):
@@ -99,10 +99,10 @@ def test_of_options_that_exclude_one_another_the_request_s_holds(given, server):
 
 @pytest.mark.parametrize("name,value", [("top_p", 0.9), ("top_k", 5), ("top_k", 1)])
 def test_canvas_algorithms_refuse_filters_by_name(name, value):
-    for algorithm in sampling_params.ALGORITHM_OPTIONS:
+    for algorithm in algorithms.TABLE:
         dllm = DllmParams(algorithm=algorithm)
         neutral = SamplingParams(dllm=dllm, top_p=1.0, top_k=0, temperature=0.7, seed=1)
-        if algorithm not in sampling_params.CANVAS_ALGORITHMS:
+        if algorithm in algorithms.of_kind(algorithms.BLOCK):
             assert getattr(dataclasses.replace(neutral, **{name: value}), name) == value
             continue
         with pytest.raises(errors.RequestError, match=f"{name}={value}.*{algorithm}") as raised:

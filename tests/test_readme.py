@@ -12,7 +12,7 @@ import sys
 import pytest
 import safetensors
 
-from jdllm import config, sampling_params
+from jdllm import algorithms, config, sampling_params
 from jdllm.checkpoint import source
 from jdllm.tasks import registry
 
@@ -64,10 +64,13 @@ def test_paths_of_the_layout_exist():
     assert (ROOT / "configs/train/nano.yaml").exists()
 
 
+@pytest.mark.parametrize("kind", [algorithms.BLOCK, algorithms.CANVAS])
+def test_algorithms_and_options_are_those_of_the_table(kind):
+    for table in (algorithms.markdown_table(kind), algorithms.markdown_options(kind)):
+        assert table in TEXT, f"put this into docs/algorithms.md:\n{table}"
+
+
 def test_support_matrix_names_what_exists():
-    for algorithm, options in sampling_params.ALGORITHM_OPTIONS.items():
-        for name in (algorithm, *options):
-            assert f"`{name}`" in TEXT
     for name in ("logit_bias", "logprobs", "min_p"):
         assert name in sampling_params.NEUTRAL_ONLY
     with pytest.raises(ValueError, match="tp_size"):

@@ -1,9 +1,13 @@
-"""The algorithms one can name with `--dllm-algorithm`; options are in `sampling_params`.
+"""The rules of the algorithms that `algorithms.TABLE` declares, one dict for each kind of rows.
 
-`ALGORITHMS` write a block of a block-causal model, `CANVAS_ALGORITHMS` the whole canvas of a
-full-attention one.
+`BLOCK_ALGORITHMS` write a block of a block-causal model, `CANVAS_ALGORITHMS` the whole canvas of
+a full-attention one. A declared algorithm without a rule, or the reverse, fails the import.
 """
 
+import dataclasses
+from collections.abc import Collection
+
+from jdllm import algorithms
 from jdllm.decoding.block.interface import Algorithm
 from jdllm.decoding.block.joint_threshold import JointThreshold
 from jdllm.decoding.block.low_confidence import LowConfidence
@@ -14,24 +18,43 @@ from jdllm.decoding.canvas.full_attn_multi_block import FullAttnMultiBlock
 from jdllm.decoding.canvas.interface import CanvasAlgorithm
 from jdllm.decoding.canvas.llada import LLaDA
 
-ALGORITHMS: dict[str, Algorithm] = {
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Variants:
+    """A rule, and what families with shifted logits (Dream) have instead, if it differs."""
+
+    plain: CanvasAlgorithm
+    shifted: CanvasAlgorithm | None = None
+
+
+BLOCK_ALGORITHMS: dict[str, Algorithm] = {
     "LowConfidence": LowConfidence(),
     "JointThreshold": JointThreshold(),
 }
-CANVAS_ALGORITHMS: dict[str, CanvasAlgorithm] = {
-    "FullAttnMultiBlock": FullAttnMultiBlock(),
-    "EntropyThreshold": EntropyThreshold(),
-    "LLaDA": LLaDA(),
-    "Dream": Dream(),
-    "FastDLLM": FastDLLM(),
-}
-# What families with shifted logits (Dream) have instead.
-SHIFTED_ALGORITHMS: dict[str, CanvasAlgorithm] = {
-    "FullAttnMultiBlock": FullAttnMultiBlock(is_shifted=True),
+CANVAS_ALGORITHMS: dict[str, Variants] = {
+    "FullAttnMultiBlock": Variants(FullAttnMultiBlock(), FullAttnMultiBlock(is_shifted=True)),
+    "EntropyThreshold": Variants(EntropyThreshold()),
+    "LLaDA": Variants(LLaDA()),
+    "Dream": Variants(Dream()),
+    "FastDLLM": Variants(FastDLLM()),
 }
 
 
 def canvas_algorithm(name: str, *, is_shifted: bool) -> CanvasAlgorithm:
     """Returns the algorithm of that name in the variant of the family."""
-    variants = CANVAS_ALGORITHMS | SHIFTED_ALGORITHMS if is_shifted else CANVAS_ALGORITHMS
-    return variants[name]
+    variants = CANVAS_ALGORITHMS[name]
+    return (is_shifted and variants.shifted) or variants.plain
+
+
+def check_names(kind: str, rules: Collection[str]) -> None:
+    """Raises an ImportError unless the rules are those of the kind's declared algorithms."""
+    declared = algorithms.of_kind(kind)
+    if unpaired := sorted(declared.keys() ^ set(rules)):
+        raise ImportError(
+            f"algorithms for {kind} rows without a rule, or rules that are not declared: "
+            f"{', '.join(unpaired)}; see jdllm/algorithms.py and jdllm/decoding/__init__.py"
+        )
+
+
+check_names(algorithms.BLOCK, BLOCK_ALGORITHMS)
+check_names(algorithms.CANVAS, CANVAS_ALGORITHMS)

@@ -6,13 +6,12 @@ after block, models that see the whole sequence write a canvas.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from typing import Any
 
+from jdllm import algorithms, errors, sampling_params
 from jdllm import config as config_lib
-from jdllm import errors, sampling_params
 from jdllm import spec as spec_lib
-
-BLOCK_DEFAULT, CANVAS_DEFAULT = "LowConfidence", "FullAttnMultiBlock"
 
 
 def choose(
@@ -27,10 +26,12 @@ def choose(
     if not isinstance(recommended, dict):
         raise errors.ConfigError(f"generation_config.json: dllm={recommended!r} must be an object")
     names = config.algorithms()
+    fitting = algorithms.of_kind(
+        algorithms.CANVAS if spec.diffusion.has_canvas else algorithms.BLOCK
+    )
     if not names:
-        default = CANVAS_DEFAULT if spec.diffusion.has_canvas else BLOCK_DEFAULT
-        names = (recommended.get("algorithm", default),)
-    _check_kind(names, spec)
+        names = (recommended.get("algorithm", next(iter(fitting))),)
+    _check_kind(names, fitting, spec)
     options = config.algorithm_options()
     if options.pop("block_size", None) is not None and spec.diffusion.has_canvas:
         raise errors.ConfigError(
@@ -48,15 +49,10 @@ def choose(
         raise errors.ConfigError(f"dLLM options of {names[0]}: {error}") from error
 
 
-def _check_kind(names: tuple[str, ...], spec: spec_lib.ModelSpec) -> None:
+def _check_kind(names: Iterable[str], fitting: Collection[str], spec: spec_lib.ModelSpec) -> None:
     """Raises a ConfigError for a known algorithm that the family cannot run."""
-    fitting = [
-        name
-        for name in sampling_params.ALGORITHM_OPTIONS
-        if (name in sampling_params.CANVAS_ALGORITHMS) == spec.diffusion.has_canvas
-    ]
     for name in names:
-        if name in sampling_params.ALGORITHM_OPTIONS and name not in fitting:
+        if name in algorithms.TABLE and name not in fitting:
             raise errors.ConfigError(
                 f"{spec.architecture}, a model with {spec.diffusion.attention_pattern.value} "
                 f"attention, cannot run dllm_algorithm {name!r}; it runs {', '.join(fitting)}"

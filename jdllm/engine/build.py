@@ -264,11 +264,7 @@ def _resolved(
     sizes: sizing.Sizes,
     has_tokenizer: bool,
 ) -> config_lib.EngineConfig:
-    options = {
-        name: value
-        for name, value in dataclasses.asdict(default_dllm).items()
-        if name != "algorithm" and value is not None
-    }
+    options = default_dllm.options
     block_size = config.algorithm_options().get("block_size")
     if block_size is not None:
         options["block_size"] = block_size

@@ -76,14 +76,10 @@ def model_info(built: build.Built) -> dict[str, Any]:
             "temperature": default.temperature,
             "top_p": default.top_p,
             "top_k": default.top_k,
-            "dllm": _without_none(dataclasses.asdict(built.default_dllm)),
+            "dllm": {"algorithm": built.default_dllm.algorithm, **built.default_dllm.options},
         },
         "weight_version": "default",
         "model_type": built.spec.model_type,
         "architectures": [built.spec.architecture],
         "context_length": built.sizes.context_length,
     }
-
-
-def _without_none(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}

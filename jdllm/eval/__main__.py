@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import logging
 import pathlib
 import sys
@@ -13,8 +12,8 @@ from typing import Any
 
 import yaml
 
+from jdllm import algorithms, errors, sampling_params
 from jdllm import config as config_lib
-from jdllm import errors, sampling_params
 from jdllm.engine import engine as engine_lib
 from jdllm.eval import backends, evaluation, summary
 from jdllm.tasks import registry
@@ -157,7 +156,7 @@ def key_value(text: str, *, as_text: bool = False) -> tuple[str, Any]:
     """Splits `key=value`; the value is read as YAML reads a scalar."""
     key, equals, value = text.partition("=")
     if not key or not equals or not value:
-        known = ", ".join(field.name for field in dataclasses.fields(sampling_params.DllmParams))
+        known = ", ".join(("algorithm", *algorithms.option_names()))
         raise errors.ConfigError(f"{text!r} is not KEY=VALUE; keys: {known}")
     return key, value if as_text else yaml.safe_load(value)
 

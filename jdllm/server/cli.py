@@ -15,7 +15,7 @@ from typing import Any
 
 import pydantic
 
-from jdllm import config, errors
+from jdllm import algorithms, config, errors
 from jdllm.checkpoint import source
 
 ALIASES = config.ALIASES | {"drain_timeout": "drain_timeout_s"}
@@ -51,7 +51,8 @@ HELP = {
     "disable_overlap_schedule": "read a launch's results before the next is planned",
     "schedule_policy": "order of the queue",
     "disable_radix_cache": "no sharing of prompt prefixes",
-    "dllm_algorithm": "decoding algorithm, or several by comma; the first is the default",
+    "dllm_algorithm": "decoding algorithm, or several by comma; the first is the default: "
+    f"{', '.join(algorithms.TABLE)}",
     "dllm_algorithm_config": "YAML file with options of the algorithm",
     "random_seed": "seed of requests that give none",
     "log_level": "debug, info, warning, error or critical",

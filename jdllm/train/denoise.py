@@ -1,14 +1,14 @@
 """Greedy block denoising of whole sequences, for measuring a model while it trains.
 
-The rule is LowConfidence: write every masked position of the current block whose
-probability passes the threshold, or the best one. No KV cache: every forward runs the
-whole sequence, which is exact and cheap for a small model. A threshold of 1 or more
+The rule is that of serving, LowConfidence, on the current block. No KV cache: every forward
+runs the whole sequence, which is exact and cheap for a small model. A threshold of 1 or more
 writes one token per step.
 
 With block-causal attention blocks lie at multiples of their size, the first one holds the
 prompt's tail, and a forward of its own persists each block but the last. With full attention
 the rest of the row is a canvas: blocks begin at the prompt's end, the last may be short,
-later ones are masked and visible.
+later ones are masked and visible. FastDLLM does the same by its threshold, except that it
+writes what equals the threshold, too.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jdllm import spec
+from jdllm import algorithms, spec
+from jdllm.decoding.block import interface, low_confidence
 from jdllm.layers import attention
 from jdllm.models import loading
 from jdllm.train.step import Network, Params
+
+RULE = low_confidence.LowConfidence()
 
 
 @jax.tree_util.register_dataclass
@@ -47,7 +50,9 @@ def denoiser(
     `params` are in compute dtypes. Only the prompt of `tokens` is read.
     """
     diffusion = network.config.spec.diffusion
-    visible = attention.visibility_mask(length, diffusion.block_size, diffusion.attention_pattern)
+    visible = jnp.asarray(
+        attention.visibility_mask(length, diffusion.block_size, diffusion.attention_pattern)
+    )
 
     @jax.jit
     def denoise(
@@ -85,32 +90,49 @@ def _step(
     begin = _origin(diffusion, rows.prompt_lens) + rows.block * diffusion.block_size
     place = begin[:, None] + jnp.arange(diffusion.block_size)  # past S in a short last block
     in_block = functools.partial(jnp.take_along_axis, indices=place, axis=1, mode="clip")
+    is_answer = place >= rows.prompt_lens[:, None]
+    options = algorithms.padding(algorithms.BLOCK, B) | {"threshold": jnp.full(B, threshold)}
+    block = interface.BlockState(
+        tokens=in_block(rows.tokens),
+        masked=in_block(rows.masked) & (place < S),
+        editable=is_answer & (place < S),
+        done=rows.done,
+        params=interface.BlockParams(**options),
+        extra=RULE.init_extra(B, diffusion.block_size),
+    )
     logits = _block_logits(network, params, rows.tokens, place, visible)  # [B, block, V]
-    logits = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    allowed = logits.at[..., diffusion.mask_token_id].set(-jnp.inf)
-    best = jnp.argmax(allowed, axis=-1)
-    masked = in_block(rows.masked) & (place < S)
-    score = jnp.where(masked, jnp.exp(jnp.max(allowed, axis=-1)), -1.0)
-    confident = score > threshold
-    top = jnp.arange(diffusion.block_size) == jnp.argmax(score, axis=-1)[:, None]
-    some = jnp.any(confident, axis=-1, keepdims=True)
-    write = masked & jnp.where(some, confident, top) & ~rows.done[:, None]
-    written = jnp.where(write, best, in_block(rows.tokens))
-    still = masked & ~write
-    is_final = ~jnp.any(still, axis=-1) & ~rows.done
+    after = RULE.update(block, _proposal(logits, diffusion.mask_token_id))
+    is_final = RULE.is_final(after) & ~rows.done
     # A stop token of the prompt's tail does not end the answer.
-    is_stop = jnp.isin(written, jnp.array(stop_ids)) & (place >= rows.prompt_lens[:, None])
+    is_stop = jnp.isin(after.tokens, jnp.array(stop_ids)) & is_answer
     is_last = begin + diffusion.block_size >= S
     done = rows.done | (is_final & (jnp.any(is_stop, axis=-1) | is_last))
-    persists = is_final & ~done & (not diffusion.has_canvas)
+    persists = is_final & ~done & (RULE.persists_apart and not diffusion.has_canvas)
     row = jnp.arange(B)[:, None]
     return Denoised(
-        tokens=rows.tokens.at[row, place].set(written, mode="drop"),
-        masked=rows.masked.at[row, place].set(still, mode="drop"),
+        tokens=rows.tokens.at[row, place].set(after.tokens, mode="drop"),
+        masked=rows.masked.at[row, place].set(after.masked, mode="drop"),
         prompt_lens=rows.prompt_lens,
         block=rows.block + (is_final & ~done),
         forwards=rows.forwards + ~rows.done + persists,
         done=done,
+    )
+
+
+def _proposal(logits: jax.Array, mask_token_id: int | None) -> interface.Proposal:
+    """Returns the greedy proposal of logits [B, block, V]."""
+    logprobs = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    allowed = logprobs.at[..., mask_token_id].set(-jnp.inf)
+    tokens, logprob = jnp.argmax(allowed, axis=-1), jnp.max(allowed, axis=-1)
+    prob = jnp.exp(logprob)
+    return interface.Proposal(
+        tokens=tokens,
+        prob=prob,
+        best=tokens,
+        best_prob=prob,
+        is_drawn=jnp.zeros(tokens.shape[:1], bool),
+        logprob=logprob,
+        best_logprob=logprob,
     )
 
 

@@ -102,7 +102,7 @@ def test_low_confidence_equals_the_oracle_for_a_whole_block(seed):
     rows, length = 6, 8
     tokens, masked, editable, _, _ = random_case(rng, rows, length)
     thresholds = rng.choice(np.float32([0.0, 0.25, 0.5, 0.9]), rows)
-    algorithm = decoding.ALGORITHMS["LowConfidence"]
+    algorithm = decoding.BLOCK_ALGORITHMS["LowConfidence"]
     block = make_block(tokens, masked, editable, threshold=thresholds)
     expected = [(tokens[r], masked[r], False) for r in range(rows)]
     for _ in range(length + 1):
@@ -127,7 +127,7 @@ def test_joint_threshold_equals_the_oracle_for_a_whole_block(seed):
     tokens, masked, editable, _, _ = random_case(rng, rows, length)
     thresholds = rng.choice(np.float32([0.0, 0.25, 0.5, 0.9]), rows)
     edits = rng.choice(np.float32([0.0, 0.5, 1.0]), rows)
-    algorithm = decoding.ALGORITHMS["JointThreshold"]
+    algorithm = decoding.BLOCK_ALGORITHMS["JointThreshold"]
     block = make_block(
         tokens,
         masked,
@@ -173,7 +173,7 @@ def one_row(tokens, masked, editable=None):
 
 def test_confidence_equal_to_the_threshold_is_not_accepted():
     block = make_block(*one_row([0, 0], [True, True]), threshold=0.5)
-    after = decoding.ALGORITHMS["LowConfidence"].update(
+    after = decoding.BLOCK_ALGORITHMS["LowConfidence"].update(
         block, make_proposal(np.int32([[3, 4]]), np.float32([[0.5, 0.75]]))
     )
     assert after.tokens.tolist() == [[0, 4]]
@@ -182,14 +182,14 @@ def test_confidence_equal_to_the_threshold_is_not_accepted():
 
 def test_without_a_confident_position_the_lowest_best_one_is_written():
     block = make_block(*one_row([0, 0, 0], [True, True, True]), threshold=0.9)
-    after = decoding.ALGORITHMS["LowConfidence"].update(
+    after = decoding.BLOCK_ALGORITHMS["LowConfidence"].update(
         block, make_proposal(np.int32([[3, 4, 5]]), np.float32([[0.2, 0.4, 0.4]]))
     )
     assert after.masked.tolist() == [[True, False, True]]
 
 
 def test_a_row_without_masks_is_final_before_and_done_after_its_persist_forward():
-    algorithm = decoding.ALGORITHMS["LowConfidence"]
+    algorithm = decoding.BLOCK_ALGORITHMS["LowConfidence"]
     block = make_block(*one_row([1, 2], [False, True]))
     written = algorithm.update(block, make_proposal(np.int32([[5, 6]]), np.float32([[1.0, 1.0]])))
     assert algorithm.is_final(written).tolist() == [True]
@@ -202,7 +202,7 @@ def test_a_row_without_masks_is_final_before_and_done_after_its_persist_forward(
 
 
 def test_prompt_tokens_are_never_edited_and_masks_and_edits_share_a_step():
-    algorithm = decoding.ALGORITHMS["JointThreshold"]
+    algorithm = decoding.BLOCK_ALGORITHMS["JointThreshold"]
     block = make_block(
         *one_row([1, 2, 0], [False, False, True], [False, True, True]),
         extra=algorithm.init_extra(1, 3),
@@ -215,7 +215,7 @@ def test_prompt_tokens_are_never_edited_and_masks_and_edits_share_a_step():
 
 
 def test_edit_threshold_one_disables_edits():
-    algorithm = decoding.ALGORITHMS["JointThreshold"]
+    algorithm = decoding.BLOCK_ALGORITHMS["JointThreshold"]
     block = make_block(
         *one_row([1, 2], [False, False]), edit_threshold=1.0, extra=algorithm.init_extra(1, 2)
     )
@@ -225,7 +225,7 @@ def test_edit_threshold_one_disables_edits():
 
 
 def test_sixteen_edit_steps_then_the_seventeenth_ends_the_row():
-    algorithm = decoding.ALGORITHMS["JointThreshold"]
+    algorithm = decoding.BLOCK_ALGORITHMS["JointThreshold"]
     block = make_block(*one_row([1], [False]), extra=algorithm.init_extra(1, 1))
     steps = 0
     while not bool(block.done[0]):
@@ -237,7 +237,7 @@ def test_sixteen_edit_steps_then_the_seventeenth_ends_the_row():
 
 
 def test_drawn_tokens_are_not_reverted_by_edits():
-    algorithm = decoding.ALGORITHMS["JointThreshold"]
+    algorithm = decoding.BLOCK_ALGORITHMS["JointThreshold"]
     block = make_block(*one_row([0], [True]), extra=algorithm.init_extra(1, 1))
     drawn = make_proposal(
         np.int32([[3]]), np.float32([[0.9]]), best=np.int32([[5]]), is_drawn=np.array([True])
@@ -248,11 +248,11 @@ def test_drawn_tokens_are_not_reverted_by_edits():
     assert block.tokens.tolist() == [[3]] and block.done.tolist() == [True]
 
 
-@pytest.mark.parametrize("name", list(decoding.ALGORITHMS))
+@pytest.mark.parametrize("name", list(decoding.BLOCK_ALGORITHMS))
 def test_finished_rows_are_unchanged(name):
     rng = np.random.default_rng(5)
     tokens, masked, editable, proposed, prob = random_case(rng, 4, 6)
-    algorithm = decoding.ALGORITHMS[name]
+    algorithm = decoding.BLOCK_ALGORITHMS[name]
     done = np.array([True, False, True, False])
     block = make_block(tokens, masked, editable, extra=algorithm.init_extra(4, 6), done=done)
     after = algorithm.update(block, make_proposal(proposed, prob))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from support import canvas_rows
 
-from jdllm import decoding, sampling_params
+from jdllm import algorithms, decoding
 from jdllm.decoding.canvas import interface as canvas_lib
 
 S, R, END = 40, 10, 5
@@ -156,10 +156,13 @@ def test_plan_and_update_keep_every_shape_and_type(algorithm, is_shifted):
 
 def test_the_table_is_that_of_the_options():
     names = set(decoding.CANVAS_ALGORITHMS)
-    assert names | set(decoding.ALGORITHMS) == set(sampling_params.ALGORITHM_OPTIONS)
-    assert not names & set(decoding.ALGORITHMS)
-    assert set(decoding.SHIFTED_ALGORITHMS) <= names
-    options = {name for names in OPTIONS for name in sampling_params.ALGORITHM_OPTIONS[names]}
+    assert names | set(decoding.BLOCK_ALGORITHMS) == set(algorithms.TABLE)
+    assert not names & set(decoding.BLOCK_ALGORITHMS)
+    with pytest.raises(ImportError, match="without a rule.*: Dream, LLaDA; see"):
+        decoding.check_names(algorithms.CANVAS, names - {"Dream", "LLaDA"})
+    with pytest.raises(ImportError, match="not declared: Toy; see"):
+        decoding.check_names(algorithms.CANVAS, names | {"Toy"})
+    options = {name for names in OPTIONS for name in algorithms.TABLE[names].defaults}
     fields = {field.name for field in dataclasses.fields(canvas_lib.CanvasParams)}
     assert options <= fields, "every option reaches the device"
     multi_block = [

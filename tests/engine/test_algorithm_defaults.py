@@ -4,7 +4,7 @@ import pathlib
 
 import pytest
 
-from jdllm import config, device_facts, errors, sampling_params
+from jdllm import algorithms, config, device_facts, errors
 from jdllm.engine import algorithm_defaults, kinds, sampling_defaults, sizing, stats
 from jdllm.models import loading
 from jdllm.scheduler import batch as batch_lib
@@ -29,9 +29,9 @@ def test_default_follows_the_attention(family, has_canvas):
 
 
 @pytest.mark.parametrize("family,has_canvas", FAMILIES.items())
-@pytest.mark.parametrize("name", list(sampling_params.ALGORITHM_OPTIONS))
+@pytest.mark.parametrize("name", list(algorithms.TABLE))
 def test_an_algorithm_of_the_other_kind_is_refused_with_the_right_ones(family, has_canvas, name):
-    fits = (name in sampling_params.CANVAS_ALGORITHMS) == has_canvas
+    fits = (name in algorithms.of_kind(algorithms.CANVAS)) == has_canvas
     right = ("FullAttnMultiBlock.*FastDLLM", "LowConfidence, JointThreshold$")[not has_canvas]
     first = "LLaDA" if has_canvas else "LowConfidence"
     named = {"dllm_algorithm": f"{first},{name}"}, {"generation_config": {"dllm": {}}}

@@ -10,13 +10,11 @@ import functools
 import jax
 import numpy as np
 
-from jdllm import decoding, sampling_params
+from jdllm import algorithms, decoding
 from jdllm.decoding.canvas import interface as canvas_lib
 
 MASK = -7  # a token no proposal holds, so that a masked position cannot pass for a written one
 FILLER = 8  # as no proposal holds either
-INTEGERS = ("cache_mode", "cache_delay_iter", "refresh_interval", "block_length", "steps",
-            "remasking", "alg")  # fmt: skip
 
 
 @dataclasses.dataclass
@@ -36,7 +34,7 @@ class Row:
         return len(self.text)
 
     def option(self, algorithm, name):
-        return self.options.get(name, sampling_params.ALGORITHM_OPTIONS[algorithm][name])
+        return self.options.get(name, algorithms.TABLE[algorithm].defaults[name])
 
 
 def plain(prompt, written, suffix=0, **changes):
@@ -64,21 +62,17 @@ def random_row(rng, S, algorithm, *, end_ids=(), options):
 def make_canvas(algorithm, rows, S, *, is_shifted=False):
     """Returns the rows' canvas before the first forward."""
     R = len(rows)
-    params = {}
-    for field in dataclasses.fields(canvas_lib.CanvasParams):
-        dtype = np.int32 if field.name in INTEGERS else np.float32
-        params[field.name] = np.zeros(R, bool if field.name == "early_stop" else dtype)
+    params = algorithms.padding(algorithms.CANVAS, R)
+    params["temperature"] = np.zeros(R, np.float32)
     params["seed"] = np.array([row.seed for row in rows], np.uint32)
-    params["block_length"][:] = 1
-    words = sampling_params.CHOICES.get(algorithm, {})
     tokens, masked = np.zeros((R, S), np.int32), np.zeros((R, S), bool)
     end_ids = np.full((R, 2), -1, np.int32)
     for r, row in enumerate(rows):
-        for name in sampling_params.ALGORITHM_OPTIONS[algorithm]:
-            value = row.option(algorithm, name)
-            if name in words:
-                value = words[name].index(value)
-            params[name][r] = value or 0
+        values = {
+            name: row.option(algorithm, name) for name in algorithms.TABLE[algorithm].defaults
+        }
+        given = {name: value for name, value in values.items() if value is not None}
+        algorithms.fill(params, r, algorithm, given, row_length=S)
         params["temperature"][r] = row.options.get("temperature", 0.0)
         masked[r, : row.length] = [token is None for token in row.text]
         tokens[r, : row.length] = [MASK if token is None else token for token in row.text]

@@ -16,16 +16,22 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
+from jdllm import algorithms
+
+# One field per option. Its type is Any, since a type checker cannot know the fields.
+_Options: Any = dataclasses.make_dataclass(
+    "BlockOptions",
+    [(name, jax.Array) for name in algorithms.arrays_of(algorithms.BLOCK)],
+    frozen=True,
+    slots=True,
+    kw_only=True,
+)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class BlockParams:
-    """Per-row options, [B] each; an algorithm reads those it has."""
-
-    threshold: jax.Array
-    edit_threshold: jax.Array
-    max_post_edit_steps: jax.Array
-    penalty_lambda: jax.Array
+class BlockParams(_Options):
+    """Per-row options, [B] each: those of all block algorithms; a rule reads what it has."""
 
 
 @jax.tree_util.register_dataclass

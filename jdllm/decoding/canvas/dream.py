@@ -15,13 +15,13 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jdllm import sampling_params
+from jdllm import algorithms
 from jdllm.decoding.canvas import interface as canvas_lib
 from jdllm.decoding.canvas import rules as canvas_rules
 
-ORIGIN = sampling_params.CHOICES["Dream"]["alg"].index("origin")
-TOPK_MARGIN = sampling_params.CHOICES["Dream"]["alg"].index("topk_margin")
-ENTROPY = sampling_params.CHOICES["Dream"]["alg"].index("entropy")
+ORIGIN = algorithms.word("Dream", "alg", "origin")
+TOPK_MARGIN = algorithms.word("Dream", "alg", "topk_margin")
+ENTROPY = algorithms.word("Dream", "alg", "entropy")
 SALT = 2  # of `canvas.uniform`, one per algorithm
 
 

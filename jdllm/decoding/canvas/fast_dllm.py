@@ -17,12 +17,12 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jdllm import sampling_params
+from jdllm import algorithms
 from jdllm.decoding.canvas import interface as canvas_lib
 from jdllm.decoding.canvas import rules as canvas_rules
 
-NONE = sampling_params.CHOICES["FastDLLM"]["cache_mode"].index("none")
-DUAL = sampling_params.CHOICES["FastDLLM"]["cache_mode"].index("dual")
+NONE = algorithms.word("FastDLLM", "cache_mode", "none")
+DUAL = algorithms.word("FastDLLM", "cache_mode", "dual")
 
 
 @jax.tree_util.register_dataclass

@@ -34,12 +34,12 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jdllm import sampling_params
+from jdllm import algorithms
 from jdllm.decoding.canvas import interface as canvas_lib
 from jdllm.decoding.canvas import rules as canvas_rules
 
-EXACT = sampling_params.CHOICES["FullAttnMultiBlock"]["cache_mode"].index("exact")
-WINDOW = sampling_params.CHOICES["FullAttnMultiBlock"]["cache_mode"].index("window")
+EXACT = algorithms.word("FullAttnMultiBlock", "cache_mode", "exact")
+WINDOW = algorithms.word("FullAttnMultiBlock", "cache_mode", "window")
 NOT_YET = jnp.iinfo(jnp.int32).max
 
 

@@ -22,32 +22,27 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
+from jdllm import algorithms
+
+# One field per option. Its type is Any, since a type checker cannot know the fields.
+_Options: Any = dataclasses.make_dataclass(
+    "CanvasOptions",
+    [(name, jax.Array) for name in algorithms.arrays_of(algorithms.CANVAS)],
+    frozen=True,
+    slots=True,
+    kw_only=True,
+)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class CanvasParams:
-    """Per-row options, [R] each; an algorithm reads those it has.
+class CanvasParams(_Options):
+    """Per-row options, [R] each: those of all canvas algorithms; a rule reads what it has.
 
-    Options that are words are numbers here: their places in `sampling_params.CHOICES[algorithm]`.
-    `steps` 0 means as many as there are positions to write; `factor` 0 means none.
-    `temperature` 0 is greedy.
+    Words are numbers here (`algorithms.word`). `steps` 0 means as many as there are positions
+    to write; `factor` 0 means none. `temperature` 0 is greedy.
     """
 
-    threshold: jax.Array  # float32
-    block_add_threshold: jax.Array  # float32
-    decoded_token_threshold: jax.Array  # float32
-    early_stop: jax.Array  # bool
-    cache_mode: jax.Array  # int32
-    cache_delay_iter: jax.Array  # int32
-    refresh_interval: jax.Array  # int32
-    block_length: jax.Array  # int32, >= 1
-    steps: jax.Array  # int32
-    remasking: jax.Array  # int32
-    cfg_scale: jax.Array  # float32
-    alg: jax.Array  # int32
-    alg_temp: jax.Array  # float32
-    eps: jax.Array  # float32
-    factor: jax.Array  # float32
     temperature: jax.Array  # float32
     seed: jax.Array  # [R, 2] uint32
 

@@ -12,11 +12,11 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jdllm import sampling_params
+from jdllm import algorithms
 from jdllm.decoding.canvas import interface as canvas_lib
 from jdllm.decoding.canvas import rules as canvas_rules
 
-RANDOM = sampling_params.CHOICES["LLaDA"]["remasking"].index("random")
+RANDOM = algorithms.word("LLaDA", "remasking", "random")
 SALT = 1  # of `canvas.uniform`, one per algorithm
 
 

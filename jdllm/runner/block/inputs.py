@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdllm import sampling_params
+from jdllm import algorithms, sampling_params
 from jdllm.decoding.block import interface
 from jdllm.runner import config as config_lib
 from jdllm.runner import paging, row_options
@@ -97,8 +97,7 @@ def build_denoise(
         np.full((R, row_options.MAX_END_IDS), row_options.NO_ID, np.int32),
     )
     algorithm = np.zeros((R,), np.int32)
-    params = {f.name: np.zeros((R,), np.float32) for f in dataclasses.fields(interface.BlockParams)}
-    params["max_post_edit_steps"] = np.zeros((R,), np.int32)
+    params = algorithms.padding(algorithms.BLOCK, R)
     temperature, top_p = np.zeros((R,), np.float32), np.ones((R,), np.float32)
     top_k, seed = np.zeros((R,), np.int32), np.zeros((R, 2), np.uint32)
     for i, row in enumerate(batch.rows):
@@ -113,7 +112,7 @@ def build_denoise(
         row_options.fill_end_ids(stop_ids[i], request)
         dllm = request.sampling.dllm
         algorithm[i] = config.algorithms.index(dllm.algorithm)
-        _fill_params(params, i, dllm)
+        algorithms.fill(params, i, dllm.algorithm, dllm.options, row_length=L)
         temperature[i], top_p[i], top_k[i] = _sampling_of(request.sampling)
         seed[i] = row_options.seed_words(request.seed)
     return DenoiseInputs(
@@ -133,12 +132,6 @@ def build_denoise(
         ),
         limits=driver.LaunchLimits.of(batch, interrupt),
     )
-
-
-def _fill_params(params: dict[str, np.ndarray], i: int, dllm: sampling_params.DllmParams) -> None:
-    options = dataclasses.asdict(dllm)
-    for name, values in params.items():
-        values[i] = options[name] or 0
 
 
 def _sampling_of(sampling_of: sampling_params.SamplingParams) -> tuple[float, float, int]:

@@ -70,7 +70,7 @@ class DenoiseOutputs:
 
 def commit_rows(rows: int, config: config_lib.StepConfig) -> tuple[int, ...]:
     """Returns the compiled numbers of committed blocks in a step of `rows` rows, ascending."""
-    needs = any(decoding.ALGORITHMS[name].persists_apart for name in config.algorithms)
+    needs = any(decoding.BLOCK_ALGORITHMS[name].persists_apart for name in config.algorithms)
     if not config.fuses_commits or not needs:
         return (0,)
     # Few places serve rows that are out of phase, all of them rows that march together.
@@ -303,7 +303,7 @@ def _denoise(
     )
     can_change = jnp.zeros_like(state.masked)
     for i, name in enumerate(config.algorithms):
-        settled = decoding.ALGORITHMS[name].settled(before)
+        settled = decoding.BLOCK_ALGORITHMS[name].settled(before)
         can_change |= (inputs.algorithm == i)[:, None] & ~settled
     proposed = proposal.propose(
         hidden,
@@ -319,7 +319,7 @@ def _denoise(
     after, extras = before, []
     is_final, settled = jnp.zeros_like(active), jnp.zeros_like(state.masked)
     for i, name in enumerate(config.algorithms):
-        algorithm = decoding.ALGORITHMS[name]
+        algorithm = decoding.BLOCK_ALGORITHMS[name]
         updated = algorithm.update(dataclasses.replace(before, extra=state.extra[i]), proposed)
         extras.append(updated.extra)
         is_mine = inputs.algorithm == i

@@ -64,7 +64,7 @@ def empty_slots(num_slots: int, config: config_lib.StepConfig) -> RowState:
         logprobs=jnp.zeros((num_slots, L), jnp.float32),
         step=zeros(),
         extra=tuple(
-            decoding.ALGORITHMS[name].init_extra(num_slots, L) for name in config.algorithms
+            decoding.BLOCK_ALGORITHMS[name].init_extra(num_slots, L) for name in config.algorithms
         ),
         context_lens=zeros(),
         tokens_left=zeros(),

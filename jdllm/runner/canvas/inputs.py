@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdllm import sampling_params
+from jdllm import algorithms
 from jdllm.decoding.canvas import interface as canvas
 from jdllm.runner import config as config_lib
 from jdllm.runner import row_options
@@ -73,7 +73,7 @@ def build(
         row_options.fill_end_ids(inputs.end_ids[i], request)
         dllm = request.sampling.dllm
         inputs.algorithm[i] = config.algorithms.index(dllm.algorithm)
-        _fill_canvas_params(params, i, dllm, config.context_length)
+        algorithms.fill(params, i, dllm.algorithm, dllm.options, row_length=config.context_length)
         params["temperature"][i] = request.sampling.temperature or 0.0
         params["seed"][i] = row_options.seed_words(request.seed)
     return inputs
@@ -91,9 +91,6 @@ def padding(
     def zeros() -> np.ndarray:
         return np.zeros((R,), np.int32)
 
-    def floats() -> np.ndarray:
-        return np.zeros((R,), np.float32)
-
     return CanvasInputs(
         slot=zeros(),
         is_fresh=np.zeros((R,), bool),
@@ -106,40 +103,9 @@ def padding(
         end_ids=np.full((R, row_options.MAX_END_IDS), row_options.NO_ID, np.int32),
         algorithm=zeros(),
         params=canvas.CanvasParams(
-            threshold=floats(),
-            block_add_threshold=floats(),
-            decoded_token_threshold=floats(),
-            early_stop=np.zeros((R,), bool),
-            cache_mode=zeros(),
-            cache_delay_iter=ones(),
-            refresh_interval=ones(),
-            block_length=ones(),
-            steps=zeros(),
-            remasking=zeros(),
-            cfg_scale=floats(),
-            alg=zeros(),
-            alg_temp=floats(),
-            eps=floats(),
-            factor=floats(),
-            temperature=floats(),
+            **algorithms.padding(algorithms.CANVAS, R),
+            temperature=np.zeros((R,), np.float32),
             seed=np.zeros((R, 2), np.uint32),
         ),
         limits=limits,
     )
-
-
-def _fill_canvas_params(
-    params: dict[str, np.ndarray],
-    i: int,
-    dllm: sampling_params.DllmParams,
-    canvas_length: int,
-) -> None:
-    """Fills what the request's algorithm has; words become their places in `CHOICES`."""
-    words = sampling_params.CHOICES.get(dllm.algorithm or "", {})
-    for name, value in dataclasses.asdict(dllm).items():
-        if name in words:
-            value = words[name].index(value)
-        if name == "block_length" and value is not None:
-            value = min(value, canvas_length)  # the same block, and sums of it stay in 32 bits
-        if name in params and value is not None:
-            params[name][i] = value

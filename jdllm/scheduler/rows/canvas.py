@@ -373,14 +373,14 @@ def _check_schedule(request: request_lib.Request, written: int, most_steps: int)
             f"dllm.steps={dllm.steps} exceeds the context length of {most_steps}",
             param="dllm.steps",
         )
-    if dllm.block_length is None or (dllm.algorithm != "LLaDA" and dllm.steps is None):
+    if dllm.block_length is None or (not dllm.writes_whole_blocks and dllm.steps is None):
         return
-    if dllm.algorithm == "LLaDA" and written % dllm.block_length:
+    if dllm.writes_whole_blocks and written % dllm.block_length:
         why = "before a suffix" if request.suffix_ids else "up to the end of context or pool"
         raise errors.RequestError(
             f"max_new_tokens={request.max_new_tokens} makes {written} tokens to write {why}, but "
-            f"LLaDA writes whole blocks of dllm.block_length={dllm.block_length}; change one of "
-            "them",
+            f"{dllm.algorithm} writes whole blocks of dllm.block_length={dllm.block_length}; "
+            "change one of them",
             param="max_new_tokens",
         )
     num_blocks = -(-written // dllm.block_length)
