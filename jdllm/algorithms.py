@@ -1,7 +1,7 @@
 """The decoding algorithms and their options, each declared once, here.
 
 All else that knows an option reads this table: the checks and defaults of requests
-(`sampling_params`) and of the server (`config`, `engine/algorithm_defaults.py`), the help of
+(`sampling_params`) and of the server (`config`, `engine/build/`), the help of
 the command line, the tables of the documentation, and the arrays in which the options of many
 rows travel to the device. `decoding/` holds one rule for each algorithm, and imports its words
 and the names of its arrays from here.

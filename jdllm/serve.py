@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from jdllm import errors
 from jdllm.engine import engine as engine_lib
-from jdllm.engine import startup
+from jdllm.engine.build import startup
 from jdllm.server import cli, lifecycle
 
 logger = logging.getLogger(__name__)

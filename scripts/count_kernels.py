@@ -32,7 +32,7 @@ import numpy as np  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 
 from jdllm import algorithms, device_facts  # noqa: E402
-from jdllm.engine import kinds  # noqa: E402
+from jdllm.engine.build import kinds  # noqa: E402
 from jdllm.kv_cache import pool as pool_lib  # noqa: E402
 from jdllm.models import loading  # noqa: E402
 from jdllm.runner import config as runner_config  # noqa: E402

@@ -14,18 +14,10 @@ from typing import Any
 
 from jdllm import config as config_lib
 from jdllm import errors, sampling_params
-from jdllm.engine import (
-    build,
-    generations,
-    infilling,
-    info,
-    input_processor,
-    requests,
-    startup,
-    streams,
-)
+from jdllm.engine import generations, infilling, info, input_processor, requests, streams
 from jdllm.engine import loop as loop_lib
 from jdllm.engine import stats as stats_lib
+from jdllm.engine.build import build, startup
 from jdllm.models import loading
 
 

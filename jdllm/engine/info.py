@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from jdllm.engine import build
 from jdllm.engine import stats as stats_lib
+from jdllm.engine.build import build
 from jdllm.runner.launch import compile_counter
 
 

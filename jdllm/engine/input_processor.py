@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from jdllm import errors, sampling_params
-from jdllm.engine import build, infilling, requests
+from jdllm.engine import infilling, requests
+from jdllm.engine.build import build
 from jdllm.scheduler import request as request_lib
 
 

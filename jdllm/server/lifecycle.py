@@ -28,7 +28,7 @@ from jdllm.server import health, state
 if TYPE_CHECKING:
     from jdllm import config
     from jdllm.engine import engine as engine_lib
-    from jdllm.engine import startup
+    from jdllm.engine.build import startup
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from starlette import requests
 
     from jdllm.engine import engine as engine_lib
-    from jdllm.engine import startup, tokenizer
+    from jdllm.engine import tokenizer
+    from jdllm.engine.build import startup
 
 Phase = Literal["starting", "ready", "draining"]
 

@@ -16,7 +16,7 @@ from support import tiny_engine
 
 from jdllm import config
 from jdllm.bench import in_process, offline_throughput, one_batch, serving
-from jdllm.engine import startup
+from jdllm.engine.build import startup
 from jdllm.server import app, state
 
 FLAGS = [

@@ -14,7 +14,7 @@ from support.toy_kind import device, rows
 from jdllm import device_facts, errors, sampling_params
 from jdllm import spec as spec_lib
 from jdllm.engine import core as core_lib
-from jdllm.engine import kinds
+from jdllm.engine.build import kinds
 from jdllm.runner import model_runner
 from jdllm.scheduler import request, scheduler
 from jdllm.scheduler.rows import interface

@@ -5,7 +5,8 @@ import pathlib
 import pytest
 
 from jdllm import algorithms, config, device_facts, errors
-from jdllm.engine import algorithm_defaults, kinds, sampling_defaults, sizing, stats
+from jdllm.engine import stats
+from jdllm.engine.build import algorithm_defaults, kinds, sampling_defaults, sizing
 from jdllm.models import loading
 from jdllm.scheduler import batch as batch_lib
 from jdllm.scheduler.rows import canvas

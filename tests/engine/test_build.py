@@ -15,7 +15,8 @@ import jdllm
 from jdllm import errors
 from jdllm import spec as spec_lib
 from jdllm.checkpoint import source
-from jdllm.engine import kinds, sampling_defaults, sizing, tokenizer
+from jdllm.engine import tokenizer
+from jdllm.engine.build import kinds, sampling_defaults, sizing
 from jdllm.models import loading
 from jdllm.runner import full_forward
 from jdllm.scheduler.rows import block

@@ -11,7 +11,8 @@ from tokenizers import models, pre_tokenizers, trainers
 
 from jdllm import errors
 from jdllm.checkpoint import source
-from jdllm.engine import build, tokenizer
+from jdllm.engine import tokenizer
+from jdllm.engine.build import build
 from jdllm.models import registry
 
 CORPUS = ["the cat sat on the mat, 123 times; he said: don't! l'été Straße 北京\n\n  x = 1"] * 20

@@ -10,7 +10,7 @@ import httpx
 from support import fake_engine
 
 from jdllm import config
-from jdllm.engine import startup
+from jdllm.engine.build import startup
 from jdllm.server import app, state
 
 

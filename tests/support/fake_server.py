@@ -13,7 +13,7 @@ import time
 from support import fake_engine
 
 from jdllm import config, errors
-from jdllm.engine import startup
+from jdllm.engine.build import startup
 from jdllm.server import lifecycle
 
 

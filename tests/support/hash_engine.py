@@ -16,7 +16,8 @@ from support.hash_model import CONTEXT, EOS, VOCAB, B
 import jdllm
 from jdllm import config, device_facts, sampling_params
 from jdllm import spec as spec_lib
-from jdllm.engine import build, core, requests, sizing
+from jdllm.engine import core, requests
+from jdllm.engine.build import build, sizing
 from jdllm.scheduler import request as request_lib
 
 ROWS, QUEUE, PAGES = 4, 6, 8 * CONTEXT // B
