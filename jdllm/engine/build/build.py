@@ -19,13 +19,9 @@ from jdllm import device as device_lib
 from jdllm import device_facts, errors, sampling_params
 from jdllm import spec as spec_lib
 from jdllm.checkpoint import source
-from jdllm.engine.build import algorithm_defaults
-from jdllm.engine.build import kinds
-from jdllm.engine.build import sampling_defaults
-from jdllm.engine.build import sizing
-from jdllm.engine.build import startup
 from jdllm.engine import core as core_lib
 from jdllm.engine import tokenizer as tokenizer_lib
+from jdllm.engine.build import algorithm_defaults, kinds, sampling_defaults, sizing, startup
 from jdllm.kv_cache import pool as pool_lib
 from jdllm.models import loading
 from jdllm.runner import config as runner_config
