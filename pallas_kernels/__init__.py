@@ -1,32 +1,27 @@
 """Public ops of the kernel package; it imports jax only and knows nothing of the engine."""
 
-from pallas_kernels.dense_matmul import choose as choose_dense_matmul
-from pallas_kernels.dense_matmul import dense_matmul, swiglu_matmul
+from pallas_kernels.add_rms_norm.api import add_rms_norm, apply_rope, choose_add_rms_norm, rms_norm
+from pallas_kernels.dense_matmul.api import choose as choose_dense_matmul
+from pallas_kernels.dense_matmul.api import dense_matmul, swiglu_matmul
 from pallas_kernels.dispatch import Choice
-from pallas_kernels.extend_attention import AttentionTiling, extend_attention
-from pallas_kernels.extend_attention import choose as choose_extend_attention
-from pallas_kernels.grouped_matmul import choose as choose_grouped_matmul
-from pallas_kernels.grouped_matmul import (
+from pallas_kernels.extend_attention.api import AttentionTiling, extend_attention
+from pallas_kernels.extend_attention.api import choose as choose_extend_attention
+from pallas_kernels.grouped_matmul.api import choose as choose_grouped_matmul
+from pallas_kernels.grouped_matmul.api import (
     gate_up_group,
     grouped_matmul,
     interleave_gate_up,
     split_gate_up,
     swiglu,
 )
-from pallas_kernels.host_word import choose as choose_read_host_word
-from pallas_kernels.host_word import read_host_word
-from pallas_kernels.norm_and_rope import (
-    add_rms_norm,
-    apply_rope,
-    choose_add_rms_norm,
-    rms_norm,
-)
-from pallas_kernels.rotate_and_cache import choose as choose_rotate_and_cache
-from pallas_kernels.rotate_and_cache import rotate_and_cache, rotated_heads
-from pallas_kernels.top_k_routing import choose as choose_top_k_routing
-from pallas_kernels.top_k_routing import top_k_routing
-from pallas_kernels.unembed_stats import UnembedStats, penalize, probability, unembed_stats
-from pallas_kernels.unembed_stats import choose as choose_unembed_stats
+from pallas_kernels.read_cancel_flag.api import choose as choose_read_host_word
+from pallas_kernels.read_cancel_flag.api import read_host_word
+from pallas_kernels.rotate_and_cache.api import choose as choose_rotate_and_cache
+from pallas_kernels.rotate_and_cache.api import rotate_and_cache, rotated_heads
+from pallas_kernels.top_k_routing.api import choose as choose_top_k_routing
+from pallas_kernels.top_k_routing.api import top_k_routing
+from pallas_kernels.unembed_stats.api import UnembedStats, penalize, probability, unembed_stats
+from pallas_kernels.unembed_stats.api import choose as choose_unembed_stats
 
 __all__ = [
     "AttentionTiling",

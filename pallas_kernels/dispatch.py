@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.mosaic_gpu import compat
+from pallas_kernels.hopper import compat
 
 # Best first; "auto" never takes what comes after "xla".
 IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {

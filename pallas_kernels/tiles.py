@@ -1,4 +1,4 @@
-"""Tuned tile parameters: data, one folder per device, one JSON file per op.
+"""Tuned tile parameters: data, in each op's folder `tiles/` one JSON file per device.
 
 A file is a list of entries `{"when": {size: upper bound}, "tile": {parameter: value}}`, which may
 also have `"equal": {size: value}`. The first entry whose every bound is at least the problem's
@@ -14,13 +14,18 @@ from typing import Any
 
 import jax
 
-TILES_DIR = pathlib.Path(__file__).parent / "tiles"
-DEFAULT_DEVICE = "nvidia_h200"  # also serves devices of the same generation without a folder
+OPS_DIR = pathlib.Path(__file__).parent
+DEFAULT_DEVICE = "nvidia_h200"  # also serves devices of the same generation without a table
 
 
-def device_folder() -> str:
-    """Returns the folder name of this process's device: "NVIDIA H200" -> "nvidia_h200"."""
+def device_name() -> str:
+    """Returns the name in file names of this process's device: "NVIDIA H200" -> "nvidia_h200"."""
     return "_".join(jax.local_devices()[0].device_kind.lower().replace("-", " ").split())
+
+
+def path_of(op: str, device: str) -> pathlib.Path:
+    """Returns where the table of an op for a device is, or would be."""
+    return OPS_DIR / op / "tiles" / f"{device}.json"
 
 
 @functools.cache
@@ -29,9 +34,9 @@ def entries(op: str) -> tuple[dict[str, Any], ...]:
 
     Raises ValueError for a file that is not such a list or whose last entry has a condition.
     """
-    path = TILES_DIR / device_folder() / f"{op}.json"
+    path = path_of(op, device_name())
     if not path.exists():
-        path = TILES_DIR / DEFAULT_DEVICE / f"{op}.json"
+        path = path_of(op, DEFAULT_DEVICE)
     found = json.loads(path.read_text(encoding="utf-8"))
     known = all({"when", "tile"} <= set(entry) <= {"when", "equal", "tile"} for entry in found)
     if not found or not known or found[-1]["when"] or found[-1].get("equal"):

@@ -11,7 +11,7 @@ import pytest
 
 import pallas_kernels
 from pallas_kernels import dispatch, lowered_once, tiles
-from pallas_kernels.mosaic_gpu import compat
+from pallas_kernels.hopper import compat
 
 
 class Kernel:

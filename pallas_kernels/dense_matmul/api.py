@@ -1,0 +1,107 @@
+"""Dense matmuls of a layer with weights as checkpoints store them, [columns, contraction].
+
+Up to 128 tokens such a product takes as long as its weights take to read. There the kernel
+(`mosaic_gpu.py`) beats XLA, by its tiles and by what it leaves out: parts of a split
+contraction are added by whoever reads them anyway, and SwiGLU is applied to the accumulators. With
+more tokens the tensor cores and shared memory count as well, and another kernel
+(`wide_matmul.py`) serves the shapes at which it was measured to beat XLA.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import dispatch, lowered_once
+from pallas_kernels.dense_matmul import mosaic_gpu as gpu_kernel
+from pallas_kernels.dense_matmul import wide_matmul as wide_gpu_kernel
+
+
+def choose(
+    implementation: str = "auto",
+    *,
+    dtype: jnp.dtype,
+    tokens: int,
+    columns: int,
+    contraction: int,
+    swiglu: bool = False,
+) -> dispatch.Choice:
+    """Returns which implementation serves this shape; `columns` are those of the result."""
+    shape = {"dtype": dtype, "tokens": tokens, "columns": columns, "contraction": contraction}
+    if tokens <= gpu_kernel.MAX_TOKENS:
+        reason = gpu_kernel.why_not(**shape)
+    else:
+        reason = wide_gpu_kernel.why_not(**shape, swiglu=swiglu)
+    return dispatch.choose("dense_matmul", implementation, refusals={"mosaic_gpu": reason})
+
+
+@functools.partial(jax.jit, static_argnames=("implementation",))
+def dense_matmul(
+    x: jax.Array,  # [T, K]
+    w: jax.Array,  # [N, K]
+    *,
+    implementation: str = "auto",
+) -> tuple[jax.Array, ...]:
+    """Returns arrays [T, N] of the dtype of `x` whose sum is x @ w.T.
+
+    `add_rms_norm` and `rotate_and_cache` add them. The kernels give one for each part into which
+    they split the contraction, XLA one: each array is rounded to the dtype, and so is each sum of
+    two. Where XLA serves (the reference, training, every other device) a product is rounded once,
+    as in the models' own code.
+    """
+    if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[1] or x.dtype != w.dtype:
+        raise ValueError(
+            f"dense_matmul: x must be [T, K] and w [N, K] of one dtype: {_shapes(x, w)}"
+        )
+    chosen = choose(
+        implementation,
+        dtype=x.dtype,
+        tokens=len(x),
+        columns=len(w),
+        contraction=x.shape[1],
+    )
+    if chosen.implementation == "mosaic_gpu":
+        return _mosaic_gpu(x, w)
+    return (_product(x, w),)
+
+
+@functools.partial(jax.jit, static_argnames=("implementation",))
+def swiglu_matmul(
+    x: jax.Array,  # [T, K]
+    w: jax.Array,  # [2 * F, K]: all gate rows, then all up rows
+    *,
+    implementation: str = "auto",
+) -> jax.Array:
+    """Returns silu(x @ gate.T) * (x @ up.T), [T, F]; a kernel rounds that once, XLA each step."""
+    if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[1] or x.dtype != w.dtype or len(w) % 2:
+        raise ValueError(
+            f"swiglu_matmul: x must be [T, K] and w [2 * F, K] of one dtype: {_shapes(x, w)}"
+        )
+    chosen = choose(
+        implementation,
+        dtype=x.dtype,
+        tokens=len(x),
+        columns=len(w) // 2,
+        contraction=x.shape[1],
+        swiglu=True,
+    )
+    if chosen.implementation == "mosaic_gpu":
+        (out,) = _mosaic_gpu(x, w, swiglu=True)
+        return out
+    gate, up = jnp.split(_product(x, w), 2, axis=-1)
+    return jax.nn.silu(gate) * up
+
+
+def _mosaic_gpu(x: jax.Array, w: jax.Array, **options: bool) -> tuple[jax.Array, ...]:
+    if len(x) <= gpu_kernel.MAX_TOKENS:
+        return lowered_once.call(gpu_kernel.dense_matmul, x, w, **options)
+    return lowered_once.call(wide_gpu_kernel.wide_matmul, x, w, **options)
+
+
+def _product(x: jax.Array, w: jax.Array) -> jax.Array:
+    # Not x @ w.T: both last axes are contracted, so nobody is asked for a transposed copy.
+    return jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())))
+
+
+def _shapes(x: jax.Array, w: jax.Array) -> str:
+    return f"x {x.dtype}{x.shape}, w {w.dtype}{w.shape}"
