@@ -14,8 +14,8 @@ from pallas_kernels.grouped_matmul.api import (
     split_gate_up,
     swiglu,
 )
-from pallas_kernels.read_cancel_flag.api import choose as choose_read_host_word
-from pallas_kernels.read_cancel_flag.api import read_host_word
+from pallas_kernels.read_cancel_flag.api import choose as choose_read_cancel_flag
+from pallas_kernels.read_cancel_flag.api import read_cancel_flag
 from pallas_kernels.rotate_and_cache.api import choose as choose_rotate_and_cache
 from pallas_kernels.rotate_and_cache.api import rotate_and_cache, rotated_heads
 from pallas_kernels.top_k_routing.api import choose as choose_top_k_routing
@@ -33,7 +33,7 @@ __all__ = [
     "choose_dense_matmul",
     "choose_extend_attention",
     "choose_grouped_matmul",
-    "choose_read_host_word",
+    "choose_read_cancel_flag",
     "choose_rotate_and_cache",
     "choose_top_k_routing",
     "choose_unembed_stats",
@@ -44,7 +44,7 @@ __all__ = [
     "interleave_gate_up",
     "penalize",
     "probability",
-    "read_host_word",
+    "read_cancel_flag",
     "rms_norm",
     "rotate_and_cache",
     "rotated_heads",

@@ -21,7 +21,7 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "dense_matmul": ("mosaic_gpu", "xla"),
     "extend_attention": ("mosaic_gpu", "cudnn", "xla"),
     "grouped_matmul": ("mosaic_gpu", "xla", "dense"),
-    "read_host_word": ("mosaic_gpu", "xla"),
+    "read_cancel_flag": ("mosaic_gpu", "xla"),
     "rotate_and_cache": ("mosaic_gpu", "xla"),
     "top_k_routing": ("mosaic_gpu", "xla"),
     "unembed_stats": ("mosaic_gpu", "xla"),

@@ -1,7 +1,7 @@
-"""One word of the host's memory, read on the device while a compiled loop runs.
+"""A flag of the host's memory, read on the device while a compiled loop runs.
 
 A loop that is one CUDA graph computes with what it was launched with: no array changes under it.
-The kernel reads an address instead, so the host can tell a running loop to end.
+The kernel reads an address instead, so the host can cancel a running loop.
 """
 
 import functools
@@ -13,12 +13,12 @@ from pallas_kernels.read_cancel_flag import mosaic_gpu as gpu_kernel
 
 
 def choose(implementation: str = "auto") -> dispatch.Choice:
-    """Returns which implementation reads the word; "xla" does not."""
-    return dispatch.choose("read_host_word", implementation)
+    """Returns which implementation reads the flag; "xla" does not."""
+    return dispatch.choose("read_cancel_flag", implementation)
 
 
 @functools.partial(jax.jit, static_argnames=("implementation",))
-def read_host_word(
+def read_cancel_flag(
     address: jax.Array,  # int32 [2]: the low and the high half
     given: jax.Array,  # int32 scalar
     after: jax.Array,  # any shape
@@ -32,4 +32,4 @@ def read_host_word(
     """
     if choose(implementation).implementation == "xla":
         return given
-    return lowered_once.call(gpu_kernel.read_host_word, address, after)
+    return lowered_once.call(gpu_kernel.read_cancel_flag, address, after)

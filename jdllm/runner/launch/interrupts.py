@@ -2,7 +2,7 @@
 
 The host counts the word up; a launch that was given another count ends. So one call ends all
 launches in flight and none that follows, and nothing has to be taken back. Where no kernel can
-read the word (`pallas_kernels.read_host_word`), launches run for as many steps as they were given.
+read the word (`pallas_kernels.read_cancel_flag`), launches run for as many steps as they were given.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Interrupt:
 
     def look(self, after: jax.Array, *, implementation: str) -> jax.Array:
         """Returns the word, int32 scalar, once `after` has been computed."""
-        return pallas_kernels.read_host_word(
+        return pallas_kernels.read_cancel_flag(
             self.address, self.count, after, implementation=implementation
         )
 
@@ -49,7 +49,7 @@ class Interrupts:
     """Owns the word; `ask` may be called by any thread."""
 
     def __init__(self, *, implementation: str = "auto"):
-        chosen = pallas_kernels.choose_read_host_word(implementation)
+        chosen = pallas_kernels.choose_read_cancel_flag(implementation)
         self._word, self._address = np.zeros((_WORDS,), np.int32), 0
         if chosen.implementation != "xla":
             (device,) = jax.local_devices()[:1]

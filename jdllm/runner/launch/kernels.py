@@ -52,7 +52,7 @@ def describe(
             head_dim=spec.head_dim,
             rotary_dim=spec.rotary_dim,
         ),
-        "read_host_word": pallas_kernels.choose_read_host_word(implementation),
+        "read_cancel_flag": pallas_kernels.choose_read_cancel_flag(implementation),
     }
     if spec.moe is not None:
         choices["grouped_matmul"] = pallas_kernels.choose_grouped_matmul(

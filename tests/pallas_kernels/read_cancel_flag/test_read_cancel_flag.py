@@ -1,4 +1,4 @@
-"""The word of the host: without a kernel it is what was given; the kernel lowers for CUDA."""
+"""The cancel flag: without a kernel it is what was given; the kernel lowers for CUDA."""
 
 import jax
 import jax.numpy as jnp
@@ -7,17 +7,17 @@ import pytest
 import pallas_kernels
 from pallas_kernels import dispatch
 from pallas_kernels.hopper import compat
-from pallas_kernels.read_cancel_flag import mosaic_gpu as host_word
+from pallas_kernels.read_cancel_flag import mosaic_gpu as gpu_kernel
 
 ADDRESS = jnp.zeros((2,), jnp.int32)
 
 
-def test_without_a_kernel_the_word_is_what_was_given():
+def test_without_a_kernel_the_flag_is_what_was_given():
     @jax.jit
     def steps(given):
         def body(carry):
             step, _ = carry
-            return step + 1, pallas_kernels.read_host_word(
+            return step + 1, pallas_kernels.read_cancel_flag(
                 ADDRESS, given, step, implementation="xla"
             )
 
@@ -32,8 +32,8 @@ def test_without_a_kernel_the_word_is_what_was_given():
 def test_a_forced_kernel_says_why_it_cannot_run(monkeypatch):
     cpu = dispatch.Target(platform="cpu", compute_capability=(0, 0), jax_version=jax.__version__)
     monkeypatch.setattr(dispatch, "current_target", lambda: cpu)
-    with pytest.raises(ValueError, match="read_host_word: mosaic_gpu cannot run here: needs an"):
-        pallas_kernels.read_host_word(
+    with pytest.raises(ValueError, match="read_cancel_flag: mosaic_gpu cannot run here: needs an"):
+        pallas_kernels.read_cancel_flag(
             ADDRESS, jnp.int32(0), jnp.int32(0), implementation="mosaic_gpu"
         )
 
@@ -42,5 +42,5 @@ def test_a_forced_kernel_says_why_it_cannot_run(monkeypatch):
 @pytest.mark.parametrize("shape", [(4,), (64, 32)])
 def test_the_kernel_lowers_for_cuda(shape):
     arguments = (ADDRESS, jax.ShapeDtypeStruct(shape, jnp.int32))
-    traced = jax.jit(host_word.read_host_word).trace(*arguments)
+    traced = jax.jit(gpu_kernel.read_cancel_flag).trace(*arguments)
     assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
