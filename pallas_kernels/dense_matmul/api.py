@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch, lowered_once
+from pallas_kernels.dense_matmul import checks, reference
 from pallas_kernels.dense_matmul import mosaic_gpu as gpu_kernel
 from pallas_kernels.dense_matmul import wide_matmul as wide_gpu_kernel
 
@@ -49,10 +50,7 @@ def dense_matmul(
     two. Where XLA serves (the reference, training, every other device) a product is rounded once,
     as in the models' own code.
     """
-    if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[1] or x.dtype != w.dtype:
-        raise ValueError(
-            f"dense_matmul: x must be [T, K] and w [N, K] of one dtype: {_shapes(x, w)}"
-        )
+    checks.check_shapes(x, w)
     chosen = choose(
         implementation,
         dtype=x.dtype,
@@ -62,7 +60,7 @@ def dense_matmul(
     )
     if chosen.implementation == "mosaic_gpu":
         return _mosaic_gpu(x, w)
-    return (_product(x, w),)
+    return (reference.product(x, w),)
 
 
 @functools.partial(jax.jit, static_argnames=("implementation",))
@@ -73,10 +71,7 @@ def swiglu_matmul(
     implementation: str = "auto",
 ) -> jax.Array:
     """Returns silu(x @ gate.T) * (x @ up.T), [T, F]; a kernel rounds that once, XLA each step."""
-    if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[1] or x.dtype != w.dtype or len(w) % 2:
-        raise ValueError(
-            f"swiglu_matmul: x must be [T, K] and w [2 * F, K] of one dtype: {_shapes(x, w)}"
-        )
+    checks.check_swiglu_shapes(x, w)
     chosen = choose(
         implementation,
         dtype=x.dtype,
@@ -88,20 +83,10 @@ def swiglu_matmul(
     if chosen.implementation == "mosaic_gpu":
         (out,) = _mosaic_gpu(x, w, swiglu=True)
         return out
-    gate, up = jnp.split(_product(x, w), 2, axis=-1)
-    return jax.nn.silu(gate) * up
+    return reference.swiglu_product(x, w)
 
 
 def _mosaic_gpu(x: jax.Array, w: jax.Array, **options: bool) -> tuple[jax.Array, ...]:
     if len(x) <= gpu_kernel.MAX_TOKENS:
         return lowered_once.call(gpu_kernel.dense_matmul, x, w, **options)
     return lowered_once.call(wide_gpu_kernel.wide_matmul, x, w, **options)
-
-
-def _product(x: jax.Array, w: jax.Array) -> jax.Array:
-    # Not x @ w.T: both last axes are contracted, so nobody is asked for a transposed copy.
-    return jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())))
-
-
-def _shapes(x: jax.Array, w: jax.Array) -> str:
-    return f"x {x.dtype}{x.shape}, w {w.dtype}{w.shape}"

@@ -1,9 +1,9 @@
 """What decoding rules need to know about the logits, without the logits.
 
 One pass over the vocabulary keeps running statistics per token; the logits in memory at once are
-bounded, whatever T and V are. The XLA implementation takes the vocabulary in chunks, the GPU kernel
-(`mosaic_gpu.py`) in tiles that never leave the registers; both end in the merge of
-`partials`, which is also how vocabulary shards would be combined.
+bounded, whatever T and V are. The XLA implementation (`reference.py`) takes the vocabulary in
+chunks, the GPU kernel (`mosaic_gpu.py`) in tiles that never leave the registers; both end in the
+merge of `partials.py`, which is also how vocabulary shards would be combined.
 """
 
 import dataclasses
@@ -11,16 +11,11 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels import dispatch, lowered_once
+from pallas_kernels.unembed_stats import checks, partials, reference
 from pallas_kernels.unembed_stats import mosaic_gpu as gpu_kernel
-from pallas_kernels.unembed_stats import partials
-from pallas_kernels.unembed_stats.partials import LOWEST, PartialStats
-
-# Logits held at once. Up to 512 tokens of a 157k vocabulary take one chunk: slicing copies the
-# weights, which costs more memory and time than the logits (H200, 256 tokens: 0.5 ms, not 0.9).
-_CHUNK_BYTES = 384 * 2**20
+from pallas_kernels.unembed_stats.partials import PartialStats
 
 
 @jax.tree_util.register_dataclass
@@ -68,12 +63,12 @@ def unembed_stats(
 ) -> UnembedStats:
     """Returns the statistics of x @ w.T; ties go to the lowest id.
 
-    Rows whose temperature is positive draw by their key (`partials`); the others, and all
+    Rows whose temperature is positive draw by their key (`partials.py`); the others, and all
     rows without keys or temperatures, "draw" the best id. Only the first `num_rows` rows are
     wanted (all, where it is absent): every field is 0 behind them, and the GPU kernel saves their
     time.
     """
-    _check_shapes(x, w, forbidden_ids, given_ids, draw_keys, temperature, num_rows)
+    checks.check_shapes(x, w, forbidden_ids, given_ids, draw_keys, temperature, num_rows)
     forbidden_ids = tuple(sorted(set(forbidden_ids)))
     chosen = choose(
         implementation, dtype=x.dtype, hidden_size=x.shape[1], forbidden_ids=forbidden_ids
@@ -91,7 +86,7 @@ def unembed_stats(
             gpu_kernel.partial_stats, x, w, rows, forbidden_ids=forbidden_ids, num_rows=num_rows
         )
     else:
-        total = _partial_stats(x, w, rows, forbidden_ids, chunk_size)
+        total = reference.partial_stats(x, w, rows, forbidden_ids, chunk_size)
     stats = _finish(total, cold)
     if num_rows is None:
         return stats
@@ -134,72 +129,6 @@ def penalize(stats: UnembedStats, given_ids: jax.Array, penalty: jax.Array) -> U
     )
 
 
-def _partial_stats(x, w, rows, forbidden_ids, chunk_size) -> PartialStats:
-    T, V = x.shape[0], w.shape[0]
-    size = min(chunk_size or _default_chunk(T, V), V)
-
-    def statistics(chunk: jax.Array, start: jax.Array | int, first_new: jax.Array | int):
-        ids = start + jnp.arange(chunk.shape[0], dtype=jnp.int32)
-        fresh = ids >= first_new
-        allowed = fresh & ~_is_any_of(ids, forbidden_ids)
-        logits = jnp.einsum("td,vd->tv", x, chunk, preferred_element_type=jnp.float32)
-        return _chunk_statistics(logits, ids, fresh, allowed, rows)
-
-    def step(state: PartialStats, index: jax.Array) -> tuple[PartialStats, None]:
-        # The last chunk starts early and masks what was seen: padding w would copy it.
-        start = jnp.minimum(index * size, V - size)
-        chunk = lax.dynamic_slice_in_dim(w, start, size)
-        return partials.merge(state, statistics(chunk, start, index * size)), None
-
-    if size == V:
-        return statistics(w, 0, 0)
-    chunks = jnp.arange(-(-V // size), dtype=jnp.int32)
-    start = partials.empty((T,), draws="draw_first" in rows)
-    return lax.scan(step, start, chunks)[0]
-
-
-def _chunk_statistics(logits, ids, fresh, allowed, rows) -> PartialStats:
-    T, size = logits.shape
-    given_logit = jnp.zeros(T, jnp.float32)
-    if "given_ids" in rows:
-        here = fresh & (ids == rows["given_ids"][:, None])  # [T, size]
-        given_logit = jnp.where(here, logits, 0.0).sum(axis=1)
-    high = jnp.where(fresh, logits, LOWEST).max(axis=1)
-    below = jnp.where(fresh, logits - high[:, None], LOWEST)
-    weight = jnp.exp(below)
-    candidates = jnp.where(allowed, logits, LOWEST)
-    best, best_logit = _first_highest(candidates)
-    others = jnp.where(jnp.arange(size) == best[:, None], LOWEST, candidates)
-    second, second_logit = _first_highest(others)
-    drawn_score = drawn_id = drawn_logit = None
-    if "draw_first" in rows:
-        counter = partials.draw_counter(rows["draw_first"][:, None], ids)
-        scores = candidates * rows["inverse_temperature"][:, None]
-        scores += partials.noise(counter, rows["draw_second"][:, None])
-        drawn, drawn_score = _first_highest(jnp.where(allowed, scores, LOWEST))
-        drawn_id = ids[drawn]
-        drawn_logit = jnp.take_along_axis(logits, drawn[:, None], axis=1)[:, 0]
-    return PartialStats(
-        high=high,
-        total=weight.sum(axis=1),
-        moment=(weight * below).sum(axis=1),
-        best_id=ids[best],
-        best_logit=best_logit,
-        second_id=ids[second],
-        second_logit=second_logit,
-        given_logit=given_logit,
-        drawn_score=drawn_score,
-        drawn_id=drawn_id,
-        drawn_logit=drawn_logit,
-    )
-
-
-def _first_highest(values: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the position, lowest of equals, and the value of each row's maximum."""
-    position = jnp.argmax(values, axis=1).astype(jnp.int32)
-    return position, jnp.take_along_axis(values, position[:, None], axis=1)[:, 0]
-
-
 def _finish(total: PartialStats, cold: jax.Array) -> UnembedStats:
     log_total = jnp.log(total.total)
     broken = jnp.isnan(log_total)  # implementations keep different logits of a row with a NaN
@@ -226,45 +155,3 @@ def _finish(total: PartialStats, cold: jax.Array) -> UnembedStats:
         drawn_id=drawn_id,
         drawn_logit=drawn_logit,
     )
-
-
-def _default_chunk(T: int, V: int) -> int:
-    chunks = -(-4 * T * V // _CHUNK_BYTES)
-    return -(-V // chunks)
-
-
-def _is_any_of(ids: jax.Array, few: tuple[int, ...]) -> jax.Array:
-    found = jnp.zeros(ids.shape, bool)
-    for one in few:
-        found |= ids == one
-    return found
-
-
-def _check_shapes(x, w, forbidden_ids, given_ids, draw_keys, temperature, num_rows) -> None:
-    arrays = {
-        "x": x, "w": w, "given_ids": given_ids, "draw_keys": draw_keys, "temperature": temperature,
-        "num_rows": num_rows,
-    }  # fmt: skip
-    shapes = ", ".join(
-        f"{name} {None if a is None else f'{a.dtype}{a.shape}'}" for name, a in arrays.items()
-    )
-    shapes += f", {forbidden_ids=}"
-    if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[1]:
-        raise ValueError(f"unembed_stats: x must be [T, D] and w [V, D]: {shapes}")
-    T, V = x.shape[0], w.shape[0]
-    problems = {
-        "x and w must have one dtype": x.dtype != w.dtype,
-        "x needs at least one row": T == 0,
-        "forbidden ids must lie in [0, V)": any(not 0 <= i < V for i in forbidden_ids),
-        "at least two ids must be allowed": V - len(set(forbidden_ids)) < 2,
-        "draw_keys must be uint32 [T, 2]": draw_keys is not None
-        and (draw_keys.shape != (T, 2) or draw_keys.dtype != jnp.uint32),
-        "num_rows must be an int32 scalar": num_rows is not None
-        and (num_rows.shape != () or num_rows.dtype != jnp.int32),
-    } | {
-        f"{name} must be [T]": arrays[name] is not None and arrays[name].shape != (T,)
-        for name in ("given_ids", "temperature")
-    }
-    for problem, found in problems.items():
-        if found:
-            raise ValueError(f"unembed_stats: {problem}: {shapes}")

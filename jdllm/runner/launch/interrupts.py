@@ -2,7 +2,7 @@
 
 The host counts the word up; a launch that was given another count ends. So one call ends all
 launches in flight and none that follows, and nothing has to be taken back. Where no kernel can
-read the word (`pallas_kernels.read_cancel_flag`), launches run for as many steps as they were given.
+read the word (`pallas_kernels.read_cancel_flag`), launches run for all the steps they were given.
 """
 
 from __future__ import annotations

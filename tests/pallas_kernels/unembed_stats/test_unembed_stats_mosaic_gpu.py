@@ -2,25 +2,21 @@
 
 import concurrent.futures
 import functools
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import pallas_kernels.unembed_stats  # noqa: F401  (the package exports a function of this name)
 from pallas_kernels import tiles
 from pallas_kernels.hopper import compat
+from pallas_kernels.unembed_stats import api, partials, reference
 from pallas_kernels.unembed_stats import mosaic_gpu as gpu_kernel
-from pallas_kernels.unembed_stats import partials
 
 if not compat.supported():
     pytest.skip("needs the Mosaic GPU of a newer jax", allow_module_level=True)
 
 from support import kernel_interpreter
-
-public = sys.modules["pallas_kernels.unembed_stats"]
 
 D = 128
 TOLERANCE = {"rtol": 1e-5, "atol": 2e-5}  # float32 sums of 128 products of bfloat16
@@ -68,11 +64,11 @@ def interpreted(x, w, rows, tile, forbidden=(), num_rows=None):
 
 
 def finish(partial):
-    return public._finish(partial, jnp.zeros(partial.high.shape, bool))
+    return api._finish(partial, jnp.zeros(partial.high.shape, bool))
 
 
 def check(found, expected):
-    for name in public.UnembedStats.__dataclass_fields__:
+    for name in api.UnembedStats.__dataclass_fields__:
         left, right = np.asarray(getattr(found, name)), np.asarray(getattr(expected, name))
         assert left.dtype == right.dtype
         if name.endswith("_id"):
@@ -105,7 +101,7 @@ def check(found, expected):
 def test_equals_the_xla_implementation(T, V, tile, forbidden):
     x, w, rng = problem(T, V)
     rows = all_rows(rng, T, V)
-    expected = public._partial_stats(x, w, rows, forbidden, None)
+    expected = reference.partial_stats(x, w, rows, forbidden, None)
     check(finish(interpreted(x, w, rows, tile, forbidden)), finish(expected))
 
 
