@@ -10,7 +10,7 @@ from pallas_kernels.add_rms_norm.api import choose as choose_add_rms_norm
 from pallas_kernels.add_rms_norm.reference import rms_norm
 from pallas_kernels.dense_matmul.api import choose as choose_dense_matmul
 from pallas_kernels.dense_matmul.api import dense_matmul, swiglu_matmul
-from pallas_kernels.dispatch import Choice
+from pallas_kernels.dispatch import Choice, Choices, describe_choices, record_choices
 from pallas_kernels.extend_attention.api import choose as choose_extend_attention
 from pallas_kernels.extend_attention.api import extend_attention
 from pallas_kernels.extend_attention.reference import AttentionTiling
@@ -31,6 +31,7 @@ from pallas_kernels.unembed_stats.api import choose as choose_unembed_stats
 __all__ = [
     "AttentionTiling",
     "Choice",
+    "Choices",
     "UnembedStats",
     "add_rms_norm",
     "apply_rope",
@@ -43,6 +44,7 @@ __all__ = [
     "choose_top_k_routing",
     "choose_unembed_stats",
     "dense_matmul",
+    "describe_choices",
     "extend_attention",
     "gate_up_group",
     "grouped_matmul",
@@ -50,6 +52,7 @@ __all__ = [
     "penalize",
     "probability",
     "read_cancel_flag",
+    "record_choices",
     "rms_norm",
     "rotate_and_cache",
     "rotated_heads",

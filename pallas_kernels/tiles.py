@@ -12,15 +12,15 @@ import json
 import pathlib
 from typing import Any
 
-import jax
+from pallas_kernels import device
 
 OPS_DIR = pathlib.Path(__file__).parent
 DEFAULT_DEVICE = "nvidia_h200"  # also serves devices of the same generation without a table
 
 
 def device_name() -> str:
-    """Returns the name in file names of this process's device: "NVIDIA H200" -> "nvidia_h200"."""
-    return "_".join(jax.local_devices()[0].device_kind.lower().replace("-", " ").split())
+    """Returns the device's name in file names: "NVIDIA H200" -> "nvidia_h200"."""
+    return "_".join(device.local_device().kind.lower().replace("-", " ").split())
 
 
 def path_of(op: str, device: str) -> pathlib.Path:
@@ -28,7 +28,6 @@ def path_of(op: str, device: str) -> pathlib.Path:
     return OPS_DIR / op / "tiles" / f"{device}.json"
 
 
-@functools.cache
 def entries(op: str) -> tuple[dict[str, Any], ...]:
     """Returns this device's entries of an op, the default device's if it has none.
 
@@ -37,11 +36,7 @@ def entries(op: str) -> tuple[dict[str, Any], ...]:
     path = path_of(op, device_name())
     if not path.exists():
         path = path_of(op, DEFAULT_DEVICE)
-    found = json.loads(path.read_text(encoding="utf-8"))
-    known = all({"when", "tile"} <= set(entry) <= {"when", "equal", "tile"} for entry in found)
-    if not found or not known or found[-1]["when"] or found[-1].get("equal"):
-        raise ValueError(f"{path}: a list of when/equal/tile entries, the last without a condition")
-    return tuple(found)
+    return _read(path)
 
 
 def lookup(op: str, **sizes: int) -> dict[str, Any]:
@@ -51,3 +46,12 @@ def lookup(op: str, **sizes: int) -> dict[str, Any]:
         if bounded and all(sizes[name] == n for name, n in entry.get("equal", {}).items()):
             return dict(entry["tile"])
     raise AssertionError(f"{op}: the last entry has no condition")
+
+
+@functools.cache
+def _read(path: pathlib.Path) -> tuple[dict[str, Any], ...]:
+    found = json.loads(path.read_text(encoding="utf-8"))
+    known = all({"when", "tile"} <= set(entry) <= {"when", "equal", "tile"} for entry in found)
+    if not found or not known or found[-1]["when"] or found[-1].get("equal"):
+        raise ValueError(f"{path}: a list of when/equal/tile entries, the last without a condition")
+    return tuple(found)

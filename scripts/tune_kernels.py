@@ -31,9 +31,8 @@ import jax.numpy as jnp
 import kernel_cases as cases
 from tqdm import tqdm
 
-from pallas_kernels import dispatch, lowered_once, tiles
+from pallas_kernels import device, dispatch, lowered_once, tiles
 from pallas_kernels.dense_matmul import wide_matmul
-from pallas_kernels.hopper import compat
 
 # op: by the bounds of an entry, in the table's order, the problem that stands for the bucket.
 PROBLEMS: dict[str, list[tuple[dict[str, int], Any]]] = {
@@ -182,7 +181,7 @@ def _suits(
         dtype=jnp.dtype(cases.BF16),
     )
     ctas = math.prod(plan.groups) * tile.cluster
-    sms = compat.num_multiprocessors()
+    sms = device.local_device().num_multiprocessors
     busy = ctas / (sms * -(-ctas // sms))
     whole = tokens % (tile.tokens * tile.share_weights) == 0
     return not plan.problems() and whole and busy >= _BUSY
@@ -241,12 +240,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--top", type=int, default=3, help="tiles listed per bucket")
     args = parser.parse_args()
-    device = jax.local_devices()[0]
     try:
         dispatch.choose("grouped_matmul", "mosaic_gpu")
     except ValueError as refused:
         sys.exit(f"no kernel to tune here: {refused}")
-    sys.stdout.write(f"# {' '.join(sys.argv)}\n# {device.device_kind}, jax {jax.__version__}\n")
+    sys.stdout.write(
+        f"# {' '.join(sys.argv)}\n# {device.local_device().kind}, jax {jax.__version__}\n"
+    )
     for op in args.ops.split(","):
         table = tune(op, args)
         lines = ",\n".join(f"  {json.dumps(entry)}" for entry in table)

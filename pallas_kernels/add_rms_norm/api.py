@@ -19,7 +19,6 @@ def choose(implementation: str = "auto", *, dtype: jnp.dtype, width: int) -> dis
     return dispatch.choose("add_rms_norm", implementation, refusals={"mosaic_gpu": reason})
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "implementation"))
 def add_rms_norm(
     x: jax.Array,  # [T, D]
     added: tuple[jax.Array, ...],  # [T, D] each, at least one
@@ -34,7 +33,12 @@ def add_rms_norm(
     """
     checks.check_shapes(x, added, weight)
     chosen = choose(implementation, dtype=x.dtype, width=x.shape[1])
-    if chosen.implementation == "mosaic_gpu":
+    return _add_rms_norm(x, added, weight, eps=eps, implementation=chosen.implementation)
+
+
+@functools.partial(jax.jit, static_argnames=("eps", "implementation"))
+def _add_rms_norm(x, added, weight, *, eps, implementation) -> tuple[jax.Array, jax.Array]:
+    if implementation == "mosaic_gpu":
         weight = weight.astype(x.dtype)
         return lowered_once.call(gpu_kernel.add_rms_norm, x, added, weight, eps=eps)
     return reference.add_rms_norm(x, added, weight, eps)

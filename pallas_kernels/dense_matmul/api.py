@@ -36,7 +36,6 @@ def choose(
     return dispatch.choose("dense_matmul", implementation, refusals={"mosaic_gpu": reason})
 
 
-@functools.partial(jax.jit, static_argnames=("implementation",))
 def dense_matmul(
     x: jax.Array,  # [T, K]
     w: jax.Array,  # [N, K]
@@ -58,12 +57,9 @@ def dense_matmul(
         columns=len(w),
         contraction=x.shape[1],
     )
-    if chosen.implementation == "mosaic_gpu":
-        return _mosaic_gpu(x, w)
-    return (reference.product(x, w),)
+    return _dense_matmul(x, w, implementation=chosen.implementation)
 
 
-@functools.partial(jax.jit, static_argnames=("implementation",))
 def swiglu_matmul(
     x: jax.Array,  # [T, K]
     w: jax.Array,  # [2 * F, K]: all gate rows, then all up rows
@@ -80,7 +76,19 @@ def swiglu_matmul(
         contraction=x.shape[1],
         swiglu=True,
     )
-    if chosen.implementation == "mosaic_gpu":
+    return _swiglu_matmul(x, w, implementation=chosen.implementation)
+
+
+@functools.partial(jax.jit, static_argnames=("implementation",))
+def _dense_matmul(x: jax.Array, w: jax.Array, *, implementation: str) -> tuple[jax.Array, ...]:
+    if implementation == "mosaic_gpu":
+        return _mosaic_gpu(x, w)
+    return (reference.product(x, w),)
+
+
+@functools.partial(jax.jit, static_argnames=("implementation",))
+def _swiglu_matmul(x: jax.Array, w: jax.Array, *, implementation: str) -> jax.Array:
+    if implementation == "mosaic_gpu":
         (out,) = _mosaic_gpu(x, w, swiglu=True)
         return out
     return reference.swiglu_product(x, w)

@@ -55,7 +55,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import dispatch
+from pallas_kernels import device, dispatch
 from pallas_kernels.hopper import compat
 
 MAX_TOKENS = 128
@@ -225,7 +225,7 @@ def dense_matmul(
         swiglu=swiglu,
         # A part may be larger than the sum, more than float16 holds.
         may_split=x.dtype != jnp.float16,
-        sms=compat.num_multiprocessors(),
+        sms=device.local_device().num_multiprocessors,
     )
     plan = _Plan(
         tile=tile,

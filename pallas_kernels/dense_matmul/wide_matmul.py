@@ -48,7 +48,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import dispatch, tiles
+from pallas_kernels import device, dispatch, tiles
 from pallas_kernels.hopper import compat
 
 _ROWS = 64  # M of a wgmma
@@ -248,7 +248,7 @@ def wide_matmul(
     problems = [f"{w.shape[1]=} is not the contraction"] * (w.shape[1] != K) + plan.problems()
     if problems:
         raise ValueError(f"wide_matmul: {problems[0]}: x {x.shape}, w {w.shape}, {tile}")
-    kernel = _kernel(plan, compat.num_multiprocessors(), interpret)
+    kernel = _kernel(plan, device.local_device().num_multiprocessors, interpret)
     return tuple(kernel(x, w.reshape(halves, N, K)))
 
 

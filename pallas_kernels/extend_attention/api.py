@@ -50,10 +50,6 @@ def choose(
     return dispatch.choose("extend_attention", implementation, refusals=refusals)
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=("visibility", "block_size", "scale", "q_len", "implementation", "tiling"),
-)
 def extend_attention(
     q: jax.Array,  # [tokens, N, H]
     kv_pool: jax.Array,  # [P, 2, K, Z, H]: part 0 is K, part 1 is V
@@ -80,30 +76,44 @@ def extend_attention(
     [r * q_len, (r + 1) * q_len), inactive rows too. The kernel then needs no work list.
     """
     checks.check_shapes(q, kv_pool, cu_q_lens, context_lens, kv_lens, page_table, block_size, q_len)
-    K, H = kv_pool.shape[2], kv_pool.shape[4]
-    T, N = q.shape[:2]
     chosen = choose(
         implementation,
         dtype=q.dtype,
-        head_dim=H,
+        head_dim=kv_pool.shape[4],
         page_size=kv_pool.shape[3],
         block_size=block_size,
-        q_heads=N,
-        kv_heads=K,
+        q_heads=q.shape[1],
+        kv_heads=kv_pool.shape[2],
         visibility=visibility,
-        tokens=T,
+        tokens=q.shape[0],
         rows=page_table.shape[0],
     )
-    if chosen.implementation == "mosaic_gpu":
+    return _extend_attention(
+        q, kv_pool, cu_q_lens, context_lens, kv_lens, page_table, visibility=visibility,
+        block_size=block_size, scale=scale, q_len=q_len, implementation=chosen.implementation,
+        tiling=tiling,
+    )  # fmt: skip
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("visibility", "block_size", "scale", "q_len", "implementation", "tiling"),
+)
+def _extend_attention(
+    q, kv_pool, cu_q_lens, context_lens, kv_lens, page_table, *, visibility, block_size, scale,
+    q_len, implementation, tiling,
+) -> jax.Array:  # fmt: skip
+    if implementation == "mosaic_gpu":
         return lowered_once.call(
             gpu_kernel.extend_attention, q, kv_pool, cu_q_lens, context_lens, kv_lens, page_table,
             visibility=visibility, block_size=block_size, scale=scale, q_len=q_len,
         )  # fmt: skip
+    T, N, H = q.shape
     rows, ends = reference.tile_rows_and_visible_ends(
         cu_q_lens, context_lens, kv_lens, tiles=T // block_size, block_size=block_size,
         visibility=visibility,
     )  # fmt: skip
-    if chosen.implementation == "cudnn":
+    if implementation == "cudnn":
         blocks = q.reshape(T // block_size, block_size, N, H)
         out = cudnn.attend_blocks(blocks, kv_pool, page_table[rows], ends[:, -1], scale=scale)
         return out.reshape(T, N, H)

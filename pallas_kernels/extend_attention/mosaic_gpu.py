@@ -49,7 +49,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import tiles
+from pallas_kernels import device, tiles
 from pallas_kernels.extend_attention import work_items
 from pallas_kernels.extend_attention.work_items import (
     MASKED_SCORE,
@@ -156,7 +156,7 @@ def make_plan(
         tile=tile or AttentionTile(), visibility=visibility, block_size=block_size, scale=scale,
         dtype=jnp.dtype(q.dtype), tokens=T, rows=rows, kv_heads=K, group=N // K, head_dim=H,
         num_pages=num_pages, page=Z, pages_per_row=pages_per_row, q_len=q_len,
-        multiprocessors=compat.num_multiprocessors(), interpreted=interpreted,
+        multiprocessors=device.local_device().num_multiprocessors, interpreted=interpreted,
     )  # fmt: skip
     if tile is None:
         found = tiles.lookup(

@@ -25,7 +25,6 @@ def choose(
     return dispatch.choose("grouped_matmul", implementation, refusals={"mosaic_gpu": reason})
 
 
-@functools.partial(jax.jit, static_argnames=("implementation", "out_dtype"))
 def grouped_matmul(
     x: jax.Array,  # [T, D]
     w_gate_up: jax.Array,  # [E, 2 * I, D], interleaved
@@ -48,9 +47,19 @@ def grouped_matmul(
     checks.check_shared(x, shared)
     chosen = choose(
         implementation, dtype=x.dtype, hidden_size=x.shape[1], intermediate_size=w_down.shape[2]
-    ).implementation
+    )
+    return _grouped_matmul(
+        x, w_gate_up, w_down, expert_ids, expert_weights, shared, valid,
+        implementation=chosen.implementation, out_dtype=out_dtype,
+    )  # fmt: skip
+
+
+@functools.partial(jax.jit, static_argnames=("implementation", "out_dtype"))
+def _grouped_matmul(
+    x, w_gate_up, w_down, expert_ids, expert_weights, shared, valid, *, implementation, out_dtype
+) -> jax.Array:
     arguments = (x, w_gate_up, w_down, expert_ids, expert_weights.astype(jnp.float32))
-    if chosen == "mosaic_gpu":
+    if implementation == "mosaic_gpu":
         run = functools.partial(
             lowered_once.call, gpu_kernel.grouped_matmul, *arguments, valid=valid
         )
@@ -61,7 +70,7 @@ def grouped_matmul(
         used = (expert_ids >= 0) & (expert_ids < w_gate_up.shape[0])  # [T, k]
         if valid is not None:
             used &= valid[:, None]
-        out = (reference.all_experts if chosen == "dense" else reference.in_rounds)(
+        out = (reference.all_experts if implementation == "dense" else reference.in_rounds)(
             *arguments, used
         )
     if shared is not None:

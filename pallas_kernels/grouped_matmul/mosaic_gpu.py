@@ -38,7 +38,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import dispatch, tiles
+from pallas_kernels import device, dispatch, tiles
 from pallas_kernels.grouped_matmul import expert_tiles, row_gather
 from pallas_kernels.hopper import compat
 
@@ -121,7 +121,7 @@ def grouped_matmul(
     if reason := why_not(dtype=x.dtype, hidden_size=D, intermediate_size=size):
         raise ValueError(f"grouped_matmul: {reason}: x {x.shape}, w_down {w_down.shape}")
     tile = tile or tile_for(T, choices, E)
-    num_ctas = num_ctas or compat.num_multiprocessors()
+    num_ctas = num_ctas or device.local_device().num_multiprocessors
     routed_rows = max(expert_tiles.most_rows(T * choices, E), tile.rows)
     grouping = {
         "num_experts": E,

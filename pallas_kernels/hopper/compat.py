@@ -72,9 +72,3 @@ def store_narrow(ref: Any, values: jax.Array) -> None:
         ref[...] = values
     else:
         plgpu.store(ref, values, optimized=False)
-
-
-def num_multiprocessors() -> int:
-    """Returns the CTAs of a persistent grid; without a GPU (lowering, interpreter) an H200's."""
-    device = jax.local_devices()[0]
-    return device.core_count if device.platform == "gpu" else 132

@@ -17,7 +17,6 @@ def choose(implementation: str = "auto") -> dispatch.Choice:
     return dispatch.choose("read_cancel_flag", implementation)
 
 
-@functools.partial(jax.jit, static_argnames=("implementation",))
 def read_cancel_flag(
     address: jax.Array,  # int32 [2]: the low and the high half
     given: jax.Array,  # int32 scalar
@@ -30,6 +29,13 @@ def read_cancel_flag(
     It is read once `after` has been computed, whose values do not matter. Whoever passes the
     address keeps its memory until the program has ended.
     """
-    if choose(implementation).implementation == "xla":
+    return _read_cancel_flag(
+        address, given, after, implementation=choose(implementation).implementation
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("implementation",))
+def _read_cancel_flag(address, given, after, *, implementation) -> jax.Array:
+    if implementation == "xla":
         return given
     return lowered_once.call(gpu_kernel.read_cancel_flag, address, after)

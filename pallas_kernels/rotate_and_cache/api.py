@@ -31,9 +31,6 @@ def choose(
     return dispatch.choose("rotate_and_cache", implementation, refusals={"mosaic_gpu": reason})
 
 
-@functools.partial(
-    jax.jit, static_argnames=("num_query_heads", "num_kv_heads", "eps", "implementation")
-)
 def rotate_and_cache(
     qkv: tuple[jax.Array, ...],  # [T, (N + 2 * K) * H] each; their sum is the projection
     bias: jax.Array | None,  # [(N + 2 * K) * H]
@@ -57,8 +54,6 @@ def rotate_and_cache(
         qkv, bias, norm_weights, cos, sin, pool, slots,
         num_query_heads=num_query_heads, num_kv_heads=num_kv_heads,
     )  # fmt: skip
-    weights = norm_weights or ()
-    heads = {"num_query_heads": num_query_heads, "num_kv_heads": num_kv_heads, "eps": eps}
     chosen = choose(
         implementation,
         dtype=qkv[0].dtype,
@@ -66,8 +61,22 @@ def rotate_and_cache(
         head_dim=pool.shape[-1],
         rotary_dim=2 * cos.shape[1],
     )
-    if chosen.implementation == "mosaic_gpu":
-        dtype = qkv[0].dtype
+    return _rotate_and_cache(
+        qkv, bias, norm_weights, cos, sin, pool, slots, num_query_heads=num_query_heads,
+        num_kv_heads=num_kv_heads, eps=eps, implementation=chosen.implementation,
+    )  # fmt: skip
+
+
+@functools.partial(
+    jax.jit, static_argnames=("num_query_heads", "num_kv_heads", "eps", "implementation")
+)
+def _rotate_and_cache(
+    qkv, bias, norm_weights, cos, sin, pool, slots, *, num_query_heads, num_kv_heads, eps,
+    implementation,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    heads = {"num_query_heads": num_query_heads, "num_kv_heads": num_kv_heads, "eps": eps}
+    if implementation == "mosaic_gpu":
+        dtype, weights = qkv[0].dtype, norm_weights or ()
         q_weight, k_weight = (w.astype(dtype) for w in weights) if weights else (None, None)
         bias = None if bias is None else bias.astype(dtype)
         return lowered_once.call(

@@ -28,12 +28,6 @@ def choose(
     return dispatch.choose("top_k_routing", implementation, refusals={"mosaic_gpu": reason})
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=(
-        "experts_per_token", "num_groups", "kept_groups", "scaling_factor", "implementation",
-    ),
-)  # fmt: skip
 def top_k_routing(
     router_logits: jax.Array,  # float32 [T, E]
     expert_bias: jax.Array,  # float32 [E]
@@ -49,18 +43,30 @@ def top_k_routing(
     Equal scores go to the lower id. A token with NaN logits gets any ids, on a GPU in range.
     """
     checks.check_shapes(router_logits, expert_bias, experts_per_token, num_groups, kept_groups)
-    rule = {
-        "experts_per_token": experts_per_token,
-        "num_groups": num_groups,
-        "kept_groups": kept_groups,
-        "scaling_factor": scaling_factor,
-    }
     chosen = choose(
         implementation,
         num_experts=router_logits.shape[1],
         num_groups=num_groups,
         experts_per_token=experts_per_token,
     )
-    if chosen.implementation == "mosaic_gpu":
+    return _top_k_routing(
+        router_logits,
+        expert_bias,
+        experts_per_token=experts_per_token,
+        num_groups=num_groups,
+        kept_groups=kept_groups,
+        scaling_factor=scaling_factor,
+        implementation=chosen.implementation,
+    )
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=(
+        "experts_per_token", "num_groups", "kept_groups", "scaling_factor", "implementation",
+    ),
+)  # fmt: skip
+def _top_k_routing(router_logits, expert_bias, *, implementation, **rule):
+    if implementation == "mosaic_gpu":
         return lowered_once.call(gpu_kernel.top_k_routing, router_logits, expert_bias, **rule)
     return reference.top_k_routing(router_logits, expert_bias, **rule)

@@ -48,7 +48,6 @@ def choose(
     return dispatch.choose("unembed_stats", implementation, refusals={"mosaic_gpu": reason})
 
 
-@functools.partial(jax.jit, static_argnames=("forbidden_ids", "implementation", "chunk_size"))
 def unembed_stats(
     x: jax.Array,  # [T, D]
     w: jax.Array,  # [V, D]
@@ -72,26 +71,11 @@ def unembed_stats(
     forbidden_ids = tuple(sorted(set(forbidden_ids)))
     chosen = choose(
         implementation, dtype=x.dtype, hidden_size=x.shape[1], forbidden_ids=forbidden_ids
-    ).implementation
-    rows = {} if given_ids is None else {"given_ids": given_ids}
-    if draw_keys is not None and temperature is not None:
-        cold = temperature <= 0
-        inverse = 1.0 / jnp.where(cold, 1.0, jnp.maximum(temperature, 1e-6))
-        first, second = partials.draw_words(draw_keys)
-        rows |= {"draw_first": first, "draw_second": second, "inverse_temperature": inverse}
-    else:
-        cold = jnp.ones(x.shape[0], bool)
-    if chosen == "mosaic_gpu":
-        total = lowered_once.call(
-            gpu_kernel.partial_stats, x, w, rows, forbidden_ids=forbidden_ids, num_rows=num_rows
-        )
-    else:
-        total = reference.partial_stats(x, w, rows, forbidden_ids, chunk_size)
-    stats = _finish(total, cold)
-    if num_rows is None:
-        return stats
-    wanted = jnp.arange(x.shape[0], dtype=jnp.int32) < num_rows
-    return jax.tree.map(lambda field: jnp.where(wanted, field, 0), stats)
+    )
+    return _unembed_stats(
+        x, w, given_ids, draw_keys, temperature, num_rows, forbidden_ids=forbidden_ids,
+        implementation=chosen.implementation, chunk_size=chunk_size,
+    )  # fmt: skip
 
 
 def probability(logit: jax.Array, logsumexp: jax.Array) -> jax.Array:
@@ -127,6 +111,31 @@ def penalize(stats: UnembedStats, given_ids: jax.Array, penalty: jax.Array) -> U
         logsumexp=jnp.where(penalty > 0, logsumexp, stats.logsumexp),
         given_logit=given_logit,
     )
+
+
+@functools.partial(jax.jit, static_argnames=("forbidden_ids", "implementation", "chunk_size"))
+def _unembed_stats(
+    x, w, given_ids, draw_keys, temperature, num_rows, *, forbidden_ids, implementation, chunk_size
+) -> UnembedStats:
+    rows = {} if given_ids is None else {"given_ids": given_ids}
+    if draw_keys is not None and temperature is not None:
+        cold = temperature <= 0
+        inverse = 1.0 / jnp.where(cold, 1.0, jnp.maximum(temperature, 1e-6))
+        first, second = partials.draw_words(draw_keys)
+        rows |= {"draw_first": first, "draw_second": second, "inverse_temperature": inverse}
+    else:
+        cold = jnp.ones(x.shape[0], bool)
+    if implementation == "mosaic_gpu":
+        total = lowered_once.call(
+            gpu_kernel.partial_stats, x, w, rows, forbidden_ids=forbidden_ids, num_rows=num_rows
+        )
+    else:
+        total = reference.partial_stats(x, w, rows, forbidden_ids, chunk_size)
+    stats = _finish(total, cold)
+    if num_rows is None:
+        return stats
+    wanted = jnp.arange(x.shape[0], dtype=jnp.int32) < num_rows
+    return jax.tree.map(lambda field: jnp.where(wanted, field, 0), stats)
 
 
 def _finish(total: PartialStats, cold: jax.Array) -> UnembedStats:

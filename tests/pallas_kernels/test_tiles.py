@@ -24,10 +24,8 @@ def write(monkeypatch, tmp_path):
 
     def put(table):
         path.write_text(json.dumps(table))
-        tiles.entries.cache_clear()
 
-    yield put
-    tiles.entries.cache_clear()
+    return put
 
 
 @pytest.mark.parametrize(

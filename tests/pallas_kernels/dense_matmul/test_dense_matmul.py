@@ -7,12 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import devices
 
 import pallas_kernels
-from pallas_kernels import dispatch
 from pallas_kernels.hopper import compat
 
-HOPPER = dispatch.Target(platform="gpu", compute_capability=(9, 0), jax_version="0.11.2")
 SHAPE = {"dtype": jnp.bfloat16, "tokens": 128, "columns": 4096, "contraction": 4096}
 
 
@@ -80,7 +79,7 @@ def test_xla_is_differentiable():
 
 
 def test_auto_takes_the_kernel_for_few_tokens_on_hopper(monkeypatch):
-    monkeypatch.setattr(dispatch, "current_target", lambda: HOPPER)
+    devices.pretend(monkeypatch, devices.HOPPER)
     choose = pallas_kernels.choose_dense_matmul
     assert choose(**SHAPE).implementation == "mosaic_gpu"
 
@@ -97,16 +96,16 @@ WIDE = {  # name: sizes of a measured win
 @pytest.mark.parametrize("name", WIDE)
 def test_more_tokens_take_the_wide_kernel_at_measured_shapes_on_hopper_only(monkeypatch, name):
     shape = {"dtype": jnp.bfloat16} | WIDE[name]
-    monkeypatch.setattr(dispatch, "current_target", lambda: HOPPER)
+    devices.pretend(monkeypatch, devices.HOPPER)
     assert pallas_kernels.choose_dense_matmul(**shape).implementation == "mosaic_gpu"
-    a100 = dataclasses.replace(HOPPER, compute_capability=(8, 0))
-    for target in (a100, dataclasses.replace(a100, platform="cpu", compute_capability=(0, 0))):
-        monkeypatch.setattr(dispatch, "current_target", lambda target=target: target)
+    a100 = dataclasses.replace(devices.HOPPER, compute_capability=(8, 0))
+    for other in (a100, devices.CPU):
+        devices.pretend(monkeypatch, other)
         assert pallas_kernels.choose_dense_matmul(**shape).implementation == "xla"
 
 
 def test_sizes_between_measured_wins_where_xla_won_go_to_xla(monkeypatch):
-    monkeypatch.setattr(dispatch, "current_target", lambda: HOPPER)
+    devices.pretend(monkeypatch, devices.HOPPER)
     shape = {"dtype": jnp.bfloat16, "columns": 18944, "contraction": 3584, "swiglu": True}
     chosen = [
         pallas_kernels.choose_dense_matmul(tokens=tokens, **shape).implementation
@@ -117,7 +116,7 @@ def test_sizes_between_measured_wins_where_xla_won_go_to_xla(monkeypatch):
 
 @pytest.mark.skipif(not compat.supported(), reason="needs the Mosaic GPU of a newer jax")
 def test_the_ops_call_the_kernel_of_their_number_of_tokens(monkeypatch):
-    monkeypatch.setattr(dispatch, "current_target", lambda: HOPPER)
+    devices.pretend(monkeypatch, devices.HOPPER)
 
     def lowered(op, tokens, columns, contraction):
         shapes = (tokens, contraction), (columns, contraction)
@@ -153,7 +152,7 @@ def test_the_ops_call_the_kernel_of_their_number_of_tokens(monkeypatch):
     ],
 )
 def test_what_the_kernel_cannot_serve_goes_to_xla_with_the_reason(monkeypatch, changes, reason):
-    monkeypatch.setattr(dispatch, "current_target", lambda: HOPPER)
+    devices.pretend(monkeypatch, devices.HOPPER)
     choice = pallas_kernels.choose_dense_matmul(**SHAPE | changes)
     assert choice.implementation == "xla"
     assert re.search(reason, str(choice))

@@ -1,17 +1,20 @@
 """The wide matmul kernel equals numpy in float64 in the interpreter and lowers for CUDA."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import tiles
+from pallas_kernels import device, tiles
 from pallas_kernels.dense_matmul import wide_matmul as gpu_kernel
 from pallas_kernels.hopper import compat
 
 if not compat.supported():
     pytest.skip("needs the Mosaic GPU of a newer jax", allow_module_level=True)
 
+from support import devices
 from support.dense_products import (
     TOLERANCE,
     arrays,
@@ -66,7 +69,8 @@ def test_few_multiprocessors_walk_many_tiles(monkeypatch, way):
     """Also where not all of them have as many."""
     tokens, columns, contraction, swiglu, tile = WAYS[way]
     columns *= 3
-    monkeypatch.setattr(compat, "num_multiprocessors", lambda: 2 * tile.cluster)
+    few = dataclasses.replace(device.local_device(), num_multiprocessors=2 * tile.cluster)
+    devices.pretend(monkeypatch, few)
     x, w = arrays(tokens, columns, contraction, swiglu)
     (out,) = interpreted(gpu_kernel.wide_matmul, x, w, swiglu=swiglu, tile=tile)
     np.testing.assert_allclose(out, expected(x, w, swiglu), **TOLERANCE)

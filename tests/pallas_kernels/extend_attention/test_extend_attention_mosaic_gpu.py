@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import tiles
+from pallas_kernels import device, tiles
 from pallas_kernels.extend_attention import mosaic_gpu as gpu_kernel
 from pallas_kernels.extend_attention import work_items
 from pallas_kernels.hopper import compat
@@ -19,7 +19,7 @@ from pallas_kernels.hopper import compat
 if not compat.supported():
     pytest.skip("needs the Mosaic GPU of a newer jax", allow_module_level=True)
 
-from support import kernel_interpreter
+from support import devices, kernel_interpreter
 
 # bfloat16 operands; probabilities and the result are rounded to 8 bits.
 TOLERANCE = {"rtol": 2e-2, "atol": 2e-2}
@@ -85,7 +85,8 @@ def make_batch(problem: Problem, seed: int) -> Batch:
 
 
 def run(problem: Problem, batch: Batch, monkeypatch) -> np.ndarray:
-    monkeypatch.setattr(compat, "num_multiprocessors", lambda: problem.multiprocessors)
+    few = dataclasses.replace(device.local_device(), num_multiprocessors=problem.multiprocessors)
+    devices.pretend(monkeypatch, few)
     q, pool, *rest = batch.arguments
     out = kernel_interpreter.run(
         gpu_kernel.extend_attention,

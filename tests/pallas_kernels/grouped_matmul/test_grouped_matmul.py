@@ -203,7 +203,7 @@ def test_memory_does_not_grow_with_experts():
         ((tokens, top), jnp.float32),
     ]
     arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
-    compiled = grouped_matmul.lower(*arguments).compile()
+    compiled = jax.jit(grouped_matmul).lower(*arguments).compile()
     all_experts_on_all_tokens = tokens * experts * 2 * size * 4
     temporary = compiled.memory_analysis().temp_size_in_bytes
     assert temporary < all_experts_on_all_tokens / 4

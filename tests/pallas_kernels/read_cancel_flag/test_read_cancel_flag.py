@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from support import devices
 
 import pallas_kernels
-from pallas_kernels import dispatch
 from pallas_kernels.hopper import compat
 from pallas_kernels.read_cancel_flag import mosaic_gpu as gpu_kernel
 
@@ -30,8 +30,7 @@ def test_without_a_kernel_the_flag_is_what_was_given():
 
 
 def test_a_forced_kernel_says_why_it_cannot_run(monkeypatch):
-    cpu = dispatch.Target(platform="cpu", compute_capability=(0, 0), jax_version=jax.__version__)
-    monkeypatch.setattr(dispatch, "current_target", lambda: cpu)
+    devices.pretend(monkeypatch, devices.CPU)
     with pytest.raises(ValueError, match="read_cancel_flag: mosaic_gpu cannot run here: needs an"):
         pallas_kernels.read_cancel_flag(
             ADDRESS, jnp.int32(0), jnp.int32(0), implementation="mosaic_gpu"
