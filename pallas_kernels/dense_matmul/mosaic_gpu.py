@@ -56,16 +56,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import device, dispatch
-from pallas_kernels.hopper import compat
+from pallas_kernels.hopper import compat, limits
+from pallas_kernels.hopper import ring as rings
 
 MAX_TOKENS = 128
 _ROWS = 64  # tokens of a wgmma, and of a compute warpgroup
 _BLOCK_K = 64  # contraction of a stage: 128 bytes, a row of the widest swizzle
 _STEP = 16  # columns of a CTA are a multiple of it
-_SHARED_MEMORY = 232448 - 2048  # bytes of a CTA, less barriers and padding
 _MOST_ACCUMULATORS = 192  # registers of a thread for accumulators
 _ENOUGH_STAGES = 6  # loads in flight are no longer what a CTA waits for
-_WIDEST = 256  # rows of a TMA box and columns of a wgmma
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +82,7 @@ class Tile:
     def __post_init__(self):
         if (
             self.columns % _STEP
-            or not _STEP <= self.columns <= _WIDEST
+            or not _STEP <= self.columns <= limits.WIDEST
             or self.splits < 1
             or self.cluster not in (1, 2)
             or self.block_k % 64
@@ -109,7 +108,7 @@ def tile_for(
     The contraction is split until a CTA has 96 columns, but its parts stay at least 1024 long: a
     part more costs another array of results (measured: 4 for [4096, 4096], 2 for [3584, 3584]).
     """
-    widest = _MOST_ACCUMULATORS if swiglu else _WIDEST
+    widest = _MOST_ACCUMULATORS if swiglu else limits.WIDEST
 
     def even(splits, waves=1):
         return -(-columns // (waves * sms // splits * _STEP)) * _STEP
@@ -194,12 +193,12 @@ class _Plan:
         narrowest = min((p for p in pieces if 3 * p >= width), default=width)
 
         def stages_beside(piece):
-            left = _SHARED_MEMORY - self.piece_bytes(piece)
+            left = limits.BUFFERS - self.piece_bytes(piece)
             return min(stages, left // self.stage_bytes())
 
         most = stages_beside(narrowest)
         if most < min(self.tile.burst + 1, stages):
-            raise ValueError(f"dense_matmul: {self} needs more than {_SHARED_MEMORY} bytes")
+            raise ValueError(f"dense_matmul: {self} needs more than {limits.BUFFERS} bytes")
         piece = next(p for p in pieces if stages_beside(p) >= min(most, _ENOUGH_STAGES))
         return stages_beside(piece), piece
 
@@ -269,6 +268,7 @@ def _kernel(plan: _Plan, interpret):
 
     def body(x_gmem, w_gmem, *refs):
         outs_gmem, (w_smem, x_smem, out_smem, full, empty) = refs[:splits], refs[splits:]
+        ring = rings.Ring(stages=stages, full=full, empty=empty)
         warpgroup = lax.axis_index("warpgroup")
         split = lax.axis_index("split")
         column_tile = lax.axis_index("tile")
@@ -276,27 +276,19 @@ def _kernel(plan: _Plan, interpret):
             column_tile = column_tile * tile.cluster + lax.axis_index("part")
         first_column = pl.multiple_of(column_tile * columns, _STEP)
 
-        def stage_of(step):
-            return lax.rem(step, int32(stages))
-
         def load():
             plgpu.set_max_registers(40, action="decrease")
-
-            def await_stage(step):
-                @pl.when(step >= stages)
-                def _():
-                    plgpu.barrier_wait(empty.at[stage_of(step)])
 
             def load_burst(index, _):
                 burst = [index * tile.burst + i for i in range(tile.burst)]
                 for step in burst:
-                    await_stage(step)
+                    ring.wait_until_empty(step)
                 for step in burst:
                     load_stage(step)
                 return ()
 
             def load_stage(step):
-                stage = stage_of(step)
+                stage = ring.stage_of(step)
                 place = step
                 if tile.staggered:  # not all of them at the same column of their rows
                     clusters = plan.column_tiles // tile.cluster
@@ -317,36 +309,20 @@ def _kernel(plan: _Plan, interpret):
                 )
 
             lax.fori_loop(0, steps // tile.burst, load_burst, ())
-
-            def drain(step, _):
-                plgpu.barrier_wait(empty.at[stage_of(step)])
-                return ()
-
-            # Nobody may leave an arrival that is not waited for, nor end while another CTA of the
-            # cluster still multicasts to it.
-            lax.fori_loop(max(steps - stages, 0), steps, drain, ())
+            ring.drain(steps)
 
         def compute():
             plgpu.set_max_registers(232, action="increase")
             my_rows = pl.ds(warpgroup * _ROWS, _ROWS)
 
-            def release(step):
-                plgpu.barrier_arrive(empty.at[stage_of(step)])
-
             def product(*accumulators):
-                def accumulate(step, _):
-                    stage = stage_of(step)
-                    plgpu.barrier_wait(full.at[stage])
+                def accumulate(_, stage):
                     for half, acc in enumerate(accumulators):
                         plgpu.wgmma(acc, x_smem.at[stage, my_rows], w_smem.at[stage, half].T)
-                    # This stage's wgmmas stay in flight, so the stage before it is the free one.
-                    plgpu.wgmma_wait(plan.halves)
-                    pl.when(step > 0)(lambda: release(step - 1))
-                    return ()
 
-                lax.fori_loop(0, steps, accumulate, ())
+                ring.multiply(accumulate, steps, wgmmas=plan.halves)
                 values = [acc[...] for acc in accumulators]
-                release(steps - 1)
+                ring.release(steps - 1)
                 return values
 
             accumulator = plgpu.ACC((_ROWS, columns), jnp.float32)
@@ -398,16 +374,16 @@ def _kernel(plan: _Plan, interpret):
     body.__name__ = "dense_swiglu" if plan.halves == 2 else "dense_matmul"
 
     tiled = functools.partial(compat.tiled, dtype=plan.dtype)
-    empty = {"num_arrivals": warpgroups, "num_barriers": stages}
     scratch = [
         plgpu.SMEM((stages, plan.halves, columns, block_k), plan.dtype, transforms=tiled(64)),
         plgpu.SMEM((stages, warpgroups * _ROWS, block_k), plan.dtype, transforms=tiled(64)),
         plgpu.SMEM((warpgroups, piece // chunk, _ROWS, chunk), plan.dtype, transforms=tiled(chunk)),
-        plgpu.Barrier(num_arrivals=plan.halves + 1, num_barriers=stages),
-        # Of a cluster nobody may overwrite the tokens of a CTA that still multiplies them.
-        plgpu.ClusterBarrier(collective_axes=("part",), **empty)
-        if is_cluster
-        else plgpu.Barrier(**empty),
+        *rings.barriers(
+            stages,
+            copies=plan.halves + 1,
+            readers=warpgroups,
+            shared_along=("part",) if is_cluster else (),
+        ),
     ]
     out_type = jax.ShapeDtypeStruct((plan.tokens, plan.columns), plan.dtype)
     return compat.kernel(

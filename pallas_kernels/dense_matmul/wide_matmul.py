@@ -49,12 +49,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import device, dispatch, tiles
-from pallas_kernels.hopper import compat
+from pallas_kernels.hopper import compat, limits
+from pallas_kernels.hopper import ring as rings
 
 _ROWS = 64  # M of a wgmma
 _BLOCK_K = 64  # contraction of a stage: 128 bytes, a row of the widest swizzle
-_WIDEST = 256  # rows of a TMA box and columns of a wgmma
-_SHARED_MEMORY = 232448 - 2048  # bytes of a CTA, less barriers and padding
 # By compute warpgroups: registers of a thread that computes and of one that loads, together what
 # the launch allots, 65536 / threads each, in eighths; and the columns of the widest wgmma, which
 # must fit in the registers that a thread has at launch (ptxas C7602).
@@ -80,9 +79,9 @@ class Tile:
         if (
             self.rows not in (64, 128)
             or self.tokens % _ROWS
-            or not _ROWS <= self.tokens <= _WIDEST
+            or not _ROWS <= self.tokens <= limits.WIDEST
             or self.columns % 16
-            or not 16 <= self.columns <= _WIDEST
+            or not 16 <= self.columns <= limits.WIDEST
             or self._side % self.rows
             or self.warpgroups not in _REGISTERS
             or self.splits < 1
@@ -204,8 +203,8 @@ class Plan:
         tile, size = self.tile, self.dtype.itemsize
         stage = (self.weight_rows + tile.tokens) * _BLOCK_K * size
         chunks = tile.warpgroups * self.chunk_rows * self.chunk * size  # one of each warpgroup
-        stages = min(tile.stages, max(self.steps, 2), (_SHARED_MEMORY - chunks) // stage)
-        return stages, min(4, (_SHARED_MEMORY - stages * stage) // chunks)
+        stages = min(tile.stages, max(self.steps, 2), (limits.BUFFERS - chunks) // stage)
+        return stages, min(4, (limits.BUFFERS - stages * stage) // chunks)
 
     def problems(self) -> list[str]:
         """Returns what the tile cannot do for this shape."""
@@ -225,7 +224,7 @@ class Plan:
             + _BESIDE_ACCUMULATORS
             > registers,
             f"a wgmma of {columns} columns": columns > _WIDEST_WGMMA[tile.warpgroups],
-            f"more than {_SHARED_MEMORY} bytes of shared memory": self.layout()[0] < 2,
+            f"more than {limits.BUFFERS} bytes of shared memory": self.layout()[0] < 2,
         }
         return [problem for problem, yes in found.items() if yes]
 
@@ -275,6 +274,7 @@ def _kernel(plan: Plan, sms: int, interpret):
     def body(x_gmem, w_gmem, *refs):
         outs_gmem, refs = refs[: tile.splits], refs[tile.splits :]
         w_smem, x_smem, out_smem, full, empty = refs
+        ring = rings.Ring(stages=stages, full=full, empty=empty)
         warpgroup, cluster = lax.axis_index("warpgroup"), lax.axis_index("cluster")
         my_items = items // clusters
         if items % clusters:
@@ -294,9 +294,6 @@ def _kernel(plan: Plan, sms: int, interpret):
                 pl.multiple_of(column_tile * columns, 8),
             )
 
-        def stage_of(step):
-            return lax.rem(step, int32(stages))
-
         def load():
             plgpu.set_max_registers(load_registers, action="decrease")
 
@@ -305,12 +302,8 @@ def _kernel(plan: Plan, sms: int, interpret):
 
                 def load_stage(k, _):
                     step = index * steps + k
-                    stage = stage_of(step)
-
-                    @pl.when(step >= stages)
-                    def _():
-                        plgpu.barrier_wait(empty.at[stage])
-
+                    stage = ring.stage_of(step)
+                    ring.wait_until_empty(step)
                     depth = pl.ds((split * steps + k) * _BLOCK_K, _BLOCK_K)
                     for half in range(plan.halves):
                         plgpu.copy_gmem_to_smem(
@@ -331,22 +324,11 @@ def _kernel(plan: Plan, sms: int, interpret):
                 return ()
 
             lax.fori_loop(0, my_items, load_item, ())
-
-            def drain(step, _):
-                plgpu.barrier_wait(empty.at[stage_of(step)])
-                return ()
-
-            # Nobody may leave an arrival that is not waited for, nor end while another CTA of the
-            # cluster still multicasts to it.
-            total = my_items * steps
-            lax.fori_loop(jnp.maximum(total - stages, 0), total, drain, ())
+            ring.drain(my_items * steps)
 
         def compute():
             plgpu.set_max_registers(compute_registers, action="increase")
             my_rows = pl.ds(warpgroup * rows, rows)
-
-            def release(step):
-                plgpu.barrier_arrive(empty.at[stage_of(step)])
 
             a_smem, b_smem = (w_smem, x_smem) if tile.swapped else (x_smem, w_smem)
 
@@ -355,18 +337,12 @@ def _kernel(plan: Plan, sms: int, interpret):
                 first_step = index * steps
 
                 def product(acc):
-                    def accumulate(k, _):
-                        stage = stage_of(first_step + k)
-                        plgpu.barrier_wait(full.at[stage])
+                    def accumulate(_, stage):
                         plgpu.wgmma(acc, a_smem.at[stage, my_rows], b_smem.at[stage].T)
-                        # This stage's wgmmas stay in flight: the stage before it is the free one.
-                        plgpu.wgmma_wait(1)
-                        pl.when(k > 0)(lambda: release(first_step + k - 1))
-                        return ()
 
-                    lax.fori_loop(0, steps, accumulate, ())
+                    ring.multiply(accumulate, steps, first=first_step)
                     value = acc[...]
-                    release(first_step + steps - 1)
+                    ring.release(first_step + steps - 1)
                     return value
 
                 value = pl.run_scoped(product, plgpu.ACC((rows, plan.wgmma_columns), jnp.float32))
@@ -423,18 +399,15 @@ def _kernel(plan: Plan, sms: int, interpret):
     body.__name__ = "wide_swiglu" if plan.halves == 2 else "wide_matmul"
 
     tiled = functools.partial(compat.tiled, dtype=plan.dtype)
-    arrivals = {"num_arrivals": warpgroups, "num_barriers": stages}
     scratch = [
         plgpu.SMEM((stages, plan.weight_rows, _BLOCK_K), plan.dtype, transforms=tiled(_BLOCK_K)),
         plgpu.SMEM((stages, tile.tokens, _BLOCK_K), plan.dtype, transforms=tiled(_BLOCK_K)),
         plgpu.SMEM(
             (warpgroups, buffers, plan.chunk_rows, chunk), plan.dtype, transforms=tiled(chunk)
         ),
-        plgpu.Barrier(num_arrivals=plan.halves + 1, num_barriers=stages),
-        # Of a cluster nobody may overwrite what a CTA that shares it still multiplies.
-        plgpu.ClusterBarrier(collective_axes=tuple(sharing), **arrivals)
-        if sharing
-        else plgpu.Barrier(**arrivals),
+        *rings.barriers(
+            stages, copies=plan.halves + 1, readers=warpgroups, shared_along=tuple(sharing)
+        ),
     ]
     out_type = jax.ShapeDtypeStruct((plan.tokens, plan.columns), plan.dtype)
     return compat.kernel(

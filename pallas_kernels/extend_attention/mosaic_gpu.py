@@ -53,14 +53,13 @@ from pallas_kernels import device, tiles
 from pallas_kernels.extend_attention import work_items
 from pallas_kernels.extend_attention.work_items import (
     MASKED_SCORE,
-    SMEM_BYTES,
     WARPGROUP_ROWS,
     WINDOW,
     AttentionTile,
     Item,
     Plan,
 )
-from pallas_kernels.hopper import compat
+from pallas_kernels.hopper import compat, limits
 
 why_not = work_items.why_not
 
@@ -171,10 +170,10 @@ def make_plan(
         plan = dataclasses.replace(plan, tile=AttentionTile(**found))
     if interpreted:
         plan = dataclasses.replace(plan, tile=dataclasses.replace(plan.tile, p_in_registers=False))
-    if plan.smem_bytes > SMEM_BYTES:
+    if plan.smem_bytes > limits.SHARED_MEMORY:
         raise ValueError(
             f"extend_attention: {plan.smem_bytes} bytes of shared memory, "
-            f"{SMEM_BYTES} exist: {plan.tile}, {shapes}"
+            f"{limits.SHARED_MEMORY} exist: {plan.tile}, {shapes}"
         )
     return plan
 

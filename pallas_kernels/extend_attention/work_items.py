@@ -26,7 +26,6 @@ from pallas_kernels import dispatch
 WARPGROUP_ROWS = 64
 MAX_ROWS = 2 * WARPGROUP_ROWS
 MAX_SPLITS = 32  # the combine holds one slice of every split in shared memory
-SMEM_BYTES = 227 * 1024
 # Finite: with -inf, the rescale factor of a row without visible keys would be exp(nan).
 MASKED_SCORE = -1e30
 WINDOW = 8  # a TMA of tiled shared memory starts at a multiple of 8 tokens

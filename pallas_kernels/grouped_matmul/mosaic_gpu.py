@@ -40,11 +40,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import device, dispatch, tiles
 from pallas_kernels.grouped_matmul import expert_tiles, row_gather
-from pallas_kernels.hopper import compat
+from pallas_kernels.hopper import compat, limits
+from pallas_kernels.hopper import ring as rings
 
 _WEIGHT_ROWS = 128  # of a compute warpgroup
 _CHUNK = 64  # output columns that are stored at once; the gate_up interleaving
-_SHARED_MEMORY = 232448 - 2048  # bytes of a CTA, less barriers and padding
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,8 +185,8 @@ def _matmul(
     lists = [row_tokens] * gathers + [where.counts, where.starts, where.tile_ends]
     N, warpgroups, block_k = tile.rows, tile.warpgroups, tile.block_k
     stages = tile.stages
-    if tile.shared_memory() > _SHARED_MEMORY:
-        raise ValueError(f"grouped_matmul: {tile} needs {tile.shared_memory()=} > {_SHARED_MEMORY}")
+    if tile.shared_memory() > limits.BUFFERS:
+        raise ValueError(f"grouped_matmul: {tile} needs {tile.shared_memory()=} > {limits.BUFFERS}")
     weight_rows = warpgroups * _WEIGHT_ROWS
     weight_tiles, k_tiles = R // weight_rows, K // block_k
     out_columns = _WEIGHT_ROWS // 2 if swiglu else _WEIGHT_ROWS  # that a warpgroup makes
@@ -200,6 +200,7 @@ def _matmul(
         rows_gmem, *tokens_gmem = refs[1 + len(shared) :][: 1 + gathers]
         counts_gmem, starts_gmem, tile_ends_gmem = refs[2 + len(shared) + gathers :][:3]
         out_gmem, weights_smem, rows_smem, out_smem, *ready, full, empty = refs[-6 - gathers :]
+        ring = rings.Ring(stages=stages, full=full, empty=empty)
         if gathers:
             (tokens_gmem,), (ready,) = tokens_gmem, ready
             row_gather.start(ready, interpret=interpret)
@@ -237,12 +238,8 @@ def _matmul(
 
                 def fetch(k, _):
                     step = index * k_tiles + k
-                    stage = lax.rem(step, int32(stages))
-
-                    @pl.when(step >= stages)
-                    def _():
-                        plgpu.barrier_wait(empty.at[stage])
-
+                    stage = ring.stage_of(step)
+                    ring.wait_until_empty(step)
                     columns = pl.ds(k * block_k, block_k)
 
                     def copy(weights_of, rows_of, first):
@@ -283,13 +280,8 @@ def _matmul(
 
                 return lax.fori_loop(0, k_tiles, fetch, ())
 
-            def drain(step, _):  # nobody may leave an arrival that is not waited for
-                plgpu.barrier_wait(empty.at[lax.rem(step, int32(stages))])
-                return ()
-
             lax.fori_loop(0, my_items, fetch_item, ())
-            steps = my_items * k_tiles
-            lax.fori_loop(jnp.maximum(steps - stages, 0), steps, drain, ())
+            ring.drain(my_items * k_tiles)
 
         def store(source, row, column, size):
             """Copies the first `size` rows of shared memory to the output."""
@@ -314,29 +306,19 @@ def _matmul(
             my_weights = pl.ds(warpgroup * _WEIGHT_ROWS, _WEIGHT_ROWS)
             out_mine = out_smem.at[warpgroup]
 
-            def release(step):
-                plgpu.barrier_arrive(empty.at[lax.rem(step, int32(stages))])
-
             def compute_item(index, _):
                 _, row, size, weight_tile = locate(index)
                 first_step = index * k_tiles
 
                 def product(acc):
-                    def accumulate(k, _):
-                        step = first_step + k
-                        stage = lax.rem(step, int32(stages))
-                        plgpu.barrier_wait(full.at[stage])
+                    def accumulate(step, stage):
                         if gathers:
                             row_gather.wait(ready, step, stages, interpret=interpret)
                         plgpu.wgmma(acc, weights_smem.at[stage, my_weights], rows_smem.at[stage].T)
-                        # One wgmma stays in flight, so the stage before it is the free one.
-                        plgpu.wgmma_wait(1)
-                        pl.when(k > 0)(lambda: release(step - 1))
-                        return ()
 
-                    lax.fori_loop(0, k_tiles, accumulate, ())
+                    ring.multiply(accumulate, k_tiles, first=first_step)
                     value = acc[...]
-                    release(first_step + k_tiles - 1)
+                    ring.release(first_step + k_tiles - 1)
                     return value
 
                 value = pl.run_scoped(product, plgpu.ACC((_WEIGHT_ROWS, N), jnp.float32))
@@ -372,8 +354,7 @@ def _matmul(
             buffer(stages, N, block_k),
             buffer(warpgroups, N, _CHUNK),
             *[row_gather.barriers(stages, interpret=interpret)] * gathers,
-            plgpu.Barrier(num_arrivals=1 if gathers else 2, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
+            *rings.barriers(stages, copies=1 if gathers else 2, readers=warpgroups),
         ],
         # No barriers around register stores: shared memory that a warpgroup writes is read by TMA
         # alone, after commit_smem, and written again after wait_smem_to_gmem.

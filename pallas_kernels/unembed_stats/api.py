@@ -73,8 +73,8 @@ def unembed_stats(
         implementation, dtype=x.dtype, hidden_size=x.shape[1], forbidden_ids=forbidden_ids
     )
     return _unembed_stats(
-        x, w, given_ids, draw_keys, temperature, num_rows, forbidden_ids=forbidden_ids,
-        implementation=chosen.implementation, chunk_size=chunk_size,
+        x, w, given_ids=given_ids, draw_keys=draw_keys, temperature=temperature, num_rows=num_rows,
+        forbidden_ids=forbidden_ids, implementation=chosen.implementation, chunk_size=chunk_size,
     )  # fmt: skip
 
 
@@ -115,7 +115,7 @@ def penalize(stats: UnembedStats, given_ids: jax.Array, penalty: jax.Array) -> U
 
 @functools.partial(jax.jit, static_argnames=("forbidden_ids", "implementation", "chunk_size"))
 def _unembed_stats(
-    x, w, given_ids, draw_keys, temperature, num_rows, *, forbidden_ids, implementation, chunk_size
+    x, w, *, given_ids, draw_keys, temperature, num_rows, forbidden_ids, implementation, chunk_size
 ) -> UnembedStats:
     rows = {} if given_ids is None else {"given_ids": given_ids}
     if draw_keys is not None and temperature is not None:

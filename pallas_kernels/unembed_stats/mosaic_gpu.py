@@ -46,6 +46,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import dispatch, tiles
 from pallas_kernels.hopper import compat, register_code
+from pallas_kernels.hopper import ring as rings
 from pallas_kernels.unembed_stats import partials
 from pallas_kernels.unembed_stats.partials import LOWEST, PartialStats
 
@@ -276,6 +277,7 @@ def _kernel(plan: _Plan, interpret):
         rows_gmem, refs = refs[: len(plan.row_names)], refs[len(plan.row_names) :]
         outs, refs = refs[: len(floats) + len(ids)], refs[len(floats) + len(ids) :]
         x_smem, w_smem, full, empty = refs
+        ring = rings.Ring(stages=stages, full=full, empty=empty)
 
         warpgroup = lax.axis_index("warpgroup")
         worker = lax.axis_index("worker")
@@ -294,9 +296,6 @@ def _kernel(plan: _Plan, interpret):
             first_row = (team + visit * plan.teams) * plan.group_rows
             return first_row + (lax.axis_index("cta") * plan.cta_rows if tile.pair else 0)
 
-        def slot_of(step):
-            return lax.rem(step, jnp.int32(stages))
-
         def load():
             plgpu.set_max_registers(40, action="decrease")
 
@@ -307,14 +306,11 @@ def _kernel(plan: _Plan, interpret):
 
             def load_stage(group_step, _, *, base, first_row):
                 step = base + group_step
-                slot = slot_of(step)
+                slot = ring.stage_of(step)
                 turn = lax.div(group_step, jnp.int32(plan.depth_steps))
                 depth = lax.rem(group_step, jnp.int32(plan.depth_steps)) * DEPTH
 
-                @pl.when(step >= stages)
-                def _():
-                    plgpu.barrier_wait(empty.at[slot])
-
+                ring.wait_until_empty(step)
                 first_id = (worker + turn * plan.workers) * plan.tile_columns
                 plgpu.copy_gmem_to_smem(
                     x_gmem.at[pl.ds(first_row, plan.cta_rows), pl.ds(depth, DEPTH)],
@@ -330,14 +326,7 @@ def _kernel(plan: _Plan, interpret):
                 return ()
 
             lax.fori_loop(0, my_groups, load_group, ())
-
-            def drain(step, _):
-                plgpu.barrier_wait(empty.at[slot_of(step)])
-                return ()
-
-            # The peer CTA must not end while its multicasts still arrive here.
-            steps = my_groups * group_steps
-            lax.fori_loop(lax.max(steps - stages, 0), steps, drain, ())
+            ring.drain(my_groups * group_steps)
 
         def update(masked, *given):
             """Returns the statistics after a tile, in the interpreter array by array."""
@@ -360,7 +349,7 @@ def _kernel(plan: _Plan, interpret):
 
             def accumulate(acc, base):
                 def one_stage(k, _):
-                    slot = slot_of(base + k)
+                    slot = ring.stage_of(base + k)
                     x_tile, w_tile = x_smem.at[slot], w_smem.at[slot]
                     if by_rows:
                         x_tile = x_tile.at[pl.ds(warpgroup * ROWS, ROWS)]
@@ -371,15 +360,12 @@ def _kernel(plan: _Plan, interpret):
                     # One wgmma stays in flight; the stage before it has been read.
                     plgpu.wgmma_wait(1)
 
-                    @pl.when(k > 0)
-                    def _():
-                        plgpu.barrier_arrive(empty.at[slot_of(base + k - 1)])
-
+                    pl.when(k > 0)(lambda: ring.release(base + k - 1))
                     return ()
 
                 lax.fori_loop(0, plan.depth_steps, one_stage, ())
                 plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(empty.at[slot_of(base + plan.depth_steps - 1)])
+                ring.release(base + plan.depth_steps - 1)
                 return acc[...]
 
             def one_tile(turn, state, *, base, my_row, inputs):
@@ -431,19 +417,12 @@ def _kernel(plan: _Plan, interpret):
         lax.cond(warpgroup == WARPGROUPS, load, compute)
 
     swizzled = compat.tiled(DEPTH, plan.dtype)
-    empty = functools.partial(plgpu.Barrier, num_arrivals=WARPGROUPS, num_barriers=stages)
-    if tile.pair:
-        empty = functools.partial(
-            plgpu.ClusterBarrier,
-            collective_axes=("cta",),
-            num_arrivals=WARPGROUPS,
-            num_barriers=stages,
-        )
     scratch = [
         plgpu.SMEM((stages, plan.cta_rows, DEPTH), plan.dtype, transforms=swizzled),
         plgpu.SMEM((stages, plan.tile_columns, DEPTH), plan.dtype, transforms=swizzled),
-        plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-        empty(),
+        *rings.barriers(
+            stages, copies=2, readers=WARPGROUPS, shared_along=("cta",) if tile.pair else ()
+        ),
     ]
     shape = (plan.padded_rows, plan.parts)
     return compat.kernel(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.dense_matmul import mosaic_gpu as gpu_kernel
-from pallas_kernels.hopper import compat
+from pallas_kernels.hopper import compat, limits
 
 if not compat.supported():
     pytest.skip("needs the Mosaic GPU of a newer jax", allow_module_level=True)
@@ -52,7 +52,7 @@ def test_stores_in_pieces_where_shared_memory_is_short(monkeypatch):
     """As for 128 tokens beside 144 columns: an output buffer is filled and stored three times."""
     tile = Tile(columns=96, stages=2)
     stage, piece = 2 * (96 + 64) * 64, 2 * 64 * 32
-    monkeypatch.setattr(gpu_kernel, "_SHARED_MEMORY", 2 * stage + piece)
+    monkeypatch.setattr(limits, "BUFFERS", 2 * stage + piece)
     x, w = arrays(40, 96, 128, False)
     (out,) = interpreted(gpu_kernel.dense_matmul, x, w, tile=tile)
     np.testing.assert_allclose(out, expected(x, w, False), **TOLERANCE)
