@@ -2,7 +2,7 @@
 
 What it computes: for every row of the batch, softmax(q k^T) v of its in-flight tokens over its
 pages, with block-causal, causal or full visibility (`pallas_kernels.extend_attention` says it in
-XLA). `work_items` defines the work items: up to 128 folded (head, token) rows of one batch row
+XLA). `work_items` cuts the work into items: up to 128 folded (head, token) rows of one batch row
 against the keys that they see, or against one split of them.
 
 How one CTA works. Three warpgroups. The memory warpgroup fetches queries, then K and V page by

@@ -538,7 +538,7 @@ def _scores(inputs: _RowInputs, first_id: jax.Array, logits: jax.Array) -> jax.A
 def _reduce_slots(
     plan: _Plan, state: dict[str, jax.Array], slots: jax.Array
 ) -> dict[str, jax.Array]:
-    """Returns [ROWS] statistics: the merge of `partials` over the eight slots of a row."""
+    """Returns [ROWS] statistics: the merge of `partials.py` over the eight slots of a row."""
 
     def lowest_id(ids: jax.Array, where: jax.Array) -> jax.Array:
         return -jnp.where(where, -ids, jnp.int32(-partials.NO_ID)).max(1)
