@@ -5,17 +5,17 @@ from __future__ import annotations
 import jax
 
 from jdllm import device_facts
-from pallas_kernels import dispatch
+from pallas_kernels import device as kernel_device
 
 
 def facts() -> device_facts.DeviceFacts:
     """Returns the facts of the device that this process computes on."""
-    device, memory = used(), memory_use()
+    device, memory = kernel_device.local_device(), memory_use()
     return device_facts.DeviceFacts(
         platform=device.platform,
-        device_kind=device.device_kind,
+        device_kind=device.kind,
         memory_bytes=None if memory is None else memory[1],
-        runs_hopper_kernels=dispatch.current_target().compute_capability == (9, 0),
+        runs_hopper_kernels=device.hopper_refusal is None,
     )
 
 

@@ -1,4 +1,4 @@
-"""Tuned tile parameters: data, one folder per device, one JSON file per op.
+"""Tuned tile parameters: data, in each op's folder `tiles/` one JSON file per device.
 
 A file is a list of entries `{"when": {size: upper bound}, "tile": {parameter: value}}`, which may
 also have `"equal": {size: value}`. The first entry whose every bound is at least the problem's
@@ -12,31 +12,31 @@ import json
 import pathlib
 from typing import Any
 
-import jax
+from pallas_kernels import device
 
-TILES_DIR = pathlib.Path(__file__).parent / "tiles"
-DEFAULT_DEVICE = "nvidia_h200"  # also serves devices of the same generation without a folder
-
-
-def device_folder() -> str:
-    """Returns the folder name of this process's device: "NVIDIA H200" -> "nvidia_h200"."""
-    return "_".join(jax.local_devices()[0].device_kind.lower().replace("-", " ").split())
+OPS_DIR = pathlib.Path(__file__).parent
+DEFAULT_DEVICE = "nvidia_h200"  # also serves devices of the same generation without a table
 
 
-@functools.cache
+def device_name() -> str:
+    """Returns the device's name in file names: "NVIDIA H200" -> "nvidia_h200"."""
+    return "_".join(device.local_device().kind.lower().replace("-", " ").split())
+
+
+def path_of(op: str, device: str) -> pathlib.Path:
+    """Returns where the table of an op for a device is, or would be."""
+    return OPS_DIR / op / "tiles" / f"{device}.json"
+
+
 def entries(op: str) -> tuple[dict[str, Any], ...]:
     """Returns this device's entries of an op, the default device's if it has none.
 
     Raises ValueError for a file that is not such a list or whose last entry has a condition.
     """
-    path = TILES_DIR / device_folder() / f"{op}.json"
+    path = path_of(op, device_name())
     if not path.exists():
-        path = TILES_DIR / DEFAULT_DEVICE / f"{op}.json"
-    found = json.loads(path.read_text(encoding="utf-8"))
-    known = all({"when", "tile"} <= set(entry) <= {"when", "equal", "tile"} for entry in found)
-    if not found or not known or found[-1]["when"] or found[-1].get("equal"):
-        raise ValueError(f"{path}: a list of when/equal/tile entries, the last without a condition")
-    return tuple(found)
+        path = path_of(op, DEFAULT_DEVICE)
+    return _read(path)
 
 
 def lookup(op: str, **sizes: int) -> dict[str, Any]:
@@ -46,3 +46,12 @@ def lookup(op: str, **sizes: int) -> dict[str, Any]:
         if bounded and all(sizes[name] == n for name, n in entry.get("equal", {}).items()):
             return dict(entry["tile"])
     raise AssertionError(f"{op}: the last entry has no condition")
+
+
+@functools.cache
+def _read(path: pathlib.Path) -> tuple[dict[str, Any], ...]:
+    found = json.loads(path.read_text(encoding="utf-8"))
+    known = all({"when", "tile"} <= set(entry) <= {"when", "equal", "tile"} for entry in found)
+    if not found or not known or found[-1]["when"] or found[-1].get("equal"):
+        raise ValueError(f"{path}: a list of when/equal/tile entries, the last without a condition")
+    return tuple(found)

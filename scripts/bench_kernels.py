@@ -25,6 +25,8 @@ import numpy as np
 from kernel_cases import BF16, CASES, Case
 from tqdm import tqdm
 
+from pallas_kernels import device
+
 _PROGRAM_MS = 20.0
 _QUEUED = 3
 
@@ -40,8 +42,10 @@ def main() -> None:
     parser.add_argument("--match", default="", help="only shapes that contain this text")
     parser.add_argument("--no-errors", action="store_true", help="times only")
     args = parser.parse_args()
-    device, out = jax.local_devices()[0], sys.stdout.write
-    out(f"# {' '.join(sys.argv)}\n# {device.device_kind}, jax {jax.__version__}, bfloat16\n")
+    out = sys.stdout.write
+    out(
+        f"# {' '.join(sys.argv)}\n# {device.local_device().kind}, jax {jax.__version__}, bfloat16\n"
+    )
     out(f"{'op':10s} {'shape':44s} {'implementation':14s} {'ms':>8s} {'floor':>7s} {'ratio':>6s}")
     out(f" {'TB/s':>5s} {'TFLOP/s':>7s} {'temp MB':>8s}  error\n")
     wanted = args.implementations.split(",")

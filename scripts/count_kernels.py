@@ -40,7 +40,7 @@ from jdllm.runner.launch import executables, interrupts  # noqa: E402
 from jdllm.runner.launch import words as words_lib  # noqa: E402
 from jdllm.scheduler import batch as batch_lib  # noqa: E402
 from jdllm.scheduler.rows import interface  # noqa: E402
-from pallas_kernels import dispatch  # noqa: E402
+from pallas_kernels import device  # noqa: E402
 
 H200 = """
 gpu_device_info {
@@ -124,8 +124,13 @@ def compiled_text(function: Any, arguments: tuple[Any, ...]) -> str:
     arguments = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=sharding), arguments
     )
-    hopper = dispatch.Target(platform="gpu", compute_capability=(9, 0), jax_version=jax.__version__)
-    with mock.patch.object(dispatch, "current_target", lambda: hopper):
+    hopper = device.Device(
+        platform="gpu",
+        kind="NVIDIA H200",
+        compute_capability=(9, 0),
+        jax_version=jax.__version__,
+    )
+    with mock.patch.object(device, "local_device", lambda: hopper):
         packed = words_lib.packed_launch(function, arguments)
         words = jax.ShapeDtypeStruct(packed.words.shape, packed.words.dtype, sharding=sharding)
         lowered = packed.launch.lower(*arguments[:2], words)

@@ -2,13 +2,13 @@
 
     python scripts/tune_kernels.py --ops grouped_matmul,extend_attention --write
 
-Every entry of the present table (`pallas_kernels/tiles/<device>/<op>.json`) is a bucket; its
+Every entry of the present table (`pallas_kernels/<op>/tiles/<device>.json`) is a bucket; its
 problem below is timed, as `bench_kernels.py` does, with every candidate tile. The winner replaces
 the entry where it is at least `--margin` faster than the entry's own tile, so that noise does not
 rewrite the table. Without `--write` the table is only printed. Run the kernel tests afterwards:
 they lower every entry.
 
-An entry of wide_matmul is one exact shape, its problem. There an empty tile means XLA, which also
+An entry of dense_matmul is one exact shape, its problem. There an empty tile means XLA, which also
 replaces a tile that does not beat it by the margin. To tune one more shape, add it with an empty
 tile.
 """
@@ -31,8 +31,8 @@ import jax.numpy as jnp
 import kernel_cases as cases
 from tqdm import tqdm
 
-from pallas_kernels import dispatch, lowered_once, tiles
-from pallas_kernels.mosaic_gpu import compat, wide_matmul
+from pallas_kernels import device, dispatch, lowered_once, tiles
+from pallas_kernels.dense_matmul import wide_matmul
 
 # op: by the bounds of an entry, in the table's order, the problem that stands for the bucket.
 PROBLEMS: dict[str, list[tuple[dict[str, int], Any]]] = {
@@ -117,7 +117,7 @@ CANDIDATES: dict[str, dict[str, tuple[Any, ...]]] = {
         "pair": (False, True),
         "stages": (4, 5, 6),
     },
-    "wide_matmul": {
+    "dense_matmul": {
         "tokens": (128, 192, 256),
         "columns": tuple(range(48, 257, 16)),
         "rows": (64, 128),
@@ -127,13 +127,13 @@ CANDIDATES: dict[str, dict[str, tuple[Any, ...]]] = {
         "swapped": (False, True),
     },
 }
-MAY_USE_XLA = ("wide_matmul",)  # where an empty tile means XLA
+MAY_USE_XLA = ("dense_matmul",)  # where an empty tile means XLA
 _BUSY = 0.8  # of the SMs, over all waves
 
 
 def problems(op: str, table: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], Any]]:
     """Yields the entries of the table to be tuned, each with what builds its problem."""
-    if op == "wide_matmul":
+    if op == "dense_matmul":
         for entry in table[:-1]:  # the last is all other shapes
             yield entry, functools.partial(_matmul, **entry["when"], **entry["equal"])
         return
@@ -159,7 +159,7 @@ def candidates(op: str, entry: dict[str, Any]) -> Iterator[dict[str, Any]]:
             decodes = bounds.get("ragged") == 0
             if tile["persistent"] != decodes or (tile["split_tokens"] and not decodes):
                 continue
-        if op == "wide_matmul" and not _suits(tile, **bounds, **entry["equal"]):
+        if op == "dense_matmul" and not _suits(tile, **bounds, **entry["equal"]):
             continue
         yield tile
 
@@ -181,7 +181,7 @@ def _suits(
         dtype=jnp.dtype(cases.BF16),
     )
     ctas = math.prod(plan.groups) * tile.cluster
-    sms = compat.num_multiprocessors()
+    sms = device.local_device().num_multiprocessors
     busy = ctas / (sms * -(-ctas // sms))
     whole = tokens % (tile.tokens * tile.share_weights) == 0
     return not plan.problems() and whole and busy >= _BUSY
@@ -240,17 +240,18 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--top", type=int, default=3, help="tiles listed per bucket")
     args = parser.parse_args()
-    device = jax.local_devices()[0]
     try:
         dispatch.choose("grouped_matmul", "mosaic_gpu")
     except ValueError as refused:
         sys.exit(f"no kernel to tune here: {refused}")
-    sys.stdout.write(f"# {' '.join(sys.argv)}\n# {device.device_kind}, jax {jax.__version__}\n")
+    sys.stdout.write(
+        f"# {' '.join(sys.argv)}\n# {device.local_device().kind}, jax {jax.__version__}\n"
+    )
     for op in args.ops.split(","):
         table = tune(op, args)
         lines = ",\n".join(f"  {json.dumps(entry)}" for entry in table)
         if args.write:
-            path = tiles.TILES_DIR / tiles.device_folder() / f"{op}.json"
+            path = tiles.path_of(op, tiles.device_name())
             path.parent.mkdir(exist_ok=True)
             path.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
         else:

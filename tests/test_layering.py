@@ -22,7 +22,18 @@ Sources = Mapping[str, str]  # repository-relative path -> text
 # (path or folder, floor, group). A file may import lower floors and its own group; the
 # first row that fits a path counts.
 FLOORS: tuple[tuple[str, int, str], ...] = (
-    ("pallas_kernels/", 0, "pallas_kernels"),
+    # An op imports no other op, but for the norm that comes before a rotation.
+    ("pallas_kernels/hopper/", -4, "hopper"),
+    ("pallas_kernels/add_rms_norm/", -2, "add_rms_norm"),
+    ("pallas_kernels/dense_matmul/", -1, "dense_matmul"),
+    ("pallas_kernels/extend_attention/", -1, "extend_attention"),
+    ("pallas_kernels/grouped_matmul/", -1, "grouped_matmul"),
+    ("pallas_kernels/read_cancel_flag/", -1, "read_cancel_flag"),
+    ("pallas_kernels/rotate_and_cache/", -1, "rotate_and_cache"),
+    ("pallas_kernels/top_k_routing/", -1, "top_k_routing"),
+    ("pallas_kernels/unembed_stats/", -1, "unembed_stats"),
+    ("pallas_kernels/__init__.py", 0, "pallas_kernels"),
+    ("pallas_kernels/", -3, "dispatch"),
     ("jdllm/version.py", 0, "options"),
     ("jdllm/errors.py", 0, "options"),
     ("jdllm/config.py", 0, "options"),

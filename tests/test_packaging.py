@@ -54,8 +54,10 @@ def test_all_code_and_all_assets_are_in_the_wheel(wheel):
     names = set(wheel.namelist())
     code = files(ROOT / "jdllm", "*.py") | files(ROOT / "pallas_kernels", "*.py")
     assets = files(ROOT / "jdllm" / "assets", "*")
+    tables = files(ROOT / "pallas_kernels", "*.json")
+    assert "pallas_kernels/extend_attention/tiles/nvidia_h200.json" in tables
     assert {f"jdllm/assets/{name}/tokenizer.json" for name in source.BUNDLED_MODELS} <= assets
-    assert (code | assets) - names == set()
+    assert (code | assets | tables) - names == set()
 
 
 def test_nothing_else_is_in_the_wheel(wheel):

@@ -164,7 +164,7 @@ def test_without_a_kernel_nothing_is_ever_asked():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(
-    pallas_kernels.choose_read_host_word().implementation == "xla", reason="needs a Hopper GPU"
+    pallas_kernels.choose_read_cancel_flag().implementation == "xla", reason="needs a Hopper GPU"
 )
 def test_the_host_ends_a_running_loop():
     host = interrupts.Interrupts()

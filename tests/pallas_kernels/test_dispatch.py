@@ -1,22 +1,25 @@
 """Choosing an implementation: what "auto" takes where, and what a refused choice says."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import pytest
+from support import devices
 
-import pallas_kernels
-from pallas_kernels import dispatch, unembed_stats
+from pallas_kernels import device, dispatch, unembed_stats
+from pallas_kernels.hopper import compat
 
 OPS = tuple(dispatch.IMPLEMENTATIONS)
-HOPPER = {"platform": "gpu", "compute_capability": (9, 0), "jax_version": "0.11.2"}
+HOPPER = devices.HOPPER
 
 
-def target(**changes):
-    return dispatch.Target(**(HOPPER | changes))
+def other_than_hopper(**changes) -> device.Device:
+    return dataclasses.replace(HOPPER, **changes)
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_auto_takes_the_kernel_on_hopper(op):
-    choice = dispatch.choose(op, target=target())
+    choice = dispatch.choose(op, device=HOPPER)
     assert (choice.implementation, choice.refusals) == ("mosaic_gpu", {})
 
 
@@ -31,7 +34,7 @@ def test_auto_takes_the_kernel_on_hopper(op):
     ],
 )
 def test_elsewhere_auto_falls_back_and_says_why(op, changes, reason):
-    choice = dispatch.choose(op, target=target(**changes))
+    choice = dispatch.choose(op, device=other_than_hopper(**changes))
     assert choice.implementation != "mosaic_gpu"
     assert reason in choice.refusals["mosaic_gpu"]
     assert reason in str(choice)
@@ -39,30 +42,30 @@ def test_elsewhere_auto_falls_back_and_says_why(op, changes, reason):
 
 def test_a_shape_that_the_kernel_refuses_falls_back():
     refusals = {"mosaic_gpu": "odd shape", "cudnn": None}
-    choice = dispatch.choose("extend_attention", refusals=refusals, target=target())
+    choice = dispatch.choose("extend_attention", refusals=refusals, device=HOPPER)
     assert (choice.implementation, choice.refusals) == ("cudnn", {"mosaic_gpu": "odd shape"})
     both = {"mosaic_gpu": "odd shape", "cudnn": "no"}
-    assert dispatch.choose("extend_attention", refusals=both, target=target()).implementation == (
+    assert dispatch.choose("extend_attention", refusals=both, device=HOPPER).implementation == (
         "xla"
     )
 
 
 def test_cudnn_is_not_for_old_gpus():
-    old = target(compute_capability=(7, 5))
-    assert dispatch.choose("extend_attention", target=old).implementation == "xla"
+    old = other_than_hopper(compute_capability=(7, 5))
+    assert dispatch.choose("extend_attention", device=old).implementation == "xla"
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_a_forced_choice_that_cannot_run_raises_with_the_reason(op):
     with pytest.raises(ValueError, match=f"{op}: mosaic_gpu cannot run here: needs jax"):
-        dispatch.choose(op, "mosaic_gpu", target=target(jax_version="0.10.2"))
+        dispatch.choose(op, "mosaic_gpu", device=other_than_hopper(jax_version="0.10.2"))
     with pytest.raises(ValueError, match="odd shape"):
-        dispatch.choose(op, "mosaic_gpu", refusals={"mosaic_gpu": "odd shape"}, target=target())
+        dispatch.choose(op, "mosaic_gpu", refusals={"mosaic_gpu": "odd shape"}, device=HOPPER)
 
 
 def test_a_forced_choice_that_can_run_is_taken():
-    assert dispatch.choose("extend_attention", "cudnn", target=target()).implementation == "cudnn"
-    assert dispatch.choose("grouped_matmul", "dense", target=target()).implementation == "dense"
+    assert dispatch.choose("extend_attention", "cudnn", device=HOPPER).implementation == "cudnn"
+    assert dispatch.choose("grouped_matmul", "dense", device=HOPPER).implementation == "dense"
 
 
 def test_unknown_name_lists_the_names():
@@ -82,4 +85,4 @@ def test_ops_pass_the_forced_choice_on():
     [("0.10.2", False), ("0.11.0", False), ("0.11.1", True), ("0.12.0.1", True), ("1.0", True)],
 )
 def test_versions_compare_by_number(version, expected):
-    assert pallas_kernels.dispatch.compat.supported(version) is expected
+    assert compat.supported(version) is expected

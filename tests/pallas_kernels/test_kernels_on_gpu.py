@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 import pallas_kernels
-from pallas_kernels import dispatch
+from pallas_kernels import device
 
 pytestmark = pytest.mark.gpu
-if dispatch.current_target().compute_capability != (9, 0):
+if device.local_device().compute_capability != (9, 0):
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
 EPS = 1e-6

@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import devices
 
 import pallas_kernels
-from pallas_kernels import dispatch, lowered_once, tiles
-from pallas_kernels.mosaic_gpu import compat
+from pallas_kernels import lowered_once, tiles
+from pallas_kernels.hopper import compat
 
 
 class Kernel:
@@ -134,8 +135,7 @@ def on_hopper(monkeypatch):
     """Lets ops choose as on a Hopper GPU; what they export is forgotten afterwards."""
     if not compat.supported():
         pytest.skip(f"needs jax >= {compat.MIN_JAX_VERSION}")
-    hopper = dispatch.Target(platform="gpu", compute_capability=(9, 0), jax_version=jax.__version__)
-    monkeypatch.setattr(dispatch, "current_target", lambda: hopper)
+    devices.pretend(monkeypatch, devices.HOPPER)
     monkeypatch.setattr(lowered_once, "_exported", {})
 
 

@@ -18,15 +18,14 @@ TABLE = [
 @pytest.fixture
 def write(monkeypatch, tmp_path):
     """Returns a function that makes a list the default device's table of "op"."""
-    (tmp_path / tiles.DEFAULT_DEVICE).mkdir()
-    monkeypatch.setattr(tiles, "TILES_DIR", tmp_path)
+    monkeypatch.setattr(tiles, "OPS_DIR", tmp_path)
+    path = tiles.path_of("op", tiles.DEFAULT_DEVICE)
+    path.parent.mkdir(parents=True)
 
     def put(table):
-        (tmp_path / tiles.DEFAULT_DEVICE / "op.json").write_text(json.dumps(table))
-        tiles.entries.cache_clear()
+        path.write_text(json.dumps(table))
 
-    yield put
-    tiles.entries.cache_clear()
+    return put
 
 
 @pytest.mark.parametrize(
@@ -57,5 +56,7 @@ def test_the_first_entry_whose_bounds_and_values_hold_is_taken(write, tokens, co
 )
 def test_a_table_that_would_leave_sizes_out_is_refused(write, table):
     write(table)
-    with pytest.raises(ValueError, match=r"op.json: a list of when/equal/tile entries"):
+    with pytest.raises(
+        ValueError, match=r"op/tiles/nvidia_h200.json: a list of when/equal/tile entries"
+    ):
         tiles.entries("op")

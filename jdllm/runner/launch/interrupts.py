@@ -2,7 +2,7 @@
 
 The flag is a count, and the host counts it up; a launch that was given another count ends. So one
 call ends all launches in flight and none that follows, and nothing has to be taken back. Where no
-kernel can read the flag (`pallas_kernels.read_host_word`), launches run for as many steps as they
+kernel can read the flag (`pallas_kernels.read_cancel_flag`), launches run for as many steps as they
 were given.
 """
 
@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 import pallas_kernels
+from jdllm import device
 
 _WORDS = 64  # cache lines that nothing else is in; the first word is the flag
 
@@ -35,7 +36,7 @@ class Interrupt:
 
     def poll(self, after: jax.Array, *, implementation: str) -> jax.Array:
         """Returns the flag, int32 scalar, as it is once `after` has been computed."""
-        return pallas_kernels.read_host_word(
+        return pallas_kernels.read_cancel_flag(
             self.address, self.count, after, implementation=implementation
         )
 
@@ -50,11 +51,10 @@ class Interrupts:
     """Owns the flag; `request_stop` may be called by any thread."""
 
     def __init__(self, *, implementation: str = "auto"):
-        chosen = pallas_kernels.choose_read_host_word(implementation)
+        chosen = pallas_kernels.choose_read_cancel_flag(implementation)
         self._words, self._address = np.zeros((_WORDS,), np.int32), 0
         if chosen.implementation != "xla":
-            (device,) = jax.local_devices()[:1]
-            pinned = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+            pinned = jax.sharding.SingleDeviceSharding(device.used(), memory_kind="pinned_host")
             self._memory = jax.block_until_ready(jax.device_put(self._words, pinned))
             self._address = self._memory.unsafe_buffer_pointer()
             pointer = ctypes.cast(self._address, ctypes.POINTER(ctypes.c_int32))

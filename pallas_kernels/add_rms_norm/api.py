@@ -1,0 +1,44 @@
+"""RMSNorm fused with the additions before it.
+
+`reference.py` says in XLA what it computes; the kernel in `mosaic_gpu.py` keeps every rounding.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import dispatch, lowered_once
+from pallas_kernels.add_rms_norm import checks, reference
+from pallas_kernels.add_rms_norm import mosaic_gpu as gpu_kernel
+
+
+def choose(implementation: str = "auto", *, dtype: jnp.dtype, width: int) -> dispatch.Choice:
+    """Returns which implementation of `add_rms_norm` serves this shape."""
+    reason = gpu_kernel.why_not(dtype=dtype, width=width)
+    return dispatch.choose("add_rms_norm", implementation, refusals={"mosaic_gpu": reason})
+
+
+def add_rms_norm(
+    x: jax.Array,  # [T, D]
+    added: tuple[jax.Array, ...],  # [T, D] each, at least one
+    weight: jax.Array,  # [D]
+    *,
+    eps: float,
+    implementation: str = "auto",
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (x + sum(added), rms_norm of that), both [T, D]; all of one dtype.
+
+    What is added is summed first, and every addition rounds to the dtype.
+    """
+    checks.check_shapes(x, added, weight)
+    chosen = choose(implementation, dtype=x.dtype, width=x.shape[1])
+    return _add_rms_norm(x, added, weight, eps=eps, implementation=chosen.implementation)
+
+
+@functools.partial(jax.jit, static_argnames=("eps", "implementation"))
+def _add_rms_norm(x, added, weight, *, eps, implementation) -> tuple[jax.Array, jax.Array]:
+    if implementation == "mosaic_gpu":
+        weight = weight.astype(x.dtype)
+        return lowered_once.call(gpu_kernel.add_rms_norm, x, added, weight, eps=eps)
+    return reference.add_rms_norm(x, added, weight, eps)

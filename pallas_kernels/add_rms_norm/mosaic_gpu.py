@@ -1,0 +1,72 @@
+"""Residual add and RMSNorm of a token row per CTA, as one kernel.
+
+A warpgroup loads its row of x and of what is added, keeps the sum in registers, reduces its
+squares once and writes the sum and its normalised form. Bound by bytes: with one array added, two
+rows in and two out, 8 * T * D (34 MB, 8 us, for 2048 tokens of width 2048; measured 8.2 us on an
+H200). XLA reads the sum again from memory, and its normalisation alone takes 13 us there.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import dispatch
+from pallas_kernels.hopper import compat
+
+_THREADS = 128
+_MAX_WIDTH = 8192  # 64 values a thread
+
+
+def why_not(*, dtype: jnp.dtype, width: int) -> str | None:
+    """Returns why this kernel cannot serve the shape, or None."""
+    if reason := dispatch.dtype_refusal(dtype):
+        return reason
+    if width % (4 * _THREADS) or not 0 < width <= _MAX_WIDTH:
+        return f"the row must be a multiple of {4 * _THREADS} and at most {_MAX_WIDTH}, {width=}"
+    return None
+
+
+def add_rms_norm(
+    x: jax.Array,  # [T, D]
+    added: tuple[jax.Array, ...],  # [T, D] each
+    weight: jax.Array,  # [D]
+    *,
+    eps: float,
+    interpret=None,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (x + sum(added), its RMSNorm); see `pallas_kernels.add_rms_norm`."""
+    out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return compat.kernel(
+        functools.partial(_norm_row, eps=eps),
+        out_type=(out, out),
+        grid=(x.shape[0],),
+        grid_names=("row",),
+        # The reciprocal root decides bf16 roundings: keep it that of the reference.
+        compiler_params={"approx_math": False},
+        interpret=interpret,
+    )(x, *added, weight)
+
+
+def _norm_row(x_gmem, *refs, eps):
+    *added_gmem, weight_gmem, sum_gmem, normed_gmem = refs
+    row = lax.axis_index("row")
+    width, dtype = x_gmem.shape[1], x_gmem.dtype
+    # 16 bytes a load where the row has them for every thread, else 8.
+    vec_size = 8 if width % (8 * _THREADS) == 0 else 4
+    layout = plgpu.Layout.WG_STRIDED((width,), vec_size=vec_size)
+
+    def load(values):
+        return plgpu.layout_cast(values, layout).astype(jnp.float32)
+
+    def add(left, right):  # rounds as an addition of its own does
+        return (left + right).astype(dtype).astype(jnp.float32)
+
+    added = functools.reduce(add, [load(ref[row]) for ref in added_gmem])
+    total = add(load(x_gmem[row]), added)
+    sum_gmem[row] = total.astype(dtype)
+    scale = lax.rsqrt(jnp.sum(total * total) / width + eps)
+    rounded = (total * scale).astype(dtype).astype(jnp.float32)
+    normed_gmem[row] = (rounded * load(weight_gmem[...])).astype(dtype)

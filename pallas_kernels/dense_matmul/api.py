@@ -1,0 +1,100 @@
+"""Dense matmuls of a layer with weights as checkpoints store them, [columns, contraction].
+
+Up to 128 tokens such a product takes as long as its weights take to read. There the kernel
+(`mosaic_gpu.py`) beats XLA, by its tiles and by what it leaves out: parts of a split
+contraction are added by whoever reads them anyway, and SwiGLU is applied to the accumulators. With
+more tokens the tensor cores and shared memory count as well, and another kernel
+(`wide_matmul.py`) serves the shapes at which it was measured to beat XLA.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import dispatch, lowered_once
+from pallas_kernels.dense_matmul import checks, reference
+from pallas_kernels.dense_matmul import mosaic_gpu as gpu_kernel
+from pallas_kernels.dense_matmul import wide_matmul as wide_gpu_kernel
+
+
+def choose(
+    implementation: str = "auto",
+    *,
+    dtype: jnp.dtype,
+    tokens: int,
+    columns: int,
+    contraction: int,
+    swiglu: bool = False,
+) -> dispatch.Choice:
+    """Returns which implementation serves this shape; `columns` are those of the result."""
+    shape = {"dtype": dtype, "tokens": tokens, "columns": columns, "contraction": contraction}
+    if tokens <= gpu_kernel.MAX_TOKENS:
+        reason = gpu_kernel.why_not(**shape)
+    else:
+        reason = wide_gpu_kernel.why_not(**shape, swiglu=swiglu)
+    return dispatch.choose("dense_matmul", implementation, refusals={"mosaic_gpu": reason})
+
+
+def dense_matmul(
+    x: jax.Array,  # [T, K]
+    w: jax.Array,  # [N, K]
+    *,
+    implementation: str = "auto",
+) -> tuple[jax.Array, ...]:
+    """Returns arrays [T, N] of the dtype of `x` whose sum is x @ w.T.
+
+    `add_rms_norm` and `rotate_and_cache` add them. The kernels give one for each part into which
+    they split the contraction, XLA one: each array is rounded to the dtype, and so is each sum of
+    two. Where XLA serves (the reference, training, every other device) a product is rounded once,
+    as in the models' own code.
+    """
+    checks.check_shapes(x, w)
+    chosen = choose(
+        implementation,
+        dtype=x.dtype,
+        tokens=len(x),
+        columns=len(w),
+        contraction=x.shape[1],
+    )
+    return _dense_matmul(x, w, implementation=chosen.implementation)
+
+
+def swiglu_matmul(
+    x: jax.Array,  # [T, K]
+    w: jax.Array,  # [2 * F, K]: all gate rows, then all up rows
+    *,
+    implementation: str = "auto",
+) -> jax.Array:
+    """Returns silu(x @ gate.T) * (x @ up.T), [T, F]; a kernel rounds that once, XLA each step."""
+    checks.check_swiglu_shapes(x, w)
+    chosen = choose(
+        implementation,
+        dtype=x.dtype,
+        tokens=len(x),
+        columns=len(w) // 2,
+        contraction=x.shape[1],
+        swiglu=True,
+    )
+    return _swiglu_matmul(x, w, implementation=chosen.implementation)
+
+
+@functools.partial(jax.jit, static_argnames=("implementation",))
+def _dense_matmul(x: jax.Array, w: jax.Array, *, implementation: str) -> tuple[jax.Array, ...]:
+    if implementation == "mosaic_gpu":
+        return _mosaic_gpu(x, w)
+    return (reference.product(x, w),)
+
+
+@functools.partial(jax.jit, static_argnames=("implementation",))
+def _swiglu_matmul(x: jax.Array, w: jax.Array, *, implementation: str) -> jax.Array:
+    if implementation == "mosaic_gpu":
+        (out,) = _mosaic_gpu(x, w, swiglu=True)
+        return out
+    return reference.swiglu_product(x, w)
+
+
+def _mosaic_gpu(x: jax.Array, w: jax.Array, **options: bool) -> tuple[jax.Array, ...]:
+    if len(x) <= gpu_kernel.MAX_TOKENS:
+        return lowered_once.call(gpu_kernel.dense_matmul, x, w, **options)
+    return lowered_once.call(wide_gpu_kernel.wide_matmul, x, w, **options)

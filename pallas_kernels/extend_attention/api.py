@@ -1,0 +1,120 @@
+"""Attention of packed in-flight blocks over a paged K,V pool.
+
+The in-flight tokens' K,V are already in the pool, so one pass covers context and in-flight tokens
+alike. `reference.py` says in XLA what the op computes; the kernel for Hopper is in `mosaic_gpu.py`,
+and `cudnn.py` serves other NVIDIA GPUs.
+"""
+
+import functools
+
+import jax
+
+from pallas_kernels import dispatch, lowered_once
+from pallas_kernels.extend_attention import checks, cudnn, reference
+from pallas_kernels.extend_attention import mosaic_gpu as gpu_kernel
+from pallas_kernels.extend_attention.reference import AttentionTiling, Visibility
+
+
+def choose(
+    implementation: str = "auto",
+    *,
+    dtype,
+    head_dim: int,
+    page_size: int,
+    block_size: int,
+    q_heads: int,
+    kv_heads: int,
+    visibility: Visibility,
+    tokens: int,
+    rows: int,
+) -> dispatch.Choice:
+    """Returns which implementation serves this shape."""
+    refusals = {
+        "mosaic_gpu": gpu_kernel.why_not(
+            dtype=dtype,
+            head_dim=head_dim,
+            page_size=page_size,
+            block_size=block_size,
+            q_heads=q_heads,
+            kv_heads=kv_heads,
+        ),
+        "cudnn": cudnn.why_not(
+            dtype=dtype,
+            head_dim=head_dim,
+            visibility=visibility,
+            tokens=tokens,
+            rows=rows,
+            block_size=block_size,
+        ),
+    }
+    return dispatch.choose("extend_attention", implementation, refusals=refusals)
+
+
+def extend_attention(
+    q: jax.Array,  # [tokens, N, H]
+    kv_pool: jax.Array,  # [P, 2, K, Z, H]: part 0 is K, part 1 is V
+    cu_q_lens: jax.Array,  # int32 [rows + 1]
+    context_lens: jax.Array,  # int32 [rows]
+    kv_lens: jax.Array,  # int32 [rows]
+    page_table: jax.Array,  # int32 [rows, pages per row]
+    *,
+    visibility: Visibility,
+    block_size: int,
+    scale: float,
+    q_len: int | None = None,
+    implementation: str = "auto",
+    tiling: AttentionTiling = reference.DEFAULT_TILING,
+) -> jax.Array:
+    """Returns the attention output [tokens, N, H] in q's dtype.
+
+    Row r owns the queries [cu_q_lens[r], cu_q_lens[r + 1]), a whole number of blocks; the one at
+    offset i has position context_lens[r] + i. kv_lens[r] is context plus in-flight tokens; 0 marks
+    an inactive row, which gets zeros, as do the padding tokens past cu_q_lens[-1]. Pages and
+    table entries past kv_lens[r] are never used, whatever they hold.
+
+    `q_len` is a promise that the caller may give: tokens = rows * q_len and row r owns
+    [r * q_len, (r + 1) * q_len), inactive rows too. The kernel then needs no work list.
+    """
+    checks.check_shapes(q, kv_pool, cu_q_lens, context_lens, kv_lens, page_table, block_size, q_len)
+    chosen = choose(
+        implementation,
+        dtype=q.dtype,
+        head_dim=kv_pool.shape[4],
+        page_size=kv_pool.shape[3],
+        block_size=block_size,
+        q_heads=q.shape[1],
+        kv_heads=kv_pool.shape[2],
+        visibility=visibility,
+        tokens=q.shape[0],
+        rows=page_table.shape[0],
+    )
+    return _extend_attention(
+        q, kv_pool, cu_q_lens, context_lens, kv_lens, page_table, visibility=visibility,
+        block_size=block_size, scale=scale, q_len=q_len, implementation=chosen.implementation,
+        tiling=tiling,
+    )  # fmt: skip
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("visibility", "block_size", "scale", "q_len", "implementation", "tiling"),
+)
+def _extend_attention(
+    q, kv_pool, cu_q_lens, context_lens, kv_lens, page_table, *, visibility, block_size, scale,
+    q_len, implementation, tiling,
+) -> jax.Array:  # fmt: skip
+    if implementation == "mosaic_gpu":
+        return lowered_once.call(
+            gpu_kernel.extend_attention, q, kv_pool, cu_q_lens, context_lens, kv_lens, page_table,
+            visibility=visibility, block_size=block_size, scale=scale, q_len=q_len,
+        )  # fmt: skip
+    T, N, H = q.shape
+    rows, ends = reference.tile_rows_and_visible_ends(
+        cu_q_lens, context_lens, kv_lens, tiles=T // block_size, block_size=block_size,
+        visibility=visibility,
+    )  # fmt: skip
+    if implementation == "cudnn":
+        blocks = q.reshape(T // block_size, block_size, N, H)
+        out = cudnn.attend_blocks(blocks, kv_pool, page_table[rows], ends[:, -1], scale=scale)
+        return out.reshape(T, N, H)
+    return reference.attend(q, kv_pool, page_table[rows], ends, scale=scale, tiling=tiling)

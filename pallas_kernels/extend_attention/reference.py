@@ -1,0 +1,149 @@
+"""Attention over a paged K,V pool by XLA: what the op computes, on every device.
+
+Queries are cut into tiles of one diffusion block; a tile belongs to one row. An online softmax runs
+over chunks of pages. Its trip count is the largest need in the batch, so cost follows the actual
+context. A tile that needs fewer chunks sees only masked keys in the rest: probabilities are exactly
+0 and the rescale factor exactly 1, so a neighbour never changes a row's bits.
+"""
+
+import dataclasses
+import functools
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Visibility = Literal["block_causal", "full", "causal"]
+
+
+# Finite: with -inf, the rescale factor of a row without visible keys would be exp(nan).
+_MASKED_SCORE = -1e30
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionTiling:
+    """Sizes of the XLA implementation; part of the compiled program, never of the batch."""
+
+    chunk_tokens: int = 512
+    group_bytes: int = 128 * 2**20  # gathered K,V and scores of the tiles handled at once
+
+
+DEFAULT_TILING = AttentionTiling()
+
+
+def tile_rows_and_visible_ends(
+    cu_q_lens, context_lens, kv_lens, *, tiles, block_size, visibility
+) -> tuple[jax.Array, jax.Array]:
+    """Returns each tile's row [tiles] and the number of keys each query sees [tiles, block]."""
+    starts = jnp.arange(tiles, dtype=jnp.int32) * block_size
+    rows = jnp.searchsorted(cu_q_lens, starts, side="right").astype(jnp.int32) - 1
+    rows = jnp.clip(rows, 0, kv_lens.shape[0] - 1)
+    first = context_lens[rows] + starts - cu_q_lens[rows]
+    position = first[:, None] + jnp.arange(block_size, dtype=jnp.int32)  # [tiles, block]
+    kv_len = kv_lens[rows][:, None]
+    match visibility:
+        case "block_causal":
+            ends = jnp.minimum(kv_len, (position // block_size + 1) * block_size)
+        case "causal":
+            ends = jnp.minimum(kv_len, position + 1)
+        case "full":
+            ends = jnp.broadcast_to(kv_len, position.shape)
+        case _:
+            raise ValueError(f"unknown {visibility=}; use block_causal, full or causal")
+    return rows, jnp.where((starts < cu_q_lens[-1])[:, None], ends, 0)
+
+
+def attend(q, kv_pool, pages, ends, *, scale, tiling: AttentionTiling) -> jax.Array:
+    """Attends q [T, N, H] to the pages [tiles, M] of each tile's row; ends [tiles, block]."""
+    T, N, H = q.shape
+    K = kv_pool.shape[2]
+    # Heads lead inside a tile and the G queries of a kv head are folded into its rows.
+    q_tiles = q.reshape(*ends.shape, K, N // K, H).transpose(0, 2, 1, 3, 4)
+    attend = functools.partial(_attend_tiles, kv_pool=kv_pool, scale=scale, tiling=tiling)
+    out = _map_groups(attend, (q_tiles, pages, ends), _tiles_per_group(q_tiles, kv_pool, tiling))
+    return out.transpose(0, 2, 1, 3, 4).reshape(T, N, H)
+
+
+def _attend_tiles(q, pages, ends, *, kv_pool, scale, tiling) -> jax.Array:
+    """Attends tiles [tiles, K, block, G, H] to their rows' pages [tiles, M]."""
+    num_pages, _, K, Z, H = kv_pool.shape
+    tiles, _, block, G, _ = q.shape
+    max_pages = pages.shape[1]
+    chunk_pages = _chunk_pages(Z, max_pages, tiling)
+    chunk = chunk_pages * Z
+    heads = jnp.arange(K, dtype=jnp.int32)[:, None]
+    last_end = ends.max(axis=1)  # [tiles]
+    q = q.reshape(tiles, K, block * G, H)
+
+    def read(ids: jax.Array, part: int) -> jax.Array:
+        # Indexing the head too makes the gather write the order the matmul reads: no transpose.
+        found = kv_pool.at[ids[:, None, :], part, heads].get(mode="clip")  # [tiles, K, pages, Z, H]
+        return found.reshape(tiles, K, chunk, H)
+
+    def step(index, state):
+        high, total, acc = state  # [tiles, K, block, G, 1] twice, [tiles, K, block * G, H]
+        columns = jnp.minimum(index * chunk_pages + jnp.arange(chunk_pages), max_pages - 1)
+        ids = jnp.clip(pages[:, columns], 0, num_pages - 1)
+        key_position = index * chunk + jnp.arange(chunk, dtype=jnp.int32)
+        visible = (key_position < ends[:, :, None])[
+            :, None, :, None, :
+        ]  # [tiles, 1, block, 1, chunk]
+        live = (key_position < last_end[:, None])[:, None, :, None]  # [tiles, 1, chunk, 1]
+        keys = read(ids, 0)
+        values = jnp.where(
+            live, read(ids, 1), 0
+        )  # 0 * nan is nan: dead values must be 0 themselves
+
+        scores = jnp.einsum("tkqh,tkch->tkqc", q, keys, preferred_element_type=jnp.float32)
+        scores = scores.reshape(tiles, K, block, G, chunk) * scale
+        scores = jnp.where(visible, scores, _MASKED_SCORE)
+        new_high = jnp.maximum(high, scores.max(axis=-1, keepdims=True))
+        # The select keeps a query without any visible key yet at 0 (its score equals its high).
+        weights = jnp.where(visible, jnp.exp(scores - new_high), 0.0)
+        rescale = jnp.exp(high - new_high)
+        total = total * rescale + weights.sum(axis=-1, keepdims=True)
+        weights = weights.reshape(tiles, K, block * G, chunk).astype(values.dtype)
+        added = jnp.einsum("tkqc,tkch->tkqh", weights, values, preferred_element_type=jnp.float32)
+        return new_high, total, acc * rescale.reshape(tiles, K, block * G, 1) + added
+
+    high = jnp.full((tiles, K, block, G, 1), _MASKED_SCORE, jnp.float32)
+    acc = jnp.zeros((tiles, K, block * G, H), jnp.float32)
+    trips = (last_end.max() + chunk - 1) // chunk
+    _, total, acc = lax.fori_loop(0, trips, step, (high, jnp.zeros_like(high), acc))
+    acc = acc.reshape(tiles, K, block, G, H)
+    # "== 0", not "> 0": NaN must reach the logits, where it ends the request.
+    return jnp.where(total == 0, 0.0, acc / jnp.where(total == 0, 1.0, total)).astype(q.dtype)
+
+
+def _map_groups(function, arguments, group: int):
+    """Applies `function` to groups of tiles in turn, so that only one group's K,V is gathered.
+
+    The tile count is padded to whole groups (zero visible keys, hence zero work): a remainder of
+    another shape could round differently.
+    """
+    tiles = arguments[0].shape[0]
+    if group >= tiles:
+        return function(*arguments)
+    groups = -(-tiles // group)
+    padding = groups * group - tiles
+
+    def split(array):
+        padded = jnp.pad(array, ((0, padding),) + ((0, 0),) * (array.ndim - 1))
+        return padded.reshape(groups, group, *array.shape[1:])
+
+    out = lax.map(lambda a: function(*a), tuple(split(array) for array in arguments))
+    return out.reshape(groups * group, *out.shape[2:])[:tiles]
+
+
+def _chunk_pages(page_size: int, max_pages: int, tiling: AttentionTiling) -> int:
+    return max(1, min(tiling.chunk_tokens // page_size, max_pages))
+
+
+def _tiles_per_group(q_tiles, kv_pool, tiling: AttentionTiling) -> int:
+    tiles, K, block, G, H = q_tiles.shape
+    Z = kv_pool.shape[3]
+    chunk = max(Z, tiling.chunk_tokens)
+    per_tile = K * chunk * (2 * H * kv_pool.dtype.itemsize + block * G * 4)
+    groups = -(-tiles // max(1, tiling.group_bytes // per_tile))
+    return -(-tiles // groups)

@@ -1,0 +1,359 @@
+"""What one work item of the paged attention kernel is: plan, work list, scalars, sum of splits.
+
+An item is (query tile, heads, split): `tile_tokens` consecutive tokens of one row for some query
+heads, against the keys of one split. Everything static about a launch is in `Plan`, which is a
+function of shapes and tile parameters alone, so that a neighbour never changes a row's rounding.
+What is read from the batch (row, positions, lengths) is in `Item`, scalars that each warpgroup of
+the kernel computes for itself.
+
+Queries are folded: the rows of an item are (head, token), one run of `tile_tokens` rows a head,
+so that each run is one TMA box of q [T, N, H] and no transposed copy of q exists. Up to two
+warpgroups hold 64 rows each. Where the rows of a kv head fill one warpgroup or less, an item takes
+two kv heads and each warpgroup works on its own (`streams` = 2).
+"""
+
+import dataclasses
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import dispatch
+
+WARPGROUP_ROWS = 64
+MAX_ROWS = 2 * WARPGROUP_ROWS
+MAX_SPLITS = 32  # the combine holds one slice of every split in shared memory
+# Finite: with -inf, the rescale factor of a row without visible keys would be exp(nan).
+MASKED_SCORE = -1e30
+WINDOW = 8  # a TMA of tiled shared memory starts at a multiple of 8 tokens
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionTile:
+    """Tile parameters, from the table of the device."""
+
+    kv_tokens: int = 128  # keys a step
+    stages: int = 2  # steps of K and V in flight
+    split_tokens: int = 0  # keys a split, 0: a row is never split
+    persistent: bool = True  # one CTA a multiprocessor runs many items; else one CTA an item
+    ping_pong: bool = True  # the two warpgroups alternate between tensor cores and softmax
+    max_rows: int = MAX_ROWS  # rows of an item: 128, or 64 where that leaves fewer SMs idle
+    p_in_registers: bool = True  # False: through shared memory, the only form that interprets
+
+    def __post_init__(self):
+        if self.max_rows not in (WARPGROUP_ROWS, MAX_ROWS):
+            raise ValueError(f"extend_attention: an item has up to 64 or 128 rows: {self}")
+
+
+class Piece(NamedTuple):
+    """A run of an item's rows that belongs to one query head: one TMA box of q and out."""
+
+    head: int  # relative to the item's first query head
+    token: int  # relative to the item's first token
+    warpgroup: int
+    row: int  # in the warpgroup
+    tokens: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Everything static about one launch."""
+
+    tile: AttentionTile
+    visibility: str
+    block_size: int
+    scale: float
+    dtype: jnp.dtype
+    tokens: int
+    rows: int  # of the page table
+    kv_heads: int
+    group: int  # query heads a kv head
+    head_dim: int
+    num_pages: int
+    page: int
+    pages_per_row: int
+    q_len: int | None  # tokens of every row; None: rows of any length, through a work list
+    multiprocessors: int
+    interpreted: bool
+
+    @functools.cached_property
+    def tile_tokens(self) -> int:
+        """A power of two: the tokens of a row (on average, if rows differ), from 8 on."""
+        typical = self.q_len or -(-self.tokens // self.rows)
+        return min(max(WINDOW, 1 << (typical - 1).bit_length()), self.tile.max_rows)
+
+    @functools.cached_property
+    def tile_heads(self) -> int:
+        """Query heads of one kv head in an item: the most that fit."""
+        fitting = self.tile.max_rows // self.tile_tokens
+        return max(heads for heads in range(1, fitting + 1) if self.group % heads == 0)
+
+    @functools.cached_property
+    def streams(self) -> int:
+        """kv heads of an item."""
+        fits = self.tile_heads == self.group and self.group * self.tile_tokens <= WARPGROUP_ROWS
+        return 2 if fits and self.kv_heads % 2 == 0 and self.tile.max_rows == MAX_ROWS else 1
+
+    @functools.cached_property
+    def warpgroups(self) -> int:
+        return self.streams * -(-self.tile_heads * self.tile_tokens // WARPGROUP_ROWS)
+
+    @functools.cached_property
+    def head_items(self) -> int:
+        return self.kv_heads * self.group // (self.streams * self.tile_heads)
+
+    @functools.cached_property
+    def padded_tokens(self) -> int:
+        return max(-(-self.tokens // WINDOW) * WINDOW, self.tile_tokens)
+
+    @functools.cached_property
+    def store_tokens(self) -> int:
+        """Granularity of a tile that holds other rows' tokens too."""
+        return math.gcd(WINDOW, self.q_len or self.block_size)
+
+    @functools.cached_property
+    def q_tiles(self) -> int:
+        """Tiles a row, if q_len is known; a row may begin inside a window."""
+        slack = WINDOW - math.gcd(WINDOW, self.q_len)
+        return -(-(self.q_len + slack) // self.tile_tokens)
+
+    @functools.cached_property
+    def num_tiles(self) -> int:
+        if self.q_len is not None:
+            return self.rows * self.q_tiles
+        # A segment of n tokens takes at most n / tile_tokens + 1 tiles, + 2 if it begins inside a
+        # window; the tokens past the last row are one more segment.
+        slack = 1 if self.block_size % WINDOW == 0 else 2
+        return self.padded_tokens // self.tile_tokens + slack * (self.rows + 1)
+
+    @functools.cached_property
+    def split_tokens(self) -> int:
+        """Keys a split: the tile's, or more where that made too many splits."""
+        width, step = self.pages_per_row * self.page, self.tile.kv_tokens
+        if not self.tile.split_tokens:
+            return width
+        return max(self.tile.split_tokens, -(-width // (MAX_SPLITS * step)) * step)
+
+    @functools.cached_property
+    def num_splits(self) -> int:
+        return -(-self.pages_per_row * self.page // self.split_tokens)
+
+    @functools.cached_property
+    def num_items(self) -> int:
+        return self.num_tiles * self.head_items * self.num_splits
+
+    @functools.cached_property
+    def ctas(self) -> int:
+        return min(self.multiprocessors, self.num_items) if self.tile.persistent else self.num_items
+
+    @functools.cached_property
+    def rounds(self) -> int:
+        return -(-self.num_items // self.ctas)
+
+    @functools.cached_property
+    def q_buffers(self) -> int:
+        return min(2, self.rounds)
+
+    @functools.cached_property
+    def num_lists(self) -> int:
+        """Arrays that say what the items are: a work list, or lengths and maybe an order."""
+        return 1 if self.q_len is None else 2 + (self.rounds > 1)
+
+    @functools.cached_property
+    def head_chunk(self) -> int:
+        """Items of a work list that follow one another: heads whose K,V fit in L2 together."""
+        limit = 4 * self.group // self.tile_heads
+        return max(n for n in range(1, limit + 1) if self.head_items % n == 0)
+
+    @functools.cached_property
+    def always_whole(self) -> bool:
+        return self.q_len is not None and self.q_len % self.tile_tokens == 0
+
+    @functools.cached_property
+    def uses_turns(self) -> bool:
+        return self.tile.ping_pong and self.warpgroups == 2
+
+    @functools.cached_property
+    def box_tokens(self) -> int:
+        """Keys of one TMA box: a page or a part of it."""
+        return min(self.tile.kv_tokens, self.page)
+
+    @functools.cached_property
+    def boxes(self) -> int:
+        """TMA boxes of K (or V) a step."""
+        return self.streams * self.tile.kv_tokens // self.box_tokens
+
+    @functools.cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        size = min(self.tile_tokens, WARPGROUP_ROWS)
+        found = []
+        for stream in range(self.streams):
+            for head in range(self.tile_heads):
+                for token in range(0, self.tile_tokens, size):
+                    row = stream * WARPGROUP_ROWS + head * self.tile_tokens + token
+                    found.append(
+                        Piece(
+                            head=stream * self.tile_heads + head,
+                            token=token,
+                            warpgroup=row // WARPGROUP_ROWS,
+                            row=row % WARPGROUP_ROWS,
+                            tokens=size,
+                        )
+                    )
+        return tuple(found)
+
+    @functools.cached_property
+    def smem_bytes(self) -> int:
+        """Shared memory of the kernel but for its barriers."""
+        rows, D, itemsize = self.warpgroups * WARPGROUP_ROWS, self.head_dim, self.dtype.itemsize
+        elements = self.q_buffers * rows * D
+        elements += 2 * self.tile.stages * self.streams * self.tile.kv_tokens * D
+        if not self.tile.p_in_registers:
+            elements += rows * self.tile.kv_tokens
+        if self.num_splits == 1 and self.store_tokens < WINDOW:
+            elements += rows * D
+        return elements * itemsize + (rows * 4 if self.num_splits > 1 else 0)
+
+
+def why_not(
+    *, dtype: jnp.dtype, head_dim: int, page_size: int, block_size: int, q_heads: int, kv_heads: int
+) -> str | None:
+    """Returns why the kernel cannot serve such a shape, None if it can."""
+    if reason := dispatch.dtype_refusal(dtype):
+        return reason
+    if head_dim not in (64, 128):
+        return f"needs head_dim 64 or 128, this is {head_dim}"
+    if page_size < 32 or page_size & (page_size - 1):
+        return f"needs a page size that is a power of two from 32, this is {page_size}"
+    if block_size < 4 or block_size & (block_size - 1):
+        return f"needs a block size that is a power of two from 4, this is {block_size}"
+    if q_heads % kv_heads:
+        return f"needs query heads that are a multiple of kv heads, these are {q_heads}, {kv_heads}"
+    return None
+
+
+def lists(
+    plan: Plan, cu_q_lens: jax.Array, context_lens: jax.Array, kv_lens: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Returns the arrays from which `item_at` reads an item.
+
+    They are pure functions of the batch, so that XLA keeps one copy for all layers of a forward.
+    """
+    if plan.q_len is None:
+        return (_tiles(plan, cu_q_lens, context_lens, kv_lens),)
+    if plan.rounds == 1:
+        return (context_lens, kv_lens)
+    # Longest rows first: what each CTA gets evens out. It changes no row's arithmetic.
+    return (context_lens, kv_lens, jnp.argsort(-kv_lens, stable=True).astype(jnp.int32))
+
+
+def _tiles(plan, cu_q_lens, context_lens, kv_lens) -> jax.Array:
+    """Returns the tiles of rows of any length: int32 [num_tiles, 6].
+
+    Columns: row, first token of the tile's window, first token of the row in it, end of the row,
+    position of that token, kv_len. The tokens past the last row are a row of kv_len 0, which
+    writes zeros; a tile past the end has first >= end and is skipped.
+    """
+    rows, size = plan.rows, plan.tile_tokens
+    ends = jnp.concatenate([cu_q_lens[1:], jnp.full((1,), plan.tokens, jnp.int32)])
+    windows = cu_q_lens // WINDOW * WINDOW
+    counts = jnp.where(ends > cu_q_lens, (ends - windows + size - 1) // size, 0)
+    total = jnp.cumsum(counts)
+    index = jnp.arange(plan.num_tiles, dtype=jnp.int32)
+    row = jnp.sum(index[:, None] >= total, axis=1, dtype=jnp.int32)
+    row = jnp.minimum(row, rows)
+    window = windows[row] + (index - (total - counts)[row]) * size
+    first = jnp.maximum(cu_q_lens[row], window)
+    zero = jnp.zeros((1,), jnp.int32)
+    position = jnp.concatenate([context_lens, zero])[row] + first - cu_q_lens[row]
+    kv_len = jnp.concatenate([kv_lens, zero])[row]
+    columns = [jnp.minimum(row, rows - 1), window, first, ends[row], position, kv_len]
+    return jnp.stack(columns, axis=1)
+
+
+class Item(NamedTuple):
+    """Scalars of one work item; steps count kv_tokens."""
+
+    row: jax.Array
+    tile: jax.Array
+    head: jax.Array  # in range(head_items)
+    split: jax.Array
+    window: jax.Array  # first token of the window
+    start: jax.Array  # first token of the row in the window
+    segment_end: jax.Array
+    position: jax.Array  # of the token `start`
+    kv_len: jax.Array
+    visible: jax.Array  # keys that the tile's last token sees
+    low: jax.Array  # first step of the split
+    whole: jax.Array  # steps below it need no mask
+    high: jax.Array
+    active: jax.Array
+
+
+def visible_end(plan: Plan, position: jax.Array, kv_len: jax.Array) -> jax.Array:
+    """Returns how many keys the query at `position` sees."""
+    match plan.visibility:
+        case "block_causal":
+            return jnp.minimum(kv_len, (position | (plan.block_size - 1)) + 1)
+        case "causal":
+            return jnp.minimum(kv_len, position + 1)
+        case "full":
+            return kv_len
+    raise ValueError(f"unknown visibility={plan.visibility!r}; use block_causal, full or causal")
+
+
+def item_at(plan: Plan, arrays: tuple, index: jax.Array) -> Item:
+    """Reads item `index` of the refs that `lists` returned.
+
+    Items of one row and kv head are neighbours: they share K,V in L2. With a work list the tiles
+    of a few heads go from last to first: the late tiles of a row are the longest.
+    """
+    i32 = jnp.int32
+    step, size = plan.tile.kv_tokens, plan.tile_tokens
+    in_range = index < plan.num_items
+    rest, split = _divmod(jnp.minimum(index, plan.num_items - 1), plan.num_splits)
+    if plan.q_len is None:
+        chunk, rest = _divmod(rest, plan.num_tiles * plan.head_chunk)
+        tile, head = _divmod(rest, plan.head_chunk)
+        tile, head = plan.num_tiles - 1 - tile, head + chunk * plan.head_chunk
+        (tiles,) = arrays
+        row, window, start, segment_end, position, kv_len = (tiles[tile, i] for i in range(6))
+    else:
+        rest, q_tile = _divmod(rest, plan.q_tiles)
+        row, head = _divmod(rest, plan.head_items)
+        context_lens, kv_lens, *order = arrays
+        if order:
+            row = order[0][row]
+        tile = row * plan.q_tiles + q_tile
+        segment_start = row * plan.q_len
+        window = segment_start
+        if plan.q_len % WINDOW:
+            window = lax.div(segment_start, i32(WINDOW)) * WINDOW
+        window = window + q_tile * size
+        start = jnp.maximum(segment_start, window)
+        segment_end = segment_start + plan.q_len
+        position = context_lens[row] + start - segment_start
+        kv_len = kv_lens[row]
+    last = jnp.minimum(window + size, segment_end) - 1
+    visible = visible_end(plan, position + last - start, kv_len)
+    high = lax.div(visible + (step - 1), i32(step))
+    steps_a_split = plan.split_tokens // step if plan.num_splits > 1 else 0
+    low = split * steps_a_split
+    active = in_range & (start < segment_end)
+    if plan.num_splits > 1:
+        high = jnp.minimum(high, low + steps_a_split)
+        active &= high > low
+    high = jnp.where(active, jnp.maximum(high, low), low)
+    whole = jnp.clip(lax.div(visible_end(plan, position, kv_len), i32(step)), low, high)
+    return Item(
+        row=row, tile=tile, head=head, split=split, window=window, start=start,
+        segment_end=segment_end, position=position, kv_len=kv_len, visible=visible, low=low,
+        whole=whole, high=high, active=active,
+    )  # fmt: skip
+
+
+def _divmod(value: jax.Array, divisor: int) -> tuple[jax.Array, jax.Array]:
+    return lax.div(value, jnp.int32(divisor)), lax.rem(value, jnp.int32(divisor))

@@ -1,0 +1,27 @@
+"""Which arguments rotation and the write of K,V accept."""
+
+
+def check_shapes(
+    qkv, bias, norm_weights, cos, sin, pool, slots, *, num_query_heads: int, num_kv_heads: int
+) -> None:
+    """Raises ValueError if the arrays do not fit together."""
+    N, K, H = num_query_heads, num_kv_heads, pool.shape[-1]
+    T, width = cos.shape[0], (N + 2 * K) * H
+    weights = norm_weights or ()
+    if (
+        not qkv
+        or any(part.shape != (T, width) for part in qkv)
+        or (bias is not None and bias.shape != (width,))
+        or any(weight.shape != (H,) for weight in weights)
+        or cos.shape != sin.shape
+        or slots.shape != (T,)
+        or pool.ndim != 5
+        or pool.shape[1:3] != (2, K)
+    ):
+        raise ValueError(
+            f"rotate_and_cache: parts of qkv must be [T, (N + 2 * K) * H], bias as wide, norm "
+            f"weights [H], cos and sin [T, rotary_dim / 2], pool [P, 2, K, Z, H], slots [T]: qkv "
+            f"{[part.shape for part in qkv]}, bias {None if bias is None else bias.shape}, norm "
+            f"weights {[weight.shape for weight in weights]}, cos {cos.shape}, sin {sin.shape}, "
+            f"pool {pool.shape}, slots {slots.shape}, {num_query_heads=}, {num_kv_heads=}"
+        )

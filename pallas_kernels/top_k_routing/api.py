@@ -1,0 +1,72 @@
+"""Group-limited top-k routing of a mixture-of-experts layer: which experts, at which weights.
+
+DeepSeek-V3's sigmoid gate ("noaux_tc"), as LLaDA2 uses it: a bias selects but does not weigh, and
+only experts of the best groups can be chosen. The XLA implementation (`reference.py`) is three
+`top_k`; the kernel (`mosaic_gpu.py`) is one launch.
+"""
+
+import functools
+
+import jax
+
+from pallas_kernels import dispatch, lowered_once
+from pallas_kernels.top_k_routing import checks, reference
+from pallas_kernels.top_k_routing import mosaic_gpu as gpu_kernel
+
+
+def choose(
+    implementation: str = "auto",
+    *,
+    num_experts: int,
+    num_groups: int = 1,
+    experts_per_token: int = 1,
+) -> dispatch.Choice:
+    """Returns which implementation serves this shape."""
+    reason = gpu_kernel.why_not(
+        num_experts=num_experts, num_groups=num_groups, experts_per_token=experts_per_token
+    )
+    return dispatch.choose("top_k_routing", implementation, refusals={"mosaic_gpu": reason})
+
+
+def top_k_routing(
+    router_logits: jax.Array,  # float32 [T, E]
+    expert_bias: jax.Array,  # float32 [E]
+    *,
+    experts_per_token: int,
+    num_groups: int = 1,
+    kept_groups: int = 1,
+    scaling_factor: float = 1.0,
+    implementation: str = "auto",
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (expert ids int32 [T, k], weights float32 [T, k]) by descending score.
+
+    Equal scores go to the lower id. A token with NaN logits gets any ids, on a GPU in range.
+    """
+    checks.check_shapes(router_logits, expert_bias, experts_per_token, num_groups, kept_groups)
+    chosen = choose(
+        implementation,
+        num_experts=router_logits.shape[1],
+        num_groups=num_groups,
+        experts_per_token=experts_per_token,
+    )
+    return _top_k_routing(
+        router_logits,
+        expert_bias,
+        experts_per_token=experts_per_token,
+        num_groups=num_groups,
+        kept_groups=kept_groups,
+        scaling_factor=scaling_factor,
+        implementation=chosen.implementation,
+    )
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=(
+        "experts_per_token", "num_groups", "kept_groups", "scaling_factor", "implementation",
+    ),
+)  # fmt: skip
+def _top_k_routing(router_logits, expert_bias, *, implementation, **rule):
+    if implementation == "mosaic_gpu":
+        return lowered_once.call(gpu_kernel.top_k_routing, router_logits, expert_bias, **rule)
+    return reference.top_k_routing(router_logits, expert_bias, **rule)

@@ -1,0 +1,29 @@
+"""Which arguments routing accepts."""
+
+import jax.numpy as jnp
+
+
+def check_shapes(router_logits, expert_bias, experts_per_token, num_groups, kept_groups) -> None:
+    shapes = (
+        f"router_logits {router_logits.dtype}{router_logits.shape}, "
+        f"expert_bias {expert_bias.dtype}{expert_bias.shape}, {experts_per_token=}, "
+        f"{num_groups=}, {kept_groups=}"
+    )
+    E = router_logits.shape[-1]
+    problems = {
+        "router_logits must be float32 [T, E]": router_logits.ndim != 2
+        or router_logits.dtype != jnp.float32,
+        "expert_bias must be float32 [E]": expert_bias.shape != (E,)
+        or expert_bias.dtype != jnp.float32,
+        "num_groups must divide the experts": num_groups < 1 or E % num_groups != 0,
+        "kept_groups must lie in [1, num_groups]": not 1 <= kept_groups <= num_groups,
+    }
+    if not any(problems.values()):
+        reachable = kept_groups * (E // num_groups)
+        problems["more experts per token than the kept groups hold"] = (
+            not 1 <= experts_per_token <= reachable
+        )
+        problems["a group must hold at least two experts"] = num_groups > 1 and E // num_groups < 2
+    for problem, found in problems.items():
+        if found:
+            raise ValueError(f"top_k_routing: {problem}: {shapes}")

@@ -1,0 +1,577 @@
+"""Vocabulary statistics for sm90: x @ w.T tile by tile, reduced before it leaves the registers.
+
+What it does. `x [T, D]` are hidden states, `w [V, D]` the unembedding. Rows come in groups; for
+one group after the other, each persistent CTA walks over its share of the vocabulary tiles. A
+tile's logits are a wgmma accumulator; the epilogue folds them into running statistics and drops
+them. At the end of a group every CTA writes one partial per row (`PartialStats`) and XLA merges the
+partials of a row: at most one per CTA, whatever V is. With `num_rows` only the groups of the first
+so many rows are computed: the time falls in steps of a group, and without rows nothing is read.
+
+Tiling. Two compute warpgroups of 64 rows x `columns` ids, one memory warpgroup with a ring of
+`stages` TMA buffers of 64 hidden columns. The accumulator is [tokens, ids]: in wgmma's layout a
+thread then owns two rows and every fourth pair of columns, so that all running statistics of a
+thread are a few registers (arrays [64, 8] below: 8 slots a row, one per residue of the id modulo
+8), updated element by element without any exchange between threads. Slots are reduced once, when
+a group ends. Up to 64 tokens the warpgroups take different ids of the same rows
+(`split="columns"`), above that different rows of the same ids. With `pair`, two CTAs of a cluster
+take neighbouring blocks of rows and each loads half of the w tile for both (TMA multicast): a 128 x
+256 tile on its own would ask L2 for 9 TB/s. Column counts are evened out over the CTAs, so that
+their last tiles are as full as the others. The ring runs on from group to group: the first loads of
+the next one arrive during the last epilogue. The whole GPU works on `teams` groups at a time, one
+by default: fewer read w more often, more leave some of the GPU idle when few groups are left.
+
+The epilogue costs about 13 instructions a logit: 8 for the two best with their ids, one exp and 4
+for the two sums. A tile that holds a forbidden or given id, or ends past V, takes a second version
+of it with masks; which tiles do is known before the loop (`flags`), and never changes a bit.
+
+Bound. V * D * 2 bytes of weights, read once per group (x comes from L2), and 2 * T * V * D FLOP:
+the bytes bind up to about 200 tokens on an H200, tensor cores above. The epilogue does not overlap
+with the tensor cores of its own CTA: about a tenth of the time from 256 tokens on.
+
+Which tiles a CTA takes, and in which order, depends on static shapes only, and a row's numbers on
+its own hidden state only: neighbours, padding, NaN in another row, the row's place and `num_rows`
+change no bit.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import dispatch, tiles
+from pallas_kernels.hopper import compat, register_code
+from pallas_kernels.hopper import ring as rings
+from pallas_kernels.unembed_stats import partials
+from pallas_kernels.unembed_stats.partials import LOWEST, PartialStats
+
+ROWS = 64  # accumulator rows of a warpgroup
+SLOTS = 8  # columns after which the accumulator layout repeats
+DEPTH = 64  # hidden columns of a stage: 128 bytes, the widest swizzle
+WARPGROUPS = 2  # computing ones; one more loads
+NOISE_COLUMNS = 32  # columns whose noise is written as one array: fewer operations to lower
+MAX_FORBIDDEN = 16  # each costs two instructions a logit in the tiles that have one
+
+# Fields of a partial in the order of the kernel's outputs.
+_FLOATS = ("high", "total", "moment", "best_logit", "second_logit", "given_logit")
+_IDS = ("best_id", "second_id")
+_DRAWN_FLOATS = ("drawn_score", "drawn_logit")
+_DRAWN_IDS = ("drawn_id",)
+
+_ROW_DTYPES = {
+    "given_ids": jnp.int32,
+    "draw_first": jnp.uint32,
+    "draw_second": jnp.uint32,
+    "inverse_temperature": jnp.float32,
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class UnembedTile:
+    """Tile parameters; `columns` is an upper bound, evened out over the CTAs."""
+
+    columns: int = 256  # ids of one accumulator, a multiple of 16 up to 256
+    split: Literal["rows", "columns"] = "rows"  # what the two warpgroups divide
+    pair: bool = False  # two CTAs share each w tile
+    stages: int = 4
+    sms: int = 132  # persistent CTAs
+    teams: int = 1  # groups of rows at a time, each by its share of the CTAs
+
+    def __post_init__(self) -> None:
+        if self.columns % 16 or not 16 <= self.columns <= 256:
+            raise ValueError(f"{self.columns=} must be a multiple of 16 up to 256")
+        if self.stages < 2 or self.sms < 2 or self.teams < 1:
+            raise ValueError(f"{self.stages=} and {self.sms=} must be at least 2, {self.teams=} 1")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """Everything static about one launch."""
+
+    tile: UnembedTile
+    T: int
+    V: int
+    D: int
+    dtype: jnp.dtype
+    forbidden_ids: tuple[int, ...]
+    row_names: tuple[str, ...]  # which per-row inputs there are
+    has_num_rows: bool = False  # whether there is an input of that name
+
+    @property
+    def draws(self) -> bool:
+        return "draw_first" in self.row_names
+
+    @property
+    def cluster(self) -> int:
+        return 2 if self.tile.pair else 1
+
+    @property
+    def cta_rows(self) -> int:
+        return ROWS * (WARPGROUPS if self.tile.split == "rows" else 1)
+
+    @property
+    def group_rows(self) -> int:
+        """Rows of a cluster."""
+        return self.cta_rows * self.cluster
+
+    @property
+    def groups(self) -> int:
+        return -(-self.T // self.group_rows)
+
+    @property
+    def padded_rows(self) -> int:
+        return self.groups * self.group_rows
+
+    @property
+    def accumulators(self) -> int:
+        """Accumulators side by side in a vocabulary tile."""
+        return WARPGROUPS if self.tile.split == "columns" else 1
+
+    @property
+    def teams(self) -> int:
+        """Groups of rows at a time; team i takes the groups i, i + teams, ..."""
+        return min(self.tile.teams, self.groups)
+
+    @property
+    def _most_workers(self) -> int:
+        return max(1, self.tile.sms // self.cluster // self.teams)
+
+    @property
+    def columns(self) -> int:
+        """Ids of one accumulator: as even over the workers as 16 divides."""
+        widest = self.tile.columns * self.accumulators
+        rounds = -(-self.V // (widest * self._most_workers))
+        even = -(-self.V // (rounds * self._most_workers * self.accumulators))
+        return min(self.tile.columns, -(-even // 16) * 16)
+
+    @property
+    def tile_columns(self) -> int:
+        return self.columns * self.accumulators
+
+    @property
+    def num_tiles(self) -> int:
+        return -(-self.V // self.tile_columns)
+
+    @property
+    def workers(self) -> int:
+        """Clusters of a team; for each of its groups, one takes every `workers`-th tile."""
+        return min(self._most_workers, self.num_tiles)
+
+    @property
+    def parts(self) -> int:
+        """Partials of a row."""
+        return self.workers * self.accumulators
+
+    @property
+    def depth_steps(self) -> int:
+        return self.D // DEPTH
+
+
+def why_not(*, dtype, hidden_size: int, num_forbidden: int = 0) -> str | None:
+    """Returns why this kernel cannot serve the shape, None if it can."""
+    if reason := dispatch.dtype_refusal(dtype):
+        return reason
+    if hidden_size % DEPTH:
+        return f"needs a hidden size that {DEPTH} divides, this is {hidden_size}"
+    if num_forbidden > MAX_FORBIDDEN:
+        return f"takes up to {MAX_FORBIDDEN} forbidden ids, these are {num_forbidden}"
+    return None
+
+
+def table_tile(T: int, *, draws: bool) -> UnembedTile:
+    """Returns the tuned tile for T rows."""
+    return UnembedTile(**tiles.lookup("unembed_stats", tokens=T, draws=int(draws)))
+
+
+def partial_stats(
+    x: jax.Array,  # [T, D]
+    w: jax.Array,  # [V, D]
+    rows: dict[str, jax.Array],  # by name, [T] each
+    *,
+    forbidden_ids: tuple[int, ...] = (),
+    num_rows: jax.Array | None = None,  # int32 []
+    tile: UnembedTile | None = None,
+    interpret=None,
+) -> PartialStats:
+    """Returns the merged statistics of x @ w.T; `rows` may hold the keys of `_ROW_DTYPES`.
+
+    `draw_first`, `draw_second` and `inverse_temperature` come together or not at all. Rows from
+    `num_rows` on may hold anything, NaN too: what was in memory if their group is not computed.
+    """
+    (T, D), V = x.shape, w.shape[0]
+    if reason := why_not(dtype=x.dtype, hidden_size=D, num_forbidden=len(forbidden_ids)):
+        raise ValueError(f"unembed_stats: mosaic_gpu {reason}: x {x.shape}, w {w.shape}")
+    names = tuple(name for name in _ROW_DTYPES if name in rows)
+    plan = _Plan(
+        tile=tile or table_tile(T, draws="draw_first" in rows),
+        T=T, V=V, D=D, dtype=jnp.dtype(x.dtype), forbidden_ids=forbidden_ids, row_names=names,
+        has_num_rows=num_rows is not None,
+    )  # fmt: skip
+    padded = {name: _pad(plan, name, rows[name].astype(_ROW_DTYPES[name])) for name in names}
+    inputs = [padded[name] for name in names]
+    if "given_ids" in padded:
+        inputs.insert(0, _flags(plan, padded["given_ids"]))
+    if num_rows is not None:
+        inputs.insert(0, num_rows.astype(jnp.int32).reshape(1))
+    floats, ids = _fields(plan)
+    if T % 8:  # a TMA box of 8 rows must not be taller than its array
+        x = jnp.pad(x, ((0, -T % 8), (0, 0)))
+    outputs = dict(zip(floats + ids, _kernel(plan, interpret)(x, w, *inputs), strict=True))
+    absent = dict.fromkeys(() if plan.draws else (*_DRAWN_FLOATS, *_DRAWN_IDS))
+    merged = partials.merge_all(PartialStats(**outputs, **absent))
+    return jax.tree.map(lambda a: a[:T], merged)
+
+
+def _fields(plan: _Plan) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    if plan.draws:
+        return _FLOATS + _DRAWN_FLOATS, _IDS + _DRAWN_IDS
+    return _FLOATS, _IDS
+
+
+def _masked_tiles(plan: _Plan) -> tuple[int, ...]:
+    """Returns the tiles that need masks whatever the rows are."""
+    found = {i // plan.tile_columns for i in plan.forbidden_ids}
+    if plan.V % plan.tile_columns:
+        found.add(plan.num_tiles - 1)
+    return tuple(sorted(found))
+
+
+def _pad(plan: _Plan, name: str, values: jax.Array) -> jax.Array:
+    absent = -1 if name == "given_ids" else 0
+    return jnp.pad(values, (0, plan.padded_rows - plan.T), constant_values=absent)
+
+
+def _flags(plan: _Plan, given_ids: jax.Array) -> jax.Array:
+    """Returns int32 [blocks of 64 rows, tiles]: whether the tile needs masks for the block."""
+    index = jnp.arange(plan.num_tiles, dtype=jnp.int32)[:, None]
+    first_id, blocks = index * plan.tile_columns, given_ids.reshape(-1, 1, ROWS)
+    given = (first_id <= blocks) & (blocks < first_id + plan.tile_columns)
+    masked = functools.reduce(jnp.logical_or, (index == i for i in _masked_tiles(plan)), given)
+    return masked.astype(jnp.int32).max(axis=2)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _RowInputs:
+    """Per-row inputs of a warpgroup, [ROWS] but for the given ids; None where absent."""
+
+    given_ids: jax.Array | None = None  # [ROWS, SLOTS]
+    draw_first: jax.Array | None = None
+    draw_second: jax.Array | None = None
+    inverse_temperature: jax.Array | None = None
+
+
+def _kernel(plan: _Plan, interpret):
+    tile, columns, stages = plan.tile, plan.columns, plan.tile.stages
+    floats, ids = _fields(plan)
+    has_flags = "given_ids" in plan.row_names
+
+    def body(x_gmem, w_gmem, *refs):
+        num_rows_gmem, *refs = refs if plan.has_num_rows else (None, *refs)
+        flags_gmem, *refs = refs if has_flags else (None, *refs)
+        rows_gmem, refs = refs[: len(plan.row_names)], refs[len(plan.row_names) :]
+        outs, refs = refs[: len(floats) + len(ids)], refs[len(floats) + len(ids) :]
+        x_smem, w_smem, full, empty = refs
+        ring = rings.Ring(stages=stages, full=full, empty=empty)
+
+        warpgroup = lax.axis_index("warpgroup")
+        worker = lax.axis_index("worker")
+        team = lax.axis_index("team")
+        my_groups = plan.groups
+        if plan.has_num_rows:
+            wanted = lax.max(lax.min(num_rows_gmem[0], jnp.int32(plan.T)), jnp.int32(0))
+            my_groups = lax.div(wanted + (plan.group_rows - 1), jnp.int32(plan.group_rows))
+        if plan.teams > 1:
+            my_groups = lax.div(my_groups - team + (plan.teams - 1), jnp.int32(plan.teams))
+        my_tiles = lax.div(jnp.int32(plan.num_tiles - 1) - worker, jnp.int32(plan.workers)) + 1
+        # Stages are counted over all groups of the CTA: the ring does not stop between two.
+        group_steps = my_tiles * plan.depth_steps
+
+        def first_row_of(visit):
+            first_row = (team + visit * plan.teams) * plan.group_rows
+            return first_row + (lax.axis_index("cta") * plan.cta_rows if tile.pair else 0)
+
+        def load():
+            plgpu.set_max_registers(40, action="decrease")
+
+            def load_group(visit, _):
+                base, first_row = visit * group_steps, first_row_of(visit)
+                next_stage = functools.partial(load_stage, base=base, first_row=first_row)
+                return lax.fori_loop(0, group_steps, next_stage, ())
+
+            def load_stage(group_step, _, *, base, first_row):
+                step = base + group_step
+                slot = ring.stage_of(step)
+                turn = lax.div(group_step, jnp.int32(plan.depth_steps))
+                depth = lax.rem(group_step, jnp.int32(plan.depth_steps)) * DEPTH
+
+                ring.wait_until_empty(step)
+                first_id = (worker + turn * plan.workers) * plan.tile_columns
+                plgpu.copy_gmem_to_smem(
+                    x_gmem.at[pl.ds(first_row, plan.cta_rows), pl.ds(depth, DEPTH)],
+                    x_smem.at[slot],
+                    full.at[slot],
+                )
+                plgpu.copy_gmem_to_smem(
+                    w_gmem.at[pl.ds(first_id, plan.tile_columns), pl.ds(depth, DEPTH)],
+                    w_smem.at[slot],
+                    full.at[slot],
+                    collective_axes="cta" if tile.pair else None,
+                )
+                return ()
+
+            lax.fori_loop(0, my_groups, load_group, ())
+            ring.drain(my_groups * group_steps)
+
+        def update(masked, *given):
+            """Returns the statistics after a tile, in the interpreter array by array."""
+            function = functools.partial(_update, plan, masked)
+            return register_code.inline(function, *given) if interpret is None else function(*given)
+
+        def compute():
+            plgpu.set_max_registers(232, action="increase")
+            by_rows = tile.split == "rows"
+            my_columns = jnp.int32(0) if by_rows else warpgroup * columns
+            slots = plgpu.broadcasted_iota(jnp.int32, (ROWS, SLOTS), 1, layout=plgpu.Layout.WGMMA)
+
+            def one_group(visit, _):
+                my_row = first_row_of(visit) + (warpgroup * ROWS if by_rows else 0)
+                base, inputs = visit * group_steps, load_rows(my_row)
+                next_tile = functools.partial(one_tile, base=base, my_row=my_row, inputs=inputs)
+                state = lax.fori_loop(0, my_tiles, next_tile, _start(plan))
+                store(_reduce_slots(plan, state, slots), my_row)
+                return ()
+
+            def accumulate(acc, base):
+                def one_stage(k, _):
+                    slot = ring.stage_of(base + k)
+                    x_tile, w_tile = x_smem.at[slot], w_smem.at[slot]
+                    if by_rows:
+                        x_tile = x_tile.at[pl.ds(warpgroup * ROWS, ROWS)]
+                    else:
+                        w_tile = w_tile.at[pl.ds(warpgroup * columns, columns)]
+                    plgpu.barrier_wait(full.at[slot])
+                    plgpu.wgmma(acc, x_tile, w_tile.T)
+                    # One wgmma stays in flight; the stage before it has been read.
+                    plgpu.wgmma_wait(1)
+
+                    pl.when(k > 0)(lambda: ring.release(base + k - 1))
+                    return ()
+
+                lax.fori_loop(0, plan.depth_steps, one_stage, ())
+                plgpu.wgmma_wait(0)
+                ring.release(base + plan.depth_steps - 1)
+                return acc[...]
+
+            def one_tile(turn, state, *, base, my_row, inputs):
+                index = worker + turn * plan.workers
+                if has_flags:
+                    masked = flags_gmem[lax.div(my_row, ROWS), index] != 0
+                else:
+                    masked = index < 0
+                    for masked_tile in _masked_tiles(plan):
+                        masked |= index == masked_tile
+                logits = pl.run_scoped(
+                    functools.partial(accumulate, base=base + turn * plan.depth_steps),
+                    plgpu.ACC((ROWS, columns), jnp.float32),
+                )
+                first_id = index * plan.tile_columns + my_columns
+                given = (inputs, slots, first_id, logits, state)
+                return lax.cond(
+                    masked,
+                    functools.partial(update, True),
+                    functools.partial(update, False),
+                    *given,
+                )
+
+            lax.fori_loop(0, my_groups, one_group, ())
+
+        def load_rows(my_row) -> _RowInputs:
+            # Two words a thread: not worth a detour through shared memory.
+            found = {
+                name: plgpu.load(
+                    source.at[pl.ds(my_row, ROWS)],
+                    layout=plgpu.Layout.WGMMA.reduce(1),
+                    optimized=False,
+                )
+                for name, source in zip(plan.row_names, rows_gmem, strict=True)
+            }
+            if "given_ids" in found:
+                found["given_ids"] = _wide(found["given_ids"])
+            return _RowInputs(**found)
+
+        def store(fields: dict[str, jax.Array], my_row):
+            part = worker * plan.accumulators
+            if plan.accumulators > 1:
+                part += warpgroup
+            for name, out in zip((*floats, *ids), outs, strict=True):
+                # A word a row, as the merge wants them: a few kilobytes a group.
+                compat.store_narrow(out.at[pl.ds(my_row, ROWS), part], fields[name])
+
+        # One branch per role: ptxas honours set_max_registers in no other form.
+        lax.cond(warpgroup == WARPGROUPS, load, compute)
+
+    swizzled = compat.tiled(DEPTH, plan.dtype)
+    scratch = [
+        plgpu.SMEM((stages, plan.cta_rows, DEPTH), plan.dtype, transforms=swizzled),
+        plgpu.SMEM((stages, plan.tile_columns, DEPTH), plan.dtype, transforms=swizzled),
+        *rings.barriers(
+            stages, copies=2, readers=WARPGROUPS, shared_along=("cta",) if tile.pair else ()
+        ),
+    ]
+    shape = (plan.padded_rows, plan.parts)
+    return compat.kernel(
+        body,
+        out_type=[jax.ShapeDtypeStruct(shape, jnp.float32) for _ in floats]
+        + [jax.ShapeDtypeStruct(shape, jnp.int32) for _ in ids],
+        scratch_types=scratch,
+        grid=(plan.teams, plan.workers),
+        grid_names=("team", "worker"),
+        cluster=(2,) if tile.pair else (),
+        cluster_names=("cta",) if tile.pair else (),
+        num_threads=WARPGROUPS + 1,
+        thread_name="warpgroup",
+        # Safe: no thread reads shared memory that it writes, and nothing is overwritten after a
+        # commit_smem.
+        compiler_params={"unsafe_no_auto_barriers": True},
+        interpret=interpret,
+    )
+
+
+def _wide(values: jax.Array) -> jax.Array:
+    return lax.broadcast_in_dim(values, (ROWS, SLOTS), [0])
+
+
+def _start(plan: _Plan) -> dict[str, jax.Array]:
+    floats, ids = _fields(plan)
+
+    def full(value, dtype):
+        return plgpu.layout_cast(jnp.full((ROWS, SLOTS), value, dtype), plgpu.Layout.WGMMA)
+
+    sums = ("total", "moment", "given_logit", "drawn_logit")
+    return {name: full(0.0 if name in sums else LOWEST, jnp.float32) for name in floats} | {
+        name: full(0, jnp.int32) for name in ids
+    }
+
+
+def _update(
+    plan: _Plan,
+    masked: bool,
+    inputs: _RowInputs,
+    slots: jax.Array,
+    first_id: jax.Array,
+    logits: jax.Array,  # [ROWS, columns]
+    state: dict[str, jax.Array],
+) -> dict[str, jax.Array]:
+    """Returns the running statistics after one tile; ids are kept without their slot.
+
+    Two passes over the accumulator: the best ids, which give the maximum, then the exponentials.
+    """
+    state = dict(state)
+    high = state["high"]
+
+    def chunk_of(c: int) -> jax.Array:
+        chunk = logits[:, c : c + SLOTS]
+        return jnp.where(first_id + c + slots < plan.V, chunk, LOWEST) if masked else chunk
+
+    for c in range(0, logits.shape[1], SLOTS):
+        chunk = candidates = chunk_of(c)
+        base = lax.broadcast(first_id + c, chunk.shape)
+        if masked:
+            ids = base + slots
+            for forbidden in plan.forbidden_ids:
+                candidates = jnp.where(ids == forbidden, LOWEST, candidates)
+            if plan.forbidden_ids:
+                high = jnp.maximum(high, chunk)
+            if inputs.given_ids is not None:
+                # Past V a raw logit is 0: TMA fills with zeros.
+                raw = logits[:, c : c + SLOTS]
+                state["given_logit"] += jnp.where(ids == inputs.given_ids, raw, 0.0)
+        best, second = state["best_logit"], state["second_logit"]
+        is_best, is_second = candidates > best, candidates > second
+        lower = lax.select(is_second, base, state["second_id"])
+        state["second_id"] = lax.select(is_best, state["best_id"], lower)
+        state["best_id"] = lax.select(is_best, base, state["best_id"])
+        state["second_logit"] = jnp.maximum(second, jnp.minimum(best, candidates))
+        state["best_logit"] = jnp.maximum(best, candidates)
+        if plan.draws:
+            if c % NOISE_COLUMNS == 0:
+                scores = _scores(inputs, first_id + c, logits[:, c : c + NOISE_COLUMNS])
+            score = scores[:, c % NOISE_COLUMNS : c % NOISE_COLUMNS + SLOTS]
+            if masked:
+                score = jnp.where(candidates == LOWEST, LOWEST, score)
+            drawn = score > state["drawn_score"]
+            state["drawn_id"] = lax.select(drawn, base, state["drawn_id"])
+            state["drawn_logit"] = lax.select(drawn, candidates, state["drawn_logit"])
+            state["drawn_score"] = lax.select(drawn, score, state["drawn_score"])
+
+    high = jnp.maximum(high, state["best_logit"])
+    shift = state["high"] - high
+    scale = jnp.exp(shift)
+    moment = scale * (state["moment"] + shift * state["total"])
+    total = scale * state["total"]
+    for c in range(0, logits.shape[1], SLOTS):
+        below = chunk_of(c) - high
+        weight = jnp.exp(below)
+        total = total + weight
+        moment = moment + weight * below
+    return state | {"high": high, "total": total, "moment": moment}
+
+
+def _scores(inputs: _RowInputs, first_id: jax.Array, logits: jax.Array) -> jax.Array:
+    """Returns logit / temperature + noise of some columns."""
+
+    def along(values: jax.Array) -> jax.Array:
+        return lax.broadcast_in_dim(values, logits.shape, [0])
+
+    ids = first_id + plgpu.broadcasted_iota(jnp.int32, logits.shape, 1, layout=plgpu.Layout.WGMMA)
+    counter = partials.draw_counter(along(inputs.draw_first), ids)
+    noise = partials.noise(counter, along(inputs.draw_second))
+    return logits * along(inputs.inverse_temperature) + noise
+
+
+def _reduce_slots(
+    plan: _Plan, state: dict[str, jax.Array], slots: jax.Array
+) -> dict[str, jax.Array]:
+    """Returns [ROWS] statistics: the merge of `partials.py` over the eight slots of a row."""
+
+    def lowest_id(ids: jax.Array, where: jax.Array) -> jax.Array:
+        return -jnp.where(where, -ids, jnp.int32(-partials.NO_ID)).max(1)
+
+    high = state["high"].max(1)
+    shift = state["high"] - _wide(high)
+    scale = jnp.exp(shift)
+    best_ids, second_ids = state["best_id"] + slots, state["second_id"] + slots
+    best = state["best_logit"].max(1)
+    best_id = lowest_id(best_ids, state["best_logit"] == _wide(best))
+    # The slot of the best id goes on with its second.
+    is_best = best_ids == _wide(best_id)
+    rest = jnp.where(is_best, state["second_logit"], state["best_logit"])
+    rest_ids = jnp.where(is_best, second_ids, best_ids)
+    second = rest.max(1)
+    fields = {
+        "high": high,
+        "total": (scale * state["total"]).sum(1),
+        "moment": (scale * (state["moment"] + shift * state["total"])).sum(1),
+        "best_logit": best,
+        "best_id": best_id,
+        "second_logit": second,
+        "second_id": lowest_id(rest_ids, rest == _wide(second)),
+        "given_logit": state["given_logit"].sum(1),
+    }
+    if plan.draws:
+        score = state["drawn_score"].max(1)
+        drawn_ids = state["drawn_id"] + slots
+        drawn_id = lowest_id(drawn_ids, state["drawn_score"] == _wide(score))
+        mine = drawn_ids == _wide(drawn_id)
+        fields |= {
+            "drawn_score": score,
+            "drawn_id": drawn_id,
+            "drawn_logit": jnp.where(mine, state["drawn_logit"], -math.inf).max(1),
+        }
+    return fields

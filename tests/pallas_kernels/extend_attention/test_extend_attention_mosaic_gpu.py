@@ -1,0 +1,355 @@
+"""The paged attention kernel equals loops in float64 in the interpreter and lowers for CUDA.
+
+Pages that no row owns, slots past a row's length and padding queries hold NaN, and unused table
+entries hold garbage ids: a leak of any shows in the result.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import device, tiles
+from pallas_kernels.extend_attention import mosaic_gpu as gpu_kernel
+from pallas_kernels.extend_attention import work_items
+from pallas_kernels.hopper import compat
+
+if not compat.supported():
+    pytest.skip("needs the Mosaic GPU of a newer jax", allow_module_level=True)
+
+from support import devices, kernel_interpreter
+
+# bfloat16 operands; probabilities and the result are rounded to 8 bits.
+TOLERANCE = {"rtol": 2e-2, "atol": 2e-2}
+SMALL = gpu_kernel.AttentionTile(kv_tokens=64, stages=2)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Rows are (context, in-flight) or None, inactive; q_len packs every row at that length."""
+
+    rows: tuple
+    padding: int = 0
+    q_len: int | None = None
+    block: int = 8
+    page: int = 64
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    width: int = 192  # keys of the page table
+    visibility: str = "block_causal"
+    tile: gpu_kernel.AttentionTile = SMALL
+    multiprocessors: int = 132
+
+
+@dataclasses.dataclass
+class Batch:
+    arguments: list[np.ndarray]
+    keys: list[np.ndarray]  # per row, [kv_len, K, H]
+    values: list[np.ndarray]
+
+
+def make_batch(problem: Problem, seed: int) -> Batch:
+    rng = np.random.default_rng(seed)
+    pages_per_row = problem.width // problem.page
+    num_pages = len(problem.rows) * pages_per_row + 2
+    pool = np.full(
+        (num_pages, 2, problem.kv_heads, problem.page, problem.head_dim), np.nan, np.float32
+    )
+    garbage = [-7, -1, 0, num_pages - 1, num_pages, 2**30]
+    table = rng.choice(garbage, (len(problem.rows), pages_per_row)).astype(np.int32)
+    free = list(rng.permutation(num_pages))
+    contexts, kv_lens, sizes, keys, values = [], [], [], [], []
+    for row, lengths in enumerate(problem.rows):
+        context, inflight = lengths or (0, 0)
+        kv_len = context + inflight
+        shape = (2, kv_len, problem.kv_heads, problem.head_dim)
+        k, v = np.asarray(jnp.asarray(rng.normal(size=shape), jnp.bfloat16), np.float32)
+        for first in range(0, kv_len, problem.page):
+            table[row, first // problem.page] = page = free.pop()
+            count = min(problem.page, kv_len - first)
+            pool[page, 0, :, :count] = k[first : first + count].transpose(1, 0, 2)
+            pool[page, 1, :, :count] = v[first : first + count].transpose(1, 0, 2)
+        contexts.append(context)
+        kv_lens.append(kv_len)
+        sizes.append(problem.q_len or inflight)
+        keys.append(k)
+        values.append(v)
+    cu = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
+    q = np.full((cu[-1] + problem.padding, problem.heads, problem.head_dim), np.nan, np.float32)
+    q[: cu[-1]] = jnp.asarray(rng.normal(size=(cu[-1], *q.shape[1:])), jnp.bfloat16)
+    lengths = np.array(contexts, np.int32), np.array(kv_lens, np.int32)
+    return Batch([q, pool, cu, *lengths, table], keys, values)
+
+
+def run(problem: Problem, batch: Batch, monkeypatch) -> np.ndarray:
+    few = dataclasses.replace(device.local_device(), num_multiprocessors=problem.multiprocessors)
+    devices.pretend(monkeypatch, few)
+    q, pool, *rest = batch.arguments
+    out = kernel_interpreter.run(
+        gpu_kernel.extend_attention,
+        jnp.asarray(q, jnp.bfloat16),
+        jnp.asarray(pool, jnp.bfloat16),
+        *(jnp.asarray(array) for array in rest),
+        visibility=problem.visibility,
+        block_size=problem.block,
+        scale=problem.head_dim**-0.5,
+        q_len=problem.q_len,
+        tile=problem.tile,
+    )
+    return np.asarray(out, np.float32)
+
+
+def oracle(problem: Problem, batch: Batch) -> np.ndarray:
+    q, _, cu, contexts, kv_lens, _ = batch.arguments
+    group = problem.heads // problem.kv_heads
+    out = np.zeros(q.shape, np.float64)
+    for row, kv_len in enumerate(kv_lens):
+        for token in range(cu[row], cu[row + 1]):
+            position = contexts[row] + token - cu[row]
+            end = {
+                "full": kv_len,
+                "causal": min(kv_len, position + 1),
+                "block_causal": min(kv_len, (position // problem.block + 1) * problem.block),
+            }[problem.visibility]
+            for head in range(problem.heads if end else 0):
+                keys = batch.keys[row][:end, head // group].astype(np.float64)
+                values = batch.values[row][:end, head // group]
+                scores = keys @ q[token, head] * problem.head_dim**-0.5
+                weights = np.exp(scores - scores.max())
+                out[token, head] = weights @ values / weights.sum()
+    return out
+
+
+PROBLEMS = {
+    # Each warpgroup works on a kv head of its own; three CTAs, so that one runs several items.
+    "decode_two_blocks": Problem(
+        rows=((40, 16), None, (100, 16), (0, 16)), q_len=16, multiprocessors=3
+    ),
+    # Both warpgroups share a kv head and take turns, over several items.
+    "decode_128_rows": Problem(
+        rows=((40, 32), None, (100, 32)), q_len=32, heads=8, visibility="full", multiprocessors=4
+    ),
+    # 7 query heads a kv head and an odd number of kv heads: one warpgroup.
+    "decode_group_of_7": Problem(
+        rows=((3, 8), (120, 8)), q_len=8, heads=7, kv_heads=1, multiprocessors=1
+    ),
+    # Blocks of 4 begin inside the window of 8 tokens that one copy fetches.
+    "decode_blocks_of_4": Problem(rows=((40, 4), (3, 4), None), q_len=4, block=4),
+    "decode_pages_of_128": Problem(
+        rows=((130, 8), None, (20, 8)), q_len=8, page=128, width=256, head_dim=128
+    ),
+    "split_blocks_of_4": Problem(
+        rows=((40, 4), None, (170, 4)), q_len=4, block=4,
+        tile=dataclasses.replace(SMALL, split_tokens=64),
+    ),
+    "split_24_tokens": Problem(
+        rows=((150, 24), None, (30, 24)), q_len=24,
+        tile=dataclasses.replace(SMALL, split_tokens=64),
+    ),
+    "prefill": Problem(
+        rows=((40, 16), None, (100, 72), (0, 8)), padding=16, page=32,
+        tile=dataclasses.replace(SMALL, persistent=False),
+    ),
+    "prefill_causal": Problem(
+        rows=((0, 120), (37, 8)), padding=8, visibility="causal",
+        tile=gpu_kernel.AttentionTile(persistent=False),
+    ),
+    # One warpgroup an item: a kv head each, though two would fit; more tokens than it has rows.
+    "windows_of_64_rows": Problem(
+        rows=((40, 64), None, (8, 16), (0, 72)), padding=16, visibility="full",
+        heads=2, tile=dataclasses.replace(SMALL, persistent=False, max_rows=64),
+    ),
+    "prefill_blocks_of_4": Problem(
+        rows=((40, 12), (3, 4), None, (0, 8)), padding=4, block=4, multiprocessors=3
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_equals_loops(name, monkeypatch):
+    problem = PROBLEMS[name]
+    batch = make_batch(problem, seed=len(name))
+    out = run(problem, batch, monkeypatch)
+    np.testing.assert_allclose(out, oracle(problem, batch), **TOLERANCE)
+    assert np.all(out[batch.arguments[2][-1] :] == 0)
+
+
+def test_neighbours_never_change_a_rows_bits(monkeypatch):
+    mine = (90, 8)
+    results = []
+    for index, rows in enumerate([((40, 8), mine, None), (None, mine, (170, 8))]):
+        tile = dataclasses.replace(SMALL, split_tokens=64)
+        problem = Problem(rows=rows, q_len=8, tile=tile)
+        batch = make_batch(problem, seed=index)
+        source = make_batch(dataclasses.replace(problem, rows=(mine,)), seed=5)
+        batch.arguments[0][8:16] = source.arguments[0]
+        batch.keys[1], batch.values[1] = source.keys[0], source.values[0]
+        for column in range(-(-sum(mine) // problem.page)):
+            page, source_page = (b.arguments[5][r, column] for b, r in ((batch, 1), (source, 0)))
+            batch.arguments[1][page] = source.arguments[1][source_page]
+        out = run(problem, batch, monkeypatch)
+        np.testing.assert_allclose(out, oracle(problem, batch), **TOLERANCE)
+        results.append(out[8:16])
+    assert np.any(results[0] != 0)
+    np.testing.assert_array_equal(results[0], results[1])
+
+
+def make_plan(problem: Problem, tokens: int, **changes) -> work_items.Plan:
+    spec = shapes(problem, tokens)
+    options = {"visibility": problem.visibility, "block_size": problem.block, "scale": 1.0}
+    options |= {"q_len": problem.q_len, "tile": problem.tile} | changes
+    return gpu_kernel.make_plan(spec[0], spec[1], spec[-1], **options)
+
+
+def shapes(problem: Problem, tokens: int, dtype=jnp.bfloat16) -> list[jax.ShapeDtypeStruct]:
+    def ints(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    rows, pages = len(problem.rows), problem.width // problem.page
+    pool = (rows * pages, 2, problem.kv_heads, problem.page, problem.head_dim)
+    return [
+        jax.ShapeDtypeStruct((tokens, problem.heads, problem.head_dim), dtype),
+        jax.ShapeDtypeStruct(pool, dtype),
+        ints(rows + 1),
+        ints(rows),
+        ints(rows),
+        ints(rows, pages),
+    ]
+
+
+@pytest.mark.parametrize("block", [4, 32])
+@pytest.mark.parametrize("q_len", [None, 96])
+def test_items_cover_every_token_and_head_once(block, q_len):
+    rng = np.random.default_rng(block)
+    tokens = 480
+    problem = Problem(rows=(None,) * 5, block=block, q_len=q_len)
+    plan = make_plan(problem, tokens)
+
+    @jax.jit
+    def items_of(cu):
+        arrays = work_items.lists(plan, cu, jnp.zeros(5, jnp.int32), jnp.zeros(5, jnp.int32))
+        indices = jnp.arange(plan.num_items, dtype=jnp.int32)
+        return jax.vmap(lambda index: work_items.item_at(plan, arrays, index))(indices)
+
+    for _ in range(20 if q_len is None else 1):
+        cuts = np.sort(rng.integers(0, tokens // block + 1, 5)) * block
+        cu = np.concatenate([[0], cuts]) if q_len is None else np.arange(6) * q_len
+        items = jax.tree.map(np.asarray, items_of(cu.astype(np.int32)))
+        seen = np.zeros((tokens, plan.head_items), int)
+        for i in np.flatnonzero(items.active):
+            end = min(items.segment_end[i], items.window[i] + plan.tile_tokens)
+            seen[items.start[i] : end, items.head[i]] += 1
+        assert np.all(seen == 1)
+
+
+def serving(rows, q_len, *, context, heads=16, kv_heads=4, page=64, block=32, **options):
+    width = -(-(context + q_len) // page) * page
+    return Problem(
+        rows=(None,) * rows, q_len=q_len, block=block, page=page, heads=heads, kv_heads=kv_heads,
+        head_dim=options.pop("head_dim", 128), width=width, tile=None, **options,
+    )  # fmt: skip
+
+
+SERVING = [
+    *(serving(rows, 32, context=4064) for rows in (1, 4, 16, 64)),  # LLaDA2
+    *(serving(rows, 32, context=512) for rows in (1, 8, 64)),
+    *(
+        serving(rows, 32, context=context, heads=32, kv_heads=32)  # LLaDA
+        for context in (512, 4064)
+        for rows in (1, 4, 16)
+    ),
+    serving(8, 32, context=512, heads=28, kv_heads=4, page=32),  # a group of 7
+    serving(8, 4, context=508, heads=32, kv_heads=8, block=4, page=128),  # SDAR
+    serving(32, 8, context=504, heads=8, kv_heads=8, block=8, head_dim=64),
+    serving(8, 16, context=512, heads=32, kv_heads=1, block=16, visibility="causal"),
+]
+# (problem, tokens): rows of any length.
+PREFILL = [
+    (serving(1, 8192, context=0, heads=32, kv_heads=32), 8192),
+    (serving(8, 2048, context=0), 16384),
+    (serving(32, 16, context=240, block=4), 512),
+    *(  # windows of one canvas: LLaDA, Dream
+        (serving(1, tokens, context=128, heads=heads, kv_heads=kv_heads, visibility="full"), tokens)
+        for heads, kv_heads in ((32, 32), (28, 4))
+        for tokens in (64, 96, 256)
+    ),
+]
+
+
+def lower(problem: Problem, tokens: int) -> None:
+    def call(*arrays):
+        return gpu_kernel.extend_attention(
+            *arrays, visibility=problem.visibility, block_size=problem.block, scale=0.1,
+            q_len=problem.q_len, tile=problem.tile,
+        )  # fmt: skip
+
+    lowered = jax.jit(call).trace(*shapes(problem, tokens)).lower(lowering_platforms=("cuda",))
+    assert "mosaic_gpu" in lowered.as_text()
+
+
+@pytest.mark.parametrize("index", range(len(SERVING)))
+def test_decode_lowers_for_cuda(index):
+    problem = SERVING[index]
+    lower(problem, len(problem.rows) * problem.q_len)
+
+
+@pytest.mark.parametrize("index", range(len(PREFILL)))
+def test_prefill_lowers_for_cuda(index):
+    problem, tokens = PREFILL[index]
+    lower(dataclasses.replace(problem, q_len=None), tokens)
+
+
+def test_the_combine_of_splits_lowers_for_cuda():
+    tile = gpu_kernel.AttentionTile(kv_tokens=64, split_tokens=128)
+    for rows, q_len in ((1, 32), (3, 4)):  # a whole tile, rows inside a window
+        problem = dataclasses.replace(serving(rows, q_len, context=4064, block=4), tile=tile)
+        lower(problem, rows * q_len)
+
+
+def test_every_entry_of_the_table_is_lowered_above():
+    plans = [make_plan(problem, len(problem.rows) * problem.q_len) for problem in SERVING]
+    plans += [make_plan(dataclasses.replace(p, q_len=None), tokens) for p, tokens in PREFILL]
+    used = {plan.tile for plan in plans}
+    entries = tiles.entries("extend_attention")
+    assert used == {gpu_kernel.AttentionTile(**entry["tile"]) for entry in entries}
+
+
+@pytest.mark.parametrize(
+    "facts, reason",
+    [
+        ({}, None),
+        ({"dtype": jnp.float32}, "needs bfloat16 or float16, this is float32"),
+        ({"head_dim": 256}, "head_dim 64 or 128, this is 256"),
+        ({"page_size": 16}, "power of two from 32, this is 16"),
+        ({"block_size": 12}, "power of two from 4, this is 12"),
+        ({"q_heads": 6}, "multiple of kv heads, these are 6, 4"),
+    ],
+)
+def test_refusals_say_what_is_needed(facts, reason):
+    defaults = {
+        "dtype": jnp.bfloat16, "head_dim": 128, "page_size": 64, "block_size": 32, "q_heads": 16,
+        "kv_heads": 4,
+    }  # fmt: skip
+    found = gpu_kernel.why_not(**(defaults | facts))
+    assert found is None if reason is None else reason in found
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"q_len": 24}, "q_len must be whole blocks.*q_len=24"),
+        ({"tile": gpu_kernel.AttentionTile(stages=9)}, "bytes of shared memory.*stages=9"),
+        (
+            {"q_len": None, "tile": gpu_kernel.AttentionTile(split_tokens=64)},
+            "cannot be split.*split_tokens=64",
+        ),
+        ({"block_size": 6}, "power of two from 4.*block_size=6"),
+    ],
+)
+def test_bad_arguments_are_named(changes, message):
+    problem = serving(4, 32, context=512)
+    with pytest.raises(ValueError, match=message):
+        make_plan(problem, 128, **changes)
