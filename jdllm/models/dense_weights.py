@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jdllm.checkpoint.weight_table import WeightRow
-from jdllm.models import decoder_config, decoder_weights
+from jdllm.models import decoder_config, table
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,9 +73,7 @@ def prepare(_: decoder_config.DenseConfig, params: Mapping[str, Any]) -> dict[st
 
 
 def _rows(config: decoder_config.DenseConfig, names: TensorNames) -> Iterator[WeightRow]:
-    yield from decoder_weights.end_rows(
-        config, embedding=names.embedding, norm=names.norm, head=names.head
-    )
+    yield from table.end_rows(config, embedding=names.embedding, norm=names.norm, head=names.head)
     for layer in range(config.spec.num_layers):
         yield from _attention_rows(config, names, layer)
         yield from _mlp_rows(config, names, layer)
@@ -98,14 +96,14 @@ def _attention_rows(
             name=f"{hf}.{name}.weight",
             shape=(width, dim),
             target=f"{ours}.attention.w_qkv",
-            view=decoder_weights.outputs(start, width),
+            view=table.outputs(start, width),
         )
         if config.has_qkv_bias:
             yield WeightRow(
                 name=f"{hf}.{name}.bias",
                 shape=(width,),
                 target=f"{ours}.attention.b_qkv",
-                view=decoder_weights.outputs(start, width),
+                view=table.outputs(start, width),
             )
     yield WeightRow(
         name=f"{hf}.{names.attention_out}.weight",
@@ -125,6 +123,6 @@ def _mlp_rows(
         target=f"{ours}.post_attention_layernorm.weight",
     )
     gate, up = names.gate_up
-    yield from decoder_weights.swiglu_rows(
+    yield from table.swiglu_rows(
         (f"{hf}.{gate}", f"{hf}.{up}"), f"{hf}.{names.down}", f"{ours}.mlp", dim=dim, width=width
     )

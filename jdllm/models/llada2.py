@@ -7,7 +7,8 @@ import functools
 import jax.numpy as jnp
 
 from jdllm.layers import mlp, moe
-from jdllm.models import decoder, llada2_config
+from jdllm.models import decoder
+from jdllm.models.families import llada2
 
 
 class LLaDA2(decoder.Decoder):
@@ -15,7 +16,7 @@ class LLaDA2(decoder.Decoder):
 
     def __init__(
         self,
-        config: llada2_config.LLaDA2Config,
+        config: llada2.LLaDA2Config,
         *,
         dtype: jnp.dtype,
         implementation: str = "auto",
@@ -32,7 +33,7 @@ class LLaDA2(decoder.Decoder):
         )
 
 
-def router_config(config: llada2_config.LLaDA2Config) -> moe.RouterConfig:
+def router_config(config: llada2.LLaDA2Config) -> moe.RouterConfig:
     """Returns the routing constants of every MoE layer."""
     return moe.RouterConfig(
         num_experts=config.num_experts,
@@ -44,7 +45,7 @@ def router_config(config: llada2_config.LLaDA2Config) -> moe.RouterConfig:
 
 
 def _feed_forward(
-    config: llada2_config.LLaDA2Config, layer: int, *, dtype: jnp.dtype, implementation: str
+    config: llada2.LLaDA2Config, layer: int, *, dtype: jnp.dtype, implementation: str
 ) -> mlp.DenseMLP | moe.SparseMoE:
     if not config.is_moe_layer(layer):
         return mlp.DenseMLP(

@@ -15,19 +15,18 @@ import numpy as np
 
 import pallas_kernels
 from jdllm.checkpoint.weight_table import WeightRow, transposed
-from jdllm.models import decoder_weights, llada2_config
-from jdllm.models.decoder_weights import View
+from jdllm.models import table
+from jdllm.models.families import llada2
+from jdllm.models.table import View
 
 _GATE, _UP = 0, 1
 _NORM_HEAD_EPS = 1e-7
 
 
-def weight_rows(config: llada2_config.LLaDA2Config) -> tuple[WeightRow, ...]:
+def weight_rows(config: llada2.LLaDA2Config) -> tuple[WeightRow, ...]:
     """Returns every row of the table for a model of this size."""
     rows = list(
-        decoder_weights.end_rows(
-            config, embedding="model.word_embeddings", norm="model.norm", head="lm_head"
-        )
+        table.end_rows(config, embedding="model.word_embeddings", norm="model.norm", head="lm_head")
     )
     for layer in range(config.spec.num_layers):
         rows += _attention_rows(config, layer)
@@ -37,7 +36,7 @@ def weight_rows(config: llada2_config.LLaDA2Config) -> tuple[WeightRow, ...]:
     return tuple(rows)
 
 
-def prepare(config: llada2_config.LLaDA2Config, params: Mapping[str, Any]) -> dict[str, Any]:
+def prepare(config: llada2.LLaDA2Config, params: Mapping[str, Any]) -> dict[str, Any]:
     """Returns parameters as the forward pass wants them, from those of the checkpoint.
 
     `norm_head` models store an LM head that is to be L2-normalised along the vocabulary.
@@ -50,7 +49,7 @@ def prepare(config: llada2_config.LLaDA2Config, params: Mapping[str, Any]) -> di
     return {**params, "lm_head": unit.astype(params["lm_head"].dtype)}
 
 
-def _attention_rows(config: llada2_config.LLaDA2Config, layer: int) -> Iterator[WeightRow]:
+def _attention_rows(config: llada2.LLaDA2Config, layer: int) -> Iterator[WeightRow]:
     hf, ours, model = f"model.layers.{layer}", f"layers.{layer}", config.spec
     dim, q_width = config.hidden_size, model.num_query_heads * model.head_dim
     qkv_width = q_width + 2 * model.num_kv_heads * model.head_dim
@@ -74,8 +73,8 @@ def _attention_rows(config: llada2_config.LLaDA2Config, layer: int) -> Iterator[
     )
 
 
-def _dense_rows(config: llada2_config.LLaDA2Config, layer: int) -> Iterator[WeightRow]:
-    return decoder_weights.swiglu_rows(
+def _dense_rows(config: llada2.LLaDA2Config, layer: int) -> Iterator[WeightRow]:
+    return table.swiglu_rows(
         *_swiglu_names(f"model.layers.{layer}.mlp"),
         f"layers.{layer}.mlp",
         dim=config.hidden_size,
@@ -87,7 +86,7 @@ def _swiglu_names(hf: str) -> tuple[tuple[str, str], str]:
     return (f"{hf}.gate_proj", f"{hf}.up_proj"), f"{hf}.down_proj"
 
 
-def _moe_rows(config: llada2_config.LLaDA2Config, layer: int) -> Iterator[WeightRow]:
+def _moe_rows(config: llada2.LLaDA2Config, layer: int) -> Iterator[WeightRow]:
     hf, ours = f"model.layers.{layer}.mlp", f"layers.{layer}.mlp"
     dim, experts = config.hidden_size, config.num_experts
     yield WeightRow(
@@ -100,7 +99,7 @@ def _moe_rows(config: llada2_config.LLaDA2Config, layer: int) -> Iterator[Weight
         name=f"{hf}.gate.expert_bias", shape=(experts,), target=f"{ours}.router.expert_bias"
     )
     if config.shared_intermediate_size:
-        yield from decoder_weights.swiglu_rows(
+        yield from table.swiglu_rows(
             *_swiglu_names(f"{hf}.shared_experts"),
             f"{ours}.shared_experts",
             dim=dim,

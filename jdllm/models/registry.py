@@ -13,12 +13,10 @@ from jdllm.checkpoint import weight_table
 from jdllm.models import (
     dense,
     dense_weights,
-    dream_config,
-    llada2,
-    llada2_config,
     llada2_weights,
-    llada_config,
 )
+from jdllm.models import llada2 as llada2_module
+from jdllm.models.families import dream, llada, llada2
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,19 +31,19 @@ class Family:
 
 FAMILIES: dict[str, Family] = {
     "LLaDA2MoeModelLM": Family(
-        parse_config=llada2_config.parse_config,
-        build=llada2.LLaDA2,
+        parse_config=llada2.parse_config,
+        build=llada2_module.LLaDA2,
         weight_rows=llada2_weights.weight_rows,
         prepare=llada2_weights.prepare,
     ),
     "LLaDAModelLM": Family(
-        parse_config=llada_config.parse_config,
+        parse_config=llada.parse_config,
         build=dense.DenseDecoder,
         weight_rows=dense_weights.llada_rows,
         prepare=dense_weights.prepare,
     ),
     "DreamModel": Family(
-        parse_config=dream_config.parse_config,
+        parse_config=dream.parse_config,
         build=dense.DenseDecoder,
         weight_rows=dense_weights.dream_rows,
         prepare=dense_weights.prepare,

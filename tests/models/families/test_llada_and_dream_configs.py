@@ -11,7 +11,7 @@ import transformers
 from jdllm import errors, spec
 from jdllm.models import registry
 
-GOLDENS = pathlib.Path(__file__).parents[1] / "data" / "goldens"
+GOLDENS = pathlib.Path(__file__).parents[2] / "data" / "goldens"
 TINY = {
     family: json.loads((GOLDENS / family / "config.json").read_text())
     for family in ("llada", "dream")

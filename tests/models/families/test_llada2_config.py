@@ -8,15 +8,16 @@ import pytest
 import transformers
 
 from jdllm import errors
-from jdllm.models import llada2_config, registry
+from jdllm.models import registry
+from jdllm.models.families import llada2
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[3]
 TINY = json.loads((ROOT / "tests/data/goldens/llada2/config.json").read_text())
 
 
 def parse(changes=None, drop=(), **options):
     hf = {key: value for key, value in TINY.items() if key not in drop} | (changes or {})
-    return llada2_config.parse_config(hf, **options)
+    return llada2.parse_config(hf, **options)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +121,7 @@ def test_unknown_keys_are_named_with_their_values_in_one_warning(caplog):
     ],
 )
 def test_configs_we_ship_give_no_warning(path, caplog):
-    llada2_config.parse_config(json.loads((ROOT / path / "config.json").read_text()))
+    llada2.parse_config(json.loads((ROOT / path / "config.json").read_text()))
     assert not warnings_of(caplog)
 
 

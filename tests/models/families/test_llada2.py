@@ -12,7 +12,7 @@ from jdllm.layers import attention
 from jdllm.models import loading
 from jdllm.runner import full_forward
 
-GOLDEN = pathlib.Path(__file__).parents[1] / "data" / "goldens" / "llada2"
+GOLDEN = pathlib.Path(__file__).parents[2] / "data" / "goldens" / "llada2"
 ATOL, RTOL = 2e-4, 1e-4  # the goldens' tolerance for float32 logits and hidden states
 BLOCK = 8
 

@@ -9,14 +9,15 @@ import pytest
 import pallas_kernels
 from jdllm import errors
 from jdllm.checkpoint import weight_table
-from jdllm.models import llada2_config, llada2_weights
+from jdllm.models import llada2_weights
+from jdllm.models.families import llada2
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "data" / "goldens" / "llada2"
 
 
 def rows_of_layer(layer, **changes):
     hf = json.loads((GOLDEN / "config.json").read_text()) | changes
-    rows = llada2_weights.weight_rows(llada2_config.parse_config(hf, block_size=8))
+    rows = llada2_weights.weight_rows(llada2.parse_config(hf, block_size=8))
     return {row.name: row for row in rows if row.name.startswith(f"model.layers.{layer}.mlp.")}
 
 

@@ -16,7 +16,7 @@ from jdllm.layers import attention
 from jdllm.models import dense, dense_weights, loading
 from jdllm.runner import full_forward
 
-GOLDENS = pathlib.Path(__file__).parents[1] / "data" / "goldens"
+GOLDENS = pathlib.Path(__file__).parents[2] / "data" / "goldens"
 FAMILIES = {"llada": "LLaDAModelLM", "dream": "DreamModel"}
 ATOL, RTOL = 2e-4, 1e-4  # the goldens' tolerance for float32 logits and hidden states
 BFLOAT16_ATOL = 0.2  # the reference's own bfloat16 forward is up to 0.13 off its float32 one
