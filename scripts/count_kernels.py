@@ -32,7 +32,7 @@ import numpy as np  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 
 from jdllm.kv_cache import pool as pool_lib  # noqa: E402
-from jdllm.models import loading  # noqa: E402
+from jdllm.models import loading, registry  # noqa: E402
 from jdllm.runner import forward_batch, model_runner, steps  # noqa: E402
 from jdllm.runner.block import loop as decode_loop  # noqa: E402
 from jdllm.runner.block import state as row_state  # noqa: E402
@@ -72,8 +72,8 @@ def launch_of(args: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
     with tempfile.TemporaryDirectory() as directory:
         (pathlib.Path(directory) / "config.json").write_text(json.dumps(config))
         _, architecture, parsed = loading._parse(pathlib.Path(directory), None)
-    graphdef, params = loading.abstract(
-        architecture, parsed, dtype=jnp.bfloat16, hash_embedding_positions=True
+    graphdef, params = registry.family(architecture).abstract(
+        parsed, dtype=jnp.bfloat16, hash_embedding_positions=True
     )
     params = jax.eval_shape(lambda params: loading.serving_params(params, "bfloat16"), params)
     spec, R = parsed.spec, args.rows

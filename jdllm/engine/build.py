@@ -23,7 +23,7 @@ from jdllm.engine import core as core_lib
 from jdllm.engine import tokenizer as tokenizer_lib
 from jdllm.kv_cache import pool as pool_lib
 from jdllm.kv_cache import prefix_cache as prefix_cache_lib
-from jdllm.models import loading
+from jdllm.models import loading, registry
 from jdllm.runner import model_runner
 from jdllm.runner.canvas import packing as canvas_packing
 from jdllm.runner.launch import compile_counter
@@ -34,12 +34,6 @@ from jdllm.scheduler import scheduler as scheduler_lib
 logger = logging.getLogger(__name__)
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-# What ends a turn in each family's chats. Only its own: others may be in the vocabulary too.
-CHAT_END_TOKENS = {
-    "LLaDA2MoeModelLM": "<|role_end|>",
-    "LLaDAModelLM": "<|eot_id|>",
-    "DreamModel": "<|im_end|>",
-}
 DEFAULT_QUEUE = 4096
 # Tokens of a canvas that does not need the sizes of longer ones: a prompt and the 256 new tokens of
 # the published evaluations. A third more copies of the layers are compiled for them (16 rows of
@@ -202,8 +196,10 @@ def _eos_token_ids(
     """Returns the model's end tokens and the chat template's end of turn."""
     ids = dict.fromkeys(spec.diffusion.eos_token_ids)
     if tokenizer is not None:
-        end_of_turn = CHAT_END_TOKENS[spec.architecture]
-        for token_id in (tokenizer.eos_token_id, tokenizer.token_id(end_of_turn)):
+        # Only its own family's: others may be in the vocabulary too.
+        end_of_turn = registry.family(spec.architecture).end_of_turn
+        ends = tokenizer.eos_token_id, end_of_turn and tokenizer.token_id(end_of_turn)
+        for token_id in ends:
             if token_id is not None:
                 ids[token_id] = None
     return tuple(ids)

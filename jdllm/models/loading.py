@@ -67,8 +67,7 @@ def load(
     chosen = _load_format(directory, load_format)
     if chosen == "orbax" and dtype == "auto":
         dtype = orbax_checkpoint.stored_dtype(directory)
-    graphdef, arrays = abstract(
-        architecture,
+    graphdef, arrays = family.abstract(
         config,
         dtype=resolve_dtype(dtype, hf_config),
         implementation=implementation,
@@ -159,22 +158,6 @@ def _load_format(directory: pathlib.Path, load_format: str) -> str:
     if load_format == "auto":
         return "orbax" if is_orbax else "safetensors"
     return load_format
-
-
-def abstract(
-    architecture: str, config: Any, **build_options: Any
-) -> tuple[nnx.GraphDef, dict[str, jax.ShapeDtypeStruct]]:
-    """Returns (graphdef, shape and dtype of every parameter) without allocating memory.
-
-    `build_options`: dtype, implementation, hash_embedding_positions.
-    """
-    build = registry.family(architecture).build
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: build(config, **build_options)))
-    flat = nnx.to_flat_state(state)
-    return graphdef, {
-        ".".join(map(str, path)): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-        for path, leaf in flat
-    }
 
 
 def merge(graphdef: nnx.GraphDef, params: Mapping[str, jax.Array]) -> nnx.Module:

@@ -2,52 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from flax import nnx
-
 from jdllm import errors
-from jdllm.checkpoint import weight_table
-from jdllm.models import (
-    dense,
-    dense_weights,
-    llada2_weights,
-)
-from jdllm.models import llada2 as llada2_module
 from jdllm.models.families import dream, llada, llada2
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """A family's parts: config parser, module, weight table and its last step, `prepare`."""
-
-    parse_config: Callable[..., Any]
-    build: Callable[..., nnx.Module]
-    weight_rows: Callable[[Any], tuple[weight_table.WeightRow, ...]]
-    prepare: Callable[[Any, Mapping[str, Any]], dict[str, Any]]
-
+from jdllm.models.family import Family
 
 FAMILIES: dict[str, Family] = {
-    "LLaDA2MoeModelLM": Family(
-        parse_config=llada2.parse_config,
-        build=llada2_module.LLaDA2,
-        weight_rows=llada2_weights.weight_rows,
-        prepare=llada2_weights.prepare,
-    ),
-    "LLaDAModelLM": Family(
-        parse_config=llada.parse_config,
-        build=dense.DenseDecoder,
-        weight_rows=dense_weights.llada_rows,
-        prepare=dense_weights.prepare,
-    ),
-    "DreamModel": Family(
-        parse_config=dream.parse_config,
-        build=dense.DenseDecoder,
-        weight_rows=dense_weights.dream_rows,
-        prepare=dense_weights.prepare,
-    ),
+    "LLaDA2MoeModelLM": llada2.FAMILY,
+    "LLaDAModelLM": llada.FAMILY,
+    "DreamModel": dream.FAMILY,
 }
 
 
