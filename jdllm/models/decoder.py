@@ -62,10 +62,8 @@ class DecoderLayer(nnx.Module):
                 self.mlp = moe.SparseMoE(
                     dim, config.feed_forward, dtype=dtype, implementation=implementation
                 )
-        self.attention_post_norm = self.mlp_post_norm = None
-        if config.has_post_norms:
-            self.attention_post_norm = norm.RMSNorm(dim, eps=eps, dtype=dtype)
-            self.mlp_post_norm = norm.RMSNorm(dim, eps=eps, dtype=dtype)
+        post_norm = functools.partial(_post_norm, config, eps=eps, dtype=dtype)
+        self.attention_post_norm, self.mlp_post_norm = post_norm(), post_norm()
 
     def __call__(
         self,
@@ -202,6 +200,13 @@ class Decoder(nnx.Module):
         return jnp.einsum(
             "TD,VD->TV", hidden, self.unembedding(), preferred_element_type=jnp.float32
         )
+
+
+def _post_norm(
+    config: decoder_config.LayerConfig, *, eps: float, dtype: jnp.dtype
+) -> norm.RMSNorm | None:
+    dim = config.attention.dim
+    return norm.RMSNorm(dim, eps=eps, dtype=dtype) if config.has_post_norms else None
 
 
 def _normalised(

@@ -58,15 +58,15 @@ class Family:
 
     def __post_init__(self) -> None:
         try:
+            if self.end_of_turn == "":
+                raise ValueError("end_of_turn names a token, or is None")
             config = self.parse_config(self._tiny())
             if len(config.layers) != config.spec.num_layers:
                 raise ValueError(
-                    f"{len(config.layers)} layers are described of {config.spec.num_layers}"
+                    f"read gives {len(config.layers)} of {config.spec.num_layers} layers"
                 )
-            if self.end_of_turn is not None and not self.end_of_turn:
-                raise ValueError("end_of_turn must name a token, or be None")
             self.weights.check(config, self.shapes(config))
-        except Exception as error:
+        except ValueError as error:
             raise ValueError(f"{self.rules.architecture} is no complete family: {error}") from error
 
     def parse_config(

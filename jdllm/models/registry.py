@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from jdllm import errors
+from jdllm.models import family as family_lib
 from jdllm.models.families import dream, llada, llada2
-from jdllm.models.family import Family
 
-FAMILIES: dict[str, Family] = {
+FAMILIES: dict[str, family_lib.Family] = {
     "LLaDA2MoeModelLM": llada2.FAMILY,
     "LLaDAModelLM": llada.FAMILY,
     "DreamModel": dream.FAMILY,
 }
 
 
-def family(architecture: str) -> Family:
+def family(architecture: str) -> family_lib.Family:
     """Returns the family of an HF architecture name."""
     if architecture not in FAMILIES:
         raise errors.ConfigError(

@@ -22,13 +22,17 @@ import jax
 import numpy as np
 
 import pallas_kernels
-from jdllm.checkpoint.weight_table import WeightRow
-from jdllm.layers.attention import AttentionConfig
+from jdllm.checkpoint import weight_table
+from jdllm.layers import attention
 from jdllm.models import decoder_config
 
 Shapes = Mapping[str, jax.ShapeDtypeStruct]
 
-_ROW = re.compile(r"(\S+)\s+([^\s\[\]]+)(?:\[(?:(\{expert\}),?)?(\w*)\])?")
+_ROW = re.compile(r"(\S+)\s+([^\s\[\]]+)(?:\[([^\s\[\]]+)\])?")
+
+
+def _whole(array: np.ndarray, _: attention.AttentionConfig) -> np.ndarray:
+    return array
 
 
 def _gate_up(array: np.ndarray) -> np.ndarray:
@@ -39,14 +43,15 @@ def _gate_up(array: np.ndarray) -> np.ndarray:
     return array.reshape(*array.shape[:-2], width // group, 2, group, array.shape[-1])
 
 
-def _heads(array: np.ndarray, config: AttentionConfig, first: int, count: int) -> np.ndarray:
+def _heads(
+    array: np.ndarray, config: attention.AttentionConfig, first: int, count: int
+) -> np.ndarray:
     return array[first * config.head_dim : (first + count) * config.head_dim]
 
 
 # View of a part of a parameter; the layer's attention says how many heads there are.
-Part = Callable[[np.ndarray, AttentionConfig], np.ndarray]
+Part = Callable[[np.ndarray, attention.AttentionConfig], np.ndarray]
 PARTS: dict[str, Part] = {
-    "": lambda array, _: array,
     # Of a router's weight [in, out], which checkpoints hold as [out, in].
     "transposed": lambda array, _: array.T,
     # Of q, then k, then v.
@@ -75,17 +80,17 @@ class Pattern:
 
     def expand(
         self, path: str, config: decoder_config.DecoderConfig, shapes: Shapes
-    ) -> Iterator[WeightRow]:
+    ) -> Iterator[weight_table.WeightRow]:
         """Yields a row per layer, and per expert, that has the parameter; `path` holds layers."""
         for i in range(len(config.layers)) if "{layer}" in self.parameter else (0,):
             target = self.parameter.replace("{layer}", f"layers.{i}")
             if target not in shapes:
                 continue
             whole, heads = shapes[target].shape, config.layers[i].attention
-            part = PARTS[self.part]
+            part = PARTS[self.part] if self.part else _whole
             shape = _shape_of(part, whole[1:] if self.is_per_expert else whole, heads)
             for expert in range(whole[0]) if self.is_per_expert else (None,):
-                yield WeightRow(
+                yield weight_table.WeightRow(
                     name=self.tensor.format(layer=f"{path}.{i}", expert=expert),
                     shape=shape,
                     target=target,
@@ -106,7 +111,9 @@ class WeightTable:
     rows: str
     forms: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
-    def expand(self, config: decoder_config.DecoderConfig, shapes: Shapes) -> tuple[WeightRow, ...]:
+    def expand(
+        self, config: decoder_config.DecoderConfig, shapes: Shapes
+    ) -> tuple[weight_table.WeightRow, ...]:
         """Returns a row per tensor of a model with these parameters (path -> shape)."""
         patterns = self._patterns()
         return tuple(row for one in patterns for row in one.expand(self.layers, config, shapes))
@@ -147,23 +154,27 @@ def _pattern(line: str, form: str) -> Pattern:
     found = _ROW.fullmatch(line)
     if found is None:
         raise ValueError(f"{line!r} is no row of a weight table: tensor, parameter[part]")
-    tensor, parameter, expert, part = found.groups(default="")
-    if part not in PARTS:
-        raise ValueError(
-            f"{line!r}: there is no part {part!r}; choose {', '.join(filter(None, PARTS))}"
-        )
-    if ("{expert}" in tensor) != bool(expert) or ("{layer}" in tensor) != ("{layer}" in parameter):
+    tensor, parameter, index = found.groups(default="")
+    is_per_expert = index.startswith("{expert}")
+    part = index.removeprefix("{expert}").removeprefix(",") if is_per_expert else index
+    if part and part not in PARTS:
+        raise ValueError(f"{line!r}: there is no part {part!r}; choose {', '.join(PARTS)}")
+    if ("{expert}" in tensor) != is_per_expert or ("{layer}" in tensor) != ("{layer}" in parameter):
         raise ValueError(f"{line!r} must have its placeholders on both sides")
     return Pattern(
-        tensor=tensor, parameter=parameter, part=part, is_per_expert=bool(expert), form=form
+        tensor=tensor, parameter=parameter, part=part, is_per_expert=is_per_expert, form=form
     )
 
 
-def _view(part: Part, heads: AttentionConfig, expert: int | None, array: np.ndarray) -> np.ndarray:
+def _view(
+    part: Part, heads: attention.AttentionConfig, expert: int | None, array: np.ndarray
+) -> np.ndarray:
     return part(array if expert is None else array[expert], heads)
 
 
-def _shape_of(part: Part, whole: tuple[int, ...], heads: AttentionConfig) -> tuple[int, ...]:
+def _shape_of(
+    part: Part, whole: tuple[int, ...], heads: attention.AttentionConfig
+) -> tuple[int, ...]:
     """Returns a tensor's shape: that of the part it fills, whose groups of rows it joins."""
     shape = part(np.broadcast_to(np.int8(0), whole), heads).shape
     if len(shape) == len(whole):
