@@ -83,10 +83,11 @@ def paged_attend(
     `q_len` promises that every row owns that many tokens, inactive rows too (decode).
     """
 
-    def attend(projection: Projection, pool: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def attend(projection: Projection, pool: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         if projection.window is not None:
             raise ValueError(f"attention to pages has no window={projection.window}")
-        q, pool = pallas_kernels.rotate_and_cache(
+        assert pool is not None, "every layer has a pool"
+        q, written = pallas_kernels.rotate_and_cache(
             projection.qkv,
             projection.bias,
             projection.norm_weights,
@@ -100,7 +101,7 @@ def paged_attend(
         )
         out = pallas_kernels.extend_attention(
             q,
-            pool,
+            written,
             batch.cu_q_lens,
             batch.context_lens,
             batch.kv_lens,
@@ -111,7 +112,7 @@ def paged_attend(
             q_len=q_len,
             implementation=implementation,
         )
-        return out, pool
+        return out, written
 
     return attend
 
@@ -222,9 +223,9 @@ class Attention(nnx.Module):
     def _projection(
         self, qkv: tuple[jax.Array, ...], angles: tuple[jax.Array, jax.Array]
     ) -> Projection:
-        norms, eps = None, self.config.qk_norm_eps
-        if eps is not None:
-            norms = (self.query_layernorm.weight[...], self.key_layernorm.weight[...])
+        norms, (of_q, of_k) = None, (self.query_layernorm, self.key_layernorm)
+        if of_q is not None and of_k is not None:
+            norms = (of_q.weight[...], of_k.weight[...])
         return Projection(
             qkv=qkv,
             bias=None if self.b_qkv is None else self.b_qkv[...],
@@ -232,7 +233,7 @@ class Attention(nnx.Module):
             angles=angles,
             num_query_heads=self.config.num_query_heads,
             num_kv_heads=self.config.num_kv_heads,
-            eps=eps or 0.0,
+            eps=self.config.qk_norm_eps or 0.0,
             window=self.config.window,
         )
 

@@ -53,7 +53,7 @@ class Family:
     weights: table.WeightTable
     end_of_turn: str | None
     example: Mapping[str, Any]
-    build: Callable[..., nnx.Module] = decoder.Decoder
+    build: Callable[..., decoder.Decoder] = decoder.Decoder
     prepare: Callable[[Any, Mapping[str, Any]], dict[str, Any]] = as_stored
 
     def __post_init__(self) -> None:

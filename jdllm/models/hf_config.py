@@ -66,7 +66,7 @@ def check_spec(model: spec_lib.ModelSpec, sizes: SizeKeys) -> None:
         named.append(("pad_token_id", model.diffusion.end_of_text_id))
     for key, token_id in named:
         is_id = isinstance(token_id, int) and not isinstance(token_id, bool)
-        if not is_id or not 0 <= token_id < model.vocab_size:
+        if not (is_id and token_id in range(model.vocab_size)):
             raise errors.ConfigError(
                 f"{key}={token_id!r} is outside the vocabulary of {model.vocab_size} tokens; "
                 f"set {key} in config.json"

@@ -29,7 +29,7 @@ from jdllm.checkpoint import (
     weight_table,
 )
 from jdllm.layers import moe
-from jdllm.models import registry
+from jdllm.models import decoder, decoder_config, registry
 
 Params = dict[str, jax.Array]
 
@@ -40,7 +40,7 @@ class LoadedModel:
 
     graphdef: nnx.GraphDef
     params: Params
-    config: Any
+    config: decoder_config.DecoderConfig
     spec: spec_lib.ModelSpec
     hf_config: Mapping[str, Any]
     path: pathlib.Path | None = None
@@ -113,7 +113,9 @@ def read_spec(
     return _parse(pathlib.Path(directory), block_size)[2].spec
 
 
-def _parse(directory: pathlib.Path, block_size: int | None) -> tuple[dict[str, Any], str, Any]:
+def _parse(
+    directory: pathlib.Path, block_size: int | None
+) -> tuple[dict[str, Any], str, decoder_config.DecoderConfig]:
     """Returns (config.json, architecture, the family's config)."""
     hf_config = source.read_json(directory / source.CONFIG_NAME)
     architecture = registry.architecture_of(hf_config)
@@ -138,7 +140,10 @@ def resolve_dtype(dtype: str, hf_config: Mapping[str, Any]) -> jnp.dtype:
 
 
 def export_safetensors(
-    architecture: str, config: Any, params: Mapping[str, jax.Array], path: pathlib.Path
+    architecture: str,
+    config: decoder_config.DecoderConfig,
+    params: Mapping[str, jax.Array],
+    path: pathlib.Path,
 ) -> None:
     """Writes parameters as one file of Hugging Face names and shapes, in their own dtypes."""
     export.export(path, registry.family(architecture).weight_rows(config), params)
@@ -160,7 +165,7 @@ def _load_format(directory: pathlib.Path, load_format: str) -> str:
     return load_format
 
 
-def merge(graphdef: nnx.GraphDef, params: Mapping[str, jax.Array]) -> nnx.Module:
+def merge(graphdef: nnx.GraphDef, params: Mapping[str, jax.Array]) -> decoder.Decoder:
     """Returns the module over these arrays; cheap, meant for use inside a traced function."""
     nested: dict[str | int, Any] = {}
     for path, array in params.items():

@@ -22,7 +22,7 @@ import pallas_kernels
 from jdllm import errors
 from jdllm import spec as spec_lib
 from jdllm.layers import attention, moe
-from jdllm.models import loading, registry
+from jdllm.models import decoder_config, loading, registry
 from jdllm.train import canvas_objective, objective
 from jdllm.train.config import TrainConfig
 
@@ -37,7 +37,7 @@ class Network:
 
     graphdef: nnx.GraphDef
     shapes: Mapping[str, jax.ShapeDtypeStruct]
-    config: Any
+    config: decoder_config.DecoderConfig
 
     def cast(self, params: Mapping[str, jax.Array]) -> Params:
         """Returns the parameters in the dtypes of the forward pass."""

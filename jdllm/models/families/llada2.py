@@ -188,9 +188,9 @@ def _rotary_dim(hf: Mapping[str, Any], head_dim: int) -> int:
     rope = hf_config.rope_parameters(hf)
     factor = hf_config.first(hf.get("partial_rotary_factor"), rope.get("partial_rotary_factor"))
     explicit = hf.get("rotary_dim")
-    if factor is None and explicit is None:
-        raise errors.ConfigError("config.json: partial_rotary_factor (or rotary_dim) is missing")
     dim = explicit if factor is None else int(head_dim * factor)
+    if dim is None:
+        raise errors.ConfigError("config.json: partial_rotary_factor (or rotary_dim) is missing")
     if explicit is not None and explicit != dim:
         raise errors.ConfigError(
             f"config.json: rotary_dim={explicit} disagrees with partial_rotary_factor={factor} "
