@@ -198,7 +198,9 @@ def _eos_token_ids(
     if tokenizer is not None:
         # Only its own family's: others may be in the vocabulary too.
         end_of_turn = registry.family(spec.architecture).end_of_turn
-        ends = tokenizer.eos_token_id, end_of_turn and tokenizer.token_id(end_of_turn)
+        ends = [tokenizer.eos_token_id]
+        if end_of_turn is not None:
+            ends.append(tokenizer.token_id(end_of_turn))
         for token_id in ends:
             if token_id is not None:
                 ids[token_id] = None

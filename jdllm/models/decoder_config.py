@@ -41,9 +41,12 @@ def read_spec(
     *,
     head_dim: int,
     rotary_dim: int | None = None,
-    moe: spec_lib.MoESpec | None = None,
+    experts: moe.MoEConfig | None = None,
 ) -> spec_lib.ModelSpec:
-    """Returns what the engine needs to know; without `rotary_dim`, whole heads are rotated."""
+    """Returns what the engine needs to know; without `rotary_dim`, whole heads are rotated.
+
+    `experts` are those of the layers that route, None where none does.
+    """
     sizes = rules.sizes
     heads = hf_config.integer(hf, sizes.num_query_heads)
     return spec_lib.ModelSpec(
@@ -58,7 +61,7 @@ def read_spec(
         max_position_embeddings=hf_config.integer(hf, sizes.max_position_embeddings),
         diffusion=diffusion,
         rotary_dim=head_dim if rotary_dim is None else rotary_dim,
-        moe=moe,
+        moe=None if experts is None else _moe_spec(experts),
     )
 
 
@@ -95,4 +98,13 @@ def read_dense(
         layers=(layer,) * spec.num_layers,
         rms_norm_eps=hf_config.number(hf, "rms_norm_eps"),
         tie_word_embeddings=hf_config.flag(hf, rules.sizes.tie_word_embeddings),
+    )
+
+
+def _moe_spec(experts: moe.MoEConfig) -> spec_lib.MoESpec:
+    return spec_lib.MoESpec(
+        num_experts=experts.router.num_experts,
+        experts_per_token=experts.router.experts_per_token,
+        num_groups=experts.router.num_groups,
+        intermediate_size=experts.width,
     )

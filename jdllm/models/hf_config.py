@@ -101,6 +101,26 @@ def shared_head_dim(hf: Mapping[str, Any], sizes: SizeKeys) -> int:
     return width
 
 
+def rotary_dim(hf: Mapping[str, Any], head_dim: int) -> int:
+    """Returns how many dims of a head are rotated, where a config must say so."""
+    rope = rope_parameters(hf)
+    factor = first(hf.get("partial_rotary_factor"), rope.get("partial_rotary_factor"))
+    explicit = hf.get("rotary_dim")
+    dim = explicit if factor is None else int(head_dim * factor)
+    if dim is None:
+        raise errors.ConfigError("config.json: partial_rotary_factor (or rotary_dim) is missing")
+    if explicit is not None and explicit != dim:
+        raise errors.ConfigError(
+            f"config.json: rotary_dim={explicit} disagrees with partial_rotary_factor={factor} "
+            f"of head_dim={head_dim}"
+        )
+    if not 0 < dim <= head_dim or dim % 2:
+        raise errors.ConfigError(
+            f"config.json: rotary_dim={dim} must be even and at most {head_dim}"
+        )
+    return dim
+
+
 def rope_theta(hf: Mapping[str, Any]) -> float:
     """Returns the base of the rotary frequencies, which may sit in `rope_parameters`."""
     value = first(hf.get("rope_theta"), rope_parameters(hf).get("rope_theta"))

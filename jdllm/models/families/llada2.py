@@ -121,8 +121,8 @@ def _read(hf: Mapping[str, Any], diffusion: spec_lib.DiffusionSpec) -> LLaDA2Con
         RULES,
         diffusion,
         head_dim=head_dim,
-        rotary_dim=_rotary_dim(hf, head_dim),
-        moe=_moe_spec(experts) if is_routed else None,
+        rotary_dim=hf_config.rotary_dim(hf, head_dim),
+        experts=experts if is_routed else None,
     )
     if is_routed:
         _check_routing(experts.router)
@@ -160,15 +160,6 @@ def _experts(hf: Mapping[str, Any]) -> moe.MoEConfig:
     return moe.MoEConfig(width=width, shared_width=shared_width, router=router)
 
 
-def _moe_spec(experts: moe.MoEConfig) -> spec_lib.MoESpec:
-    return spec_lib.MoESpec(
-        num_experts=experts.router.num_experts,
-        experts_per_token=experts.router.experts_per_token,
-        num_groups=experts.router.num_groups,
-        intermediate_size=experts.width,
-    )
-
-
 def _check_routing(router: moe.RouterConfig) -> None:
     experts, groups, kept = router.num_experts, router.num_groups, router.kept_groups
     if experts % groups or (groups > 1 and experts // groups < 2) or kept > groups:
@@ -182,25 +173,6 @@ def _check_routing(router: moe.RouterConfig) -> None:
             f"config.json: num_experts_per_tok={router.experts_per_token} exceeds the "
             f"{reachable} experts a token can reach"
         )
-
-
-def _rotary_dim(hf: Mapping[str, Any], head_dim: int) -> int:
-    rope = hf_config.rope_parameters(hf)
-    factor = hf_config.first(hf.get("partial_rotary_factor"), rope.get("partial_rotary_factor"))
-    explicit = hf.get("rotary_dim")
-    dim = explicit if factor is None else int(head_dim * factor)
-    if dim is None:
-        raise errors.ConfigError("config.json: partial_rotary_factor (or rotary_dim) is missing")
-    if explicit is not None and explicit != dim:
-        raise errors.ConfigError(
-            f"config.json: rotary_dim={explicit} disagrees with partial_rotary_factor={factor} "
-            f"of head_dim={head_dim}"
-        )
-    if not 0 < dim <= head_dim or dim % 2:
-        raise errors.ConfigError(
-            f"config.json: rotary_dim={dim} must be even and at most {head_dim}"
-        )
-    return dim
 
 
 def _prepare(config: LLaDA2Config, params: Mapping[str, Any]) -> dict[str, Any]:
