@@ -6,27 +6,20 @@ tuned parameters by device. `dispatch.py` lists the ops and what may run each.
 """
 
 from pallas_kernels.add_rms_norm.api import add_rms_norm
-from pallas_kernels.add_rms_norm.api import choose as choose_add_rms_norm
 from pallas_kernels.add_rms_norm.reference import rms_norm
-from pallas_kernels.dense_matmul.api import choose as choose_dense_matmul
 from pallas_kernels.dense_matmul.api import dense_matmul, swiglu_matmul
 from pallas_kernels.dispatch import Choice, Choices, describe_choices, record_choices
-from pallas_kernels.extend_attention.api import choose as choose_extend_attention
 from pallas_kernels.extend_attention.api import extend_attention
 from pallas_kernels.extend_attention.reference import AttentionTiling
-from pallas_kernels.grouped_matmul.api import choose as choose_grouped_matmul
 from pallas_kernels.grouped_matmul.api import grouped_matmul
 from pallas_kernels.grouped_matmul.gate_up import gate_up_group, interleave_gate_up, split_gate_up
 from pallas_kernels.grouped_matmul.reference import swiglu
 from pallas_kernels.read_cancel_flag.api import choose as choose_read_cancel_flag
 from pallas_kernels.read_cancel_flag.api import read_cancel_flag
-from pallas_kernels.rotate_and_cache.api import choose as choose_rotate_and_cache
 from pallas_kernels.rotate_and_cache.api import rotate_and_cache
 from pallas_kernels.rotate_and_cache.reference import apply_rope, rotated_heads
-from pallas_kernels.top_k_routing.api import choose as choose_top_k_routing
 from pallas_kernels.top_k_routing.api import top_k_routing
 from pallas_kernels.unembed_stats.api import UnembedStats, penalize, probability, unembed_stats
-from pallas_kernels.unembed_stats.api import choose as choose_unembed_stats
 
 __all__ = [
     "AttentionTiling",
@@ -35,14 +28,7 @@ __all__ = [
     "UnembedStats",
     "add_rms_norm",
     "apply_rope",
-    "choose_add_rms_norm",
-    "choose_dense_matmul",
-    "choose_extend_attention",
-    "choose_grouped_matmul",
     "choose_read_cancel_flag",
-    "choose_rotate_and_cache",
-    "choose_top_k_routing",
-    "choose_unembed_stats",
     "dense_matmul",
     "describe_choices",
     "extend_attention",

@@ -110,7 +110,7 @@ def schedule(
 
 def floor_ms(model: engine_lib.Engine, rows: int, length: int, steps: Schedule) -> float:
     """Returns the least milliseconds of all steps of `rows` equal rows."""
-    spec, width = model.spec, model.model.config.intermediate_size
+    spec, width = model.spec, model.model.config.layers[0].feed_forward.width
     D, H = spec.hidden_size, spec.head_dim
     q_width, kv_width = spec.num_query_heads * H, spec.num_kv_heads * H
     linear = spec.num_layers * (D * (q_width + 2 * kv_width) + q_width * D + 3 * D * width)

@@ -34,7 +34,7 @@ from jax.experimental import topologies  # noqa: E402
 from jdllm import algorithms, device_facts  # noqa: E402
 from jdllm.engine.build import kinds  # noqa: E402
 from jdllm.kv_cache import pool as pool_lib  # noqa: E402
-from jdllm.models import loading  # noqa: E402
+from jdllm.models import loading, registry  # noqa: E402
 from jdllm.runner import config as runner_config  # noqa: E402
 from jdllm.runner.launch import executables, interrupts  # noqa: E402
 from jdllm.runner.launch import words as words_lib  # noqa: E402
@@ -71,8 +71,8 @@ def launch_of(args: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
     with tempfile.TemporaryDirectory() as directory:
         (pathlib.Path(directory) / "config.json").write_text(json.dumps(config))
         _, architecture, parsed = loading._parse(pathlib.Path(directory), None)
-    graphdef, params = loading.abstract(
-        architecture, parsed, dtype=jnp.bfloat16, hash_embedding_positions=True
+    graphdef, params = registry.family(architecture).abstract(
+        parsed, dtype=jnp.bfloat16, hash_embedding_positions=True
     )
     params = jax.eval_shape(lambda params: loading.serving_params(params, "bfloat16"), params)
     spec, R, length = parsed.spec, args.rows, args.context_length

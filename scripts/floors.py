@@ -11,6 +11,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from jdllm.layers import moe
+
 BYTES_PER_S = 4.3e12
 FLOPS_PER_S = 790e12
 BF16_BYTES = 2
@@ -65,20 +67,21 @@ def forward(
 ) -> dict[str, Work]:
     """Returns the work of a whole forward by op; each op's layers are added up.
 
-    `config` is a LLaDA2Config; rows have `context` cached and `new_tokens` in-flight tokens, seen
+    `config` is a DecoderConfig; rows have `context` cached and `new_tokens` in-flight tokens, seen
     block-causally. Without `head` (prefill), nothing after the last layer's K and V is needed, so
     that layer counts its K,V projection alone.
     """
     model, T = config.spec, rows * new_tokens
-    D, H = config.hidden_size, model.head_dim
+    D, H = model.hidden_size, model.head_dim
     q_width, kv_width = model.num_query_heads * H, model.num_kv_heads * H
     layers = model.num_layers if head else model.num_layers - 1
     blocks = new_tokens // model.diffusion.block_size
     seen = context + (blocks + 1) / 2 * model.diffusion.block_size  # keys a query sees on average
-    moe_layers = sum(config.is_moe_layer(i) for i in range(layers))
+    feed_forwards = [layer.feed_forward for layer in config.layers[:layers]]
+    routed = [one for one in feed_forwards if isinstance(one, moe.MoEConfig)]
     linear = layers * (D * (q_width + 2 * kv_width) + q_width * D)
-    linear += (layers - moe_layers) * 3 * D * config.intermediate_size
-    linear += moe_layers * (3 * D * (config.shared_intermediate_size or 0))
+    linear += sum(3 * D * one.width for one in feed_forwards if one not in routed)
+    linear += sum(3 * D * one.shared_width for one in routed)
     work = {
         "attention": _times(
             layers,
@@ -89,15 +92,14 @@ def forward(
         ),
         "dense": matmul(T, linear),
     }  # fmt: skip
-    if moe_layers:
-        expert_params = 3 * D * config.moe_intermediate_size
-        hit = distinct_experts(T, config.num_experts, config.experts_per_token)
-        one = experts(
-            T, hit=hit, experts_per_token=config.experts_per_token, expert_params=expert_params
-        )
-        router = Work(bytes=D * config.num_experts * 4, flops=2 * T * D * config.num_experts)
-        work["moe"] = _times(moe_layers, one)
-        work["dense"] += _times(moe_layers, router)
+    if routed:
+        E, k = model.moe.num_experts, model.moe.experts_per_token
+        expert_params = 3 * D * model.moe.intermediate_size
+        hit = distinct_experts(T, E, k)
+        one = experts(T, hit=hit, experts_per_token=k, expert_params=expert_params)
+        router = Work(bytes=D * E * 4, flops=2 * T * D * E)
+        work["moe"] = _times(len(routed), one)
+        work["dense"] += _times(len(routed), router)
     if head:
         work["head"] = matmul(T, model.vocab_size * D)
     else:

@@ -49,14 +49,14 @@ def stored_dtype(directory: pathlib.Path) -> str:
 
 
 def restore(
-    directory: pathlib.Path, arrays: Mapping[str, jax.ShapeDtypeStruct]
+    directory: pathlib.Path, arrays: Mapping[str, jax.ShapeDtypeStruct], device: jax.Device
 ) -> dict[str, jax.Array]:
-    """Returns the parameters on the default device, cast to the dtypes of `arrays`."""
+    """Returns the parameters on `device`, cast to the dtypes of `arrays`."""
     marker = _marker(directory)
     stored = directory.absolute() / _PARAMS_DIR
     _check_files(stored, marker["files"])
     _check_parameters(directory, marker["parameters"], arrays)
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    sharding = jax.sharding.SingleDeviceSharding(device)
     targets = {
         path: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
         for path, array in arrays.items()

@@ -27,11 +27,6 @@ def whole(array: np.ndarray) -> np.ndarray:
     return array
 
 
-def transposed(array: np.ndarray) -> np.ndarray:
-    """Returns the view of a router weight [in, out] whose checkpoint form is [out, in]."""
-    return array.T
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WeightRow:
     """One checkpoint tensor: HF name and shape, parameter path, and the part it fills.

@@ -57,6 +57,7 @@ def server_info(built: build.Built) -> dict[str, Any]:
     """Returns resolved options, kernels, devices and one `internal_states` entry."""
     return {
         **dataclasses.asdict(built.config),
+        "kernels": built.runner.kernels,
         "device": str(built.device),
         "block_size": built.spec.diffusion.block_size,
         "algorithms": list(built.algorithms),

@@ -9,7 +9,7 @@ oracles). The model code is the same for both.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from flax import nnx
 
 import pallas_kernels
 from jdllm import spec
-from jdllm.layers import norm
+from jdllm.layers import norm, rope
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +35,7 @@ class Projection:
     num_query_heads: int
     num_kv_heads: int
     eps: float
+    window: int | None = None  # as `AttentionConfig` has it; whoever attends obeys it
 
     def heads(self) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns (q [T, N, H], k [T, K, H], v [T, K, H]), normalised and rotated."""
@@ -82,8 +83,11 @@ def paged_attend(
     `q_len` promises that every row owns that many tokens, inactive rows too (decode).
     """
 
-    def attend(projection: Projection, pool: jax.Array) -> tuple[jax.Array, jax.Array]:
-        q, pool = pallas_kernels.rotate_and_cache(
+    def attend(projection: Projection, pool: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        if projection.window is not None:
+            raise ValueError(f"attention to pages has no window={projection.window}")
+        assert pool is not None, "every layer has a pool"
+        q, written = pallas_kernels.rotate_and_cache(
             projection.qkv,
             projection.bias,
             projection.norm_weights,
@@ -97,7 +101,7 @@ def paged_attend(
         )
         out = pallas_kernels.extend_attention(
             q,
-            pool,
+            written,
             batch.cu_q_lens,
             batch.context_lens,
             batch.kv_lens,
@@ -108,21 +112,29 @@ def paged_attend(
             q_len=q_len,
             implementation=implementation,
         )
-        return out, pool
+        return out, written
 
     return attend
 
 
-def dense_attend(mask: jax.Array | np.ndarray, batch: int) -> Attend:
+Mask = jax.Array | np.ndarray
+
+
+def dense_attend(mask: Mask, batch: int, *, of_windows: Mapping[int, Mask] | None = None) -> Attend:
     """Returns a differentiable `attend` over `batch` sequences flattened to [B * S].
 
     `mask` is bool [S, S] or [B, S, S], true where the query (row) sees the key; every
-    query must see at least one key. The cache is passed through untouched.
+    query must see at least one key. Layers with a window have a mask of their own, by its length,
+    since only the caller knows positions. The cache is passed through untouched.
     """
+    masks = {None: mask, **(of_windows or {})}
 
     def attend(
         projection: Projection, cache: jax.Array | None
     ) -> tuple[jax.Array, jax.Array | None]:
+        if projection.window not in masks:
+            raise ValueError(f"dense_attend has no mask for window={projection.window}")
+        mask = masks[projection.window]
         q, k, v = projection.heads()
         q4, k4, v4 = (x.reshape(batch, -1, *x.shape[1:]) for x in (q, k, v))
         heads_mask = jnp.broadcast_to(mask, (batch, *mask.shape[-2:]))[:, None]  # [B, 1, S, S]
@@ -132,28 +144,39 @@ def dense_attend(mask: jax.Array | np.ndarray, batch: int) -> Attend:
     return attend
 
 
-def visibility_mask(length: int, block_size: int, pattern: spec.AttentionPattern) -> np.ndarray:
-    """Returns bool [length, length], true where the query (row) sees the key (column)."""
+def visibility_mask(
+    length: int, block_size: int, pattern: spec.AttentionPattern, *, window: int | None = None
+) -> np.ndarray:
+    """Returns bool [length, length], true where the query (row) sees the key (column).
+
+    With a window, a query sees no key that is `window` positions away or farther.
+    """
     query, key = np.arange(length)[:, None], np.arange(length)[None, :]
+    is_near = np.abs(query - key) < (length if window is None else window)
     match spec.AttentionPattern(pattern):
         case spec.AttentionPattern.BLOCK_CAUSAL:
-            return query // block_size >= key // block_size
+            return (query // block_size >= key // block_size) & is_near
         case spec.AttentionPattern.FULL:
-            return np.ones((length, length), bool)
+            return is_near
         case spec.AttentionPattern.CAUSAL:
-            return query >= key
+            return (query >= key) & is_near
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionConfig:
-    """Head counts and sizes of one attention layer; without `qk_norm_eps` q and k have no norm."""
+    """Head counts and sizes of one attention layer; without `qk_norm_eps` q and k have no norm.
+
+    With a `window`, a token sees only those fewer than that many positions away.
+    """
 
     dim: int
     num_query_heads: int
     num_kv_heads: int
     head_dim: int
+    rope: rope.RopeConfig
     qk_norm_eps: float | None = None
     has_qkv_bias: bool = False
+    window: int | None = None
 
 
 class Attention(nnx.Module):
@@ -200,9 +223,9 @@ class Attention(nnx.Module):
     def _projection(
         self, qkv: tuple[jax.Array, ...], angles: tuple[jax.Array, jax.Array]
     ) -> Projection:
-        norms, eps = None, self.config.qk_norm_eps
-        if eps is not None:
-            norms = (self.query_layernorm.weight[...], self.key_layernorm.weight[...])
+        norms, (of_q, of_k) = None, (self.query_layernorm, self.key_layernorm)
+        if of_q is not None and of_k is not None:
+            norms = (of_q.weight[...], of_k.weight[...])
         return Projection(
             qkv=qkv,
             bias=None if self.b_qkv is None else self.b_qkv[...],
@@ -210,7 +233,8 @@ class Attention(nnx.Module):
             angles=angles,
             num_query_heads=self.config.num_query_heads,
             num_kv_heads=self.config.num_kv_heads,
-            eps=eps or 0.0,
+            eps=self.config.qk_norm_eps or 0.0,
+            window=self.config.window,
         )
 
     def _head_norm(self, dtype: jnp.dtype) -> norm.RMSNorm | None:

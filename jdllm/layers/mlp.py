@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 import pallas_kernels
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MLPConfig:
+    """The width of one dense feed-forward."""
+
+    width: int
 
 
 class DenseMLP(nnx.Module):

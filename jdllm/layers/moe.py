@@ -26,6 +26,15 @@ class RouterConfig:
     scaling_factor: float
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MoEConfig:
+    """Widths of the experts, and how tokens find them; `shared_width` 0 means no shared expert."""
+
+    width: int
+    shared_width: int
+    router: RouterConfig
+
+
 class Router(nnx.Module):
     """Scores every expert for every token, in float32 in every model dtype.
 
@@ -102,20 +111,13 @@ class SharedExpert(nnx.Module):
 class SparseMoE(nnx.Module):
     """Adds the routed experts' weighted sum and the unscaled shared expert."""
 
-    def __init__(
-        self,
-        dim: int,
-        width: int,
-        shared_width: int,
-        *,
-        router: RouterConfig,
-        dtype: jnp.dtype,
-        implementation: str,
-    ):
+    def __init__(self, dim: int, config: MoEConfig, *, dtype: jnp.dtype, implementation: str):
         self.implementation = implementation
-        self.router = Router(dim, router, implementation=ops_around_experts(implementation))
-        self.experts = Experts(dim, width, router.num_experts, dtype=dtype)
-        self.shared_experts = SharedExpert(dim, shared_width, dtype=dtype) if shared_width else None
+        self.router = Router(dim, config.router, implementation=ops_around_experts(implementation))
+        self.experts = Experts(dim, config.width, config.router.num_experts, dtype=dtype)
+        self.shared_experts = (
+            SharedExpert(dim, config.shared_width, dtype=dtype) if config.shared_width else None
+        )
 
     def __call__(self, x: jax.Array, *, valid: jax.Array | None = None) -> jax.Array:
         with jax.named_scope("router"):

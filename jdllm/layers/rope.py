@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """Rotary positions of one kind of layers: rotated dims of a head, base of the frequencies."""
+
+    rotary_dim: int
+    theta: float
 
 
 def rope_angles(

@@ -1,14 +1,16 @@
 """The decoder that the families share: embedding, pre-norm layers, final norm, LM head.
 
-A family is a subclass that chooses the feed-forward of each layer. Layers are unrolled,
-one array per layer. Attention and caches are the caller's: see `layers/attention.py`. The LM head
-is not applied here, because serving streams the vocabulary and only for positions
-that can still change.
+The config describes each layer, so a family is a config and its weight table; one whose ends
+compute more (a scaled embedding, soft-capped logits) is a subclass with its own `embed`, `mix`
+and `logits`. Layers are unrolled, one array per layer. Attention and caches are the caller's:
+see `layers/attention.py`. The LM head is not applied here, because serving streams the vocabulary
+and only for positions that can still change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -21,47 +23,58 @@ from jdllm.models import decoder_config
 # Odd constants of common integer hashes; any that mix well would do.
 _HASH_MULTIPLIERS = (0x9E3779B1, 0x85EBCA77, 0x2C1B3C6D)
 
+Angles = Mapping[rope.RopeConfig, tuple[jax.Array, jax.Array]]
+# feed_forward(module, activations [T, D], valid [T] or None) -> arrays [T, D] whose sum it adds
+FeedForward = Callable[
+    [mlp.DenseMLP | moe.SparseMoE, jax.Array, jax.Array | None], tuple[jax.Array, ...]
+]
+
+
+def run_feed_forward(
+    module: mlp.DenseMLP | moe.SparseMoE, x: jax.Array, valid: jax.Array | None
+) -> tuple[jax.Array, ...]:
+    """Returns what a layer's feed-forward adds, as a sum of arrays [T, D]."""
+    if isinstance(module, moe.SparseMoE):
+        return (module(x, valid=valid),)
+    return module(x)
+
 
 class DecoderLayer(nnx.Module):
-    """One pre-norm layer over a feed-forward that the family chose, dense or routed."""
+    """One pre-norm layer over a feed-forward, dense or routed."""
 
     def __init__(
         self,
-        config: decoder_config.DecoderConfig,
-        feed_forward: mlp.DenseMLP | moe.SparseMoE,
+        config: decoder_config.LayerConfig,
         *,
-        qk_norm_eps: float | None,
-        has_qkv_bias: bool,
+        eps: float,
         dtype: jnp.dtype,
         implementation: str,
     ):
-        model, eps = config.spec, config.rms_norm_eps
+        dim = config.attention.dim
         self.ops = moe.ops_around_experts(implementation)
-        self.input_layernorm = norm.RMSNorm(config.hidden_size, eps=eps, dtype=dtype)
-        self.attention = attention.Attention(
-            attention.AttentionConfig(
-                dim=config.hidden_size,
-                num_query_heads=model.num_query_heads,
-                num_kv_heads=model.num_kv_heads,
-                head_dim=model.head_dim,
-                qk_norm_eps=qk_norm_eps,
-                has_qkv_bias=has_qkv_bias,
-            ),
-            dtype=dtype,
-            implementation=self.ops,
-        )
-        self.post_attention_layernorm = norm.RMSNorm(config.hidden_size, eps=eps, dtype=dtype)
-        self.mlp = feed_forward
+        self.input_layernorm = norm.RMSNorm(dim, eps=eps, dtype=dtype)
+        self.attention = attention.Attention(config.attention, dtype=dtype, implementation=self.ops)
+        self.post_attention_layernorm = norm.RMSNorm(dim, eps=eps, dtype=dtype)
+        match config.feed_forward:
+            case mlp.MLPConfig(width=width):
+                self.mlp = mlp.DenseMLP(dim, width, dtype=dtype, implementation=self.ops)
+            case moe.MoEConfig():
+                self.mlp = moe.SparseMoE(
+                    dim, config.feed_forward, dtype=dtype, implementation=implementation
+                )
+        post_norm = functools.partial(_post_norm, config, eps=eps, dtype=dtype)
+        self.attention_post_norm, self.mlp_post_norm = post_norm(), post_norm()
 
     def __call__(
         self,
         x: jax.Array,
         pending: tuple[jax.Array, ...],
-        angles: tuple[jax.Array, jax.Array],
+        angles: Angles,
         *,
         attend: attention.Attend,
         cache: Any,
         valid: jax.Array | None = None,
+        feed_forward: FeedForward = run_feed_forward,
     ) -> tuple[jax.Array, tuple[jax.Array, ...], Any]:
         """Returns the residual stream, what is still to be added to it, and the new cache.
 
@@ -72,11 +85,11 @@ class DecoderLayer(nnx.Module):
             x, h = self.input_layernorm.add(x, pending, implementation=self.ops)
         else:
             h = self.input_layernorm(x)
-        out, cache = self.attention(h, angles, attend=attend, cache=cache)
+        kind = self.attention.config.rope
+        out, cache = self.attention(h, angles[kind], attend=attend, cache=cache)
+        out = _normalised(self.attention_post_norm, out)
         x, h = self.post_attention_layernorm.add(x, out, implementation=self.ops)
-        if isinstance(self.mlp, moe.SparseMoE):
-            return x, (self.mlp(h, valid=valid),), cache
-        return x, self.mlp(h), cache
+        return x, _normalised(self.mlp_post_norm, feed_forward(self.mlp, h, valid)), cache
 
 
 class Decoder(nnx.Module):
@@ -89,31 +102,22 @@ class Decoder(nnx.Module):
     def __init__(
         self,
         config: decoder_config.DecoderConfig,
-        feed_forward: Callable[[int], mlp.DenseMLP | moe.SparseMoE],  # of a layer
         *,
-        qk_norm_eps: float | None,
-        has_qkv_bias: bool,
         dtype: jnp.dtype,
-        implementation: str,
-        hash_embedding_positions: bool,
+        implementation: str = "auto",
+        hash_embedding_positions: bool = False,
     ):
         self.config = config
         self.hash_embedding_positions = hash_embedding_positions
         self.ops = moe.ops_around_experts(implementation)
-        shape = (config.spec.vocab_size, config.hidden_size)
+        dim, eps = config.spec.hidden_size, config.rms_norm_eps
+        shape = (config.spec.vocab_size, dim)
         self.word_embeddings = nnx.Param(jnp.zeros(shape, dtype))
         self.layers = nnx.List(
-            DecoderLayer(
-                config,
-                feed_forward(layer),
-                qk_norm_eps=qk_norm_eps,
-                has_qkv_bias=has_qkv_bias,
-                dtype=dtype,
-                implementation=implementation,
-            )
-            for layer in range(config.spec.num_layers)
+            DecoderLayer(layer, eps=eps, dtype=dtype, implementation=implementation)
+            for layer in config.layers
         )
-        self.norm = norm.RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+        self.norm = norm.RMSNorm(dim, eps=eps, dtype=dtype)
         self.lm_head = None if config.tie_word_embeddings else nnx.Param(jnp.zeros(shape, dtype))
 
     def __call__(
@@ -124,16 +128,48 @@ class Decoder(nnx.Module):
         attend: attention.Attend,
         caches: list[Any],
         valid: jax.Array | None = None,
+        feed_forward: FeedForward = run_feed_forward,
     ) -> tuple[jax.Array, list[Any]]:
         """Returns (hidden [T, D] after the final norm, one new cache per layer).
 
         `tokens` and `positions` are int32 [T]; tokens where `valid` is false touch no expert.
         """
-        x = self.embed(tokens, positions)
+        return self.run_layers(
+            self.embed(tokens, positions),
+            positions,
+            attend=attend,
+            caches=caches,
+            valid=valid,
+            feed_forward=feed_forward,
+        )
+
+    def run_layers(
+        self,
+        x: jax.Array,
+        positions: jax.Array,
+        *,
+        attend: attention.Attend,
+        caches: list[Any],
+        valid: jax.Array | None = None,
+        feed_forward: FeedForward = run_feed_forward,
+    ) -> tuple[jax.Array, list[Any]]:
+        """Returns what `__call__` does, for embedded tokens `x` [T, D].
+
+        This is the only loop over layers: whoever needs what the routers choose, or another form
+        of the experts, passes its own `feed_forward`, which is called once per layer, in order.
+        """
         angles = self.angles(positions)
         pending, new_caches = (), []
         for layer, cache in zip(self.layers, caches, strict=True):
-            x, pending, cache = layer(x, pending, angles, attend=attend, cache=cache, valid=valid)
+            x, pending, cache = layer(
+                x,
+                pending,
+                angles,
+                attend=attend,
+                cache=cache,
+                valid=valid,
+                feed_forward=feed_forward,
+            )
             new_caches.append(cache)
         return self.norm.add(x, pending, implementation=self.ops)[1], new_caches
 
@@ -143,11 +179,17 @@ class Decoder(nnx.Module):
             tokens = _hash_rows(tokens, positions, self.config.spec.vocab_size)
         return jnp.take(self.word_embeddings[...], tokens, axis=0, mode="clip")
 
-    def angles(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the rotary (cos, sin), each [T, rotary_dim / 2], that every layer shares."""
-        return rope.rope_angles(
-            positions, rotary_dim=self.config.spec.rotary_dim, theta=self.config.rope_theta
-        )
+    def mix(self, weights: jax.Array) -> jax.Array:
+        """Returns the embeddings [T, D] of mixtures of tokens, `weights` [T, V] of each."""
+        return weights @ self.word_embeddings[...]
+
+    def angles(self, positions: jax.Array) -> Angles:
+        """Returns the rotary (cos, sin), each [T, rotary_dim / 2], of every kind of layer."""
+        kinds = dict.fromkeys(layer.attention.rope for layer in self.config.layers)
+        return {
+            kind: rope.rope_angles(positions, rotary_dim=kind.rotary_dim, theta=kind.theta)
+            for kind in kinds
+        }
 
     def unembedding(self) -> jax.Array:
         """Returns the LM head [V, D]: its own array, or the embedding where they are tied."""
@@ -158,6 +200,20 @@ class Decoder(nnx.Module):
         return jnp.einsum(
             "TD,VD->TV", hidden, self.unembedding(), preferred_element_type=jnp.float32
         )
+
+
+def _post_norm(
+    config: decoder_config.LayerConfig, *, eps: float, dtype: jnp.dtype
+) -> norm.RMSNorm | None:
+    dim = config.attention.dim
+    return norm.RMSNorm(dim, eps=eps, dtype=dtype) if config.has_post_norms else None
+
+
+def _normalised(
+    post_norm: norm.RMSNorm | None, parts: tuple[jax.Array, ...]
+) -> tuple[jax.Array, ...]:
+    """Returns what a sub-layer adds: its parts, or the norm of their sum."""
+    return parts if post_norm is None else (post_norm(functools.reduce(jnp.add, parts)),)
 
 
 def _hash_rows(tokens: jax.Array, positions: jax.Array, vocab_size: int) -> jax.Array:

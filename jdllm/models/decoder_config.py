@@ -1,30 +1,110 @@
-"""Configs of decoder models as frozen dataclasses, independent of how a config.json spells them."""
+"""Configs of decoder models as frozen dataclasses, independent of how a config.json spells them.
+
+A layer is described by itself, so a model may have layers of several kinds; most families
+repeat one. The functions read what config.json files of all families have in common.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 from jdllm import spec as spec_lib
+from jdllm.layers import attention, mlp, moe, rope
+from jdllm.models import hf_config, key_rules
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LayerConfig:
+    """One layer; with post-norms, what a sub-layer adds is normalised before it is added."""
+
+    attention: attention.AttentionConfig
+    feed_forward: mlp.MLPConfig | moe.MoEConfig
+    has_post_norms: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
-    """What the stack of layers and the two ends of every decoder need."""
+    """The facts of a model, its layers from the first to the last, and its two ends."""
 
     spec: spec_lib.ModelSpec
-    rope_theta: float
+    layers: tuple[LayerConfig, ...]
     rms_norm_eps: float
     tie_word_embeddings: bool
 
-    @property
-    def hidden_size(self) -> int:
-        """Returns the width of the residual stream."""
-        return self.spec.hidden_size
+
+def read_spec(
+    hf: Mapping[str, Any],
+    rules: key_rules.KeyRules,
+    diffusion: spec_lib.DiffusionSpec,
+    *,
+    head_dim: int,
+    rotary_dim: int | None = None,
+    experts: moe.MoEConfig | None = None,
+) -> spec_lib.ModelSpec:
+    """Returns what the engine needs to know; without `rotary_dim`, whole heads are rotated.
+
+    `experts` are those of the layers that route, None where none does.
+    """
+    sizes = rules.sizes
+    heads = hf_config.integer(hf, sizes.num_query_heads)
+    return spec_lib.ModelSpec(
+        architecture=rules.architecture,
+        model_type=hf.get("model_type", rules.model_type),
+        vocab_size=hf_config.integer(hf, "vocab_size"),
+        hidden_size=hf_config.integer(hf, sizes.hidden_size),
+        num_layers=hf_config.integer(hf, sizes.num_layers),
+        num_query_heads=heads,
+        num_kv_heads=hf_config.integer(hf, sizes.num_kv_heads, default=heads),
+        head_dim=head_dim,
+        max_position_embeddings=hf_config.integer(hf, sizes.max_position_embeddings),
+        diffusion=diffusion,
+        rotary_dim=head_dim if rotary_dim is None else rotary_dim,
+        moe=None if experts is None else _moe_spec(experts),
+    )
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class DenseConfig(DecoderConfig):
-    """A decoder whose layers are all dense, without norms of q and k (LLaDA, Dream)."""
+def read_attention(
+    hf: Mapping[str, Any],
+    spec: spec_lib.ModelSpec,
+    *,
+    has_qk_norm: bool = False,
+    has_qkv_bias: bool = False,
+) -> attention.AttentionConfig:
+    """Returns the attention of a model whose layers all attend alike."""
+    return attention.AttentionConfig(
+        dim=spec.hidden_size,
+        num_query_heads=spec.num_query_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        rope=rope.RopeConfig(rotary_dim=spec.rotary_dim, theta=hf_config.rope_theta(hf)),
+        qk_norm_eps=hf_config.number(hf, "rms_norm_eps") if has_qk_norm else None,
+        has_qkv_bias=has_qkv_bias,
+    )
 
-    intermediate_size: int
-    has_qkv_bias: bool
+
+def read_dense(
+    hf: Mapping[str, Any],
+    rules: key_rules.KeyRules,
+    spec: spec_lib.ModelSpec,
+    attention_config: attention.AttentionConfig,
+) -> DecoderConfig:
+    """Returns a model whose layers are all alike, with a dense feed-forward."""
+    width = hf_config.integer(hf, rules.sizes.intermediate_size)
+    layer = LayerConfig(attention=attention_config, feed_forward=mlp.MLPConfig(width=width))
+    return DecoderConfig(
+        spec=spec,
+        layers=(layer,) * spec.num_layers,
+        rms_norm_eps=hf_config.number(hf, "rms_norm_eps"),
+        tie_word_embeddings=hf_config.flag(hf, rules.sizes.tie_word_embeddings),
+    )
+
+
+def _moe_spec(experts: moe.MoEConfig) -> spec_lib.MoESpec:
+    return spec_lib.MoESpec(
+        num_experts=experts.router.num_experts,
+        experts_per_token=experts.router.experts_per_token,
+        num_groups=experts.router.num_groups,
+        intermediate_size=experts.width,
+    )

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jdllm import config as config_lib
-from jdllm import errors
+from jdllm import device, errors
 from jdllm import spec as spec_lib
 from jdllm.checkpoint import (
     assemble,
@@ -29,7 +29,7 @@ from jdllm.checkpoint import (
     weight_table,
 )
 from jdllm.layers import moe
-from jdllm.models import registry
+from jdllm.models import decoder, decoder_config, registry
 
 Params = dict[str, jax.Array]
 
@@ -40,7 +40,7 @@ class LoadedModel:
 
     graphdef: nnx.GraphDef
     params: Params
-    config: Any
+    config: decoder_config.DecoderConfig
     spec: spec_lib.ModelSpec
     hf_config: Mapping[str, Any]
     path: pathlib.Path | None = None
@@ -67,8 +67,7 @@ def load(
     chosen = _load_format(directory, load_format)
     if chosen == "orbax" and dtype == "auto":
         dtype = orbax_checkpoint.stored_dtype(directory)
-    graphdef, arrays = abstract(
-        architecture,
+    graphdef, arrays = family.abstract(
         config,
         dtype=resolve_dtype(dtype, hf_config),
         implementation=implementation,
@@ -78,7 +77,7 @@ def load(
         case "dummy":
             params = random_params(arrays, seed=seed)
         case "orbax":
-            params = orbax_checkpoint.restore(directory, arrays)
+            params = orbax_checkpoint.restore(directory, arrays, device.used())
         case _:
             tensors = safetensors_source.SafetensorsSource(directory)
             fills = weight_table.match(family.weight_rows(config), tensors.shapes)
@@ -114,7 +113,9 @@ def read_spec(
     return _parse(pathlib.Path(directory), block_size)[2].spec
 
 
-def _parse(directory: pathlib.Path, block_size: int | None) -> tuple[dict[str, Any], str, Any]:
+def _parse(
+    directory: pathlib.Path, block_size: int | None
+) -> tuple[dict[str, Any], str, decoder_config.DecoderConfig]:
     """Returns (config.json, architecture, the family's config)."""
     hf_config = source.read_json(directory / source.CONFIG_NAME)
     architecture = registry.architecture_of(hf_config)
@@ -139,7 +140,10 @@ def resolve_dtype(dtype: str, hf_config: Mapping[str, Any]) -> jnp.dtype:
 
 
 def export_safetensors(
-    architecture: str, config: Any, params: Mapping[str, jax.Array], path: pathlib.Path
+    architecture: str,
+    config: decoder_config.DecoderConfig,
+    params: Mapping[str, jax.Array],
+    path: pathlib.Path,
 ) -> None:
     """Writes parameters as one file of Hugging Face names and shapes, in their own dtypes."""
     export.export(path, registry.family(architecture).weight_rows(config), params)
@@ -161,23 +165,7 @@ def _load_format(directory: pathlib.Path, load_format: str) -> str:
     return load_format
 
 
-def abstract(
-    architecture: str, config: Any, **build_options: Any
-) -> tuple[nnx.GraphDef, dict[str, jax.ShapeDtypeStruct]]:
-    """Returns (graphdef, shape and dtype of every parameter) without allocating memory.
-
-    `build_options`: dtype, implementation, hash_embedding_positions.
-    """
-    build = registry.family(architecture).build
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: build(config, **build_options)))
-    flat = nnx.to_flat_state(state)
-    return graphdef, {
-        ".".join(map(str, path)): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-        for path, leaf in flat
-    }
-
-
-def merge(graphdef: nnx.GraphDef, params: Mapping[str, jax.Array]) -> nnx.Module:
+def merge(graphdef: nnx.GraphDef, params: Mapping[str, jax.Array]) -> decoder.Decoder:
     """Returns the module over these arrays; cheap, meant for use inside a traced function."""
     nested: dict[str | int, Any] = {}
     for path, array in params.items():

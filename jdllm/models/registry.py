@@ -2,58 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from flax import nnx
-
 from jdllm import errors
-from jdllm.checkpoint import weight_table
-from jdllm.models import (
-    dense,
-    dense_weights,
-    dream_config,
-    llada2,
-    llada2_config,
-    llada2_weights,
-    llada_config,
-)
+from jdllm.models import family as family_lib
+from jdllm.models.families import dream, llada, llada2
 
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """A family's parts: config parser, module, weight table and its last step, `prepare`."""
-
-    parse_config: Callable[..., Any]
-    build: Callable[..., nnx.Module]
-    weight_rows: Callable[[Any], tuple[weight_table.WeightRow, ...]]
-    prepare: Callable[[Any, Mapping[str, Any]], dict[str, Any]]
-
-
-FAMILIES: dict[str, Family] = {
-    "LLaDA2MoeModelLM": Family(
-        parse_config=llada2_config.parse_config,
-        build=llada2.LLaDA2,
-        weight_rows=llada2_weights.weight_rows,
-        prepare=llada2_weights.prepare,
-    ),
-    "LLaDAModelLM": Family(
-        parse_config=llada_config.parse_config,
-        build=dense.DenseDecoder,
-        weight_rows=dense_weights.llada_rows,
-        prepare=dense_weights.prepare,
-    ),
-    "DreamModel": Family(
-        parse_config=dream_config.parse_config,
-        build=dense.DenseDecoder,
-        weight_rows=dense_weights.dream_rows,
-        prepare=dense_weights.prepare,
-    ),
+FAMILIES: dict[str, family_lib.Family] = {
+    "LLaDA2MoeModelLM": llada2.FAMILY,
+    "LLaDAModelLM": llada.FAMILY,
+    "DreamModel": dream.FAMILY,
 }
 
 
-def family(architecture: str) -> Family:
+def family(architecture: str) -> family_lib.Family:
     """Returns the family of an HF architecture name."""
     if architecture not in FAMILIES:
         raise errors.ConfigError(

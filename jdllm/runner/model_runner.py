@@ -48,6 +48,11 @@ class ModelRunner:
         """Bytes of scratch and results that the hungriest program needs beside what it is given."""
         return max(one.step_bytes for one in self._executables.by_bucket.values())
 
+    @property
+    def kernels(self) -> dict[str, str]:
+        """By op, a line on what the compiled programs run."""
+        return self._executables.describe_kernels()
+
     def compile(
         self,
         buckets: Sequence[batch_lib.Bucket],

@@ -22,7 +22,7 @@ import pallas_kernels
 from jdllm import errors
 from jdllm import spec as spec_lib
 from jdllm.layers import attention, moe
-from jdllm.models import loading, registry
+from jdllm.models import decoder_config, loading, registry
 from jdllm.train import canvas_objective, objective
 from jdllm.train.config import TrainConfig
 
@@ -37,7 +37,7 @@ class Network:
 
     graphdef: nnx.GraphDef
     shapes: Mapping[str, jax.ShapeDtypeStruct]
-    config: Any
+    config: decoder_config.DecoderConfig
 
     def cast(self, params: Mapping[str, jax.Array]) -> Params:
         """Returns the parameters in the dtypes of the forward pass."""
@@ -59,7 +59,8 @@ class TrainState:
 def build_network(hf_config: Mapping[str, Any], dtype: str) -> Network:
     """Returns the model of a config.json, without weights; a ConfigError where training differs."""
     architecture = registry.architecture_of(hf_config)
-    config = registry.family(architecture).parse_config(hf_config)
+    family = registry.family(architecture)
+    config = family.parse_config(hf_config)
     diffusion = config.spec.diffusion
     if diffusion.is_shifted or diffusion.attention_pattern is spec_lib.AttentionPattern.CAUSAL:
         raise errors.ConfigError(
@@ -67,9 +68,7 @@ def build_network(hf_config: Mapping[str, Any], dtype: str) -> Network:
             f"position; this family has {diffusion.attention_pattern} attention, "
             f"{diffusion.logit_alignment} logits"
         )
-    graphdef, shapes = loading.abstract(
-        architecture, config, dtype=jnp.dtype(dtype), implementation="dense"
-    )
+    graphdef, shapes = family.abstract(config, dtype=jnp.dtype(dtype), implementation="dense")
     return Network(graphdef=graphdef, shapes=shapes, config=config)
 
 
@@ -140,35 +139,33 @@ def learning_rate(config: TrainConfig, step: jax.Array, start_step: jax.Array) -
 def forward(
     network: Network, params: Params, batch: objective.NoisyBatch
 ) -> tuple[jax.Array, Params]:
-    """Returns logits [B * N, V] of the positions with targets and each router's load [E].
-
-    The layers run here one by one, because training needs the routers' choices.
-    """
+    """Returns logits [B * N, V] of the positions with targets and each router's load [E]."""
     B, L = batch.tokens.shape
     model = loading.merge(network.graphdef, params)
-    attend = attention.dense_attend(batch.visible, B)
-    valid = batch.valid.reshape(-1)
-    positions = batch.positions.reshape(-1)
+    V = network.config.spec.vocab_size
     # A product, not a lookup: the gradient of a lookup adds up the many padding rows one by one.
-    table = model.word_embeddings[...]
-    one_hot = jax.nn.one_hot(batch.tokens.reshape(-1), table.shape[0], dtype=table.dtype)
-    x = one_hot @ table  # [B * L, D]
-    angles = model.angles(positions)
-    loads = {}
-    for i, layer in enumerate(model.layers):
-        out, _ = layer.attention(layer.input_layernorm(x), angles, attend=attend, cache=None)
-        x = x + sum(out)
-        h = layer.post_attention_layernorm(x)
-        if isinstance(layer.mlp, moe.SparseMoE):
-            ids, weights = layer.mlp.router(h)
-            loads[f"layers.{i}.mlp.router.{EXPERT_BIAS}"] = _load(
-                ids, valid, network.config.num_experts
-            )
-            x = x + _all_experts(layer.mlp, h, ids, jnp.where(valid[:, None], weights, 0.0))
-        else:
-            x = x + sum(layer.mlp(h))
-    hidden = model.norm(x).reshape(B, L, -1)[:, L - batch.targets.shape[1] :]
-    return model.logits(hidden.reshape(-1, hidden.shape[-1])), loads
+    one_hot = jax.nn.one_hot(batch.tokens.reshape(-1), V, dtype=model.word_embeddings.dtype)
+    routed = [i for i, layer in enumerate(model.layers) if isinstance(layer.mlp, moe.SparseMoE)]
+    loads = []
+
+    def feed_forward(mlp, x, valid):
+        if not isinstance(mlp, moe.SparseMoE):
+            return mlp(x)
+        ids, weights = mlp.router(x)
+        loads.append(_load(ids, valid, mlp.router.config.num_experts))
+        return (_all_experts(mlp, x, ids, jnp.where(valid[:, None], weights, 0.0)),)
+
+    hidden, _ = model.run_layers(
+        model.mix(one_hot),
+        batch.positions.reshape(-1),
+        attend=attention.dense_attend(batch.visible, B),
+        caches=[None] * len(model.layers),
+        valid=batch.valid.reshape(-1),
+        feed_forward=feed_forward,
+    )
+    hidden = hidden.reshape(B, L, -1)[:, L - batch.targets.shape[1] :]
+    paths = [f"layers.{i}.mlp.router.{EXPERT_BIAS}" for i in routed]
+    return model.logits(hidden.reshape(-1, hidden.shape[-1])), dict(zip(paths, loads, strict=True))
 
 
 def _all_experts(mlp: moe.SparseMoE, x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:

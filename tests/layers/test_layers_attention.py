@@ -1,5 +1,7 @@
 """Dense and paged attention against a numpy softmax."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -51,6 +53,29 @@ def test_visibility_masks_by_hand():
     assert attention.visibility_mask(3, 2, "full").all()
     with pytest.raises(ValueError, match="sideways"):
         attention.visibility_mask(3, 2, "sideways")
+
+
+def test_windows_of_masks_by_hand():
+    assert attention.visibility_mask(4, 2, "causal", window=2).astype(int).tolist() == [
+        [1, 0, 0, 0],
+        [1, 1, 0, 0],
+        [0, 1, 1, 0],
+        [0, 0, 1, 1],
+    ]
+    assert attention.visibility_mask(3, 2, "full", window=2).astype(int).tolist() == [
+        [1, 1, 0],
+        [1, 1, 1],
+        [0, 1, 1],
+    ]
+    assert attention.visibility_mask(5, 2, "full", window=9).all()
+
+
+def test_pages_refuse_a_window_instead_of_forgetting_it():
+    q, k, v = random_qkv(4, np.random.default_rng(3))
+    projection = dataclasses.replace(projection_of(q, k, v), window=2)
+    attend = attention.paged_attend(None, visibility="full", block_size=2)
+    with pytest.raises(ValueError, match="no window=2"):
+        attend(projection, None)
 
 
 def test_dense_attend_equals_numpy_for_each_sequence():

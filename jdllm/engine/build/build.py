@@ -23,7 +23,7 @@ from jdllm.engine import core as core_lib
 from jdllm.engine import tokenizer as tokenizer_lib
 from jdllm.engine.build import algorithm_defaults, kinds, sampling_defaults, sizing, startup
 from jdllm.kv_cache import pool as pool_lib
-from jdllm.models import loading
+from jdllm.models import loading, registry
 from jdllm.runner import config as runner_config
 from jdllm.runner import model_runner
 from jdllm.runner.launch import compile_counter
@@ -33,12 +33,6 @@ from jdllm.scheduler.rows import interface
 logger = logging.getLogger(__name__)
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-# What ends a turn in each family's chats. Only its own: others may be in the vocabulary too.
-CHAT_END_TOKENS = {
-    "LLaDA2MoeModelLM": "<|role_end|>",
-    "LLaDAModelLM": "<|eot_id|>",
-    "DreamModel": "<|im_end|>",
-}
 DEFAULT_QUEUE = 4096
 
 
@@ -200,8 +194,12 @@ def _eos_token_ids(
     """Returns the model's end tokens and the chat template's end of turn."""
     ids = dict.fromkeys(spec.diffusion.eos_token_ids)
     if tokenizer is not None:
-        end_of_turn = CHAT_END_TOKENS[spec.architecture]
-        for token_id in (tokenizer.eos_token_id, tokenizer.token_id(end_of_turn)):
+        # Only its own family's: others may be in the vocabulary too.
+        end_of_turn = registry.family(spec.architecture).end_of_turn
+        ends = [tokenizer.eos_token_id]
+        if end_of_turn is not None:
+            ends.append(tokenizer.token_id(end_of_turn))
+        for token_id in ends:
             if token_id is not None:
                 ids[token_id] = None
     return tuple(ids)

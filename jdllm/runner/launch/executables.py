@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 
+import pallas_kernels
 from jdllm import device_facts
 from jdllm.runner.launch import interrupts, words
 from jdllm.runner.launch import program as program_lib
@@ -35,6 +36,7 @@ class Executable:
     program: program_lib.Program
     packed: words.PackedLaunch
     compiled: jax.stages.Compiled
+    choices: pallas_kernels.Choices  # of each op that it was traced with
 
     @property
     def step_bytes(self) -> int:
@@ -77,6 +79,12 @@ class Executables:
             ordered = sorted(buckets, key=lambda bucket: (bucket.rows, bucket.tokens))[::-1]
             for future in [executor.submit(compile_one, bucket) for bucket in ordered]:
                 future.result()
+        for op, line in self.describe_kernels().items():
+            logger.info("kernel %s: %s", op, line)
+
+    def describe_kernels(self) -> dict[str, str]:
+        """Returns by op which implementations the programs were traced with, and why no better."""
+        return pallas_kernels.describe_choices([one.choices for one in self.by_bucket.values()])
 
     def _compile(
         self, bucket: batch_lib.Bucket, params: program_lib.Params, memory: program_lib.Memory
@@ -88,12 +96,14 @@ class Executables:
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
             (params, parts, program.inputs(nothing, interrupts.shapes())),
         )
-        packed = words.packed_launch(program.step, arguments)
-        lowered = packed.launch.lower(*arguments[:2], packed.words)
+        with pallas_kernels.record_choices() as choices:
+            packed = words.packed_launch(program.step, arguments)
+            lowered = packed.launch.lower(*arguments[:2], packed.words)
         return Executable(
             program=program,
             packed=packed,
             compiled=lowered.compile(compiler_options=self._options),
+            choices=choices,
         )
 
 

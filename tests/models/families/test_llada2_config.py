@@ -8,15 +8,16 @@ import pytest
 import transformers
 
 from jdllm import errors
-from jdllm.models import llada2_config, registry
+from jdllm.models import registry
+from jdllm.models.families import llada2
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[3]
 TINY = json.loads((ROOT / "tests/data/goldens/llada2/config.json").read_text())
 
 
 def parse(changes=None, drop=(), **options):
     hf = {key: value for key, value in TINY.items() if key not in drop} | (changes or {})
-    return llada2_config.parse_config(hf, **options)
+    return llada2.FAMILY.parse_config(hf, **options)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +121,7 @@ def test_unknown_keys_are_named_with_their_values_in_one_warning(caplog):
     ],
 )
 def test_configs_we_ship_give_no_warning(path, caplog):
-    llada2_config.parse_config(json.loads((ROOT / path / "config.json").read_text()))
+    llada2.FAMILY.parse_config(json.loads((ROOT / path / "config.json").read_text()))
     assert not warnings_of(caplog)
 
 
@@ -153,12 +154,12 @@ def test_missing_keys_are_named(key):
 
 def test_missing_qk_norm_means_true_and_missing_groups_mean_none():
     config = parse(drop=("use_qk_norm", "n_group", "topk_group"))
-    assert config.num_groups == 1
+    assert config.layers[-1].feed_forward.router.num_groups == 1
 
 
 def test_rope_theta_may_sit_in_rope_parameters():
     config = parse({"rope_parameters": {"rope_theta": 5000.0}}, drop=("rope_theta",))
-    assert config.rope_theta == 5000.0
+    assert {layer.attention.rope.theta for layer in config.layers} == {5000.0}
 
 
 def test_block_and_ids_come_from_the_checkpoint_before_the_family():

@@ -13,10 +13,11 @@ import safetensors.numpy
 
 from jdllm import convert, errors
 from jdllm.layers import attention
-from jdllm.models import dense, dense_weights, loading
+from jdllm.models import decoder, loading
+from jdllm.models.families import dream, llada
 from jdllm.runner import full_forward
 
-GOLDENS = pathlib.Path(__file__).parents[1] / "data" / "goldens"
+GOLDENS = pathlib.Path(__file__).parents[2] / "data" / "goldens"
 FAMILIES = {"llada": "LLaDAModelLM", "dream": "DreamModel"}
 ATOL, RTOL = 2e-4, 1e-4  # the goldens' tolerance for float32 logits and hidden states
 BFLOAT16_ATOL = 0.2  # the reference's own bfloat16 forward is up to 0.13 off its float32 one
@@ -145,7 +146,7 @@ def test_a_llada_with_grouped_queries_and_biases_computes_what_dream_does(tmp_pa
     names = {
         dreams.name: lladas.name
         for dreams, lladas in zip(
-            dense_weights.dream_rows(config), dense_weights.llada_rows(config), strict=True
+            dream.FAMILY.weight_rows(config), llada.FAMILY.weight_rows(config), strict=True
         )
     }
     tensors = {names[name]: tensor for name, tensor in golden_tensors("dream").items()}
@@ -175,7 +176,7 @@ def test_a_tied_head_is_the_embedding(family, key, head, embedding, tmp_path):
     loaded = load(write_model(tmp_path, family, tensors, **{key: True}))
     assert "lm_head" not in loaded.params
     module = loading.merge(loaded.graphdef, loaded.params)
-    assert isinstance(module, dense.DenseDecoder)
+    assert isinstance(module, decoder.Decoder)
     np.testing.assert_array_equal(module.unembedding(), tensors[f"{embedding}.weight"])
 
 

@@ -1,0 +1,71 @@
+"""Dream-7B, Dream-Coder, DiffuCoder and d3LLM-Dream(-Coder): Qwen2's stack without a mask.
+
+The forward pass is Qwen2's, with a bias on q, k and v, but sees the whole sequence; logit row i
+predicts position i + 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jdllm import spec as spec_lib
+from jdllm.models import decoder_config, family, hf_config, key_rules, table
+
+# For configs without them: <|mask|> and <|endoftext|> of the published tokenizer. The block is a
+# choice of the sampler; 32 is that of the published evaluations.
+DEFAULTS = spec_lib.DiffusionSpec(
+    block_size=32,
+    mask_token_id=151666,
+    eos_token_ids=(151643,),
+    attention_pattern=spec_lib.AttentionPattern.FULL,
+    logit_alignment=spec_lib.LogitAlignment.SHIFTED,
+)
+
+RULES = key_rules.KeyRules(
+    architecture="DreamModel",
+    model_type="Dream",
+    only={"hidden_act": ("silu",), "use_sliding_window": (False,)},
+    # The model class has the bias of q, k and v whatever the config says.
+    neutral=key_rules.FOREIGN_NEUTRAL_TO_DENSE | {"attention_bias": True},
+    # The window that `use_sliding_window` turns off.
+    harmless=key_rules.names("sliding_window max_window_layers"),
+)
+
+WEIGHTS = table.WeightTable(
+    layers="model.layers",
+    rows="""
+    model.embed_tokens.weight                 word_embeddings
+    model.norm.weight                         norm.weight
+    lm_head.weight                            lm_head
+    {layer}.input_layernorm.weight            {layer}.input_layernorm.weight
+    {layer}.self_attn.q_proj.weight           {layer}.attention.w_qkv[q]
+    {layer}.self_attn.k_proj.weight           {layer}.attention.w_qkv[k]
+    {layer}.self_attn.v_proj.weight           {layer}.attention.w_qkv[v]
+    {layer}.self_attn.q_proj.bias             {layer}.attention.b_qkv[q]
+    {layer}.self_attn.k_proj.bias             {layer}.attention.b_qkv[k]
+    {layer}.self_attn.v_proj.bias             {layer}.attention.b_qkv[v]
+    {layer}.self_attn.o_proj.weight           {layer}.attention.w_out
+    {layer}.post_attention_layernorm.weight   {layer}.post_attention_layernorm.weight
+    {layer}.mlp.gate_proj.weight              {layer}.mlp.w_gate_up[gate]
+    {layer}.mlp.up_proj.weight                {layer}.mlp.w_gate_up[up]
+    {layer}.mlp.down_proj.weight              {layer}.mlp.w_down
+    """,
+)
+
+
+def _read(hf: Mapping[str, Any], diffusion: spec_lib.DiffusionSpec) -> decoder_config.DecoderConfig:
+    head_dim = hf_config.shared_head_dim(hf, RULES.sizes)
+    spec = decoder_config.read_spec(hf, RULES, diffusion, head_dim=head_dim)
+    attention = decoder_config.read_attention(hf, spec, has_qkv_bias=True)
+    return decoder_config.read_dense(hf, RULES, spec, attention)
+
+
+FAMILY = family.Family(
+    rules=RULES,
+    defaults=DEFAULTS,
+    read=_read,
+    weights=WEIGHTS,
+    end_of_turn="<|im_end|>",
+    example={},
+)

@@ -1,0 +1,113 @@
+"""What makes a family: everything that the engine asks of one, checked when it is declared.
+
+The check parses a tiny config of the family and compares its table with the parameters of that
+model, of which only shapes are made. So a piece that is missing, or does not fit the others, fails
+the import and not a request.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jdllm import spec as spec_lib
+from jdllm.checkpoint import weight_table
+from jdllm.models import decoder, decoder_config, hf_config, key_rules, table
+
+# The tiny model's vocabulary holds the special tokens of every published tokenizer.
+_TINY_SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_layers": 2,
+    "num_query_heads": 4,
+    "num_kv_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+_TINY = {"vocab_size": 1 << 18, "rms_norm_eps": 1e-6, "rope_theta": 1e4}
+
+
+def as_stored(_: Any, params: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the parameters of a family whose forward pass wants those of the checkpoint."""
+    return dict(params)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One family; `defaults` are for configs without these facts.
+
+    `read` parses what `rules` let through. `prepare` is the last step of loading a checkpoint.
+    `end_of_turn` is the token that ends a turn in the family's chats, None where no other token
+    than the end of the text does. `example` holds the keys, besides sizes, of the config.json of a
+    model that has every parameter that one of this family may have.
+    """
+
+    rules: key_rules.KeyRules
+    defaults: spec_lib.DiffusionSpec
+    read: Callable[[Mapping[str, Any], spec_lib.DiffusionSpec], decoder_config.DecoderConfig]
+    weights: table.WeightTable
+    end_of_turn: str | None
+    example: Mapping[str, Any]
+    build: Callable[..., decoder.Decoder] = decoder.Decoder
+    prepare: Callable[[Any, Mapping[str, Any]], dict[str, Any]] = as_stored
+
+    def __post_init__(self) -> None:
+        try:
+            if self.end_of_turn == "":
+                raise ValueError("end_of_turn names a token, or is None")
+            config = self.parse_config(self._tiny())
+            if len(config.layers) != config.spec.num_layers:
+                raise ValueError(
+                    f"read gives {len(config.layers)} of {config.spec.num_layers} layers"
+                )
+            self.weights.check(config, self.shapes(config))
+        except ValueError as error:
+            raise ValueError(f"{self.rules.architecture} is no complete family: {error}") from error
+
+    def parse_config(
+        self,
+        hf: Mapping[str, Any],
+        *,
+        block_size: int | None = None,
+        generation_config: Mapping[str, Any] | None = None,
+    ) -> decoder_config.DecoderConfig:
+        """Returns the config of a `config.json`; `block_size` overrides the model's own."""
+        hf = {**self.rules.missing, **hf}
+        self.rules.check(hf)
+        diffusion = hf_config.diffusion(hf, generation_config, block_size, self.defaults)
+        config = self.read(hf, diffusion)
+        hf_config.check_spec(config.spec, self.rules.sizes)
+        return config
+
+    def abstract(
+        self, config: decoder_config.DecoderConfig, *, dtype: jnp.dtype, **build_options: Any
+    ) -> tuple[nnx.GraphDef, dict[str, jax.ShapeDtypeStruct]]:
+        """Returns (graphdef, shape and dtype of every parameter) without allocating memory.
+
+        `build_options`: implementation, hash_embedding_positions.
+        """
+        module = nnx.eval_shape(lambda: self.build(config, dtype=dtype, **build_options))
+        graphdef, state = nnx.split(module)
+        return graphdef, {
+            ".".join(map(str, path)): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+            for path, leaf in nnx.to_flat_state(state)
+        }
+
+    def weight_rows(
+        self, config: decoder_config.DecoderConfig
+    ) -> tuple[weight_table.WeightRow, ...]:
+        """Returns a row for every tensor that a checkpoint of this model may hold."""
+        return self.weights.expand(config, self.shapes(config))
+
+    def shapes(self, config: decoder_config.DecoderConfig) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns the shape of every parameter of a model; the types are any."""
+        return self.abstract(config, dtype=jnp.dtype(jnp.float32))[1]
+
+    def _tiny(self) -> dict[str, Any]:
+        sizes = {getattr(self.rules.sizes, size): value for size, value in _TINY_SIZES.items()}
+        return {**_TINY, **sizes, **self.example}

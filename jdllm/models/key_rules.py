@@ -1,0 +1,171 @@
+"""What a family decided about each key of its HF config.json.
+
+A key whose value this engine does not implement is an error that names it, a key
+that nobody decided about is named in a warning. `hf_config` reads the values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from jdllm import errors
+from jdllm.models import hf_config
+
+logger = logging.getLogger(__name__)
+
+
+def names(text: str) -> frozenset[str]:
+    """Returns the words of a text as the names of keys."""
+    return frozenset(text.split())
+
+
+# Keys of other families that change the forward pass: the value that does not, or null.
+FOREIGN_NEUTRAL: dict[str, Any] = {
+    "mlp_bias": False,
+    "add_bias_linear": False,
+    "use_rmsnorm": True,
+    "zero_centered_gamma": False,
+    "rope_interleave": False,
+    "rope_interleaved": False,
+    "use_rope": True,
+    "mlp_only_layers": [],
+    "no_rope_layers": [],
+    "num_nextn_predict_layers": 0,
+    "is_decoder": False,
+    "is_encoder_decoder": False,
+    "add_cross_attention": False,
+    # Scales: 1 is none.
+    "scale_emb": 1,
+    "scale_depth": 1,
+    "embedding_scale": 1,
+    "embedding_multiplier": 1,
+    "residual_multiplier": 1,
+    "lm_head_multiplier": 1,
+    "logit_scale": 1,
+    "logits_scaling": 1,
+    # Scales, caps and formats that only null leaves out.
+    "attention_multiplier": None,
+    "query_pre_attn_scalar": None,
+    "clip_qkv": None,
+    "logit_softcap": None,
+    "logits_soft_cap": None,
+    "final_logit_softcap": None,
+    "final_logit_softcapping": None,
+    "attn_logit_softcap": None,
+    "attn_logit_softcapping": None,
+    "q_lora_rank": None,
+    "kv_lora_rank": None,
+    "compression_config": None,
+    "quantization_config": None,
+    "rope_scaling": None,
+}
+
+# Of families whose layers are all dense, without norms of q and k.
+FOREIGN_NEUTRAL_TO_DENSE: dict[str, Any] = FOREIGN_NEUTRAL | {
+    "use_qk_norm": False,
+    "use_qk_layernorm": False,
+    "qk_layernorm": False,
+    "num_experts": None,
+    "num_local_experts": None,
+    "n_routed_experts": None,
+    "partial_rotary_factor": 1,
+}
+
+# Keys that say nothing about the forward pass: bookkeeping of transformers, other
+# special tokens, training, generation defaults of old configs.
+HARMLESS = names(
+    """
+    architectures auto_map dtype torch_dtype transformers_version tokenizer_class
+    _name_or_path _commit_hash _attn_implementation _attn_implementation_autoset
+    _attn_implementation_internal attn_implementation use_cache use_bfloat16
+    torchscript return_dict output_attentions output_hidden_states output_router_logits
+    chunk_size_feed_forward pruned_heads finetuning_task problem_type id2label label2id
+    num_labels task_specific_params tie_encoder_decoder cross_attention_hidden_size
+    tf_legacy_loss pretraining_tp prefix
+    bos_token_id sep_token_id unk_token_id image_token_id
+    decoder_start_token_id forced_bos_token_id forced_eos_token_id
+    attention_dropout embedding_dropout hidden_dropout output_dropout attn_pdrop
+    embd_pdrop resid_pdrop initializer_range
+    max_length min_length do_sample early_stopping num_beams num_beam_groups
+    diversity_penalty temperature top_k top_p typical_p repetition_penalty
+    length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
+    num_return_sequences output_scores return_dict_in_generate remove_invalid_values
+    exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
+    """
+)
+
+# Keys that are read for every family, besides those of its sizes.
+_READ = names(
+    """
+    block_length block_size eos_token_id head_dim layer_types mask_token_id model_type
+    pad_token_id rms_norm_eps rope_parameters rope_theta vocab_size
+    """
+)
+_ROPE_PARAMETERS = frozenset({"rope_theta", "rope_type", "type", "partial_rotary_factor"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class KeyRules:
+    """The names of a family, and what it decided about each key of its config.json.
+
+    `only` holds the values that are implemented, the first one meant by a missing key;
+    `neutral` the value that leaves the forward pass alone, as null does; `read` are the keys
+    that the family parses besides its `sizes`, `harmless` those without effect on it besides
+    `HARMLESS`. `missing` is what its published model class takes a missing key to mean, where
+    the releases say otherwise.
+    """
+
+    architecture: str
+    model_type: str
+    only: Mapping[str, tuple[Any, ...]]
+    neutral: Mapping[str, Any]
+    sizes: hf_config.SizeKeys = hf_config.SizeKeys()
+    read: frozenset[str] = frozenset()
+    harmless: frozenset[str] = frozenset()
+    missing: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    layer_types: tuple[str, ...] = ("full_attention",)
+
+    def check(self, hf: Mapping[str, Any]) -> None:
+        """Raises for the first value that is not implemented, then warns of unknown keys."""
+        for key, allowed in self.only.items():
+            if hf.get(key, allowed[0]) not in allowed:
+                self.refuse(key, hf[key], " or ".join(map(repr, allowed)))
+        for key, neutral in self.neutral.items():
+            if hf.get(key) not in (None, neutral):
+                self.refuse(key, hf[key], repr(neutral))
+        if any(kind not in self.layer_types for kind in hf.get("layer_types") or ()):
+            kinds = " or ".join(map(repr, self.layer_types))
+            self.refuse("layer_types", hf["layer_types"], f"{kinds} in every layer")
+        rope = hf_config.rope_parameters(hf)
+        for key in ("rope_type", "type"):
+            if rope.get(key, "default") != "default":
+                self.refuse(f"rope_parameters.{key}", rope[key], "'default'")
+        whole = self.neutral.get("partial_rotary_factor")
+        factor = rope.get("partial_rotary_factor")
+        if whole is not None and factor not in (None, whole):
+            self.refuse("rope_parameters.partial_rotary_factor", factor, repr(whole))
+        self._warn_of_unknown_keys(hf)
+
+    def refuse(self, key: str, value: Any, supported: str) -> None:
+        """Raises the error of a value that is not implemented."""
+        raise errors.ConfigError(
+            f"config.json: {key}={value!r} is not supported for {self.architecture}; "
+            f"supported: {supported}"
+        )
+
+    def _warn_of_unknown_keys(self, hf: Mapping[str, Any]) -> None:
+        # Only a warning: published configs may carry more harmless keys than we know.
+        known = {*self.only, *self.neutral, *self.read, *self.harmless, *_READ, *HARMLESS}
+        known.update(dataclasses.astuple(self.sizes))
+        unknown = {key: value for key, value in hf.items() if key not in known}
+        unknown |= {
+            f"rope_parameters.{key}": value
+            for key, value in hf_config.rope_parameters(hf).items()
+            if key not in _ROPE_PARAMETERS
+        }
+        named = [f"{key}={value!r}" for key, value in unknown.items() if value is not None]
+        if named:
+            logger.warning("config.json: unknown keys without effect here: %s", ", ".join(named))
