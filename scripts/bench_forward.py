@@ -83,7 +83,7 @@ def forward(
         context_lens=jnp.full((R,), shape.context, jnp.int32),
         kv_lens=jnp.full((R,), shape.context + L, jnp.int32),
         page_table=page_table,
-        slots=page * shape.page_size + positions % shape.page_size,
+        kv_indices=page * shape.page_size + positions % shape.page_size,
     )
     attend = attention.paged_attend(
         batch,

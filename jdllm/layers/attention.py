@@ -57,9 +57,9 @@ Attend = Callable[[Projection, jax.Array | None], tuple[jax.Array, jax.Array | N
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PagedBatch:
-    """Where the packed tokens of a launch belong: rows, pages and KV slots.
+    """Where the packed tokens of a launch belong: rows, pages and places of K,V.
 
-    `slots[t]` is `page * Z + offset` of token t in the pool; a slot past the pool
+    `kv_indices[t]` is `page * Z + offset` of token t in the pool; one past the pool
     (never a negative one) drops the write, which is how padding is expressed.
     """
 
@@ -67,7 +67,7 @@ class PagedBatch:
     context_lens: jax.Array  # int32 [R]
     kv_lens: jax.Array  # int32 [R], context plus in-flight tokens, 0 for an inactive row
     page_table: jax.Array  # int32 [R, M]
-    slots: jax.Array  # int32 [T]
+    kv_indices: jax.Array  # int32 [T]
 
 
 def paged_attend(
@@ -93,7 +93,7 @@ def paged_attend(
             projection.norm_weights,
             *projection.angles,
             pool,
-            batch.slots,
+            batch.kv_indices,
             num_query_heads=projection.num_query_heads,
             num_kv_heads=projection.num_kv_heads,
             eps=projection.eps,

@@ -38,20 +38,20 @@ def rotate_and_cache(
     cos: jax.Array,  # float32 [T, rotary_dim / 2]
     sin: jax.Array,
     pool: jax.Array,  # [P, 2, K, Z, H]
-    slots: jax.Array,  # int32 [T]: page * Z + offset; past the pool: not written
+    kv_indices: jax.Array,  # int32 [T]: page * Z + offset; past the pool: not written
     *,
     num_query_heads: int,
     num_kv_heads: int,
     eps: float = 0.0,
     implementation: str = "auto",
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (q [T, N, H], the pool with k and v of every token in its slot).
+    """Returns (q [T, N, H], the pool with k and v of every token at its place).
 
     Slots inside the pool must differ from one another. The pool is written in place where the
     caller no longer needs it, as in a loop or with a donated argument.
     """
     checks.check_shapes(
-        qkv, bias, norm_weights, cos, sin, pool, slots,
+        qkv, bias, norm_weights, cos, sin, pool, kv_indices,
         num_query_heads=num_query_heads, num_kv_heads=num_kv_heads,
     )  # fmt: skip
     chosen = choose(
@@ -62,7 +62,7 @@ def rotate_and_cache(
         rotary_dim=2 * cos.shape[1],
     )
     return _rotate_and_cache(
-        qkv, bias, norm_weights, cos, sin, pool, slots, num_query_heads=num_query_heads,
+        qkv, bias, norm_weights, cos, sin, pool, kv_indices, num_query_heads=num_query_heads,
         num_kv_heads=num_kv_heads, eps=eps, implementation=chosen.implementation,
     )  # fmt: skip
 
@@ -71,7 +71,7 @@ def rotate_and_cache(
     jax.jit, static_argnames=("num_query_heads", "num_kv_heads", "eps", "implementation")
 )
 def _rotate_and_cache(
-    qkv, bias, norm_weights, cos, sin, pool, slots, *, num_query_heads, num_kv_heads, eps,
+    qkv, bias, norm_weights, cos, sin, pool, kv_indices, *, num_query_heads, num_kv_heads, eps,
     implementation,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     heads = {"num_query_heads": num_query_heads, "num_kv_heads": num_kv_heads, "eps": eps}
@@ -80,7 +80,7 @@ def _rotate_and_cache(
         q_weight, k_weight = (w.astype(dtype) for w in weights) if weights else (None, None)
         bias = None if bias is None else bias.astype(dtype)
         return lowered_once.call(
-            gpu_kernel.rotate_and_cache, qkv, bias, q_weight, k_weight, cos, sin, pool, slots,
+            gpu_kernel.rotate_and_cache, qkv, bias, q_weight, k_weight, cos, sin, pool, kv_indices,
             **heads,
         )  # fmt: skip
-    return reference.rotate_and_cache(qkv, bias, norm_weights, cos, sin, pool, slots, **heads)
+    return reference.rotate_and_cache(qkv, bias, norm_weights, cos, sin, pool, kv_indices, **heads)

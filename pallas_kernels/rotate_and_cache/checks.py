@@ -2,7 +2,7 @@
 
 
 def check_shapes(
-    qkv, bias, norm_weights, cos, sin, pool, slots, *, num_query_heads: int, num_kv_heads: int
+    qkv, bias, norm_weights, cos, sin, pool, kv_indices, *, num_query_heads: int, num_kv_heads: int
 ) -> None:
     """Raises ValueError if the arrays do not fit together."""
     N, K, H = num_query_heads, num_kv_heads, pool.shape[-1]
@@ -14,14 +14,15 @@ def check_shapes(
         or (bias is not None and bias.shape != (width,))
         or any(weight.shape != (H,) for weight in weights)
         or cos.shape != sin.shape
-        or slots.shape != (T,)
+        or kv_indices.shape != (T,)
         or pool.ndim != 5
         or pool.shape[1:3] != (2, K)
     ):
         raise ValueError(
             f"rotate_and_cache: parts of qkv must be [T, (N + 2 * K) * H], bias as wide, norm "
-            f"weights [H], cos and sin [T, rotary_dim / 2], pool [P, 2, K, Z, H], slots [T]: qkv "
+            f"weights [H], cos and sin [T, rotary_dim / 2], pool [P, 2, K, Z, H], kv_indices [T]: "
+            f"qkv "
             f"{[part.shape for part in qkv]}, bias {None if bias is None else bias.shape}, norm "
             f"weights {[weight.shape for weight in weights]}, cos {cos.shape}, sin {sin.shape}, "
-            f"pool {pool.shape}, slots {slots.shape}, {num_query_heads=}, {num_kv_heads=}"
+            f"pool {pool.shape}, kv_indices {kv_indices.shape}, {num_query_heads=}, {num_kv_heads=}"
         )

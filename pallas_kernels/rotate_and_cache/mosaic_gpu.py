@@ -2,7 +2,7 @@
 
 What stands between a layer's fused projection and its attention: the sum of its parts (where
 `dense_matmul` splits it), the bias, the norms per head (if the model has them), the rotation, and
-the scatter of K,V to the tokens' slots. XLA makes several kernels of it, whose scatter alone takes
+the scatter of K,V to the tokens' places. XLA makes several kernels of it, whose scatter alone takes
 11 us for 384 tokens of LLaDA-8B (H200).
 
 A head of a token is a row of `head_dim` values, and rows are all there is: q, k and v rows are
@@ -133,7 +133,7 @@ def rotate_and_cache(
     cos: jax.Array,  # float32 [T, rotary_dim / 2]
     sin: jax.Array,
     pool: jax.Array,  # [P, 2, K, Z, H]
-    slots: jax.Array,  # int32 [T]
+    kv_indices: jax.Array,  # int32 [T]
     *,
     num_query_heads: int,
     num_kv_heads: int,
@@ -143,11 +143,11 @@ def rotate_and_cache(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (q [T, N, H], pool with the tokens' K,V); see `pallas_kernels.rotate_and_cache`.
 
-    `slots[t]` is page * Z + offset, unique among tokens; from P * Z on the write is dropped. The
-    pool's buffer is updated in place where the caller donates it or owns it within a program.
+    `kv_indices[t]` is page * Z + offset, unique among tokens; from P * Z on the write is dropped.
+    The pool's buffer is updated in place where the caller donates it or owns it within a program.
     """
     plan = _plan(
-        qkv, bias, q_weight, k_weight, cos, sin, pool, slots,
+        qkv, bias, q_weight, k_weight, cos, sin, pool, kv_indices,
         num_query_heads=num_query_heads, num_kv_heads=num_kv_heads, eps=eps, tile=tile,
     )  # fmt: skip
     optional = [array for array in (bias, q_weight, k_weight) if array is not None]
@@ -161,12 +161,12 @@ def rotate_and_cache(
         # The reciprocal root decides bf16 roundings: keep it that of the reference.
         compiler_params={"approx_math": False},
         interpret=interpret,
-    )(*qkv, cos, sin, slots, cached, *optional)
+    )(*qkv, cos, sin, kv_indices, cached, *optional)
     return q, jax.freeze(cached)
 
 
 def _plan(
-    qkv, bias, q_weight, k_weight, cos, sin, pool, slots,
+    qkv, bias, q_weight, k_weight, cos, sin, pool, kv_indices,
     *, num_query_heads, num_kv_heads, eps, tile,
 ) -> _Plan:  # fmt: skip
     """Returns the call's plan; raises ValueError if its arrays do not fit together."""
@@ -181,7 +181,7 @@ def _plan(
         "cos": (cos, (T, half), jnp.float32),
         "sin": (sin, (T, half), jnp.float32),
         "pool": (pool, (num_pages, 2, K, page_size, H), pool.dtype),
-        "slots": (slots, (T,), jnp.int32),
+        "kv_indices": (kv_indices, (T,), jnp.int32),
     }
     reasons = [
         f"{name} must be {jnp.dtype(dtype)}{shape}, this is {array.dtype}{array.shape}"
@@ -213,7 +213,7 @@ def _plan(
 
 
 def _rotate_and_cache(*refs, plan: _Plan):
-    """The kernel on a GPU; refs are qkv's, cos, sin, slots, pool, those of bias and weights, q."""
+    """The kernel on a GPU; refs: of qkv, cos, sin, kv_indices, pool, bias and weights, and q."""
 
     @plgpu.inline_mgpu(arg_types=((plgpu.RefType(),) * len(refs), plgpu.Layout.WG_SPLAT(())))
     def run(_, refs, cta):
@@ -224,7 +224,7 @@ def _rotate_and_cache(*refs, plan: _Plan):
 
 def rotate_rows(refs, cta: Int, plan: _Plan) -> None:
     """What one thread does: `heads_per_thread` rows of one token."""
-    qkv, (cos, sin, slots, pool, *optional, q) = refs[: plan.num_parts], refs[plan.num_parts :]
+    qkv, (cos, sin, kv_indices, pool, *optional, q) = refs[: plan.num_parts], refs[plan.num_parts :]
     bias = optional.pop(0) if plan.has_bias else None
     N, K, H = plan.num_query_heads, plan.num_kv_heads, plan.head_dim
     lane = lane_code.thread() % WARP
@@ -234,7 +234,7 @@ def rotate_rows(refs, cta: Int, plan: _Plan) -> None:
     token = lane_code.least(token, plan.tokens - 1)  # a warp without a token writes nothing
     columns, angle_column, rotates = _columns(lane % plan.lanes_per_row, plan)
 
-    slot = lane_code.load(slots, token)
+    kv_index = lane_code.load(kv_indices, token)
     angles = [_load(ref, [token, angle_column]) for ref in (cos, sin)]
     weights = [[_load(ref, [column]) for column in columns] for ref in optional]
     rows = []  # (head, whether there is one, its two pieces)
@@ -250,8 +250,8 @@ def rotate_rows(refs, cta: Int, plan: _Plan) -> None:
             biases = [_load(bias, [place]) for place in places]
             pieces = [_plus(*pair) for pair in zip(pieces, biases, strict=True)]
         rows.append((head, exists, pieces))
-    page, offset = slot // plan.page_size, slot % plan.page_size
-    is_cached = slot < plan.num_pages * plan.page_size
+    page, offset = kv_index // plan.page_size, kv_index % plan.page_size
+    is_cached = kv_index < plan.num_pages * plan.page_size
 
     # All rows before the first store: their reductions overlap.
     finished = [
@@ -380,7 +380,7 @@ def _spread(value):
 
 def _interpreted(*refs, plan: _Plan):
     """The same in plain Pallas, a token a CTA: the interpreter knows no threads."""
-    qkv, (cos, sin, slots, pool, *optional, q) = refs[: plan.num_parts], refs[plan.num_parts :]
+    qkv, (cos, sin, kv_indices, pool, *optional, q) = refs[: plan.num_parts], refs[plan.num_parts :]
     bias = optional.pop(0) if plan.has_bias else None
     N, K, H, half = plan.num_query_heads, plan.num_kv_heads, plan.head_dim, plan.rotary_dim // 2
     token = lax.axis_index("cta")
@@ -401,9 +401,9 @@ def _interpreted(*refs, plan: _Plan):
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=1)
     rows = jnp.concatenate([turned.astype(rows.dtype), rows[:, 2 * half :]], axis=1)
     q[token] = rows[:N]
-    page, offset = jnp.divmod(slots[token], plan.page_size)
+    page, offset = jnp.divmod(kv_indices[token], plan.page_size)
 
-    @pl.when(slots[token] < plan.num_pages * plan.page_size)
+    @pl.when(kv_indices[token] < plan.num_pages * plan.page_size)
     def _():
         pool[page, 0, :, offset] = rows[N:]
         pool[page, 1, :, offset] = values

@@ -12,13 +12,13 @@ from pallas_kernels.add_rms_norm.reference import rms_norm
 
 
 def rotate_and_cache(
-    qkv, bias, norm_weights, cos, sin, pool, slots,
+    qkv, bias, norm_weights, cos, sin, pool, kv_indices,
     *, num_query_heads: int, num_kv_heads: int, eps: float,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Returns (q [T, N, H], the pool); see `pallas_kernels.rotate_and_cache`."""
     heads = {"num_query_heads": num_query_heads, "num_kv_heads": num_kv_heads, "eps": eps}
     q, k, v = rotated_heads(qkv, bias, norm_weights, cos, sin, **heads)
-    page, offset = jnp.divmod(slots, pool.shape[3])
+    page, offset = jnp.divmod(kv_indices, pool.shape[3])
     kv = jnp.stack([k, v], axis=1).astype(pool.dtype)  # [T, 2, K, H]
     return q, pool.at[page, :, :, offset].set(kv, mode="drop", unique_indices=True)
 

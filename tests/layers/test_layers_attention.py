@@ -105,7 +105,7 @@ def test_paged_attend_writes_only_its_slots_and_drops_padding():
         context_lens=jnp.array([0], jnp.int32),
         kv_lens=jnp.array([2], jnp.int32),
         page_table=jnp.array([[2, 0]], jnp.int32),
-        slots=jnp.array([4, 5, 6, 6], jnp.int32),  # page 2; then past the pool
+        kv_indices=jnp.array([4, 5, 6, 6], jnp.int32),  # page 2; then past the pool
     )
     attend = attention.paged_attend(batch, visibility="block_causal", block_size=2)
     out, new_pool = attend(projection_of(q, k, v), pool)

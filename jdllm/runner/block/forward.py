@@ -46,7 +46,7 @@ def prefill_step(
         context_lens=inputs.context_lens,
         kv_lens=inputs.kv_lens,
         page_table=inputs.page_table,
-        slots=paging.kv_indices(config, inputs.page_table, row, positions, is_valid),
+        kv_indices=paging.kv_indices(config, inputs.page_table, row, positions, is_valid),
     )
     model = loading.merge(graphdef, params)
     _, pools = model(
@@ -78,7 +78,7 @@ def forward_blocks(
         context_lens=context_lens,
         kv_lens=kv_lens,
         page_table=page_table,
-        slots=paging.kv_indices(config, page_table, rows, positions.reshape(-1), is_valid),
+        kv_indices=paging.kv_indices(config, page_table, rows, positions.reshape(-1), is_valid),
     )
     hidden, pools = model(
         tokens.reshape(-1),

@@ -220,7 +220,7 @@ def _forward(
         context_lens=state.window.low,
         kv_lens=jnp.where(takes_part, state.length, 0),
         page_table=inputs.page_table,
-        slots=paging.kv_indices(
+        kv_indices=paging.kv_indices(
             config, inputs.page_table, packing.row, packing.positions, is_valid
         ),
     )

@@ -99,7 +99,7 @@ def paged_batch(row_pages, contexts, lengths, page_size):
         context_lens=jnp.asarray(contexts, jnp.int32),
         kv_lens=jnp.asarray(np.add(contexts, lengths), jnp.int32),
         page_table=jnp.asarray(row_pages, jnp.int32),
-        slots=jnp.asarray(slots, jnp.int32),
+        kv_indices=jnp.asarray(slots, jnp.int32),
     )
 
 

@@ -105,7 +105,7 @@ def test_one_paged_launch_with_full_visibility_equals_the_full_forward(family):
         context_lens=jnp.zeros(2, jnp.int32),
         kv_lens=jnp.full(2, LENGTH, jnp.int32),
         page_table=jnp.asarray(page_table, jnp.int32),
-        slots=jnp.asarray(slots.reshape(-1), jnp.int32),
+        kv_indices=jnp.asarray(slots.reshape(-1), jnp.int32),
     )
     pool_shape = (2 * pages + 1, 2, spec.num_kv_heads, page_size, spec.head_dim)
     module = loading.merge(loaded.graphdef, loaded.params)

@@ -1,4 +1,4 @@
-"""The op by XLA, against numpy: bias, norm per head, rotation, K and V in their slots."""
+"""The op by XLA, against numpy: bias, norm per head, rotation, K and V in their kv_indices."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +22,7 @@ def case(T=5, rotary_dim=8, seed=0, parts=1):
         "cos": np.cos(angles),
         "sin": np.sin(angles),
         "pool": draw(PAGES, 2, K, PAGE, H),
-        "slots": rng.permutation(PAGES * PAGE)[:T].astype(np.int32),
+        "kv_indices": rng.permutation(PAGES * PAGE)[:T].astype(np.int32),
     }
 
 
@@ -32,10 +32,10 @@ def run(arguments, **options):
     )
 
 
-def by_hand(qkv, bias, norm_weights, cos, sin, pool, slots):
+def by_hand(qkv, bias, norm_weights, cos, sin, pool, kv_indices):
     """Token by token, head by head."""
     pool, half = pool.copy(), cos.shape[1]
-    q = np.zeros((len(slots), N, H), np.float32)
+    q = np.zeros((len(kv_indices), N, H), np.float32)
     for t, row in enumerate(sum(qkv) if bias is None else sum(qkv) + bias):
         for head, x in enumerate(row.reshape(N + 2 * K, H)):
             if head < N + K:
@@ -47,9 +47,9 @@ def by_hand(qkv, bias, norm_weights, cos, sin, pool, slots):
                 )
             if head < N:
                 q[t, head] = x
-            elif slots[t] < PAGES * PAGE:
+            elif kv_indices[t] < PAGES * PAGE:
                 part, kv_head = divmod(head - N, K)
-                pool[slots[t] // PAGE, part, kv_head, slots[t] % PAGE] = x
+                pool[kv_indices[t] // PAGE, part, kv_head, kv_indices[t] % PAGE] = x
     return q, pool
 
 
@@ -58,7 +58,7 @@ def by_hand(qkv, bias, norm_weights, cos, sin, pool, slots):
 @pytest.mark.parametrize("left_out", [(), ("bias",), ("norm_weights",), ("bias", "norm_weights")])
 def test_equals_numpy(rotary_dim, left_out, parts):
     arguments = case(rotary_dim=rotary_dim, parts=parts) | dict.fromkeys(left_out)
-    arguments["slots"][2] = PAGES * PAGE + 1  # padding
+    arguments["kv_indices"][2] = PAGES * PAGE + 1  # padding
     for ours, expected in zip(run(arguments), by_hand(**arguments), strict=True):
         np.testing.assert_allclose(ours, expected, atol=1e-5)
 
@@ -68,7 +68,7 @@ def test_heads_are_those_that_the_pool_gets():
     _, pool = run(arguments)
     rest = {name: arguments[name] for name in ("qkv", "bias", "norm_weights", "cos", "sin")}
     _, k, v = pallas_kernels.rotated_heads(**rest, num_query_heads=N, num_kv_heads=K, eps=EPS)
-    page, offset = np.divmod(arguments["slots"], PAGE)
+    page, offset = np.divmod(arguments["kv_indices"], PAGE)
     np.testing.assert_allclose(pool[page, 0, :, offset], k, atol=1e-6)  # one is jitted
     np.testing.assert_array_equal(pool[page, 1, :, offset], v)
 
@@ -90,7 +90,7 @@ def test_wrong_shapes_are_refused_with_the_shapes():
         ({"qkv": (qkv, qkv[:, 1:])}, r"qkv \[\(5, 128\), \(5, 127\)\]"),
         ({"qkv": ()}, r"qkv \[\]"),
         ({"bias": np.zeros(3, np.float32)}, r"bias \(3,\)"),
-        ({"slots": np.zeros(4, np.int32)}, r"slots \(4,\)"),
+        ({"kv_indices": np.zeros(4, np.int32)}, r"kv_indices \(4,\)"),
         ({"norm_weights": (np.zeros(H), np.zeros(8))}, r"norm weights \[\(16,\), \(8,\)\]"),
         ({"pool": np.zeros((PAGES, 2, K + 1, PAGE, H))}, r"pool \(3, 2, 3, 8, 16\)"),
     ):

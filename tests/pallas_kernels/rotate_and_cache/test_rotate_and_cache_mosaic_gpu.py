@@ -1,6 +1,6 @@
 """The kernel that rotates q and k and writes K,V equals the steps apart, and lowers for CUDA.
 
-The interpreter runs the kernel around its threads' code: the pool in place, dropped slots, rows.
+The interpreter runs the kernel around its threads' code: the pool in place, dropped writes, rows.
 The threads' code is MLIR; `run_threads` interprets it (`lane_interpreter`), all threads at once.
 """
 
@@ -52,7 +52,7 @@ def bits(array):
 
 
 def make_case(shape, T, *, parts=1, pages=3, page_size=32, seed=0, dropped=()):
-    """Returns (the kernel's arguments, its options); `dropped` tokens have no slot."""
+    """Returns (the kernel's arguments, its options); `dropped` tokens have no kv_index."""
     N, K, H, rotary_dim, has_bias, has_norm = shape
     rng = np.random.default_rng(seed)
 
@@ -61,8 +61,8 @@ def make_case(shape, T, *, parts=1, pages=3, page_size=32, seed=0, dropped=()):
 
     width = (N + 2 * K) * H
     angles = rng.uniform(0, 6, (T, rotary_dim // 2)).astype(np.float32)
-    slots = rng.permutation(pages * page_size)[:T].astype(np.int32)
-    slots[list(dropped)] = pages * page_size + np.arange(len(dropped)) * 7
+    kv_indices = rng.permutation(pages * page_size)[:T].astype(np.int32)
+    kv_indices[list(dropped)] = pages * page_size + np.arange(len(dropped)) * 7
     return (
         tuple(normal(T, width) for _ in range(parts)),
         normal(width) if has_bias else None,
@@ -71,13 +71,13 @@ def make_case(shape, T, *, parts=1, pages=3, page_size=32, seed=0, dropped=()):
         jnp.cos(angles),
         jnp.sin(angles),
         normal(pages, 2, K, page_size, H),
-        jnp.asarray(slots),
+        jnp.asarray(kv_indices),
     ), {"num_query_heads": N, "num_kv_heads": K, "eps": EPS}
 
 
 def expected(arguments, options):
     """Returns q and pool by the steps apart, op by op: within a jit XLA may round less."""
-    qkv, bias, q_weight, k_weight, cos, sin, pool, slots = arguments
+    qkv, bias, q_weight, k_weight, cos, sin, pool, kv_indices = arguments
     N, K, H = options["num_query_heads"], options["num_kv_heads"], pool.shape[-1]
     total = functools.reduce(jnp.add, qkv)
     if bias is not None:
@@ -89,8 +89,8 @@ def expected(arguments, options):
         k = pallas_kernels.rms_norm(k, k_weight, EPS)
     k = np.asarray(pallas_kernels.apply_rope(k, cos, sin))
     written = np.array(pool)
-    for token, slot in enumerate(np.asarray(slots)):
-        page, offset = divmod(int(slot), pool.shape[3])
+    for token, kv_index in enumerate(np.asarray(kv_indices)):
+        page, offset = divmod(int(kv_index), pool.shape[3])
         if page < pool.shape[0]:
             written[page, 0, :, offset], written[page, 1, :, offset] = k[token], v[token]
     return pallas_kernels.apply_rope(q, cos, sin), written
@@ -181,11 +181,11 @@ class Threads(Interpreter):
 
 def run_threads(arguments, options, *, tile=None):
     """Returns (q, pool) as the kernel's threads write them; what nobody writes of q is NaN."""
-    qkv, bias, q_weight, k_weight, cos, sin, pool, slots = arguments
+    qkv, bias, q_weight, k_weight, cos, sin, pool, kv_indices = arguments
     plan = kernel._plan(*arguments, **options, tile=tile)
     q = jnp.full((plan.tokens, plan.num_query_heads, plan.head_dim), jnp.nan, pool.dtype)
     optional = [array for array in (bias, q_weight, k_weight) if array is not None]
-    arrays = [np.array(array) for array in (*qkv, cos, sin, slots, pool, *optional, q)]
+    arrays = [np.array(array) for array in (*qkv, cos, sin, kv_indices, pool, *optional, q)]
     place_of_slots, place_of_pool = len(qkv) + 2, len(qkv) + 3
     arrays[place_of_slots] = arrays[place_of_slots].view(np.uint32)
     with jax_mlir.make_ir_context(), ir.Location.unknown(), np.errstate(all="ignore"):
@@ -237,8 +237,8 @@ def test_threads_equal_the_steps_apart(shape, T, heads_per_thread, parts):
     assert_same(pool, expected_pool, exact=False)
     # Values pass, and what has no token stays, bit by bit.
     written = np.zeros(pool.shape[:1] + pool.shape[3:4], bool)
-    slots = np.asarray(arguments[-1])
-    written.reshape(-1)[slots[slots < written.size]] = True
+    kv_indices = np.asarray(arguments[-1])
+    written.reshape(-1)[kv_indices[kv_indices < written.size]] = True
     np.testing.assert_array_equal(bits(pool[:, 1]), bits(expected_pool[:, 1]))
     untouched = ~written[:, None, None, :]
     np.testing.assert_array_equal(
@@ -277,8 +277,8 @@ def test_a_row_does_not_depend_on_tokens_beside_it_nor_on_the_tile(shape):
     other_q, other_pool = run_threads(arguments, options, tile=kernel.Tile(heads_per_thread=3))
     np.testing.assert_array_equal(bits(q), bits(other_q))
     np.testing.assert_array_equal(bits(pool), bits(other_pool))
-    (qkv,), *constants, cos, sin, pool_before, slots = arguments
-    alone = ((qkv[4:5],), *constants, cos[4:5], sin[4:5], pool_before, slots[4:5])
+    (qkv,), *constants, cos, sin, pool_before, kv_indices = arguments
+    alone = ((qkv[4:5],), *constants, cos[4:5], sin[4:5], pool_before, kv_indices[4:5])
     np.testing.assert_array_equal(bits(run_threads(alone, options)[0]), bits(q[4:5]))
 
 
@@ -289,8 +289,8 @@ def test_infinities_and_signed_zeros_of_values_pass_unchanged():
     (qkv,) = arguments[0]
     qkv = qkv.at[:, (N + K) * H :].set(jnp.tile(odd, K))
     _, pool = run_threads(((qkv,), *arguments[1:]), options)
-    for slot in np.asarray(arguments[-1]):
-        page, offset = divmod(int(slot), 32)
+    for kv_index in np.asarray(arguments[-1]):
+        page, offset = divmod(int(kv_index), 32)
         np.testing.assert_array_equal(bits(pool)[page, 1, :, offset], np.tile(bits(odd), (K, 1)))
 
 
@@ -354,7 +354,7 @@ def test_what_does_not_fit_is_refused_with_the_shapes():
         kernel.rotate_and_cache(*arguments, **(options | {"num_query_heads": 6}))
     with pytest.raises(ValueError, match="q and k have both a norm or none"):
         kernel.rotate_and_cache(*arguments[:3], None, *arguments[4:], **options)
-    with pytest.raises(ValueError, match=r"slots must be int32\(4,\)"):
+    with pytest.raises(ValueError, match=r"kv_indices must be int32\(4,\)"):
         kernel.rotate_and_cache(*arguments[:-1], arguments[-1][:3], **options)
     with pytest.raises(ValueError, match="heads_per_thread=9"):
         kernel.Tile(heads_per_thread=9)
