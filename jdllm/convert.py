@@ -55,7 +55,7 @@ def convert(
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m jdllm.convert", description=__doc__.splitlines()[0]
+        prog="python -m jdllm.convert", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument(
         "--model-path",

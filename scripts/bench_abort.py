@@ -22,7 +22,7 @@ from jdllm.engine import engine as engine_lib
 
 def main() -> None:
     """Parses the command line, measures both kinds of launches, prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model-path")
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--batch-size", type=int, default=16)

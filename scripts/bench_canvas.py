@@ -19,7 +19,6 @@ import dataclasses
 import statistics
 import sys
 import time
-from collections.abc import Sequence
 
 import floors
 import jax.numpy as jnp
@@ -34,13 +33,13 @@ from jdllm.engine import engine as engine_lib
 
 BLOCK = 32
 NEVER = 10**6
-# Name, cache_mode, cache_delay_iter, refresh_interval.
+# Name, and cache_mode, cache_delay_iter, refresh_interval.
 MODES = (
-    ("exact", "exact", 1, NEVER),
-    ("delayed 1, no refresh", "delayed", 1, NEVER),
-    ("delayed 2, refresh 3", "delayed", 2, 3),
-    ("window 1, no refresh", "window", 1, NEVER),
-    ("window 2, refresh 3", "window", 2, 3),
+    ("exact", ("exact", 1, NEVER)),
+    ("delayed 1, no refresh", ("delayed", 1, NEVER)),
+    ("delayed 2, refresh 3", ("delayed", 2, 3)),
+    ("window 1, no refresh", ("window", 1, NEVER)),
+    ("window 2, refresh 3", ("window", 2, 3)),
 )
 
 
@@ -131,7 +130,7 @@ def floor_ms(model: engine_lib.Engine, rows: int, length: int, steps: Schedule) 
 
 def main() -> None:
     """Parses the command line, measures every mode at every number of rows, prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model-path", required=True)
     parser.add_argument("--load-format", default="dummy")
     parser.add_argument("--batch-size", type=int, nargs="+", default=[1, 4, 16])
@@ -168,7 +167,7 @@ def main() -> None:
         )
         rng = np.random.default_rng(args.seed)
         for rows, rate in zip(args.batch_size, args.tokens_per_forward, strict=True):
-            for name, *mode in MODES:
+            for name, mode in MODES:
                 out(f"{rows:4d} {name:22s} {measure(engine, rng, args, rows, rate, mode)}\n")
                 sys.stdout.flush()
 
@@ -179,7 +178,7 @@ def measure(
     args: argparse.Namespace,
     rows: int,
     rate: float,
-    mode: Sequence[str | int],
+    mode: tuple[str, int, int],
 ) -> str:
     """Returns the figures of one closed batch: after a warm-up, of `repeats` runs the median."""
     cache_mode, delay, refresh = mode

@@ -169,7 +169,9 @@ def run_shape(model: Any, shape: Shape, args: argparse.Namespace) -> dict[str, A
         jax.block_until_ready((pools, tokens))
         times.append((time.perf_counter() - began) * 1e3 / (args.forwards * _QUEUED))
     found: dict[str, Any] = {"ms": float(np.median(times[2:])), "compile_s": compile_s}
-    found["temp_mb"] = compiled.memory_analysis().temp_size_in_bytes / 1e6
+    memory = compiled.memory_analysis()
+    assert memory is not None  # this backend tells
+    found["temp_mb"] = memory.temp_size_in_bytes / 1e6
     peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
     found["peak_gb"] = peak / 1e9
     if args.profile:
@@ -181,7 +183,9 @@ def run_shape(model: Any, shape: Shape, args: argparse.Namespace) -> dict[str, A
             state[:] = plain(model.params, *state)
             jax.block_until_ready(state)
 
-        found["profile"] = kernel_profile.profile(once, plain.as_text(), GROUPS, args.forwards)
+        found["profile"] = kernel_profile.profile(
+            once, plain.as_text() or "", GROUPS, args.forwards
+        )
     return found
 
 
@@ -194,7 +198,7 @@ class _Static:
 
 def main() -> None:
     """Parses the command line, runs every shape, prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--config", required=True, help="directory that holds config.json")
     parser.add_argument("--batch", default="1,4,16,64")
     parser.add_argument("--context", default="512")

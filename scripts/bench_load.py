@@ -23,7 +23,7 @@ from jdllm.models import loading
 
 def main() -> None:
     """Parses the command line, writes both forms, prints seconds per load."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--config", type=pathlib.Path, required=True)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--work-dir", type=pathlib.Path, required=True)

@@ -56,7 +56,7 @@ COLUMNS = (
 
 def main() -> None:
     """Parses the command line, runs every variant, prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model-path")
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--context-length", type=int, default=8192)

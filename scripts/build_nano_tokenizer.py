@@ -32,7 +32,7 @@ SPECIAL_TOKENS = (
 
 def main() -> None:
     """Trains the tokenizer and writes its three files."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--output-dir", type=pathlib.Path, required=True)
     parser.add_argument("--vocab-size", type=int, default=1536)
     parser.add_argument("--num-problems", type=int, default=60_000)

@@ -118,7 +118,7 @@ def gauges(url: str) -> dict[str, int]:
 
 def main() -> None:
     """Parses the command line, soaks, prints, exits with 1 when something is left or grew."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--threads", type=int, default=12)
     parser.add_argument("--port", type=int, default=30999)

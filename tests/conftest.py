@@ -1,16 +1,30 @@
-"""Set before any test module touches jax.
+"""Sets up compilation before a test module imports jax, and watches what a run takes."""
 
-The Mosaic GPU interpreter blocks one CPU thread of XLA per simulated warpgroup. With fewer threads
-than warpgroups (two clusters of three, and what runs beside them) it can wait for ever.
+import pytest
+from support import compiling, resources
 
-Without a GPU the suite compiles far longer than it runs, so XLA leaves out what would make its code
-for the CPU faster. `tests/server/test_live_server.py` has it as users have it.
-"""
+RESOURCES = resources.Resources()
 
-import os
-import shutil
 
-for variable in ("NPROC", "PJRT_NPROC"):  # the name changed between jax versions
-    os.environ.setdefault(variable, "8")
-if shutil.which("nvidia-smi") is None:
-    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+def pytest_configure(config):
+    compiling.set_up(str(config.cache.mkdir("compiled")))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item, nextitem):
+    module = item.nodeid.partition("::")[0]
+    with RESOURCES.of_module(module):
+        result = yield
+        RESOURCES.after_test(ends_module=nextitem is None or nextitem.path != item.path)
+    return result
+
+
+def pytest_sessionfinish(session):
+    if RESOURCES.is_too_large:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter):
+    terminalreporter.section("resources")
+    for line in RESOURCES.summary():
+        terminalreporter.write_line(line)

@@ -33,7 +33,7 @@ class SafetensorsSource:
 
     def __init__(self, directory: pathlib.Path):
         weight_map = _weight_map(directory)
-        self._tensors: dict[str, tuple[np.memmap, dict[str, Any]]] = {}
+        self._tensors: dict[str, tuple[np.ndarray, dict[str, Any]]] = {}
         self._files: dict[str, pathlib.Path] = {}
         for path in _files(directory, weight_map):
             self._add_file(path, weight_map)

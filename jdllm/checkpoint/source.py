@@ -49,7 +49,10 @@ def _download(
 ) -> pathlib.Path:
     try:
         path = huggingface_hub.snapshot_download(
-            repo_id, revision=revision, cache_dir=download_dir, allow_patterns=list(_PATTERNS)
+            repo_id,
+            revision=revision,
+            cache_dir=None if download_dir is None else pathlib.Path(download_dir),
+            allow_patterns=list(_PATTERNS),
         )
     except (OSError, ValueError) as error:
         # HFValidationError is a ValueError, hub and connection errors are OSErrors.

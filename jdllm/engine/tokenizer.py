@@ -50,7 +50,8 @@ class Tokenizer:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # RoPE keys in config.json
-                self._hf = _load(str(path if hub else directory), hub)
+                # Any: what transformers declares to return is wider than what it returns.
+                self._hf: Any = _load(str(path if hub else directory), hub)
         except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
             # AttributeError: RoPE keys in a config.json of a family transformers does not know.
             raise errors.ConfigError(f"no usable tokenizer at {path}: {error}") from error
@@ -112,7 +113,7 @@ class Tokenizer:
 def _load(path: str, hub: Mapping[str, Any]) -> transformers.PreTrainedTokenizerBase:
     """Returns the tokenizer at `path`, a directory or the id of a hub model."""
     declared = tokenization_auto.get_tokenizer_config(path, **hub)
-    stand_in = STAND_INS.get(declared.get("tokenizer_class"))
+    stand_in = STAND_INS.get(declared.get("tokenizer_class", ""))
     if stand_in is None:
         return transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False, **hub)
     loaded = stand_in.from_pretrained(path, **hub)

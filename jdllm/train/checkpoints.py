@@ -7,6 +7,7 @@ resumes from its last whole checkpoint, bit for bit.
 from __future__ import annotations
 
 import pathlib
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +39,8 @@ def restore(checkpoints: ocp.CheckpointManager, like: step.TrainState) -> step.T
     if latest is None:
         return None
     shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-    return checkpoints.restore(latest, args=ocp.args.StandardRestore(shapes))
+    restored = checkpoints.restore(latest, args=ocp.args.StandardRestore(shapes))
+    return typing.cast(step.TrainState, restored)  # of the type of `like`
 
 
 def export_parts(state: step.TrainState, stem: pathlib.Path) -> list[pathlib.Path]:
@@ -56,7 +58,7 @@ def export_parts(state: step.TrainState, stem: pathlib.Path) -> list[pathlib.Pat
         size += array.nbytes
     files = [stem.with_name(f"{stem.name}.{i}.npz") for i in range(len(parts))]
     for file, part in zip(files, parts, strict=True):
-        np.savez(file, **part)
+        np.savez(file, **part)  # pyright: ignore[reportArgumentType]  # all names are arrays'
     return files
 
 

@@ -94,7 +94,7 @@ def from_mapping(values: Mapping[str, Any]) -> TrainConfig:
             raise errors.ConfigError(f"unknown key {key!r}{errors.nearest(key, fields)}")
     if "model_path" not in values:
         raise errors.ConfigError("model_path is missing")
-    return TrainConfig(**{key: _typed(key, fields[key].type, v) for key, v in values.items()})
+    return TrainConfig(**{key: _typed(key, str(fields[key].type), v) for key, v in values.items()})
 
 
 def _typed(key: str, kind: str, value: Any) -> Any:

@@ -27,7 +27,8 @@ def evaluator(
     noise: step.Noise,
 ) -> Callable[[step.Params], dict[str, float]]:
     """Returns `evaluate(params) -> numbers`; compiled on first use, same problems every time."""
-    problems, batch = examples.heldout(chat, layout, config.eval_problems)
+    problems, rows_to_solve = examples.heldout(chat, layout, config.eval_problems)
+    batch = jax.device_put(rows_to_solve)
     stop_ids = (chat.pad_id, chat.turn_end_id)
     run = denoise.denoiser(network, length=layout.sequence_length, stop_ids=stop_ids)
 

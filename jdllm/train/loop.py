@@ -12,6 +12,7 @@ import logging
 import pathlib
 import time
 
+import jax
 import tqdm
 
 from jdllm import errors
@@ -69,7 +70,7 @@ def train(config: TrainConfig, paths: RunPaths) -> dict[str, float]:
     )
     progress = tqdm.tqdm(total=config.num_steps, initial=number, mininterval=5.0)
     while number < config.num_steps and not _is_over(config, began):
-        state, metrics = run_step(state, next(batches))
+        state, metrics = run_step(state, jax.device_put(next(batches)))
         number += 1
         progress.update()
         if number % config.log_every == 0:

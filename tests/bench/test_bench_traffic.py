@@ -24,7 +24,7 @@ def test_arrivals_are_a_poisson_process():
     assert traffic.arrivals_s(1, 20.0, 0) == [0.0]
 
 
-def send(at_s, **options):
+def send(at_s, answer=lambda: time.sleep(0.02), **options):
     lock, state = threading.Lock(), {"open": 0, "most": 0}
 
     def ask(prompt):
@@ -32,7 +32,7 @@ def send(at_s, **options):
             state["open"] += 1
             state["most"] = max(state["most"], state["open"])
         start_s = time.perf_counter()
-        time.sleep(0.02)
+        answer()
         with lock:
             state["open"] -= 1
         return stats.Record(
@@ -48,8 +48,9 @@ def test_never_more_at_a_time_than_allowed():
     _, duration_s, most = send([0.0] * 12, max_concurrency=3)
     assert most == 3
     assert duration_s >= 4 * 0.02
-    _, _, most = send([0.0] * 12)
-    assert most > 3
+    everyone = threading.Barrier(12)  # who waits at it is answered when all twelve do
+    _, _, most = send([0.0] * 12, answer=lambda: everyone.wait(timeout=60))
+    assert most == 12
 
 
 def test_requests_are_sent_when_they_are_due():

@@ -1,23 +1,15 @@
 """Full-canvas rows in trouble: aborts, NaN, failed launches, lost pages. No other row notices."""
 
-import time
-
 import jax.numpy as jnp
 import pytest
 from support.canvas_asks import DELAYED, MIXES, MULTI, SLOW, Ask, mixed_asks
 from support.canvas_engine import alone, generate, launches, shared, told
 from support.tiny_engine import assert_nothing_held
+from support.waiting import wait_until
 
 from jdllm.engine import requests
 
 every_family = pytest.mark.parametrize("family", MIXES)
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.002)
 
 
 @every_family

@@ -2,13 +2,13 @@
 
 import asyncio
 import shutil
-import time
 
 import jax
 import numpy as np
 import pytest
 import safetensors.numpy
 from support.tiny_engine import BLOCK, GOLDEN, VOCAB, assert_nothing_held, make_engine
+from support.waiting import wait_until
 
 from jdllm import errors
 from jdllm.engine import requests
@@ -181,9 +181,7 @@ def test_leaving_a_stream_early_frees_everything(engine):
     )
     next(stream)
     stream.close()
-    deadline = time.monotonic() + 10
-    while engine.stats().num_running_reqs and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: not engine.stats().num_running_reqs)
     assert_nothing_held(engine)
 
 
@@ -194,9 +192,7 @@ def test_a_stream_dropped_before_its_first_item_is_aborted(engine):
         sampling_params={"max_new_tokens": 100, "ignore_eos": True},
         stream=True,
     ).close()
-    deadline = time.monotonic() + 10
-    while engine.stats().num_aborted_requests_total == before and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: engine.stats().num_aborted_requests_total > before)
     assert engine.stats().num_aborted_requests_total == before + 1
     assert_nothing_held(engine)
 
@@ -206,8 +202,7 @@ def test_closing_a_finished_stream_spares_a_new_request_of_the_same_id(engine):
     first = engine.generate(
         input_ids=[1], sampling_params={"max_new_tokens": 1}, rid="X", stream=True
     )
-    while engine._built.core.requests:
-        time.sleep(0.01)
+    wait_until(lambda: not engine._built.core.requests)
     second = engine.generate(input_ids=[4] * 6, sampling_params=params, rid="X", stream=True)
     first.close()
     *_, last = second
@@ -256,7 +251,7 @@ def test_abort_by_prefix_ends_requests_with_their_partial_output(engine):
 
 
 def test_a_failed_launch_ends_its_requests_and_no_other(engine, plain_engine, monkeypatch):
-    runner = engine._built.core.runner
+    core, runner = engine._built.core, engine._built.core.runner
     launch, failed = runner.launch, []
 
     def fail_on_row(batch):
@@ -264,8 +259,10 @@ def test_a_failed_launch_ends_its_requests_and_no_other(engine, plain_engine, mo
             failed.append(batch)
             launch(batch)  # consumes the donated pool, as a real fault would
             raise RuntimeError("device fault")
-        if not failed:
-            time.sleep(0.1)  # "good" must still run when "bad" comes
+        good = core.requests.get("good")
+        if not failed and good is not None and good.output_ids:
+            # "good" must still run when "bad" comes.
+            wait_until(lambda: engine._loop._calls or "bad" in core.requests)
         return launch(batch)
 
     monkeypatch.setattr(runner, "launch", fail_on_row)

@@ -114,8 +114,8 @@ def test_one_refused_choice_refuses_all_and_nothing_stays():
     good, bad = random_request(rng, "good"), random_request(rng, "bad")
     bad.prompt_ids = [1] * (CONTEXT + 1)
     with pytest.raises(errors.RequestTooLong):
-        engine.submit([good, bad], lambda name, event: None).result(timeout=10)
-    assert engine.call(lambda: not made.has_work()).result(timeout=10)
+        engine.submit([good, bad], lambda name, event: None).result(timeout=60)
+    assert engine.call(lambda: not made.has_work()).result(timeout=60)
     engine.stop()
     with pytest.raises(errors.EngineStopped):
         engine.submit([good], lambda name, event: None)
@@ -134,10 +134,10 @@ def test_a_request_whose_own_processing_fails_harms_no_other():
     bad, good = random_request(rng, "bad"), random_request(rng, "good")
     bad.sampling = sampling_params.SamplingParams(stop=["x"])
     good.sampling = sampling_params.SamplingParams()
-    engine.submit([bad, good], lambda name, event: events.put((name, event))).result(timeout=10)
+    engine.submit([bad, good], lambda name, event: events.put((name, event))).result(timeout=60)
     ends = {}
     while len(ends) < 2:
-        name, event = events.get(timeout=10)
+        name, event = events.get(timeout=60)
         if event.commit.finish is not None:
             ends[name] = event.commit
     assert ends["bad"].finish.kind == "abort" and "OverflowError" in ends["bad"].finish.message
@@ -154,10 +154,10 @@ def test_events_say_what_was_true_when_they_were_made():
     one.prompt_ids, one.max_new_tokens = [4] * B, 5 * B
     one.sampling = sampling_params.SamplingParams(ignore_eos=True)
     events = queue.SimpleQueue()
-    engine.submit([one], lambda name, event: events.put(event)).result(timeout=10)
+    engine.submit([one], lambda name, event: events.put(event)).result(timeout=60)
     seen = []
     while not seen or seen[-1].commit.finish is None:
-        seen.append(events.get(timeout=10))
+        seen.append(events.get(timeout=60))
     engine.stop()
     assert [event.commit.num_blocks for event in seen] == [1, 2, 3, 4, 5]
     forwards = [event.commit.nfe for event in seen]

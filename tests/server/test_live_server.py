@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 import httpx
 import openai
 import pytest
+from support import compiling
 
 from jdllm.checkpoint import source
 from jdllm.server import lifecycle
@@ -51,9 +52,7 @@ class Live:
         bundled = (source.bundled_model() / "model.safetensors").is_file()
         load = () if bundled else ("--load-format=dummy",)
         command = [sys.executable, "-m", "jdllm.serve", f"--port={port}", *FLAGS, *load]
-        # Optimised code, as users have it; see `tests/conftest.py`.
-        flags = os.environ.get("XLA_FLAGS", "").replace("--xla_backend_optimization_level=0", "")
-        env = os.environ | {"XLA_FLAGS": flags}
+        env = os.environ | {"XLA_FLAGS": compiling.flags_of_users()}  # optimised code
         self.popen = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
         self.log: list[str] = []
         threading.Thread(target=lambda: self.log.extend(self.popen.stderr), daemon=True).start()

@@ -1,0 +1,96 @@
+"""Keeps a test run within 4 GB of memory, and says what it took.
+
+Most of what a run would hold is not in use. XLA compiles in many threads, and glibc keeps what they
+free: 3.1 GB after one engine of the bundled model is closed, 0.6 GB once it is trimmed. The rest is
+what jax's caches hold, compiled programs above all; a module's are of no use to the next one but
+for a few, which the persistent cache then loads.
+"""
+
+import contextlib
+import ctypes
+import gc
+import os
+import pathlib
+import resource
+import shutil
+import sys
+from collections.abc import Iterator
+
+MB, GB = 1 << 20, 1 << 30
+LIMIT_BYTES = 4 * GB
+GROWTH_BYTES = 256 * MB  # what a run may grow by before it is trimmed: trimming takes 0.1 s
+CLEAR_BYTES = GB  # what a run may hold between modules before jax's caches are cleared
+SLOWEST = 10
+
+
+def resident_bytes() -> int:
+    """Returns what this process holds now, 0 where the system does not tell."""
+    statm = pathlib.Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else 0
+
+
+def peak_bytes(who: int) -> int:
+    """Returns the largest resident set of this process or of a child that has ended."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(who).ru_maxrss * unit
+
+
+def cpu_s() -> float:
+    """Returns the CPU time of this process and of its children that have ended."""
+    return sum(os.times()[:4])
+
+
+class Resources:
+    """What the tests of a run take. A plugin of pytest."""
+
+    def __init__(self) -> None:
+        self._trimmed_bytes = resident_bytes()
+        self._cpu_s: dict[str, float] = {}
+        self._peak_bytes: dict[str, int] = {}
+
+    @contextlib.contextmanager
+    def of_module(self, module: str) -> Iterator[None]:
+        """Counts a test of the module: its CPU time, and how far it raised the peak."""
+        began = cpu_s()
+        yield
+        self._cpu_s[module] = self._cpu_s.get(module, 0.0) + cpu_s() - began
+        self._peak_bytes[module] = peak_bytes(resource.RUSAGE_SELF)
+
+    def after_test(self, *, ends_module: bool) -> None:
+        """Gives memory back to the system, if much has gathered."""
+        if resident_bytes() > self._trimmed_bytes + GROWTH_BYTES:
+            self._trim()
+        if ends_module and resident_bytes() > CLEAR_BYTES and "jax" in sys.modules:
+            sys.modules["jax"].clear_caches()
+            self._trim()
+
+    def _trim(self) -> None:
+        gc.collect()
+        with contextlib.suppress(AttributeError):  # a C library that has no such function
+            ctypes.CDLL(None).malloc_trim(0)
+        self._trimmed_bytes = resident_bytes()
+
+    @property
+    def total_peak_bytes(self) -> int:
+        """Largest sum there can have been: this process beside its largest child."""
+        return peak_bytes(resource.RUSAGE_SELF) + peak_bytes(resource.RUSAGE_CHILDREN)
+
+    @property
+    def is_too_large(self) -> bool:
+        """Where there is a GPU its driver takes part of the memory, and the limit says nothing."""
+        return self.total_peak_bytes > LIMIT_BYTES and shutil.which("nvidia-smi") is None
+
+    def summary(self) -> Iterator[str]:
+        """Yields lines for the end of a run."""
+        child = peak_bytes(resource.RUSAGE_CHILDREN)
+        yield (
+            f"memory: {self.total_peak_bytes / GB:.1f} GB at most, {child / GB:.1f} GB of them the "
+            f"largest child's; the limit is {LIMIT_BYTES / GB:.0f} GB"
+        )
+        if self.is_too_large:
+            yield "FAILED: the run held more memory than its limit"
+        yield f"CPU time: {cpu_s():.0f} s; most of it, with the peak so far:"
+        slowest = sorted(self._cpu_s, key=self._cpu_s.__getitem__, reverse=True)[:SLOWEST]
+        for module in slowest:
+            peak = self._peak_bytes[module] / GB
+            yield f"  {self._cpu_s[module]:6.1f} s  {peak:4.1f} GB  {module}"
