@@ -7,7 +7,8 @@ RESOURCES = resources.Resources()
 
 
 def pytest_configure(config):
-    compiling.set_up(str(config.cache.mkdir("compiled")))
+    has_cache = config.pluginmanager.has_plugin("cacheprovider")
+    compiling.set_up(str(config.cache.mkdir("compiled")) if has_cache else None)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
