@@ -26,6 +26,8 @@ def pytest_sessionfinish(session):
 
 
 def pytest_terminal_summary(terminalreporter):
+    if not RESOURCES.has_run:
+        return
     terminalreporter.section("resources")
     for line in RESOURCES.summary():
         terminalreporter.write_line(line)

@@ -71,6 +71,11 @@ class Resources:
         self._trimmed_bytes = resident_bytes()
 
     @property
+    def has_run(self) -> bool:
+        """Whether there was a test."""
+        return bool(self._cpu_s)
+
+    @property
     def total_peak_bytes(self) -> int:
         """Largest sum there can have been: this process beside its largest child."""
         return peak_bytes(resource.RUSAGE_SELF) + peak_bytes(resource.RUSAGE_CHILDREN)
