@@ -7,7 +7,8 @@ RESOURCES = resources.Resources()
 
 
 def pytest_configure(config):
-    compiling.set_up(str(config.cache.mkdir("compiled")))
+    has_cache = config.pluginmanager.has_plugin("cacheprovider")
+    compiling.set_up(str(config.cache.mkdir("compiled")) if has_cache else None)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -25,6 +26,8 @@ def pytest_sessionfinish(session):
 
 
 def pytest_terminal_summary(terminalreporter):
+    if not RESOURCES.has_run:
+        return
     terminalreporter.section("resources")
     for line in RESOURCES.summary():
         terminalreporter.write_line(line)

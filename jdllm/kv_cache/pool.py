@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from jdllm import errors
 from jdllm import spec as spec_lib
@@ -39,7 +39,7 @@ class PoolConfig:
         return self.num_layers * self.num_pages * per_page * jnp.dtype(self.dtype).itemsize
 
 
-def create(config: PoolConfig) -> list[jax.Array]:
+def create(config: PoolConfig) -> list[Float[Array, "num_pages 2 K Z H"]]:
     """Returns zeroed layer arrays. Zeros, not garbage: padding must never hold NaN."""
     return [jnp.zeros(config.layer_shape, config.dtype) for _ in range(config.num_layers)]
 

@@ -13,6 +13,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from jdllm.train import objective
 
@@ -31,15 +32,15 @@ class CanvasNoiseConfig:
 
 
 def add_noise(
-    key: jax.Array,
-    tokens: jax.Array,
-    prompt_lens: jax.Array,
-    answer_ends: jax.Array,
+    key: PRNGKeyArray,
+    tokens: Int[Array, "B S"],
+    prompt_lens: Int[Array, " B"],
+    answer_ends: Int[Array, " B"],
     config: CanvasNoiseConfig,
 ) -> objective.NoisyBatch:
-    """Returns the rows [B, S] as masked canvases; L = S, and all positions have targets.
+    """Returns the rows as masked canvases; all positions have targets.
 
-    `answer_ends` [B] is where the answer and its end token end; what follows is end-of-text.
+    `answer_ends` is where the answer and its end token end; what follows is end-of-text.
     """
     B, S = tokens.shape
     key_end, key_ratio, key_place = jax.random.split(key, 3)
@@ -62,13 +63,13 @@ def add_noise(
 
 
 def draw_ends(
-    key: jax.Array,
-    prompt_lens: jax.Array,
-    answer_ends: jax.Array,
+    key: PRNGKeyArray,
+    prompt_lens: Int[Array, " B"],
+    answer_ends: Int[Array, " B"],
     length: int,
     config: CanvasNoiseConfig,
-) -> jax.Array:
-    """Returns [B], where canvases end: after a number of whole blocks that hold the answer.
+) -> Int[Array, " B"]:
+    """Returns where canvases end: after a number of whole blocks that hold the answer.
 
     The greatest is `length`, where the last block may be short, as where a context ends.
     """
@@ -79,13 +80,13 @@ def draw_ends(
 
 
 def draw_ratios(
-    key: jax.Array,
-    prompt_lens: jax.Array,
-    answer_ends: jax.Array,
+    key: PRNGKeyArray,
+    prompt_lens: Int[Array, " B"],
+    answer_ends: Int[Array, " B"],
     length: int,
     config: CanvasNoiseConfig,
-) -> tuple[jax.Array, jax.Array]:
-    """Returns [B], the first position that may be masked, and [B, length], the share from there on.
+) -> tuple[Int[Array, " B"], Float[Array, "B length"]]:
+    """Returns the first position that may be masked, and the masked share from there on.
 
     Either one ratio t ~ U(0, 1) for the canvas, or all of it, or from left to right: clean blocks,
     one to three at rising ratios, and all that follows.

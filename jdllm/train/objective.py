@@ -13,6 +13,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,27 +30,28 @@ class NoiseConfig:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NoisyBatch:
-    """The model's input [B, L] and the targets of its last positions.
+    """The model's input of S tokens a row and the targets of its last T positions.
 
-    Here L = S + copies * answer_blocks * block_size, and the masked copies have targets.
+    Here S is the length of the clean row and of its T = copies * answer_blocks * block_size masked
+    copies, which have the targets.
     """
 
-    tokens: jax.Array  # int32 [B, L]
-    positions: jax.Array  # int32 [B, L]
-    valid: jax.Array  # bool [B, L]
-    visible: jax.Array  # bool [B, L, L]
-    targets: jax.Array  # int32 [B, N], clean tokens of the last N positions
-    weights: jax.Array  # float32 [B, N], what each counts in the loss, 0 where not masked
+    tokens: Int[Array, "B S"]
+    positions: Int[Array, "B S"]
+    valid: Bool[Array, "B S"]
+    visible: Bool[Array, "B S S"]
+    targets: Int[Array, "B T"]  # clean tokens of the last T positions
+    weights: Float[Array, "B T"]  # what each counts in the loss, 0 where not masked
 
 
 def add_noise(
-    key: jax.Array,
-    tokens: jax.Array,
-    prompt_lens: jax.Array,
-    total_lens: jax.Array,
+    key: PRNGKeyArray,
+    tokens: Int[Array, "B S"],
+    prompt_lens: Int[Array, " B"],
+    total_lens: Int[Array, " B"],
     config: NoiseConfig,
 ) -> NoisyBatch:
-    """Returns the clean rows [B, S] with masked copies of their answer blocks behind them."""
+    """Returns the clean rows with masked copies of their answer blocks behind them."""
     B, S = tokens.shape
     width = config.answer_blocks * config.block_size
     first = prompt_lens // config.block_size * config.block_size  # [B]
@@ -69,7 +71,9 @@ def add_noise(
     )
 
 
-def draw_mask(key: jax.Array, editable: jax.Array, config: NoiseConfig) -> jax.Array:
+def draw_mask(
+    key: PRNGKeyArray, editable: Bool[Array, "B T"], config: NoiseConfig
+) -> Bool[Array, "B T"]:
     """Masks each block's editable positions with a ratio t ~ U(0, 1), or all of them.
 
     At least one editable position of every block is masked, or the block teaches nothing.
@@ -86,8 +90,10 @@ def draw_mask(key: jax.Array, editable: jax.Array, config: NoiseConfig) -> jax.A
     return masked.reshape(B, width)
 
 
-def visibility(clean_place: jax.Array, noisy_place: jax.Array, config: NoiseConfig) -> jax.Array:
-    """Returns bool [B, L, L], true where the query (row) sees the key (column)."""
+def visibility(
+    clean_place: Int[Array, "B S"], noisy_place: Int[Array, "B T"], config: NoiseConfig
+) -> Bool[Array, "B S+T S+T"]:
+    """Returns true where the query (row) sees the key (column)."""
     clean = clean_place // config.block_size  # [B, S]
     noisy = noisy_place // config.block_size  # [B, C * width]
     chunk = jnp.arange(noisy.shape[1]) // config.block_size  # one id per copy and block
@@ -106,9 +112,9 @@ def visibility(clean_place: jax.Array, noisy_place: jax.Array, config: NoiseConf
 
 
 def masked_cross_entropy(
-    logits: jax.Array, targets: jax.Array, weights: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the weighted means (loss in nats, accuracy); `logits` [T, V] float32."""
+    logits: Float[Array, "B*T V"], targets: Int[Array, "B T"], weights: Float[Array, "B T"]
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Returns the weighted means (loss in nats, accuracy)."""
     targets, weight = targets.reshape(-1), weights.reshape(-1)
     count = jnp.maximum(jnp.sum(weight), 1.0)
     given = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]

@@ -18,11 +18,25 @@ GOLDEN = pathlib.Path(__file__).parents[1] / "data" / "goldens" / "llada2"
 META = json.loads((GOLDEN / "meta.json").read_text())["generate"]
 
 
-@pytest.mark.parametrize("run", [0, 1, 3], ids=lambda run: f"gen{run}")
+WAYS = [(None, 8, True), (8, 3, True), (8, 1, False)]
+RUNS = [0, 1, 3]
+
+
 @pytest.mark.parametrize(
-    ("page_size", "steps", "is_fused"), [(None, 8, True), (8, 3, True), (8, 1, False)]
+    ("page_size", "steps", "is_fused", "run"),
+    [
+        pytest.param(
+            *way,
+            run,
+            id="{}-{}-{}-gen{}".format(*way, run),
+            # Each way and each run at least once.
+            marks=[] if i == j else [pytest.mark.campaign],
+        )
+        for i, way in enumerate(WAYS)
+        for j, run in enumerate(RUNS)
+    ],
 )
-def test_generation_equals_the_reference_token_for_token(run, page_size, steps, is_fused):
+def test_generation_equals_the_reference_token_for_token(page_size, steps, is_fused, run):
     meta = META[run]
     prompt = np.load(GOLDEN / f"gen{run}_prompt.npy")[0]
     expected = np.load(GOLDEN / f"gen{run}_output.npy").reshape(-1)

@@ -285,7 +285,7 @@ def test_not_a_number_in_the_context_ends_the_request_too(tmp_path):
     tensors["model.word_embeddings.weight"][7] = np.nan
     safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
     shutil.copy(GOLDEN / "config.json", tmp_path / "config.json")
-    with make_engine(model_path=str(tmp_path)) as engine:
+    with make_engine(model_path=str(tmp_path), max_running_requests=2) as engine:
         params = {"max_new_tokens": 8}
         bad, good = engine.generate(
             input_ids=[[1, 2, 7] + [3] * 40, [1, 2, 8]], sampling_params=params

@@ -72,8 +72,11 @@ def client(engine, requests, rng, outcomes):
 @pytest.mark.parametrize("fault_rate", [0.0, 0.03], ids=["healthy", "faulty"])
 @pytest.mark.parametrize("kind", ["persist", "edit"])
 @pytest.mark.parametrize("overlaps", [False, True], ids=["waiting", "overlapped"])
-def test_random_clients_get_what_they_would_get_alone(kind, fault_rate, overlaps):
-    rng = random.Random(f"{kind} {fault_rate}")
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 65))]
+)
+def test_random_clients_get_what_they_would_get_alone(kind, fault_rate, overlaps, seed):
+    rng = random.Random(f"{kind} {fault_rate} {seed}")
     num_pages = CONTEXT // B + 8
     made, _ = build(B, True, "fcfs", num_pages, 6, 1 + 2 * overlaps, int(overlaps))
     model = FaultyModel(kind, num_pages, B, rng=rng, fault_rate=fault_rate)

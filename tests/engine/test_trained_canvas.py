@@ -43,12 +43,13 @@ def num_solved(engine, dllm):
     )
 
 
-@pytest.mark.parametrize("mode", ["delayed", "window"])
+@pytest.mark.parametrize("mode", [pytest.param("delayed", marks=pytest.mark.campaign), "window"])
 def test_most_problems_are_solved_with_cached_keys(engine, mode):
     # Of 500: 90 % and 83 %, in exact mode 90 %.
     assert num_solved(engine, MULTI | CACHED | {"cache_mode": mode}) >= 0.6 * len(PROBLEMS)
 
 
+@pytest.mark.campaign
 def test_what_early_stop_fills_in_costs_no_answers(engine):
     """Filled with the end of the turn, as it once was, one answer in four is lost.
 

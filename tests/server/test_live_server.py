@@ -44,7 +44,7 @@ MESSAGES = [{"role": "user", "content": "What is 2 + 3?"}]
 class Live:
     """The running server and its clients."""
 
-    def __init__(self):
+    def __init__(self, env: dict[str, str]):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -52,7 +52,6 @@ class Live:
         bundled = (source.bundled_model() / "model.safetensors").is_file()
         load = () if bundled else ("--load-format=dummy",)
         command = [sys.executable, "-m", "jdllm.serve", f"--port={port}", *FLAGS, *load]
-        env = os.environ | {"XLA_FLAGS": compiling.flags_of_users()}  # optimised code
         self.popen = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
         self.log: list[str] = []
         threading.Thread(target=lambda: self.log.extend(self.popen.stderr), daemon=True).start()
@@ -91,9 +90,14 @@ def wait_until(condition: Callable[[], bool], limit_s: float, *, every_s: float 
         time.sleep(every_s)
 
 
-@pytest.fixture(scope="module")
-def live() -> Iterator[Live]:
-    server = Live()
+OPTIMISED = pytest.param(
+    {"XLA_FLAGS": compiling.flags_of_users()}, id="as users have it", marks=pytest.mark.campaign
+)
+
+
+@pytest.fixture(scope="module", params=[pytest.param({}, id="quickly compiled"), OPTIMISED])
+def live(request) -> Iterator[Live]:
+    server = Live(os.environ | request.param)
     try:
         server.wait_ready()
         yield server
@@ -238,7 +242,7 @@ def test_a_leaving_client_frees_its_request(live):
     body = {"text": "Long", "sampling_params": {"max_new_tokens": 480, "ignore_eos": True}}
     with live.http.stream("POST", "/generate", json=body | {"stream": True}) as response:
         next(response.iter_lines())
-    wait_until(lambda: live.num_running() == 0, 10)
+    wait_until(lambda: live.num_running() == 0, 60)
     assert live.http.post("/flush_cache?timeout=5").status_code == 200
 
 

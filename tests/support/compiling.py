@@ -3,7 +3,7 @@
 Without a GPU the suite compiles far longer than it runs, so XLA leaves out what would make its code
 for the CPU faster. Its older way to write loops takes half the time and a third of the memory of
 the newer one; jaxlib 0.11 has no such flag, and an unknown one ends the process.
-`tests/server/test_live_server.py` has the code as users have it.
+The campaign of `tests/server/test_live_server.py` has the code as users have it.
 
 Compiled programs are kept in pytest's cache folder, so that what several modules compile, and what
 the run before this one compiled, costs a load.
@@ -18,7 +18,7 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):
     XLA_FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 
 
-def set_up(cache_folder: str) -> None:
+def set_up(cache_folder: str | None) -> None:
     """Must run before jax is imported."""
     if shutil.which("nvidia-smi") is None:
         os.environ.setdefault("XLA_FLAGS", " ".join(XLA_FLAGS))
@@ -27,8 +27,9 @@ def set_up(cache_folder: str) -> None:
     # ever. The variable's name changed between jax versions.
     for variable in ("NPROC", "PJRT_NPROC"):
         os.environ.setdefault(variable, "8")
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", cache_folder)
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+    if cache_folder is not None:
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", cache_folder)
+        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 
 
 def flags_of_users() -> str:

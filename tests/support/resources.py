@@ -23,16 +23,28 @@ CLEAR_BYTES = GB  # what a run may hold between modules before jax's caches are 
 SLOWEST = 10
 
 
-def resident_bytes() -> int:
-    """Returns what this process holds now, 0 where the system does not tell."""
-    statm = pathlib.Path("/proc/self/statm")
-    return int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else 0
+def resident_bytes(process: str = "self") -> int:
+    """Returns what a process holds now, 0 where it has ended or the system does not tell."""
+    try:
+        statm = pathlib.Path("/proc", process, "statm").read_text()
+    except OSError:
+        return 0
+    return int(statm.split()[1]) * resource.getpagesize()
 
 
-def peak_bytes(who: int) -> int:
-    """Returns the largest resident set of this process or of a child that has ended."""
+def children_bytes() -> int:
+    """Returns what the child processes hold now, servers that tests have started above all.
+
+    Not `RUSAGE_CHILDREN`: a child begins with the peak of the process that started it.
+    """
+    lists = [path.read_text() for path in pathlib.Path("/proc/self/task").glob("*/children")]
+    return sum(resident_bytes(child) for child in " ".join(lists).split())
+
+
+def peak_bytes() -> int:
+    """Returns the largest resident set that this process has had."""
     unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(who).ru_maxrss * unit
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def cpu_s() -> float:
@@ -45,6 +57,7 @@ class Resources:
 
     def __init__(self) -> None:
         self._trimmed_bytes = resident_bytes()
+        self._with_children_bytes = 0
         self._cpu_s: dict[str, float] = {}
         self._peak_bytes: dict[str, int] = {}
 
@@ -54,10 +67,14 @@ class Resources:
         began = cpu_s()
         yield
         self._cpu_s[module] = self._cpu_s.get(module, 0.0) + cpu_s() - began
-        self._peak_bytes[module] = peak_bytes(resource.RUSAGE_SELF)
+        self._peak_bytes[module] = peak_bytes()
 
     def after_test(self, *, ends_module: bool) -> None:
-        """Gives memory back to the system, if much has gathered."""
+        """Notes what is held; gives memory back to the system, if much has gathered."""
+        children = children_bytes()
+        if children:
+            together = children + resident_bytes()
+            self._with_children_bytes = max(self._with_children_bytes, together)
         if resident_bytes() > self._trimmed_bytes + GROWTH_BYTES:
             self._trim()
         if ends_module and resident_bytes() > CLEAR_BYTES and "jax" in sys.modules:
@@ -71,21 +88,21 @@ class Resources:
         self._trimmed_bytes = resident_bytes()
 
     @property
-    def total_peak_bytes(self) -> int:
-        """Largest sum there can have been: this process beside its largest child."""
-        return peak_bytes(resource.RUSAGE_SELF) + peak_bytes(resource.RUSAGE_CHILDREN)
+    def has_run(self) -> bool:
+        """Whether there was a test."""
+        return bool(self._cpu_s)
 
     @property
     def is_too_large(self) -> bool:
         """Where there is a GPU its driver takes part of the memory, and the limit says nothing."""
-        return self.total_peak_bytes > LIMIT_BYTES and shutil.which("nvidia-smi") is None
+        most = max(peak_bytes(), self._with_children_bytes)
+        return most > LIMIT_BYTES and shutil.which("nvidia-smi") is None
 
     def summary(self) -> Iterator[str]:
         """Yields lines for the end of a run."""
-        child = peak_bytes(resource.RUSAGE_CHILDREN)
         yield (
-            f"memory: {self.total_peak_bytes / GB:.1f} GB at most, {child / GB:.1f} GB of them the "
-            f"largest child's; the limit is {LIMIT_BYTES / GB:.0f} GB"
+            f"memory: {peak_bytes() / GB:.1f} GB at most, {self._with_children_bytes / GB:.1f} GB "
+            f"with child processes; the limit is {LIMIT_BYTES / GB:.0f} GB"
         )
         if self.is_too_large:
             yield "FAILED: the run held more memory than its limit"

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import marks
 
 from pallas_kernels import device, tiles
 from pallas_kernels.dense_matmul import wide_matmul as gpu_kernel
@@ -59,7 +60,7 @@ WAYS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", marks.every(2, WAYS))
 def test_equals_numpy(way):
     check_equals_numpy(gpu_kernel.wide_matmul, *WAYS[way])
 

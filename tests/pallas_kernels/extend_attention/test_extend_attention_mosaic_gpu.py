@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import marks
 
 from pallas_kernels import device, tiles
 from pallas_kernels.extend_attention import mosaic_gpu as gpu_kernel
@@ -168,7 +169,7 @@ PROBLEMS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("name", marks.every(2, PROBLEMS))
 def test_equals_loops(name, monkeypatch):
     problem = PROBLEMS[name]
     batch = make_batch(problem, seed=len(name))
@@ -290,13 +291,13 @@ def lower(problem: Problem, tokens: int) -> None:
     assert "mosaic_gpu" in lowered.as_text()
 
 
-@pytest.mark.parametrize("index", range(len(SERVING)))
+@pytest.mark.parametrize("index", marks.every(4, range(len(SERVING))))
 def test_decode_lowers_for_cuda(index):
     problem = SERVING[index]
     lower(problem, len(problem.rows) * problem.q_len)
 
 
-@pytest.mark.parametrize("index", range(len(PREFILL)))
+@pytest.mark.parametrize("index", marks.every(3, range(len(PREFILL))))
 def test_prefill_lowers_for_cuda(index):
     problem, tokens = PREFILL[index]
     lower(dataclasses.replace(problem, q_len=None), tokens)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import marks
 
 from pallas_kernels import grouped_matmul, interleave_gate_up, tiles
 from pallas_kernels.grouped_matmul import expert_tiles
@@ -89,11 +90,14 @@ def test_equals_loops(kind, gathers):
 @both_sources_of_rows
 @pytest.mark.parametrize(
     ("tile", "size", "width"),
-    [
-        # Two warpgroups where the sizes allow, one where not; pieces of 8, 16 and 32 rows stored.
-        (gpu_kernel.Tile(rows=24, warpgroups=2, block_k=128, stages=2), 192, 256),
-        (gpu_kernel.Tile(rows=48, warpgroups=2, block_k=64, stages=3), 128, 128),
-    ],
+    marks.every(
+        2,
+        [
+            # Two warpgroups where the sizes allow, one where not; pieces of 8, 16, 32 rows stored.
+            (gpu_kernel.Tile(rows=24, warpgroups=2, block_k=128, stages=2), 192, 256),
+            (gpu_kernel.Tile(rows=48, warpgroups=2, block_k=64, stages=3), 128, 128),
+        ],
+    ),
     ids=["fitted", "wide"],
 )
 def test_every_way_through_the_tiles(tile, size, width, gathers):
@@ -114,7 +118,7 @@ def test_every_way_through_the_tiles(tile, size, width, gathers):
     [SMALL, gpu_kernel.Tile(rows=24, warpgroups=2, block_k=128, stages=2)],
     ids=["several-tiles", "one-tile"],
 )
-@pytest.mark.parametrize("tokens", [20, 3])
+@pytest.mark.parametrize("tokens", marks.every(2, [20, 3]))
 def test_the_shared_expert_is_one_more_of_every_token(tile, tokens, gathers):
     tile = gathering(tile, gathers)
     rng = np.random.default_rng(8)
@@ -312,7 +316,7 @@ def lower(*arguments, **options):
 
 @both_sources_of_rows
 @pytest.mark.parametrize("has_shared", [False, True], ids=["routed", "with-shared"])
-@pytest.mark.parametrize("entry", tiles.entries("grouped_matmul"), ids=lambda entry: str(entry))
+@pytest.mark.parametrize("entry", marks.every(3, tiles.entries("grouped_matmul")), ids=str)
 def test_every_tuned_tile_lowers(entry, has_shared, gathers):
     tile = gathering(gpu_kernel.Tile(**entry["tile"]), gathers)
     arguments = serving_arguments(64)

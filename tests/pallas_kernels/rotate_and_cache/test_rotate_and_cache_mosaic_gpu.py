@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import marks
 
 import pallas_kernels
 from pallas_kernels.hopper import compat
@@ -213,7 +214,7 @@ def run_threads(arguments, options, *, tile=None):
     return arrays[-1], arrays[place_of_pool]
 
 
-@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("parts", marks.every(2, [1, 2]))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_interpreted_kernel_equals_the_steps_apart(shape, parts):
     arguments, options = make_case(SHAPES[shape], 9, parts=parts, dropped=(3, 8))
@@ -225,7 +226,7 @@ def test_interpreted_kernel_equals_the_steps_apart(shape, parts):
 
 
 @pytest.mark.parametrize("parts", [1, 3])
-@pytest.mark.parametrize("heads_per_thread", [1, 2, 3, 8])
+@pytest.mark.parametrize("heads_per_thread", marks.every(2, [1, 2, 3, 8]))
 @pytest.mark.parametrize("T", [1, 13])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_threads_equal_the_steps_apart(shape, T, heads_per_thread, parts):

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import marks
 
 from pallas_kernels import tiles
 from pallas_kernels.hopper import compat
@@ -79,15 +80,18 @@ def check(found, expected):
 
 @pytest.mark.parametrize(
     "T, V, tile, forbidden",
-    [
-        (41, 300, BY_COLUMNS, (3, 298)),
-        (70, 200, BY_ROWS, ()),
-        (130, 190, PAIR, (0,)),
-        (150, 200, BY_COLUMNS, (3,)),
-        (140, 200, BY_ROWS, ()),
-        (300, 100, PAIR, (0,)),
-        (150, 200, TEAMS, ()),
-    ],
+    marks.every(
+        3,
+        [
+            (41, 300, BY_COLUMNS, (3, 298)),
+            (70, 200, BY_ROWS, ()),
+            (130, 190, PAIR, (0,)),
+            (150, 200, BY_COLUMNS, (3,)),
+            (140, 200, BY_ROWS, ()),
+            (300, 100, PAIR, (0,)),
+            (150, 200, TEAMS, ()),
+        ],
+    ),
     ids=[
         "by_columns",
         "by_rows",
@@ -142,7 +146,7 @@ def test_neighbours_and_their_nan_change_no_bit():
     assert np.isnan(finish(other).best_logit[1:]).all()
 
 
-@pytest.mark.parametrize("num_rows", [0, 1, 64, 65, 150, 2**31 - 1, -5])
+@pytest.mark.parametrize("num_rows", marks.every(3, [0, 1, 64, 65, 150, 2**31 - 1, -5]))
 def test_place_and_number_of_rows_change_no_bit(num_rows):
     """Rows of another order, so in other groups; NaN in memory where a group is not computed."""
     T, V = 150, 150
@@ -163,7 +167,7 @@ def _every_row(tile):
     return interpreted(x, w, all_rows(rng, 150, 150), tile)
 
 
-@pytest.mark.parametrize("tile, T", [(BY_ROWS, 270), (PAIR, 260), (TEAMS, 200)])
+@pytest.mark.parametrize("tile, T", marks.every(3, [(BY_ROWS, 270), (PAIR, 260), (TEAMS, 200)]))
 @pytest.mark.parametrize("num_rows", [0, 100, 257])
 def test_groups_behind_num_rows_are_not_computed(tile, T, num_rows):
     """And those before it are as without it. The interpreter fills unwritten memory with NaN."""
@@ -192,7 +196,7 @@ LOWERED = [
 
 
 @pytest.mark.parametrize("has_num_rows", [False, True], ids=["all_rows", "num_rows"])
-@pytest.mark.parametrize("T, draws", LOWERED)
+@pytest.mark.parametrize("T, draws", marks.every(4, LOWERED))
 def test_every_tile_of_the_table_lowers_for_cuda(T, draws, has_num_rows):
     V, width = (157_184, 2048) if T > 32 else (126_464, 4096)
     shape = jax.ShapeDtypeStruct
