@@ -2,9 +2,11 @@
 
 A row is the clean sequence followed by masked copies of its answer blocks. A masked
 block sees itself and the clean blocks before it; a clean block sees clean blocks up to
-itself. That is exactly what the block sees when it is decoded: finished blocks before
+itself. A block sees exactly the same when it is decoded: finished blocks before
 it, its own unfinished state, and nothing after. The loss is the cross-entropy of the
 masked answer positions; prompt positions are never masked.
+
+Letters: B rows, S clean positions, C copies, L positions of the input, N positions with targets.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32, PRNGKeyArray
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,22 +37,22 @@ class NoisyBatch:
     Here L = S + copies * answer_blocks * block_size, and the masked copies have targets.
     """
 
-    tokens: jax.Array  # int32 [B, L]
-    positions: jax.Array  # int32 [B, L]
-    valid: jax.Array  # bool [B, L]
-    visible: jax.Array  # bool [B, L, L]
-    targets: jax.Array  # int32 [B, N], clean tokens of the last N positions
-    weights: jax.Array  # float32 [B, N], what each counts in the loss, 0 where not masked
+    tokens: Int32[Array, "B L"]
+    positions: Int32[Array, "B L"]
+    valid: Bool[Array, "B L"]
+    visible: Bool[Array, "B L L"]
+    targets: Int32[Array, "B N"]  # clean tokens of the last N positions
+    weights: Float32[Array, "B N"]  # of each target in the loss, 0 if it is not masked
 
 
 def add_noise(
-    key: jax.Array,
-    tokens: jax.Array,
-    prompt_lens: jax.Array,
-    total_lens: jax.Array,
+    key: PRNGKeyArray,
+    tokens: Int[Array, "B S"],
+    prompt_lens: Int[Array, " B"],
+    total_lens: Int[Array, " B"],
     config: NoiseConfig,
 ) -> NoisyBatch:
-    """Returns the clean rows [B, S] with masked copies of their answer blocks behind them."""
+    """Returns the clean rows, each followed by masked copies of its answer blocks."""
     B, S = tokens.shape
     width = config.answer_blocks * config.block_size
     first = prompt_lens // config.block_size * config.block_size  # [B]
@@ -69,10 +72,12 @@ def add_noise(
     )
 
 
-def draw_mask(key: jax.Array, editable: jax.Array, config: NoiseConfig) -> jax.Array:
+def draw_mask(
+    key: PRNGKeyArray, editable: Bool[Array, "B N"], config: NoiseConfig
+) -> Bool[Array, "B N"]:
     """Masks each block's editable positions with a ratio t ~ U(0, 1), or all of them.
 
-    At least one editable position of every block is masked, or the block teaches nothing.
+    It masks at least one editable position of every block; otherwise the block teaches nothing.
     """
     B, width = editable.shape
     shape = (B, width // config.block_size, config.block_size)
@@ -86,8 +91,10 @@ def draw_mask(key: jax.Array, editable: jax.Array, config: NoiseConfig) -> jax.A
     return masked.reshape(B, width)
 
 
-def visibility(clean_place: jax.Array, noisy_place: jax.Array, config: NoiseConfig) -> jax.Array:
-    """Returns bool [B, L, L], true where the query (row) sees the key (column)."""
+def visibility(
+    clean_place: Int[Array, "B S"], noisy_place: Int[Array, "B N"], config: NoiseConfig
+) -> Bool[Array, "B L L"]:
+    """Returns a mask that is true where the query (row) sees the key (column)."""
     clean = clean_place // config.block_size  # [B, S]
     noisy = noisy_place // config.block_size  # [B, C * width]
     chunk = jnp.arange(noisy.shape[1]) // config.block_size  # one id per copy and block
@@ -106,9 +113,9 @@ def visibility(clean_place: jax.Array, noisy_place: jax.Array, config: NoiseConf
 
 
 def masked_cross_entropy(
-    logits: jax.Array, targets: jax.Array, weights: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the weighted means (loss in nats, accuracy); `logits` [T, V] float32."""
+    logits: Float32[Array, "B*N V"], targets: Int[Array, "B N"], weights: Float[Array, "B N"]
+) -> tuple[Float32[Array, ""], Float32[Array, ""]]:
+    """Returns the weighted means of the loss in nats and of the accuracy."""
     targets, weight = targets.reshape(-1), weights.reshape(-1)
     count = jnp.maximum(jnp.sum(weight), 1.0)
     given = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]

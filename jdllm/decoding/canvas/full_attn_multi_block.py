@@ -3,9 +3,9 @@
 Blocks are created one after the other. A new block is created when the share
 `block_add_threshold` of the block before it is written. All created blocks are decoded at once. A
 position is written if its entropy passes the threshold. In addition, every step writes at least
-one token of the first block that is not finished. The block before that one is finished, so that
-one is fully activated, whatever `decoded_token_threshold` (a share, at most 1) says. The reference
-has two kinds of created blocks; this rule does not need the distinction, and the option never
+one token of the first block that is not finished. That block is always fully activated, because
+the block before it is finished; `decoded_token_threshold` (a share, at most 1) makes no difference.
+So this rule does not need the reference's two kinds of created blocks, and the option never
 changes a result.
 
 There are two published rules. LLaDA's writes positions with entropy <= threshold, and the position
