@@ -10,9 +10,9 @@ because serving streams the vocabulary, and only for positions that can still ch
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int
@@ -75,10 +75,10 @@ class DecoderLayer(nnx.Module):
         angles: Angles,
         *,
         attend: attention.Attend,
-        cache: Any,
+        cache: jax.Array | None,
         valid: Bool[Array, " T"] | None = None,
         feed_forward: FeedForward = run_feed_forward,
-    ) -> tuple[Activations, tuple[Activations, ...], Any]:
+    ) -> tuple[Activations, tuple[Activations, ...], jax.Array | None]:
         """Returns the residual stream, the arrays that it still lacks, and the new cache.
 
         A layer does not add the output of its feed-forward. It leaves these additions to the next
@@ -129,10 +129,10 @@ class Decoder(nnx.Module):
         positions: Int[Array, " T"],
         *,
         attend: attention.Attend,
-        caches: list[Any],
+        caches: Sequence[jax.Array | None],
         valid: Bool[Array, " T"] | None = None,
         feed_forward: FeedForward = run_feed_forward,
-    ) -> tuple[Activations, list[Any]]:
+    ) -> tuple[Activations, list[jax.Array | None]]:
         """Returns the hidden states after the final norm, and one new cache per layer.
 
         Tokens where `valid` is false go to no expert.
@@ -152,10 +152,10 @@ class Decoder(nnx.Module):
         positions: Int[Array, " T"],
         *,
         attend: attention.Attend,
-        caches: list[Any],
+        caches: Sequence[jax.Array | None],
         valid: Bool[Array, " T"] | None = None,
         feed_forward: FeedForward = run_feed_forward,
-    ) -> tuple[Activations, list[Any]]:
+    ) -> tuple[Activations, list[jax.Array | None]]:
         """Returns what `__call__` returns, for the embeddings `x` of the tokens.
 
         This is the only loop over layers. A caller that needs the choices of the routers, or

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from jdllm import config as config_lib
 from jdllm import device, errors
@@ -93,7 +94,7 @@ def load(
     )
 
 
-def serving_params(params: Params, dtype: jnp.dtype) -> Params:
+def serving_params(params: Params, dtype: DTypeLike) -> Params:
     """Returns `params` with the work done that each step would otherwise repeat.
 
     Not for checkpoints or training: router weights of a bfloat16 model become bfloat16 parts.
@@ -127,7 +128,7 @@ def _parse(
     return hf_config, architecture, config
 
 
-def resolve_dtype(dtype: str, hf_config: Mapping[str, Any]) -> jnp.dtype:
+def resolve_dtype(dtype: DTypeLike, hf_config: Mapping[str, Any]) -> jnp.dtype:
     """Returns the activation dtype; "auto" is the dtype in config.json, or else bfloat16."""
     name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
     if name == "auto":
