@@ -130,8 +130,8 @@ class FullAttnMultiBlock:
         return canvas.write(proposal.tokens, where=where)
 
     def _cache(
-        self, canvas: canvas_lib.Canvas, finished_end: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+        self, canvas: canvas_lib.Canvas, finished_end: Int32[Array, " R"]
+    ) -> tuple[Int32[Array, "R S"], Int32[Array, " R"]]:
         """Returns (finished_at, cached), including the blocks that the next forward caches.
 
         LLaDA's rule ignores blocks after a block that waits, so delays come one after the other.
@@ -149,12 +149,12 @@ class FullAttnMultiBlock:
             reach = jnp.where(delay > 0, jnp.minimum(reach, following), reach)
         is_new = (canvas.positions < reach[:, None]) & (table.finished_at == NOT_YET)
         finished_at = jnp.where(is_new, forward, table.finished_at)
-        # Without a delay, all positions up to `reach` are ready at once.
+        # Only without a delay are the new positions (up to `reach`) ready at once.
         return finished_at, jnp.where(delay > 0, ready, jnp.maximum(ready, reach))
 
 
-def _stop_early(canvas: canvas_lib.Canvas) -> tuple[canvas_lib.Canvas, jax.Array]:
-    """Returns the canvas, filled after the first end token of each row, and its position [R].
+def _stop_early(canvas: canvas_lib.Canvas) -> tuple[canvas_lib.Canvas, Int32[Array, " R"]]:
+    """Returns the canvas, filled after the first end token of each row, and this token's position.
 
     For rows without an end token or without early stop, the position is S.
     """
@@ -170,8 +170,8 @@ def _stop_early(canvas: canvas_lib.Canvas) -> tuple[canvas_lib.Canvas, jax.Array
     return filled, first
 
 
-def _create(canvas: canvas_lib.Canvas, first_end: jax.Array) -> jax.Array:
-    """Returns [R], the number of created blocks; it grows if enough of the last one is written.
+def _create(canvas: canvas_lib.Canvas, first_end: Int32[Array, " R"]) -> Int32[Array, " R"]:
+    """Returns the number of created blocks, one more if enough of the last one is written.
 
     A block without positions to write (all are given) is finished. If the created blocks have no
     mask left, the result includes all blocks up to the next masked position.
@@ -183,9 +183,9 @@ def _create(canvas: canvas_lib.Canvas, first_end: jax.Array) -> jax.Array:
     total = jnp.sum(is_last, axis=1, dtype=jnp.int32)
     left = jnp.sum(is_last & canvas.masked, axis=1, dtype=jnp.int32)
     progress = (total - left) / jnp.maximum(total, 1)
-    has_progressed = (left == 0) | (progress >= canvas.params.block_add_threshold)
+    is_enough_written = (left == 0) | (progress >= canvas.params.block_add_threshold)
     is_possible = (following < canvas.end) & (following <= first_end)
-    created = table.created + (has_progressed & is_possible)
+    created = table.created + (is_enough_written & is_possible)
     has_masked = canvas_lib.first_masked(canvas) < canvas.end
     return jnp.where(
         has_masked, jnp.maximum(created, canvas_rules.first_block(canvas) + 1), created
