@@ -1,13 +1,13 @@
 """The decoding algorithms and their options, each declared once, here.
 
-All else that knows an option reads this table: the checks and defaults of requests
-(`sampling_params`) and of the server (`config`, `engine/build/`), the help of
-the command line, the tables of the documentation, and the arrays in which the options of many
-rows travel to the device. `decoding/` holds one rule for each algorithm, and imports its words
-and the names of its arrays from here.
+Everything else that knows an option reads this table: the checks and defaults of requests
+(`sampling_params`) and of the server (`config`, `engine/build/`), the help of the command line,
+the tables of the documentation, and the arrays that carry the options of many rows to the
+device. `decoding/` holds one rule for each algorithm; it takes the numbers of words and the names
+of the arrays from here.
 
-An option may belong to several algorithms, which then agree on its type and its padding but
-may differ in default, range and words.
+Several algorithms may have an option of the same name. They then agree on its type and its
+padding; default, range and words may differ.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
+from jaxtyping import Shaped
 
 from jdllm import errors, value_checks
 
 BLOCK, CANVAS = "block", "canvas"  # kinds of rows
 Value = float | int | bool | str
-Arrays = dict[str, np.ndarray]
+Arrays = dict[str, Shaped[np.ndarray, " R"]]
 _DTYPES = {"number": np.float32, "integer": np.int32, "flag": np.bool_, "word": np.int32}
 
 
@@ -31,10 +32,11 @@ _DTYPES = {"number": np.float32, "integer": np.int32, "flag": np.bool_, "word": 
 class Option:
     """One option of an algorithm.
 
-    A number lies in [low, high], or in (low, high] with `open_low`; a word is one of `words`,
-    and is its place among them on the device. A `default` of None means that the option is not
-    set, which `unset` says in words. `padding` is what the array holds where a row has no
-    value. `counts_positions`: larger values than the row has positions mean the same as that.
+    A number lies in [low, high], or in (low, high] with `open_low`. A word is one of `words`; the
+    device gets its index there. A `default` of None means that the option is not set; `unset`
+    says what happens then. `padding` is the value in the array for rows without the option.
+    `counts_positions`: the value is a number of positions, so the algorithm treats a value above
+    the length of the row like that length.
     """
 
     name: str
@@ -67,12 +69,12 @@ class Option:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
-    """One algorithm: the kind of rows it is for, its options, and what the host asks of it.
+    """One algorithm: the kind of rows it is for, its options, and what the host must know of it.
 
-    `alternatives`: options of which a request gives one; it holds instead of the others, and
-    of the server's defaults the first one that is set holds. `exact_modes`: the words of
-    `cache_mode` under which every step forwards the whole canvas. `whole_blocks`: what is to
-    be written must be whole blocks. `takes_filters`: draws honour top_p and top_k.
+    `alternatives`: options that exclude one another; a request gives at most one. Without one, the
+    first of them that has a default applies. `exact_modes`: the words of `cache_mode` with which
+    every step forwards the whole canvas. `whole_blocks`: the positions to write must form whole
+    blocks. `takes_filters`: the algorithm applies top_p and top_k when it draws a token.
     """
 
     name: str
@@ -85,16 +87,16 @@ class Algorithm:
     takes_filters: bool = False
 
     def option(self, name: str) -> Option | None:
-        """Returns the option of that name, None if the algorithm has none."""
+        """Returns the option of that name, or None if the algorithm has none."""
         return next((option for option in self.options if option.name == name), None)
 
     @property
     def defaults(self) -> dict[str, Value | None]:
-        """What each option is when neither request nor server says."""
+        """The value of each option that neither the request nor the server sets."""
         return {option.name: option.default for option in self.options}
 
     def forwards_whole_canvas(self, cache_mode: str | None) -> bool:
-        """Returns whether every step of a row forwards all of its canvas."""
+        """Returns whether every step of a row forwards its whole canvas."""
         if self.option("cache_mode") is None:
             return self.kind == CANVAS
         return cache_mode in self.exact_modes
@@ -118,12 +120,12 @@ def _word(name: str, words: tuple[str, ...], help: str) -> Option:
 
 
 _CONFIDENCE = "the probability above which a masked position is written"
-_ENTROPY = "the entropy in nats up to which a masked position is written"
-_CACHE_MODE = "what a step forwards, and so what it takes from the cache"
+_ENTROPY = "the highest entropy in nats at which a masked position is written"
+_CACHE_MODE = "which positions a step forwards; it reads the others from the cache"
 _BLOCK_LENGTH = _integer(
-    "block_length", 32, "positions of a block", low=1, padding=1, counts_positions=True
+    "block_length", 32, "positions per block", low=1, padding=1, counts_positions=True
 )
-_STEPS = "steps in which the whole output is written"
+_STEPS = "number of steps for the whole output"
 
 # Defaults of SGLang 0.5.23 (low_confidence.py, joint_threshold.py) and of the papers' releases.
 # The first algorithm of a kind is its default.
@@ -131,40 +133,57 @@ TABLE: dict[str, Algorithm] = {
     "LowConfidence": Algorithm(
         name="LowConfidence",
         kind=BLOCK,
-        writes="where the probability exceeds `threshold`, the surest position otherwise",
+        writes="positions with a probability above `threshold`, or else the most probable one",
         options=(_share("threshold", 0.95, _CONFIDENCE),),
         takes_filters=True,
     ),
     "JointThreshold": Algorithm(
         name="JointThreshold",
         kind=BLOCK,
-        writes="as `LowConfidence` does, and replaces written tokens by surer ones",
+        writes="as `LowConfidence` does, and replaces written tokens by more probable ones",
         options=(
             _share("threshold", 0.5, _CONFIDENCE),
-            _share("edit_threshold", 0.0, "the probability above which a token is replaced"),
-            _integer("max_post_edit_steps", 16, "steps of a block after its last mask", high=4096),
-            _number("penalty_lambda", 0.0, "taken from the logit of the token to the left"),
+            _share("edit_threshold", 0.0, "the probability above which a token replaces another"),
+            _integer(
+                "max_post_edit_steps",
+                16,
+                "most steps of a block after its last mask is written",
+                high=4096,
+            ),
+            _number("penalty_lambda", 0.0, "subtracted from the logit of the token to the left"),
         ),
         takes_filters=True,
     ),
     "FullAttnMultiBlock": Algorithm(
         name="FullAttnMultiBlock",
         kind=CANVAS,
-        writes="several blocks at once, where the entropy (nats) is at most `threshold` (d3LLM)",
+        writes="several blocks at once: positions with an entropy (nats) of at most `threshold` "
+        "(d3LLM)",
         options=(
             _number("threshold", 0.5, _ENTROPY),
-            _share("block_add_threshold", 0.1, "written share of a block that begins the next"),
-            _share("decoded_token_threshold", 0.95, "d3LLM's; never changes a result"),
+            _share(
+                "block_add_threshold",
+                0.1,
+                "share of a block that must be written before the next one begins",
+            ),
+            _share(
+                "decoded_token_threshold", 0.95, "an option of d3LLM; it never changes a result"
+            ),
             Option(
                 name="early_stop",
                 type="flag",
                 default=True,
-                help="whether all behind the first end token becomes the end of text at once",
+                help="whether all positions after the first end token become the end of text at "
+                "once",
             ),
             _word("cache_mode", ("exact", "delayed", "window"), _CACHE_MODE),
             _integer("cache_delay_iter", 2, "steps until a finished block is cached", padding=1),
             _integer(
-                "refresh_interval", 3, "steps from one whole forward to the next", low=1, padding=1
+                "refresh_interval",
+                3,
+                "steps from one forward of the whole canvas to the next",
+                low=1,
+                padding=1,
             ),
             _BLOCK_LENGTH,
         ),
@@ -179,7 +198,7 @@ TABLE: dict[str, Algorithm] = {
     "LLaDA": Algorithm(
         name="LLaDA",
         kind=CANVAS,
-        writes="a fixed number of positions a step, block after block",
+        writes="a fixed number of positions per step, block after block",
         options=(
             _integer("steps", None, _STEPS, low=1, unset="as many as positions"),
             _BLOCK_LENGTH,
@@ -191,13 +210,13 @@ TABLE: dict[str, Algorithm] = {
     "Dream": Algorithm(
         name="Dream",
         kind=CANVAS,
-        writes="a share of the whole canvas a step",
+        writes="a share of the whole canvas per step",
         options=(
             _integer("steps", None, _STEPS, low=1, unset="as many as positions"),
             _word(
                 "alg",
                 ("origin", "maskgit_plus", "topk_margin", "entropy"),
-                "which positions are written first: by chance, or by a confidence",
+                "how a step chooses its positions: by chance, or by a measure of confidence",
             ),
             _number("alg_temp", 0.0, "temperature of the choice by confidence; 0 takes the best"),
             _share("eps", 1e-3, "the time at which the schedule ends"),
@@ -206,14 +225,15 @@ TABLE: dict[str, Algorithm] = {
     "FastDLLM": Algorithm(
         name="FastDLLM",
         kind=CANVAS,
-        writes="one block after the other, where the probability is at least `threshold`; "
-        "with `factor` or `steps`, by that instead",
+        writes="one block after the other: positions with a probability of at least `threshold`; "
+        "`factor` or `steps` replaces that rule",
         options=(
-            _share("threshold", 0.9, "the probability from which on a position is written"),
+            _share("threshold", 0.9, "the lowest probability at which a position is written"),
             _number(
                 "factor",
                 None,
-                "f: the n-th surest position is written from a probability of 1 - f / (n + 1) on",
+                "f: the n-th most probable position is written if its probability is at least "
+                "1 - f / (n + 1)",
                 open_low=True,
                 unset="unused",
             ),
@@ -228,7 +248,7 @@ TABLE: dict[str, Algorithm] = {
 
 
 def of_kind(kind: str) -> dict[str, Algorithm]:
-    """Returns the algorithms for rows of a kind; the first is the default."""
+    """Returns the algorithms for rows of a kind; the first one is the default."""
     return {name: algorithm for name, algorithm in TABLE.items() if algorithm.kind == kind}
 
 
@@ -239,7 +259,7 @@ def option_names() -> tuple[str, ...]:
 
 
 def word(algorithm: str, option: str, value: str) -> int:
-    """Returns what stands for a word of an option on the device."""
+    """Returns the number that stands for a word of an option on the device."""
     found = TABLE[algorithm].option(option)
     assert found is not None, f"{algorithm} has no option {option}"
     return found.words.index(value)
@@ -248,7 +268,7 @@ def word(algorithm: str, option: str, value: str) -> int:
 def check(algorithm: str | None, name: str, value: Any) -> None:
     """Raises a `RequestError` unless the option may hold `value`.
 
-    Without an algorithm it is enough that the option of any algorithm may.
+    Without an algorithm, the widest range over all algorithms holds.
     """
     if algorithm is None:
         _widest(name).check(value)
@@ -275,7 +295,7 @@ def _widest(name: str) -> Option:
     )
 
 
-# The arrays of many rows: one per option of any algorithm of the kind, in one order.
+# The arrays of many rows: one for each option of the kind's algorithms, in a fixed order.
 
 
 def arrays_of(kind: str) -> dict[str, Option]:
@@ -288,7 +308,7 @@ def arrays_of(kind: str) -> dict[str, Option]:
 
 
 def padding(kind: str, rows: int) -> Arrays:
-    """Returns the arrays [R] of rows without options."""
+    """Returns the arrays of rows without options."""
     return {
         name: np.full((rows,), option.padding, _DTYPES[option.type])
         for name, option in arrays_of(kind).items()
@@ -303,19 +323,19 @@ def fill(
     *,
     row_length: int,
 ) -> None:
-    """Puts the options that are set into `arrays[...][row]`; `row_length` is in positions."""
-    assert algorithm is not None, "options are resolved before they travel"
+    """Writes the options that are set into `arrays[...][row]`; `row_length` is in positions."""
+    assert algorithm is not None, "the caller must resolve the options first"
     for name, value in options.items():
         option = TABLE[algorithm].option(name)
         assert option is not None, f"{algorithm} has no option {name}"
         if option.type == "word":
             value = option.words.index(str(value))
         elif option.counts_positions:
-            value = min(int(value), row_length)  # means the same, and sums of it stay in 32 bits
+            value = min(int(value), row_length)  # the same meaning, and its sums fit into 32 bits
         arrays[name][row] = value
 
 
-# What the documentation shows.
+# The tables of the documentation.
 
 
 def markdown_table(kind: str) -> str:
@@ -325,14 +345,14 @@ def markdown_table(kind: str) -> str:
         name = f"`{algorithm.name}`" + (" (the default)" if number == 0 else "")
         options = ", ".join(_shown(option) for option in algorithm.options)
         if algorithm.alternatives:
-            options += f"; a request gives one of {', '.join(algorithm.alternatives)}"
+            options += f"; a request gives at most one of {', '.join(algorithm.alternatives)}"
         lines.append(f"| {name} | {algorithm.writes} | {options} |")
     return "\n".join(lines)
 
 
 def markdown_options(kind: str) -> str:
-    """Returns what each option of a kind means, as a table."""
-    lines = ["| option | of | values | meaning |", "|---|---|---|---|"]
+    """Returns a table of what each option of a kind means."""
+    lines = ["| option | algorithms | values | meaning |", "|---|---|---|---|"]
     meanings: dict[tuple[str, str, str], list[str]] = {}
     for algorithm in of_kind(kind).values():
         for option in algorithm.options:

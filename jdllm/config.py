@@ -1,8 +1,8 @@
 """Start-up options: one frozen dataclass for the engine, one for the server.
 
-Names are SGLang's with underscores; `serve.py` derives the command line from
-the fields. Options whose feature does not exist are in `REFUSED_FLAGS`: they are
-refused with the name of what replaces them, never ignored.
+Names are SGLang's with underscores; `serve.py` derives the command line from the fields.
+`REFUSED_FLAGS` holds options whose feature does not exist here. The server refuses such an
+option and names what replaces it; it never ignores one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 LOAD_FORMATS: tuple[str, ...] = typing.get_args(LoadFormat)
 DTYPES: tuple[str, ...] = typing.get_args(Dtype)
 
-# Other spellings of options, as SGLang has them.
+# Other spellings that SGLang accepts for options.
 ALIASES: dict[str, str] = {"model": "model_path", "tensor_parallel_size": "tp_size"}
 
 # Flag -> what to do instead. Spellings are SGLang's.
@@ -46,11 +46,11 @@ REFUSED_FLAGS: dict[str, str] = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """What the engine is built from; the defaults serve the bundled model.
+    """The options of the engine; the defaults serve the bundled model.
 
-    Sizes are tokens, requests or pages. `mem_fraction_static` is the share of
-    device memory for weights and KV together (GPU only). None means: chosen from
-    the model, the checkpoint or the memory.
+    Sizes are in tokens, requests or pages. `mem_fraction_static` is the share of device memory
+    for weights and KV together (GPU only). None means that the engine chooses the value from the
+    model, the checkpoint or the memory.
     """
 
     model_path: str | None = None
@@ -115,7 +115,7 @@ class EngineConfig:
         self.algorithm_options()
 
     def algorithms(self) -> tuple[str, ...]:
-        """Returns the algorithms named by `dllm_algorithm` ("A" or "A,B"), () if unset."""
+        """Returns the algorithms that `dllm_algorithm` names ("A" or "A,B"), or () if unset."""
         if self.dllm_algorithm is None:
             return ()
         names = tuple(part.strip() for part in self.dllm_algorithm.split(","))
@@ -126,7 +126,7 @@ class EngineConfig:
         return tuple(dict.fromkeys(names))
 
     def algorithm_options(self) -> dict[str, Any]:
-        """Returns the mapping behind `dllm_algorithm_config` (a dict or a YAML file), checked."""
+        """Returns the options in `dllm_algorithm_config` (a dict or a YAML file), checked."""
         source = self.dllm_algorithm_config
         if source is None:
             return {}
@@ -145,7 +145,7 @@ class EngineConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """What the HTTP edge is built from."""
+    """The options of the HTTP server."""
 
     host: str = "127.0.0.1"
     port: int = 30000
@@ -242,7 +242,7 @@ def _check_types(config: Any) -> None:
             value = os.fspath(value)
             object.__setattr__(config, field.name, value)
         if not matches(value, hint):
-            # Fields without repr are secrets.
+            # A field without a repr is a secret: the message must not show its value.
             shown = f"{field.name}={value!r}" if field.repr else field.name
             raise errors.ConfigError(f"{shown} must be {_describe(hint)}")
 

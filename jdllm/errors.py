@@ -1,8 +1,8 @@
 """Errors a person can cause, with what the HTTP edge needs to answer them.
 
-Every floor raises these instead of bare `ValueError`s when a request is at
-fault; the server maps `status`, `param` and `code` to an OpenAI error body and
-the offline API lets them through as they are.
+Every layer of the engine raises these instead of a bare `ValueError` if a request is at fault.
+The server maps `status`, `param` and `code` to an OpenAI error body; the offline API passes the
+errors on as they are.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What one request may ask for, validated before any device work.
+"""The options of one request, checked before any device work.
 
-Two groups: `SamplingParams` (SGLang's and vLLM's names) and `DllmParams` (the
-denoising options, per request here though per server elsewhere). A value is
-honoured, neutral, or refused with a `RequestError` that names the field; nothing
-is dropped. What denoising options there are says the table of `algorithms`.
+There are two groups: `SamplingParams` (SGLang's and vLLM's names) and `DllmParams` (the
+denoising options, which are per request here and per server elsewhere). The engine obeys a
+value, or the value is neutral, or a `RequestError` that names the field refuses it; the engine
+drops no value silently. The table of `algorithms` declares the denoising options.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from jdllm import algorithms, errors, value_checks
 
 MAX_STOP_STRINGS = 16
-# Fields that are numbers, and what they may be; None stands for a default.
+# Fields that are numbers, their checks and their bounds; None stands for a default.
 _NUMBERS: tuple[tuple[str, Callable[..., None], dict[str, Any]], ...] = (
     ("max_new_tokens", value_checks.check_integer, {"low": 1}),
     ("temperature", value_checks.check_number, {"low": 0.0, "high": 100.0}),
@@ -24,7 +24,7 @@ _NUMBERS: tuple[tuple[str, Callable[..., None], dict[str, Any]], ...] = (
     ("seed", value_checks.check_integer, {"low": -(2**63), "high": 2**64 - 1}),
 )
 
-# Fields other engines know; a value other than the neutral one is refused by name.
+# Fields of other engines; an error that names the field refuses every value but the neutral ones.
 NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
     "min_p": (None, 0, 0.0),
     "frequency_penalty": (None, 0, 0.0),
@@ -54,8 +54,8 @@ NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
 class DllmParams:
     """Denoising options of one request, or the server's defaults.
 
-    An attribute of each option of `algorithms` says what is given, None where nothing is:
-    `DllmParams(algorithm="LowConfidence", threshold=0.9).threshold`.
+    Each option of `algorithms` is an attribute, as in
+    `DllmParams(algorithm="LowConfidence", threshold=0.9).threshold`; it is None if not given.
     """
 
     algorithm: str | None
@@ -84,30 +84,30 @@ class DllmParams:
         object.__setattr__(self, "given", given)
 
     def __getattr__(self, name: str) -> Any:
-        """Returns the option of that name, None if it is not given."""
+        """Returns the option of that name, or None if it is not given."""
         if name in algorithms.option_names():
             return self.options.get(name)
         raise AttributeError(f"no denoising option {name!r}")
 
     @property
     def options(self) -> dict[str, algorithms.Value]:
-        """The options that are given."""
+        """The given options by name."""
         return dict(self.given)
 
     @property
     def declared(self) -> algorithms.Algorithm | None:
-        """The algorithm's row of the table, None where the server's default is to be used."""
+        """The algorithm's row of the table, or None if the server's default applies."""
         return None if self.algorithm is None else algorithms.TABLE[self.algorithm]
 
     @property
     def forwards_whole_canvas(self) -> bool:
-        """Whether every forward of a full-attention row with these options is one of all of it."""
+        """Whether every step of a full-attention row with these options forwards all of it."""
         declared = self.declared
         return declared is not None and declared.forwards_whole_canvas(self.cache_mode)
 
     @property
     def writes_whole_blocks(self) -> bool:
-        """Whether what is to be written must be whole blocks."""
+        """Whether the positions to write must form whole blocks."""
         return self.declared is not None and self.declared.whole_blocks
 
     @classmethod
@@ -122,9 +122,9 @@ class DllmParams:
     def resolve(self, default: DllmParams) -> DllmParams:
         """Returns options with every field of the chosen algorithm filled in.
 
-        `default` is the server's: its values apply only when the request keeps the
-        server's algorithm. An option that the algorithm does not have is an error, and so are
-        two that exclude one another; one of these unsets the others.
+        `default` holds the server's options. They apply only if the request keeps the server's
+        algorithm. An option that the algorithm does not have is an error. So are two options that
+        exclude one another; if the request gives one of them, it unsets the others.
         """
         name = self.algorithm or default.algorithm or next(iter(algorithms.TABLE))
         own = DllmParams(algorithm=name, **self.options)
@@ -139,7 +139,7 @@ class DllmParams:
                 f"{' and '.join(given)} of {name} exclude one another; give one",
                 param=f"dllm.{given[0]}",
             )
-        # Of the server's defaults the first that is set holds.
+        # If the request gives none of them, the first one with a default applies.
         chosen = given or [one for one in declared.alternatives if values[one] is not None]
         values |= {one: None for one in declared.alternatives if one != chosen[0]}
         return DllmParams(algorithm=name, **values)
@@ -149,10 +149,10 @@ class DllmParams:
 class SamplingParams:
     """Options of one request. `max_tokens` is an alias of `max_new_tokens`.
 
-    None means the default of the model (temperature, top_p, top_k) or of the
-    caller (`max_new_tokens`: what remains of the context). `return_logprob` asks for the
-    log-probability of each output token in the step that wrote it, `return_step_map` for
-    the number of that step within its block, from 1.
+    None means the default of the model (temperature, top_p, top_k) or of the caller
+    (`max_new_tokens`: the rest of the context). `return_logprob` asks for the log-probability of
+    each output token in the step that wrote it. `return_step_map` asks for the number of that
+    step within its block, counted from 1.
     """
 
     max_new_tokens: int | None = None
@@ -199,7 +199,7 @@ class SamplingParams:
         self._check_filters()
 
     def _check_filters(self) -> None:
-        """Raises for top_p and top_k of algorithms that draw from the whole distribution."""
+        """Raises if top_p or top_k is set and the algorithm draws from the whole distribution."""
         if self.dllm.declared is None or self.dllm.declared.takes_filters:
             return
         for name, neutral in (("top_p", (None, 1)), ("top_k", (None, 0, -1))):
@@ -213,7 +213,7 @@ class SamplingParams:
 
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any]) -> SamplingParams:
-        """Builds from a request's JSON object; neutral foreign fields pass, others fail."""
+        """Builds from a request's JSON object; of foreign fields, only neutral values pass."""
         if not isinstance(options, Mapping):
             raise errors.RequestError(
                 f"sampling_params must be an object, got {type(options).__name__}",
@@ -233,7 +233,7 @@ class SamplingParams:
 
 
 def check_neutral(key: str, value: Any, known: Sequence[str] | set[str]) -> None:
-    """Raises unless `key` is a known foreign field holding its neutral value."""
+    """Raises unless `key` is a known foreign field with a neutral value."""
     if key not in NEUTRAL_ONLY:
         raise errors.RequestError(
             f"unknown parameter {key!r}{errors.nearest(key, set(known) | set(NEUTRAL_ONLY))}",

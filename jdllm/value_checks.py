@@ -1,6 +1,6 @@
 """Checks of single values of a request: each raises a `RequestError` that names the parameter.
 
-A bool is no number here, although Python counts it as one, and None is never passed.
+A bool is no number here, although Python counts it as one. Callers never pass None.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from jdllm import errors
 
-LARGEST_INTEGER = 2**31 - 1  # what an int32 array of the device holds
+LARGEST_INTEGER = 2**31 - 1  # of an int32 array on the device
 
 
 def check_number(

@@ -1,7 +1,7 @@
-"""Fills device parameters from checkpoint tensors through one staging buffer each.
+"""Fills the parameters on the device from checkpoint tensors, with a staging buffer for each.
 
-The buffer of one parameter (one layer's experts, say) is filled tensor by tensor,
-put on the device and dropped, so host and device never hold the model twice.
+The loader fills the buffer of one parameter (for example one layer's experts) tensor by tensor,
+copies it to the device and drops it. So neither host nor device ever holds the model twice.
 """
 
 from __future__ import annotations
@@ -28,6 +28,6 @@ def assemble(
         staging = np.empty(arrays[path].shape, arrays[path].dtype)
         for fill in fills[path]:
             fill.row.write(staging, source.read(fill.tensor))
-        # Wait, or the host would hold the staging buffers of all transfers in flight.
+        # Without this wait, the host would hold the staging buffers of all transfers in flight.
         params[path] = jax.block_until_ready(jax.device_put(staging))
     return params

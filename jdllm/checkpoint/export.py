@@ -1,7 +1,7 @@
 """Writes parameters as a Hugging Face safetensors file, the reverse of loading.
 
-The weight table names the part of a parameter that each tensor fills; exporting
-reads the same parts. The first form of a table (split experts) is written.
+The weight table names the part of a parameter that each tensor fills; the export reads the same
+parts. It writes the first form of a table (split experts).
 """
 
 from __future__ import annotations

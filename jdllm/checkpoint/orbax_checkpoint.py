@@ -1,8 +1,8 @@
 """Converted checkpoints: parameters as the engine holds them, stored with Orbax.
 
-A directory is ours when it holds the marker file, which is written last and lists
-every parameter and every stored file, so that a torn copy is found before it is
-read. Restoring puts arrays straight onto the device, with no transpose or merge.
+A directory with the marker file is such a checkpoint. `save` writes the marker last. It lists
+every parameter and every stored file, so `restore` finds an incomplete copy before it reads the
+arrays. Restored arrays go straight to the device, without a transpose or a merge.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from jdllm import errors
 from jdllm.checkpoint import source
 
 MARKER_NAME = "jdllm_checkpoint.json"
-FORMAT_VERSION = 3  # 1 and 2 stored (some) linear weights as [in, out]
+FORMAT_VERSION = 3  # versions 1 and 2 stored (some) linear weights as [in, out]
 
 _PARAMS_DIR = "params"
 
 
 def is_checkpoint(directory: pathlib.Path) -> bool:
-    """Returns whether `directory` was written by `save`."""
+    """Returns whether `save` wrote `directory`."""
     return (directory / MARKER_NAME).is_file()
 
 
@@ -49,7 +49,9 @@ def stored_dtype(directory: pathlib.Path) -> str:
 
 
 def restore(
-    directory: pathlib.Path, arrays: Mapping[str, jax.ShapeDtypeStruct], device: jax.Device
+    directory: pathlib.Path,
+    arrays: Mapping[str, jax.ShapeDtypeStruct],
+    device: jax.Device,  # pyright: ignore[reportInvalidTypeForm]  # a class that jax assigns
 ) -> dict[str, jax.Array]:
     """Returns the parameters on `device`, cast to the dtypes of `arrays`."""
     marker = _marker(directory)
@@ -74,7 +76,7 @@ def restore(
 
 
 def _checkpointer() -> ocp.Checkpointer:
-    # Weights do not compress: plain zarr files load 2 to 3 times as fast as the default.
+    # Weights do not compress, and plain zarr files load 2 to 3 times as fast as the default.
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=True, use_compression=False)
     return ocp.Checkpointer(handler)
 

@@ -1,8 +1,8 @@
-"""Safetensors checkpoints, one file or sharded, read tensor by tensor.
+"""Reads safetensors checkpoints, one file or several, tensor by tensor.
 
-The library's numpy reader has no bfloat16, so the header (a length and a JSON
-object) is read here and tensors are views of a memory map: nothing is copied
-until a tensor fills its parameter.
+The library's numpy reader does not support bfloat16, so this module reads the header itself (a
+length and a JSON object). Tensors are views of a memory map: nothing is copied until a tensor
+fills its parameter.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LENGTH_BYTES = 8
 
 
 class SafetensorsSource:
-    """The tensors of a checkpoint directory: `shapes` of all, `read` of one."""
+    """The tensors of a checkpoint directory: `shapes` gives all shapes, `read` one tensor."""
 
     def __init__(self, directory: pathlib.Path):
         weight_map = _weight_map(directory)
@@ -46,7 +46,7 @@ class SafetensorsSource:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Returns the shape of every tensor by name."""
+        """The shape of every tensor by name."""
         return {name: tuple(info["shape"]) for name, (_, info) in self._tensors.items()}
 
     def read(self, name: str) -> np.ndarray:
@@ -108,7 +108,7 @@ def _read_header(path: pathlib.Path) -> tuple[dict[str, dict[str, Any]], int]:
         raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise errors.ConfigError(f"{path} has a corrupt safetensors header: {error}") from error
-    # Tensors lie end to end, so a file cut or grown anywhere shows here.
+    # Tensors lie end to end, so this check finds a file that lost or gained bytes anywhere.
     ends = [0, *(end for _, end in spans)]
     if [begin for begin, _ in spans] != ends[:-1] or ends[-1] != size - offset:
         raise errors.ConfigError(

@@ -1,4 +1,4 @@
-"""From what a person types as a model to a local directory, and its JSON files."""
+"""Finds the local directory of a model that a person names, and reads its JSON files."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import huggingface_hub
 from jdllm import errors
 
 CONFIG_NAME = "config.json"
-BUNDLED_MODEL = "jdllm-nano"  # the one that is meant where none is named
+BUNDLED_MODEL = "jdllm-nano"  # the default model
 BUNDLED_MODELS = (BUNDLED_MODEL, "jdllm-nano-canvas")
 
 _PATTERNS = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 
 
 def bundled_model(name: str = BUNDLED_MODEL) -> pathlib.Path:
-    """Returns the directory of a model that comes with the package."""
+    """Returns the directory of a model that is part of the package."""
     return pathlib.Path(str(importlib.resources.files("jdllm") / "assets" / name))
 
 
@@ -30,9 +30,9 @@ def resolve(
     revision: str | None = None,
     download_dir: str | os.PathLike[str] | None = None,
 ) -> pathlib.Path:
-    """Returns the directory of a model: a path, a bundled one's name or a hub id; None: jdllm-nano.
+    """Returns the directory of a model: `model_path` is a path, a bundled name or a hub id.
 
-    A directory of that name comes before what is bundled.
+    None means jdllm-nano. A local directory has priority over a bundled model of the same name.
     """
     directory = pathlib.Path(bundled_model() if model_path is None else model_path).expanduser()
     if not directory.is_dir() and str(model_path) in BUNDLED_MODELS:
@@ -78,5 +78,5 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 
 
 def read_optional_json(path: pathlib.Path) -> dict[str, Any]:
-    """Returns the object in a JSON file, or an empty one where there is no file."""
+    """Returns the object in a JSON file, or an empty object if there is no file."""
     return read_json(path) if path.is_file() else {}

@@ -1,8 +1,8 @@
 """Weight tables: which checkpoint tensor fills which part of which parameter.
 
-A table is data. Each row gives the view of the parameter that a tensor fills, so
-one table both loads (`view[...] = tensor`) and exports. `match` compares a whole
-checkpoint with the table and reports every disagreement in one error.
+A table is data. Each row gives the view of the parameter that a tensor fills, so one table serves
+both loading (`view[...] = tensor`) and export. `match` compares a whole checkpoint with the table
+and reports every difference in one error.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from jdllm import errors
 
 MAX_LISTED = 20
 
-# Tensors of training heads and recomputed buffers, which no forward pass reads.
+# Parts of the names of tensors that no forward pass reads: training heads, recomputed buffers.
 _SKIPPED_PARTS = frozenset({"v_head", "inv_freq"})
-# Multimodal checkpoints nest the language model: prefix in the file, prefix in the table.
+# Multimodal checkpoints nest the language model. (prefix in the file, prefix in the table)
 _PREFIXES = (("model.language_model.", "model."), ("model.lm_head.", "lm_head."))
 
 
 def whole(array: np.ndarray) -> np.ndarray:
-    """Returns the view of a parameter that is stored as in the checkpoint."""
+    """Returns the whole parameter, for parameters with the layout of the checkpoint."""
     return array
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WeightRow:
-    """One checkpoint tensor: HF name and shape, parameter path, and the part it fills.
+    """One checkpoint tensor: its HF name and shape, the parameter's path, and the part it fills.
 
-    Rows of one parameter that belong to different `form`s are alternatives (split or
-    merged experts); a checkpoint holds exactly one form.
+    Rows of one parameter with different `form`s are alternatives (split or merged experts); a
+    checkpoint holds exactly one form.
     """
 
     name: str
@@ -42,11 +42,11 @@ class WeightRow:
     form: str = ""
 
     def read(self, array: np.ndarray) -> np.ndarray:
-        """Returns this row's tensor, in checkpoint shape, out of the full parameter."""
+        """Returns this row's part of the full parameter, in the shape of the checkpoint."""
         return self.view(array).reshape(self.shape)
 
     def write(self, array: np.ndarray, tensor: np.ndarray) -> None:
-        """Fills this row's part of the parameter, casting to the parameter's dtype."""
+        """Fills this row's part of the parameter and casts to the parameter's dtype."""
         part = self.view(array)
         assert np.may_share_memory(part, array), f"{self.name} does not view its parameter"
         part[...] = tensor.reshape(part.shape)
@@ -54,7 +54,7 @@ class WeightRow:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fill:
-    """A matched row and the name of its tensor in the checkpoint at hand."""
+    """A matched row, and the name of its tensor in the checkpoint."""
 
     tensor: str
     row: WeightRow
@@ -65,8 +65,8 @@ def match(
 ) -> dict[str, list[Fill]]:
     """Returns, per parameter, the tensors that fill it completely.
 
-    Raises one `ConfigError` with all missing, unexpected, doubly matched and
-    mis-shaped tensors of the checkpoint `shapes` (name -> shape).
+    `shapes` (name -> shape) describes the checkpoint. If it does not fit, one `ConfigError` lists
+    all its missing, unexpected, doubly matched and wrongly shaped tensors.
     """
     sources, doubled = _sources(shapes)
     by_target: dict[str, dict[str, list[WeightRow]]] = {}

@@ -1,7 +1,8 @@
 """The rules of the algorithms that `algorithms.TABLE` declares, one dict for each kind of rows.
 
-`BLOCK_ALGORITHMS` write a block of a block-causal model, `CANVAS_ALGORITHMS` the whole canvas of
-a full-attention one. A declared algorithm without a rule, or the reverse, fails the import.
+`BLOCK_ALGORITHMS` write a block of a block-causal model. `CANVAS_ALGORITHMS` write the whole
+canvas of a full-attention model. The import fails if a declared algorithm has no rule, or if a
+rule is not declared.
 """
 
 import dataclasses
@@ -21,7 +22,7 @@ from jdllm.decoding.canvas.llada import LLaDA
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Variants:
-    """A rule, and what families with shifted logits (Dream) have instead, if it differs."""
+    """A rule, and the rule for families with shifted logits (Dream) if that one differs."""
 
     plain: CanvasAlgorithm
     shifted: CanvasAlgorithm | None = None
@@ -41,13 +42,13 @@ CANVAS_ALGORITHMS: dict[str, Variants] = {
 
 
 def canvas_algorithm(name: str, *, is_shifted: bool) -> CanvasAlgorithm:
-    """Returns the algorithm of that name in the variant of the family."""
+    """Returns the algorithm of that name, in the variant for the family's logits."""
     variants = CANVAS_ALGORITHMS[name]
     return (is_shifted and variants.shifted) or variants.plain
 
 
 def check_names(kind: str, rules: Collection[str]) -> None:
-    """Raises an ImportError unless the rules are those of the kind's declared algorithms."""
+    """Raises an ImportError unless the rules are exactly the kind's declared algorithms."""
     declared = algorithms.of_kind(kind)
     if unpaired := sorted(declared.keys() ^ set(rules)):
         raise ImportError(

@@ -1,39 +1,42 @@
 """The decoder that the families share: embedding, pre-norm layers, final norm, LM head.
 
-The config describes each layer, so a family is a config and its weight table; one whose ends
-compute more (a scaled embedding, soft-capped logits) is a subclass with its own `embed`, `mix`
-and `logits`. Layers are unrolled, one array per layer. Attention and caches are the caller's:
-see `layers/attention.py`. The LM head is not applied here, because serving streams the vocabulary
-and only for positions that can still change.
+The config describes each layer, so a family is just a config and a weight table. A family with
+another embedding or LM head (a scaled embedding, soft-capped logits) is a subclass with its own
+`embed`, `mix` and `logits`. Layers are unrolled, one array per layer. The caller provides
+attention and caches: see `layers/attention.py`. The forward pass does not apply the LM head,
+because serving streams the vocabulary, and only for positions that can still change.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Bool, Float, Float32, Int
 
 from jdllm.layers import attention, mlp, moe, norm, rope
 from jdllm.models import decoder_config
 
-# Odd constants of common integer hashes; any that mix well would do.
+# Odd constants of common integer hashes; other constants that mix well are just as good.
 _HASH_MULTIPLIERS = (0x9E3779B1, 0x85EBCA77, 0x2C1B3C6D)
 
-Angles = Mapping[rope.RopeConfig, tuple[jax.Array, jax.Array]]
-# feed_forward(module, activations [T, D], valid [T] or None) -> arrays [T, D] whose sum it adds
+Activations = Float[Array, "T D"]
+Angles = Mapping[
+    rope.RopeConfig, tuple[Float32[Array, "T rotary_dim/2"], Float32[Array, "T rotary_dim/2"]]
+]
+# feed_forward(module, x, valid): the layer adds the sum of the results to the residual stream.
 FeedForward = Callable[
-    [mlp.DenseMLP | moe.SparseMoE, jax.Array, jax.Array | None], tuple[jax.Array, ...]
+    [mlp.DenseMLP | moe.SparseMoE, Activations, Bool[Array, " T"] | None], tuple[Activations, ...]
 ]
 
 
 def run_feed_forward(
-    module: mlp.DenseMLP | moe.SparseMoE, x: jax.Array, valid: jax.Array | None
-) -> tuple[jax.Array, ...]:
-    """Returns what a layer's feed-forward adds, as a sum of arrays [T, D]."""
+    module: mlp.DenseMLP | moe.SparseMoE, x: Activations, valid: Bool[Array, " T"] | None
+) -> tuple[Activations, ...]:
+    """Returns arrays whose sum is the output of a layer's feed-forward."""
     if isinstance(module, moe.SparseMoE):
         return (module(x, valid=valid),)
     return module(x)
@@ -67,19 +70,19 @@ class DecoderLayer(nnx.Module):
 
     def __call__(
         self,
-        x: jax.Array,
-        pending: tuple[jax.Array, ...],
+        x: Activations,
+        pending: tuple[Activations, ...],
         angles: Angles,
         *,
         attend: attention.Attend,
-        cache: Any,
-        valid: jax.Array | None = None,
+        cache: jax.Array | None,
+        valid: Bool[Array, " T"] | None = None,
         feed_forward: FeedForward = run_feed_forward,
-    ) -> tuple[jax.Array, tuple[jax.Array, ...], Any]:
-        """Returns the residual stream, what is still to be added to it, and the new cache.
+    ) -> tuple[Activations, tuple[Activations, ...], jax.Array | None]:
+        """Returns the residual stream, the arrays that it still lacks, and the new cache.
 
-        All activations are [T, D]. The last additions of a layer are left to the next norm, which
-        does all of it at once.
+        A layer does not add the output of its feed-forward. It leaves these additions to the next
+        norm, which does all of them at once.
         """
         if pending:
             x, h = self.input_layernorm.add(x, pending, implementation=self.ops)
@@ -122,17 +125,17 @@ class Decoder(nnx.Module):
 
     def __call__(
         self,
-        tokens: jax.Array,
-        positions: jax.Array,
+        tokens: Int[Array, " T"],
+        positions: Int[Array, " T"],
         *,
         attend: attention.Attend,
-        caches: list[Any],
-        valid: jax.Array | None = None,
+        caches: Sequence[jax.Array | None],
+        valid: Bool[Array, " T"] | None = None,
         feed_forward: FeedForward = run_feed_forward,
-    ) -> tuple[jax.Array, list[Any]]:
-        """Returns (hidden [T, D] after the final norm, one new cache per layer).
+    ) -> tuple[Activations, list[jax.Array | None]]:
+        """Returns the hidden states after the final norm, and one new cache per layer.
 
-        `tokens` and `positions` are int32 [T]; tokens where `valid` is false touch no expert.
+        Tokens where `valid` is false go to no expert.
         """
         return self.run_layers(
             self.embed(tokens, positions),
@@ -145,18 +148,19 @@ class Decoder(nnx.Module):
 
     def run_layers(
         self,
-        x: jax.Array,
-        positions: jax.Array,
+        x: Activations,
+        positions: Int[Array, " T"],
         *,
         attend: attention.Attend,
-        caches: list[Any],
-        valid: jax.Array | None = None,
+        caches: Sequence[jax.Array | None],
+        valid: Bool[Array, " T"] | None = None,
         feed_forward: FeedForward = run_feed_forward,
-    ) -> tuple[jax.Array, list[Any]]:
-        """Returns what `__call__` does, for embedded tokens `x` [T, D].
+    ) -> tuple[Activations, list[jax.Array | None]]:
+        """Returns what `__call__` returns, for the embeddings `x` of the tokens.
 
-        This is the only loop over layers: whoever needs what the routers choose, or another form
-        of the experts, passes its own `feed_forward`, which is called once per layer, in order.
+        This is the only loop over layers. A caller that needs the choices of the routers, or
+        another form of the experts, passes its own `feed_forward`. The loop calls it once per
+        layer, in order.
         """
         angles = self.angles(positions)
         pending, new_caches = (), []
@@ -173,30 +177,30 @@ class Decoder(nnx.Module):
             new_caches.append(cache)
         return self.norm.add(x, pending, implementation=self.ops)[1], new_caches
 
-    def embed(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
-        """Returns the embeddings [T, D]."""
+    def embed(self, tokens: Int[Array, " T"], positions: Int[Array, " T"]) -> Activations:
+        """Returns the embeddings of tokens."""
         if self.hash_embedding_positions:
             tokens = _hash_rows(tokens, positions, self.config.spec.vocab_size)
         return jnp.take(self.word_embeddings[...], tokens, axis=0, mode="clip")
 
-    def mix(self, weights: jax.Array) -> jax.Array:
-        """Returns the embeddings [T, D] of mixtures of tokens, `weights` [T, V] of each."""
+    def mix(self, weights: Float[Array, "T V"]) -> Activations:
+        """Returns the embeddings of mixtures of tokens; `weights` holds the share of each token."""
         return weights @ self.word_embeddings[...]
 
-    def angles(self, positions: jax.Array) -> Angles:
-        """Returns the rotary (cos, sin), each [T, rotary_dim / 2], of every kind of layer."""
+    def angles(self, positions: Int[Array, " T"]) -> Angles:
+        """Returns the rotary (cos, sin) for every RoPE config of the layers."""
         kinds = dict.fromkeys(layer.attention.rope for layer in self.config.layers)
         return {
             kind: rope.rope_angles(positions, rotary_dim=kind.rotary_dim, theta=kind.theta)
             for kind in kinds
         }
 
-    def unembedding(self) -> jax.Array:
-        """Returns the LM head [V, D]: its own array, or the embedding where they are tied."""
+    def unembedding(self) -> Float[Array, "V D"]:
+        """Returns the LM head: its own array, or the embedding if they are tied."""
         return (self.word_embeddings if self.lm_head is None else self.lm_head)[...]
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """Returns float32 logits [T, V]; for training and oracles, not for serving."""
+    def logits(self, hidden: Activations) -> Float32[Array, "T V"]:
+        """Returns the logits; for training and oracles, not for serving."""
         return jnp.einsum(
             "TD,VD->TV", hidden, self.unembedding(), preferred_element_type=jnp.float32
         )
@@ -210,13 +214,15 @@ def _post_norm(
 
 
 def _normalised(
-    post_norm: norm.RMSNorm | None, parts: tuple[jax.Array, ...]
-) -> tuple[jax.Array, ...]:
-    """Returns what a sub-layer adds: its parts, or the norm of their sum."""
+    post_norm: norm.RMSNorm | None, parts: tuple[Activations, ...]
+) -> tuple[Activations, ...]:
+    """Returns the output of a sub-layer: its parts, or the norm of their sum."""
     return parts if post_norm is None else (post_norm(functools.reduce(jnp.add, parts)),)
 
 
-def _hash_rows(tokens: jax.Array, positions: jax.Array, vocab_size: int) -> jax.Array:
+def _hash_rows(
+    tokens: Int[Array, " T"], positions: Int[Array, " T"], vocab_size: int
+) -> Int[Array, " T"]:
     token_mix, position_mix, last_mix = jnp.array(_HASH_MULTIPLIERS, jnp.uint32)
     mixed = tokens.astype(jnp.uint32) * token_mix + positions.astype(jnp.uint32) * position_mix
     mixed = (mixed ^ (mixed >> 15)) * last_mix

@@ -1,7 +1,7 @@
-"""Configs of decoder models as frozen dataclasses, independent of how a config.json spells them.
+"""Configs of decoder models as frozen dataclasses, independent of the keys of a config.json.
 
-A layer is described by itself, so a model may have layers of several kinds; most families
-repeat one. The functions read what config.json files of all families have in common.
+Each layer has its own description, so a model may have layers of several kinds; most families
+repeat one. The functions read the parts that the config.json files of all families share.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jdllm.models import hf_config, key_rules
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerConfig:
-    """One layer; with post-norms, what a sub-layer adds is normalised before it is added."""
+    """One layer; with post-norms, a norm follows each sub-layer before the residual addition."""
 
     attention: attention.AttentionConfig
     feed_forward: mlp.MLPConfig | moe.MoEConfig
@@ -26,7 +26,7 @@ class LayerConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
-    """The facts of a model, its layers from the first to the last, and its two ends."""
+    """The facts of a model, its layers in order, and options of the final norm and the LM head."""
 
     spec: spec_lib.ModelSpec
     layers: tuple[LayerConfig, ...]
@@ -43,9 +43,9 @@ def read_spec(
     rotary_dim: int | None = None,
     experts: moe.MoEConfig | None = None,
 ) -> spec_lib.ModelSpec:
-    """Returns what the engine needs to know; without `rotary_dim`, whole heads are rotated.
+    """Returns the model's facts for the engine; without `rotary_dim`, RoPE rotates whole heads.
 
-    `experts` are those of the layers that route, None where none does.
+    `experts` are those of the routed layers, or None if there is no such layer.
     """
     sizes = rules.sizes
     heads = hf_config.integer(hf, sizes.num_query_heads)
@@ -72,7 +72,7 @@ def read_attention(
     has_qk_norm: bool = False,
     has_qkv_bias: bool = False,
 ) -> attention.AttentionConfig:
-    """Returns the attention of a model whose layers all attend alike."""
+    """Returns the attention config of a model whose layers all have the same one."""
     return attention.AttentionConfig(
         dim=spec.hidden_size,
         num_query_heads=spec.num_query_heads,
@@ -90,7 +90,7 @@ def read_dense(
     spec: spec_lib.ModelSpec,
     attention_config: attention.AttentionConfig,
 ) -> DecoderConfig:
-    """Returns a model whose layers are all alike, with a dense feed-forward."""
+    """Returns the config of a model whose layers are all the same, with a dense feed-forward."""
     width = hf_config.integer(hf, rules.sizes.intermediate_size)
     layer = LayerConfig(attention=attention_config, feed_forward=mlp.MLPConfig(width=width))
     return DecoderConfig(

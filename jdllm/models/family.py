@@ -1,8 +1,8 @@
-"""What makes a family: everything that the engine asks of one, checked when it is declared.
+"""What a family consists of; the declaration of a family checks that it is complete.
 
-The check parses a tiny config of the family and compares its table with the parameters of that
-model, of which only shapes are made. So a piece that is missing, or does not fit the others, fails
-the import and not a request.
+The check parses a tiny config of the family and compares its weight table with the parameters of
+that model (only their shapes, without memory). So a piece that is missing, or that does not fit
+the others, fails the import and not a request.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ _TINY_SIZES = {
 _TINY = {"vocab_size": 1 << 18, "rms_norm_eps": 1e-6, "rope_theta": 1e4}
 
 
-def as_stored(_: Any, params: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the parameters of a family whose forward pass wants those of the checkpoint."""
+def as_stored(_: Any, params: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Returns the parameters as they are, for families that need no `prepare`."""
     return dict(params)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One family; `defaults` are for configs without these facts.
+    """One family; `defaults` holds the facts that a config.json may leave out.
 
-    `read` parses what `rules` let through. `prepare` is the last step of loading a checkpoint.
-    `end_of_turn` is the token that ends a turn in the family's chats, None where no other token
-    than the end of the text does. `example` holds the keys, besides sizes, of the config.json of a
-    model that has every parameter that one of this family may have.
+    `read` parses a config.json that passed `rules`. `prepare` is the last step of loading a
+    checkpoint. `end_of_turn` is the token that ends a turn in the family's chats, or None if only
+    the end of the text does. `example` is the config.json, without sizes, of a model that has
+    every parameter that a model of this family may have.
     """
 
     rules: key_rules.KeyRules
@@ -54,7 +54,7 @@ class Family:
     end_of_turn: str | None
     example: Mapping[str, Any]
     build: Callable[..., decoder.Decoder] = decoder.Decoder
-    prepare: Callable[[Any, Mapping[str, Any]], dict[str, Any]] = as_stored
+    prepare: Callable[[Any, Mapping[str, jax.Array]], dict[str, jax.Array]] = as_stored
 
     def __post_init__(self) -> None:
         try:
@@ -76,7 +76,7 @@ class Family:
         block_size: int | None = None,
         generation_config: Mapping[str, Any] | None = None,
     ) -> decoder_config.DecoderConfig:
-        """Returns the config of a `config.json`; `block_size` overrides the model's own."""
+        """Returns the parsed `config.json`; `block_size` overrides the model's own."""
         hf = {**self.rules.missing, **hf}
         self.rules.check(hf)
         diffusion = hf_config.diffusion(hf, generation_config, block_size, self.defaults)
@@ -105,7 +105,7 @@ class Family:
         return self.weights.expand(config, self.shapes(config))
 
     def shapes(self, config: decoder_config.DecoderConfig) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns the shape of every parameter of a model; the types are any."""
+        """Returns the shape of every parameter of a model; the dtypes have no meaning."""
         return self.abstract(config, dtype=jnp.dtype(jnp.float32))[1]
 
     def _tiny(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Reading a family's HF config.json: typed values, or an error that says which key is wrong.
+"""Reads a family's HF config.json: typed values, or an error that says which key is wrong.
 
-`key_rules` decides beforehand which values are implemented at all.
+`key_rules` checks first that the values are implemented.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jdllm import spec as spec_lib
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SizeKeys:
-    """How a config.json spells the sizes that every decoder has; most families follow Llama."""
+    """The keys of the sizes that every decoder has; most families have the same keys as Llama."""
 
     hidden_size: str = "hidden_size"
     intermediate_size: str = "intermediate_size"
@@ -32,7 +32,7 @@ def diffusion(
     block_size: int | None,
     defaults: spec_lib.DiffusionSpec,
 ) -> spec_lib.DiffusionSpec:
-    """Returns `defaults` with what the checkpoint's files say, and the caller's block size."""
+    """Returns `defaults`, updated from the checkpoint's files and the caller's block size."""
     generation = generation or {}
     blocks = {hf[key] for key in ("block_size", "block_length") if hf.get(key) is not None}
     if block_size is None and len(blocks) > 1:
@@ -53,13 +53,13 @@ def diffusion(
         block_size=integer({"block_size": block_size}, "block_size"),
         mask_token_id=mask,
         eos_token_ids=eos,
-        # What rows are padded with, and not the first of a list, which may be the end of a turn.
+        # The pad token is better: the first end token in a list may be the end of a turn.
         end_of_text_id=eos[0] if pad is None or pad == mask else pad,
     )
 
 
 def check_spec(model: spec_lib.ModelSpec, sizes: SizeKeys) -> None:
-    """Raises where the special tokens or the head counts of a model cannot be."""
+    """Raises if a special token is outside the vocabulary, or if the head counts do not fit."""
     named = [("mask_token_id", model.diffusion.mask_token_id)]
     named += [("eos_token_id", i) for i in model.diffusion.eos_token_ids]
     if model.diffusion.has_canvas:
@@ -79,13 +79,13 @@ def check_spec(model: spec_lib.ModelSpec, sizes: SizeKeys) -> None:
 
 
 def head_dim(hf: Mapping[str, Any], sizes: SizeKeys) -> int:
-    """Returns the width of a head, which a missing key leaves to the hidden size."""
+    """Returns the width of a head; without the key, the heads divide the hidden size."""
     hidden, heads = integer(hf, sizes.hidden_size), integer(hf, sizes.num_query_heads)
     return integer(hf, "head_dim", default=hidden // heads)
 
 
 def shared_head_dim(hf: Mapping[str, Any], sizes: SizeKeys) -> int:
-    """Returns the head width of a family whose heads divide the hidden size between them."""
+    """Returns the width of a head, for families whose heads always divide the hidden size."""
     dim_key, heads_key = sizes.hidden_size, sizes.num_query_heads
     dim, heads = integer(hf, dim_key), integer(hf, heads_key)
     width, rest = divmod(dim, heads)
@@ -102,7 +102,7 @@ def shared_head_dim(hf: Mapping[str, Any], sizes: SizeKeys) -> int:
 
 
 def rotary_dim(hf: Mapping[str, Any], head_dim: int) -> int:
-    """Returns how many dims of a head are rotated, where a config must say so."""
+    """Returns how many dims of a head RoPE rotates, for families whose config must say so."""
     rope = rope_parameters(hf)
     factor = first(hf.get("partial_rotary_factor"), rope.get("partial_rotary_factor"))
     explicit = hf.get("rotary_dim")
@@ -122,13 +122,13 @@ def rotary_dim(hf: Mapping[str, Any], head_dim: int) -> int:
 
 
 def rope_theta(hf: Mapping[str, Any]) -> float:
-    """Returns the base of the rotary frequencies, which may sit in `rope_parameters`."""
+    """Returns the base of the rotary frequencies, which may be a key of `rope_parameters`."""
     value = first(hf.get("rope_theta"), rope_parameters(hf).get("rope_theta"))
     return number({"rope_theta": value}, "rope_theta")
 
 
 def rope_parameters(hf: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the rotary options of transformers 5, or none."""
+    """Returns the rotary options of transformers 5, or an empty mapping."""
     value = hf.get("rope_parameters") or {}
     if not isinstance(value, Mapping):
         raise errors.ConfigError(f"config.json: rope_parameters={value!r} must be an object")
@@ -151,7 +151,7 @@ def integer(hf: Mapping[str, Any], key: str, *, default: int | None = None, low:
 
 
 def flag(hf: Mapping[str, Any], key: str) -> bool:
-    """Returns a boolean, False where the key is missing."""
+    """Returns a boolean, or False if the key is missing."""
     value = first(hf.get(key), False)
     if not isinstance(value, bool):
         raise errors.ConfigError(f"config.json: {key}={value!r} must be true or false")

@@ -1,7 +1,7 @@
-"""What a family decided about each key of its HF config.json.
+"""The rules of a family for each key of its HF config.json.
 
-A key whose value this engine does not implement is an error that names it, a key
-that nobody decided about is named in a warning. `hf_config` reads the values.
+A value that this engine does not implement is an error that names the key. A warning names each
+key that no rule knows. `hf_config` reads the values.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ logger = logging.getLogger(__name__)
 
 
 def names(text: str) -> frozenset[str]:
-    """Returns the words of a text as the names of keys."""
+    """Returns the words of a text, which are names of keys."""
     return frozenset(text.split())
 
 
-# Keys of other families that change the forward pass: the value that does not, or null.
+# Keys of other families that change the forward pass, with the value that does not; null does not
+# change it either.
 FOREIGN_NEUTRAL: dict[str, Any] = {
     "mlp_bias": False,
     "add_bias_linear": False,
@@ -37,7 +38,7 @@ FOREIGN_NEUTRAL: dict[str, Any] = {
     "is_decoder": False,
     "is_encoder_decoder": False,
     "add_cross_attention": False,
-    # Scales: 1 is none.
+    # Scales: 1 means no scale.
     "scale_emb": 1,
     "scale_depth": 1,
     "embedding_scale": 1,
@@ -46,7 +47,7 @@ FOREIGN_NEUTRAL: dict[str, Any] = {
     "lm_head_multiplier": 1,
     "logit_scale": 1,
     "logits_scaling": 1,
-    # Scales, caps and formats that only null leaves out.
+    # Scales, caps and formats: only null turns them off.
     "attention_multiplier": None,
     "query_pre_attn_scalar": None,
     "clip_qkv": None,
@@ -63,7 +64,7 @@ FOREIGN_NEUTRAL: dict[str, Any] = {
     "rope_scaling": None,
 }
 
-# Of families whose layers are all dense, without norms of q and k.
+# The same for families whose layers are all dense and have no norms of q and k.
 FOREIGN_NEUTRAL_TO_DENSE: dict[str, Any] = FOREIGN_NEUTRAL | {
     "use_qk_norm": False,
     "use_qk_layernorm": False,
@@ -74,8 +75,8 @@ FOREIGN_NEUTRAL_TO_DENSE: dict[str, Any] = FOREIGN_NEUTRAL | {
     "partial_rotary_factor": 1,
 }
 
-# Keys that say nothing about the forward pass: bookkeeping of transformers, other
-# special tokens, training, generation defaults of old configs.
+# Keys without effect on the forward pass: bookkeeping of transformers, other special tokens,
+# training, generation defaults of old configs.
 HARMLESS = names(
     """
     architectures auto_map dtype torch_dtype transformers_version tokenizer_class
@@ -97,7 +98,7 @@ HARMLESS = names(
     """
 )
 
-# Keys that are read for every family, besides those of its sizes.
+# Keys that this engine reads for every family, besides the keys of its sizes.
 _READ = names(
     """
     block_length block_size eos_token_id head_dim layer_types mask_token_id model_type
@@ -109,13 +110,13 @@ _ROPE_PARAMETERS = frozenset({"rope_theta", "rope_type", "type", "partial_rotary
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KeyRules:
-    """The names of a family, and what it decided about each key of its config.json.
+    """The names of a family, and its rules for the keys of its config.json.
 
-    `only` holds the values that are implemented, the first one meant by a missing key;
-    `neutral` the value that leaves the forward pass alone, as null does; `read` are the keys
-    that the family parses besides its `sizes`, `harmless` those without effect on it besides
-    `HARMLESS`. `missing` is what its published model class takes a missing key to mean, where
-    the releases say otherwise.
+    `only`: the implemented values of a key; a missing key means the first one. `neutral`: the
+    value that does not change the forward pass; null does not change it either. `read`: the keys
+    that the family parses, besides its `sizes`. `harmless`: the keys without effect, besides
+    `HARMLESS`. `missing`: the values that the published model class assumes for missing keys, if
+    the releases have other values.
     """
 
     architecture: str
@@ -129,7 +130,7 @@ class KeyRules:
     layer_types: tuple[str, ...] = ("full_attention",)
 
     def check(self, hf: Mapping[str, Any]) -> None:
-        """Raises for the first value that is not implemented, then warns of unknown keys."""
+        """Raises for the first value that is not implemented; otherwise warns of unknown keys."""
         for key, allowed in self.only.items():
             if hf.get(key, allowed[0]) not in allowed:
                 self.refuse(key, hf[key], " or ".join(map(repr, allowed)))
@@ -150,14 +151,14 @@ class KeyRules:
         self._warn_of_unknown_keys(hf)
 
     def refuse(self, key: str, value: Any, supported: str) -> None:
-        """Raises the error of a value that is not implemented."""
+        """Raises the error for a value that is not implemented."""
         raise errors.ConfigError(
             f"config.json: {key}={value!r} is not supported for {self.architecture}; "
             f"supported: {supported}"
         )
 
     def _warn_of_unknown_keys(self, hf: Mapping[str, Any]) -> None:
-        # Only a warning: published configs may carry more harmless keys than we know.
+        # Only a warning: published configs may have harmless keys that no rule knows.
         known = {*self.only, *self.neutral, *self.read, *self.harmless, *_READ, *HARMLESS}
         known.update(dataclasses.astuple(self.sizes))
         unknown = {key: value for key, value in hf.items() if key not in known}

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from jdllm import config as config_lib
 from jdllm import device, errors
@@ -36,7 +37,7 @@ Params = dict[str, jax.Array]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """What a runner needs: static `graphdef`, `params`, and facts about the model."""
+    """A model for a runner: static `graphdef`, `params`, and facts about the model."""
 
     graphdef: nnx.GraphDef
     params: Params
@@ -56,10 +57,10 @@ def load(
     seed: int = 0,
     show_progress: bool = True,
 ) -> LoadedModel:
-    """Returns the model of a local directory, its parameters on the default device.
+    """Returns the model of a local directory, with its parameters on the default device.
 
-    dtype "auto" is the checkpoint's; router arrays stay float32 in every dtype.
-    load_format "dummy" needs config.json only and draws weights from `seed`.
+    dtype "auto" is the dtype of the checkpoint; router arrays stay float32 in every dtype.
+    load_format "dummy" needs only config.json and draws weights from `seed`.
     """
     directory = pathlib.Path(directory)
     hf_config, architecture, config = _parse(directory, block_size)
@@ -93,8 +94,8 @@ def load(
     )
 
 
-def serving_params(params: Params, dtype: jnp.dtype) -> Params:
-    """Returns `params` in the form that steps want: what each step would derive is done once.
+def serving_params(params: Params, dtype: DTypeLike) -> Params:
+    """Returns `params` with the work done that each step would otherwise repeat.
 
     Not for checkpoints or training: router weights of a bfloat16 model become bfloat16 parts.
     """
@@ -109,7 +110,7 @@ def serving_params(params: Params, dtype: jnp.dtype) -> Params:
 def read_spec(
     directory: str | os.PathLike[str], *, block_size: int | None = None
 ) -> spec_lib.ModelSpec:
-    """Returns what a local directory's config files say of its model; reads no weight."""
+    """Returns the facts in a local directory's config files, without reading any weight."""
     return _parse(pathlib.Path(directory), block_size)[2].spec
 
 
@@ -127,8 +128,8 @@ def _parse(
     return hf_config, architecture, config
 
 
-def resolve_dtype(dtype: str, hf_config: Mapping[str, Any]) -> jnp.dtype:
-    """Returns the activation dtype; "auto" is the one config.json names, else bfloat16."""
+def resolve_dtype(dtype: DTypeLike, hf_config: Mapping[str, Any]) -> jnp.dtype:
+    """Returns the activation dtype; "auto" is the dtype in config.json, or else bfloat16."""
     name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
     if name == "auto":
         name = hf_config.get("dtype") or hf_config.get("torch_dtype") or "bfloat16"
@@ -145,7 +146,7 @@ def export_safetensors(
     params: Mapping[str, jax.Array],
     path: pathlib.Path,
 ) -> None:
-    """Writes parameters as one file of Hugging Face names and shapes, in their own dtypes."""
+    """Writes parameters, in their own dtypes, as one file with Hugging Face names and shapes."""
     export.export(path, registry.family(architecture).weight_rows(config), params)
 
 
@@ -166,7 +167,7 @@ def _load_format(directory: pathlib.Path, load_format: str) -> str:
 
 
 def merge(graphdef: nnx.GraphDef, params: Mapping[str, jax.Array]) -> decoder.Decoder:
-    """Returns the module over these arrays; cheap, meant for use inside a traced function."""
+    """Returns the module with these arrays; it is cheap and meant for traced functions."""
     nested: dict[str | int, Any] = {}
     for path, array in params.items():
         *parents, leaf = path.split(".")
@@ -185,10 +186,10 @@ def apply(
 
 
 def random_params(shapes: Mapping[str, jax.ShapeDtypeStruct], *, seed: int = 0) -> Params:
-    """Returns unit-variance random weights, made on the device one array at a time.
+    """Returns random weights that give activations of variance 1, one array at a time.
 
-    Embeddings have variance 1, linears std 1/sqrt(fan_in), norms are one and
-    biases zero, so activations keep their scale through any depth.
+    Embeddings have variance 1, linear weights have a standard deviation of 1/sqrt(fan_in), norms
+    are one and biases zero. So activations keep their scale at any depth.
     """
     key = jax.random.key(seed)
     return {
@@ -205,6 +206,6 @@ def _random_array(path: str, array: jax.ShapeDtypeStruct, key: jax.Array) -> jax
     draw = jax.random.normal(key, array.shape, array.dtype)
     if path == "word_embeddings":
         return draw
-    # The contracted axis is the last one, but of routers, which are [in, out].
+    # The contracted axis is the last one, except in routers, which are [in, out].
     fan_in = array.shape[0 if path.endswith("router.weight") else -1]
     return draw * jnp.asarray(fan_in**-0.5, array.dtype)

@@ -1,4 +1,4 @@
-"""Which HF architectures this engine loads: one readable dict, no discovery."""
+"""The HF architectures that this engine loads: one readable dict, no discovery."""
 
 from __future__ import annotations
 

@@ -4,10 +4,11 @@
     {layer}.self_attn.q_proj.weight                {layer}.attention.w_qkv[q]
     {layer}.mlp.experts.{expert}.down_proj.weight  {layer}.mlp.experts.w_down[{expert}]
 
-`{layer}` is the path of each layer, `{expert}` the number of each expert. What stands in brackets
-is the part that the tensor fills, one of `PARTS`. A row counts where the model has its parameter:
-a tied head, a bias or a router that a model lacks needs no condition in the table. Shapes follow
-from the parameters. `WeightTable.check` finds what a table forgets or fills twice.
+`{layer}` is the path of each layer, `{expert}` the number of each expert. The brackets name the
+part of the parameter that the tensor fills, one of `PARTS`. A row counts only if the model has its
+parameter, so a table needs no condition for a tied head, or for a bias or a router that a model
+lacks. Shapes follow from the parameters. `WeightTable.check` finds parameters that a table forgets
+or fills twice.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ def _whole(array: np.ndarray, _: attention.AttentionConfig) -> np.ndarray:
 
 
 def _gate_up(array: np.ndarray) -> np.ndarray:
-    # [..., 2I, D] -> [..., groups, gate or up, rows of a group, D], without a copy: the layout of
-    # `pallas_kernels.grouped_matmul`.
+    # [..., 2F, D] -> [..., groups, gate or up, rows of a group, D], a view without a copy. It is
+    # the layout of `pallas_kernels.grouped_matmul`.
     width = array.shape[-2] // 2
     group = pallas_kernels.gate_up_group(width)
     return array.reshape(*array.shape[:-2], width // group, 2, group, array.shape[-1])
@@ -49,19 +50,19 @@ def _heads(
     return array[first * config.head_dim : (first + count) * config.head_dim]
 
 
-# View of a part of a parameter; the layer's attention says how many heads there are.
+# Returns the view of a part of a parameter; the layer's attention config has the number of heads.
 Part = Callable[[np.ndarray, attention.AttentionConfig], np.ndarray]
 PARTS: dict[str, Part] = {
-    # Of a router's weight [in, out], which checkpoints hold as [out, in].
+    # A router's weight [in, out], which checkpoints hold as [out, in].
     "transposed": lambda array, _: array.T,
-    # Of q, then k, then v.
+    # The parameter holds q, then k, then v.
     "q": lambda array, config: _heads(array, config, 0, config.num_query_heads),
     "k": lambda array, config: _heads(array, config, config.num_query_heads, config.num_kv_heads),
     "v": lambda array, config: array[-config.num_kv_heads * config.head_dim :],
-    # Of a dense feed-forward: gate, then up.
+    # A dense feed-forward holds gate, then up.
     "gate": lambda array, _: array[: len(array) // 2],
     "up": lambda array, _: array[len(array) // 2 :],
-    # Of experts, which interleave groups of gate and up.
+    # Experts interleave groups of gate and up.
     "moe_gate": lambda array, _: _gate_up(array)[..., 0, :, :],
     "moe_up": lambda array, _: _gate_up(array)[..., 1, :, :],
     "moe_gate_up": lambda array, _: np.swapaxes(_gate_up(array), -4, -3),
@@ -70,7 +71,7 @@ PARTS: dict[str, Part] = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Pattern:
-    """One row of a table, its placeholders still in place."""
+    """One row of a table, with its placeholders."""
 
     tensor: str
     parameter: str
@@ -81,7 +82,7 @@ class Pattern:
     def expand(
         self, path: str, config: decoder_config.DecoderConfig, shapes: Shapes
     ) -> Iterator[weight_table.WeightRow]:
-        """Yields a row per layer, and per expert, that has the parameter; `path` holds layers."""
+        """Yields a row per layer (and expert) with the parameter; `path` is the list of layers."""
         for i in range(len(config.layers)) if "{layer}" in self.parameter else (0,):
             target = self.parameter.replace("{layer}", f"layers.{i}")
             if target not in shapes:
@@ -101,10 +102,10 @@ class Pattern:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WeightTable:
-    """A family's table; `layers` is what checkpoints call the list of layers.
+    """A family's table; `layers` is the name of the list of layers in checkpoints.
 
-    A checkpoint holds one of the `forms`, named texts of rows that fill the same parameters;
-    the first one is what is written.
+    `forms` are named texts of rows that fill the same parameters. A checkpoint holds one of them;
+    an export writes the first one.
     """
 
     layers: str
@@ -119,9 +120,9 @@ class WeightTable:
         return tuple(row for one in patterns for row in one.expand(self.layers, config, shapes))
 
     def check(self, config: decoder_config.DecoderConfig, shapes: Shapes) -> None:
-        """Raises where a row names no parameter of this model, or a parameter is not filled once.
+        """Raises unless each row names a parameter, and the rows fill each parameter exactly once.
 
-        So the model must have everything that the family may have.
+        So the model must have every parameter that a model of the family may have.
         """
         filled: dict[str, dict[str, np.ndarray]] = {path: {} for path in shapes}
         for pattern in self._patterns():
@@ -175,7 +176,7 @@ def _view(
 def _shape_of(
     part: Part, whole: tuple[int, ...], heads: attention.AttentionConfig
 ) -> tuple[int, ...]:
-    """Returns a tensor's shape: that of the part it fills, whose groups of rows it joins."""
+    """Returns a tensor's shape: the shape of its part of the parameter, with groups joined."""
     shape = part(np.broadcast_to(np.int8(0), whole), heads).shape
     if len(shape) == len(whole):
         return shape

@@ -1,12 +1,12 @@
 """Arithmetic word problems with worked answers in GSM8K's style, generated from a seed.
 
-A problem is one story of one to three steps of + - * and exact /, all values positive
-integers; every step is a sentence with a calculator annotation and the result stands after
-`####`. The answer follows from the question alone (no choice of words is left open), so
-a parallel decoder can write many of its tokens at once.
+A problem is a story with one to three steps of + - * and exact /. All values are positive
+integers. Every step is a sentence with a calculator annotation, and the result follows `####`.
+The question alone determines the answer, word by word, so a parallel decoder can write many of
+its tokens at once.
 
 `generate(index, split=..., seed=...)` is a pure function. The splits differ in three ways:
-  names     every name of the test split is in `words.TEST_NAMES`, never used in training;
+  names     every name of the test split is in `words.TEST_NAMES`, and never occurs in training;
   numbers   an operand pair (op, a, b) with `splits.is_held_out_pair` never occurs in training, and
             every test problem has one. For * and / the mirrored fact stays in training;
   phrasings a (family, frame, verb) with `splits.is_held_out_phrasing` never occurs in training,
@@ -27,7 +27,7 @@ from jdllm.tasks.story import Impossible, Step, Story
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One problem; `gold` is the number after `####`, `phrasings` the chosen sentence kinds."""
+    """One problem; `gold` is the number after `####`, `phrasings` are its kinds of sentences."""
 
     id: str
     question: str
@@ -65,14 +65,14 @@ def generate(index: int, *, split: Split, seed: int = 0) -> Problem:
 
 
 def problems(split: Split, *, seed: int = 0, start: int = 0) -> Iterator[Problem]:
-    """Yields problems `start`, `start + 1`, ... of a split without end."""
+    """Yields problems `start`, `start + 1`, ... of a split, without end."""
     index = start
     while True:
         yield generate(index, split=split, seed=seed)
         index += 1
 
 
-# Parts of a story. Each says its sentences and returns the running value.
+# Parts of a story. Each adds its sentences and returns the current value.
 
 
 def _start(story: Story) -> int:
@@ -124,7 +124,7 @@ def _money_change(story: Story, value: int) -> int:
 
 
 def _compare(story: Story, value: int) -> int:
-    """Adds a second person who has more, fewer or times as many; returns their amount."""
+    """Adds a second person, who has more, fewer or k times as many; returns their amount."""
     rng = story.rng
     draw = rng.random()
     if draw < 0.3:
@@ -203,7 +203,7 @@ def _comparison(story: Story, num_steps: int) -> str:
 
 
 def _two_people(story: Story, num_steps: int) -> str:
-    """Two amounts: their sum or difference, after changes of the first."""
+    """Asks for the sum or the difference of two amounts, after changes of the first one."""
     first, second = story.amount(), story.amount()
     story.say("two", n=first, k=second)
     for _ in range(num_steps - 1):
@@ -216,7 +216,7 @@ def _two_people(story: Story, num_steps: int) -> str:
 
 
 def _shopping(story: Story, num_steps: int) -> str:
-    """Buys things at a price; a second kind of thing at three steps, change at two."""
+    """Buys things at a price; two steps ask for the change, three add a second kind of thing."""
     n, k = story.factors()
     story.say("price", n=n, k=k)
     cost = story.step("*", n, k, "The {o} cost {x}.", unit="$")

@@ -1,18 +1,18 @@
-"""One evaluation example and the score of one output, shared by every task."""
+"""One evaluation example and the score of one output; all tasks share them."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
 
-# GSM8K's own number pattern, without a trailing full stop.
+# GSM8K's own pattern of a number, but it does not match a full stop at the end.
 NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?")
 AFTER_MARK = re.compile(r"####\s*(-?\$?\d[\d,]*(?:\.\d+)?)")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """A question with its gold number as text; `answer` is the worked solution for few-shot use."""
+    """A question with its gold number as text; few-shot prompts show the solution, `answer`."""
 
     id: str
     question: str

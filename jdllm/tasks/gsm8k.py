@@ -1,6 +1,6 @@
-"""GSM8K-format files: loading and the few-shot prompt; also serves generated problems.
+"""Loads files in GSM8K's format, or generated problems, and builds the few-shot prompt.
 
-The file is JSON lines with `question` and `answer`, the gold number after `####`.
+A file consists of JSON lines with `question` and `answer`; the gold number follows `####`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def load(path: str | None, limit: int | None = None) -> list[Example]:
 
 
 def load_arithmetic(path: str | None, limit: int | None = None) -> list[Example]:
-    """Returns held-out generated problems (500 unless `limit` says), or those of a file."""
+    """Returns the problems of a file, or `limit` generated held-out ones (500 by default)."""
     if path is not None:
         return load(path, limit)
     problems = itertools.islice(arithmetic.problems("test"), 500 if limit is None else limit)
@@ -40,7 +40,7 @@ def load_arithmetic(path: str | None, limit: int | None = None) -> list[Example]
 
 
 def build_prompt(example: Example, shots: Sequence[Example] = ()) -> str:
-    """Returns SGLang's and lm-eval's few-shot form; the bare question without shots."""
+    """Returns the few-shot prompt of SGLang and lm-eval, or the bare question without shots."""
     if not shots:
         return example.question
     parts = [f"Question: {shot.question}\nAnswer: {shot.answer}\n\n" for shot in shots]

@@ -11,7 +11,7 @@ from jdllm.tasks.example import Example, Score
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """Pure functions of one task: `load(path, limit)`, `build_prompt(example, shots)`, `score`."""
+    """The functions of a task: `load(path, limit)`, `build_prompt(example, shots)`, `score`."""
 
     name: str
     load: Callable[[str | None, int | None], list[Example]]

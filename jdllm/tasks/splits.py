@@ -16,11 +16,12 @@ PHRASING_SALT = "21/"
 
 @functools.cache
 def is_held_out_pair(op: str, a: int, b: int) -> bool:
-    """Says whether training never shows the step `a op b`.
+    """Returns whether training never shows the step `a op b`.
 
-    + and -: one ordered pair in ten. * and /: of one fact in ten (such as 7, 8, 56) one
-    of the two orders, so that the fact itself can still be known. Not from a division whose
-    mirror no story draws (64 / 4: none divides by 16); that one is left to generalisation.
+    For + and -, that is one ordered pair in ten. For * and /, it is one of the two orders of one
+    fact in ten (for example 7, 8, 56), so the model can still know the fact from the other order.
+    This does not work for a division whose mirror no story draws (64 / 4: no story divides by
+    16); there the model must generalise.
     """
     if op in "+-":
         return _hash(f"{op}{a},{b}") % 10 == 0
@@ -31,7 +32,7 @@ def is_held_out_pair(op: str, a: int, b: int) -> bool:
 
 @functools.cache
 def is_held_out_phrasing(phrasing: str) -> bool:
-    """Says whether training never shows this `family|frame|verb`; about one in eight."""
+    """Returns whether training never shows this `family|frame|verb`; about one in eight is so."""
     return _hash(PHRASING_SALT + phrasing) % 8 == 0
 
 
@@ -41,7 +42,7 @@ def _hash(text: str) -> int:
 
 @functools.cache
 def phrasings(family: str, split: Split) -> tuple[tuple[str, str, str], ...]:
-    """Returns the (frame, verb, key) of a family that a split may use."""
+    """Returns the (frame, verb, key) triples of a family that a split may use."""
     tables = words.FAMILIES if family in words.FAMILIES else words.QUESTIONS
     frames, verbs = tables[family]
     rows = [(frame, verb, f"{family}|{frame}|{verb}") for frame in frames for verb in verbs]

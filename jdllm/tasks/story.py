@@ -15,7 +15,7 @@ MAX_QUOTIENT = 30
 
 
 class Impossible(Exception):
-    """Says that the drawn numbers allow no such story; another one is drawn."""
+    """Says that the drawn numbers do not fit the story; the caller draws another story."""
 
 
 class Story:
@@ -40,14 +40,14 @@ class Story:
         }  # fmt: skip
 
     def is_allowed(self) -> bool:
-        """Applies the split's law on numbers and phrasings to the finished story."""
+        """Returns whether the split allows the numbers and phrasings of the finished story."""
         new_pair = any(splits.is_held_out_pair(*step[:3]) for step in self.steps)
         if self.split == "train":
             return not new_pair
         return new_pair and any(map(splits.is_held_out_phrasing, self.phrasings))
 
     def new_name(self) -> tuple[str, bool]:
-        """Draws a name that the story does not have yet, and whether it takes `he`."""
+        """Draws a name that the story does not have yet; returns it and whether it is a `he`."""
         rng = self.rng
         while True:
             is_he = rng.random() < 0.5
@@ -72,11 +72,11 @@ class Story:
         return rng.choice(words.THINGS)
 
     def partner(self, table: tuple[str, ...]) -> str:
-        """Draws who gives or takes things: a relative or a third person, never {B}."""
+        """Draws the person who gives or takes things: a relative or a third person, never {B}."""
         return self.rng.choice(table).format(**self.slots, D=self.new_name()[0])
 
     def phrase(self, family: str, **numbers: object) -> str:
-        """Returns one sentence of a family in the story's people and things."""
+        """Returns one sentence of a family with the story's people and things."""
         frame, verb, key = self.rng.choice(splits.phrasings(family, self.split))
         self.phrasings.append(key)
         return frame.format(**{**self.slots, "v": verb, **numbers})
@@ -90,7 +90,7 @@ class Story:
         return stem.format(**self.slots) + (ending if ending == "?" else f" {ending}")
 
     def step(self, op: str, a: int, b: int, sentence: str, unit: str = "") -> int:
-        """Adds a worked step; `sentence` has {x} where expression and result go."""
+        """Adds a worked step; in `sentence`, {x} stands for the expression and the result."""
         result = {"+": a + b, "-": a - b, "*": a * b, "/": a // b}[op]
         if not 0 < result <= MAX_VALUE or (op == "/" and a % b):
             raise Impossible
@@ -127,8 +127,8 @@ class Story:
 def _invented(rng: random.Random) -> str:
     """Returns a made-up word.
 
-    Syllables, two real words spliced, or plain letters: together they show every piece
-    that an unseen word may be tokenised into, so that copying it is nothing new.
+    It consists of syllables, of parts of two real words, or of random letters. Together these
+    words show every token that an unseen word may contain, so the model has learnt to copy it.
     """
     draw = rng.random()
     if draw < 0.1:

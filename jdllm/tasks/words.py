@@ -1,7 +1,7 @@
 """The vocabulary of the arithmetic problems: names, things, verbs and sentence frames.
 
-Data only. A phrasing is a (frame, verb) pair of one family; which pairs are held out of
-training is decided by a hash in `arithmetic`, so a table can grow without a second list.
+This module holds data only. A phrasing is a (frame, verb) pair of one family. A hash in `splits`
+decides which pairs training never shows, so a table can grow without a second list.
 
 Placeholders: {A} the main person, {B} and {D} others, {P}/{p} the pronoun of A, {m} him/her,
 {h}/{H} his/her, {v} the verb, {n} and {k} numbers, {o} the things, {C}/{c} containers and
@@ -36,7 +36,7 @@ SHE_NAMES = _split(
     Brittany Charlotte Marie Kayla Alexis Lori Mia Zoe Fatima Aisha Mei Yuki Priya Sofia Elena Ana
     Lucy Jane Kate Ella Ava Lily Chloe Eva Nina Rosa Weng"""
 )
-# Never in training, in any role; synthetic names that collide with one are drawn again.
+# Never in training, in any role; an invented name that is one of these is drawn again.
 TEST_HE_NAMES = _split(
     """Oliver Liam Elijah Mason Wyatt Caleb Isaac Connor Hunter Owen Miles Jasper Silas Theo Ezra
     Marcus Victor Simon Trevor Derek Curtis Dustin Rafael Diego Tariq Hiro Stefan Nolan Ned
@@ -264,7 +264,7 @@ FAMILIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
 }  # fmt: skip
 
-# Questions: (stem, ending) pairs are phrasings too.
+# Questions; their (stem, ending) pairs are phrasings too.
 QUESTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "now": (
         (

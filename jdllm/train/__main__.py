@@ -42,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
         "--resume",
         choices=("auto", "never"),
         default="auto",
-        help="auto: go on from the newest checkpoint in the output folder",
+        help="auto: resume from the newest checkpoint in the output folder",
     )
     parser.add_argument(
         "--set",

@@ -1,7 +1,7 @@
-"""Saving and restoring a run: orbax for resuming, npz parts for carrying weights elsewhere.
+"""Saves and restores a run: with orbax to resume it, as npz parts to carry weights elsewhere.
 
-Orbax writes into a temporary folder and renames it, so a run killed at any moment
-resumes from its last whole checkpoint, bit for bit.
+Orbax writes into a temporary folder and renames it. So a run that is killed at any moment
+resumes from its last complete checkpoint, bit for bit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_PART_BYTES = 15 * 2**20
 
 
 def manager(folder: pathlib.Path) -> ocp.CheckpointManager:
-    """Returns the run's checkpoint manager; it keeps the last two."""
+    """Returns the run's checkpoint manager, which keeps the last two checkpoints."""
     options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
     return ocp.CheckpointManager(folder.absolute(), options=options)
 
@@ -34,7 +34,7 @@ def save(checkpoints: ocp.CheckpointManager, state: step.TrainState) -> None:
 
 
 def restore(checkpoints: ocp.CheckpointManager, like: step.TrainState) -> step.TrainState | None:
-    """Returns the latest checkpoint in the shape of `like`, or None where there is none."""
+    """Returns the latest checkpoint, with the structure and shapes of `like`, or None."""
     latest = checkpoints.latest_step()
     if latest is None:
         return None
@@ -58,12 +58,12 @@ def export_parts(state: step.TrainState, stem: pathlib.Path) -> list[pathlib.Pat
         size += array.nbytes
     files = [stem.with_name(f"{stem.name}.{i}.npz") for i in range(len(parts))]
     for file, part in zip(files, parts, strict=True):
-        np.savez(file, **part)  # pyright: ignore[reportArgumentType]  # all names are arrays'
+        np.savez(file, **part)  # pyright: ignore[reportArgumentType]  # each is an array
     return files
 
 
 def import_parts(config: TrainConfig, stem: pathlib.Path) -> step.TrainState:
-    """Returns a state of `export_parts` files with fresh moments: the run re-warms."""
+    """Returns the state in files of `export_parts`, with fresh moments and a new warm-up."""
     files = sorted(stem.parent.glob(f"{stem.name}.*.npz"))
     if not files:
         raise FileNotFoundError(f"no {stem}.0.npz: give --import-state the name without .N.npz")

@@ -29,10 +29,10 @@ _AT_LEAST_ONE = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """Everything that decides a run, apart from where it writes.
+    """All options of a run, except where it writes.
 
     `model_path` (a directory, or a bundled model's name) holds config.json, tokenizer and chat
-    template; the learning rate warms up, stays at `learning_rate`, and falls linearly to 0 over
+    template. The learning rate warms up, stays at `learning_rate`, and falls linearly to 0 over
     the last `decay_steps` of `num_steps`.
     """
 
@@ -42,7 +42,7 @@ class TrainConfig:
     max_minutes: float | None = None  # stop (checkpoint, evaluate, export) after this much time
     batch_size: int = 512  # problems per step
     sequence_length: int = 192  # tokens of prompt and answer, a multiple of the block size
-    answer_blocks: int = 4  # most blocks that an answer may touch, counted from position 0
+    answer_blocks: int = 4  # most blocks that an answer may touch; block 0 begins at position 0
     noise_copies: int = 1  # independently masked copies of every answer; 1 for full attention
     full_mask_fraction: float = 0.2  # share of blocks, or canvases, that are masked entirely
     learning_rate: float = 1.5e-3
@@ -59,8 +59,8 @@ class TrainConfig:
     eval_every: int = 1_000
     eval_problems: int = 500
     eval_thresholds: tuple[float, ...] = (0.9,)  # beside one token per step
-    data_threads: int = 4  # in each process that makes batches
-    data_workers: int = 0  # processes that make batches; 0: this one
+    data_threads: int = 4  # threads in each process that makes batches
+    data_workers: int = 0  # processes that make batches; 0: only the main process
     prefetch_batches: int = 8
 
     def __post_init__(self) -> None:
@@ -112,5 +112,5 @@ def _typed(key: str, kind: str, value: Any) -> Any:
             case "tuple[float, ...]" if isinstance(value, list | tuple):
                 return tuple(float(v) for v in value)
     except (TypeError, ValueError):
-        pass  # the text is no number: the same error as any other wrong type
+        pass  # the text is no number: raise the same error as for any other wrong type
     raise errors.ConfigError(f"{key}={value!r} must be of type {kind}")

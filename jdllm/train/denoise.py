@@ -1,14 +1,14 @@
-"""Greedy block denoising of whole sequences, for measuring a model while it trains.
+"""Greedy block denoising of whole sequences, which measures a model during training.
 
-The rule is that of serving, LowConfidence, on the current block. No KV cache: every forward
-runs the whole sequence, which is exact and cheap for a small model. A threshold of 1 or more
-writes one token per step.
+The rule for the current block is LowConfidence, as in serving. There is no KV cache: every
+forward runs the whole sequence, which is exact and cheap for a small model. With a threshold of 1
+or more, a step writes one token.
 
-With block-causal attention blocks lie at multiples of their size, the first one holds the
-prompt's tail, and a forward of its own persists each block but the last. With full attention
-the rest of the row is a canvas: blocks begin at the prompt's end, the last may be short,
-later ones are masked and visible. FastDLLM does the same by its threshold, except that it
-writes what equals the threshold, too.
+With block-causal attention, blocks begin at multiples of their size. The first block holds the
+prompt's tail, and an extra forward persists each block but the last. With full attention, the
+rest of the row is a canvas: blocks begin at the prompt's end, the last one may be short, and
+later blocks are masked and visible. FastDLLM does the same with its threshold, but it also writes
+a position whose probability equals the threshold.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from jdllm import algorithms, spec
 from jdllm.decoding.block import interface, low_confidence
@@ -32,22 +33,29 @@ RULE = low_confidence.LowConfidence()
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Denoised:
-    """Rows during and after denoising; `forwards` counts persist forwards too, if there are any."""
+    """Rows during and after denoising.
 
-    tokens: jax.Array  # int32 [B, S]
-    masked: jax.Array  # bool [B, S]
-    prompt_lens: jax.Array  # int32 [B]
-    block: jax.Array  # int32 [B], the block being written
-    forwards: jax.Array  # int32 [B]
-    done: jax.Array  # bool [B]
+    `block` is the number of the block that the row writes now. `forwards` also counts the
+    forwards that persist a block.
+    """
+
+    tokens: Int32[Array, "B S"]
+    masked: Bool[Array, "B S"]
+    prompt_lens: Int32[Array, " B"]
+    block: Int32[Array, " B"]
+    forwards: Int32[Array, " B"]
+    done: Bool[Array, " B"]
 
 
 def denoiser(
     network: Network, *, length: int, stop_ids: tuple[int, ...]
-) -> Callable[[Params, jax.Array, jax.Array, jax.Array], Denoised]:
-    """Returns the jitted `denoise(params, tokens [B, S], prompt_lens [B], threshold)`.
+) -> Callable[
+    [Params, Int[Array, "B S"], Int[Array, " B"], Float[Array, ""]],
+    Denoised,
+]:
+    """Returns the jitted `denoise(params, tokens, prompt_lens, threshold)`.
 
-    `params` are in compute dtypes. Only the prompt of `tokens` is read.
+    `params` are in compute dtypes. The function reads only the prompts in `tokens`.
     """
     diffusion = network.config.spec.diffusion
     visible = jnp.asarray(
@@ -61,7 +69,7 @@ def denoiser(
         masked = jnp.arange(length) >= prompt_lens[:, None]
         rows = tokens.shape[0]
         start = Denoised(
-            tokens=jnp.where(masked, diffusion.mask_token_id, tokens.astype(jnp.int32)),
+            tokens=jnp.where(masked, network.mask_token_id, tokens.astype(jnp.int32)),
             masked=masked,
             prompt_lens=prompt_lens,
             block=(prompt_lens - _origin(diffusion, prompt_lens)) // diffusion.block_size,
@@ -81,8 +89,8 @@ def _step(
     params: Params,
     rows: Denoised,
     *,
-    visible: jax.Array,
-    threshold: jax.Array,
+    visible: Bool[Array, "S S"],
+    threshold: Float[Array, ""],
     stop_ids: tuple[int, ...],
 ) -> Denoised:
     diffusion = network.config.spec.diffusion
@@ -101,9 +109,9 @@ def _step(
         extra=RULE.init_extra(B, diffusion.block_size),
     )
     logits = _block_logits(network, params, rows.tokens, place, visible)  # [B, block, V]
-    after = RULE.update(block, _proposal(logits, diffusion.mask_token_id))
+    after = RULE.update(block, _proposal(logits, network.mask_token_id))
     is_final = RULE.is_final(after) & ~rows.done
-    # A stop token of the prompt's tail does not end the answer.
+    # A stop token in the prompt's tail does not end the answer.
     is_stop = jnp.isin(after.tokens, jnp.array(stop_ids)) & is_answer
     is_last = begin + diffusion.block_size >= S
     done = rows.done | (is_final & (jnp.any(is_stop, axis=-1) | is_last))
@@ -119,8 +127,8 @@ def _step(
     )
 
 
-def _proposal(logits: jax.Array, mask_token_id: int | None) -> interface.Proposal:
-    """Returns the greedy proposal of logits [B, block, V]."""
+def _proposal(logits: Float32[Array, "B T V"], mask_token_id: int) -> interface.Proposal:
+    """Returns the greedy proposal for the logits of a block."""
     logprobs = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     allowed = logprobs.at[..., mask_token_id].set(-jnp.inf)
     tokens, logprob = jnp.argmax(allowed, axis=-1), jnp.max(allowed, axis=-1)
@@ -136,14 +144,18 @@ def _proposal(logits: jax.Array, mask_token_id: int | None) -> interface.Proposa
     )
 
 
-def _origin(diffusion: spec.DiffusionSpec, prompt_lens: jax.Array) -> jax.Array:
-    """Returns [B], where block 0 of each row begins."""
+def _origin(diffusion: spec.DiffusionSpec, prompt_lens: Int[Array, " B"]) -> Int[Array, " B"]:
+    """Returns the position where block 0 of each row begins."""
     return prompt_lens if diffusion.has_canvas else jnp.zeros_like(prompt_lens)
 
 
 def _block_logits(
-    network: Network, params: Params, tokens: jax.Array, place: jax.Array, visible: jax.Array
-) -> jax.Array:
+    network: Network,
+    params: Params,
+    tokens: Int[Array, "B S"],
+    place: Int[Array, "B T"],
+    visible: Bool[Array, "S S"],
+) -> Float32[Array, "B T V"]:
     B, S = tokens.shape
     model = loading.merge(network.graphdef, params)
     positions = jnp.tile(jnp.arange(S), B)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Int
 
-from jdllm.tasks import example
+from jdllm.tasks import arithmetic, example
 from jdllm.train import denoise, examples, step
 from jdllm.train.config import TrainConfig
 
 logger = logging.getLogger(__name__)
 
-ONE_TOKEN_PER_STEP = 2.0  # no probability passes it
+ONE_TOKEN_PER_STEP = 2.0  # a threshold that no probability passes
 
 
 def evaluator(
@@ -26,7 +27,10 @@ def evaluator(
     layout: examples.Layout,
     noise: step.Noise,
 ) -> Callable[[step.Params], dict[str, float]]:
-    """Returns `evaluate(params) -> numbers`; compiled on first use, same problems every time."""
+    """Returns `evaluate(params) -> numbers`.
+
+    The function compiles at its first call, and every call uses the same problems.
+    """
     problems, rows_to_solve = examples.heldout(chat, layout, config.eval_problems)
     batch = jax.device_put(rows_to_solve)
     stop_ids = (chat.pad_id, chat.turn_end_id)
@@ -60,7 +64,7 @@ def evaluator(
 
 def _score(
     rows: denoise.Denoised,
-    problems: list,
+    problems: Sequence[arithmetic.Problem],
     chat: examples.ChatFormat,
     stop_ids: tuple[int, ...],
 ) -> dict[str, float]:
@@ -80,6 +84,6 @@ def _score(
     }
 
 
-def _until_stop(ids: np.ndarray, *, stop_ids: tuple[int, ...]) -> list[int]:
+def _until_stop(ids: Int[np.ndarray, " S"], *, stop_ids: tuple[int, ...]) -> list[int]:
     stops = np.flatnonzero(np.isin(ids, stop_ids))
     return ids[: stops[0] if stops.size else len(ids)].tolist()

@@ -1,7 +1,7 @@
-"""Training batches: generated problems, tokenised as the chat endpoint would see them.
+"""Training batches: generated problems, tokenised as in the chat endpoint.
 
-Batch `step` is a pure function of (seed, step), so a resumed run reads on where it
-stopped without any saved iterator state.
+Batch `step` is a pure function of (seed, step), so a resumed run goes on where it stopped, without
+any saved iterator state.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ import jinja2
 import numpy as np
 import tokenizers
 from absl import flags
+from jaxtyping import Int32
 
 from jdllm import errors
 from jdllm.tasks import arithmetic
 
-Batch = dict[str, np.ndarray]
+Batch = dict[str, Int32[np.ndarray, "B ..."]]  # see `pad_rows`
 TURN_END = "<|role_end|>"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Shapes of a batch."""
+    """The sizes of the rows of a batch."""
 
     sequence_length: int
     block_size: int
@@ -39,7 +40,7 @@ class Layout:
             )
 
     def fits(self, prompt_len: int, total_len: int) -> bool:
-        """Says whether a row of these lengths has a place in the batch."""
+        """Returns whether a row of these lengths fits into the batch."""
         last = (total_len - 1) // self.block_size
         blocks = last - prompt_len // self.block_size + 1
         return total_len <= self.sequence_length and blocks <= self.answer_blocks
@@ -67,11 +68,11 @@ class ChatFormat:
         self.turn_end_id: int = turn_end_id
 
     def prompts(self, questions: Sequence[str]) -> list[list[int]]:
-        """Returns the ids of each question as a one-turn chat, ready for the answer."""
+        """Returns the ids of each question as a chat of one turn, up to where the answer begins."""
         return self._encode([self._before + question + self._after for question in questions])
 
     def answers(self, answers: Sequence[str]) -> list[list[int]]:
-        """Returns the ids of each answer with the end of the turn."""
+        """Returns the ids of each answer and of the end of the turn."""
         return [[*ids, self.turn_end_id] for ids in self._encode(answers)]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -95,7 +96,7 @@ class ProblemBatches(grain.sources.RandomAccessDataSource):
 
     def __getitem__(self, step: int) -> Batch:
         rows: list[tuple[list[int], list[int]]] = []
-        # Spare problems stand in for those too long; 2 in 16 are never needed in practice.
+        # Spare problems replace problems that are too long; in practice these are enough.
         stride = self.batch_size + self.batch_size // 8 + 2
         problems = [
             arithmetic.generate(int(step) * stride + i, split="train", seed=self.seed)
@@ -116,10 +117,10 @@ class ProblemBatches(grain.sources.RandomAccessDataSource):
 
 
 def pad_rows(rows: Sequence[tuple[list[int], list[int]]], layout: Layout, pad_id: int) -> Batch:
-    """Returns `tokens` [B, S], `prompt_lens`, `answer_ends` and `total_lens` [B] of each row.
+    """Returns `tokens` [B, S], and `prompt_lens`, `answer_ends` and `total_lens` [B].
 
-    What follows an answer is `pad_id` (the end-of-text token): the model learns to fill a block
-    it has nothing more to say in. `total_lens` are whole blocks.
+    After an answer, a row holds `pad_id` (the end-of-text token), so the model learns to fill the
+    rest of a block with it. `total_lens` are whole blocks.
     """
     tokens = np.full((len(rows), layout.sequence_length), pad_id, np.int32)
     prompt_lens = np.zeros(len(rows), np.int32)
@@ -142,16 +143,16 @@ def pad_rows(rows: Sequence[tuple[list[int], list[int]]], layout: Layout, pad_id
 def batches(
     source: ProblemBatches, *, start_step: int, num_threads: int, num_workers: int, prefetch: int
 ) -> grain.DatasetIterator[Batch]:
-    """Returns the batches of `start_step`, `start_step + 1`, ..., made ahead of need.
+    """Returns the batches of `start_step`, `start_step + 1`, ..., and prepares some in advance.
 
-    By `num_workers` processes if any (an accelerator that takes ten batches a second),
-    else by threads of this one; the batches and their order are the same.
+    `num_workers` processes make them (for an accelerator that takes ten batches a second), or
+    threads of this process if it is 0. The batches and their order are the same.
     """
     dataset = grain.MapDataset.source(source)[start_step:]
     options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=prefetch)
     ahead = dataset.to_iter_dataset(options)
     if num_workers:
-        # grain's workers read absl flags, which only absl's own main would have parsed.
+        # grain's workers read absl flags, but only absl's own main parses them.
         flags.FLAGS.mark_as_parsed()
         ahead = ahead.mp_prefetch(
             grain.MultiprocessingOptions(num_workers=num_workers, per_worker_buffer_size=prefetch)

@@ -18,7 +18,7 @@ def write_hf(
     model_path: pathlib.Path,
     folder: pathlib.Path,
 ) -> pathlib.Path:
-    """Writes model.safetensors beside copies of the model folder's JSON and template files.
+    """Writes model.safetensors and copies of the model folder's JSON and template files.
 
     Weights have the dtypes of the forward pass: routers and their biases stay float32.
     """

@@ -1,7 +1,7 @@
 """The training run: data in, steps, curve, checkpoints, evaluation, export.
 
-Metrics are read from the device only every `log_every` steps, so the host runs ahead
-and the accelerator never waits for it.
+The loop reads metrics from the device only every `log_every` steps. So the host runs ahead, and
+the accelerator never waits for it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunPaths:
-    """Where a run writes, and the weights it starts from, if any."""
+    """Where a run writes, and the weights from which it starts, if any."""
 
     output_dir: pathlib.Path
     import_state: pathlib.Path | None = None
@@ -127,7 +127,7 @@ def _check_shapes(network: step.Network, params: step.Params, stem: pathlib.Path
 
 
 def _save_now(saved: checkpoints.ocp.CheckpointManager, state: step.TrainState) -> None:
-    # An evaluation takes minutes: a run stopped during it must not lose the steps before it.
+    # An evaluation takes minutes. A run that is stopped during it must not lose earlier steps.
     checkpoints.save(saved, state)
     saved.wait_until_finished()
 
@@ -138,7 +138,7 @@ def _is_over(config: TrainConfig, began: float) -> bool:
 
 
 class Curve:
-    """Appends one JSON line per event: step, seconds since the start, and its numbers."""
+    """A file with one JSON line per event: the step, seconds since the start, and numbers."""
 
     def __init__(self, path: pathlib.Path, *, began: float, batch_size: int):
         self.path = path
@@ -156,7 +156,7 @@ class Curve:
             self.last = (number, now)
         else:
             logger.info("step %d %s", number, json.dumps(numbers))
-            # Evaluation time is no training time.
+            # The next rate must not count the time of an evaluation.
             self.last = None
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")

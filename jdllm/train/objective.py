@@ -2,9 +2,11 @@
 
 A row is the clean sequence followed by masked copies of its answer blocks. A masked
 block sees itself and the clean blocks before it; a clean block sees clean blocks up to
-itself. That is exactly what the block sees when it is decoded: finished blocks before
+itself. A block sees exactly the same when it is decoded: finished blocks before
 it, its own unfinished state, and nothing after. The loss is the cross-entropy of the
 masked answer positions; prompt positions are never masked.
+
+Letters: B rows, S clean positions, C copies, L positions of the input, N positions with targets.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32, PRNGKeyArray
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,18 +32,17 @@ class NoiseConfig:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NoisyBatch:
-    """The model's input of S tokens a row and the targets of its last T positions.
+    """The model's input [B, L] and the targets of its last positions.
 
-    Here S is the length of the clean row and of its T = copies * answer_blocks * block_size masked
-    copies, which have the targets.
+    Here L = S + copies * answer_blocks * block_size, and the masked copies have targets.
     """
 
-    tokens: Int[Array, "B S"]
-    positions: Int[Array, "B S"]
-    valid: Bool[Array, "B S"]
-    visible: Bool[Array, "B S S"]
-    targets: Int[Array, "B T"]  # clean tokens of the last T positions
-    weights: Float[Array, "B T"]  # what each counts in the loss, 0 where not masked
+    tokens: Int32[Array, "B L"]
+    positions: Int32[Array, "B L"]
+    valid: Bool[Array, "B L"]
+    visible: Bool[Array, "B L L"]
+    targets: Int32[Array, "B N"]  # clean tokens of the last N positions
+    weights: Float32[Array, "B N"]  # of each target in the loss, 0 if it is not masked
 
 
 def add_noise(
@@ -51,7 +52,7 @@ def add_noise(
     total_lens: Int[Array, " B"],
     config: NoiseConfig,
 ) -> NoisyBatch:
-    """Returns the clean rows with masked copies of their answer blocks behind them."""
+    """Returns the clean rows, each followed by masked copies of its answer blocks."""
     B, S = tokens.shape
     width = config.answer_blocks * config.block_size
     first = prompt_lens // config.block_size * config.block_size  # [B]
@@ -72,11 +73,11 @@ def add_noise(
 
 
 def draw_mask(
-    key: PRNGKeyArray, editable: Bool[Array, "B T"], config: NoiseConfig
-) -> Bool[Array, "B T"]:
+    key: PRNGKeyArray, editable: Bool[Array, "B N"], config: NoiseConfig
+) -> Bool[Array, "B N"]:
     """Masks each block's editable positions with a ratio t ~ U(0, 1), or all of them.
 
-    At least one editable position of every block is masked, or the block teaches nothing.
+    It masks at least one editable position of every block; otherwise the block teaches nothing.
     """
     B, width = editable.shape
     shape = (B, width // config.block_size, config.block_size)
@@ -91,9 +92,9 @@ def draw_mask(
 
 
 def visibility(
-    clean_place: Int[Array, "B S"], noisy_place: Int[Array, "B T"], config: NoiseConfig
-) -> Bool[Array, "B S+T S+T"]:
-    """Returns true where the query (row) sees the key (column)."""
+    clean_place: Int[Array, "B S"], noisy_place: Int[Array, "B N"], config: NoiseConfig
+) -> Bool[Array, "B L L"]:
+    """Returns a mask that is true where the query (row) sees the key (column)."""
     clean = clean_place // config.block_size  # [B, S]
     noisy = noisy_place // config.block_size  # [B, C * width]
     chunk = jnp.arange(noisy.shape[1]) // config.block_size  # one id per copy and block
@@ -112,9 +113,9 @@ def visibility(
 
 
 def masked_cross_entropy(
-    logits: Float[Array, "B*T V"], targets: Int[Array, "B T"], weights: Float[Array, "B T"]
-) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Returns the weighted means (loss in nats, accuracy)."""
+    logits: Float32[Array, "B*N V"], targets: Int[Array, "B N"], weights: Float[Array, "B N"]
+) -> tuple[Float32[Array, ""], Float32[Array, ""]]:
+    """Returns the weighted means of the loss in nats and of the accuracy."""
     targets, weight = targets.reshape(-1), weights.reshape(-1)
     count = jnp.maximum(jnp.sum(weight), 1.0)
     given = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]

@@ -1,9 +1,12 @@
 """The compiled training step: loss, AdamW, weight average and expert balance.
 
-Master weights, moments and the average are float32; the forward pass runs on a cast
-copy in the model's own dtypes. Expert biases get no gradient (they select experts but
-do not weigh them): each moves by a fixed step toward equal load, as DeepSeek-V3 does,
-so no auxiliary loss disturbs the objective.
+Master weights, moments and the average are float32; the forward pass runs on a copy that is cast
+to the model's own dtypes. Expert biases get no gradient, because they select experts but do not
+weigh them. Each bias moves by a fixed step toward equal load, as in DeepSeek-V3, so no auxiliary
+loss disturbs the objective.
+
+Letters besides those of the project: L positions of a row of the model's input, N positions with
+targets.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32, PRNGKeyArray
 
 import pallas_kernels
 from jdllm import errors
@@ -43,21 +47,28 @@ class Network:
         """Returns the parameters in the dtypes of the forward pass."""
         return {path: array.astype(self.shapes[path].dtype) for path, array in params.items()}
 
+    @property
+    def mask_token_id(self) -> int:
+        """The id of the mask token; a parsed config has one."""
+        mask_token_id = self.config.spec.diffusion.mask_token_id
+        assert mask_token_id is not None
+        return mask_token_id
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrainState:
-    """All that a checkpoint holds; `start_step` is where the optimiser's moments began."""
+    """The content of a checkpoint; the optimiser's moments began at `start_step`."""
 
-    step: jax.Array
-    start_step: jax.Array
+    step: Int32[Array, ""]
+    start_step: Int32[Array, ""]
     params: Params
     average: Params
     opt_state: optax.OptState
 
 
 def build_network(hf_config: Mapping[str, Any], dtype: str) -> Network:
-    """Returns the model of a config.json, without weights; a ConfigError where training differs."""
+    """Returns the model of a config.json, without weights; raises if it cannot be trained."""
     architecture = registry.architecture_of(hf_config)
     family = registry.family(architecture)
     config = family.parse_config(hf_config)
@@ -73,7 +84,7 @@ def build_network(hf_config: Mapping[str, Any], dtype: str) -> Network:
 
 
 def noise_config(network: Network, config: TrainConfig) -> Noise:
-    """Returns how the family's rows are masked; a ConfigError for an option it does not have."""
+    """Returns how to mask the family's rows; raises if the family lacks an option."""
     diffusion = network.config.spec.diffusion
     if not diffusion.has_canvas:
         return objective.NoiseConfig(
@@ -81,7 +92,7 @@ def noise_config(network: Network, config: TrainConfig) -> Noise:
             answer_blocks=config.answer_blocks,
             copies=config.noise_copies,
             full_mask_fraction=config.full_mask_fraction,
-            mask_token_id=diffusion.mask_token_id,
+            mask_token_id=network.mask_token_id,
         )
     if config.noise_copies != 1:
         raise errors.ConfigError(
@@ -91,12 +102,12 @@ def noise_config(network: Network, config: TrainConfig) -> Noise:
     return canvas_objective.CanvasNoiseConfig(
         block_size=diffusion.block_size,
         full_mask_fraction=config.full_mask_fraction,
-        mask_token_id=diffusion.mask_token_id,
+        mask_token_id=network.mask_token_id,
     )
 
 
 def init_params(network: Network, seed: int) -> Params:
-    """Returns float32 starting weights; residual branches start small, for depth."""
+    """Returns float32 starting weights; the deeper the model, the smaller its residual branches."""
     shapes = {p: jax.ShapeDtypeStruct(s.shape, jnp.float32) for p, s in network.shapes.items()}
     params = loading.random_params(shapes, seed=seed)
     branch = (2 * network.config.spec.num_layers) ** -0.5
@@ -108,18 +119,18 @@ def init_params(network: Network, seed: int) -> Params:
 
 
 def optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """Returns AdamW's direction; the step size is applied in `train_step`."""
+    """Returns AdamW without the learning rate, which `train_step` applies."""
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
         optax.scale_by_adam(b1=0.9, b2=config.adam_b2),
         optax.add_decayed_weights(
-            config.weight_decay, mask=lambda params: {p: a.ndim > 1 for p, a in params.items()}
+            config.weight_decay, mask=lambda params: jax.tree.map(lambda a: a.ndim > 1, params)
         ),
     )
 
 
 def init_state(config: TrainConfig, params: Params, *, average: Params, step: int) -> TrainState:
-    """Returns a state with fresh moments at a step; warm-up begins there."""
+    """Returns a state at `step` with fresh moments; the warm-up begins at this step."""
     return TrainState(
         step=jnp.int32(step),
         start_step=jnp.int32(step),
@@ -129,8 +140,10 @@ def init_state(config: TrainConfig, params: Params, *, average: Params, step: in
     )
 
 
-def learning_rate(config: TrainConfig, step: jax.Array, start_step: jax.Array) -> jax.Array:
-    """Returns the step size: warm-up, plateau, linear decay to 0 at `num_steps`."""
+def learning_rate(
+    config: TrainConfig, step: Int[Array, ""], start_step: Int[Array, ""]
+) -> Float[Array, ""]:
+    """Returns the learning rate: warm-up, plateau, linear decay to 0 at `num_steps`."""
     warm = jnp.minimum(1.0, (step - start_step + 1) / max(config.warmup_steps, 1))
     left = (config.num_steps - step) / max(config.decay_steps, 1)
     return config.learning_rate * warm * jnp.clip(left, 0.0, 1.0)
@@ -138,12 +151,15 @@ def learning_rate(config: TrainConfig, step: jax.Array, start_step: jax.Array) -
 
 def forward(
     network: Network, params: Params, batch: objective.NoisyBatch
-) -> tuple[jax.Array, Params]:
-    """Returns logits [B * N, V] of the positions with targets and each router's load [E]."""
+) -> tuple[Float32[Array, "B*N V"], dict[str, Float32[Array, " E"]]]:
+    """Returns the logits of the positions with targets, and the load of each router's experts.
+
+    The key of a load is the path of the router's expert bias.
+    """
     B, L = batch.tokens.shape
     model = loading.merge(network.graphdef, params)
     V = network.config.spec.vocab_size
-    # A product, not a lookup: the gradient of a lookup adds up the many padding rows one by one.
+    # A product instead of a lookup, whose gradient adds up the many padding rows one by one.
     one_hot = jax.nn.one_hot(batch.tokens.reshape(-1), V, dtype=model.word_embeddings.dtype)
     routed = [i for i, layer in enumerate(model.layers) if isinstance(layer.mlp, moe.SparseMoE)]
     loads = []
@@ -168,10 +184,16 @@ def forward(
     return model.logits(hidden.reshape(-1, hidden.shape[-1])), dict(zip(paths, loads, strict=True))
 
 
-def _all_experts(mlp: moe.SparseMoE, x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
-    """Returns `mlp(x)` [T, D] as one wide network whose columns are the experts of all tokens.
+def _all_experts(
+    mlp: moe.SparseMoE,
+    x: Float[Array, "T D"],
+    ids: Int[Array, "T k"],
+    weights: Float[Array, "T k"],
+) -> Float[Array, "T D"]:
+    """Returns `mlp(x)`, computed as one wide network that runs all experts on all tokens.
 
-    With experts this narrow, two large products take half the time of one expert after another.
+    The experts are so narrow that two large products take half the time of one expert after
+    another.
     """
     experts = mlp.experts
     E, D, F = experts.w_down.shape
@@ -188,7 +210,9 @@ def _all_experts(mlp: moe.SparseMoE, x: jax.Array, ids: jax.Array, weights: jax.
     return out + pallas_kernels.swiglu(x, shared.w_gate_up[...], shared.w_down[...]).astype(x.dtype)
 
 
-def _load(ids: jax.Array, valid: jax.Array, num_experts: int) -> jax.Array:
+def _load(
+    ids: Int[Array, "T k"], valid: Bool[Array, " T"], num_experts: int
+) -> Float32[Array, " E"]:
     chosen = jax.nn.one_hot(ids, num_experts, dtype=jnp.float32).sum(axis=1)  # [T, E]
     load = jnp.sum(chosen * valid[:, None], axis=0)
     return jax.lax.stop_gradient(load / jnp.maximum(jnp.sum(load), 1.0))
@@ -196,8 +220,8 @@ def _load(ids: jax.Array, valid: jax.Array, num_experts: int) -> jax.Array:
 
 def loss(
     network: Network, params: Params, batch: objective.NoisyBatch
-) -> tuple[jax.Array, tuple[jax.Array, Params]]:
-    """Returns (loss, (token accuracy, loads)) of float32 parameters."""
+) -> tuple[Float32[Array, ""], tuple[Float32[Array, ""], Params]]:
+    """Returns (loss, (token accuracy, loads)) for float32 parameters."""
     logits, loads = forward(network, network.cast(params), batch)
     value, accuracy = objective.masked_cross_entropy(logits, batch.targets, batch.weights)
     return value, (accuracy, loads)
@@ -205,18 +229,20 @@ def loss(
 
 def train_step(
     network: Network, config: TrainConfig, noise: Noise
-) -> Callable[[TrainState, Mapping[str, jax.Array]], tuple[TrainState, Params]]:
-    """Returns the jitted `step(state, batch) -> (state, metrics)`; it consumes the state."""
+) -> Callable[[TrainState, Mapping[str, jax.Array]], tuple[TrainState, dict[str, jax.Array]]]:
+    """Returns the jitted `step(state, batch) -> (state, metrics)`, which consumes the state."""
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def step(state: TrainState, batch: Mapping[str, jax.Array]) -> tuple[TrainState, Params]:
+    def step(
+        state: TrainState, batch: Mapping[str, jax.Array]
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
         key = jax.random.fold_in(jax.random.key(config.seed), state.step)
         noisy = noisy_batch(key, batch, noise)
         grads_of = jax.value_and_grad(functools.partial(loss, network), has_aux=True)
         (value, (accuracy, loads)), grads = grads_of(state.params, noisy)
         direction, opt_state = optimizer(config).update(grads, state.opt_state, state.params)
         rate = learning_rate(config, state.step, state.start_step)
-        params = {p: a - rate * direction[p] for p, a in state.params.items()}
+        params: Params = jax.tree.map(lambda a, d: a - rate * d, state.params, direction)
         for path, load in loads.items():
             push = jnp.sign(1.0 / load.shape[0] - load)
             params[path] = state.params[path] + config.balance_rate * push
@@ -242,9 +268,9 @@ def train_step(
 
 
 def noisy_batch(
-    key: jax.Array, batch: Mapping[str, jax.Array], noise: Noise
+    key: PRNGKeyArray, batch: Mapping[str, jax.Array], noise: Noise
 ) -> objective.NoisyBatch:
-    """Returns the masked form of a batch as `examples.pad_rows` makes it."""
+    """Returns the masked form of a batch from `examples.pad_rows`."""
     tokens, prompt_lens = batch["tokens"], batch["prompt_lens"]
     match noise:
         case objective.NoiseConfig():
@@ -253,7 +279,7 @@ def noisy_batch(
             return canvas_objective.add_noise(key, tokens, prompt_lens, batch["answer_ends"], noise)
 
 
-def _averaged(average: Params, params: Params, step: jax.Array, decay: float) -> Params:
-    # Early on a long memory would only hold the random start.
+def _averaged(average: Params, params: Params, step: Int[Array, ""], decay: float) -> Params:
+    # A short memory at first: a long one would hold little but the random start.
     keep = jnp.minimum(decay, (1.0 + step) / (10.0 + step))
     return {p: keep * average[p] + (1.0 - keep) * params[p] for p in params}

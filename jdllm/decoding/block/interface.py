@@ -1,9 +1,9 @@
 """The array interface between step functions and decoding algorithms.
 
-An algorithm is a pure `update` of a `BlockState` from a `Proposal`; it sees no
-page, no request and no other row's logits. Structure (which rule) lives in the
-frozen dataclass that implements `Algorithm`, hence in the compiled step; every
-option a request may set is a `[B]` array in `BlockParams`, hence never a compile.
+An algorithm is a pure `update` of a `BlockState` from a `Proposal`; it sees no page, no request
+and no other row's logits. The frozen dataclass that implements `Algorithm` holds the structure
+(which rule), so the structure is part of the compiled step. Every option of a request is a `[B]`
+array in `BlockParams`, so a new value never compiles a step again.
 
 Letters: B rows, T block length (one position per token).
 """
@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from jdllm import algorithms
 
@@ -31,28 +32,28 @@ _Options: Any = dataclasses.make_dataclass(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BlockParams(_Options):
-    """Per-row options, [B] each: those of all block algorithms; a rule reads what it has."""
+    """The options of all block algorithms, [B] each; a rule reads only its own."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BlockState:
-    """The block that each row denoises; every leaf leads with B.
+    """The block that each row denoises; the first axis of every leaf is B.
 
     masked: not written yet. editable: may change at all (False on the prompt's tail
-    and on padding). done: the forward just run wrote K,V of the final tokens.
+    and on padding). done: the last forward wrote the K,V of the final tokens.
     extra: the algorithm's own state, zeros at the start of a block.
     """
 
-    tokens: jax.Array  # [B, T] int32
-    masked: jax.Array  # [B, T] bool
-    editable: jax.Array  # [B, T] bool
-    done: jax.Array  # [B] bool
+    tokens: Int32[Array, "B T"]
+    masked: Bool[Array, "B T"]
+    editable: Bool[Array, "B T"]
+    done: Bool[Array, " B"]
     params: BlockParams
     extra: Any
 
-    def write(self, tokens: jax.Array, *, where: jax.Array) -> BlockState:
-        """Writes `tokens` at editable positions of unfinished rows; written is unmasked."""
+    def write(self, tokens: Int[Array, "B T"], *, where: Bool[Array, "B T"]) -> BlockState:
+        """Writes `tokens` at editable positions of unfinished rows, and unmasks these positions."""
         where = where & self.editable & ~self.done[:, None]
         return dataclasses.replace(
             self,
@@ -66,25 +67,25 @@ class BlockState:
 class Proposal:
     """What the model suggests for positions that can still change, aligned to the position.
 
-    The others hold their own token at probability 0, and log-probabilities without a meaning.
-    `tokens`/`prob`: the token to write into a masked position (drawn where the row
-    samples) and the confidence that gates it. `best`/`best_prob`: the argmax and its
-    probability, for edits. `is_drawn`: the row samples. The mask id is never
-    proposed. `logprob` and `best_logprob` are the log-probabilities of `tokens` and `best` at
-    temperature 1, under the logits that were chosen from (penalty included).
+    A position that cannot change holds its own token with probability 0; its log-probabilities
+    have no meaning. `tokens`/`prob`: the token for a masked position (drawn if the row samples)
+    and its probability, which the threshold applies to. `best`/`best_prob`: the argmax and its
+    probability, for edits. `is_drawn`: the row samples. The mask id is never proposed. `logprob`
+    and `best_logprob`: the log-probabilities of `tokens` and `best` at temperature 1, under the
+    logits of the choice (penalty included).
     """
 
-    tokens: jax.Array  # [B, T] int32
-    prob: jax.Array  # [B, T] float32
-    best: jax.Array  # [B, T] int32
-    best_prob: jax.Array  # [B, T] float32
-    is_drawn: jax.Array  # [B] bool
-    logprob: jax.Array  # [B, T] float32
-    best_logprob: jax.Array  # [B, T] float32
+    tokens: Int32[Array, "B T"]
+    prob: Float32[Array, "B T"]
+    best: Int32[Array, "B T"]
+    best_prob: Float32[Array, "B T"]
+    is_drawn: Bool[Array, " B"]
+    logprob: Float32[Array, "B T"]
+    best_logprob: Float32[Array, "B T"]
 
 
 class Algorithm(Protocol):
-    """Implemented by frozen dataclasses: hashable, so static under jit.
+    """A rule; frozen dataclasses implement it, so it is hashable and static under jit.
 
     `persists_apart`: after a block is final, one more forward writes its K,V.
     """
@@ -92,27 +93,29 @@ class Algorithm(Protocol):
     persists_apart: bool
 
     def init_extra(self, num_rows: int, block_size: int) -> Any:
-        """Returns the zeroed `extra` of `num_rows` fresh blocks."""
+        """Returns the `extra` of `num_rows` fresh blocks, all zeros."""
         ...
 
     def update(self, block: BlockState, proposal: Proposal) -> BlockState:
         """Returns the block after one step; rows that are done stay as they are."""
         ...
 
-    def is_final(self, block: BlockState) -> jax.Array:
-        """Returns [B] bool: the row's tokens will not change any more."""
+    def is_final(self, block: BlockState) -> Bool[Array, " B"]:
+        """Returns whether the row's tokens will not change any more."""
         ...
 
-    def settled(self, block: BlockState) -> jax.Array:
-        """Returns [B, T] bool: the token of the position will not change any more."""
+    def settled(self, block: BlockState) -> Bool[Array, "B T"]:
+        """Returns whether the token of the position will not change any more."""
         ...
 
 
-def select_masked(masked: jax.Array, prob: jax.Array, threshold: jax.Array) -> jax.Array:
-    """Returns [B, T]: masked positions whose `prob` exceeds the row's threshold, at least one.
+def select_masked(
+    masked: Bool[Array, "B T"], prob: Float[Array, "B T"], threshold: Float[Array, " B"]
+) -> Bool[Array, "B T"]:
+    """Returns the masked positions whose `prob` exceeds the row's threshold, at least one.
 
-    Without any confident position the most probable masked one is taken, the lowest
-    position on a tie; rows without a masked position select nothing.
+    If no position does, the result is the most probable masked one, the lowest position on a tie.
+    In a row without a masked position it is empty.
     """
     score = jnp.where(masked, prob, -1.0)  # [B, T]
     confident = masked & (score > threshold[:, None])

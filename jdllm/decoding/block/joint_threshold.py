@@ -1,9 +1,9 @@
 """JointThreshold: write confident masks and correct written tokens in the same step.
 
-The rule of LLaDA2.1 (SGLang 0.5.23, `dllm/algorithm/joint_threshold.py`). The step
-that changes nothing is at once the forward that persists K,V. Oscillating edits end
-by the budget `max_post_edit_steps`, counted once nothing is masked any more.
-The penalty lambda is part of the proposal (`decoding/proposal.py`), not of the rule.
+This is the rule of LLaDA2.1 (SGLang 0.5.23, `dllm/algorithm/joint_threshold.py`). The step that
+changes nothing is also the forward that persists K,V. The budget `max_post_edit_steps` ends edits
+that oscillate; it counts steps after the last mask is written. The penalty lambda is part of the
+proposal (`runner/block/proposal.py`), not of the rule.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool
 
 from jdllm.decoding.block import interface
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class JointThreshold:
-    """Mask-to-token and token-to-token; at most T + max_post_edit_steps + 1 updates."""
+    """Fills masks and edits tokens; needs at most T + max_post_edit_steps + 1 updates."""
 
     persists_apart = False
 
@@ -31,10 +32,10 @@ class JointThreshold:
     def update(
         self, block: interface.BlockState, proposal: interface.Proposal
     ) -> interface.BlockState:
-        """Writes masks above `threshold` (at least one) and edits above `edit_threshold`.
+        """Fills masks above `threshold` (at least one) and edits tokens above `edit_threshold`.
 
-        A row is done when it selects nothing, or when its edit budget is spent; then
-        it writes nothing, so the K,V just computed is that of its tokens.
+        A row is done when it selects nothing, or when its edit budget is spent. Then it
+        writes nothing, so the last forward computed the K,V of its final tokens.
         """
         active = ~block.done
         unmasked = ~jnp.any(block.masked, axis=-1)
@@ -57,8 +58,8 @@ class JointThreshold:
         extra = {"post_edit_steps": post_edit_steps, "drawn": drawn}
         return dataclasses.replace(written, done=block.done | is_finished, extra=extra)
 
-    def is_final(self, block: interface.BlockState) -> jax.Array:
+    def is_final(self, block: interface.BlockState) -> Bool[Array, " B"]:
         return block.done
 
-    def settled(self, block: interface.BlockState) -> jax.Array:
+    def settled(self, block: interface.BlockState) -> Bool[Array, "B T"]:
         return jnp.broadcast_to(block.done[:, None], block.masked.shape)

@@ -1,19 +1,20 @@
 """Dream: the whole canvas at once, over a fixed number of steps.
 
-The sampler published with Dream (`generation_utils.py`). Its times are t = linspace(1, eps,
-steps + 1); a step from t to s writes a share 1 - s/t of what is masked, the last step the rest.
-In closed form the share of step j is (1 - eps) / (steps - (1 - eps) j), which has no rounding
-errors of a grid: with eps = 0 and n positions in n steps it is one position a step.
+This is the sampler published with Dream (`generation_utils.py`). Its times are t = linspace(1,
+eps, steps + 1). A step from t to s writes a share 1 - s/t of the masked positions; the last step
+writes the rest. In closed form the share of step j is (1 - eps) / (steps - (1 - eps) j). This form
+has no rounding errors of a grid: with eps = 0 and n positions in n steps, each step writes one
+position.
 
-A share may be less than a position; then nothing is written, as published.
+A share may be less than one position. Then the step writes nothing, as the published sampler does.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
 
 from jdllm import algorithms
 from jdllm.decoding.canvas import interface as canvas_lib
@@ -22,17 +23,17 @@ from jdllm.decoding.canvas import rules as canvas_rules
 ORIGIN = algorithms.word("Dream", "alg", "origin")
 TOPK_MARGIN = algorithms.word("Dream", "alg", "topk_margin")
 ENTROPY = algorithms.word("Dream", "alg", "entropy")
-SALT = 2  # of `canvas.uniform`, one per algorithm
+SALT = 2  # of `interface.uniform`, one per algorithm
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Dream:
-    """`extra`: [R] int32, how many positions there were to write."""
+    """The rule; `extra` holds how many positions were masked before the first forward."""
 
     tempers = True
     guides = False
 
-    def begin(self, canvas: canvas_lib.Canvas) -> jax.Array:
+    def begin(self, canvas: canvas_lib.Canvas) -> Int32[Array, " R"]:
         return jnp.sum(canvas.masked, axis=1, dtype=jnp.int32)
 
     def plan(self, canvas: canvas_lib.Canvas) -> tuple[canvas_lib.Canvas, canvas_lib.Window]:
@@ -41,11 +42,11 @@ class Dream:
     def update(
         self, canvas: canvas_lib.Canvas, proposal: canvas_lib.CanvasProposal
     ) -> canvas_lib.Canvas:
-        """Writes the step's share: `origin` each position by chance, the others the best ones."""
+        """Writes the step's share: with `origin` by chance, otherwise the best positions."""
         params = canvas.params
         steps = jnp.where(params.steps > 0, params.steps, canvas.extra)
         is_last = canvas.step >= steps - 1
-        # Of the last step, and of rows of other algorithms, the denominator may be 0.
+        # The denominator may be 0 in the last step and in rows of other algorithms.
         left = jnp.where(is_last, 1.0, steps - (1 - params.eps) * canvas.step)
         masks = jnp.sum(canvas.masked, axis=1, dtype=jnp.int32)
         count = jnp.where(
@@ -62,11 +63,13 @@ class Dream:
 
 
 def _score(
-    params: canvas_lib.CanvasParams, proposal: canvas_lib.CanvasProposal, drawn: jax.Array
-) -> jax.Array:
-    """Returns [R, S]: the highest are written.
+    params: canvas_lib.CanvasParams,
+    proposal: canvas_lib.CanvasProposal,
+    drawn: Float[Array, "R S"],
+) -> Float[Array, "R S"]:
+    """Returns the scores; a step writes the positions with the highest ones.
 
-    With Gumbel noise they are draws without replacement from softmax(confidence / alg_temp).
+    With Gumbel noise, these are draws without replacement from softmax(confidence / alg_temp).
     """
     alg, temperature = params.alg[:, None], params.alg_temp[:, None]
     confidence = jnp.where(

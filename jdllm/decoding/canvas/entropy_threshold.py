@@ -1,14 +1,13 @@
-"""EntropyThreshold: block after block, write what the model is sure of, by its entropy.
+"""EntropyThreshold: block after block, write the positions of low entropy.
 
-The rule of SGLang's pull request for d3LLM (`entropy_threshold.py`) within the blocks of d3LLM's
-own `generate`, which has no multi-block look-ahead. Every forward is a full one.
+This is the rule of SGLang's pull request for d3LLM (`entropy_threshold.py`), within the blocks of
+d3LLM's own `generate`, which does not decode several blocks at once. Every step forwards the whole
+canvas.
 """
 
 from __future__ import annotations
 
 import dataclasses
-
-import jax
 
 from jdllm.decoding.canvas import interface as canvas_lib
 from jdllm.decoding.canvas import rules as canvas_rules
@@ -16,7 +15,7 @@ from jdllm.decoding.canvas import rules as canvas_rules
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EntropyThreshold:
-    """The position of lowest entropy always, others below the threshold."""
+    """Writes the position of the lowest entropy, and all others below the threshold."""
 
     tempers = False
     guides = False
@@ -31,8 +30,8 @@ class EntropyThreshold:
     def update(
         self, canvas: canvas_lib.Canvas, proposal: canvas_lib.CanvasProposal
     ) -> canvas_lib.Canvas:
-        """Writes at least one position of the first block that has masked ones."""
-        eligible: jax.Array = canvas_lib.current_block(canvas) & canvas.masked
+        """Writes at least one position of the first block with masked positions."""
+        eligible = canvas_lib.current_block(canvas) & canvas.masked
         sure = proposal.entropy < canvas.params.threshold[:, None]
         best = canvas_rules.lowest(proposal.entropy, eligible)
         return canvas.write(proposal.tokens, where=(eligible & sure) | best)

@@ -1,13 +1,13 @@
-"""FastDLLM: block after block, and all positions of a block that the model is sure of at once.
+"""FastDLLM: block after block, a step writes all positions of a block that the model is sure of.
 
-The samplers of Fast-dLLM v1 for LLaDA, with its two caches. A block begins with a forward of the
-whole canvas, which writes as any other does; then `prefix` forwards [block, end of the canvas)
-and `dual` the block alone, and what lies outside keeps the K,V of the block's first forward. The
-next block begins as soon as the block is written; the reference runs one forward more where the
-first one finished it.
+These are the samplers of Fast-dLLM v1 for LLaDA, with its two caches. A block begins with a
+forward of the whole canvas, which writes tokens like any other forward. After it, `prefix`
+forwards [block, end of the canvas) and `dual` forwards the block alone. Positions outside keep
+the K,V of the block's first forward. The next block begins as soon as the block is written; if
+the first forward finishes the block, the reference runs one more forward.
 
-One rule for both families. The reference's Dream sampler writes only the first token of a block
-from the full forward, since its windows lack the hidden state before them; here they have it.
+Both families share one rule. The reference's Dream sampler writes only the first token of a block
+after the full forward, because its windows lack the hidden state before them. Here they have it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32
 
 from jdllm import algorithms
 from jdllm.decoding.canvas import interface as canvas_lib
@@ -28,15 +29,19 @@ DUAL = algorithms.word("FastDLLM", "cache_mode", "dual")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """`initial`: masked before the first forward. `begun`: the last block that had its own."""
+    """The state of each row.
 
-    initial: jax.Array  # [R, S] bool
-    begun: jax.Array  # [R] int32, -1: none
+    `initial`: masked before the first forward. `begun`: the last block that has had its first
+    forward, or -1.
+    """
+
+    initial: Bool[Array, "R S"]
+    begun: Int32[Array, " R"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FastDLLM:
-    """The most probable position always, others by threshold, factor or schedule."""
+    """Writes the most probable position, and others by threshold, factor or schedule."""
 
     tempers = False
     guides = False
@@ -60,11 +65,11 @@ class FastDLLM:
     def update(
         self, canvas: canvas_lib.Canvas, proposal: canvas_lib.CanvasProposal
     ) -> canvas_lib.Canvas:
-        """Writes at least one position of the first block that has masked ones.
+        """Writes at least one position of the first block with masked positions.
 
-        By factor f, the n-th most probable is written if its probability is at least
-        1 - f / (n + 1). That bound grows with n while the probabilities fall, so the first
-        failure is the last success's successor.
+        With factor f, the n-th most probable position is written if its probability is at least
+        1 - f / (n + 1). This bound grows with n while the probabilities fall, so no position
+        passes after the first one that fails.
         """
         params, prob = canvas.params, proposal.prob
         eligible = canvas_lib.current_block(canvas) & canvas.masked

@@ -1,30 +1,32 @@
 """FullAttnMultiBlock: d3LLM's decoding of several blocks at a time, by entropy.
 
-Blocks are created one after the other, each when the one before is written to a share of
-`block_add_threshold`; all created blocks are decoded at once. A position is written where its
-entropy passes the threshold. Besides, the first block that is not finished gets at least one
-token a step. Since the block before that one is finished, it is fully activated whatever
-`decoded_token_threshold` (a share, at most 1) says: of the reference's two kinds of created
-blocks the rule needs none, and the option never changes a result.
+Blocks are created one after the other. A new block is created when the share
+`block_add_threshold` of the block before it is written. All created blocks are decoded at once. A
+position is written if its entropy passes the threshold. In addition, every step writes at least
+one token of the first block that is not finished. That block is always fully activated, because
+the block before it is finished; `decoded_token_threshold` (a share, at most 1) makes no difference.
+So this rule does not need the reference's two kinds of created blocks, and the option never
+changes a result.
 
-Two published rules. LLaDA: entropy <= threshold, and the position of lowest entropy of all.
-Dream (`is_shifted`, also SGLang's pull request): entropy < threshold.
+There are two published rules. LLaDA's writes positions with entropy <= threshold, and the position
+of the lowest entropy. Dream's (`is_shifted`, also SGLang's pull request) writes positions with
+entropy < threshold.
 
-Early stop: what lies behind the first end token becomes the end of text at once, which is what the
-model was trained to see there. The end token itself may be another one (the end of a turn): a
-canvas filled with those misleads the model about all that is still open before them. A request's
-own end tokens count, too; where more text would follow them, the fill says that none does.
+Early stop: all positions after the first end token become the end of text at once, because the
+model has seen this in training. The end token itself may be another one (the end of a turn); a
+canvas full of those misleads the model about the open positions before them. A request's own end
+tokens count, too. The model might go on after them; the fill tells it that no text follows.
 
-K,V (`cache_mode`): a finished block is cached, after `cache_delay_iter` forwards that had all of
-its tokens; blocks are cached in order, so the cache is [0, `cached`), and it is that in every
-mode. A refresh forwards the whole canvas, rewrites what is cached in place and moves nothing.
+K,V (`cache_mode`): a finished block is cached after `cache_delay_iter` forwards of all its tokens.
+Blocks are cached in order, so in every mode the cache is [0, `cached`). A refresh forwards the
+whole canvas. It overwrites the cached K,V in place, so no data moves.
 
 * exact: every forward is full.
-* delayed: [cached, length) is forwarded; a full forward every `refresh_interval` forwards, before
-  anything is cached, and while a finished block waits for its delay. A refresh that is due takes
-  place (in the reference it gives way to caching), so that an interval of 1 is `exact`.
-* window: [cached, end of the created blocks); full at first and every `refresh_interval`
-  forwards. What lies behind keeps the K,V of the last full forward.
+* delayed: a step forwards [cached, length). A full forward runs every `refresh_interval` forwards,
+  before anything is cached, and while a finished block waits for its delay. A refresh that is due
+  always runs, so an interval of 1 is `exact`; in the reference, caching has priority.
+* window: a step forwards [cached, end of the created blocks). The first forward is full, and so is
+  every `refresh_interval`-th. Later positions keep the K,V of the last full forward.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32
 
 from jdllm import algorithms
 from jdllm.decoding.canvas import interface as canvas_lib
@@ -46,19 +49,19 @@ NOT_YET = jnp.iinfo(jnp.int32).max
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BlockTable:
-    """The blocks of each row; what is said of a block is true of all its positions.
+    """The blocks of each row; all positions of a block have the same `finished_at`.
 
-    `initial`: masked before the first forward. `created`: number of blocks that are decoded.
-    `first_open`: the first block that is not finished, as of the last plan.
-    `finished_at`: the forward before which the block was found finished, the first being 1;
-    0 in the prompt, `NOT_YET` otherwise. `cached`: where the cache ends.
+    `initial`: masked before the first forward. `created`: number of created blocks.
+    `first_open`: the first block that was not finished at the last plan.
+    `finished_at`: number of the forward (from 1) whose plan found the block finished; 0 in the
+    prompt, `NOT_YET` for blocks that are not finished. `cached`: where the cache ends.
     """
 
-    initial: jax.Array  # [R, S] bool
-    created: jax.Array  # [R] int32
-    first_open: jax.Array  # [R] int32
-    finished_at: jax.Array  # [R, S] int32
-    cached: jax.Array  # [R] int32
+    initial: Bool[Array, "R S"]
+    created: Int32[Array, " R"]
+    first_open: Int32[Array, " R"]
+    finished_at: Int32[Array, "R S"]
+    cached: Int32[Array, " R"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,7 +115,7 @@ class FullAttnMultiBlock:
     def update(
         self, canvas: canvas_lib.Canvas, proposal: canvas_lib.CanvasProposal
     ) -> canvas_lib.Canvas:
-        """Writes what passes in created blocks, at least one position of the first open one."""
+        """Writes what passes in created blocks, and at least one position of the first open one."""
         table = canvas.extra
         created_end = canvas_rules.block_start(canvas, table.created)
         first_end = canvas_rules.block_start(canvas, table.first_open + 1)
@@ -122,16 +125,16 @@ class FullAttnMultiBlock:
             where = eligible & (entropy < threshold)
         else:
             where = eligible & (entropy <= threshold) | canvas_rules.lowest(entropy, eligible)
-        # Where any position of the first open block passes, the surest one does.
+        # If any position of the first open block passes, the one of the lowest entropy passes too.
         where |= canvas_rules.lowest(entropy, eligible & (canvas.positions < first_end[:, None]))
         return canvas.write(proposal.tokens, where=where)
 
     def _cache(
-        self, canvas: canvas_lib.Canvas, finished_end: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """Returns (finished_at, cached) with what the next forward caches.
+        self, canvas: canvas_lib.Canvas, finished_end: Int32[Array, " R"]
+    ) -> tuple[Int32[Array, "R S"], Int32[Array, " R"]]:
+        """Returns (finished_at, cached), including the blocks that the next forward caches.
 
-        LLaDA's rule looks at no block behind one that waits: delays come one after the other.
+        LLaDA's rule ignores blocks after a block that waits, so delays come one after the other.
         """
         table, forward = canvas.extra, canvas.step[:, None] + 1
         delay = canvas.params.cache_delay_iter
@@ -146,14 +149,14 @@ class FullAttnMultiBlock:
             reach = jnp.where(delay > 0, jnp.minimum(reach, following), reach)
         is_new = (canvas.positions < reach[:, None]) & (table.finished_at == NOT_YET)
         finished_at = jnp.where(is_new, forward, table.finished_at)
-        # Without a delay all that is reached is ready at once, with one nothing new is.
+        # Only without a delay are the new positions (up to `reach`) ready at once.
         return finished_at, jnp.where(delay > 0, ready, jnp.maximum(ready, reach))
 
 
-def _stop_early(canvas: canvas_lib.Canvas) -> tuple[canvas_lib.Canvas, jax.Array]:
-    """Returns the canvas, filled behind the first end token of a row, and [R] where that is.
+def _stop_early(canvas: canvas_lib.Canvas) -> tuple[canvas_lib.Canvas, Int32[Array, " R"]]:
+    """Returns the canvas, filled after the first end token of each row, and this token's position.
 
-    Rows that have none, or do not stop early, get the number of positions S.
+    For rows without an end token or without early stop, the position is S.
     """
     S = canvas.positions.shape[0]
     first = jnp.where(canvas.params.early_stop, canvas_lib.first_end(canvas), S)
@@ -167,11 +170,11 @@ def _stop_early(canvas: canvas_lib.Canvas) -> tuple[canvas_lib.Canvas, jax.Array
     return filled, first
 
 
-def _create(canvas: canvas_lib.Canvas, first_end: jax.Array) -> jax.Array:
-    """Returns [R]: the number of created blocks, one more where the last one has come far enough.
+def _create(canvas: canvas_lib.Canvas, first_end: Int32[Array, " R"]) -> Int32[Array, " R"]:
+    """Returns the number of created blocks, one more if enough of the last one is written.
 
-    Blocks that have nothing to write (all is given) are finished. Wherever nothing is left in
-    created blocks, those up to the next masked position are created.
+    A block without positions to write (all are given) is finished. If the created blocks have no
+    mask left, the result includes all blocks up to the next masked position.
     """
     table, positions = canvas.extra, canvas.positions
     last = canvas_rules.block_start(canvas, table.created - 1)
@@ -180,9 +183,9 @@ def _create(canvas: canvas_lib.Canvas, first_end: jax.Array) -> jax.Array:
     total = jnp.sum(is_last, axis=1, dtype=jnp.int32)
     left = jnp.sum(is_last & canvas.masked, axis=1, dtype=jnp.int32)
     progress = (total - left) / jnp.maximum(total, 1)
-    has_come_far = (left == 0) | (progress >= canvas.params.block_add_threshold)
+    is_enough_written = (left == 0) | (progress >= canvas.params.block_add_threshold)
     is_possible = (following < canvas.end) & (following <= first_end)
-    created = table.created + (has_come_far & is_possible)
+    created = table.created + (is_enough_written & is_possible)
     has_masked = canvas_lib.first_masked(canvas) < canvas.end
     return jnp.where(
         has_masked, jnp.maximum(created, canvas_rules.first_block(canvas) + 1), created

@@ -1,17 +1,17 @@
 """The array interface between the canvas loop and the algorithms of full-attention models.
 
-Such a model sees its whole sequence at once: a row is a *canvas*, the prompt and all
-positions to be written, and there is no order in which blocks must become final. An
-algorithm says before each forward which positions are run through the model and of which
-the vocabulary statistics are wanted (`plan`), and after it what is written (`update`).
-Both are pure. Structure (which rule) is in the frozen dataclass, hence in the compiled
-step; every option a request may set is an `[R]` array of `CanvasParams`.
+A full-attention model sees its whole sequence at once. A row is a *canvas*: the prompt and all
+positions to write. Its blocks may become final in any order. Before each forward, an algorithm
+says which positions go through the model, and for which positions it needs the vocabulary
+statistics (`plan`). After the forward, it says what is written (`update`). Both are pure. The
+frozen dataclass holds the structure (which rule), so the structure is part of the compiled step.
+Every option of a request is an `[R]` array of `CanvasParams`.
 
-K,V of every position lie in the row's pages. A forward of positions [low, high) overwrites
-theirs and attends to those of the whole canvas, so a cache mode is nothing but a choice of
-windows: positions outside keep the K,V of the last forward that had them.
+The row's pages hold K,V of every position. A forward of positions [low, high) overwrites the K,V
+of these positions and attends to the K,V of the whole canvas. So a cache mode is just a choice of
+windows: a position outside the window keeps the K,V of the last forward that included it.
 
-Letters: R rows, S positions (the longest canvas that is compiled), E end tokens.
+Letters: R rows, S positions (the longest compiled canvas), E end tokens.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32, UInt32
 
 from jdllm import algorithms
 
@@ -37,47 +38,48 @@ _Options: Any = dataclasses.make_dataclass(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CanvasParams(_Options):
-    """Per-row options, [R] each: those of all canvas algorithms; a rule reads what it has.
+    """The options of all canvas algorithms, [R] each; a rule reads only its own.
 
-    Words are numbers here (`algorithms.word`). `steps` 0 means as many as there are positions
-    to write; `factor` 0 means none. `temperature` 0 is greedy.
+    Words are numbers here (`algorithms.word`). `steps` 0 means one step per position to write;
+    `factor` 0 means that it is not set. `temperature` 0 is greedy.
     """
 
-    temperature: jax.Array  # float32
-    seed: jax.Array  # [R, 2] uint32
+    temperature: Float32[Array, " R"]
+    seed: UInt32[Array, "R 2"]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Canvas:
-    """What each row is writing; every leaf leads with R.
+    """The canvas that each row writes; the first axis of every leaf is R.
 
-    Positions [0, start) are the prompt, [start, end) what is written, of which some may be
-    given (never masked), [end, length) a given text behind it (infilling), and from `length` on
-    there is padding, never masked. `masked`: not written yet. `step`: forwards that the row has
-    had. `end_ids`: tokens that end the output, -1 for none. `filler`: what the model's canvases
-    hold behind their end, the end of text. `is_done`: nothing is left to do; such rows never
-    change again. `extra` is the algorithm's own state.
+    Positions [0, start) hold the prompt. The algorithm writes [start, end), where some positions
+    may hold given tokens (never masked). [end, length) holds a given text after the output
+    (infilling). Positions from `length` on are padding, never masked. `masked`: not written yet.
+    `step`: number of forwards of the row so far. `end_ids`: tokens that end the output, -1 for
+    none. `filler`: the token that fills the model's canvases after the end of the output, the end
+    of text. `is_done`: nothing is left to do, and the row never changes again. `extra`: the
+    algorithm's own state.
     """
 
-    tokens: jax.Array  # [R, S] int32
-    masked: jax.Array  # [R, S] bool
-    start: jax.Array  # [R] int32, >= 1
-    end: jax.Array  # [R] int32
-    length: jax.Array  # [R] int32
-    step: jax.Array  # [R] int32
-    end_ids: jax.Array  # [R, E] int32
-    filler: jax.Array  # [R] int32
-    is_done: jax.Array  # [R] bool
+    tokens: Int32[Array, "R S"]
+    masked: Bool[Array, "R S"]
+    start: Int32[Array, " R"]  # >= 1
+    end: Int32[Array, " R"]
+    length: Int32[Array, " R"]
+    step: Int32[Array, " R"]
+    end_ids: Int32[Array, "R E"]
+    filler: Int32[Array, " R"]
+    is_done: Bool[Array, " R"]
     params: CanvasParams
     extra: Any
 
     @property
-    def positions(self) -> jax.Array:
-        """[S] int32."""
+    def positions(self) -> Int32[Array, " S"]:
+        """The positions 0 to S - 1."""
         return jnp.arange(self.tokens.shape[1], dtype=jnp.int32)
 
-    def write(self, tokens: jax.Array, *, where: jax.Array) -> Canvas:
+    def write(self, tokens: Int[Array, "R S"], *, where: Bool[Array, "R S"]) -> Canvas:
         """Writes `tokens` at masked positions of unfinished rows."""
         where = where & self.masked & ~self.is_done[:, None]
         return dataclasses.replace(
@@ -92,14 +94,15 @@ class Canvas:
 class Window:
     """What the next forward of each row does.
 
-    Positions [low, high), of [0, length), are forwarded, none where the row is done. `wanted`:
-    masked positions in the window whose proposal `update` reads. `is_full`: [0, length).
+    It forwards the positions [low, high) of [0, length), or none if the row is done. `wanted`:
+    the masked positions in the window whose proposal `update` reads. `is_full`: the window is
+    [0, length).
     """
 
-    low: jax.Array  # [R] int32
-    high: jax.Array  # [R] int32
-    wanted: jax.Array  # [R, S] bool
-    is_full: jax.Array  # [R] bool
+    low: Int32[Array, " R"]
+    high: Int32[Array, " R"]
+    wanted: Bool[Array, "R S"]
+    is_full: Bool[Array, " R"]
 
 
 @jax.tree_util.register_dataclass
@@ -107,62 +110,62 @@ class Window:
 class CanvasProposal:
     """What the model suggests for the wanted positions, aligned to the position.
 
-    The statistics are those of the logits, or of the logits / temperature if the algorithm
-    `tempers`; the mask id is never proposed but stays in the normaliser. `tokens`: drawn at
-    the row's temperature, the most probable at 0; `prob`: the probability of `tokens`, and
-    `logprob` its logarithm. `entropy` in nats. `margin`: the two highest probabilities'
-    difference. Positions that are not wanted hold their own token, probability and margin 0,
-    entropy +inf.
+    The statistics are those of the logits, or of logits / temperature if the algorithm `tempers`.
+    The mask id is never proposed but stays in the normaliser. `tokens`: drawn at the row's
+    temperature, or the most probable at temperature 0. `prob`: the probability of `tokens`;
+    `logprob`: its logarithm. `entropy` is in nats. `margin`: the difference of the two highest
+    probabilities. Positions that are not wanted hold their own token, probability and margin 0,
+    and entropy +inf.
     """
 
-    tokens: jax.Array  # [R, S] int32
-    prob: jax.Array  # [R, S] float32
-    logprob: jax.Array  # [R, S] float32
-    entropy: jax.Array  # [R, S] float32
-    margin: jax.Array  # [R, S] float32
+    tokens: Int32[Array, "R S"]
+    prob: Float32[Array, "R S"]
+    logprob: Float32[Array, "R S"]
+    entropy: Float32[Array, "R S"]
+    margin: Float32[Array, "R S"]
 
 
 class CanvasAlgorithm(Protocol):
-    """Implemented by frozen dataclasses: hashable, so static under jit.
+    """A rule; frozen dataclasses implement it, so it is hashable and static under jit.
 
-    `tempers`: its proposals are statistics of logits / temperature. `guides`: it has
-    `cfg_scale`, and its forwards may be twofold.
+    `tempers`: its proposals are statistics of logits / temperature. `guides`: it has the option
+    `cfg_scale`, so one step may need two forwards.
     """
 
     tempers: bool
     guides: bool
 
     def begin(self, canvas: Canvas) -> Any:
-        """Returns the `extra` of canvases that have had no forward yet."""
+        """Returns the `extra` of canvases before their first forward."""
         ...
 
     def plan(self, canvas: Canvas) -> tuple[Canvas, Window]:
-        """Returns what the next forward does, and the canvas with what was decided for it.
+        """Returns the canvas with the decisions for the next forward, and the window of it.
 
-        Rows with nothing left to do come back as done, with an empty window. Nothing is written
-        but behind an end token.
+        A row with nothing left to do comes back as done, with an empty window. The plan writes
+        nothing, except after an end token.
         """
         ...
 
     def update(self, canvas: Canvas, proposal: CanvasProposal) -> Canvas:
-        """Returns the canvas after the forward that was planned.
+        """Returns the canvas after the planned forward.
 
-        `canvas.step` is still the number of forwards before it.
+        `canvas.step` does not count this forward yet.
         """
         ...
 
 
-def first_masked(canvas: Canvas) -> jax.Array:
-    """Returns [R] int32: the first masked position, `end` where there is none."""
+def first_masked(canvas: Canvas) -> Int32[Array, " R"]:
+    """Returns the first masked position, or `end` if there is none."""
     return jnp.min(jnp.where(canvas.masked, canvas.positions, canvas.end[:, None]), axis=1).astype(
         jnp.int32
     )
 
 
-def current_block(canvas: Canvas) -> jax.Array:
-    """Returns [R, S] bool: the positions of the first block that has a masked one.
+def current_block(canvas: Canvas) -> Bool[Array, "R S"]:
+    """Returns the positions of the first block with a masked position.
 
-    Blocks of `block_length` follow the prompt; the last one may be short.
+    Blocks of `block_length` positions follow the prompt; the last one may be short.
     """
     first, length = first_masked(canvas), canvas.params.block_length
     low = canvas.start + (first - canvas.start) // length * length
@@ -170,27 +173,27 @@ def current_block(canvas: Canvas) -> jax.Array:
     return (canvas.positions >= low[:, None]) & (canvas.positions < high[:, None])
 
 
-def is_end(canvas: Canvas) -> jax.Array:
-    """Returns [R, S] bool: a written position after the prompt that holds an end token."""
+def is_end(canvas: Canvas) -> Bool[Array, "R S"]:
+    """Returns the written positions after the prompt that hold an end token."""
     positions = canvas.positions
     inside = (positions >= canvas.start[:, None]) & (positions < canvas.end[:, None])
     ends = jnp.zeros_like(canvas.masked)
-    for end_id in canvas.end_ids.T:  # few; XLA would give a reduction a kernel of its own
+    for end_id in canvas.end_ids.T:  # a few ids; XLA would make a separate kernel of a reduction
         ends |= canvas.tokens == end_id[:, None]
     return inside & ~canvas.masked & ends
 
 
-def first_end(canvas: Canvas) -> jax.Array:
-    """Returns [R] int32: the first position that holds an end token, S where there is none."""
+def first_end(canvas: Canvas) -> Int32[Array, " R"]:
+    """Returns the first position with an end token, or S if there is none."""
     S = canvas.positions.shape[0]
     return jnp.min(jnp.where(is_end(canvas), canvas.positions, S), axis=1).astype(jnp.int32)
 
 
-def ranks(score: jax.Array, eligible: jax.Array) -> jax.Array:
-    """Returns [R, S] int32: how many eligible positions come before a position.
+def ranks(score: Float[Array, "R S"], eligible: Bool[Array, "R S"]) -> Int32[Array, "R S"]:
+    """Returns how many eligible positions come before each position.
 
-    Higher scores come first, of equal ones the lower position. What is not eligible gets S.
-    Compares all pairs: a sort cannot run inside a loop on the device.
+    The order is by falling score, then by rising position. A position that is not eligible gets
+    S. The function compares all pairs, because a sort cannot run inside a loop on the device.
     """
     S = score.shape[1]
     place = jnp.arange(S, dtype=jnp.int32)
@@ -200,10 +203,10 @@ def ranks(score: jax.Array, eligible: jax.Array) -> jax.Array:
     return jnp.where(eligible, before, S)
 
 
-def uniform(canvas: Canvas, salt: int) -> jax.Array:
-    """Returns [R, S] float32 in [0, 1), by the row's seed, the position, its step and `salt`.
+def uniform(canvas: Canvas, salt: int) -> Float32[Array, "R S"]:
+    """Returns numbers in [0, 1) that depend on the row's seed and step, the position and `salt`.
 
-    Neither the row nor the length of the longest canvas matters.
+    They do not depend on the number of the row or on the length of the longest canvas.
     """
 
     def one(seed: jax.Array, step: jax.Array, position: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""What several canvas algorithms have in common: a row's window, the surest position, and
+"""What several canvas algorithms share: a row's window, the position of the lowest score, and
 LLaDA's schedule of how many tokens a step writes.
 """
 
@@ -6,16 +6,20 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Int32
 
 from jdllm.decoding.canvas import interface as canvas_lib
 
 
 def window(
-    canvas: canvas_lib.Canvas, *, low: jax.Array, high: jax.Array, wanted: jax.Array
+    canvas: canvas_lib.Canvas,
+    *,
+    low: Int[Array, " R"],
+    high: Int[Array, " R"],
+    wanted: Bool[Array, "R S"],
 ) -> tuple[canvas_lib.Canvas, canvas_lib.Window]:
-    """Returns the canvas, done where nothing is masked, and the window of the rows that are not."""
+    """Returns the canvas and its window; rows without masks become done, with an empty window."""
     is_done = canvas.is_done | (canvas_lib.first_masked(canvas) >= canvas.end)
     low = jnp.where(is_done, 0, low)
     high = jnp.where(is_done, 0, high)
@@ -28,39 +32,42 @@ def window(
 
 
 def full_window(
-    canvas: canvas_lib.Canvas, *, wanted: jax.Array
+    canvas: canvas_lib.Canvas, *, wanted: Bool[Array, "R S"]
 ) -> tuple[canvas_lib.Canvas, canvas_lib.Window]:
-    """Returns what `window` does, every forward being one of the whole canvas."""
+    """Returns what `window` returns for a forward of the whole canvas."""
     return window(canvas, low=jnp.zeros_like(canvas.length), high=canvas.length, wanted=wanted)
 
 
-def first_block(canvas: canvas_lib.Canvas) -> jax.Array:
-    """Returns [R] int32: the block of the first masked position, past all blocks if none is."""
+def first_block(canvas: canvas_lib.Canvas) -> Int32[Array, " R"]:
+    """Returns the number of the block with the first masked position.
+
+    Without a masked position that is the number of blocks.
+    """
     first = canvas_lib.first_masked(canvas)
     length = canvas.params.block_length
     none = (canvas.end - canvas.start + length - 1) // length
     return jnp.where(first < canvas.end, (first - canvas.start) // length, none)
 
 
-def block_start(canvas: canvas_lib.Canvas, block: jax.Array) -> jax.Array:
-    """Returns [R] int32: where block number `block` [R] begins, at most `end`."""
+def block_start(canvas: canvas_lib.Canvas, block: Int[Array, " R"]) -> Int32[Array, " R"]:
+    """Returns where block number `block` begins, at most `end`."""
     return jnp.minimum(canvas.start + block * canvas.params.block_length, canvas.end)
 
 
-def lowest(score: jax.Array, eligible: jax.Array) -> jax.Array:
-    """Returns [R, S] bool: the eligible position with the lowest score, the first of equals."""
-    # Finite, so that an infinite score comes before what is not eligible.
+def lowest(score: Float[Array, "R S"], eligible: Bool[Array, "R S"]) -> Bool[Array, "R S"]:
+    """Returns the eligible position with the lowest score, the lowest position on a tie."""
+    # Finite, so that an eligible position with an infinite score comes before all others.
     score = jnp.minimum(score, jnp.finfo(score.dtype).max)
     best = jnp.argmin(jnp.where(eligible, score, jnp.inf), axis=1)
     return eligible & (jnp.arange(score.shape[1]) == best[:, None])
 
 
-def scheduled(canvas: canvas_lib.Canvas, initial: jax.Array) -> jax.Array:
-    """Returns [R] int32, >= 1: how many tokens LLaDA's schedule writes in this step.
+def scheduled(canvas: canvas_lib.Canvas, initial: Bool[Array, "R S"]) -> Int32[Array, " R"]:
+    """Returns how many tokens LLaDA's schedule writes in this step, at least 1.
 
-    The steps of a block are the row's `steps` / number of blocks, and the m positions that it
-    had to write at first (`initial` [R, S]) are spread over them, the remainder over the first
-    ones. What is left tells which step it is. Without `steps` every step writes one.
+    A block has `steps` / number of blocks steps. They share the positions that the block had to
+    write at first (`initial`) evenly; the first steps take the remainder. The number of masks
+    that are left tells which step it is. Without `steps`, every step writes one token.
     """
     block = canvas_lib.current_block(canvas)
     total = jnp.sum(block & initial, axis=1, dtype=jnp.int32)

@@ -1,7 +1,7 @@
 """Dream-7B, Dream-Coder, DiffuCoder and d3LLM-Dream(-Coder): Qwen2's stack without a mask.
 
-The forward pass is Qwen2's, with a bias on q, k and v, but sees the whole sequence; logit row i
-predicts position i + 1.
+The forward pass is Qwen2's, with a bias on q, k and v, but every position sees the whole
+sequence. Logit row i predicts position i + 1.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 from jdllm import spec as spec_lib
 from jdllm.models import decoder_config, family, hf_config, key_rules, table
 
-# For configs without them: <|mask|> and <|endoftext|> of the published tokenizer. The block is a
-# choice of the sampler; 32 is that of the published evaluations.
+# The defaults for configs without these facts: <|mask|> and <|endoftext|> of the published
+# tokenizer. The sampler may choose any block size; the published evaluations use 32.
 DEFAULTS = spec_lib.DiffusionSpec(
     block_size=32,
     mask_token_id=151666,
@@ -26,9 +26,9 @@ RULES = key_rules.KeyRules(
     architecture="DreamModel",
     model_type="Dream",
     only={"hidden_act": ("silu",), "use_sliding_window": (False,)},
-    # The model class has the bias of q, k and v whatever the config says.
+    # The model class always has a bias on q, k and v, whatever the config says.
     neutral=key_rules.FOREIGN_NEUTRAL_TO_DENSE | {"attention_bias": True},
-    # The window that `use_sliding_window` turns off.
+    # `use_sliding_window` turns this window off.
     harmless=key_rules.names("sliding_window max_window_layers"),
 )
 

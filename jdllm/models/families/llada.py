@@ -1,7 +1,7 @@
 """LLaDA-8B (Base, Instruct), LLaDA-1.5 and d3LLM-LLaDA: Llama's stack without a mask, OLMo's keys.
 
-The values that every release has are the ones that are implemented; grouped queries, a bias on q,
-k and v and a tied head are legal as well.
+This engine implements the values that all releases share. Grouped queries, a bias on q, k and v,
+and a tied head are allowed as well.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from jdllm import errors
 from jdllm import spec as spec_lib
 from jdllm.models import decoder_config, family, hf_config, key_rules, table
 
-# For configs without them: <|mdm_mask|> and <|endoftext|> of the published tokenizer. The block
-# is a choice of the sampler; 32 is that of the published evaluations.
+# The defaults for configs without these facts: <|mdm_mask|> and <|endoftext|> of the published
+# tokenizer. The sampler may choose any block size; the published evaluations use 32.
 DEFAULTS = spec_lib.DiffusionSpec(
     block_size=32,
     mask_token_id=126336,
@@ -53,13 +53,13 @@ RULES = key_rules.KeyRules(
     neutral=key_rules.FOREIGN_NEUTRAL_TO_DENSE
     | {
         "attention_bias": False,
-        "multi_query_attention": False,  # of older configs; n_kv_heads says it
+        "multi_query_attention": False,  # a key of older configs; n_kv_heads replaces it
         "use_sliding_window": False,
         "sliding_window": None,
     },
     read=key_rules.names("embedding_size include_qkv_bias mlp_ratio"),
-    # Initialisation and training; what values above turn off; the model class obeys
-    # `weight_tying` and not its namesake.
+    # Keys of initialisation and training, and of features that values above turn off. The model
+    # class reads `weight_tying` and ignores `tie_word_embeddings`.
     harmless=key_rules.names(
         """
         init_cutoff_factor init_device init_fn init_std precision residual_dropout
@@ -67,7 +67,7 @@ RULES = key_rules.KeyRules(
         attention_layer_norm_with_affine tie_word_embeddings
         """
     ),
-    # ModelConfig of configuration_llada.py has the values of GPT-2.
+    # The defaults of ModelConfig in configuration_llada.py are those of GPT-2.
     missing={
         "block_type": "sequential",
         "layer_norm_type": "default",
@@ -78,7 +78,7 @@ RULES = key_rules.KeyRules(
     },
 )
 
-# The head and the down projections share the leaf name ff_out.
+# The LM head and the down projections are both called ff_out.
 WEIGHTS = table.WeightTable(
     layers="model.transformer.blocks",
     rows="""

@@ -1,8 +1,8 @@
-"""LLaDA2 (2.0 and 2.1, MoE): leading dense layers, then routed ones; norms of q and k.
+"""LLaDA2 (2.0 and 2.1, MoE): dense layers first, then routed ones; norms of q and k.
 
-A few facts that published configs leave out come from constants here. Experts come in three forms:
-split per expert (published checkpoints), merged over experts (dFactory), and pre-fused gate and up
-(dInfer).
+Published configs leave out a few facts; constants here supply them. Experts come in three forms:
+split per expert (published checkpoints), merged over experts (dFactory), and with gate and up
+already fused (dInfer).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from jdllm import errors
@@ -18,7 +19,7 @@ from jdllm import spec as spec_lib
 from jdllm.layers import mlp, moe
 from jdllm.models import decoder_config, family, hf_config, key_rules, table
 
-# Not in the published configs: the training block, <|mask|> and <|endoftext|>.
+# The published configs lack these: the block size of training, <|mask|> and <|endoftext|>.
 DEFAULTS = spec_lib.DiffusionSpec(block_size=32, mask_token_id=156895, eos_token_ids=(156892,))
 
 RULES = key_rules.KeyRules(
@@ -54,7 +55,7 @@ RULES = key_rules.KeyRules(
         rotary_dim routed_scaling_factor topk_group
         """
     ),
-    # Training of the router, and the window that `use_sliding_window` turns off.
+    # Keys of the router's training, and of the window that `use_sliding_window` turns off.
     harmless=key_rules.names(
         """
         router_aux_loss_coef aux_loss_alpha seq_aux router_z_loss_coef
@@ -106,7 +107,7 @@ WEIGHTS = table.WeightTable(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LLaDA2Config(decoder_config.DecoderConfig):
-    """A LLaDA2 model; with `norm_head`, the head is stored before its normalisation."""
+    """A LLaDA2 model; with `norm_head`, the checkpoint holds the LM head before normalisation."""
 
     norm_head: bool
 
@@ -165,7 +166,7 @@ def _check_routing(router: moe.RouterConfig) -> None:
     if experts % groups or (groups > 1 and experts // groups < 2) or kept > groups:
         raise errors.ConfigError(
             f"config.json: num_experts={experts} cannot form n_group={groups} groups of two or "
-            f"more experts of which topk_group={kept} are kept"
+            f"more experts, with topk_group={kept} groups kept"
         )
     reachable = experts * kept // groups if groups > 1 else experts
     if router.experts_per_token > reachable:
@@ -175,8 +176,8 @@ def _check_routing(router: moe.RouterConfig) -> None:
         )
 
 
-def _prepare(config: LLaDA2Config, params: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the parameters, the head of `norm_head` models L2-normalised along the vocabulary."""
+def _prepare(config: LLaDA2Config, params: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Returns the parameters; with `norm_head`, L2-normalises the LM head along the vocabulary."""
     if not config.norm_head:
         return dict(params)
     head = params["lm_head"].astype(np.float32)
