@@ -1,4 +1,4 @@
-"""Routes that say how the server is and what it serves."""
+"""Routes that report the state of the server, and which model it serves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jdllm.server import responses, running, state
 
 router = fastapi.APIRouter()
 
-# A step of the largest bucket on a slow device is seconds; this long means stuck.
+# A step of the largest bucket takes seconds on a slow device; after this long, it is stuck.
 HEARTBEAT_LIMIT_S = 120.0
 GENERATE_LIMIT_S = 20.0
 
@@ -24,7 +24,7 @@ GENERATE_LIMIT_S = 20.0
 @router.get("/health")
 @router.get("/ready")
 async def health(request: requests.Request) -> starlette_responses.Response:
-    """200 while requests are served, else 503 and why. Touches no device."""
+    """Answers 200 while requests are served, else 503 and the reason; does not use the device."""
     server = state.of(request)
     if server.phase == "starting":
         return _unavailable({"status": "starting"} | server.progress.as_dict())
@@ -38,7 +38,7 @@ async def health(request: requests.Request) -> starlette_responses.Response:
 
 @router.get("/health_generate")
 async def health_generate(request: requests.Request) -> starlette_responses.Response:
-    """200 once one block has been generated, 503 when that takes too long."""
+    """Generates one block; answers 200, or 503 when that takes too long."""
     server = state.of(request)
     probe = running.PromptList(
         prompts=[probe_ids(server.engine.tokenizer)],
@@ -60,7 +60,7 @@ def probe_ids(tokenizer: Any | None) -> list[int]:
 
 @router.get("/metrics")
 async def metrics(request: requests.Request) -> starlette_responses.Response:
-    """Prometheus text, with --enable-metrics."""
+    """Returns Prometheus text; needs --enable-metrics."""
     server = state.of(request)
     if not server.server_config.enable_metrics:
         return responses.error_response(
@@ -75,13 +75,13 @@ async def metrics(request: requests.Request) -> starlette_responses.Response:
 
 @router.get("/v1/models")
 async def models(request: requests.Request) -> starlette_responses.Response:
-    """Lists the one model."""
+    """Lists the model that is served."""
     return responses.json_response({"object": "list", "data": [_card(state.of(request))]})
 
 
 @router.get("/v1/models/{model_id:path}")
 async def model(request: requests.Request, model_id: str) -> starlette_responses.Response:
-    """Returns the card of a model, 404 for any other."""
+    """Returns the card of the served model; 404 for any other name."""
     server = state.of(request)
     if model_id != server.engine.model_name:
         raise state.model_not_found(model_id)
