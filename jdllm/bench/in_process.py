@@ -90,7 +90,9 @@ def generate(
     return [records[index] for index in range(len(prompts))], duration_s
 
 
-def random_ids(rng: np.random.Generator, engine: engine_lib.Engine, count: int, length: int) -> Any:
+def random_ids(
+    rng: np.random.Generator, engine: engine_lib.Engine, count: int, length: int
+) -> list[list[int]]:
     """Returns `count` prompts of `length` random token ids."""
     return rng.integers(0, engine.spec.vocab_size, (count, length)).tolist()
 

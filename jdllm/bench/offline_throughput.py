@@ -17,6 +17,7 @@ import numpy as np
 from jdllm import errors, sampling_params
 from jdllm.bench import command_line, in_process, stats, tables
 from jdllm.engine import engine as engine_lib
+from jdllm.engine import tokenizer as tokenizer_lib
 
 # SGLang's warm-up; `warm_up` cuts it to the context.
 WARMUP_PROMPTS, WARMUP_INPUT, WARMUP_OUTPUT = 16, 256, 16
@@ -148,7 +149,7 @@ def warm_up(engine: engine_lib.Engine, count: int, base: dict[str, Any], seed: i
     engine.flush_cache()
 
 
-def _tokenizer(engine: engine_lib.Engine) -> Any:
+def _tokenizer(engine: engine_lib.Engine) -> tokenizer_lib.Tokenizer:
     if engine.tokenizer is None:
         raise errors.ConfigError(
             "the engine has no tokenizer; use --dataset-name random-ids, or give --tokenizer-path"

@@ -1,4 +1,4 @@
-"""The ways in which a call of a server fails."""
+"""The failures of a call of a server."""
 
 from __future__ import annotations
 

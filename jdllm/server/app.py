@@ -13,7 +13,7 @@ ROUTERS = (health.router, chat.router, completions.router, native.router, admin.
 
 def create_app(server: state.ServerState) -> fastapi.FastAPI:
     """Returns the ASGI app around `server`; the engine may be ready later."""
-    # A redirect for a trailing slash would drop the body, so such a path is a 404.
+    # A redirect for a trailing slash would drop the body; without redirects the path is a 404.
     app = fastapi.FastAPI(title="jdllm", redirect_slashes=False)
     app.state.server = server
     for router in ROUTERS:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import fastapi
 import prometheus_client
@@ -13,6 +13,9 @@ from starlette import responses as starlette_responses
 
 from jdllm import sampling_params, version
 from jdllm.server import responses, running, state
+
+if TYPE_CHECKING:
+    from jdllm.engine import tokenizer as tokenizer_lib
 
 router = fastapi.APIRouter()
 
@@ -53,7 +56,7 @@ async def health_generate(request: requests.Request) -> starlette_responses.Resp
     return responses.json_response({"status": "ok"})
 
 
-def probe_ids(tokenizer: Any | None) -> list[int]:
+def probe_ids(tokenizer: tokenizer_lib.Tokenizer | None) -> list[int]:
     """Returns a short prompt for warm-up and health checks."""
     return [0] if tokenizer is None else tokenizer.encode("Hello")
 

@@ -140,7 +140,7 @@ class Lifecycle:
             self._call(loop, self._open, engine)
 
     def _call(
-        self, loop: asyncio.AbstractEventLoop, function: Callable, *arguments: object
+        self, loop: asyncio.AbstractEventLoop, function: Callable[..., object], *arguments: object
     ) -> None:
         # The event loop is closed if a signal ended the run while this thread was loading.
         with contextlib.suppress(RuntimeError):

@@ -10,7 +10,7 @@ import fastapi
 from starlette import requests
 from starlette import responses as starlette_responses
 
-from jdllm import errors
+from jdllm import errors, sampling_params
 from jdllm.server import chat, completions, protocol, responses, running, schemas, sse, state
 
 router = fastapi.APIRouter()
@@ -93,7 +93,9 @@ def _sampling_options(value: Any, count: int) -> list[dict[str, Any]]:
     return options
 
 
-def _params(server: state.ServerState, prompt_ids: list[int], options: dict[str, Any]) -> Any:
+def _params(
+    server: state.ServerState, prompt_ids: list[int], options: dict[str, Any]
+) -> sampling_params.SamplingParams:
     if options.get("max_new_tokens") is None and options.get("max_tokens") is None:
         default = completions.default_tokens(server, len(prompt_ids), DEFAULT_MAX_NEW_TOKENS)
         options = options | {"max_new_tokens": default}

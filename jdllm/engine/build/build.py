@@ -241,7 +241,7 @@ def _row_config(
         launches_ahead=0 if config.disable_overlap_schedule else 1,
         has_prefix_cache=shares_prefixes and not config.disable_radix_cache,
         device=device,
-        # A stop string may name a special token, and the text that users see has no such tokens.
+        # Special tokens are kept here, because a stop string may name one.
         detokenize=(
             None
             if tokenizer is None
