@@ -150,7 +150,9 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
 
 def _enable_compilation_cache() -> None:
     """Keeps compiled steps across starts, unless the user configured a cache."""
-    if jax.config.values["jax_compilation_cache_dir"] is None:
+    # JAX adds its options to `config` at import, where no type checker sees them.
+    found = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    if found is None:
         cache = pathlib.Path.home() / ".cache" / "jdllm" / "compilation"
         jax.config.update("jax_compilation_cache_dir", str(cache))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
