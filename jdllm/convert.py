@@ -19,7 +19,7 @@ from jdllm import config, errors
 from jdllm.checkpoint import orbax_checkpoint, safetensors_source, source
 from jdllm.models import loading
 
-# Beside the weights: configuration, tokenizer and chat template.
+# Files beside the weights that are copied: configuration, tokenizer and chat template.
 _COPIED_SUFFIXES = frozenset({".json", ".jinja", ".txt", ".model"})
 _NOT_COPIED = frozenset({safetensors_source.INDEX_NAME, orbax_checkpoint.MARKER_NAME})
 
@@ -40,7 +40,8 @@ def convert(
     model = loading.load(
         directory, dtype=dtype, load_format="safetensors", show_progress=show_progress
     )
-    # Written aside and renamed, so that an interrupted run leaves no half directory.
+    # The files go to another directory, which is renamed at the end: an interrupted run leaves
+    # no incomplete model at `output`.
     partial = output.with_name(f"{output.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

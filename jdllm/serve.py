@@ -1,6 +1,6 @@
 """`python -m jdllm.serve`: the HTTP server.
 
-Reads the options, configures logging (the only place that does) and hands over to
+This module reads the options, configures logging (no other module does) and calls
 `server.lifecycle`. Exit codes: 0 after a signal, 1 when the engine fails to start,
 2 for a wrong option.
 """
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_engine(options: cli.Options, progress: startup.StartupProgress) -> engine_lib.Engine:
-    """Returns the running engine, having said what it chose where nothing was given."""
+    """Starts the engine, logs the options that it chose by itself, and returns it."""
     engine = engine_lib.Engine(options.engine, progress=progress)
     for field in dataclasses.fields(engine.config):
         value = getattr(engine.config, field.name)
@@ -51,7 +51,7 @@ def build_engine(options: cli.Options, progress: startup.StartupProgress) -> eng
 
 
 def configure_logging(options: cli.Options) -> None:
-    """Sends the log to stderr at the levels asked for."""
+    """Sends the log to stderr at the levels that the options name."""
     logging.basicConfig(
         level=options.engine.log_level.upper(),
         format="[%(asctime)s] %(levelname)s %(name)s: %(message)s",

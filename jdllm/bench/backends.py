@@ -1,7 +1,7 @@
 """The servers that can be measured, by SGLang's names, and one request to one of them.
 
-`jdllm` (our default) and `sglang` are POST /generate, the `-oai` ones OpenAI's completions, the
-`-oai-chat` ones chat.
+`jdllm` (the default) and `sglang` use POST /generate, the names with `-oai` OpenAI's completions
+and those with `-oai-chat` its chat completions.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BACKENDS: dict[str, tuple[api.Kind, int]] = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What every request of a run has in common; `extra` is merged into the body."""
+    """What all requests of a run have in common; `extra` is merged into the body."""
 
     kind: api.Kind
     model: str
@@ -58,7 +58,7 @@ class Options:
 
 
 def send(client: transport.Client, prompt: prompts.Prompt, options: Options) -> stats.Record:
-    """Sends one request and returns its record; a failure is in `error`, not raised."""
+    """Sends one request and returns its record; a failure is put into `error`, not raised."""
     answer = api.Answer(options.kind)
     commits: list[stats.Commit] = []
     body = options.body(prompt)
@@ -81,7 +81,7 @@ def send(client: transport.Client, prompt: prompts.Prompt, options: Options) -> 
         start_s=start_s,
         end_s=end_s,
         prompt_tokens=answer.prompt_tokens or prompt.prompt_len or 0,
-        # Like SGLang: what was asked for, where the server counts nothing.
+        # As in SGLang: if the server does not count, the number of tokens that was asked for.
         completion_tokens=prompt.output_len if counted is None else counted,
         commits=tuple(commits),
         nfe=answer.nfe,

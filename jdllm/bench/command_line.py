@@ -1,7 +1,7 @@
 """What the three command lines share: flags, refusals by name, exit codes.
 
-Flags are SGLang's. A flag of SGLang's whose feature does not exist here is refused with what
-replaces it; argparse refuses a flag nobody knows. None is ignored.
+Flags are SGLang's. If SGLang has a flag whose feature does not exist here, the error says what
+replaces it; argparse refuses unknown flags. No flag is ignored.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class BenchError(RuntimeError):
     """Says that nothing can be measured: server gone, wrong model, every request failed."""
 
 
-def finish(name: str, work: Callable[[], None]) -> int:
+def finish(name: str, work: Callable[[], object]) -> int:
     """Runs `work`; returns 0, 1 when it could not measure, 2 for a wrong option, 130 for Ctrl-C."""
     try:
         work()
@@ -77,7 +77,7 @@ def _fail(name: str, error: object, code: int) -> int:
     return code
 
 
-def make_parser(name: str, description: str) -> argparse.ArgumentParser:
+def make_parser(name: str, description: str | None) -> argparse.ArgumentParser:
     """Returns a parser that takes no abbreviations, so that no flag is mistaken for another."""
     return argparse.ArgumentParser(
         prog=f"python -m jdllm.bench.{name}",
@@ -102,7 +102,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
 
 
 def shown(argv: Sequence[str]) -> str:
-    """Returns a command line as results record it; keys are masked."""
+    """Returns a command line in the form that results record; API keys are masked."""
     words, is_secret = [], False
     for word in argv:
         flag, equals, _ = word.partition("=")
@@ -117,7 +117,7 @@ def shown(argv: Sequence[str]) -> str:
 
 
 def add_dataset_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds SGLang's flags of what is asked."""
+    """Adds SGLang's flags for the prompts."""
     group = parser.add_argument_group("dataset")
     group.add_argument(
         "--dataset-name",
@@ -190,8 +190,8 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
 def engine_config(options: argparse.Namespace, **chosen: Any) -> config.EngineConfig:
     """Returns the config that the flags of `add_engine_flags` ask for.
 
-    `chosen` are the benchmark's own values for what the command line leaves open; of the log
-    only warnings are shown unless --log-level asks for more.
+    `chosen` are the benchmark's own values for what the command line leaves open. The log shows
+    warnings only, unless --log-level asks for more.
     """
     known = typing.get_type_hints(config.EngineConfig)
     given = {name: value for name, value in vars(options).items() if name in known}
@@ -199,7 +199,7 @@ def engine_config(options: argparse.Namespace, **chosen: Any) -> config.EngineCo
 
 
 def dllm_options(pairs: Sequence[str]) -> dict[str, Any]:
-    """Returns the denoising options in a list of KEY=VALUE; values as YAML reads them."""
+    """Returns the denoising options in a list of KEY=VALUE; each value is parsed as YAML."""
     found = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")

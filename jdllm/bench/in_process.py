@@ -1,4 +1,4 @@
-"""The engine in this process as the thing measured: batches of prompts in, records out."""
+"""Measures the engine in this process: takes batches of prompts, returns records."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ REPORTED_OPTIONS = (
 
 
 def open_engine(engine_config: config.EngineConfig) -> engine_lib.Engine:
-    """Returns a running engine that logs to stderr at the level asked for."""
-    # Libraries imported above leave handlers of their own on the root logger.
+    """Returns a running engine that logs to stderr at the configured level."""
+    # `force`: libraries imported above leave handlers of their own on the root logger.
     logging.basicConfig(level=engine_config.log_level.upper(), force=True)
     return engine_lib.Engine(engine_config)
 
@@ -53,7 +53,8 @@ def generate(
 ) -> tuple[list[stats.Record], float]:
     """Submits all prompts at once; returns their records, and the seconds until all had ended.
 
-    Commits have the engine's own times, so a slow reader of its events changes none.
+    The times of commits are the engine's own, so a slow reader of its events does not change
+    them.
     """
     commits: list[list[stats.Commit]] = [[] for _ in prompts]
     records: dict[int, stats.Record] = {}
@@ -89,13 +90,15 @@ def generate(
     return [records[index] for index in range(len(prompts))], duration_s
 
 
-def random_ids(rng: np.random.Generator, engine: engine_lib.Engine, count: int, length: int) -> Any:
+def random_ids(
+    rng: np.random.Generator, engine: engine_lib.Engine, count: int, length: int
+) -> list[list[int]]:
     """Returns `count` prompts of `length` random token ids."""
     return rng.integers(0, engine.spec.vocab_size, (count, length)).tolist()
 
 
 def surroundings(engine: engine_lib.Engine) -> dict[str, Any]:
-    """Returns what a figure must not be quoted without: command, device, versions, options."""
+    """Returns what must be quoted with every figure: command, device, versions, options."""
     info = engine.server_info()
     return {
         "command": command_line.shown(sys.argv),

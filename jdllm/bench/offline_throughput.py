@@ -1,13 +1,14 @@
 """`python -m jdllm.bench.offline_throughput`: all prompts at once through the real engine.
 
-Flags and fields are those of SGLang's `bench_offline_throughput`; latencies, TPF, NFE and blocks
-come with them. Prompts are given as token ids, so random lengths are exact.
+Flags and fields are those of SGLang's `bench_offline_throughput`, with latencies, TPF, NFE and
+blocks added. Prompts are given as token ids, so random lengths are exact.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,8 +17,9 @@ import numpy as np
 from jdllm import errors, sampling_params
 from jdllm.bench import command_line, in_process, stats, tables
 from jdllm.engine import engine as engine_lib
+from jdllm.engine import tokenizer as tokenizer_lib
 
-# SGLang's warm-up, cut to the context.
+# SGLang's warm-up; `warm_up` cuts it to the context.
 WARMUP_PROMPTS, WARMUP_INPUT, WARMUP_OUTPUT = 16, 256, 16
 HEAD: tuple[tables.Row, ...] = (
     ("Backend:", "backend"),
@@ -53,10 +55,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Measures, prints the table, appends the result; returns it."""
+    """Measures, prints the table, appends the result to the file and returns it."""
     tables.check_writable(options.result_filename)
     base = sampling(options)
-    command_line.dataset(options, as_ids=True, vocab_size=None)  # refused before any weight is read
+    # Made here for its checks alone, so that wrong flags are refused before any weight is read.
+    command_line.dataset(options, as_ids=True, vocab_size=None)
     with in_process.open_engine(command_line.engine_config(options)) as engine:
         found = in_process.surroundings(engine)
         experts = in_process.distinct_experts(engine, np.random.default_rng(options.seed))
@@ -70,9 +73,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         ]
         if not options.skip_warmup:
             warm_up(engine, min(options.num_prompts, WARMUP_PROMPTS), base, options.seed)
+        # A cast: with `as_ids` every content is token ids.
+        ids = [typing.cast(list[int], one.content) for one in asked]
         before = engine.server_info()["internal_states"][0]
         records, seconds = in_process.generate(
-            engine, [one.content for one in asked], params, show_progress=not options.disable_tqdm
+            engine, ids, params, show_progress=not options.disable_tqdm
         )
         after = engine.server_info()["internal_states"][0]
         result = {
@@ -94,7 +99,7 @@ def figures(
     before: Mapping[str, Any],
     after: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Returns SGLang's fields first, then ours; `before` and `after` are engine counters."""
+    """Returns SGLang's fields, then ours; `before` and `after` are the engine's counters."""
     failed = [record.error for record in records if record.error is not None]
     if len(failed) == len(records):
         raise command_line.BenchError(f"all {len(failed)} requests failed; the first: {failed[0]}")
@@ -109,7 +114,7 @@ def figures(
 
 
 def settings(options: argparse.Namespace, base: dict[str, Any], count: int) -> dict[str, Any]:
-    """Returns what identifies the load; `base` are the sampling parameters, `count` prompts."""
+    """Returns what identifies the load: `count` prompts with sampling parameters `base`."""
     return {
         "backend": options.backend,
         "dataset_name": options.dataset_name,
@@ -134,7 +139,7 @@ def sampling(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def warm_up(engine: engine_lib.Engine, count: int, base: dict[str, Any], seed: int) -> None:
-    """Runs a few random prompts, then forgets them."""
+    """Runs a few random prompts, then empties the prefix cache."""
     output_len = min(WARMUP_OUTPUT, engine.context_length // 2)
     input_len = min(WARMUP_INPUT, engine.context_length - output_len)
     rng = np.random.default_rng(seed + 1)
@@ -144,7 +149,7 @@ def warm_up(engine: engine_lib.Engine, count: int, base: dict[str, Any], seed: i
     engine.flush_cache()
 
 
-def _tokenizer(engine: engine_lib.Engine) -> Any:
+def _tokenizer(engine: engine_lib.Engine) -> tokenizer_lib.Tokenizer:
     if engine.tokenizer is None:
         raise errors.ConfigError(
             "the engine has no tokenizer; use --dataset-name random-ids, or give --tokenizer-path"

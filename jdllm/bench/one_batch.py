@@ -1,19 +1,19 @@
 """`python -m jdllm.bench.one_batch`: latency of a closed batch through the real engine.
 
 Flags and fields are those of SGLang's `bench_one_batch`. All requests of a batch arrive at once,
-have equal lengths, are greedy and ignore EOS. What the fields mean here:
+have equal lengths, are greedy and ignore EOS. The fields mean:
 
-* `prefill_latency`: seconds until every row has its first token, asked for one token at
-  threshold 0: all of prefill and the first forward of decode.
-* `mean_decode_latency`: seconds per decode forward: what `total_latency` has over
-  `prefill_latency`, per further forward of the batch (of its longest row, where the engine does
-  not count the batch's).
-* `median_decode_latency`: of each row, the time between the first and the last arrival of blocks
-  over the forwards between them; the median of the rows. Blocks of one launch arrive together:
-  where all do, the mean above.
+* `prefill_latency`: seconds until every row has its first token. It is measured with requests
+  for one token at threshold 0, so it is all of prefill and the first forward of decode.
+* `mean_decode_latency`: seconds per decode forward. It is `total_latency` minus
+  `prefill_latency`, divided by the further forwards of the batch (or by those of its longest
+  row, if the engine does not count those of the batch).
+* `median_decode_latency`: for each row, the time between the first and the last arrival of
+  blocks, divided by the forwards between them; of these, the median over the rows. Blocks of one
+  launch arrive together; if all blocks do, the field is the mean above.
 * `total_latency`: seconds of the whole batch, prefill included.
 
-On random weights `--threshold 0.95` is one token a forward and `--threshold 0` a whole block.
+On random weights `--threshold 0.95` gives one token per forward and `--threshold 0` a whole block.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         nargs="+",
         default=[None],
         metavar="P",
-        help="confidence to write at (default: the model's)",
+        help="tokens with this confidence are written (default: the model's)",
     )
     parser.add_argument("--dllm", nargs="+", action="extend", default=[], metavar="KEY=VALUE")
     parser.add_argument(
-        "--repeats", type=command_line.positive, default=1, help="of which the median counts"
+        "--repeats", type=command_line.positive, default=1, help="runs; their median is reported"
     )
     parser.add_argument("--seed", type=command_line.natural, default=42, help="of the prompts")
     parser.add_argument("--run-name", default="default")
@@ -68,7 +68,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measures every combination of the lists, prints and appends each; returns them."""
+    """Measures every combination of the lists, prints and appends each result; returns them."""
     tables.check_writable(options.result_filename)
     dllm = command_line.dllm_options(options.dllm)
     if "threshold" in dllm and options.threshold != [None]:
@@ -114,7 +114,7 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def engine_config(options: argparse.Namespace) -> config.EngineConfig:
-    """Returns the engine's options; rows and context are just what the lists need."""
+    """Returns the engine's options; rows and context are as large as the lists need."""
     longest = max(options.input_len) + max(options.output_len)
     return command_line.engine_config(
         options,
@@ -132,7 +132,7 @@ def measure(
     dllm: dict[str, Any],
     repeats: int,
 ) -> dict[str, Any]:
-    """Returns the figures of one closed batch: after a warm-up, of `repeats` runs the median."""
+    """Returns the figures of one closed batch: the median of `repeats` runs, after a warm-up."""
     _closed_batch(engine, prompts, min(output_len, WARMUP_TOKENS), dllm)
     prefills = [
         _closed_batch(engine, prompts, 1, dllm | {"threshold": 0.0}) for _ in range(repeats)
@@ -175,7 +175,10 @@ def _closed_batch(
     dllm: dict[str, Any],
 ) -> Run:
     params = sampling_params.SamplingParams(
-        max_new_tokens=output_len, temperature=0.0, ignore_eos=True, dllm=dllm
+        max_new_tokens=output_len,
+        temperature=0.0,
+        ignore_eos=True,
+        dllm=sampling_params.DllmParams.from_mapping(dllm),
     )
     before = engine.server_info()["internal_states"][0]
     records, seconds = in_process.generate(engine, prompts, [params] * len(prompts))
@@ -192,7 +195,7 @@ def _median(runs: Sequence[Run]) -> Run:
 
 
 def _mean_decode_latency_s(prefill: Run, whole: Run) -> float | None:
-    """Returns seconds per decode forward that `whole` has over `prefill`, None without any."""
+    """Returns seconds per decode forward that `whole` has more than `prefill`; None without any."""
     forwards = _forwards(whole) - _forwards(prefill)
     seconds = whole[1] - prefill[1]
     return seconds / forwards if forwards > 0 and seconds > 0 else None
@@ -200,7 +203,7 @@ def _mean_decode_latency_s(prefill: Run, whole: Run) -> float | None:
 
 def _forwards(run: Run) -> int:
     records, _, figures = run
-    return figures["forwards"] or max(record.nfe for record in records)
+    return figures["forwards"] or max(record.nfe or 0 for record in records)
 
 
 def _default_threshold(engine: engine_lib.Engine) -> float | None:
@@ -208,7 +211,7 @@ def _default_threshold(engine: engine_lib.Engine) -> float | None:
 
 
 def lines(result: dict[str, Any]) -> str:
-    """Returns SGLang's three lines of a point, and one of ours."""
+    """Returns SGLang's three lines of a result, and one of ours."""
     show = lambda value, form: "n/a" if value is None else format(value, form)  # noqa: E731
     keys = ("batch_size", "input_len", "output_len", "threshold")
     return "\n".join(

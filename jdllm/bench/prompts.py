@@ -1,7 +1,7 @@
-"""What a benchmark asks: prompts with the number of tokens wanted back.
+"""The prompts of a benchmark, each with the number of output tokens to ask for.
 
-Nothing is downloaded: random text is cut from a file of the user's or from bundled word
-problems. Lengths are drawn like SGLang's, so the same seed asks for the same lengths.
+Nothing is downloaded: random text is cut from a file of the user or from bundled word
+problems. Lengths are drawn as SGLang draws them, so the same seed gives the same lengths.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import logging
 import pathlib
 import random
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 
@@ -24,12 +24,12 @@ logger = logging.getLogger(__name__)
 
 DATASETS = ("random", "random-ids", "custom", "openai", "sharegpt")
 PROBLEMS_PER_TEXT = 4
-MIN_FILE_TOKENS = 2  # rows of a conversation file with less are left out, as in SGLang
+MIN_FILE_TOKENS = 2  # conversations with fewer tokens than this are left out, as in SGLang
 Content = str | list[int] | list[dict[str, Any]]  # text, token ids, or chat messages
 
 
 class Tokenizer(Protocol):
-    """What is used of `jdllm.engine.tokenizer.Tokenizer`."""
+    """The part of `jdllm.engine.tokenizer.Tokenizer` that is used here."""
 
     def __len__(self) -> int: ...
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
@@ -39,7 +39,7 @@ class Tokenizer(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One request to send; `prompt_len` in tokens, None where only the server can know."""
+    """One request to send; `prompt_len` is in tokens, None if only the server can know it."""
 
     content: Content
     output_len: int
@@ -48,10 +48,10 @@ class Prompt:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
-    """Which prompts; lengths are tokens.
+    """Says which prompts to load; lengths are tokens.
 
-    `as_ids` asks for token ids instead of text, so that lengths are exact; `vocab_size`
-    stands in for a tokenizer in `random-ids`.
+    `as_ids` asks for token ids instead of text, so that lengths are exact. With `vocab_size`,
+    `random-ids` needs no tokenizer.
     """
 
     name: str = "random"
@@ -100,29 +100,26 @@ class Dataset:
         return found
 
     def _random(self, tokenizer: Callable[[], Tokenizer]) -> list[Prompt]:
-        is_ids_only = self.name == "random-ids" and self.as_ids and self.vocab_size is not None
-        words = None if is_ids_only else tokenizer()
         rng = np.random.RandomState(self.seed)  # SGLang's generator
         input_lens = _random_lens(rng, self.input_len, self.range_ratio, self.num_prompts)
         output_lens = _random_lens(rng, self.output_len, self.range_ratio, self.num_prompts)
         if not self.as_ids:
             # The server adds the special tokens to a text.
-            input_lens = [max(1, n - len(words.encode(""))) for n in input_lens]
+            num_special = len(tokenizer().encode(""))
+            input_lens = [max(1, n - num_special) for n in input_lens]
         if self.name == "random-ids":
-            vocab_size = self.vocab_size or len(words)
+            vocab_size = self.vocab_size or len(tokenizer())
             offsets = rng.randint(0, vocab_size, size=self.num_prompts).tolist()
             rows = [
                 [(offset + i + j) % vocab_size for j in range(n)]
                 for i, (offset, n) in enumerate(zip(offsets, input_lens, strict=True))
             ]
         else:
-            texts = self._texts()
-            rows = [
-                _cut(words.encode(next(texts), add_special_tokens=False), n) for n in input_lens
-            ]
+            texts, encode = self._texts(), tokenizer().encode
+            rows = [_cut(encode(next(texts), add_special_tokens=False), n) for n in input_lens]
         return [
             Prompt(
-                content=row if self.as_ids else words.decode(row, skip_special_tokens=False),
+                content=row if self.as_ids else tokenizer().decode(row, skip_special_tokens=False),
                 prompt_len=len(row),
                 output_len=output_len,
             )
@@ -130,7 +127,7 @@ class Dataset:
         ]
 
     def _texts(self) -> Iterator[str]:
-        """Yields texts without end, each beginning differently while the source lasts."""
+        """Yields texts without end; no two begin alike until the source is used up."""
         if self.path is None:
             problems = arithmetic.problems("test", seed=self.seed)
             while True:
@@ -156,10 +153,13 @@ class Dataset:
             prompt_len = len(content) if _is_ids(content) else None
             if isinstance(content, str) and (turns is not None or self.context_len is not None):
                 prompt_len = len(tokenizer().encode(content))
-            if turns is not None and min(prompt_len, output_len) < MIN_FILE_TOKENS:
-                continue
+            if turns is not None:
+                assert prompt_len is not None, "a turn is text or has become ids"
+                if min(prompt_len, output_len) < MIN_FILE_TOKENS:
+                    continue
             if self.context_len is not None:
                 if prompt_len is None:
+                    assert _is_messages(content), "text and ids have a length by now"
                     prompt_len = len(tokenizer().apply_chat_template(content))
                 if prompt_len + output_len > self.context_len:
                     continue
@@ -181,13 +181,13 @@ class Dataset:
             return tokenizer().apply_chat_template([{"role": "user", "content": content}])
         if isinstance(content, str) and self.as_ids:
             return tokenizer().encode(content)
-        is_messages = isinstance(content, list) and not _is_ids(content)
-        if is_messages and (self.as_ids or self.apply_chat_template):
+        if _is_messages(content) and (self.as_ids or self.apply_chat_template):
             return tokenizer().apply_chat_template(content)
         return content
 
     def _rows(self) -> list[tuple[str, Mapping[str, Any]]]:
-        """Returns (place for errors, row) of a file: a JSON array, or one JSON object per line."""
+        """Returns (place, for errors; row) of a file: a JSON array, or one JSON object per line."""
+        assert self.path is not None, "__post_init__ asks for one where rows are read"
         try:
             text = pathlib.Path(self.path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -226,12 +226,13 @@ def _parsed(text: str, place: str) -> Any:
 
 
 def _conversation(row: Mapping[str, Any], place: str) -> list[str] | None:
-    """Returns the turns of ShareGPT's form, None for a row of another form."""
+    """Returns the turns of a row in ShareGPT's form, None for a row in another form."""
     turns = row.get("conversations", row.get("conversation"))
     if turns is None:
         return None
-    texts = [turn.get("content", turn.get("value")) for turn in turns if isinstance(turn, dict)]
-    if not all(isinstance(text, str) for text in texts):
+    values = [turn.get("content", turn.get("value")) for turn in turns if isinstance(turn, dict)]
+    texts = [value for value in values if isinstance(value, str)]
+    if len(texts) < len(values):
         raise errors.ConfigError(f"{place}: a turn needs text in content or value")
     return texts
 
@@ -269,5 +270,9 @@ def _wanted_tokens(row: Mapping[str, Any], place: str) -> int:
     return value
 
 
-def _is_ids(content: Any) -> bool:
+def _is_ids(content: Any) -> TypeGuard[list[int]]:
     return isinstance(content, list) and bool(content) and all(type(x) is int for x in content)
+
+
+def _is_messages(content: Content) -> TypeGuard[list[dict[str, Any]]]:
+    return isinstance(content, list) and not _is_ids(content)

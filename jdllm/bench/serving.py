@@ -1,7 +1,7 @@
 """`python -m jdllm.bench.serving`: load on a running server, over HTTP, with streaming.
 
-Flags, table and result file are those of SGLang's `bench_serving`; TPF, NFE and blocks come
-with them. TTFT is the time to the first committed block.
+Flags, table and result file are those of SGLang's `bench_serving`, with TPF, NFE and blocks
+added. TTFT is the time to the first committed block.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Measures, prints the table, appends the result; returns it."""
+    """Measures, prints the table, appends the result to the file and returns it."""
     kind, _ = backends.BACKENDS[options.backend]
     serving_options.check(options)
     client = transport.Client(
@@ -97,7 +97,7 @@ def check_contents(asked: Sequence[prompts.Prompt], kind: api.Kind) -> None:
 
 
 def find_model(client: transport.Client, options: argparse.Namespace) -> str:
-    """Waits for the server and returns the name of the model; a wrong one is an error."""
+    """Waits for the server and returns the model's name; a wrong name raises a BenchError."""
     start = retries.Retries(
         pause_s=POLL_S, timeout_s=options.ready_check_timeout_sec, when_absent=True
     )
@@ -124,7 +124,7 @@ def find_model(client: transport.Client, options: argparse.Namespace) -> str:
 def load_tokenizer(
     client: transport.Client, options: argparse.Namespace, model: str
 ) -> tokenizer_lib.Tokenizer:
-    """Returns the tokenizer of --tokenizer, else of what the server says it serves."""
+    """Returns the tokenizer of --tokenizer, or of the model that the server reports."""
     path = options.tokenizer
     if path is None:
         try:
@@ -147,7 +147,7 @@ def warm_up(
     prompt: prompts.Prompt,
     options: argparse.Namespace,
 ) -> None:
-    """Sends the first prompt some times with a short output, then flushes the prefix cache."""
+    """Sends the first prompt a few times with a short output, then may flush the prefix cache."""
     count = options.warmup_requests
     if count:
         short = prompts.Prompt(
@@ -172,7 +172,7 @@ def warm_up(
 
 
 def server_info(client: transport.Client) -> dict[str, Any] | None:
-    """Returns the server's account of itself, None when it gives none."""
+    """Returns the server's `/server_info`, None if it has none."""
     try:
         info = client.json("GET", "/server_info")
     except failures.CallFailed:
@@ -235,7 +235,7 @@ def details(records: Sequence[stats.Record]) -> dict[str, Any]:
 
 
 def _retokenized(records: Sequence[stats.Record], tokenizer: Any) -> dict[str, int | None]:
-    """Returns the tokens of the answers' texts, None unless a tokenizer was needed anyway."""
+    """Counts the tokens of the answers' texts; None unless a tokenizer is loaded already."""
     if not tokenizer.cache_info().currsize:
         return {"total_output_tokens_retokenized": None}
     encode = tokenizer().encode
@@ -246,7 +246,7 @@ def _retokenized(records: Sequence[stats.Record], tokenizer: Any) -> dict[str, i
 
 def _cache(records: Sequence[stats.Record]) -> dict[str, Any]:
     done = [r for r in records if r.error is None and r.cached_tokens is not None]
-    cached, prompt = sum(r.cached_tokens for r in done), sum(r.prompt_tokens for r in done)
+    cached, prompt = sum(r.cached_tokens or 0 for r in done), sum(r.prompt_tokens for r in done)
     return {
         "total_cached_tokens": cached if done else None,
         "cache_hit_rate_pct": 100.0 * cached / prompt if prompt else None,

@@ -1,4 +1,4 @@
-"""The command line of `jdllm.bench.serving`, and what a result says of it."""
+"""The command line of `jdllm.bench.serving`, and the part of it that a result records."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DESCRIPTION = "Load on a running server, over HTTP, with SGLang's flags and figu
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Returns the flags of a command line; what is not supported is refused by name."""
+    """Returns the flags of a command line; a flag that is not supported is refused by name."""
     parser = command_line.make_parser("serving", DESCRIPTION)
     _add_server_flags(parser.add_argument_group("server"))
     command_line.add_dataset_flags(parser)
@@ -53,12 +53,12 @@ def check(options: argparse.Namespace) -> None:
     sampling_params.SamplingParams(
         temperature=options.temperature,
         top_p=options.top_p,
-        dllm=command_line.dllm_options(options.dllm),
+        dllm=sampling_params.DllmParams.from_mapping(command_line.dllm_options(options.dllm)),
     )
 
 
 def request(options: argparse.Namespace, model: str) -> backends.Options:
-    """Returns what every request of the run has in common."""
+    """Returns what all requests of the run have in common."""
     kind, _ = backends.BACKENDS[options.backend]
     return backends.Options(
         kind=kind,
@@ -73,7 +73,7 @@ def request(options: argparse.Namespace, model: str) -> backends.Options:
 
 
 def settings(options: argparse.Namespace, model: str) -> dict[str, Any]:
-    """Returns what identifies the run, by SGLang's keys first."""
+    """Returns what identifies the run: SGLang's keys, then ours."""
     finite = math.isfinite(options.request_rate)
     return {
         "tag": options.tag,
@@ -127,7 +127,7 @@ def headers(options: argparse.Namespace) -> dict[str, str]:
 
 
 def base_url(options: argparse.Namespace) -> str:
-    """Returns --base-url, else what --host and --port say."""
+    """Returns --base-url, or the URL that --host and --port give."""
     if options.base_url is not None:
         return options.base_url
     _, port = backends.BACKENDS[options.backend]

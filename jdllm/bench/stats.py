@@ -1,10 +1,11 @@
-"""What a benchmark measured: records of requests in, one flat dict of figures out.
+"""Turns the records of requests into one flat dict of figures.
 
-The one place for the statistics of `serving`, `one_batch` and `offline_throughput`. Names and
-definitions are SGLang's where it has them; what a diffusion model adds is NFE (decode forwards
-a request took part in), TPF (tokens per forward of its own), blocks, and the time between
-blocks. Times are seconds of one monotonic clock, figures in `_ms` milliseconds, throughputs
-per second; percentiles are numpy's (linear interpolation); None says "not measured".
+`serving`, `one_batch` and `offline_throughput` all take their statistics from here. Names and
+definitions are SGLang's where it has them. For diffusion models there are also NFE (decode
+forwards that a request took part in), TPF (tokens per forward of the request), blocks, and the
+time between blocks. Times are seconds of one monotonic clock, figures in `_ms` are milliseconds,
+throughputs are per second; percentiles are numpy's (linear interpolation); None means "not
+measured".
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ import numpy as np
 
 Unit = Literal["tokens", "blocks", "nfe"]
 PERCENTILES = (90, 95, 99)
-# Blocks of one launch of the device reach the client one after the other in less than this.
+# Blocks of one launch of the device reach the client within less than this of one another.
 TOGETHER_S = 2e-3
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
-    """One piece of an answer: when it was seen, and the totals of its request up to it."""
+    """One piece of an answer: when it arrived, and the totals of its request up to it."""
 
     at_s: float
     tokens: int
@@ -34,9 +35,9 @@ class Commit:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """One request from start to end; `error` says why it failed, None that it did not.
+    """One request from start to end; `error` says why it failed, and is None if it did not.
 
-    `nfe`, `blocks` and `cached_tokens` are None when the server does not tell.
+    `nfe`, `blocks` and `cached_tokens` are None if the server does not send them.
     """
 
     start_s: float
@@ -62,7 +63,7 @@ class Record:
 
     @property
     def tpot_s(self) -> float | None:
-        """Seconds per output token without the first, as SGLang divides it."""
+        """Seconds per output token after the first, by SGLang's definition."""
         if self.ttft_s is None or self.completion_tokens < 2:
             return None
         return (self.latency_s - self.ttft_s) / (self.completion_tokens - 1)
@@ -70,8 +71,9 @@ class Record:
     def intervals(self, unit: Unit) -> list[float]:
         """Returns one interval in seconds per token, block or forward after the first arrival.
 
-        What arrives together shares the time since the arrival before it in equal parts,
-        which is SGLang's inter-token latency; pieces without anything new count as waiting.
+        Units that arrive together share the time since the arrival before them in equal parts,
+        which is SGLang's inter-token latency. The time of an arrival without new units is added
+        to the next one.
         """
         arrivals = self._arrivals()
         if not arrivals or getattr(arrivals[0], unit) is None:
@@ -90,14 +92,14 @@ class Record:
         return sum(found) / len(found) if found else None
 
     def _arrivals(self) -> list[Commit]:
-        """Returns the commits, of those that came together only the last."""
+        """Returns the commits; of commits that came together, only the last."""
         pairs = zip(self.commits, self.commits[1:], strict=False)
         ends = [one for one, after in pairs if after.at_s - one.at_s >= TOGETHER_S]
         return [*ends, *self.commits[-1:]]
 
 
 def summarize(records: Sequence[Record], duration_s: float) -> dict[str, Any]:
-    """Returns SGLang's figures of a run over those requests that succeeded, then ours."""
+    """Returns SGLang's figures of a run, then ours; only requests that succeeded count."""
     done = [record for record in records if record.error is None]
     prompt = sum(record.prompt_tokens for record in done)
     output = sum(record.completion_tokens for record in done)
@@ -127,7 +129,7 @@ def summarize(records: Sequence[Record], duration_s: float) -> dict[str, Any]:
 
 
 def spread(name: str, seconds: Sequence[float | None]) -> dict[str, float | None]:
-    """Returns mean, median, standard deviation and percentiles in milliseconds by SGLang's keys."""
+    """Returns mean, median, standard deviation and percentiles in ms, with SGLang's keys."""
     values = 1e3 * np.asarray([value for value in seconds if value is not None], np.float64)
     figures = {"mean": np.mean, "median": np.median, "std": np.std} | {
         f"p{q}": lambda values, q=q: np.percentile(values, q) for q in PERCENTILES
@@ -139,35 +141,35 @@ def spread(name: str, seconds: Sequence[float | None]) -> dict[str, float | None
 
 
 def denoising(done: Sequence[Record]) -> dict[str, float | int | None]:
-    """Returns NFE, TPF and blocks of those requests that know them.
+    """Returns NFE, TPF and blocks of those requests that have them.
 
     `tpf` is token-weighted (all tokens over all forwards), `mean_tpf` the mean over requests.
     """
-    counted = [record for record in done if record.nfe]
-    with_blocks = [record for record in done if record.blocks]
-    nfe = sum(record.nfe for record in counted)
-    blocks = sum(record.blocks for record in with_blocks)
+    counted = [(record.completion_tokens, record.nfe) for record in done if record.nfe]
+    block_counts = [record.blocks for record in done if record.blocks]
+    nfe = sum(forwards for _, forwards in counted)
+    blocks = sum(block_counts)
     return {
         "nfe_total": nfe if counted else None,
         "mean_nfe": nfe / len(counted) if counted else None,
-        "max_nfe": max((record.nfe for record in counted), default=None),
-        "tpf": sum(record.completion_tokens for record in counted) / nfe if counted else None,
+        "max_nfe": max((forwards for _, forwards in counted), default=None),
+        "tpf": sum(tokens for tokens, _ in counted) / nfe if counted else None,
         "mean_tpf": (
-            sum(record.completion_tokens / record.nfe for record in counted) / len(counted)
+            sum(tokens / forwards for tokens, forwards in counted) / len(counted)
             if counted
             else None
         ),
-        "blocks_total": blocks if with_blocks else None,
-        "mean_blocks": blocks / len(with_blocks) if with_blocks else None,
+        "blocks_total": blocks if block_counts else None,
+        "mean_blocks": blocks / len(block_counts) if block_counts else None,
         "nfe_per_block": nfe / blocks if counted and blocks else None,
     }
 
 
 def peaks(done: Sequence[Record]) -> dict[str, float | int]:
-    """Returns the most tokens seen and the most requests open in one second of the run.
+    """Returns the most tokens that arrived and the most open requests in one second of the run.
 
-    Seconds are counted from the first request, as SGLang does; a token counts where it
-    was seen, so bursts of a whole block are not smoothed.
+    Seconds are counted from the first request, as in SGLang. A token counts in the second in
+    which it arrived, so the burst of a whole block is not smoothed.
     """
     if not done:
         return {"max_output_tokens_per_s": 0.0, "max_concurrent_requests": 0}
@@ -191,8 +193,9 @@ def engine_figures(
 ) -> dict[str, Any]:
     """Returns what the engine's counters (`EngineStats`) say about the time between two reads.
 
-    `forwards` are decode forwards of the batch, so `tokens_per_forward` is that of all rows
-    together; None where the engine does not count them. `padding_fraction` is since its start.
+    `forwards` counts decode forwards of the batch, so `tokens_per_forward` is for all rows
+    together; a figure is None if the engine does not count it. `padding_fraction` covers all the
+    time since the engine's start.
     """
 
     def grown(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""What people and scripts read: SGLang's table of a run, and its line in a JSONL file."""
+"""The output of a run: SGLang's table for people, and a line in a JSONL file for scripts."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def title(text: str) -> str:
 
 
 def rows(result: Mapping[str, Any], wanted: Sequence[Row]) -> list[str]:
-    """Returns `label value` lines in SGLang's columns; what was not measured is n/a."""
+    """Returns `label value` lines in SGLang's columns; n/a stands for "not measured"."""
     return [f"{label:<{LABEL_WIDTH}} {_text(key, result.get(key)):<{VALUE_WIDTH}}".rstrip()
             for label, key in wanted]  # fmt: skip
 
@@ -66,7 +66,7 @@ def rows(result: Mapping[str, Any], wanted: Sequence[Row]) -> list[str]:
 def sections(
     result: Mapping[str, Any], wanted: Sequence[tuple[str, Sequence[Row]]] = LATENCIES
 ) -> list[str]:
-    """Returns titled groups of rows; a group of which nothing was measured is left out."""
+    """Returns groups of rows with titles; a group without any measured value is left out."""
     lines = []
     for name, group in wanted:
         if any(result.get(key) is not None for _, key in group):
@@ -75,7 +75,7 @@ def sections(
 
 
 def check_writable(path: str | None) -> None:
-    """Refuses a result file that could not be written, before anything is measured."""
+    """Raises a ConfigError if a result file cannot be written, before anything is measured."""
     if not path:
         return
     try:

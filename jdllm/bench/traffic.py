@@ -1,4 +1,4 @@
-"""When requests are sent: at once, or as a Poisson process; never more than so many at a time."""
+"""Sends requests all at once or as a Poisson process, with a limit of requests at a time."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from jdllm.bench import stats
 
 SPARE_FILES = 64
 
-Asked = TypeVar("Asked")  # what `send_one` takes; a `prompts.Prompt`, say
+Asked = TypeVar("Asked")  # what `send_one` takes, for example a `prompts.Prompt`
 
 
 def arrivals_s(count: int, request_rate: float, seed: int) -> list[float]:
-    """Returns seconds from the start at which requests arrive; the first is at 0.
+    """Returns the arrival of each request in seconds from the start; the first is at 0.
 
-    Gaps are exponential with mean 1 / `request_rate`; an infinite rate is all at 0.
+    Gaps are exponential with mean 1 / `request_rate`; with an infinite rate all arrive at 0.
     """
     if math.isinf(request_rate):
         return [0.0] * count
@@ -39,9 +39,9 @@ def send(
     max_concurrency: int | None = None,
     show_progress: bool = True,
 ) -> tuple[list[stats.Record], float]:
-    """Returns the records in the order of the prompts, and the seconds all of it took.
+    """Returns the records in the order of the prompts, and the seconds that all of them took.
 
-    Each request has a thread. A request above `max_concurrency` waits for a place, and its
+    Each request has a thread. If `max_concurrency` requests are open, the next one waits; its
     latency begins when it is sent, as in SGLang.
     """
     places = min(max_concurrency or len(asked), len(asked))
@@ -54,7 +54,7 @@ def send(
     def work(index: int) -> None:
         try:
             records[index] = send_one(asked[index])
-        except BaseException as error:  # a fault of ours, raised again below
+        except BaseException as error:  # a fault of this program, raised again below
             failures.append(error)
         finally:
             free.release()
@@ -66,7 +66,7 @@ def send(
         for index, due_s in enumerate(at_s):
             time.sleep(max(0.0, began + due_s - time.perf_counter()))
             free.acquire()
-            # Daemons, so that Ctrl-C need not wait for answers.
+            # Daemon threads, so that Ctrl-C does not wait for answers.
             threads.append(threading.Thread(target=work, args=(index,), daemon=True))
             threads[-1].start()
         for thread in threads:
@@ -78,7 +78,7 @@ def send(
 
 
 def _allow_connections(count: int) -> None:
-    """Raises the limit of open files to what `count` connections need."""
+    """Raises the limit of open files if `count` connections need more."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = count + SPARE_FILES
     if soft == resource.RLIM_INFINITY or soft >= needed:

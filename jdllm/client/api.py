@@ -1,6 +1,6 @@
-"""The routes that generate: what is sent, and what the answers say, streamed or whole.
+"""The routes that generate: the bodies to send, and a reader of answers, streamed or whole.
 
-There are three kinds: POST /generate, as SGLang has it, and OpenAI's text and chat completions.
+There are three kinds of routes: SGLang's POST /generate, and OpenAI's text and chat completions.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ def body(
         found["prompt"] = content
     found["stream"] = stream
     if stream:
-        # Counts with every piece, so that inter-token latency needs no guess.
+        # The server then sends counts with every chunk, so that inter-token latency is exact.
         found["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
     return found
 
 
 class Answer:
-    """What the events of one request have said so far; None where the server does not say.
+    """The answer to one request so far; a field that the server does not send stays None.
 
-    `tokens` are those seen: the server's count, or one for each piece of text without a count.
+    `tokens` is the server's count, or the number of pieces of text if the server does not count.
     """
 
     def __init__(self, kind: Kind):
@@ -65,7 +65,7 @@ class Answer:
         self.blocks: int | None = None
 
     def add(self, event: Any) -> None:
-        """Takes in one event, or a whole answer; an error that it carries is raised."""
+        """Adds one event, or a whole answer; raises the error that it carries, if any."""
         if not isinstance(event, dict) or event.get("error"):
             shown = str(event)[: transport.MAX_ERROR_CHARS]
             raise failures.BadAnswer(f"the server answers {shown}")
@@ -96,7 +96,7 @@ class Answer:
             reason = reason.get("type")
         self.finish_reason = self.finish_reason if reason is None else reason
         counted = counts.get("completion_tokens")
-        # Without counts each piece of text is one token, which is all that can be known.
+        # Without counts, each piece of text counts as one token: nothing better is known.
         self.tokens = max(self.tokens, self.tokens + is_new if counted is None else counted)
 
     def _piece(self, choice: Mapping[str, Any]) -> str:

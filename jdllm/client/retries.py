@@ -1,4 +1,4 @@
-"""Calls that are made again while a server is starting or full."""
+"""Repeats calls while a server is starting or full."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ UNAVAILABLE = 503
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Retries:
-    """How often, how long and after which failures a call is made again.
+    """How often, for how long and after which failures a call is repeated.
 
-    A server that is unavailable (503) is asked again; one that is absent only with
-    `when_absent`. `obeys_server`: the pause is what `Retry-After` says, where it says one.
+    A call is repeated if the server is unavailable (503), and with `when_absent` also if there
+    is no server. With `obeys_server` the pause is that of the `Retry-After` header, if there is
+    one.
     """
 
     pause_s: float
@@ -45,7 +46,7 @@ class Retries:
             time.sleep(pause_s)
 
     def covers(self, failure: failures.CallFailed) -> bool:
-        """Says whether a call that failed so may succeed later."""
+        """Says whether a call may succeed later, after this failure."""
         match failure:
             case failures.Refused(status=status):
                 return status == UNAVAILABLE

@@ -1,4 +1,4 @@
-"""Server-sent events as the model servers use them: one JSON object a `data:` line."""
+"""Server-sent events as the model servers use them: one JSON object per `data:` line."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ DONE = b"[DONE]"
 
 
 def payloads(chunks: Iterable[tuple[At, bytes]]) -> Iterator[tuple[At, bytes]]:
-    """Yields the content of each `data:` line, with the mark of the chunk that completed it.
+    """Yields the content of each `data:` line, with the time of the chunk that completed it.
 
-    Chunks may end anywhere. Lines that carry no data (comments, names, keep-alive) are left out.
+    Chunks may end anywhere. Lines without data (comments, names, keep-alive) are left out.
     """
     rest = b""
     for at, chunk in chunks:

@@ -1,7 +1,7 @@
 """HTTP to one server, from the standard library: JSON calls and event streams.
 
-One connection per call and no shared state, so a client may serve many threads. The time of an
-event is taken when its bytes arrive, before anything is parsed.
+Each call has its own connection and there is no shared state, so many threads may use one
+client. The time of an event is taken when its bytes arrive, before they are parsed.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ MAX_ERROR_CHARS = 500
 
 
 class Client:
-    """Calls one server; `timeout_s` is the longest silence, not of an answer; 0 is none.
+    """Calls one server; `timeout_s` bounds each silence of it, not the whole answer; 0 is no bound.
 
-    `uses_proxies`: the proxies of the environment lead to servers on other machines. What is
-    measured should be the way to the server itself.
+    With `uses_proxies` the proxies of the environment are used for servers on other machines.
+    Benchmarks leave it off, because they measure the direct way to the server.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class Client:
     def events(self, route: str, body: Mapping[str, Any]) -> Iterator[tuple[float, Any]]:
         """Yields (arrival in `time.perf_counter` seconds, parsed JSON) of an event stream.
 
-        An answer that is no stream is one event. Ends at the stream's end; a stream that
-        breaks off before `[DONE]` is an error.
+        An answer that is not a stream counts as one event. A stream that ends before `[DONE]` is
+        an error.
         """
         with self._open("POST", route, body) as response:
             if not response.headers.get_content_type().startswith("text/event-stream"):
@@ -94,7 +94,7 @@ class Client:
                 raise _refusal(error, route) from error
             with response:
                 yield response
-        except urllib.error.URLError as error:  # its reason is what went wrong
+        except urllib.error.URLError as error:  # its `reason` is the actual error
             raise failures.NoConnection(f"{route} of {self.base_url}: {error.reason}") from error
         except (OSError, http.client.HTTPException) as error:
             message = f"{route} of {self.base_url}: {error or repr(error)}"
@@ -124,7 +124,7 @@ def _parsed(content: bytes, route: str) -> Any:
 
 
 def _seconds(text: str | None) -> float | None:
-    """Returns a `Retry-After` in seconds; its other form, a date, counts as none."""
+    """Returns the seconds of a `Retry-After`; None for its other form, a date."""
     try:
         return None if text is None else float(text)
     except ValueError:

@@ -1,11 +1,12 @@
-"""One round of the engine: schedule, launch, process; no threads, no text.
+"""One round of the engine: schedule, launch, process. This module knows no threads and no text.
 
-With overlap the host works behind the device: a round's launch is planned and started
-before the results of the one before are read, unless that one should end all rows.
+With overlap the host works while the device does: a round plans and starts its launch before it
+reads the results of the launch before. It waits for those results first if that launch should
+end all its rows.
 
-`EngineCore` is used by one thread at a time (`engine/loop.py`). A launch that fails
-takes only its own requests with it: the pool is rebuilt, every other running request
-loses its K,V and begins again with the tokens it already has.
+`EngineCore` is used by one thread at a time (`engine/loop.py`). When a launch fails, only its
+own requests end: the pool is rebuilt, and every other running request loses its K,V and begins
+again with the tokens it already has.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ InFlight = tuple[batch_lib.ScheduleBatch, batch_lib.Launch]
 
 
 class EngineCore:
-    """Drives a scheduler and a runner; both may be computable fakes in tests."""
+    """Drives a scheduler and a runner; in tests both may be fakes that compute their results."""
 
     def __init__(
         self,
@@ -53,11 +54,11 @@ class EngineCore:
         self._logged_at = (time.monotonic(), 0, 0, 0.0)
 
     def add(self, requests: Sequence[request_lib.Request], *, is_bounded: bool = True) -> None:
-        """Queues all requests, or none and raises the RequestError of the one refused.
+        """Queues all requests, or queues none and raises the RequestError of the refused one.
 
-        `is_bounded`: the queue limit applies.
+        `is_bounded` says whether the queue limit applies.
         """
-        if not self.has_work:  # the last request may have left without a step after it
+        if not self.has_work:  # the last request may have ended without a step after it
             self.clock.pause()
         added: list[str] = []
         try:
@@ -74,7 +75,7 @@ class EngineCore:
             self.counters.prompt_tokens += len(request.prompt_ids) + len(request.suffix_ids)
 
     def abort(self, request_id: str) -> request_lib.Request | None:
-        """Removes a request in any phase and frees its pages; None when unknown."""
+        """Removes a request in any phase, frees its pages and returns it; None when unknown."""
         request = self.requests.pop(request_id, None)
         if request is not None and self.scheduler.abort(request_id):
             self.counters.aborted_requests += 1
@@ -86,11 +87,12 @@ class EngineCore:
         return self._in_flight is not None or self.scheduler.has_work()
 
     def step(self) -> list[commits_lib.RequestCommit]:
-        """Starts the next launch, and returns what the one before committed.
+        """Starts the next launch, and returns what the launch before it committed.
 
-        None is started behind one that was expected to end all its rows, and has ended. Without
-        overlap it is the launch just started that is waited for. Raises `LaunchFailed` for a launch
-        that failed, after its requests were removed and all others made ready to run again.
+        If the launch before was expected to end all its rows and has ended, no launch is started.
+        Without overlap, this method waits for the launch that it has just started. When a launch
+        fails, its requests are removed, all others are made ready to run again, and `LaunchFailed`
+        is raised.
         """
         previous, self._in_flight = self._in_flight, None
         self.clock.sample(_is_running(previous))
@@ -109,7 +111,7 @@ class EngineCore:
         if not self._overlaps:
             previous, started = started, None
         commits = self._finish(previous, behind=started)
-        # Only now: had the one before failed, this one would be lost with it.
+        # Only now: if the launch before had failed, this one would be lost with it.
         self._in_flight = started
         self.clock.sample(_is_running(started))
         if not self.has_work:
@@ -117,7 +119,7 @@ class EngineCore:
         return commits
 
     def _lets_end(self, in_flight: InFlight | None) -> bool:
-        """Waits for a launch that should end all its rows early; returns whether it has ended."""
+        """Waits for a launch if it should end all its rows early; returns whether it has ended."""
         if in_flight is None:
             return False
         batch, launch = in_flight
@@ -131,7 +133,10 @@ class EngineCore:
     def _finish(
         self, in_flight: InFlight | None, behind: InFlight | None = None
     ) -> list[commits_lib.RequestCommit]:
-        """Waits for a launch, if there is one, and applies its results; `behind` runs after it."""
+        """Waits for a launch, if there is one, and applies its results.
+
+        `behind` is the launch that the device runs after it.
+        """
         if in_flight is None:
             return []
         batch, launch = in_flight
@@ -208,7 +213,7 @@ def _is_running(in_flight: InFlight | None) -> bool:
 
 
 class LaunchFailed(RuntimeError):
-    """Carries the requests that a failed launch took with it, and what others committed before."""
+    """Carries the requests that end with a failed launch, and what other launches committed."""
 
     def __init__(
         self,

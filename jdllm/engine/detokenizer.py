@@ -1,7 +1,7 @@
-"""Text of one growing output that never takes back what it has shown.
+"""Turns one growing output into text, and never takes back text that it has shown.
 
-Held back while the output grows: an incomplete UTF-8 character at the end, and a tail
-that could be the beginning of a stop string.
+While the output grows, two things are held back: an incomplete UTF-8 character at the end, and
+a tail that could be the beginning of a stop string.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from jdllm import sampling_params
 from jdllm.engine import tokenizer as tokenizer_lib
 from jdllm.scheduler import commits as commits_lib
 
-# A character cut by the token border shows as up to three replacement characters.
+# A character that is cut between two tokens decodes to at most three replacement characters.
 MAX_CUT_CHARACTERS = 3
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -26,7 +26,7 @@ class Detokenizer:
         self.text = ""
 
     def update(self, output_ids: Sequence[int], finish: commits_lib.FinishReason | None) -> str:
-        """Returns the text that became certain; `self.text` is everything so far."""
+        """Returns the text that became certain; `self.text` is all text so far."""
         text = self._full_text(output_ids, finish)
         if finish is None:
             text = text[: len(text) - self._held_back(text)]
@@ -40,8 +40,8 @@ class Detokenizer:
             output_ids = output_ids[:-1]
         text = self._tokenizer.decode(output_ids, skip_special_tokens=skip)
         if finish is not None and isinstance(finish.matched, str):
-            # The match ends in the last kept token; a skipped special token before it may
-            # have joined the same characters earlier in the shown text.
+            # The match ends in the last kept token. The same characters may stand earlier in the
+            # text, where a special token between them was skipped: search from the end only.
             before = self._tokenizer.decode(output_ids[:-1], skip_special_tokens=skip)
             slack = len(finish.matched) + MAX_CUT_CHARACTERS
             at = text.find(finish.matched, max(0, len(before) - slack))

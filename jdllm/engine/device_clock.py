@@ -1,4 +1,4 @@
-"""How long the device had nothing to do although requests were live, as the host can tell."""
+"""Measures, from the host, how long the device was idle although requests were live."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Callable
 class DeviceClock:
     """Adds up live and idle seconds from samples that the engine takes a few times a round.
 
-    The time between two samples is idle if nothing was running at the first. A launch that ends
-    between two samples counts as running up to the second, so the sum is a lower bound; samples
-    are at most the host's own work of one round apart.
+    The time between two samples counts as idle if no launch was running at the first. A launch
+    that ends between two samples counts as running up to the second, so the idle time is a lower
+    bound. Two samples are never further apart than the host's own work of one round.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic):
@@ -21,7 +21,7 @@ class DeviceClock:
         self._last: tuple[float, bool] | None = None
 
     def sample(self, is_busy: bool) -> None:
-        """Notes whether a launch is running at this moment; requests are live."""
+        """Notes whether a launch is running at this moment, while requests are live."""
         now = self._now()
         if self._last is not None:
             at, was_busy = self._last

@@ -1,7 +1,7 @@
 """The engine as people use it: `generate` in a notebook, `stream` under the server.
 
-One process, one engine thread; any number of caller threads or asyncio loops. Text
-work (templates, tokenising, detokenising) happens on the caller's side.
+One process has one engine thread and any number of caller threads or asyncio loops. Work on
+text (templates, tokenising, detokenising) happens on the caller's side.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from jdllm.models import loading
 class Engine:
     """Serves one model; keyword arguments are the fields of `EngineConfig`.
 
-    Without arguments the bundled model is served. Use it as a context manager, or
-    call `shutdown`; a forgotten engine is shut down when it is collected.
+    Without arguments it serves the bundled model. Use it as a context manager, or call
+    `shutdown`; an engine that nobody refers to is shut down by the garbage collector.
     """
 
     def __init__(
@@ -35,13 +35,12 @@ class Engine:
         progress: startup.StartupProgress | None = None,
         **options: Any,
     ):
-        if config is None:
-            config = config_lib.from_mapping(config_lib.EngineConfig, options)
-        elif options:
+        if config is not None and options:
             raise TypeError("give either a config or keyword options, not both")
+        given = config or config_lib.from_mapping(config_lib.EngineConfig, options)
         self.progress = progress or startup.StartupProgress()
         try:
-            self._built = build.build(config, self.progress)
+            self._built = build.build(given, self.progress)
         except Exception as error:
             self.progress.enter("failed", error=str(error))
             raise
@@ -49,7 +48,7 @@ class Engine:
         self.device = self._built.device
         self.spec = self._built.spec
         self.tokenizer = self._built.tokenizer
-        self.model_name = self.config.served_model_name
+        self.model_name = self.config.served_model_name or ""  # `build.build` gives it a value
         self.context_length = self._built.sizes.context_length
         self.max_running_requests = self._built.sizes.max_running_requests
         self.max_total_tokens = self._built.sizes.num_pages * self._built.sizes.page_size
@@ -71,12 +70,13 @@ class Engine:
         suffix: infilling.Suffixes = None,
         given: infilling.Givens = None,
     ) -> Any:
-        """Returns a dict (text, output_ids, meta_info) for one prompt, a list for a list.
+        """Returns a dict (text, output_ids, meta_info) for one prompt, a list of them for a list.
 
-        With `stream=True` an iterator of such dicts with cumulative text, as blocks
-        commit; for several prompts or choices each dict carries its `index`.
+        With `stream=True` it returns an iterator, which yields dicts with cumulative text as
+        blocks commit; for several prompts or choices each dict carries its `index`.
         Models with full attention can write towards a `suffix` (text or ids) and around
-        tokens `given` at offsets from the prompt's end; one for all prompts, or a list.
+        tokens that are `given` at offsets from the prompt's end. Both may be one value for all
+        prompts, or a list with one per prompt.
         """
         choices, collector = self._call(prompt, input_ids, sampling_params, rid, suffix, given)
         if stream:
@@ -96,7 +96,7 @@ class Engine:
         suffix: infilling.Suffixes = None,
         given: infilling.Givens = None,
     ) -> Any:
-        """Like `generate` without streaming, for an asyncio caller."""
+        """Does what `generate` does without streaming, for an asyncio caller."""
         choices, collector = self._call(prompt, input_ids, sampling_params, rid, suffix, given)
         stream = streams.async_stream(self._loop, choices, is_bounded=False)
         async with contextlib.aclosing(stream) as events:
@@ -115,7 +115,7 @@ class Engine:
     ) -> streams.GenerationStream[generations.Generation]:
         """Yields the generations of several prompts as they come, for batch jobs.
 
-        One refused prompt refuses all, at once. Closing the iterator aborts them.
+        If one prompt is refused, all are, and this call raises. Closing the iterator aborts them.
         """
         rows = requests.one_each(params, len(prompts))
         return self._iterate(
@@ -131,10 +131,10 @@ class Engine:
         suffix: infilling.Suffixes = None,
         given: infilling.Givens = None,
     ) -> AsyncGenerator[generations.Generation, None]:
-        """Like `iterate`, for an asyncio server: the queue limit holds.
+        """Does what `iterate` does, for an asyncio server: the queue limit applies.
 
-        More choices than can ever wait are refused at once, what the scheduler refuses raises at
-        the first step.
+        If there are more choices than can ever run and wait, this call raises. If the scheduler
+        refuses a request, the first step of the iterator raises.
         """
         rows = requests.one_each(params, len(prompts))
         self._check_places(rows)
@@ -146,7 +146,7 @@ class Engine:
     # Control
 
     def abort(self, request_id_prefix: str = "", *, abort_all: bool = False) -> int:
-        """Aborts the requests whose id begins so, or all; returns how many."""
+        """Aborts the requests whose id has this prefix, or all; returns how many."""
         if not request_id_prefix and not abort_all:
             return 0
         prefix = "" if abort_all else request_id_prefix
@@ -154,15 +154,15 @@ class Engine:
         return aborted.result()
 
     def flush_cache(self) -> bool:
-        """Empties the prefix cache; False, and nothing done, while requests run."""
+        """Empties the prefix cache; while requests run it does nothing and returns False."""
         return self._loop.call(self._built.core.scheduler.flush_cache).result()
 
     def stop_admitting(self) -> None:
-        """Refuses new requests from now on; running ones go on."""
+        """Refuses new requests from now on; running requests continue."""
         self._loop.is_admitting = False
 
     def drain(self, timeout_s: float) -> bool:
-        """Waits until no request is left; False when the time is up before."""
+        """Waits until no request is left; returns False if that takes longer than `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while self._built.core.requests:
             if time.monotonic() >= deadline or not self._loop.is_alive:
@@ -171,7 +171,7 @@ class Engine:
         return True
 
     def shutdown(self) -> None:
-        """Stops the engine thread and gives the device's memory back."""
+        """Stops the engine thread and frees the device's memory."""
         self.stop_admitting()
         self._finalizer()
         self._built.runner.release()
@@ -186,7 +186,7 @@ class Engine:
 
     @property
     def model(self) -> loading.LoadedModel:
-        """The weights being served, for inspection; freed by `shutdown`."""
+        """The model that is served, for inspection; `shutdown` frees its weights."""
         return self._built.model
 
     @property
@@ -198,7 +198,7 @@ class Engine:
         return time.monotonic() - self._loop.beat_s
 
     def default_max_new_tokens(self, prompt_len: int, block_length: int | None = None) -> int:
-        """Returns what remains of the context, in whole blocks where a model has a canvas."""
+        """Returns the tokens left in the context; in whole blocks if the model has a canvas."""
         return self._inputs.default_max_new_tokens(prompt_len, block_length)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -232,7 +232,7 @@ class Engine:
         suffix: infilling.Suffixes,
         given: infilling.Givens,
     ) -> tuple[dict[str, requests.Choice], generations.Collector]:
-        """Returns the choices that a call of `generate` asks for, and what collects its answer."""
+        """Returns the choices that a call of `generate` asks for, and a collector of its answer."""
         prompts, is_single = self._inputs.prompt_ids(prompt, input_ids)
         rows = requests.params_per_prompt(params, len(prompts))
         choices = self._inputs.choices(prompts, rows, request_ids=rid, suffix=suffix, given=given)
@@ -246,6 +246,7 @@ class Engine:
     def _check_places(self, params: Sequence[sampling_params.SamplingParams]) -> None:
         """Refuses more choices than can ever run and wait, before any of them is built."""
         count = sum(one.n for one in params)
+        assert self.config.max_queued_requests is not None, "build.build gives it a value"
         places = self.max_running_requests + self.config.max_queued_requests
         if count <= places:
             return

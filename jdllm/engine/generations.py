@@ -13,7 +13,7 @@ from jdllm.scheduler import request as request_lib
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """One choice so far. `text` and `output_ids` are cumulative and never retract.
+    """One choice so far. `text` and `output_ids` only grow.
 
     `delta_text` and `delta_ids` are what this event added; `finish_reason` is None
     until the last event of the choice.
@@ -37,8 +37,8 @@ class Generation:
 class Collector:
     """Brings the generations of one call of `generate` into the shape of its answer.
 
-    That is SGLang's dict for a single choice, else a list of them in the order of the prompts
-    and their choices, which is the order of `request_ids`.
+    The answer is SGLang's dict for a single choice, and a list of dicts for several. The list
+    has the order of `request_ids`: the order of the prompts, then of their choices.
     """
 
     def __init__(self, request_ids: Iterable[str], *, is_single: bool):
@@ -47,7 +47,7 @@ class Collector:
         self._finals: dict[str, dict[str, Any]] = {}
 
     def add(self, generation: Generation) -> None:
-        """Keeps a generation that is a choice's last."""
+        """Keeps a generation if it is the last one of its choice."""
         if generation.finish_reason is not None:
             self._finals[generation.request_id] = generation.as_dict()
 
@@ -57,7 +57,7 @@ class Collector:
         return results[0] if self._is_single else results
 
     def part(self, generation: Generation) -> dict[str, Any]:
-        """Returns what a stream yields for a generation, numbered unless it is single."""
+        """Returns what a stream yields for a generation; with its number, if there are several."""
         item = generation.as_dict()
         if not self._is_single:
             item["index"] = self._places[generation.request_id]
@@ -86,9 +86,9 @@ def meta_info(
 ) -> dict[str, Any]:
     """Returns SGLang's `meta_info` with the dLLM statistics beside it.
 
-    NFE counts the decode forwards this request took part in; TPF is completion tokens
+    NFE counts the decode forwards that this request took part in; TPF is completion tokens
     per NFE. A suffix counts as prompt. Times are seconds. `output_token_logprobs` and
-    `step_map`, one entry per output token, come on request.
+    `step_map` have one entry per output token and are there only if the request asks for them.
     """
     tpf = event.commit.num_output / event.commit.nfe if event.commit.nfe else 0.0
     started = request.first_scheduled_s
@@ -102,7 +102,8 @@ def meta_info(
         "threshold": request.sampling.dllm.threshold,
     }
     if request.sampling.dllm.cache_mode is not None:
-        dllm["cache_mode"] = request.sampling.dllm.cache_mode  # approximate or not: never silent
+        # Some cache modes are approximate, so the answer always says which one was used.
+        dllm["cache_mode"] = request.sampling.dllm.cache_mode
     count = event.commit.num_output
     asked: dict[str, Any] = {}
     if request.sampling.return_logprob:

@@ -1,9 +1,8 @@
-"""What of an output is fixed before it is written: a text behind it, and tokens inside it.
+"""Infilling: a suffix that follows the output, and tokens that are given inside it.
 
-A model with full attention writes the positions between its prompt and a suffix with both in
-sight, and around tokens that are given at places of the output. A block-causal model cannot
-see what comes later, so its scheduler refuses both. Here what callers pass is brought into
-one form.
+A model with full attention sees the prompt, the suffix and the given tokens while it writes the
+positions between them. A block-causal model cannot see what comes later, so its scheduler
+refuses both. This module brings what callers pass into one form.
 """
 
 from __future__ import annotations
@@ -13,21 +12,23 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int
 
 from jdllm import errors
 from jdllm.engine import tokenizer as tokenizer_lib
 
-# Text or token ids; and offset from the prompt's end -> token id, or the text of one token.
-Suffix = str | Sequence[int] | np.ndarray
+# A suffix is text or token ids. `Given` maps an offset from the prompt's end to a token id, or
+# to the text of one token.
+Suffix = str | Sequence[int] | Int[np.ndarray, " T"]
 Given = Mapping[int, int | str]
-# One for all prompts, or one for each.
+# One value for all prompts, or one for each.
 Suffixes = Suffix | Sequence[Suffix | None] | None
 Givens = Given | Sequence[Given | None] | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Infill:
-    """What is fixed of one prompt's output; `given` maps offsets to token ids."""
+    """The fixed parts of one prompt's output; `given` maps offsets to token ids."""
 
     suffix_ids: Sequence[int] = ()
     given: Mapping[int, int] = dataclasses.field(default_factory=dict)
@@ -39,7 +40,7 @@ def infills(
     count: int,
     tokenizer: tokenizer_lib.Tokenizer | None,
 ) -> list[Infill]:
-    """Returns what is fixed of each of `count` prompts."""
+    """Returns the fixed parts of the output of each of `count` prompts."""
     suffixes = _per_prompt(
         suffix, count, "suffix", lambda value: isinstance(value, str) or _is_ids(value)
     )
@@ -106,7 +107,7 @@ def _token_id(token: Any, tokenizer: tokenizer_lib.Tokenizer | None) -> int:
 
 
 def _encode(text: str, name: str, tokenizer: tokenizer_lib.Tokenizer | None) -> list[int]:
-    """Returns the ids of text inside a sequence, hence without special tokens around it."""
+    """Returns the ids of text inside a sequence; no special tokens are put around it."""
     if tokenizer is None:
         raise errors.RequestError(
             f"{name} as text needs a tokenizer, which this engine runs without; give token ids",

@@ -1,4 +1,4 @@
-"""What a built engine says about itself: numbers, options, model facts."""
+"""What a built engine reports about itself: numbers, options, facts about the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes requests of what callers pass: checks ids and options, fills in defaults, draws seeds."""
+"""Makes requests from what callers pass: checks ids and options, adds defaults, draws seeds."""
 
 from __future__ import annotations
 
@@ -53,15 +53,15 @@ class InputProcessor:
         input_ids: Sequence[int] | Sequence[Sequence[int]] | None,
     ) -> tuple[list[list[int]], bool]:
         """Returns (one list of ids per prompt, whether a single prompt was given)."""
-        if (prompt is None) == (input_ids is None):
+        if prompt is None and input_ids is not None:
+            return requests.id_rows(input_ids)
+        if prompt is None or input_ids is not None:
             raise errors.RequestError("give either a prompt or input_ids", param="prompt")
-        if prompt is not None:
-            is_single = isinstance(prompt, str)
-            texts = [prompt] if is_single else prompt
-            if not isinstance(texts, list | tuple) or not all(isinstance(t, str) for t in texts):
-                raise errors.RequestError("prompt must be text or a list of texts", param="prompt")
-            return [self.encode(text) for text in texts], is_single
-        return requests.id_rows(input_ids)
+        is_single = isinstance(prompt, str)
+        texts = [prompt] if is_single else prompt
+        if not isinstance(texts, list | tuple) or not all(isinstance(t, str) for t in texts):
+            raise errors.RequestError("prompt must be text or a list of texts", param="prompt")
+        return [self.encode(text) for text in texts], is_single
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Returns the ids of plain text."""
@@ -72,7 +72,7 @@ class InputProcessor:
         return self._built.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def default_max_new_tokens(self, prompt_len: int, block_length: int | None = None) -> int:
-        """Returns how many tokens a request writes that does not say; its kind of rows knows."""
+        """Returns how many tokens a request writes if it sets no limit; its kind of rows knows."""
         return self._built.core.scheduler.rows.default_new_tokens(prompt_len, block_length)
 
     def _requests(
@@ -84,6 +84,7 @@ class InputProcessor:
     ) -> list[request_lib.Request]:
         """Returns the requests of one prompt, one for each of its `n` choices."""
         full = self._complete(params, len(prompt_ids) + len(infill.suffix_ids))
+        assert full.max_new_tokens is not None, "_complete fills it in"
         self._check_ids(
             input_ids=prompt_ids,
             stop_token_ids=full.stop_token_ids,
@@ -108,9 +109,9 @@ class InputProcessor:
     def _complete(
         self, params: sampling_params.SamplingParams, prompt_len: int
     ) -> sampling_params.SamplingParams:
-        """Returns the params with every default filled in, options checked.
+        """Returns the params with every default filled in, and with checked options.
 
-        A suffix counts as prompt.
+        `prompt_len` includes the suffix.
         """
         dllm = params.dllm.resolve(self._built.default_dllm)
         if dllm.algorithm not in self._built.algorithms:

@@ -1,9 +1,10 @@
-"""vLLM's offline shape over the engine: `LLM(...).generate`, `.chat`, request outputs."""
+"""vLLM's offline interface to the engine: `LLM(...).generate`, `.chat`, request outputs."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
+import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -54,10 +55,10 @@ class LLM:
         suffix: infilling.Suffixes = None,
         given: infilling.Givens = None,
     ) -> list[RequestOutput]:
-        """Returns one output per prompt, in order, whatever finishes first.
+        """Returns one output per prompt, in the order of the prompts.
 
-        `suffix` and `given`: see `Engine.generate`; the outputs are what stands between
-        prompt and suffix.
+        For `suffix` and `given` see `Engine.generate`; the outputs are the text between prompt
+        and suffix.
         """
         rows = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         pairs = [self._text_and_ids(row) for row in rows]
@@ -75,7 +76,9 @@ class LLM:
         """Returns the assistant's reply to one conversation, or to each of several."""
         if not messages:
             raise errors.RequestError("messages must not be empty", param="messages")
-        conversations = [messages] if isinstance(messages[0], Mapping) else list(messages)
+        is_one = isinstance(messages[0], Mapping)
+        # A cast: the type of the first element decides between the two, which no checker follows.
+        conversations = typing.cast(list[Messages], [messages] if is_one else list(messages))
         tokenizer = self.engine.tokenizer
         if tokenizer is None:
             raise errors.RequestError("chat needs a tokenizer", param="messages")

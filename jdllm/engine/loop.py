@@ -1,7 +1,7 @@
-"""The engine thread: the only one that touches scheduler and device.
+"""The engine thread: the only thread that uses the scheduler and the device.
 
-Other threads hand it callables (`call`), which run between launches, and receive
-events through a sink per request. A sink must not block.
+Other threads pass it functions (`call`), which run between launches. They receive the events of
+each request through its sink. A sink must not block.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ IDLE_WAIT_S = 0.5
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokensEvent:
-    """What a request committed in a launch; the last one carries `finish`."""
+    """What a request committed in a launch; the last event of a request carries `finish`."""
 
     commit: commits_lib.RequestCommit
     at_s: float = dataclasses.field(default_factory=time.monotonic)
@@ -38,7 +38,7 @@ class TokensEvent:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FaultEvent:
-    """The launch that held the request failed; nothing follows."""
+    """The launch that ran the request failed; no event follows."""
 
     message: str
 
@@ -80,9 +80,10 @@ class EngineLoop:
         *,
         is_bounded: bool = True,
     ) -> concurrent.futures.Future[None]:
-        """Queues requests together: all of them or, when one is refused, none.
+        """Queues all requests, or none if one is refused.
 
-        `sink(request_id, event)` gets their events; `is_bounded`: the queue limit applies.
+        `sink(request_id, event)` gets their events. `is_bounded` says whether the queue limit
+        applies.
         """
         if not self.is_admitting:
             raise errors.EngineStopped("the engine is draining and takes no new requests")
@@ -99,7 +100,7 @@ class EngineLoop:
     ) -> concurrent.futures.Future[int]:
         """Aborts every live request that matches; their sinks get a final event.
 
-        If there are any, launches in flight end at their next step, where the runner can stop them.
+        If there are any, launches in flight end at their next step, if the runner can stop them.
         """
         is_known = any(matches(request) for request in list(self.core.requests.values()))
 
@@ -119,13 +120,14 @@ class EngineLoop:
             return len(ids)
 
         aborting = self.call(run)
-        # After the call is queued: a launch that was planned without it has to end for it.
+        # Only after the call is queued: a launch that was planned before must end, so that the
+        # call can run.
         if is_known:
             self.core.runner.interrupt()
         return aborting
 
     def stop(self) -> None:
-        """Ends the thread after the launch in flight; open requests get a fault."""
+        """Ends the thread after the launch in flight; requests that still run get a fault."""
         with self._wake:
             self._is_stopping = True
             self._wake.notify()
@@ -148,7 +150,7 @@ class EngineLoop:
                         if not self._calls and not self._is_stopping:
                             self._wake.wait(IDLE_WAIT_S)
         finally:
-            with self._wake:  # no call can slip in after the queue was read last
+            with self._wake:  # from here on no call is queued, so `_run_calls` runs them all
                 self._is_stopping = True
             self._run_calls()
             self._settle()
@@ -157,9 +159,9 @@ class EngineLoop:
             self._sinks.clear()
 
     def _begin_round(self) -> bool:
-        """Returns whether there is another round to run."""
+        """Begins a round; returns False when the loop must end."""
         self.beat_s = time.monotonic()
-        # Before calls are read: a call that comes later than this ends the launch of this round.
+        # Before calls are read: a call that comes after this point ends the launch of this round.
         self.core.runner.begin_round()
         return not self._is_stopping
 
@@ -177,7 +179,7 @@ class EngineLoop:
                 continue
             try:
                 future.set_result(function())
-            except Exception as error:  # belongs to the caller, who waits on the future
+            except Exception as error:  # the caller waits on the future and gets it there
                 future.set_exception(error)
 
     def _step(self) -> None:
@@ -204,7 +206,7 @@ class EngineLoop:
                 self.core.runner.interrupt()
 
     def _deliver(self, sink: Sink | None, event: Event) -> bool:
-        """Hands an event over; False when the consumer is gone (a closed asyncio loop)."""
+        """Passes an event to a sink; False when the consumer is gone (a closed asyncio loop)."""
         if sink is None:
             return True
         try:

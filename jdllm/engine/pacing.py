@@ -1,4 +1,4 @@
-"""Whether a launch that should end all rows is waited for before another one starts behind it."""
+"""Decides when to wait for a launch that should end all its rows, before the next one starts."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ _POLL_S = 2e-4
 
 
 class Pacing:
-    """What the steps of launches take, by the results that were read."""
+    """Knows how long a step takes, from the results of the launches so far."""
 
     def __init__(self) -> None:
         self._began_s = 0.0  # when the device began the launch in flight
-        self._step_s = 0.0  # what a step of the last launch took
+        self._step_s = 0.0  # how long a step of the last launch took
 
     def start(self) -> None:
-        """Says that a launch starts on a device that is idle."""
+        """Notes that a launch starts on an idle device."""
         self._began_s = time.monotonic()
 
     def finish(self, result: batch_lib.LaunchResult) -> None:
-        """Says that a launch has ended, and that the one behind it, if any, begins."""
+        """Notes that a launch has ended, and that the one behind it, if any, begins."""
         now = time.monotonic()
         if result.num_steps:
             self._step_s = (now - self._began_s) / result.num_steps
@@ -30,13 +30,14 @@ class Pacing:
     def waits_for_end(
         self, batch: batch_lib.ScheduleBatch, launch: batch_lib.Launch, steps_left: float
     ) -> bool:
-        """Waits for a launch that should end all its rows early; returns whether it has ended.
+        """Waits for a launch if it should end all its rows early; returns whether it has ended.
 
-        `steps_left`: within how many steps it should. A launch behind it would do nothing. To start
-        one takes the host as long as steps of the device, in which nobody reads what this one
-        brings and no new request begins (H200, LLaDA-8B, one row: 6 to 12 ms beside steps of 5). A
-        launch that takes longer than it should is waited for until the device should be half
-        through with its steps, which leaves the host the other half to start the next one.
+        `steps_left` is the number of steps within which all its rows should end. After that, a
+        launch behind it would have nothing to do. Starting one nevertheless costs the host more
+        than a step of the device, and in that time nobody reads the results of this launch and no
+        new request begins (H200, LLaDA-8B, one row: 6 to 12 ms, where a step takes 5 ms). If the
+        launch takes longer than expected, the wait ends when the device should have run half of
+        its steps. The other half leaves the host time to start the next launch.
         """
         patience = batch.max_steps // 2
         if steps_left > patience:

@@ -1,7 +1,7 @@
-"""Requests on the caller's side: ids, seeds and parameters in, generations out.
+"""Requests on the caller's side: ids, seeds and parameters go in, generations come out.
 
-`Choice` turns the events of one request into cumulative text; the functions bring
-what callers may pass (dicts, one for all, lists) into one form.
+`Choice` turns the events of one request into cumulative text. The functions bring the forms
+that callers may use (dicts, one value for all prompts, lists) into one form.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
+from jaxtyping import Int
 
 from jdllm import errors, sampling_params
 from jdllm.engine import detokenizer, generations
@@ -27,7 +28,7 @@ SEED_BITS = 64
 
 
 class EngineFault(RuntimeError):
-    """The launch that held the request failed on the device."""
+    """The launch that ran the request failed on the device."""
 
 
 class Choice:
@@ -75,7 +76,7 @@ class Choice:
 
 
 def as_params(params: Params) -> sampling_params.SamplingParams:
-    """Returns the params of one prompt; SGLang's default length where none is given."""
+    """Returns the params of one prompt; without a length they get SGLang's default."""
     if params is None:
         params = sampling_params.SamplingParams()
     elif isinstance(params, Mapping):
@@ -107,7 +108,7 @@ def request_ids(rid: str | Sequence[str] | None, count: int) -> list[str]:
 
 
 def one_each(params: P | Sequence[P], count: int) -> Sequence[P]:
-    """Returns the params of each of `count` prompts; a single one serves all."""
+    """Returns the params of each of `count` prompts; a single value holds for all of them."""
     if not isinstance(params, Sequence):
         return [params] * count
     if len(params) != count:
@@ -125,10 +126,11 @@ def params_per_prompt(
 
 
 def id_rows(
-    input_ids: Sequence[int] | Sequence[Sequence[int]] | np.ndarray,
+    input_ids: Sequence[int] | Sequence[Sequence[int]] | Int[np.ndarray, "*B T"],
 ) -> tuple[list[list[int]], bool]:
     """Returns (ids of each prompt, whether a single prompt was given)."""
-    rows = input_ids.tolist() if isinstance(input_ids, np.ndarray) else input_ids
+    # Any: callers may pass anything here, and the checks below decide.
+    rows: Any = input_ids.tolist() if isinstance(input_ids, np.ndarray) else input_ids
     if not isinstance(rows, list | tuple):
         raise errors.RequestError(
             f"input_ids must be a list of ids or of lists, got {rows!r}", param="input_ids"

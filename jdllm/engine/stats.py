@@ -13,7 +13,7 @@ THROUGHPUT_WINDOW_S = 5.0
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """A snapshot; names are those of the metrics (`server/metrics.py`). GB are 1e9 bytes."""
+    """A snapshot; the metrics have the same names (`server/metrics.py`). A GB is 1e9 bytes."""
 
     num_running_reqs: int
     num_queue_reqs: int
@@ -53,11 +53,11 @@ class EngineStats:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Counters:
-    """Totals since start, mutated by the engine thread only.
+    """Totals since start; only the engine thread changes them.
 
-    `canvas_positions` were forwarded for rows that denoise; of those, `canvas_forwarded_tokens`
-    for whole canvases, whose row-forwards are `denoising_steps`, `canvas_full_forwards` of them
-    of the whole canvas.
+    `denoising_steps` counts row-forwards, `canvas_full_forwards` those of them that computed a
+    whole canvas. `canvas_positions` counts the positions that were computed for rows that
+    denoise, `canvas_forwarded_tokens` those of them that belong to rows of canvases.
     """
 
     requests: int = 0

@@ -1,7 +1,7 @@
-"""Generations as iterators, for threads and for asyncio; leaving one ends its requests.
+"""Generations as iterators, for threads and for asyncio; closing one aborts its requests.
 
-Both kinds submit the choices of all their prompts together, all or none. Clean-up aborts by
-identity, not by id: an id may be in use again by a later request.
+Both iterators submit the choices of all their prompts together: the engine takes all or none.
+The clean-up compares requests by identity, not by id: a later request may use the same id.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jdllm.engine import loop as loop_lib
 
 Item = TypeVar("Item")
 Choices = Mapping[str, requests.Choice]
-NamedEvent = tuple[str, loop_lib.Event]  # with the id of the request it belongs to
+NamedEvent = tuple[str, loop_lib.Event]  # (id of the request, its event)
 
 
 class _Submission:
@@ -32,7 +32,7 @@ class _Submission:
     def submit(
         self, put: Callable[[NamedEvent], object], *, is_bounded: bool
     ) -> concurrent.futures.Future[None]:
-        """Queues all choices or none; their events are `put` from the engine thread."""
+        """Queues all choices or none; the engine thread calls `put` with their events."""
         return self._loop.submit(
             [choice.request for choice in self.unfinished.values()],
             lambda request_id, event: put((request_id, event)),
@@ -47,7 +47,7 @@ class _Submission:
         return generation
 
     def leave(self) -> None:
-        """Aborts what has not ended; does not wait for it."""
+        """Aborts the choices that have not ended; does not wait for that."""
         mine = {name: choice.request for name, choice in self.unfinished.items()}
         self.unfinished = {}
         if mine:
@@ -56,9 +56,10 @@ class _Submission:
 
 
 class GenerationStream(Iterator[Item], Generic[Item]):
-    """Submits at once; yields `transform(generation)` as blocks commit, to one thread.
+    """Submits at once, and yields `transform(generation)` as blocks commit, to one thread.
 
-    `close`, an exception or being dropped, also before the first item, aborts the rest.
+    What has not ended is aborted by `close`, by an exception, and when the garbage collector
+    takes the iterator, also before the first item.
     """
 
     def __init__(
@@ -77,12 +78,12 @@ class GenerationStream(Iterator[Item], Generic[Item]):
             raise StopIteration
         try:
             return self._transform(self._submission.update(*self._events.get()))
-        except BaseException:  # Ctrl-C too: nothing may run on unseen
+        except BaseException:  # Ctrl-C too: no request may continue without a reader
             self.close()
             raise
 
     def close(self) -> None:
-        """Aborts what is left; the iterator ends."""
+        """Aborts the choices that have not ended; the iterator ends."""
         self._submission.leave()
 
     def __del__(self) -> None:
@@ -94,7 +95,7 @@ async def async_stream(
 ) -> AsyncGenerator[generations.Generation, None]:
     """Yields generations as blocks commit, on the caller's asyncio loop.
 
-    Refusals raise at the first step; closing the iterator aborts the rest.
+    If a request is refused, the first step raises; closing the iterator aborts the rest.
     """
     events: asyncio.Queue[NamedEvent] = asyncio.Queue()
     event_loop = asyncio.get_running_loop()

@@ -1,9 +1,9 @@
-"""Text to ids and back: a thin face over the checkpoint's own HF tokenizer.
+"""Turns text into ids and back: a thin layer over the checkpoint's own HF tokenizer.
 
-No remote code is ever run: for a tokenizer class that a checkpoint brings itself, one of
-transformers stands in that makes the same ids of the same files (`STAND_INS`), and any
-other is refused. Templates are applied by the tokenizer; templated text is tokenised
-without further special tokens.
+No remote code is ever run. If a checkpoint brings a tokenizer class of its own, a class of
+transformers that makes the same ids from the same files replaces it (`STAND_INS`); without
+one, the checkpoint is refused. The tokenizer applies the chat template; the resulting text is
+tokenised without further special tokens.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import jinja2
 
 from jdllm import errors
 
-# Importing transformers says that PyTorch is missing; only its tokenizers are used here.
+# On import, transformers warns that PyTorch is missing; only its tokenizers are used here.
 logging.getLogger("transformers").disabled = True
 import transformers  # noqa: E402
 from transformers.models.auto import tokenization_auto  # noqa: E402
 
 logging.getLogger("transformers").disabled = False
-# It reads config.json next to the tokenizer and comments on model types and RoPE keys it
+# It reads config.json next to the tokenizer and warns about model types and RoPE keys that it
 # does not know; `models/` decides about that file.
 logging.getLogger("transformers.configuration_utils").setLevel(logging.ERROR)
 logging.getLogger("transformers.modeling_rope_utils").setLevel(logging.ERROR)
 
-# Dream's class is Qwen2's byte-level BPE with special tokens of its own, which are data.
+# Dream's class is Qwen2's byte-level BPE; its own special tokens are data in its files.
 STAND_INS = {"DreamTokenizer": transformers.Qwen2Tokenizer}
 
 
@@ -68,7 +68,7 @@ class Tokenizer:
         return self._hf.eos_token_id
 
     def token_id(self, token: str) -> int | None:
-        """Returns the id of one vocabulary entry, None when it has none."""
+        """Returns the id of one vocabulary entry, None if the vocabulary does not have it."""
         return self._hf.get_vocab().get(token)
 
     def __len__(self) -> int:
@@ -81,7 +81,7 @@ class Tokenizer:
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], **template_options: Any
     ) -> list[int]:
-        """Returns the ids of a conversation with the generation prompt at its end."""
+        """Returns the ids of a conversation, followed by the generation prompt."""
         if not self.has_chat_template:
             raise errors.RequestError(
                 "this model has no chat template; start the server with --chat-template",
@@ -117,7 +117,8 @@ def _load(path: str, hub: Mapping[str, Any]) -> transformers.PreTrainedTokenizer
     if stand_in is None:
         return transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False, **hub)
     loaded = stand_in.from_pretrained(path, **hub)
-    # It numbers the added tokens by itself; the mask at another id would be silent garbage.
+    # The class numbers the added tokens by itself. With the mask at another id, the output would
+    # be garbage, and nothing would report it.
     for token_id, token in declared.get("added_tokens_decoder", {}).items():
         got = loaded.convert_tokens_to_ids(token["content"])
         if got != int(token_id):
@@ -129,7 +130,7 @@ def _load(path: str, hub: Mapping[str, Any]) -> transformers.PreTrainedTokenizer
 
 
 def _read_template(source: str) -> str:
-    """Returns a template given inline or as the path of a file."""
+    """Returns a chat template; `source` is the template itself or the path of a file."""
     if "{" in source:
         return source
     path = pathlib.Path(source)

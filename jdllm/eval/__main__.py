@@ -36,7 +36,7 @@ ENGINE_FLAGS: dict[str, type] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0, 1 when the run broke off, 2 for a wrong command line, 130 when interrupted."""
+    """Returns 0, 1 when the run failed, 2 for a wrong command line, 130 when interrupted."""
     options = parse_args(argv)
     try:
         run(options)
@@ -142,7 +142,7 @@ def sampling(options: argparse.Namespace, changed: dict[str, Any]) -> dict[str, 
 
 
 def sweep_points(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Returns label -> changed dLLM options; one point without changes when not sweeping."""
+    """Returns label -> changed dLLM options; without --sweep, one point without changes."""
     if options.sweep is None:
         return {"run": {}}
     name, values = key_value(options.sweep, as_text=True)
@@ -153,7 +153,7 @@ def sweep_points(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 
 def key_value(text: str, *, as_text: bool = False) -> tuple[str, Any]:
-    """Splits `key=value`; the value is read as YAML reads a scalar."""
+    """Splits `key=value`; the value is parsed as a YAML scalar."""
     key, equals, value = text.partition("=")
     if not key or not equals or not value:
         known = ", ".join(("algorithm", *algorithms.option_names()))

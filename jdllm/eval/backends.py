@@ -1,7 +1,7 @@
 """Where the answers come from: an engine in this process, or a server over HTTP.
 
-Both answer one prompt per call and are called from several threads at once, so one
-sliding window keeps the engine or the server busy and a finished answer is written at once.
+Both answer one prompt per call, and several threads call them at once. So the engine or the
+server always has work, and each answer is written as soon as it is finished.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from jdllm import errors, sampling_params
 from jdllm.client import api, failures, retries, transport
 from jdllm.engine import engine as engine_lib
 
-# Answers beyond this are cut unless --max-new-tokens says otherwise; as in SGLang's script.
+# The longest answer unless --max-new-tokens gives another; as in SGLang's script.
 DEFAULT_MAX_NEW_TOKENS = 512
 KINDS: dict[str, api.Kind] = {"chat": "chat", "completion": "completions"}
-# A server whose queue is full is asked again when it says so.
+# If the queue of a server is full, the call is repeated after the time that the server gives.
 WHEN_FULL = retries.Retries(pause_s=1.0, max_attempts=20, obeys_server=True)
 POLL_S = 1.0
 HEALTH_TIMEOUT_S = 30.0
 
 
 class BackendError(RuntimeError):
-    """Says that no answer can be had: server gone, key wrong, request refused."""
+    """Says that there is no answer: server gone, key wrong, request refused."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What came back for one prompt; `nfe` is None when the server does not tell."""
+    """The answer to one prompt; `nfe` is None if the server does not send it."""
 
     text: str
     completion_tokens: int
@@ -52,7 +52,7 @@ class Backend(Protocol):
 
 
 class InProcess:
-    """Answers from an engine in this process, through its chat template when it has one."""
+    """Answers from an engine in this process; uses the model's chat template if it has one."""
 
     def __init__(self, engine: engine_lib.Engine):
         if engine.tokenizer is None:
@@ -150,7 +150,7 @@ class Http:
         )
 
     def describe(self) -> dict[str, Any]:
-        """Returns what identifies the server, and its own account of itself if it has one."""
+        """Returns what identifies the server, with fields of its `/server_info` if it has one."""
         try:
             info = self._json("GET", "/server_info")
         except BackendError:
@@ -168,7 +168,7 @@ class Http:
         """Does nothing: requests in flight end with their connection."""
 
     def _wait_until_healthy(self, timeout_s: float) -> None:
-        """Waits while the server says it is starting (503); anything else but 200 is an error."""
+        """Waits while the server is starting (503); any other answer than 200 is an error."""
         base_url = self._client.base_url
         client = transport.Client(base_url, timeout_s=HEALTH_TIMEOUT_S, uses_proxies=True)
         start = retries.Retries(pause_s=POLL_S, max_attempts=int(timeout_s / POLL_S) + 1)

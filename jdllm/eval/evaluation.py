@@ -1,7 +1,7 @@
-"""One evaluation run: examples in, answers scored and written as they finish.
+"""One evaluation run: reads examples, asks for answers, scores and writes each as it finishes.
 
-grain reads the examples and skips finished ids; a pool of threads keeps the backend
-busy; only the calling thread touches the store, so a stop at any moment leaves whole lines.
+grain reads the examples and skips finished ids. A pool of threads calls the backend. Only the
+calling thread writes to the store, so a stop at any moment leaves whole lines.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from jdllm.eval import backends, store, summary
 from jdllm.tasks import registry
 from jdllm.tasks.example import Example
 
-# With shots the prompt is a list of questions, which a base model would go on writing.
+# With shots the prompt is a list of questions, and a base model would add more questions to it.
 FEW_SHOT_STOP = "Question:"
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "transformers", "grain")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Questions:
-    """The examples of a run, with the solved ones that stand before each question."""
+    """The examples of a run, and the solved examples (shots) that stand before each question."""
 
     task: registry.Task
     examples: Sequence[Example]
@@ -52,9 +52,9 @@ def load_questions(
     num_shots: int = 0,
     shots_data: str | None = None,
 ) -> Questions:
-    """Reads a task; shots are the first examples, which are then not asked.
+    """Reads a task; the first examples are the shots and are not asked.
 
-    `shots_data` takes the shots from another file (GSM8K's train.jsonl) instead.
+    With `shots_data` the shots come from another file (GSM8K's train.jsonl) instead.
     """
     if name not in registry.TASKS:
         raise errors.ConfigError(f"unknown task {name!r}{errors.nearest(name, registry.TASKS)}")
@@ -90,9 +90,9 @@ def evaluate(
     settings: dict[str, Any],
     parallel: int | None = None,
 ) -> dict[str, Any]:
-    """Asks what is not yet answered, writes the files and returns `results.json`.
+    """Asks the questions without an answer, writes the files and returns `results.json`.
 
-    `settings` is whatever else identifies the run; a folder with other settings is refused.
+    `settings` holds what else identifies the run; a folder with other settings is refused.
     """
     if questions.shots:
         sampling = {**sampling, "stop": [FEW_SHOT_STOP]}
@@ -132,7 +132,7 @@ def evaluate(
 
 
 def surroundings() -> dict[str, Any]:
-    """Returns versions, the machine and the commit this ran on."""
+    """Returns the versions, the machine and the commit of this run."""
     return {
         "versions": {
             "jdllm": version.__version__,
@@ -155,7 +155,7 @@ def _answers(
     finished: Iterable[str],
     parallel: int,
 ) -> Iterator[store.Record]:
-    """Yields records as answers come; at the first failure the rest is given up."""
+    """Yields records as answers come; the first failure aborts the rest."""
     finished = frozenset(finished)
     dataset = (
         grain.MapDataset.source(questions.examples)
@@ -223,7 +223,7 @@ def _sha256(path: str) -> str:
 
 
 def _git_commit(root: pathlib.Path) -> str | None:
-    """Returns the commit of the checkout this code lies in, None when installed."""
+    """Returns the commit of this code's checkout, None if the code is an installed package."""
     if not (root / ".git").exists():
         return None
     try:

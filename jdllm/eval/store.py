@@ -1,7 +1,7 @@
 """The folder of one run: settings and sessions in `run.json`, one line per answer beside it.
 
-A run can be killed at any moment and started again: finished ids are kept, a torn last
-line is dropped, and a folder that belongs to other settings is refused.
+A run can be killed at any moment and started again: finished answers are kept, an incomplete
+last line is dropped, and a folder that belongs to other settings is refused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Record = dict[str, Any]
 
 
 class Store:
-    """The answers so far, by example id; `append` is durable line by line."""
+    """The answers so far, by example id; `append` writes each to the file at once."""
 
     def __init__(self, folder: str | pathlib.Path, settings: Mapping[str, Any]):
         self.folder = pathlib.Path(folder)
@@ -27,20 +27,20 @@ class Store:
             raise errors.ConfigError(f"cannot use {folder} as output folder: {error}") from error
         self._samples = self.folder / "samples.jsonl"
         self._run = self.folder / "run.json"
-        # Through JSON, so that settings compare equal to what a file gives back.
+        # Converted to JSON and back, so that they compare equal to settings read from a file.
         self._settings = json.loads(json.dumps(settings))
         self.sessions: list[dict[str, float]] = self._read_run()
         self.records: dict[str, Record] = {record["id"]: record for record in self._read_samples()}
         self._write_run()
 
     def append(self, record: Record) -> None:
-        """Adds one answer; one write per line, so only the last line can ever be torn."""
+        """Adds one answer; one write per line, so only the last line can be incomplete."""
         self.records[record["id"]] = record
         with self._samples.open("a", encoding="utf-8") as lines:
             lines.write(json.dumps(record, ensure_ascii=False) + "\n")
 
     def add_session(self, session: dict[str, float]) -> None:
-        """Notes the wall time and tokens of one invocation, so that rates survive a resume."""
+        """Saves the wall time and tokens of one invocation, so that rates count all of them."""
         self.sessions.append(session)
         self._write_run()
 
@@ -76,7 +76,7 @@ class Store:
             with self._samples.open("r+b") as file:
                 file.truncate(len(whole))
         records = []
-        # Not splitlines: an answer may hold U+2028, which JSON leaves as it is.
+        # Not splitlines, which also splits at U+2028: an answer may hold it, and JSON keeps it.
         for number, line in enumerate(whole.decode().split("\n")[:-1], start=1):
             try:
                 record = json.loads(line)
@@ -91,7 +91,7 @@ class Store:
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Returns one `name: old -> new` per setting that differs."""
+    """Returns one `name: old -> new` for each setting that differs."""
     names = sorted(old.keys() | new.keys())
     return [
         f"{name}: {old.get(name)!r} -> {new.get(name)!r}"
@@ -101,7 +101,7 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 
 def write_json(path: pathlib.Path, content: Mapping[str, Any]) -> None:
-    """Writes a file that is either old or new, never half."""
+    """Replaces a file in one step: a reader sees the old or the new content, never a part."""
     scratch = path.with_suffix(".part")
     scratch.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
     scratch.replace(path)

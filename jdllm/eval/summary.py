@@ -1,8 +1,8 @@
-"""What a run measured, from its records: pure arithmetic, and the lines people read.
+"""Computes the figures of a run from its records, and the lines that people read.
 
-Quantities: NFE = decode forwards a request took part in; TPF = completion tokens per
-NFE, once as the mean over requests and once token-weighted (all tokens over all NFE);
-output tokens per second are end to end, over the wall time of the run.
+Quantities: NFE is the number of decode forwards that a request took part in. TPF is completion
+tokens per NFE, once as the mean over requests and once token-weighted (all tokens over all NFE).
+Output tokens per second are end to end, over the wall time of the run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 def summarize(
     records: Sequence[Mapping[str, Any]], sessions: Sequence[Mapping[str, float]]
 ) -> dict[str, Any]:
-    """Returns the figures of a run; None where nothing was measured."""
+    """Returns the figures of a run; a figure that was not measured is None."""
     n = len(records)
     accuracy = sum(record["correct"] for record in records) / n if n else None
     counted = [record for record in records if record["nfe"]]
@@ -72,7 +72,7 @@ SWEEP_COLUMNS = (
 
 
 def sweep_csv(name: str, points: Mapping[str, Mapping[str, Any]]) -> str:
-    """Returns one row per value of the swept option; an empty cell was not measured."""
+    """Returns one row per value of the swept option; a cell is empty if it was not measured."""
     rows = [",".join((name, *SWEEP_COLUMNS))]
     for value, results in points.items():
         cells = ("" if results[key] is None else str(results[key]) for key in SWEEP_COLUMNS)
@@ -81,7 +81,7 @@ def sweep_csv(name: str, points: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def sweep_markdown(name: str, points: Mapping[str, Mapping[str, Any]]) -> str:
-    """Returns the same points as a table: speed never without the accuracy of its settings."""
+    """Returns the same points as a table, which shows the accuracy beside each speed."""
     rows = [
         f"| {name} | accuracy | invalid | TPF | NFE | output token/s |",
         "|---|---|---|---|---|---|",

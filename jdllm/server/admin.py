@@ -24,7 +24,7 @@ FLUSH_POLL_S = 0.05
 async def flush_cache(
     request: requests.Request, timeout: float = 0.0
 ) -> starlette_responses.Response:
-    """Empties the prefix cache, waiting up to `timeout` seconds for requests to end."""
+    """Empties the prefix cache; waits up to `timeout` seconds for running requests to end."""
     if not math.isfinite(timeout) or timeout < 0:
         raise errors.RequestError(f"{timeout=} must be 0 or more seconds", param="timeout")
     server = state.of(request)
@@ -42,7 +42,7 @@ async def flush_cache(
 
 @router.post("/abort_request", openapi_extra=schemas.body(protocol.AbortRequest))
 async def abort_request(request: requests.Request) -> starlette_responses.Response:
-    """Aborts requests whose id begins with `rid` (200 also when there are none), or all."""
+    """Aborts the requests whose id begins with `rid`, or all; 200 even if there are none."""
     server = state.of(request)
     body = await protocol.read(request, protocol.AbortRequest)
     if body.abort_all:
@@ -52,7 +52,7 @@ async def abort_request(request: requests.Request) -> starlette_responses.Respon
     elif body.rid:
         prefix = body.rid
     else:
-        # An empty prefix would match everyone's requests.
+        # An empty prefix would match the requests of every client.
         raise errors.RequestError("give a non-empty rid or abort_all", param="rid")
     abort = functools.partial(server.engine.abort, prefix, abort_all=bool(body.abort_all))
     aborted = await asyncio.to_thread(abort)

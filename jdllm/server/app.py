@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fastapi
+from starlette import routing
 from starlette.middleware import cors
 
 from jdllm.server import admin, chat, completions, health, middleware, native, responses, state
@@ -11,17 +12,18 @@ ROUTERS = (health.router, chat.router, completions.router, native.router, admin.
 
 
 def create_app(server: state.ServerState) -> fastapi.FastAPI:
-    """Returns the ASGI app around `server`; the engine may arrive later."""
-    # A redirect for a trailing slash would drop the body; the path is right or it is 404.
+    """Returns the ASGI app around `server`; the engine may be ready later."""
+    # A redirect for a trailing slash would drop the body; without redirects the path is a 404.
     app = fastapi.FastAPI(title="jdllm", redirect_slashes=False)
     app.state.server = server
     for router in ROUTERS:
         app.include_router(router)
     methods: dict[str, set[str]] = {}
     for route in (route for router in ROUTERS for route in router.routes):
-        methods.setdefault(route.path, set()).update(route.methods)
+        assert isinstance(route, routing.Route), "the routers have plain routes only"
+        methods.setdefault(route.path, set()).update(route.methods or ())
     responses.install_handlers(app, methods)
-    # The one added last is outermost.
+    # The middleware that is added last is the outermost.
     server_config = server.server_config
     app.add_middleware(middleware.LimitBody, max_bytes=server_config.max_body_bytes)
     app.add_middleware(middleware.Gate, server=server)
@@ -29,7 +31,8 @@ def create_app(server: state.ServerState) -> fastapi.FastAPI:
     app.add_middleware(responses.CatchFaults)
     origins = server_config.cors_origins()
     if origins:
-        # Outside the keys: a preflight bears none, and a page must be able to read a 401.
+        # Outside `Authenticate`: a preflight request has no key, and a page must be able to read
+        # a 401.
         app.add_middleware(
             cors.CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
         )

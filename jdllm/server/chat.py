@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 router = fastapi.APIRouter()
 
-# The server's own business in `apply_chat_template`; a template from a request would be code.
+# Options of `apply_chat_template` that only the server sets. A template from a request would be
+# code that the server runs.
 RESERVED_TEMPLATE_OPTIONS = frozenset(
     {
         "add_generation_prompt",
@@ -64,7 +65,7 @@ async def template_ids(
     messages: Sequence[protocol.Message],
     options: Mapping[str, Any] | None,
 ) -> list[int]:
-    """Returns the ids of a conversation, the generation prompt included."""
+    """Returns the ids of a conversation, followed by the generation prompt."""
     if not tokenizer.has_chat_template:
         raise errors.RequestError(
             "this model has no chat template; start the server with --chat-template",

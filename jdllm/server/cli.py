@@ -1,8 +1,8 @@
 """The command line of `jdllm.serve`, derived from the config dataclasses.
 
-A flag is a field with dashes. Values come from the default, then `--config
-FILE.yaml`, then the command line, and each remembers its source. A flag of
-SGLang's whose feature does not exist here is refused with what replaces it.
+A flag is the name of a field, with dashes. A value comes from the default, from `--config
+FILE.yaml` or from the command line (the later one wins), and the options remember its source.
+If SGLang has a flag whose feature does not exist here, the error says what replaces it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jdllm import algorithms, config, errors
 from jdllm.checkpoint import source
 
 ALIASES = config.ALIASES | {"drain_timeout": "drain_timeout_s"}
-# Accepted, and change nothing: what they ask for is always so.
+# Flags that are accepted and change nothing: the engine always does what they ask for.
 NEUTRAL_FLAGS = {"dllm_fdfo": "rows never wait for one another (always so)"}
 SECRETS = ("api_key", "admin_api_key")
 REFUSED_PREFIXES = {"cuda_graph_": "every bucket is compiled at start; use --max-running-requests"}
@@ -40,21 +40,24 @@ HELP = {
     "mem_fraction_static": "share of device memory for weights and KV (GPU)",
     "max_total_tokens": "tokens the KV pool holds",
     "page_size": "tokens per KV page",
-    "max_running_requests": "rows that decode at once",
+    "max_running_requests": "most requests that decode at the same time",
     "max_queued_requests": "requests that may wait; more are answered 503",
-    "chunked_prefill_size": "most tokens per prefill launch, or forward of whole canvases",
-    "max_prefill_tokens": "prompt tokens, padding included, that launches prefill before rows in "
-    "decode have a turn; the launch that reaches it is the last (default: four launches of them)",
-    "num_continuous_decode_steps": "most denoising steps per decode launch; more means less host "
-    "work, fewer means sooner news of a block and of an arrival",
-    "disable_fused_commit": "persist a block in a forward of its own",
-    "disable_overlap_schedule": "read a launch's results before the next is planned",
+    "chunked_prefill_size": "most tokens of one prefill launch, or of one forward of whole "
+    "canvases",
+    "max_prefill_tokens": "prompt tokens, padding included, that prefill launches may process "
+    "before the next decode launch; the launch that reaches this number is the last (default: four "
+    "times chunked_prefill_size)",
+    "num_continuous_decode_steps": "most denoising steps per decode launch; more steps mean less "
+    "work for the host, fewer steps mean that blocks are sent and requests begin sooner",
+    "disable_fused_commit": "write the K,V of a finished block in a forward of its own",
+    "disable_overlap_schedule": "read the results of a launch before the next one is planned",
     "schedule_policy": "order of the queue",
-    "disable_radix_cache": "no sharing of prompt prefixes",
-    "dllm_algorithm": "decoding algorithm, or several by comma; the first is the default: "
+    "disable_radix_cache": "do not share the K,V of common prompt prefixes",
+    "dllm_algorithm": "decoding algorithm, or several separated by commas; the first is the "
+    "default: "
     f"{', '.join(algorithms.TABLE)}",
     "dllm_algorithm_config": "YAML file with options of the algorithm",
-    "random_seed": "seed of requests that give none",
+    "random_seed": "seed for requests that give none",
     "log_level": "debug, info, warning, error or critical",
     "decode_log_interval": "launches between two statistics lines",
     "tp_size": "GPUs per replica; only 1 so far",
@@ -65,23 +68,24 @@ HELP = {
     "enable_metrics": "serve /metrics",
     "log_level_http": "level of the access log; info logs every request",
     "max_body_bytes": "largest request body",
-    "drain_timeout_s": "seconds running requests get to end after SIGTERM",
-    "skip_server_warmup": "no warm-up generation before ready",
-    "strict_model_name": "404 for requests that name another model",
-    "cors_allow_origins": "origins, by comma, whose pages may call; * is any, '' none",
+    "drain_timeout_s": "seconds that running requests have to end after SIGTERM",
+    "skip_server_warmup": "no warm-up generation before the server is ready",
+    "strict_model_name": "answer 404 to requests that name another model",
+    "cors_allow_origins": "origins whose web pages may call, separated by commas; * is any, '' "
+    "none",
 }
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The resolved configuration and where each value came from."""
+    """The resolved configuration, and where each value comes from."""
 
     engine: config.EngineConfig
     server: config.ServerConfig
     sources: dict[str, str]
 
     def describe(self) -> list[str]:
-        """Returns one line per option; keys are masked."""
+        """Returns one line per option; API keys are masked."""
         lines = []
         for owner in (self.engine, self.server):
             for field in dataclasses.fields(owner):
@@ -95,8 +99,8 @@ class Options:
 def parse(argv: Sequence[str]) -> Options:
     """Returns the options of a command line.
 
-    Raises `ConfigError` for wrong values and refused flags; argparse exits by itself
-    (code 2) for flags nobody knows, and after --help.
+    Raises `ConfigError` for wrong values and refused flags. argparse itself ends the process
+    for unknown flags (exit code 2) and after --help.
     """
     _refuse_flags(argv)
     flags = vars(_parser().parse_args(argv))
@@ -107,11 +111,16 @@ def parse(argv: Sequence[str]) -> Options:
     values = from_file | flags
     sources = {name: "default" for name in _fields()}
     sources |= {name: "file" for name in from_file} | {name: "flag" for name in flags}
-    engine, server = (
-        cls(**{f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values})
-        for cls in (config.EngineConfig, config.ServerConfig)
+    return Options(
+        engine=config.EngineConfig(**_own(config.EngineConfig, values)),
+        server=config.ServerConfig(**_own(config.ServerConfig, values)),
+        sources=sources,
     )
-    return Options(engine=engine, server=server, sources=sources)
+
+
+def _own(cls: type, values: dict[str, Any]) -> dict[str, Any]:
+    """Returns the values that are fields of the dataclass `cls`."""
+    return {f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values}
 
 
 def read_config(path: str) -> dict[str, Any]:
@@ -135,7 +144,7 @@ def read_config(path: str) -> dict[str, Any]:
 
 
 def refusal(name: str) -> str | None:
-    """Returns what replaces a flag this server refuses, None for any other."""
+    """Returns what replaces a flag that this server refuses, None for any other flag."""
     for prefix, reason in REFUSED_PREFIXES.items():
         if name.startswith(prefix):
             return config.REFUSED_FLAGS.get(name, reason)
@@ -162,7 +171,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", metavar="FILE.yaml", help="options by flag name; flags win")
     spellings = {name: [alias for alias, of in ALIASES.items() if of == name] for name in _fields()}
     for cls in (config.EngineConfig, config.ServerConfig):
-        group = parser.add_argument_group(cls.__doc__.partition("\n")[0].rstrip("."))
+        group = parser.add_argument_group((cls.__doc__ or "").partition("\n")[0].rstrip("."))
         defaults = {field.name: field.default for field in dataclasses.fields(cls)}
         for name, hint in typing.get_type_hints(cls).items():
             flags = [_flag(spelling) for spelling in [name, *spellings[name]]]
@@ -176,7 +185,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _checked(name: str, value: Any, hint: Any, path: str) -> Any:
-    """Returns a YAML value of the field's type; nothing is converted but int to float."""
+    """Returns a YAML value, checked against the field's type; only int becomes float."""
     try:
         return pydantic.TypeAdapter(hint).validate_python(value, strict=True)
     except pydantic.ValidationError as error:

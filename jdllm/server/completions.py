@@ -1,4 +1,4 @@
-"""POST /v1/completions: a text or ids, or a list of them; with `suffix` what stands between."""
+"""POST /v1/completions: continues a text or ids, or a list of them; `suffix` asks for infilling."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 @router.post("/v1/completions", openapi_extra=schemas.body(protocol.CompletionRequest))
 async def completions(request: requests.Request) -> starlette_responses.Response:
-    """Continues one or more prompts, or writes what stands between each and a suffix."""
+    """Continues one or more prompts, or writes the text between each prompt and a suffix."""
     server = state.of(request)
     body = await protocol.read(request, protocol.CompletionRequest)
     server.check_model(body.model)
@@ -46,7 +46,7 @@ async def completions(request: requests.Request) -> starlette_responses.Response
 
 
 def split_prompt(prompt: Any) -> list[str | list[int]]:
-    """Returns the prompts in a `prompt` field: str, [str], [int] or [[int]]."""
+    """Returns the prompts of a `prompt` field, which is str, [str], [int] or [[int]]."""
     if isinstance(prompt, str) or protocol.is_ids(prompt):
         return [prompt]
     if isinstance(prompt, list) and prompt:
@@ -76,7 +76,7 @@ async def prompt_ids(server: state.ServerState, prompt: str | list[int], param: 
 
 
 async def suffix_ids(server: state.ServerState, suffix: str | None) -> list[int]:
-    """Returns the ids of a suffix, none where there is none; no token marks its beginning."""
+    """Returns the ids of a suffix, without a token that marks its beginning; [] without one."""
     if not suffix:
         return []
     encode = functools.partial(server.tokenizer.encode, add_special_tokens=False)
@@ -84,7 +84,7 @@ async def suffix_ids(server: state.ServerState, suffix: str | None) -> list[int]
 
 
 def default_tokens(server: state.ServerState, prompt_len: int, default: int) -> int:
-    """Returns the default output limit, less where the context holds less."""
+    """Returns the default output limit, or what is left of the context if that is less."""
     return max(1, min(default, server.engine.default_max_new_tokens(prompt_len)))
 
 

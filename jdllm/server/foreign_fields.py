@@ -1,8 +1,8 @@
 """Fields that other servers know and this one does not serve.
 
-A field here passes with a value that asks for nothing, and is refused by name
-with any other. Nothing is dropped silently. `ANY_OF_TYPE` lists labels and hints
-that change no output whatever they hold (they are honoured trivially).
+A field of these tables is accepted with a neutral value (one that asks for nothing) and refused
+by name with any other value. Nothing is dropped silently. `ANY_OF_TYPE` lists labels and hints
+that change no output, whatever their value is; any value of the right type is accepted.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ ANY_OF_TYPE: Mapping[str, type] = {
 
 
 def check(extra: Mapping[str, Any], neutral: Neutral, known: Iterable[str]) -> None:
-    """Raises a `RequestError` for the first field that is unknown or asks for something."""
+    """Raises a `RequestError` for the first field that is unknown or has no neutral value."""
     for name, value in extra.items():
         if name in neutral:
             if not any(value == v and type(value) is type(v) for v in neutral[name]):

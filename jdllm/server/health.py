@@ -1,10 +1,10 @@
-"""Routes that say how the server is and what it serves."""
+"""Routes that report the state of the server, and which model it serves."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import fastapi
 import prometheus_client
@@ -14,9 +14,12 @@ from starlette import responses as starlette_responses
 from jdllm import sampling_params, version
 from jdllm.server import responses, running, state
 
+if TYPE_CHECKING:
+    from jdllm.engine import tokenizer as tokenizer_lib
+
 router = fastapi.APIRouter()
 
-# A step of the largest bucket on a slow device is seconds; this long means stuck.
+# A step of the largest bucket takes seconds on a slow device; after this long, it is stuck.
 HEARTBEAT_LIMIT_S = 120.0
 GENERATE_LIMIT_S = 20.0
 
@@ -24,7 +27,7 @@ GENERATE_LIMIT_S = 20.0
 @router.get("/health")
 @router.get("/ready")
 async def health(request: requests.Request) -> starlette_responses.Response:
-    """200 while requests are served, else 503 and why. Touches no device."""
+    """Answers 200 while requests are served, else 503 and the reason; does not use the device."""
     server = state.of(request)
     if server.phase == "starting":
         return _unavailable({"status": "starting"} | server.progress.as_dict())
@@ -38,7 +41,7 @@ async def health(request: requests.Request) -> starlette_responses.Response:
 
 @router.get("/health_generate")
 async def health_generate(request: requests.Request) -> starlette_responses.Response:
-    """200 once one block has been generated, 503 when that takes too long."""
+    """Generates one block; answers 200, or 503 when that takes too long."""
     server = state.of(request)
     probe = running.PromptList(
         prompts=[probe_ids(server.engine.tokenizer)],
@@ -53,14 +56,14 @@ async def health_generate(request: requests.Request) -> starlette_responses.Resp
     return responses.json_response({"status": "ok"})
 
 
-def probe_ids(tokenizer: Any | None) -> list[int]:
+def probe_ids(tokenizer: tokenizer_lib.Tokenizer | None) -> list[int]:
     """Returns a short prompt for warm-up and health checks."""
     return [0] if tokenizer is None else tokenizer.encode("Hello")
 
 
 @router.get("/metrics")
 async def metrics(request: requests.Request) -> starlette_responses.Response:
-    """Prometheus text, with --enable-metrics."""
+    """Returns Prometheus text; needs --enable-metrics."""
     server = state.of(request)
     if not server.server_config.enable_metrics:
         return responses.error_response(
@@ -75,13 +78,13 @@ async def metrics(request: requests.Request) -> starlette_responses.Response:
 
 @router.get("/v1/models")
 async def models(request: requests.Request) -> starlette_responses.Response:
-    """Lists the one model."""
+    """Lists the model that is served."""
     return responses.json_response({"object": "list", "data": [_card(state.of(request))]})
 
 
 @router.get("/v1/models/{model_id:path}")
 async def model(request: requests.Request, model_id: str) -> starlette_responses.Response:
-    """Returns the card of a model, 404 for any other."""
+    """Returns the card of the served model; 404 for any other name."""
     server = state.of(request)
     if model_id != server.engine.model_name:
         raise state.model_not_found(model_id)

@@ -1,8 +1,8 @@
 """Start-up, signals and shutdown of one server process.
 
-The port is bound first; the engine loads in a thread while `/health` tells how far
-it is. On SIGTERM or SIGINT the server admits nothing new, drains, aborts what is
-left and exits 0; a second signal exits at once.
+The port is bound first. A thread loads the engine while `/health` shows its progress. On
+SIGTERM or SIGINT the server refuses new requests, waits for the running ones, aborts what is
+left after the timeout and exits with 0; a second signal ends the process at once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ READY_LINE = "The server is fired up and ready to roll!"  # verbatim: tools grep
 CONFIG_EXIT_CODE = 2
 FAILED_EXIT_CODE = 1
 WARMUP_TOKENS = 8
-# Time for answers to leave after the last request has ended.
+# Seconds for sending the last answers after the last request has ended.
 GOODBYE_S = 5
 BACKLOG = 2048
 
@@ -44,7 +44,7 @@ EngineBuilder = Callable[["startup.StartupProgress"], "engine_lib.Engine"]
 
 
 class QuietServer(uvicorn.Server):
-    """uvicorn without its signal handlers: they would stop before the drain."""
+    """uvicorn without its signal handlers, which would stop the server before the drain."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -66,8 +66,8 @@ def bind(host: str, port: int) -> socket.socket:
     """Returns a listening socket; a port in use is a ConfigError."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        # asyncio sets TCP_NODELAY only where the protocol is named: without it every reply on
-        # a kept-alive connection waits some 40 ms for the client's delayed ACK.
+        # asyncio sets TCP_NODELAY only if the socket names its protocol. Without TCP_NODELAY
+        # every reply on a kept-alive connection waits some 40 ms for the client's delayed ACK.
         listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
@@ -89,11 +89,11 @@ class Lifecycle:
         self._exit_code = 0
 
     async def run(self, listener: socket.socket) -> int:
-        """Serves on `listener` until told to stop."""
+        """Serves on `listener` until a signal or a failed start."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
-        # Said only now: a signal that follows this line is heard.
+        # Logged only now: from here on a signal is handled.
         host, port = listener.getsockname()[:2]
         logger.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
         http = QuietServer(
@@ -106,7 +106,7 @@ class Lifecycle:
             )
         )
         serving = asyncio.create_task(http.serve(sockets=[listener]))
-        # A daemon: a signal during a long compilation must not wait for it.
+        # A daemon thread: after a signal the process must not wait for a long compilation.
         threading.Thread(target=self._load, args=(loop,), name="load", daemon=True).start()
         await self._stop.wait()
         await self._drain()
@@ -124,7 +124,7 @@ class Lifecycle:
         self._stop.set()
 
     def _load(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Runs in the loading thread: builds the engine, warms it up, opens the gate."""
+        """Builds the engine, warms it up and lets requests in; runs in the loading thread."""
         try:
             engine = self._build_engine(self._server.progress)
             if not self._server.server_config.skip_server_warmup:
@@ -133,16 +133,16 @@ class Lifecycle:
                 engine.generate(input_ids=prompt, sampling_params={"max_new_tokens": WARMUP_TOKENS})
         except errors.ConfigError as error:
             self._call(loop, self._fail, CONFIG_EXIT_CODE, str(error))
-        except Exception as error:  # the edge: say it, exit 1
+        except Exception as error:  # the edge of the process: log the fault, exit with 1
             logger.error("the engine failed to start", exc_info=error)
             self._call(loop, self._fail, FAILED_EXIT_CODE, f"{type(error).__name__}: {error}")
         else:
             self._call(loop, self._open, engine)
 
     def _call(
-        self, loop: asyncio.AbstractEventLoop, function: Callable, *arguments: object
+        self, loop: asyncio.AbstractEventLoop, function: Callable[..., object], *arguments: object
     ) -> None:
-        # The loop is closed when a signal ended the run while this thread was loading.
+        # The event loop is closed if a signal ended the run while this thread was loading.
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(function, *arguments)
 
@@ -178,6 +178,6 @@ class Lifecycle:
 
 
 def print_error(message: str) -> None:
-    """Says on stderr, in one line, why the server does not run."""
+    """Writes to stderr, in one line, why the server does not run."""
     sys.stderr.write(f"jdllm.serve: error: {' '.join(message.split())}\n")
     sys.stderr.flush()

@@ -1,9 +1,8 @@
-"""What `/metrics` shows: the engine's numbers and what only the edge can time.
+"""What `/metrics` shows: the engine's numbers, and the latencies of requests.
 
-Names are SGLang's under the prefix `jdllm:`. Engine numbers are read from
-`Engine.stats()` at scrape time; latencies are observed here, because that is
-where a request arrives and leaves. One registry per app: two apps in one process
-(tests, notebooks) do not share counters.
+Names are SGLang's with the prefix `jdllm:`. The engine's numbers are read from `Engine.stats()`
+at scrape time. Latencies are measured here, because requests arrive and leave here. Each app has
+its own registry: two apps in one process (tests, notebooks) do not share counters.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ HISTOGRAMS = (
 
 
 class EngineCollector:
-    """Turns `Engine.stats()` into samples when scraped."""
+    """Turns `Engine.stats()` into samples when Prometheus scrapes."""
 
     def __init__(self, find_engine: Callable[[], engine_lib.Engine | None]):
         self._find_engine = find_engine
@@ -140,7 +139,7 @@ class Tracker:
             self.metrics.observe("dllm_block_steps", (meta["dllm"]["nfe"] - self.nfe) / new_blocks)
             self.nfe, self.blocks = meta["dllm"]["nfe"], meta["dllm"]["blocks"]
         if generation.finish_reason is not None:
-            self._see_end(generation, now)
+            self._see_end(generation, generation.finish_reason["type"], now)
 
     def _see_tokens(self, tokens: int, now: float) -> None:
         if self.first_s is None:
@@ -151,7 +150,7 @@ class Tracker:
             self.metrics.observe("inter_token_latency_seconds", (now - self.last_s) / tokens)
         self.last_s = now
 
-    def _see_end(self, generation: generations.Generation, now: float) -> None:
+    def _see_end(self, generation: generations.Generation, reason: str, now: float) -> None:
         meta = generation.meta_info
         tokens = meta["completion_tokens"]
         self.metrics.observe("e2e_request_latency_seconds", now - self.arrival_s)
@@ -167,7 +166,7 @@ class Tracker:
             "tpf=%.2f, e2e=%.3fs",
             generation.request_id,
             generation.index,
-            generation.finish_reason["type"],
+            reason,
             meta["prompt_tokens"],
             meta["cached_tokens"],
             tokens,

@@ -1,8 +1,7 @@
 """Plain ASGI middleware: counting, keys, the start-up and drain gate, the body limit.
 
-Not Starlette's BaseHTTPMiddleware: that one runs the app behind a task of its own
-and hides disconnects from it. Order, outermost first: Count, (CORS), Authenticate, Gate,
-LimitBody.
+None of it is a BaseHTTPMiddleware of Starlette, which runs the app in another task and hides
+disconnects from it. The order, outermost first: Count, (CORS), Authenticate, Gate, LimitBody.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ logger = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/health", "/health_generate", "/ready", "/metrics"})
 ADMIN_PATHS = frozenset({"/flush_cache"})
-# Answer while starting and draining: these say so themselves, or show how it goes.
+# Routes that answer during start and drain: they report the phase themselves, or show metrics.
 UNGATED_PATHS = frozenset({"/health", "/ready", "/metrics"})
-# How much of a refused body is read, and how long, before it is refused.
+# How many bytes of a refused body are read, and for how many seconds, before the answer is sent.
 DISCARD_BYTES = 64 * 1024 * 1024
 DISCARD_S = 5.0
 
 
 def bearer_matches(headers: Mapping[str, str], *keys: str | None) -> bool:
-    """Says whether the request bears one of `keys`, in time that tells nothing of them."""
+    """Says whether the request has one of `keys`; the time this takes reveals nothing of them."""
     scheme, _, token = headers.get("authorization", "").partition(" ")
     given = token.strip().encode() if scheme.lower() == "bearer" else b""
-    # No early exit: every key is compared.
+    # A list, not a generator: every key is compared, without an early exit.
     return any([hmac.compare_digest(given, key.encode()) for key in keys if key is not None])
 
 
@@ -46,7 +45,7 @@ def may_administer(headers: Mapping[str, str], server_config: config.ServerConfi
 
 
 class Authenticate:
-    """401 without a valid bearer key, 403 on an admin route without the admin's."""
+    """Answers 401 without a valid bearer key, and 403 on an admin route without the admin's key."""
 
     def __init__(self, app: asgi.ASGIApp, *, server_config: config.ServerConfig):
         self._app = app
@@ -78,7 +77,7 @@ class Authenticate:
 
 
 class Gate:
-    """503 with Retry-After while the engine is loading or the server is draining."""
+    """Answers 503 with Retry-After while the engine is loading or the server is draining."""
 
     def __init__(self, app: asgi.ASGIApp, *, server: state.ServerState):
         self._app = app
@@ -99,7 +98,7 @@ class Gate:
 
 
 class LimitBody:
-    """413 for a body over the limit, declared or (chunked) counted as it comes."""
+    """Answers 413 for a body over the limit, by its declared length or, if chunked, its bytes."""
 
     def __init__(self, app: asgi.ASGIApp, *, max_bytes: int):
         self._app = app
@@ -133,9 +132,9 @@ class LimitBody:
 
 
 async def _discard_body(receive: asgi.Receive) -> None:
-    """Reads the rest of a body, in bounds.
+    """Reads the rest of a body, up to a number of bytes and seconds.
 
-    Closing a socket with unread data resets it, and the client may never see the answer.
+    A socket that is closed with unread data is reset, and the client may never see the answer.
     """
     seen, more = 0, True
     with contextlib.suppress(TimeoutError):
@@ -147,7 +146,7 @@ async def _discard_body(receive: asgi.Receive) -> None:
 
 
 class Count:
-    """Counts requests and responses by route, and logs one line each."""
+    """Counts requests and responses by route, and logs one line per request."""
 
     def __init__(self, app: asgi.ASGIApp, *, server: state.ServerState, paths: Collection[str]):
         self._app = app

@@ -10,7 +10,7 @@ import fastapi
 from starlette import requests
 from starlette import responses as starlette_responses
 
-from jdllm import errors
+from jdllm import errors, sampling_params
 from jdllm.server import chat, completions, protocol, responses, running, schemas, sse, state
 
 router = fastapi.APIRouter()
@@ -21,7 +21,7 @@ DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's
 @router.post("/generate", openapi_extra=schemas.body(protocol.GenerateRequest))
 @router.put("/generate", include_in_schema=False)
 async def generate(request: requests.Request) -> starlette_responses.Response:
-    """Generates from one prompt (an object back) or a list of them (a list back)."""
+    """Generates from one prompt and returns an object, or from a list and returns a list."""
     server = state.of(request)
     body = await protocol.read(request, protocol.GenerateRequest)
     prompts, name, is_list = _prompts(body)
@@ -57,7 +57,7 @@ async def _frames(
 
 
 def _prompts(body: protocol.GenerateRequest) -> tuple[list[str | list[int]], str, bool]:
-    """Returns the prompts, the field they came in, and whether that was a list."""
+    """Returns the prompts, the name of their field, and whether it held a list."""
     if (body.text is None) == (body.input_ids is None):
         raise errors.RequestError("give exactly one of text and input_ids", param="text")
     if body.text is not None:
@@ -77,7 +77,7 @@ def _prompts(body: protocol.GenerateRequest) -> tuple[list[str | list[int]], str
 
 
 def _sampling_options(value: Any, count: int) -> list[dict[str, Any]]:
-    """Returns one object per prompt from an object for all, or a list of as many."""
+    """Returns one object per prompt; `value` is one object for all prompts, or a list."""
     options = value if isinstance(value, list) else [{} if value is None else value] * count
     if len(options) != count:
         raise errors.RequestError(
@@ -93,7 +93,9 @@ def _sampling_options(value: Any, count: int) -> list[dict[str, Any]]:
     return options
 
 
-def _params(server: state.ServerState, prompt_ids: list[int], options: dict[str, Any]) -> Any:
+def _params(
+    server: state.ServerState, prompt_ids: list[int], options: dict[str, Any]
+) -> sampling_params.SamplingParams:
     if options.get("max_new_tokens") is None and options.get("max_tokens") is None:
         default = completions.default_tokens(server, len(prompt_ids), DEFAULT_MAX_NEW_TOKENS)
         options = options | {"max_new_tokens": default}
@@ -127,7 +129,7 @@ def _request_ids(body: protocol.GenerateRequest, count: int) -> list[str]:
 @router.post("/tokenize", openapi_extra=schemas.body(protocol.TokenizeRequest))
 @router.post("/v1/tokenize", include_in_schema=False)
 async def tokenize(request: requests.Request) -> starlette_responses.Response:
-    """Returns the ids of a prompt, of several, or of a conversation."""
+    """Returns the ids of a prompt, of several prompts, or of a conversation."""
     server = state.of(request)
     body = await protocol.read(request, protocol.TokenizeRequest)
     if (body.prompt is None) == (body.messages is None):

@@ -1,8 +1,8 @@
 """OpenAI answers: one object, or chunks, made from the engine's events.
 
-Chat and text completions differ only in names and in how a choice looks; a
-`Shape` holds that difference. `usage` counts each prompt once and every returned
-token; `usage.dllm` holds the denoising statistics.
+Chat and text completions differ only in names and in the form of a choice; `Shape` holds that
+difference. `usage` counts each prompt once, and every token that is returned; `usage.dllm`
+holds the denoising statistics.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class Shape:
     object_name: str
     chunk_object_name: str
     choice: Callable[[int, generations.Generation], Choice]
-    # (choice index, event, is it the choice's first) -> choices, one chunk each
+    # (choice index, event, whether it is the choice's first) -> choices, one per chunk
     chunk_choices: Callable[[int, generations.Generation, bool], list[Choice]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One request being answered; its prompts share their options."""
+    """The answer to one request, whose prompts share their options."""
 
     server: state.ServerState
     shape: Shape
@@ -73,7 +73,7 @@ class Answer:
                         chunk["usage"] = usage([one])
                     elif options.include_usage:
                         chunk["usage"] = None
-                    # With a choice, not after the last: SGLang's client reads it there.
+                    # In a chunk with a choice, because SGLang's client reads it there.
                     if self.body.return_cached_tokens_details and one.finish_reason is not None:
                         chunk |= cached_tokens([one])
                     yield sse.frame(chunk)
@@ -101,14 +101,14 @@ def ending(generation: generations.Generation) -> dict[str, Any]:
 
 
 def cached_tokens(choices: Sequence[generations.Generation]) -> dict[str, Any]:
-    """Returns SGLang's account of cached prompt tokens; there is no cache but the device's."""
+    """Returns SGLang's object about cached prompt tokens; only the device has a cache."""
     count = usage(choices)["prompt_tokens_details"]["cached_tokens"]
     return {"sglext": {"cached_tokens_details": {"device": count, "host": 0}}}
 
 
 def usage(choices: Sequence[generations.Generation]) -> dict[str, Any]:
     """Returns OpenAI's `usage` over the choices of one request, with `dllm` beside it."""
-    # Choices of one prompt share it, so only the first of each counts it.
+    # The choices of a prompt share its tokens, so only the first choice counts them.
     firsts = [one.meta_info for one in choices if one.index == choices[0].index]
     prompt = sum(meta["prompt_tokens"] for meta in firsts)
     completion = sum(one.meta_info["completion_tokens"] for one in choices)

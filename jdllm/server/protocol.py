@@ -1,8 +1,8 @@
-"""Request bodies: what each route reads, typed, and how a bad body is named.
+"""Request bodies: the typed fields that each route reads, and the errors for bad bodies.
 
-A body is JSON with the right content type, or 400. Types are strict (no "5" for
-5): a value silently converted is a value silently changed. Ranges are checked
-once, in `SamplingParams`.
+A body must be JSON with the right content type; anything else is a 400. Types are strict ("5"
+is not 5), because a silent conversion would change what was asked for. Ranges are checked in
+one place, `SamplingParams`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SAMPLING_FIELDS = (
 
 
 class RequestModel(pydantic.BaseModel):
-    """A body whose further fields are neutral ones of `foreign`, or refused."""
+    """A body; further fields must be in `foreign` with a neutral value, or they are refused."""
 
     model_config = pydantic.ConfigDict(extra="allow", protected_namespaces=())
     foreign: ClassVar[foreign_fields.Neutral] = {}
@@ -94,11 +94,11 @@ class OpenAIRequest(RequestModel):
         return "max_tokens", self.max_tokens
 
     def field_names(self) -> dict[str, str]:
-        """Returns this body's names of what the engine names in its errors."""
+        """Maps the engine's names of fields, which its errors use, to this body's names."""
         return {"max_new_tokens": self.wanted_tokens()[0]}
 
     def sampling(self, default_max_tokens: int) -> sampling_params.SamplingParams:
-        """Returns the checked options; errors name the field of this body."""
+        """Returns the checked options; errors use the names of this body's fields."""
         _, wanted = self.wanted_tokens()
         options = {key: getattr(self, key) for key in SAMPLING_FIELDS}
         options["max_new_tokens"] = default_max_tokens if wanted is None else wanted
@@ -219,7 +219,7 @@ async def read(request: requests.Request, model: type[Body]) -> Body:
 
 
 def sampling_from(options: dict[str, Any]) -> sampling_params.SamplingParams:
-    """Returns checked options from JSON; a container of the wrong kind is a 400 too."""
+    """Returns checked options from JSON; a container of the wrong type is a 400, too."""
     for name, kinds in (("stop", (str, list)), ("stop_token_ids", (list,)), ("dllm", (dict,))):
         value = options.get(name)
         if value is not None and not isinstance(value, kinds):
@@ -231,7 +231,7 @@ def sampling_from(options: dict[str, Any]) -> sampling_params.SamplingParams:
 
 
 def renamed(error: errors.RequestError, names: Mapping[str, str]) -> errors.RequestError:
-    """Returns `error` with the fields it names called as in the request's body."""
+    """Returns `error` with the names that its fields have in the request's body."""
     if error.param is None:
         return error
     limit = "max_new_tokens"
@@ -249,7 +249,7 @@ def is_ids(value: Any) -> bool:
 
 
 def _content_text(content: Any) -> str:
-    """Returns the text of a message; its parts are joined by a blank, as SGLang does."""
+    """Returns the text of a message; its parts are joined by a space, as in SGLang."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:

@@ -1,8 +1,8 @@
-"""Bodies on the wire: JSON through orjson, errors in OpenAI's nested shape.
+"""Bodies of answers: JSON through orjson, errors in OpenAI's nested form.
 
-Every error a client sees is made here, so that plain answers, middleware and
-stream frames agree. Nothing of a fault inside the engine leaves except that it
-happened; the stack goes to the log.
+Every error that a client sees is made here, so that plain answers, middleware and stream frames
+agree. About a fault inside the engine, a client learns only that it happened; the stack goes to
+the log.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import fastapi
 import orjson
 from fastapi import exceptions
+from starlette import exceptions as starlette_exceptions
 from starlette import requests, responses
 from starlette import types as asgi
 
@@ -21,7 +22,7 @@ from jdllm import errors
 
 logger = logging.getLogger(__name__)
 
-CLIENT_CLOSED_REQUEST = 499  # nginx's number; it only ever reaches the log
+CLIENT_CLOSED_REQUEST = 499  # nginx's number; only logs and metrics show it
 START_RETRY_AFTER_S = 5
 
 ERROR_TYPES = {
@@ -45,7 +46,7 @@ class NotFound(errors.RequestError):
 
 
 class Forbidden(errors.RequestError):
-    """Says that the key is valid but not the admin's."""
+    """Says that the key is valid, but is not the admin's key."""
 
     status = 403
 
@@ -86,7 +87,7 @@ def error_response(
 
 
 def describe(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
-    """Returns status, body and headers that say what went wrong, and logs engine faults."""
+    """Returns the status, body and headers for an error; logs it if it is a fault of the engine."""
     if not isinstance(error, errors.RequestError):
         logger.error("fault while serving a request", exc_info=error)
         return 500, error_body("internal server error", status=500, code="internal_error"), {}
@@ -108,17 +109,16 @@ def from_exception(error: Exception) -> responses.Response:
 
 
 def install_handlers(app: fastapi.FastAPI, methods: Mapping[str, Collection[str]]) -> None:
-    """Makes every way to fail answer in one shape, FastAPI's own 404, 405 and 422 included.
+    """Gives all errors the same form, FastAPI's own 404, 405 and 422 included.
 
-    `methods` are those of each path: FastAPI's own 405 names one of its routes only.
+    `methods` are the methods of each path: FastAPI's own 405 names those of one route only.
     """
 
     async def on_request_error(_: requests.Request, error: Exception) -> responses.Response:
         return from_exception(error)
 
-    async def on_http(
-        request: requests.Request, error: exceptions.StarletteHTTPException
-    ) -> responses.Response:
+    async def on_http(request: requests.Request, error: Exception) -> responses.Response:
+        assert isinstance(error, starlette_exceptions.HTTPException), "registered for it below"
         message = f"{request.method} {request.url.path}: {error.detail}"
         code = "not_found" if error.status_code == 404 else None
         headers = dict(error.headers or {})
@@ -126,9 +126,8 @@ def install_handlers(app: fastapi.FastAPI, methods: Mapping[str, Collection[str]
             headers["Allow"] = ", ".join(sorted(methods[request.url.path]))
         return error_response(message, status=error.status_code, code=code, headers=headers)
 
-    async def on_query(
-        _: requests.Request, error: exceptions.RequestValidationError
-    ) -> responses.Response:
+    async def on_query(_: requests.Request, error: Exception) -> responses.Response:
+        assert isinstance(error, exceptions.RequestValidationError), "registered for it below"
         first = error.errors()[0]
         return error_response(first["msg"], status=400, param=str(first["loc"][-1]))
 
@@ -136,15 +135,15 @@ def install_handlers(app: fastapi.FastAPI, methods: Mapping[str, Collection[str]
         return responses.Response(status_code=CLIENT_CLOSED_REQUEST)
 
     app.add_exception_handler(errors.RequestError, on_request_error)
-    app.add_exception_handler(exceptions.StarletteHTTPException, on_http)
+    app.add_exception_handler(starlette_exceptions.HTTPException, on_http)
     app.add_exception_handler(exceptions.RequestValidationError, on_query)
     app.add_exception_handler(requests.ClientDisconnect, on_disconnect)
 
 
 class CatchFaults:
-    """ASGI middleware: a fault nobody handled is logged and answered with a bare 500.
+    """ASGI middleware that logs an unhandled fault and answers a bare 500.
 
-    Starlette's own handler re-raises after answering, which would log each stack twice.
+    Starlette's own handler raises again after its answer, which would log each stack twice.
     """
 
     def __init__(self, app: asgi.ASGIApp):

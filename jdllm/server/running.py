@@ -1,4 +1,4 @@
-"""Runs the prompts of one HTTP request on the engine and gives up when the client does.
+"""Runs the prompts of one HTTP request on the engine, and aborts them when the client leaves.
 
 An HTTP request is a list of prompts, each with `n` choices, and the engine takes all of them
 or none. Whatever ends the consumer (end, error, disconnect, cancellation) closes the engine's
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-# Tokenising more characters than this would stall the event loop, so a thread does it.
+# Tokenising more characters than this would block the event loop, so a thread does it.
 INLINE_CHARACTERS = 20_000
 
 
@@ -36,9 +36,9 @@ INLINE_CHARACTERS = 20_000
 class PromptList:
     """The prompts of one HTTP request, with the options and the id of each.
 
-    What is written for any of them stands before `suffix_ids`. `field_names` says which field of
-    the body holds what the engine calls `prompt`, `max_new_tokens` and so on, where the names
-    differ.
+    The output of each prompt stands between the prompt and `suffix_ids`. `field_names` maps the
+    engine's names (`prompt`, `max_new_tokens` and so on) to the fields of the body, where the
+    two differ.
     """
 
     prompts: list[list[int]]
@@ -57,19 +57,19 @@ class PromptList:
 
 
 def new_request_id(prefix: str) -> str:
-    """Returns a fresh id; the engine and the answer share it, so it can be aborted by."""
+    """Returns a new id; the engine and the answer both use it, so a client can abort by it."""
     return f"{prefix}-{uuid.uuid4().hex}"
 
 
 def ids_of_prompts(request_id: str, count: int) -> list[str]:
-    """Returns one id per prompt; aborting the common prefix aborts them all."""
+    """Returns one id per prompt; an abort of the common prefix aborts them all."""
     return [request_id] if count == 1 else [f"{request_id}-{i}" for i in range(count)]
 
 
 async def stream(
     server: state.ServerState, prompt_list: PromptList
 ) -> AsyncGenerator[generations.Generation, None]:
-    """Yields the generations of all prompts as they come; an error names the body's fields."""
+    """Yields the generations of all prompts as they come; errors name the body's fields."""
     arrival_s = time.monotonic()
     trackers: dict[tuple[int, int], metrics.Tracker] = {}
     try:
@@ -107,7 +107,7 @@ async def collect(
 async def unless_client_leaves(
     request: requests.Request, work: Coroutine[Any, Any, Result]
 ) -> Result:
-    """Awaits `work`, cancelling it when the client disconnects first."""
+    """Returns the result of `work`, or cancels it if the client disconnects first."""
     task = asyncio.create_task(work)
     gone = asyncio.create_task(client_gone(request.receive))
     try:
@@ -120,7 +120,7 @@ async def unless_client_leaves(
 
 
 async def client_gone(receive: asgi.Receive) -> None:
-    """Returns once the client has disconnected; the body must have been read before."""
+    """Returns once the client has disconnected; call it after the body has been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -133,7 +133,7 @@ async def cancel(*tasks: asyncio.Task[Any]) -> None:
 
 
 async def off_loop(size: int, function: Callable[..., Result], *arguments: Any) -> Result:
-    """Returns function(*arguments), computed in a thread when `size` characters are many."""
+    """Returns function(*arguments); computes it in a thread if there are many characters."""
     if size <= INLINE_CHARACTERS:
         return function(*arguments)
     return await asyncio.to_thread(function, *arguments)

@@ -1,7 +1,7 @@
 """Puts the request models into /openapi.json; the routes parse bodies themselves.
 
-They do so because a bad body must answer 400 in OpenAI's shape and name one field,
-which FastAPI's own parsing does not.
+They do so because a bad body must get a 400 in OpenAI's form that names one field, and
+FastAPI's own parsing does not give that.
 """
 
 from __future__ import annotations

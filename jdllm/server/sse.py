@@ -1,8 +1,8 @@
-"""Server-sent events: frames, keep-alive lines, and a response that notices leaving.
+"""Server-sent events: frames, keep-alive lines, and a response that notices a disconnect.
 
-Starlette's own streaming response learns of a disconnect only through some
-servers' versions of `send`; this one watches `receive` itself. It also waits
-briefly for the first event, so that a refused request is a real HTTP error.
+Starlette's own streaming response notices a disconnect only if the server's `send` raises, and
+not every server does that; this response watches `receive`. It also waits briefly for the first
+event, so that a refused request gets a real HTTP error.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from jdllm.server import responses, running
 logger = logging.getLogger(__name__)
 
 DONE_FRAME = b"data: [DONE]\n\n"
-# Blank lines mean nothing to a client. Nor do comments, by the standard, but SGLang's load
-# generator (0.5.23) reads every line that is not blank as JSON.
+# Clients ignore blank lines. By the standard they ignore comments too, but SGLang's load
+# generator (0.5.23) parses every line that is not blank as JSON.
 PING_FRAME = b"\n\n"
-# Refusals come at once; past this wait the headers go out and errors become frames.
+# A refusal comes at once. After this wait the headers are sent, and errors become frames.
 FIRST_EVENT_WAIT_S = 1.0
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -101,7 +101,7 @@ class EventStream(starlette_responses.Response):
                 async for item in frames:
                     queue.put_nowait(item)
             queue.put_nowait(_Signal.END)
-        except Exception as error:  # handed to the sender, which answers it
+        except Exception as error:  # `__call__` sends it to the client
             queue.put_nowait(error)
 
 

@@ -1,7 +1,7 @@
-"""What the routes share: the configuration, the engine once it is up, and the phase.
+"""What the routes share: the configuration, the engine once it is ready, and the phase.
 
-The engine arrives from the loading thread after the port is open, so every
-route asks here for it. The phase moves one way: starting, ready, draining.
+The loading thread delivers the engine after the port is open, so every route asks this module
+for it. The phase moves in one direction: starting, ready, draining.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Phase = Literal["starting", "ready", "draining"]
 
 @dataclasses.dataclass(slots=True)
 class ServerState:
-    """One server; written by `lifecycle`, read by the routes."""
+    """One server; `lifecycle` writes it, the routes read it."""
 
     server_config: config.ServerConfig
     progress: startup.StartupProgress
@@ -47,7 +47,7 @@ class ServerState:
 
     @property
     def tokenizer(self) -> tokenizer.Tokenizer:
-        """The tokenizer, or a 400 where the server runs without one."""
+        """The tokenizer; raises a 400 if the server runs without one."""
         found = self.engine.tokenizer
         if found is None:
             raise errors.RequestError(
@@ -57,7 +57,7 @@ class ServerState:
         return found
 
     def check_model(self, name: str | None) -> None:
-        """Refuses another model's name where `strict_model_name` is set."""
+        """Refuses the name of another model if `strict_model_name` is set."""
         if self.server_config.strict_model_name and name not in (None, self.engine.model_name):
             raise model_not_found(name)
 

@@ -1,7 +1,7 @@
 """Which denoising algorithms an engine compiles, and the defaults of their options.
 
-A family's attention says which kind it can run: models that see no later block write block
-after block, models that see the whole sequence write a canvas.
+The attention of a family decides which kind of algorithm it can run: a model that sees no later
+block writes block after block, a model that sees the whole sequence writes a canvas.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def choose(
     """Returns (compiled algorithms, default options).
 
     The checkpoint's recommendation (generation_config.json, "dllm") holds unless the
-    user names another algorithm; the user's options come on top.
+    user names another algorithm. The user's options override single values of it.
     """
     recommended = generation_config.get("dllm") or {}
     if not isinstance(recommended, dict):

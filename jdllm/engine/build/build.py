@@ -1,7 +1,7 @@
-"""From options to a running core: load, size, compile, with progress.
+"""Builds a running core from options: loads, chooses sizes, compiles, and reports progress.
 
-Everything left open in `EngineConfig` is decided here, once, and the result is kept
-as a resolved config that can be printed and shown in `/server_info`.
+This module decides once, at start, what `EngineConfig` leaves open. The result is kept as a
+resolved config, which the log and `/server_info` show.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import pathlib
 import time
 
 import jax
+import jax.numpy as jnp
 
 from jdllm import config as config_lib
 from jdllm import device as device_lib
@@ -58,7 +59,7 @@ class Built:
 
 
 def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) -> Built:
-    """Loads the model, sizes the KV pool, compiles every bucket."""
+    """Loads the model, chooses the size of the KV pool and compiles every bucket."""
     began = time.monotonic()
     _enable_compilation_cache()
     progress.enter("load")
@@ -68,7 +69,7 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
     generation_config = source.read_optional_json(model_dir / "generation_config.json")
     device = device_lib.facts()
     dtype = _dtype(config.dtype, device)
-    # Everything that can be refused is refused before the weights are read.
+    # What can be refused without the weights is refused before they are read.
     block_size = config.algorithm_options().get("block_size")
     spec = loading.read_spec(model_dir, block_size=block_size)
     kind = kinds.kind_of(spec)
@@ -96,7 +97,7 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
         fuses_commits=not config.disable_fused_commit,
     )
     runner = model_runner.ModelRunner(
-        loading.serving_params(model.params, kv_dtype),
+        loading.serving_params(model.params, jnp.dtype(kv_dtype)),
         kind.device(model.graphdef, step_config, device),
         device=device,
     )
@@ -149,14 +150,16 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
 
 def _enable_compilation_cache() -> None:
     """Keeps compiled steps across starts, unless the user configured a cache."""
-    if jax.config.jax_compilation_cache_dir is None:
+    # JAX adds its options to `config` at import, where no type checker sees them.
+    found = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    if found is None:
         cache = pathlib.Path.home() / ".cache" / "jdllm" / "compilation"
         jax.config.update("jax_compilation_cache_dir", str(cache))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def _dtype(wanted: str, device: device_facts.DeviceFacts) -> str:
-    """Returns the dtype to load: "auto" is the checkpoint's, but float32 on a CPU.
+    """Returns the dtype to load: "auto" means the checkpoint's, but float32 on a CPU.
 
     CPUs emulate bfloat16 matmuls; float32 is several times faster there.
     """
@@ -194,7 +197,7 @@ def _eos_token_ids(
     """Returns the model's end tokens and the chat template's end of turn."""
     ids = dict.fromkeys(spec.diffusion.eos_token_ids)
     if tokenizer is not None:
-        # Only its own family's: others may be in the vocabulary too.
+        # Only the end of turn of its own family: the vocabulary may hold those of others too.
         end_of_turn = registry.family(spec.architecture).end_of_turn
         ends = [tokenizer.eos_token_id]
         if end_of_turn is not None:
@@ -240,7 +243,7 @@ def _row_config(
         launches_ahead=0 if config.disable_overlap_schedule else 1,
         has_prefix_cache=shares_prefixes and not config.disable_radix_cache,
         device=device,
-        # A stop string may name a special token, which the shown text leaves out.
+        # Special tokens are kept here, because a stop string may name one.
         detokenize=(
             None
             if tokenizer is None

@@ -1,6 +1,6 @@
-"""The kinds of rows that models have: one line each, the host's side and the device's.
+"""The kinds of rows: one entry each, which names the host's side and the device's side.
 
-A kind is a file in `scheduler/rows/`, a folder in `runner/`, and a line here.
+A kind is a file in `scheduler/rows/`, a folder in `runner/`, and an entry here.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ BuildKind = Callable[[Any, config_lib.StepConfig, device_facts.DeviceFacts], pro
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KindOfRows:
-    """How the host plans a kind, and what a device runs.
+    """How the host plans rows of a kind, and which programs the device runs for them.
 
-    `alignments`: of the logits that its programs understand.
+    `alignments` are the alignments of logits that its programs understand.
     """
 
     rows: type[interface.Rows]
@@ -48,7 +48,7 @@ KINDS: dict[str, KindOfRows] = {
 
 
 def kind_of(spec: spec_lib.ModelSpec) -> KindOfRows:
-    """Returns the kind that a model's rows are of; a ConfigError where none can run it."""
+    """Returns the kind of a model's rows; raises a ConfigError if no kind can run the model."""
     kind = spec.diffusion.kind
     if kind is None:
         raise errors.ConfigError(

@@ -1,6 +1,6 @@
-"""A checkpoint's generation_config.json as the sampling defaults of its requests.
+"""Turns a checkpoint's generation_config.json into the sampling defaults of its requests.
 
-Every key is used, says nothing about the output, or is named in one warning at start.
+Each key is used, or does not change the output, or is named in one warning at start.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from jdllm import errors, sampling_params
 
 logger = logging.getLogger(__name__)
 
-# Keys of generation_config.json that are used, or say nothing about the output.
+# Keys of generation_config.json that are used, or do not change the output.
 _HONOURED = frozenset(
     """
     do_sample temperature top_p top_k dllm mask_token_id eos_token_id bos_token_id pad_token_id
@@ -22,9 +22,9 @@ _HONOURED = frozenset(
     output_scores output_logits return_dict_in_generate
     """.split()  # noqa: SIM905
 )
-# Filters of the distribution, and the values with which they let everything pass.
+# Filters of the distribution, and the values that turn each of them off.
 _FILTERS: dict[str, tuple[Any, ...]] = {"top_p": (None, 1, 1.0), "top_k": (None, 0, -1)}
-# Hugging Face's other sampling keys and the values that change nothing.
+# Other sampling keys of Hugging Face, and the value of each that changes nothing.
 _NEUTRAL: dict[str, Any] = {
     "typical_p": 1.0,
     "epsilon_cutoff": 0.0,
@@ -46,10 +46,10 @@ _NEUTRAL: dict[str, Any] = {
 def default_sampling(
     generation_config: Mapping[str, Any], *, filters: bool = True
 ) -> sampling_params.SamplingParams:
-    """Returns the checkpoint's sampling defaults; greedy unless it says `do_sample`.
+    """Returns the checkpoint's sampling defaults: greedy unless it sets `do_sample`.
 
-    Keys that ask for what the engine does not do are named in one warning. `filters`: the
-    family's algorithms have top_p and top_k.
+    One warning names the keys that ask for something the engine cannot do. `filters` says
+    whether the family's algorithms know top_p and top_k.
     """
     if not filters:
         generation_config = _without_filters(generation_config)
@@ -72,7 +72,7 @@ def default_sampling(
 
 
 def _without_filters(generation_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the config without top_p and top_k; one line says so if they were in use."""
+    """Returns the config without top_p and top_k; one warning says so if they had an effect."""
     kept = {key: value for key, value in generation_config.items() if key not in _FILTERS}
     left_out = [
         f"{key}={generation_config[key]!r}"
@@ -89,7 +89,7 @@ def _without_filters(generation_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_ignored(key: str, value: Any) -> bool:
-    """Returns whether a key of generation_config.json asks for what is not done."""
+    """Returns whether a key of generation_config.json asks for something the engine cannot do."""
     if value is None or key in _HONOURED:
         return False
     if key in _NEUTRAL:

@@ -1,7 +1,7 @@
-"""What is decided about shapes and memory at start: rows, tokens, pages, bytes.
+"""Chooses shapes and memory at start: rows, tokens, pages, bytes.
 
-Shapes follow from the options and the model's config alone, so a wrong option is
-refused before any weight is read; the number of pages needs to know what weights left.
+Shapes follow from the options and the model's config alone, so a wrong option is refused before
+any weight is read. The number of pages depends on the memory that the weights leave free.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from jdllm import spec as spec_lib
 from jdllm.kv_cache import pool
 from jdllm.scheduler.rows import interface
 
-# Tokens of the default buckets: few on a CPU, where a launch is compute bound at once and compile
-# time is what one waits for.
+# Tokens of the default buckets. A CPU gets few: a launch is compute bound there with few tokens
+# already, and compile time is most of the start.
 CPU_PREFILL_TOKENS, ACCELERATOR_PREFILL_TOKENS = 512, 8192
-# Prefill launches that rows in decode wait for at a time: waiting prompts leave places empty.
+# How many prefill launches in a row may delay the rows in decode. Prefill comes first because
+# waiting prompts leave rows of the decode bucket empty.
 PREFILL_LAUNCHES_IN_A_ROW = 4
-# KV that a row should find on average before it is worth compiling; fewer rows preempt less.
+# Tokens of KV that each row should have on average. Buckets with more rows than that are not
+# compiled: fewer rows preempt one another less.
 TOKENS_PER_ROW = 1024
 
 
@@ -32,8 +34,8 @@ TOKENS_PER_ROW = 1024
 class Shapes:
     """Tokens and rows of the compiled steps.
 
-    `prefill_token_budget` is of one launch, `max_prefill_tokens` of those between two decode
-    launches.
+    `prefill_token_budget` bounds one launch, `max_prefill_tokens` bounds all prefill launches
+    between two decode launches.
     """
 
     context_length: int
@@ -45,12 +47,12 @@ class Shapes:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes(Shapes):
-    """Shapes, and what they and the weights occupy. Tokens, rows, pages, bytes."""
+    """The shapes, and the memory that they and the weights occupy: tokens, rows, pages, bytes."""
 
     num_pages: int
     weight_bytes: int
     kv_bytes: int
-    step_bytes: int = 0  # of the hungriest step, known once all are compiled
+    step_bytes: int = 0  # of the step that needs most memory; known once all are compiled
 
 
 def choose_shapes(
@@ -59,9 +61,9 @@ def choose_shapes(
     defaults: interface.RowDefaults,
     device: device_facts.DeviceFacts,
 ) -> Shapes:
-    """Returns the shapes; an option that does not fit the model is a ConfigError.
+    """Returns the shapes; raises a ConfigError for an option that does not fit the model.
 
-    `defaults` are those of the model's kind of rows.
+    `defaults` are the defaults of the model's kind of rows.
     """
     longest = spec.max_position_embeddings
     context_length = config.context_length or min(longest, defaults.most_context or longest)
@@ -105,7 +107,7 @@ def choose_sizes(
     kv_dtype: str,
     device: device_facts.DeviceFacts,
 ) -> Sizes:
-    """Returns shapes and the pool that fits beside the loaded weights."""
+    """Returns the shapes and the size of the pool that fits beside the loaded weights."""
     num_pages = pool.choose_num_pages(
         spec,
         page_size=shapes.page_size,
@@ -130,7 +132,7 @@ def choose_sizes(
 
 
 def check_memory(sizes: Sizes, memory: tuple[int, int] | None) -> None:
-    """Raises a ConfigError unless the hungriest step fits beside what the device holds already.
+    """Raises a ConfigError unless the largest step fits beside what the device already holds.
 
     `memory` is what `device.memory_use` returned with weights, pool and row states in place.
     """
@@ -142,7 +144,7 @@ def check_memory(sizes: Sizes, memory: tuple[int, int] | None) -> None:
     short = in_use + sizes.step_bytes - limit
     advice = "a smaller --chunked-prefill-size or fewer --max-running-requests"
     if short < sizes.kv_bytes:
-        # What is neither weights nor KV is not in the static share.
+        # The static share covers weights and KV, and nothing else that the device holds.
         others = in_use - sizes.weight_bytes - sizes.kv_bytes
         fraction = math.floor((limit - sizes.step_bytes - others) / limit * 100) / 100
         pages = (sizes.kv_bytes - short) * sizes.num_pages // sizes.kv_bytes
@@ -158,13 +160,13 @@ def check_memory(sizes: Sizes, memory: tuple[int, int] | None) -> None:
 
 
 def rows_that_fit(pool_tokens: int, context_length: int, most: int) -> int:
-    """Returns the largest power of two up to `most` whose rows find their share of the pool."""
+    """Returns the largest power of two up to `most` with enough of the pool for each row."""
     wanted = max(1, min(most, pool_tokens // min(context_length, TOKENS_PER_ROW)))
     return 1 << (wanted.bit_length() - 1)
 
 
 def _free_bytes(mem_fraction_static: float) -> int | None:
-    """Returns the bytes left for KV within the static share of the accelerator's memory."""
+    """Returns the bytes that the static share of the accelerator's memory leaves for KV."""
     memory = device_lib.memory_use()
     if memory is None:
         return None

@@ -1,4 +1,4 @@
-"""How far start-up is, readable from another thread (the `/health` route)."""
+"""The progress of the start; other threads can read it (the `/health` route does)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Phase = Literal["load", "compile", "warmup", "ready", "failed"]
 
 @dataclasses.dataclass(slots=True)
 class StartupProgress:
-    """Current phase and how many of its steps are done; written by the loading thread."""
+    """The current phase and how many of its steps are done; the loading thread writes it."""
 
     phase: Phase = "load"
     done: int = 0
@@ -28,7 +28,7 @@ class StartupProgress:
             self._phase_began_s = time.monotonic()
 
     def advance(self, done: int, total: int) -> None:
-        """Says that `done` of `total` steps of this phase are complete."""
+        """Notes that `done` of `total` steps of this phase are complete."""
         with self._lock:
             self.done, self.total = done, total
 
@@ -41,7 +41,7 @@ class StartupProgress:
             return elapsed / self.done * (self.total - self.done)
 
     def as_dict(self) -> dict[str, object]:
-        """Returns the JSON of `/health` while starting."""
+        """Returns the JSON that `/health` shows during the start."""
         eta_s = self.eta_s()
         return {
             "phase": self.phase,
