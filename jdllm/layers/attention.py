@@ -112,7 +112,7 @@ def paged_attend(
             batch.context_lens,
             batch.kv_lens,
             batch.page_table,
-            visibility=visibility.value,
+            visibility=spec.AttentionPattern(visibility).value,
             block_size=block_size,
             scale=q.shape[-1] ** -0.5,
             q_len=q_len,
