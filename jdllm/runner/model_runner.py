@@ -4,6 +4,8 @@ Every bucket is lowered and compiled at start-up; a launch only looks up its exe
 gets the memory (KV pool, row states) as a donated argument, and its result replaces the memory, so
 the memory exists once. The host may start the next launch before it has read the results of the
 one before. The model's kind of rows decides what the programs are.
+
+Letters: W words (`launch/words.py`).
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import numpy as np
+from jaxtyping import Array, Int32
 
 from jdllm import device_facts
 from jdllm.runner.launch import executables, interrupts
@@ -102,7 +105,7 @@ class Launch:
 
     def __init__(
         self,
-        outputs: jax.Array,
+        outputs: Int32[Array, " W"],
         executable: executables.Executable,
         batch: batch_lib.ScheduleBatch,
         interrupts: interrupts.Interrupts,

@@ -134,8 +134,8 @@ def run(
 
     def goes_on(folded: Any) -> Bool[Array, ""]:
         carry = unfold(folded)
-        frees_rows = jnp.sum(body.is_finished(carry.rows)) > limits.max_finished
-        is_over = frees_rows | limits.interrupt.stop_requested(carry.cancel_flag)
+        enough_finished = jnp.sum(body.is_finished(carry.rows)) > limits.max_finished
+        is_over = enough_finished | limits.interrupt.stop_requested(carry.cancel_flag)
         is_active = jnp.any(body.is_active(carry.rows))
         return (carry.num_steps < limits.max_steps) & is_active & ~is_over
 
