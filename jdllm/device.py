@@ -1,4 +1,4 @@
-"""Asks JAX what device there is; the only place that does. What it says is passed on."""
+"""Asks JAX about the device; no other file does. Callers pass the answers on."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def facts() -> device_facts.DeviceFacts:
     )
 
 
-def used() -> jax.Device:
+def used() -> jax.Device:  # pyright: ignore[reportInvalidTypeForm] # jax has no type for it
     """Returns the device that this process computes on."""
     return jax.local_devices()[0]
 
 
 def memory_use() -> tuple[int, int] | None:
-    """Returns (bytes in use, bytes there are) of the accelerator; None where nobody counts."""
+    """Returns (bytes in use, total bytes) of the accelerator; None if JAX does not report them."""
     stats = used().memory_stats()
     return (stats["bytes_in_use"], stats["bytes_limit"]) if stats else None

@@ -1,4 +1,4 @@
-"""Facts of the device, asked once at start (`jdllm/device.py`) and passed from there."""
+"""Facts of the device; `jdllm/device.py` finds them once at start, and callers pass them on."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceFacts:
-    """What decisions about shapes, memory and programs depend on.
+    """Facts that decide about shapes, memory and programs.
 
-    `platform` is JAX's ("cpu", "gpu"), `device_kind` the vendor's name of it. `memory_bytes` is
-    what the device gives one process, None where nobody counts. `num_devices` are those that
-    this process uses. `runs_hopper_kernels`: Mosaic GPU kernels can run there.
+    `platform` is JAX's name ("cpu", "gpu"), `device_kind` the vendor's. `memory_bytes` is what
+    the device gives to one process, None if JAX does not report it. `num_devices` counts the
+    devices that this process uses. `runs_hopper_kernels`: Mosaic GPU kernels can run on it.
     """
 
     platform: str
@@ -25,18 +25,18 @@ class DeviceFacts:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether arithmetic bounds a launch at once, and compiling takes long beside it."""
+        """Whether arithmetic bounds even small launches, and compiling takes long in comparison."""
         return self.platform == "cpu"
 
     @property
     def uses_cuda_graphs(self) -> bool:
-        """Whether a launch is one CUDA graph, which the host prepares for each run."""
+        """Whether a launch is one CUDA graph, which the host prepares before each run."""
         return self.platform == "gpu"
 
     @property
     def padding_is_cheap(self) -> bool:
-        """Whether a launch of few tokens takes hardly less time than one of somewhat more.
+        """Whether a small launch takes hardly less time than one with somewhat more tokens.
 
-        It does on an accelerator, which reads all weights for any number of tokens.
+        That holds on an accelerator, which reads all weights for any number of tokens.
         """
         return not self.is_cpu

@@ -30,25 +30,25 @@ class LogitAlignment(enum.StrEnum):
 class DiffusionSpec:
     """How a family denoises: block length in tokens, special ids, visibility.
 
-    `end_of_text_id` is what the model's training rows hold from the end of the text on: it ends
-    an output, too, but not every token that does is one (the end of a turn).
+    `end_of_text_id` is the token that fills the model's training rows after the end of the text.
+    It ends an output, but other tokens end one too (the end of a turn).
     """
 
     block_size: int
     mask_token_id: int | None
     eos_token_ids: tuple[int, ...]
-    end_of_text_id: int | None = None  # known of every parsed config
+    end_of_text_id: int | None = None  # every parsed config has one
     attention_pattern: AttentionPattern = AttentionPattern.BLOCK_CAUSAL
     logit_alignment: LogitAlignment = LogitAlignment.SAME_POSITION
 
     @property
     def has_canvas(self) -> bool:
-        """Whether rows are whole canvases, because every K,V depends on later tokens."""
+        """Whether a row is a whole canvas, because every K,V depends on later tokens."""
         return self.attention_pattern is AttentionPattern.FULL
 
     @property
     def kind(self) -> Literal["block", "canvas"] | None:
-        """The kind of rows that serve the family; None where there is none."""
+        """The kind of rows that serves the family; None if no kind does."""
         match self.attention_pattern:
             case AttentionPattern.FULL:
                 return "canvas"
@@ -88,7 +88,7 @@ class ModelSpec:
     max_position_embeddings: int
     diffusion: DiffusionSpec
     rotary_dim: int
-    moe: MoESpec | None = None  # None where no layer routes
+    moe: MoESpec | None = None  # None if no layer has experts
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Returns bytes of K and V over all layers for one token."""

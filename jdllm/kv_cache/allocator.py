@@ -1,8 +1,8 @@
-"""Hands out pages of the KV pool by number; the host's only record of which are taken.
+"""Hands out pages of the KV pool by number; the host's only record of which pages are taken.
 
-A page taken is owned by exactly one request or by the prefix cache. Whoever owns
-it frees it once; freeing a page that nobody holds is a bug and raises, because
-two owners of one page corrupt each other's K,V without any other sign.
+Exactly one request or the prefix cache owns a taken page, and the owner frees it once.
+Freeing a page that nobody owns is a bug and raises, because two owners of one page would
+corrupt each other's K,V without any other sign.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
+from jaxtyping import Bool
 
 
 class OutOfPages(RuntimeError):
-    """Says that fewer pages are free than were asked for; nothing was allocated."""
+    """Raised when fewer pages are free than requested; nothing was allocated."""
 
 
 class PageAllocator:
@@ -21,6 +22,8 @@ class PageAllocator:
 
     Rows that keep no K,V have `num_pages` 0.
     """
+
+    is_used: Bool[np.ndarray, " P"]
 
     def __init__(self, num_pages: int):
         if num_pages < 0:
@@ -35,7 +38,7 @@ class PageAllocator:
         return len(self._free)
 
     def allocate(self, count: int) -> list[int]:
-        """Returns `count` distinct pages, all of them or none."""
+        """Returns `count` distinct pages; raises `OutOfPages` if fewer are free."""
         if count < 0:
             raise ValueError(f"{count=} must not be negative")
         if count > len(self._free):
@@ -45,7 +48,7 @@ class PageAllocator:
         return pages
 
     def free(self, pages: Iterable[int]) -> None:
-        """Takes pages back; a page that is not taken, or given twice, raises and frees nothing."""
+        """Takes pages back; if a page is not taken, or given twice, raises and frees nothing."""
         pages = list(pages)
         if len(set(pages)) != len(pages):
             raise ValueError(f"{pages=} names a page twice")

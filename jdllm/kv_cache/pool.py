@@ -1,8 +1,8 @@
 """The paged KV pool on the device: one array per layer, donated to every launch.
 
-Layout `[pages, 2, kv_heads, page_size, head_dim]`, part 0 K and part 1 V, so that a
-(page, part, head) tile is one contiguous box for a kernel. One array per layer: a
-stacked pool would be copied slice by slice by XLA.
+The layout of an array is `[P, 2, K, Z, H]` (pages, K or V, KV heads, tokens of a page, head
+dim), so that a kernel can read K or V of one page and head as one contiguous box. There is one
+array per layer, because XLA would copy a stacked pool slice by slice.
 """
 
 from __future__ import annotations
@@ -39,13 +39,16 @@ class PoolConfig:
         return self.num_layers * self.num_pages * per_page * jnp.dtype(self.dtype).itemsize
 
 
-def create(config: PoolConfig) -> list[Float[Array, "num_pages 2 K Z H"]]:
-    """Returns zeroed layer arrays. Zeros, not garbage: padding must never hold NaN."""
+def create(config: PoolConfig) -> list[Float[Array, "P 2 K Z H"]]:
+    """Returns an array of zeros for each layer; not garbage, since padding must never hold NaN."""
     return [jnp.zeros(config.layer_shape, config.dtype) for _ in range(config.num_layers)]
 
 
 def choose_page_size(block_size: int, wanted: int | None) -> int:
-    """Returns a page size that divides the block or is a multiple of it; default 64."""
+    """Returns the wanted page size, by default 64 or the block size if 64 does not suit.
+
+    A page size must divide the block size or be a multiple of it.
+    """
     page_size = wanted or max(64, block_size)
     if wanted is None and page_size % block_size and block_size % page_size:
         page_size = block_size
@@ -59,7 +62,7 @@ def choose_page_size(block_size: int, wanted: int | None) -> int:
 
 
 def pages_of_total(max_total_tokens: int, page_size: int) -> int:
-    """Returns how many whole pages `max_total_tokens` make, at least one."""
+    """Returns how many whole pages `max_total_tokens` fill, at least one."""
     if max_total_tokens < page_size:
         raise errors.ConfigError(f"{max_total_tokens=} is less than one page of {page_size}")
     return max_total_tokens // page_size
@@ -77,9 +80,9 @@ def choose_num_pages(
 ) -> int:
     """Returns how many pages to allocate.
 
-    `free_bytes` is what an accelerator has left for KV, None on CPU, where the pool is
-    `max_running_requests` contexts capped at 1 GB. More pages than all rows can use
-    serve the prefix cache, so an accelerator's memory is used whole.
+    `free_bytes` is what an accelerator has left for KV. It is None on CPU, where the pool holds
+    `max_running_requests` contexts, but at most 1 GB. On an accelerator the pool takes all free
+    memory: the prefix cache uses the pages that running rows do not.
     """
     page_bytes = spec.kv_bytes_per_token(jnp.dtype(dtype).itemsize) * page_size
     if max_total_tokens is not None:

@@ -1,15 +1,15 @@
-"""A tree of full pages whose K,V is final, each under the page before it.
+"""A tree of full pages whose K,V is final; the parent of a page is the page before it.
 
-K,V of a page depends on every token before it, so the path from the top is part
-of what is looked up. Inside a block all tokens see each other: K,V of a page smaller
-than a block depends on tokens *after* that page too. A node's key is therefore the
-tokens of its page or of the whole block around it, whichever is more, and comes
-from the caller. The tree owns the pages of its nodes; it never allocates or frees,
-`evict` hands page numbers back to the caller.
+K,V of a page depends on every token before the page, so a lookup follows the whole path
+from the top. Inside a block all tokens see each other, so K,V of a page smaller than a
+block also depends on tokens *after* the page. A node's key is therefore the tokens of its
+page or of the whole block around it, whichever is larger; the caller computes it. The tree
+owns the pages of its nodes. It never allocates or frees pages: `evict` hands page numbers
+back to the caller.
 
-Locks are taken on whole paths from the top, so a node is locked at least as often
-as any node below it: every unlocked node can be evicted, leaves first, and
-`num_evictable` is exact.
+The caller locks whole paths from the top, so a node has at least as many locks as any node
+below it. Every unlocked node can therefore be evicted, leaves first, and `num_evictable` is
+exact.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class PrefixCache:
         self._leaves: list[tuple[int, int, Node]] = []
 
     def match(self, keys: Iterable[Key]) -> list[Node]:
-        """Returns the longest cached path from the top along `keys`; reads no further key."""
+        """Returns the longest cached path from the top along `keys`; stops reading at a miss."""
         path: list[Node] = []
         children = self._top
         for key in keys:
@@ -60,7 +60,7 @@ class PrefixCache:
         return path
 
     def lock(self, nodes: Iterable[Node]) -> None:
-        """Protects a path from eviction; it must start at the top or at a locked node."""
+        """Protects a path from eviction; the path must start at the top or below a locked node."""
         for node in nodes:
             if node.ref_count == 0:
                 self.num_evictable -= 1
@@ -80,8 +80,8 @@ class PrefixCache:
     def insert(self, parent: Node | None, key: Key, page: int) -> Node:
         """Returns the node of `key` under `parent` (None: at the top).
 
-        When it is new, the tree takes `page` over. When the tree holds the same tokens
-        already, the node keeps its own page and `page` stays the caller's.
+        If the node is new, the tree becomes the owner of `page`. If the tree already holds
+        the same tokens, the node keeps its own page and the caller keeps `page`.
         """
         siblings = self._top if parent is None else parent.children
         node = siblings.get(key)
@@ -94,7 +94,7 @@ class PrefixCache:
         return node
 
     def evict(self, count: int) -> list[int]:
-        """Drops up to `count` unlocked nodes, oldest leaves first; returns their pages."""
+        """Drops up to `count` unlocked nodes, the oldest leaves first, and returns their pages."""
         pages: list[int] = []
         while len(pages) < count and self._leaves:
             last_use, _, node = heapq.heappop(self._leaves)
@@ -122,12 +122,12 @@ class PrefixCache:
         node.last_use = self._clock
 
     def _offer(self, node: Node) -> None:
-        """Makes `node` a candidate of eviction if it is an unlocked leaf."""
+        """Makes `node` a candidate for eviction if it is an unlocked leaf."""
         if not self._is_free_leaf(node):
             return
         self._clock += 1
         heapq.heappush(self._leaves, (node.last_use, self._clock, node))
-        # Without memory pressure nothing pops; hits would grow the heap for ever.
+        # Without memory pressure nothing is popped, and the heap would grow with every hit.
         if len(self._leaves) > 2 * self.num_nodes + 64:
             fresh = {
                 id(entry[2]): entry

@@ -1,9 +1,11 @@
 """Self-attention over packed tokens, independent of where K and V live.
 
-A model calls `attend(projection, cache)`; the caller chooses what it does.
-`paged_attend` writes K and V to the KV pool and reads it through the page table
-(serving), `dense_attend` sees only the tokens of the call (training, logits,
-oracles). The model code is the same for both.
+A model calls `attend(projection, cache)`; the caller of the model chooses what `attend` does.
+`paged_attend` writes K and V to the KV pool and reads the pool through the page table
+(serving). `dense_attend` sees only the tokens of the call (training, logits, oracles). The
+model code is the same for both.
+
+Letters: those of the whole project, and R rows, M pages of the longest row, W = (N + 2K) * H.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import Array, Bool, Float, Int32
 
 import pallas_kernels
 from jdllm import spec
@@ -23,22 +26,24 @@ from jdllm.layers import norm, rope
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Projection:
-    """What a layer projected for T tokens, and what makes q, k and v of it.
+    """What a layer projected for its tokens, and what is needed to make q, k and v of it.
 
-    Whoever attends decides when: serving rotates and writes the pool in one go.
+    `attend` does that when it suits: serving rotates q and k and writes the pool in one kernel.
+    The sum of the arrays `qkv` holds q heads, then k heads, then v heads. `norm_weights` are those
+    of q and of k, `angles` cos and sin. `attend` must obey `window` (see `AttentionConfig`).
     """
 
-    qkv: tuple[jax.Array, ...]  # [T, (N + 2 * K) * H] each, their sum: q heads, then k, then v
-    bias: jax.Array | None  # as wide
-    norm_weights: tuple[jax.Array, jax.Array] | None  # of q and of k, [H] each
-    angles: tuple[jax.Array, jax.Array]  # cos and sin, float32 [T, rotary_dim / 2]
+    qkv: tuple[Float[Array, "T W"], ...]
+    bias: Float[Array, " W"] | None
+    norm_weights: tuple[Float[Array, " H"], Float[Array, " H"]] | None
+    angles: rope.CosSin
     num_query_heads: int
     num_kv_heads: int
     eps: float
-    window: int | None = None  # as `AttentionConfig` has it; whoever attends obeys it
+    window: int | None = None
 
-    def heads(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns (q [T, N, H], k [T, K, H], v [T, K, H]), normalised and rotated."""
+    def heads(self) -> tuple[Float[Array, "T N H"], Float[Array, "T K H"], Float[Array, "T K H"]]:
+        """Returns (q, k, v), normalised and rotated."""
         return pallas_kernels.rotated_heads(
             self.qkv,
             self.bias,
@@ -51,23 +56,24 @@ class Projection:
 
 
 # attend(projection, cache) -> (out [T, N, H], cache)
-Attend = Callable[[Projection, jax.Array | None], tuple[jax.Array, jax.Array | None]]
+Attend = Callable[[Projection, Array | None], tuple[Array, Array | None]]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PagedBatch:
-    """Where the packed tokens of a launch belong: rows, pages and places of K,V.
+    """Where the packed tokens of a launch belong: their rows, pages and places of K,V.
 
-    `kv_indices[t]` is `page * Z + offset` of token t in the pool; one past the pool
-    (never a negative one) drops the write, which is how padding is expressed.
+    `kv_lens` counts context and in-flight tokens of a row, 0 for an inactive row. `kv_indices[t]`
+    is the place `page * Z + offset` of token t in the pool. A place past the pool (never a
+    negative one) drops the write; padding has such places.
     """
 
-    cu_q_lens: jax.Array  # int32 [R + 1]
-    context_lens: jax.Array  # int32 [R]
-    kv_lens: jax.Array  # int32 [R], context plus in-flight tokens, 0 for an inactive row
-    page_table: jax.Array  # int32 [R, M]
-    kv_indices: jax.Array  # int32 [T]
+    cu_q_lens: Int32[Array, " R+1"]
+    context_lens: Int32[Array, " R"]
+    kv_lens: Int32[Array, " R"]
+    page_table: Int32[Array, "R M"]
+    kv_indices: Int32[Array, " T"]
 
 
 def paged_attend(
@@ -80,10 +86,10 @@ def paged_attend(
 ) -> Attend:
     """Returns an `attend` whose cache is one layer's pool [P, 2, K, Z, H].
 
-    `q_len` promises that every row owns that many tokens, inactive rows too (decode).
+    `q_len` promises that every row has this number of tokens, inactive rows too (decode).
     """
 
-    def attend(projection: Projection, pool: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    def attend(projection: Projection, pool: Array | None) -> tuple[Array, Array]:
         if projection.window is not None:
             raise ValueError(f"attention to pages has no window={projection.window}")
         assert pool is not None, "every layer has a pool"
@@ -106,7 +112,7 @@ def paged_attend(
             batch.context_lens,
             batch.kv_lens,
             batch.page_table,
-            visibility=str(visibility),
+            visibility=spec.AttentionPattern(visibility).value,
             block_size=block_size,
             scale=q.shape[-1] ** -0.5,
             q_len=q_len,
@@ -117,21 +123,19 @@ def paged_attend(
     return attend
 
 
-Mask = jax.Array | np.ndarray
+Mask = Bool[Array | np.ndarray, "... S S"]
 
 
 def dense_attend(mask: Mask, batch: int, *, of_windows: Mapping[int, Mask] | None = None) -> Attend:
     """Returns a differentiable `attend` over `batch` sequences flattened to [B * S].
 
-    `mask` is bool [S, S] or [B, S, S], true where the query (row) sees the key; every
-    query must see at least one key. Layers with a window have a mask of their own, by its length,
-    since only the caller knows positions. The cache is passed through untouched.
+    `mask` is bool [S, S] or [B, S, S], true where the query (row) sees the key; every query must
+    see at least one key. `of_windows` holds the masks of layers with a window, by its length,
+    since only the caller knows the positions. `attend` returns the cache unchanged.
     """
     masks = {None: mask, **(of_windows or {})}
 
-    def attend(
-        projection: Projection, cache: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array | None]:
+    def attend(projection: Projection, cache: Array | None) -> tuple[Array, Array | None]:
         if projection.window not in masks:
             raise ValueError(f"dense_attend has no mask for window={projection.window}")
         mask = masks[projection.window]
@@ -146,10 +150,10 @@ def dense_attend(mask: Mask, batch: int, *, of_windows: Mapping[int, Mask] | Non
 
 def visibility_mask(
     length: int, block_size: int, pattern: spec.AttentionPattern, *, window: int | None = None
-) -> np.ndarray:
-    """Returns bool [length, length], true where the query (row) sees the key (column).
+) -> Bool[np.ndarray, "S S"]:
+    """Returns a mask over `length` positions, true where the query (row) sees the key (column).
 
-    With a window, a query sees no key that is `window` positions away or farther.
+    With a window, a query sees no key that is `window` or more positions away.
     """
     query, key = np.arange(length)[:, None], np.arange(length)[None, :]
     is_near = np.abs(query - key) < (length if window is None else window)
@@ -166,7 +170,7 @@ def visibility_mask(
 class AttentionConfig:
     """Head counts and sizes of one attention layer; without `qk_norm_eps` q and k have no norm.
 
-    With a `window`, a token sees only those fewer than that many positions away.
+    With a `window`, a token sees only tokens that are fewer than `window` positions away.
     """
 
     dim: int
@@ -180,10 +184,10 @@ class AttentionConfig:
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention; where q and k have per-head norms, these precede the rotation.
+    """Grouped-query attention; per-head norms of q and k, if any, come before the rotation.
 
-    `w_qkv` [(N + 2K) * H, D] and its bias `b_qkv`, if there is one, hold q, then k, then v;
-    cached K is post-norm, post-RoPE.
+    `w_qkv` [(N + 2K) * H, D] and its bias `b_qkv`, if any, hold q, then k, then v. The cache
+    holds K after norm and rotation.
     """
 
     def __init__(self, config: AttentionConfig, *, dtype: jnp.dtype, implementation: str = "auto"):
@@ -200,13 +204,13 @@ class Attention(nnx.Module):
 
     def __call__(
         self,
-        x: jax.Array,
-        angles: tuple[jax.Array, jax.Array],
+        x: Float[Array, "T D"],
+        angles: rope.CosSin,
         *,
         attend: Attend,
-        cache: jax.Array | None,
-    ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
-        """Returns (arrays [T, D] whose sum is the output for `x` [T, D], new cache)."""
+        cache: Array | None,
+    ) -> tuple[tuple[Float[Array, "T D"], ...], Array | None]:
+        """Returns (arrays whose sum is the output for `x`, new cache)."""
         with jax.named_scope("qkv"):
             qkv = pallas_kernels.dense_matmul(
                 x, self.w_qkv[...], implementation=self.implementation
@@ -220,12 +224,10 @@ class Attention(nnx.Module):
             )
         return out, cache
 
-    def _projection(
-        self, qkv: tuple[jax.Array, ...], angles: tuple[jax.Array, jax.Array]
-    ) -> Projection:
-        norms, (of_q, of_k) = None, (self.query_layernorm, self.key_layernorm)
-        if of_q is not None and of_k is not None:
-            norms = (of_q.weight[...], of_k.weight[...])
+    def _projection(self, qkv: tuple[Float[Array, "T W"], ...], angles: rope.CosSin) -> Projection:
+        norms, (q_norm, k_norm) = None, (self.query_layernorm, self.key_layernorm)
+        if q_norm is not None and k_norm is not None:
+            norms = (q_norm.weight[...], k_norm.weight[...])
         return Projection(
             qkv=qkv,
             bias=None if self.b_qkv is None else self.b_qkv[...],

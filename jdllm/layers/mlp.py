@@ -7,6 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float
 
 import pallas_kernels
 
@@ -26,8 +27,8 @@ class DenseMLP(nnx.Module):
         self.w_gate_up = nnx.Param(jnp.zeros((2 * width, dim), dtype))
         self.w_down = nnx.Param(jnp.zeros((dim, width), dtype))
 
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, ...]:
-        """Returns arrays [T, D] whose sum is the output for `x` [T, D]."""
+    def __call__(self, x: Float[Array, "T D"]) -> tuple[Float[Array, "T D"], ...]:
+        """Returns arrays whose sum is the output for `x`."""
         with jax.named_scope("mlp"):
             h = pallas_kernels.swiglu_matmul(
                 x, self.w_gate_up[...], implementation=self.implementation

@@ -1,7 +1,9 @@
 """Sparse feed-forward layer: group-limited sigmoid router, routed and shared experts.
 
-The router is float32 throughout, product included: with a lower-precision
-product tokens flip experts and the logits move by whole units.
+The router computes in float32, its matmul included: with a matmul of lower precision some
+tokens reach other experts, and the model's logits move by whole units.
+
+Letters: those of the whole project, and k experts of a token.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 import pallas_kernels
 
@@ -28,7 +31,7 @@ class RouterConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MoEConfig:
-    """Widths of the experts, and how tokens find them; `shared_width` 0 means no shared expert."""
+    """Widths of the experts, and their router; `shared_width` 0 means no shared expert."""
 
     width: int
     shared_width: int
@@ -36,7 +39,7 @@ class MoEConfig:
 
 
 class Router(nnx.Module):
-    """Scores every expert for every token, in float32 in every model dtype.
+    """Scores every expert for every token, in float32 whatever the model's dtype.
 
     `weight` is float32 [D, E], or bfloat16 [D, 3 * E] from `split_router_weight`.
     """
@@ -47,16 +50,16 @@ class Router(nnx.Module):
         self.weight = nnx.Param(jnp.zeros((dim, config.num_experts), jnp.float32))
         self.expert_bias = nnx.Param(jnp.zeros((config.num_experts,), jnp.float32))
 
-    def logits(self, x: jax.Array) -> jax.Array:
-        """Returns float32 router logits [T, E]."""
+    def logits(self, x: Float[Array, "T D"]) -> Float32[Array, "T E"]:
+        """Returns the router logits."""
         weight = self.weight[...]
         if weight.dtype != jnp.bfloat16:
             return jnp.matmul(x.astype(jnp.float32), weight, precision=jax.lax.Precision.HIGHEST)
         parts = jnp.matmul(x, weight, preferred_element_type=jnp.float32)  # [T, 3 * E]
         return jnp.sum(parts.reshape(x.shape[0], 3, -1), axis=1)
 
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns (expert ids int32 [T, k], weights float32 [T, k]) by descending score."""
+    def __call__(self, x: Float[Array, "T D"]) -> tuple[Int32[Array, "T k"], Float32[Array, "T k"]]:
+        """Returns (expert ids, weights) of each token, by descending score."""
         return pallas_kernels.top_k_routing(
             self.logits(x),
             self.expert_bias[...],
@@ -69,17 +72,17 @@ class Router(nnx.Module):
 
 
 def ops_around_experts(implementation: str) -> str:
-    """Returns what the ops around the experts use: "dense" asks for differentiable ones, XLA's."""
+    """Returns the implementation of the other ops: for "dense" the differentiable one, XLA's."""
     return "xla" if implementation == "dense" else implementation
 
 
-def split_router_weight(weight: jax.Array) -> jax.Array:
-    """Returns the bfloat16 form [D, 3 * E] of a float32 router weight, for bfloat16 models.
+def split_router_weight(weight: Float32[Array, "D E"]) -> Float[Array, "D 3*E"]:
+    """Returns the bfloat16 form of a float32 router weight, for bfloat16 models.
 
     Three bfloat16 numbers hold the 24 bits of a float32, and products of bfloat16 are exact in
-    float32, so logits from the parts differ from a float32 matmul by the order of the sum alone.
-    That one runs without tensor cores: 58 us for 2048 tokens on an H200. Splitting in the step
-    would cost as much as the matmul, hence once at load (`loading.serving_params`).
+    float32. So logits from the three parts differ from those of a float32 matmul only by the order
+    of the sums. The float32 matmul runs without tensor cores: 58 us for 2048 tokens on an H200.
+    Splitting in every step would cost as much, so `loading.serving_params` splits once at load.
     """
     high = _rounded_to_bfloat16(weight)
     middle = _rounded_to_bfloat16(weight - high)
@@ -87,8 +90,8 @@ def split_router_weight(weight: jax.Array) -> jax.Array:
     return jnp.concatenate([high, middle, low], axis=1).astype(jnp.bfloat16)
 
 
-def _rounded_to_bfloat16(x: jax.Array) -> jax.Array:
-    # Not a cast there and back: XLA may leave such a pair out as excess precision.
+def _rounded_to_bfloat16(x: Float32[Array, "D E"]) -> Float32[Array, "D E"]:
+    # Not a cast there and back: XLA may remove the two casts, since that only adds precision.
     return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
 
 
@@ -101,7 +104,7 @@ class Experts(nnx.Module):
 
 
 class SharedExpert(nnx.Module):
-    """The expert of every token, in the layout of the routed ones; it may be wider."""
+    """The expert that every token uses, in the layout of the routed experts; it may be wider."""
 
     def __init__(self, dim: int, width: int, *, dtype: jnp.dtype):
         self.w_gate_up = nnx.Param(jnp.zeros((2 * width, dim), dtype))
@@ -109,7 +112,7 @@ class SharedExpert(nnx.Module):
 
 
 class SparseMoE(nnx.Module):
-    """Adds the routed experts' weighted sum and the unscaled shared expert."""
+    """Adds the weighted sum of the routed experts and the unscaled output of the shared expert."""
 
     def __init__(self, dim: int, config: MoEConfig, *, dtype: jnp.dtype, implementation: str):
         self.implementation = implementation
@@ -119,7 +122,9 @@ class SparseMoE(nnx.Module):
             SharedExpert(dim, config.shared_width, dtype=dtype) if config.shared_width else None
         )
 
-    def __call__(self, x: jax.Array, *, valid: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self, x: Float[Array, "T D"], *, valid: Bool[Array, " T"] | None = None
+    ) -> Float[Array, "T D"]:
         with jax.named_scope("router"):
             ids, weights = self.router(x)
         shared = self.shared_experts

@@ -1,25 +1,28 @@
-"""Angles of rotary positions; `pallas_kernels.apply_rope` rotates by them."""
+"""Angles of rotary positions; `pallas_kernels.apply_rope` rotates by them.
+
+Letters: those of the whole project, and A angles, half of the rotated dims of a head.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float32, Int
+
+CosSin = tuple[Float32[Array, "T A"], Float32[Array, "T A"]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotary positions of one kind of layers: rotated dims of a head, base of the frequencies."""
+    """Rotary positions of one kind of layer: the rotated dims of a head, and the frequency base."""
 
     rotary_dim: int
     theta: float
 
 
-def rope_angles(
-    positions: jax.Array, *, rotary_dim: int, theta: float
-) -> tuple[jax.Array, jax.Array]:
-    """Returns float32 (cos, sin), each [T, rotary_dim / 2], for integer positions [T]."""
+def rope_angles(positions: Int[Array, " T"], *, rotary_dim: int, theta: float) -> CosSin:
+    """Returns (cos, sin) of the angles by which q and k at these positions are rotated."""
     exponent = jnp.arange(0, rotary_dim, 2, dtype=jnp.float32) / rotary_dim
     angles = positions.astype(jnp.float32)[:, None] * (theta**-exponent)[None, :]
     return jnp.cos(angles), jnp.sin(angles)

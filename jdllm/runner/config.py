@@ -1,4 +1,4 @@
-"""What is static in the compiled steps of kinds that decode with a language model."""
+"""The static part of compiled steps, for kinds of rows that decode with a language model."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from jdllm.kv_cache import pool as pool_lib
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepConfig:
-    """Shapes beside those of a bucket, and which rules are compiled.
+    """Shapes that do not depend on the bucket, and the algorithms that are compiled.
 
-    `num_slots`: rows whose states are kept. `max_launch_steps`: denoising steps, and blocks a
-    row, of one launch. `fuses_commits`: a forward that persists a block begins the next one.
+    `num_slots` counts the rows whose states stay on the device. `max_launch_steps` bounds the
+    denoising steps of one launch, and the blocks that a row finishes in it. With `fuses_commits`,
+    a forward that persists a block also begins the next one.
     """
 
     spec: spec_lib.ModelSpec
@@ -31,6 +32,13 @@ class StepConfig:
         return self.spec.diffusion.block_size
 
     @property
+    def mask_token_id(self) -> int:
+        """The token of positions that are not written yet, for steps that write it."""
+        mask_id = self.spec.diffusion.mask_token_id
+        assert mask_id is not None, "these steps need a mask token, and the model has none"
+        return mask_id
+
+    @property
     def forbidden_ids(self) -> tuple[int, ...]:
         """Tokens that are never proposed."""
         mask_id = self.spec.diffusion.mask_token_id
@@ -38,6 +46,6 @@ class StepConfig:
 
     @property
     def pages_per_row(self) -> int:
-        """Pages of the longest row; a context that ends inside a block needs all of that block."""
+        """Pages of the longest row; if the context ends inside a block, the block counts whole."""
         longest = -(-self.context_length // self.block_size) * self.block_size
         return -(-longest // self.pool.page_size)

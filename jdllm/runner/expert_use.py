@@ -1,19 +1,22 @@
-"""How many experts tokens reach: random weights say nothing about speed unless routing spreads."""
+"""Counts the experts that tokens reach: with random weights a measured speed means something only
+if the routing spreads over the experts.
+"""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int
 
 from jdllm.layers import attention, moe
 from jdllm.models import decoder, loading
 
 
-def distinct_experts(model: loading.LoadedModel, tokens: np.ndarray) -> list[int]:
-    """Returns how many experts one block of `tokens` [T] reaches in each MoE layer, [] if dense."""
+def distinct_experts(model: loading.LoadedModel, tokens: Int[np.ndarray, " T"]) -> list[int]:
+    """Returns how many experts one block of `tokens` reaches in each MoE layer, [] if dense."""
 
-    def forward(params: dict[str, jax.Array], tokens: jax.Array) -> list[jax.Array]:
+    def forward(params: loading.Params, tokens: Int[Array, " T"]) -> list[Int[Array, "T k"]]:
         chosen = []
 
         def feed_forward(mlp, x, valid):

@@ -1,7 +1,7 @@
 """Whole-sequence logits of a checkpoint, without engine, pages or sampling.
 
-For parity checks, scoring and notebooks: `load_model(path).logits(ids)`. Memory is
-that of the full `[B, S, V]` float32 result; serving never builds one.
+For parity checks, scoring and notebooks: `load_model(path).logits(ids)`. It needs memory for
+the full `[B, S, V]` float32 result, which serving never builds.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import Array, Float, Float32, Int, Int32
 from numpy.typing import ArrayLike
 
 from jdllm import spec as spec_lib
@@ -26,7 +27,7 @@ class FullModel:
 
     def __init__(self, model: loading.LoadedModel):
         self.model = model
-        # A closure, not a static argument: hashing the graph would cost every call.
+        # A closure, not a static argument: each call would hash the graph.
         self._forward = jax.jit(functools.partial(_logits, model.graphdef, model.spec))
 
     @property
@@ -34,11 +35,11 @@ class FullModel:
         """Returns what the engine knows about the model."""
         return self.model.spec
 
-    def logits(self, ids: ArrayLike) -> jax.Array:
-        """Returns float32 logits [B, S, V] of token ids [B, S], unshifted."""
+    def logits(self, ids: ArrayLike) -> Float32[Array, "B S V"]:
+        """Returns the logits of token ids [B, S], unshifted."""
         return self._forward(self.model.params, self._checked(ids))
 
-    def _checked(self, ids: ArrayLike) -> np.ndarray:
+    def _checked(self, ids: ArrayLike) -> Int32[np.ndarray, "B S"]:
         array = np.asarray(ids)
         if array.ndim != 2 or array.size == 0 or not np.issubdtype(array.dtype, np.integer):
             raise ValueError(
@@ -65,7 +66,7 @@ def load_model(
     block_size: int | None = None,
     load_format: str = "auto",
 ) -> FullModel:
-    """Returns the model that `source.resolve` finds: a directory, a name; jdllm-nano for None."""
+    """Returns the model of a directory or a name (`source.resolve`); None means jdllm-nano."""
     directory = source.resolve(path)
     return FullModel(
         loading.load(directory, dtype=dtype, block_size=block_size, load_format=load_format)
@@ -73,8 +74,11 @@ def load_model(
 
 
 def _logits(
-    graphdef: nnx.GraphDef, model_spec: spec_lib.ModelSpec, params: loading.Params, ids: jax.Array
-) -> jax.Array:
+    graphdef: nnx.GraphDef,
+    model_spec: spec_lib.ModelSpec,
+    params: loading.Params,
+    ids: Int[Array, "B S"],
+) -> Float[Array, "B S V"]:
     batch, length = ids.shape
     diffusion = model_spec.diffusion
     mask = attention.visibility_mask(length, diffusion.block_size, diffusion.attention_pattern)

@@ -1,9 +1,11 @@
 """Owns weights, device memory and compiled programs of a model; launches a `ScheduleBatch`.
 
-Every bucket is lowered and compiled at start-up; a launch only looks its executable up. Memory
-(KV pool, row states) is donated to each launch and the result replaces it, so it exists once; the
-host may launch again before it has read what a launch gave. What the programs are is the business
-of the model's kind of rows.
+Every bucket is lowered and compiled at start-up; a launch only looks up its executable. Each launch
+gets the memory (KV pool, row states) as a donated argument, and its result replaces the memory, so
+the memory exists once. The host may start the next launch before it has read the results of the
+one before. The model's kind of rows decides what the programs are.
+
+Letters: W words (`launch/words.py`).
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import numpy as np
+from jaxtyping import Array, Int32
 
 from jdllm import device_facts
 from jdllm.runner.launch import executables, interrupts
@@ -33,7 +36,7 @@ class ModelRunner:
         self._params = params
         self._kind = kind
         self._interrupts = interrupts.Interrupts(implementation=implementation)
-        self._interrupt: interrupts.Interrupt | None = None  # of the next launch
+        self._interrupt: interrupts.Interrupt | None = None  # for the next launch
         self._executables = executables.Executables(kind, device)
         self._memory = kind.create_memory()
 
@@ -45,12 +48,12 @@ class ModelRunner:
 
     @property
     def step_bytes(self) -> int:
-        """Bytes of scratch and results that the hungriest program needs beside what it is given."""
+        """The most bytes of scratch and results that a program needs besides its arguments."""
         return max(one.step_bytes for one in self._executables.by_bucket.values())
 
     @property
     def kernels(self) -> dict[str, str]:
-        """By op, a line on what the compiled programs run."""
+        """For each op, a line that says what the compiled programs run."""
         return self._executables.describe_kernels()
 
     def compile(
@@ -58,11 +61,11 @@ class ModelRunner:
         buckets: Sequence[batch_lib.Bucket],
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Lowers and compiles every bucket; `on_progress(done, total)` after each."""
+        """Lowers and compiles every bucket; calls `on_progress(done, total)` after each."""
         self._executables.compile(buckets, self._params, self._memory, on_progress)
 
     def launch(self, batch: batch_lib.ScheduleBatch) -> Launch:
-        """Starts a launch and returns at once; JAX runs launches in their order."""
+        """Starts a launch and returns at once; JAX runs launches in the order of these calls."""
         executable = self._executables.by_bucket[batch.bucket]
         program = executable.program
         words = executable.packed.pack(program.inputs(batch, self._next_interrupt()))
@@ -73,35 +76,36 @@ class ModelRunner:
         return Launch(outputs, executable, batch, self._interrupts)
 
     def begin_round(self) -> None:
-        """Lets `interrupt` end, from now on, also the next launch, which is not planned yet."""
+        """From now on `interrupt` also ends the next launch, though it is not planned yet."""
         self._interrupt = self._interrupts.current()
 
     def interrupt(self) -> None:
-        """Lets launches under way end after the step they are in, where the device can be told."""
+        """Ends running launches after their present step, where the device can read the flag."""
         self._interrupts.request_stop()
 
     def reset(self) -> None:
         """Replaces the memory after a failed launch, which may have consumed it."""
-        _delete(jax.tree.leaves(self._memory))  # first: there is no room for two pools
+        _delete(jax.tree.leaves(self._memory))  # first, since there is no room for two pools
         self._memory = self._kind.create_memory()
 
     def release(self) -> None:
-        """Frees weights and memory on the device; nothing can be executed afterwards."""
+        """Frees weights and memory on the device; no launch can start afterwards."""
         _delete((*self._params.values(), *jax.tree.leaves(self._memory)))
         self._executables.by_bucket.clear()
 
     def _next_interrupt(self) -> interrupts.Interrupt:
-        # Each round's is for one launch: an old one would end every launch at its first step.
-        given, self._interrupt = self._interrupt or self._interrupts.current(), None
-        return given
+        # The interrupt of a round serves one launch. Used again after `interrupt` was called, it
+        # would end every later launch at its first step.
+        interrupt, self._interrupt = self._interrupt or self._interrupts.current(), None
+        return interrupt
 
 
 class Launch:
-    """A launch under way; its outputs travel to the host as soon as they are there."""
+    """A running launch; its outputs are copied to the host as soon as they exist."""
 
     def __init__(
         self,
-        outputs: jax.Array,
+        outputs: Int32[Array, " W"],
         executable: executables.Executable,
         batch: batch_lib.ScheduleBatch,
         interrupts: interrupts.Interrupts,
@@ -109,14 +113,14 @@ class Launch:
         self._outputs = outputs
         self._executable = executable
         self._batch = batch
-        self._interrupts = interrupts  # owns a flag that the launch reads
+        self._interrupts = interrupts  # keeps alive the flag that the launch reads
 
     def is_ready(self) -> bool:
-        """Returns whether the outputs are there."""
-        return self._outputs.is_ready()
+        """Returns whether the outputs exist."""
+        return self._outputs.is_ready()  # pyright: ignore[reportAttributeAccessIssue] # jax.Array lacks it
 
     def result(self) -> batch_lib.LaunchResult:
-        """Waits for the launch; raises what it failed with."""
+        """Waits for the launch and returns its result; raises the error if it failed."""
         outputs = self._executable.packed.outputs.unpack(np.asarray(self._outputs))
         return self._executable.program.results(outputs, self._batch)
 

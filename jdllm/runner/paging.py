@@ -1,17 +1,22 @@
-"""Where the tokens of a launch lie in the paged KV pool: page tables, and places of new K,V."""
+"""Where the tokens of a launch lie in the paged KV pool: page tables, and places of new K,V.
+
+Letters: R rows, T tokens, M pages of the longest row.
+"""
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Int32
 
 from jdllm.runner import config as config_lib
 from jdllm.scheduler import batch as batch_lib
 
 
-def page_table(batch: batch_lib.ScheduleBatch, config: config_lib.StepConfig) -> np.ndarray:
-    """Returns int32 [R, M], the pages of each row, 0 where it has none."""
+def page_table(
+    batch: batch_lib.ScheduleBatch, config: config_lib.StepConfig
+) -> Int32[np.ndarray, "R M"]:
+    """Returns the pages of each row, 0 where it has none."""
     table = np.zeros((batch.bucket.rows, config.pages_per_row), np.int32)
     for i, row in enumerate(batch.rows):
         table[i, : len(row.stay.pages)] = row.stay.pages
@@ -20,12 +25,12 @@ def page_table(batch: batch_lib.ScheduleBatch, config: config_lib.StepConfig) ->
 
 def kv_indices(
     config: config_lib.StepConfig,
-    page_table: jax.Array,
-    row: jax.Array,
-    positions: jax.Array,
-    is_valid: jax.Array,
-) -> jax.Array:
-    """Returns [T] places in the pool; those of padding are distinct and past it, thus dropped."""
+    page_table: Int32[Array, "R M"],
+    row: Int32[Array, " T"],
+    positions: Int32[Array, " T"],
+    is_valid: Bool[Array, " T"],
+) -> Int32[Array, " T"]:
+    """Returns the places of tokens in the pool; padding gets distinct ones past it (dropped)."""
     page_size = config.pool.page_size
     page = page_table[row, positions // page_size]
     index = page * page_size + positions % page_size

@@ -1,8 +1,8 @@
-"""What scheduler and runner say to one another: a batch down, row results up.
+"""What scheduler and runner exchange: a batch goes to the runner, row results come back.
 
-Neither side knows a kind of rows. A kind subclasses `Bucket` for each program it has; its rows
-(`scheduler/rows/`) put buckets into batches, and its device side (`runner/`) compiles a program
-for each and turns what the program returns into a `LaunchResult`.
+Neither side knows a kind of rows. A kind subclasses `Bucket` for each of its programs. Its rows
+(`scheduler/rows/`) choose the bucket of a batch. Its device side (`runner/`) compiles a program
+for each bucket and turns the program's outputs into a `LaunchResult`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import dataclasses
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
+from jaxtyping import Float32, Int32
 
 from jdllm.scheduler import request as request_lib
 from jdllm.scheduler import stay as stay_lib
@@ -20,7 +21,8 @@ from jdllm.scheduler import stay as stay_lib
 class Bucket:
     """A compiled shape: `rows` of a launch and `tokens` of its largest forward.
 
-    `name` is for logs. `denoises`: launches of it write output; others make rows ready for that.
+    `name` is for logs. Launches of a bucket that `denoises` write output; other launches prepare
+    rows for that.
     """
 
     name: ClassVar[str]
@@ -32,11 +34,10 @@ class Bucket:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduledRow:
-    """One request's part of a launch.
+    """One request's part of a launch: its `num_tokens` tokens from position `start`.
 
-    Its `num_tokens` tokens from position `start`. With `is_fresh` the row begins on the device,
-    otherwise it goes on from the state in its slot. `stay` is the request's when the launch was
-    planned.
+    With `is_fresh` the row begins with this launch, otherwise it goes on from the state in its
+    slot. `stay` is what the request held when the launch was planned.
     """
 
     request: request_lib.Request
@@ -55,8 +56,9 @@ class ScheduledRow:
 class ScheduleBatch:
     """Rows of one launch, in order, and the bucket they are padded to.
 
-    A launch that denoises runs up to `max_steps` steps; it ends when more than `max_finished` of
-    its rows are finished, because others wait for their places (None: nobody does).
+    A launch that denoises runs up to `max_steps` steps. It ends early when more than
+    `max_finished` of its rows are finished, because other requests wait for their places (None:
+    no request waits).
     """
 
     rows: tuple[ScheduledRow, ...]
@@ -67,25 +69,26 @@ class ScheduleBatch:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CommittedBlock:
-    """A block whose tokens became final, and the row's forwards of the launch until then.
+    """A block whose tokens became final; `nfe` counts the row's forwards of the launch until then.
 
-    Of a canvas: the tokens that became settled in the launch, which are those before its first
-    masked position; after the prompt, before the suffix, in order. The first launch of a fresh
-    row begins with the first position after the prompt, whoever wrote it.
+    For a canvas these are the tokens that settled in the launch: in order, those before the first
+    masked position, after the prompt and before the suffix. The first launch of a fresh row
+    reports from the first position after the prompt on, also tokens that were given.
 
-    `steps` and `logprobs`, per token: the step of the block that wrote it, from 1, and the
-    model's log-probability of it in that step; they mean nothing for the prompt's tokens.
+    For each token, `steps` says which step of the block wrote it, counted from 1, and `logprobs`
+    the model's log-probability of the token in that step. For tokens of the prompt both are
+    meaningless.
     """
 
-    tokens: np.ndarray
+    tokens: Int32[np.ndarray, " T"]
     nfe: int
-    steps: np.ndarray
-    logprobs: np.ndarray
+    steps: Int32[np.ndarray, " T"]
+    logprobs: Float32[np.ndarray, " T"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """What a row looked like after one of its steps, counted from 1; `value` is its kind's."""
+    """What a row looked like after step number `step`, counted from 1; its kind defines `value`."""
 
     step: int
     value: Any
@@ -95,11 +98,11 @@ class Frame:
 class RowResult:
     """One row after a launch.
 
-    `nfe` counts the row's forwards. `committed` are the blocks that became final, in order, at
-    most one of a canvas. `context_len` tokens have final K,V; None where the launch does not say.
-    `frames` are outputs of single steps, for kinds that give any. `product` is what a row has
-    made that does not write tokens, once it is finished. `is_invalid`: the statistics are not
-    numbers (broken weights, overflow).
+    `nfe` counts the row's forwards. `committed` holds the blocks that became final, in order; a
+    canvas has at most one. `context_len` tokens have final K,V; None if the launch does not say.
+    `frames` are outputs of single steps, for kinds that have them. `product` is the result of a
+    finished row that writes no tokens. `is_invalid`: the statistics are NaN (broken weights,
+    overflow).
     """
 
     nfe: int = 0
@@ -115,9 +118,9 @@ class RowResult:
 class LaunchResult:
     """One result per row, in order, and what the launch forwarded.
 
-    Its `num_steps` steps forwarded `computed_tokens`, padding included, `real_tokens` of them
-    for a row; `denoised_tokens` were of rows that denoise. Of these `canvas_tokens` belong to
-    canvases, which had `num_full` forwards of a row's whole canvas.
+    Its `num_steps` steps forwarded `computed_tokens` tokens, padding included. Of these,
+    `real_tokens` belonged to rows, `denoised_tokens` to rows that denoise, and `canvas_tokens`
+    to canvases. `num_full` counts the forwards of a row's whole canvas.
     """
 
     rows: tuple[RowResult, ...] = ()
@@ -130,30 +133,30 @@ class LaunchResult:
 
 
 class Launch(Protocol):
-    """A launch under way."""
+    """A running launch."""
 
     def is_ready(self) -> bool:
         """Returns whether `result` would not wait."""
         ...
 
     def result(self) -> LaunchResult:
-        """Waits for it; raises what it failed with."""
+        """Waits for the launch and returns its result; raises the error if it failed."""
         ...
 
 
 class Runner(Protocol):
-    """Executes batches in the order of their launches."""
+    """Executes batches in the order of the calls of `launch`."""
 
     def launch(self, batch: ScheduleBatch) -> Launch:
         """Starts a launch and returns at once."""
         ...
 
     def begin_round(self) -> None:
-        """Lets `interrupt` end, from now on, also the next launch, which is not planned yet."""
+        """From now on `interrupt` also ends the next launch, though it is not planned yet."""
         ...
 
     def interrupt(self) -> None:
-        """Lets launches under way end after the step they are in, if it can; from any thread."""
+        """Ends running launches after their present step, if the runner can; thread-safe."""
         ...
 
     def reset(self) -> None:

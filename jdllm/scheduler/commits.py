@@ -14,7 +14,7 @@ class FinishReason:
     """Why and where an output ends: `finished_len` tokens are kept.
 
     `matched` is the stop token id (the last kept token) or the stop string (inside
-    the text of the kept tokens); None for length and abort. `message` says why a
+    the text of the kept tokens), and None for length and abort. `message` says why a
     request was aborted.
     """
 
@@ -26,7 +26,7 @@ class FinishReason:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """What a launch brought a request: new output tokens, frames, its end, what it has made."""
+    """What a launch gave a request: new output tokens, frames, its end, its product."""
 
     new_token_ids: list[int] = dataclasses.field(default_factory=list)
     frames: tuple[batch_lib.Frame, ...] = ()
@@ -39,11 +39,10 @@ class Progress:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RequestCommit:
-    """What a request committed in a launch, surplus dropped; `finish` on the last one.
+    """What a request committed in a launch, without surplus; the last commit has a `finish`.
 
-    `frames` and `product` are those of kinds that have them. The numbers are the request's
-    totals at that moment: a consumer may look much later, when the request has moved on.
-    `nfe` counts forwards.
+    `frames` and `product` exist for kinds that have them. The numbers are the request's totals at
+    the time of the commit, since a consumer may read it much later. `nfe` counts forwards.
     """
 
     request: request_lib.Request
@@ -59,7 +58,7 @@ class RequestCommit:
 
     @classmethod
     def of(cls, request: request_lib.Request, progress: Progress) -> RequestCommit:
-        """Returns the commit of what a launch has just brought a request."""
+        """Returns the commit of what a launch has just given a request."""
         return cls(
             request=request,
             new_token_ids=progress.new_token_ids,

@@ -1,8 +1,8 @@
 """Where an output ends: the earliest of stop string, end token and token limit.
 
-A block is committed at once, so several of them can lie in the new tokens. The
-smallest number of kept tokens wins; at equal length a stop string comes before
-an end token, and that before the limit. Text after an end token is never searched.
+A block is committed at once, so the new tokens can hold several ends. The end that keeps
+the fewest tokens wins; at equal length a stop string wins over an end token, and an end
+token over the limit. Text after an end token is never searched.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jdllm.scheduler import request as request_lib
 
 Detokenize = Callable[[Sequence[int]], str]
 
-# A byte-level token may hold one of the up to four bytes of a character.
+# A character has up to four bytes, and a byte-level token may hold only one of them.
 MAX_BYTES_PER_CHARACTER = 4
 
 
@@ -32,8 +32,8 @@ def check(
 ) -> commits.FinishReason | None:
     """Returns why the output ends within its last `num_new` tokens, or None if it goes on.
 
-    Earlier tokens are taken as checked before. `ignore_eos` concerns the model's
-    `eos_token_ids`, not the `stop_token_ids` that a request names itself.
+    Earlier tokens count as checked. `ignore_eos` concerns the model's `eos_token_ids`,
+    not the `stop_token_ids` of the request itself.
     """
     num_old = len(output_ids) - num_new
     limit = min(len(output_ids), max_new_tokens)
@@ -73,16 +73,16 @@ def check_request(
 def _first_stop_string(
     output_ids: Sequence[int], num_old: int, stop: Sequence[str], detokenize: Detokenize
 ) -> commits.FinishReason | None:
-    """Returns the first token prefix longer than `num_old` whose text holds a stop string."""
+    """Returns the end at the shortest prefix of more than `num_old` tokens with a stop string."""
     start = _window_start(output_ids, num_old, max(map(len, stop)), detokenize)
     if _earliest(detokenize(output_ids[start:]), stop) is None:
-        return None  # One decode of a bounded window for a block that does not end.
+        return None  # A block that does not end costs one decode of a bounded window.
     lengths = range(num_old + 1, len(output_ids) + 1)
 
     def match(length: int) -> str | None:
         return _earliest(detokenize(output_ids[start:length]), stop)
 
-    # A text that holds a stop string still does when it is longer: halving needs few decodes.
+    # A longer text still holds the stop string, so a binary search needs few decodes.
     place = bisect.bisect_left(lengths, True, key=lambda length: match(length) is not None)
     if place == len(lengths):
         return None
@@ -94,11 +94,11 @@ def _first_stop_string(
 def _window_start(
     output_ids: Sequence[int], num_old: int, longest: int, detokenize: Detokenize
 ) -> int:
-    """Returns where to decode from, so that no match that ends in new tokens is cut.
+    """Returns the token to decode from, so that the window cuts no match that ends in new tokens.
 
-    The text before the new tokens must have `longest` characters, plus a few that a
-    window may spoil by starting inside a character or at a leading space. Tokens
-    without text (special ones that the tokenizer skips) widen the window.
+    The text before the new tokens must have `longest` characters, plus a few that may be
+    wrong because the window starts inside a character or at a leading space. Tokens
+    without text (special tokens that the tokenizer skips) widen the window.
     """
     wanted = longest + MAX_BYTES_PER_CHARACTER
     span = wanted * MAX_BYTES_PER_CHARACTER
@@ -108,6 +108,6 @@ def _window_start(
 
 
 def _earliest(text: str, stop: Sequence[str]) -> str | None:
-    """Returns the stop string that begins first in `text`; of equals the first listed."""
+    """Returns the stop string that begins first in `text`; of several, the first listed."""
     places = [(text.find(string), string) for string in stop]
     return min((p for p in places if p[0] >= 0), key=lambda p: p[0], default=(-1, None))[1]

@@ -1,7 +1,7 @@
 """Which requests can run at all; checked once, when a request arrives.
 
-A request that passes can always finish alone in the pool, which is what keeps the
-scheduler free of deadlock.
+A request that passes can always finish alone in the pool; this keeps the scheduler free of
+deadlock.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Limits:
         return self.num_pages * self.page_size
 
     def check(self, request: request_lib.Request) -> None:
-        """Raises a `RequestError` if `request` asks for nothing, or exceeds the context."""
+        """Raises a `RequestError` if `request` is empty or exceeds the context."""
         prompt, wanted = len(request.prompt_ids), request.max_new_tokens
         total = prompt + wanted + len(request.suffix_ids)
         if prompt < 1:
@@ -57,7 +57,7 @@ class Limits:
             )
 
     def check_pages(self, request: request_lib.Request, num_tokens: int) -> None:
-        """Raises a `RequestError` if the pool cannot hold the `num_tokens` of `request`."""
+        """Raises a `RequestError` if the pool cannot hold `num_tokens` tokens of `request`."""
         needed = -(-num_tokens // self.page_size)
         if needed > self.num_pages:
             raise errors.RequestTooLong(
@@ -69,7 +69,7 @@ class Limits:
 
 
 def check_open_ended(request: request_lib.Request) -> None:
-    """Raises a `RequestError` for what needs a model that sees later tokens."""
+    """Raises a `RequestError` for options that need a model that sees later tokens."""
     for name, value in (("suffix", request.suffix_ids), ("given", request.given)):
         if value:
             raise errors.RequestError(
@@ -80,7 +80,7 @@ def check_open_ended(request: request_lib.Request) -> None:
 
 
 def check_given(request: request_lib.Request) -> None:
-    """Raises a `RequestError` for given tokens outside what is to be written."""
+    """Raises a `RequestError` for given tokens outside the positions to be written."""
     for place in request.given:
         if not 0 <= place < request.max_new_tokens:
             raise errors.RequestError(

@@ -1,7 +1,7 @@
-"""Every live request: who waits, who runs, and in which row of the device.
+"""All live requests: which of them wait, which run, and in which slots of the device.
 
-The scheduler and its rows (`scheduler/rows/`) share one such object; only here do requests
-change their state, and only a running one has a stay.
+The scheduler and its rows (`scheduler/rows/`) share one `LiveRequests`. Only this file changes
+the state of a request, and only a running request has a stay.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ RequestState = request_lib.RequestState
 
 
 class LiveRequests:
-    """`waiting` and `running`, both in order of arrival, and what the running ones hold."""
+    """The `waiting` and the `running` requests, both in order of arrival, and the free slots."""
 
     def __init__(self, *, max_running: int, pages: pages_lib.RequestPages):
         self.waiting: list[request_lib.Request] = []
@@ -33,8 +33,8 @@ class LiveRequests:
         return self.max_running - len(self.running)
 
     def max_finished(self, num_rows: int) -> int | None:
-        """Returns how many rows of a launch may finish before it ends; None: nobody waits."""
-        # Not at the first one: where rows finish often, launches would be of one step.
+        """Returns how many rows of a launch may finish before it ends; None if no request waits."""
+        # Not 0 for large launches: where rows finish often, each launch would have only one step.
         return num_rows // 8 if self.waiting else None
 
     def add(self, request: request_lib.Request) -> None:
@@ -47,20 +47,20 @@ class LiveRequests:
 
     @property
     def next_slot(self) -> int:
-        """The place on the device that the next request to start gets."""
+        """The slot on the device that the next request to start gets."""
         return self.free_slots[-1]
 
     def start(self, request: request_lib.Request, stay: stay_lib.Stay) -> None:
-        """Lets a waiting request run with what it was admitted to, a stay in `next_slot`."""
+        """Lets a waiting request run with the stay that admission gave it, in `next_slot`."""
         slot = self.free_slots.pop()
-        assert stay.slot == slot, "only the next slot is given out"
+        assert stay.slot == slot, "a stay must have the next slot"
         self.waiting.remove(request)
         bisect.insort(self.running, request, key=_arrival)
         request.state = RequestState.RUNNING
         request.stay = stay
 
     def preempt(self, request: request_lib.Request, *, keep: bool) -> None:
-        """Sends a running request back to the queue with its committed tokens and nothing else."""
+        """Moves a running request back to the queue; it keeps only its committed tokens."""
         self._leave(request, keep=keep)
         request.state = RequestState.WAITING
         request.num_preemptions += 1
@@ -68,7 +68,7 @@ class LiveRequests:
         bisect.insort(self.waiting, request, key=_arrival)
 
     def end(self, request: request_lib.Request, *, keep: bool) -> None:
-        """Takes out a live request in any state; `keep` offers full pages to the prefix cache."""
+        """Removes a live request in any state; `keep` offers its full pages to the prefix cache."""
         if request.state is RequestState.RUNNING:
             self._leave(request, keep=keep)
         else:
@@ -77,7 +77,7 @@ class LiveRequests:
         request.state = RequestState.FINISHED
 
     def _leave(self, request: request_lib.Request, *, keep: bool) -> None:
-        """Takes the stay from a running request, and with it slot, pages and what is in flight."""
+        """Takes the stay from a running request, with its slot, pages and block in flight."""
         stay, request.stay = request.held, None
         self.running.remove(request)
         self.pages.release(request, stay, keep=keep)

@@ -1,14 +1,14 @@
-"""Which pages a stay holds: its own from the allocator, shared ones from the tree.
+"""Which pages a stay holds: its own from the allocator, and shared ones from the prefix cache.
 
-`stay.pages[i]` holds positions `i * page_size` and on. The first
-`len(stay.prefix_nodes)` pages belong to the prefix cache and are locked by the
-stay; the rest is its own. Only pages whose tokens are all below
-`context_len` ever enter the tree: the in-flight block is scratch.
+`stay.pages[i]` holds positions from `i * page_size` on. The first `len(stay.prefix_nodes)`
+pages belong to the tree of the prefix cache, and the stay locks them; the stay owns the
+other pages. A page enters the tree only when all its tokens are below `context_len`: the
+in-flight block still changes.
 
-When another request has cached the same tokens first, a running request keeps
-its twin page, and with it all later ones, to itself until it leaves. Hanging them
-under the other's node would pin that node as well, and a request alone in the
-pool could then run out of the pages it was promised.
+If another request has cached the same tokens first, a running request keeps its duplicate
+page and all later pages to itself until it leaves. If it put them below the other's node,
+it would lock that node as well, and a request alone in the pool could then run out of the
+pages that admission promised.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from jdllm.scheduler import stay as stay_lib
 
 
 class RequestPages:
-    """Gives pages to stays and takes them back; evicts cached ones when short.
+    """Gives pages to stays and takes them back; evicts cached pages when too few are free.
 
-    With `num_pages` 0 there are none, for rows that keep no K,V.
+    Rows that keep no K,V have `num_pages` 0.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class RequestPages:
 
     @property
     def num_available(self) -> int:
-        """Pages that are free or can be freed by eviction."""
+        """Pages that are free or that eviction can free."""
         evictable = 0 if self.prefix_cache is None else self.prefix_cache.num_evictable
         return self.allocator.num_free + evictable
 
@@ -56,16 +56,16 @@ class RequestPages:
         return -(-num_tokens // self._page_size)
 
     def cached_prefix_len(self, request: request_lib.Request) -> int:
-        """Returns how many leading tokens of a waiting request are in the tree."""
+        """Returns how many leading tokens of a waiting request the tree holds."""
         return len(self._match(request)) * self._page_size
 
     def admit(self, request: request_lib.Request, stay: stay_lib.Stay) -> bool:
-        """Takes the cached prefix and pages up to one block past whole committed blocks.
+        """Takes the cached prefix, and pages for all whole committed blocks and one more block.
 
-        False, and nothing changed, when they are not to be had.
+        Returns False and changes nothing if there are too few pages.
         """
         nodes = self._match(request)
-        # Locked before counting: what it shares must not count as evictable for it.
+        # Locked before counting: pages that the request shares must not count as evictable.
         if self.prefix_cache is not None:
             self.prefix_cache.lock(nodes)
         stay.prefix_nodes = nodes
@@ -77,7 +77,7 @@ class RequestPages:
         return False
 
     def grow(self, stay: stay_lib.Stay, num_tokens: int) -> bool:
-        """Makes the pages of `stay` hold `num_tokens` tokens; False if they cannot."""
+        """Adds pages to `stay` until they hold `num_tokens` tokens; False if there are too few."""
         missing = self.pages_of(num_tokens) - len(stay.pages)
         if missing <= 0:
             return True
@@ -91,9 +91,9 @@ class RequestPages:
     def grow_ahead(
         self, requests: Sequence[request_lib.Request], num_blocks: int, *, keep_free: int
     ) -> None:
-        """Gets pages for blocks after the present ones that the requests can still fill.
+        """Adds pages for up to `num_blocks` later blocks that the requests can still fill.
 
-        In turn, a block each, as long as `keep_free` pages are to be had for others.
+        Each request gets pages for one block in turn, while `keep_free` pages remain for others.
         """
         for ahead in range(1, num_blocks + 1):
             for request in requests:
@@ -107,7 +107,7 @@ class RequestPages:
                 self.grow(request.held, wanted)
 
     def publish(self, request: request_lib.Request) -> None:
-        """Moves newly full pages of a running request into the tree, up to the first twin."""
+        """Moves full pages of a running request into the tree, up to the first duplicate."""
         if self.prefix_cache is None:
             return
         stay, token_ids = request.held, request.token_ids
@@ -121,24 +121,24 @@ class RequestPages:
             nodes.append(node)
 
     def release(self, request: request_lib.Request, stay: stay_lib.Stay, *, keep: bool) -> None:
-        """Takes every page back; with `keep`, full pages that the tree lacks go there.
+        """Takes every page back; with `keep`, full pages that the tree lacks move into it.
 
-        The stay is over: its fields mean nothing afterwards.
+        The stay ends here: its fields are meaningless afterwards.
         """
         own = stay.pages[len(stay.prefix_nodes) :]
         if self.prefix_cache is not None:
             if keep:
-                own = self._bequeath(request, stay, self.prefix_cache)
+                own = self._hand_over(request, stay, self.prefix_cache)
             self.prefix_cache.unlock(stay.prefix_nodes)
         self.allocator.free(own)
 
     def flush(self) -> None:
-        """Empties the tree of everything that is not locked."""
+        """Removes every page from the tree that is not locked."""
         if self.prefix_cache is not None:
             self.allocator.free(self.prefix_cache.evict(self.prefix_cache.num_nodes))
 
     def _match(self, request: request_lib.Request) -> list[prefix_cache_lib.Node]:
-        """Returns the cached path of whole pages that is also one of whole blocks."""
+        """Returns the longest cached path of whole pages that ends at the end of a block."""
         if self.prefix_cache is None:
             return []
         full = request.whole_len(self._block_size) // self._page_size
@@ -148,19 +148,19 @@ class RequestPages:
         return nodes[: usable // self._page_size]
 
     def _key(self, token_ids: Sequence[int], index: int) -> prefix_cache_lib.Key:
-        """Returns the tokens that decide the K,V of a page: its own, or its block's if more."""
+        """Returns the tokens that decide the K,V of a page: those of the page or of its block."""
         start = index * self._page_size
         if self._page_size < self._block_size:
             start -= start % self._block_size
         return tuple(token_ids[start : start + max(self._page_size, self._block_size)])
 
-    def _bequeath(
+    def _hand_over(
         self,
         request: request_lib.Request,
         stay: stay_lib.Stay,
         cache: prefix_cache_lib.PrefixCache,
     ) -> list[int]:
-        """Gives the tree every full page it lacks; returns the pages it did not take."""
+        """Gives the tree every full page that it lacks; returns the pages that it did not take."""
         nodes, token_ids = stay.prefix_nodes, request.token_ids
         full = stay.context_len // self._page_size
         parent = nodes[-1] if nodes else None

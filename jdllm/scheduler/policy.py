@@ -1,4 +1,4 @@
-"""In which order waiting requests are admitted."""
+"""The order in which waiting requests are admitted."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from jdllm.scheduler import request as request_lib
 
 Policy = Literal["fcfs", "lpm"]
 
-# Matching a prefix costs time per waiting request and round; beyond this many the
-# rest of the queue stays in order of arrival.
+# Matching a prefix costs time for each waiting request in each round. Requests of the queue beyond
+# this number stay in order of arrival.
 MAX_MATCHED_REQUESTS = 128
 
 
@@ -19,10 +19,11 @@ def admission_order(
     policy: Policy,
     cached_prefix_len: Callable[[request_lib.Request], int],
 ) -> list[request_lib.Request]:
-    """Returns `waiting` (given by arrival) in order of admission.
+    """Returns `waiting` (in order of arrival) in order of admission.
 
-    Preempted requests come first under every policy: their tokens are being waited
-    for. `lpm` then takes the longest cached prefix first, equals by arrival.
+    Preempted requests come first under every policy, because a user already waits for
+    their next tokens. `lpm` then takes the longest cached prefix first, and equal ones by
+    arrival.
     """
     preempted = [request for request in waiting if request.num_preemptions]
     fresh = [request for request in waiting if not request.num_preemptions]

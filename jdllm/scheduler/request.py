@@ -1,8 +1,8 @@
 """One request as the host sees it, from arrival to its last token.
 
-`output_ids` holds committed tokens only; `output_steps` and `output_logprobs` go with
-it. What is being denoised lives on the device, in the slot of the request's `stay`, and
-vanishes on preemption; committed tokens never do.
+`output_ids` holds only committed tokens; `output_steps` and `output_logprobs` have one entry
+for each of them. The block that is being denoised lies on the device, in the slot of the
+request's `stay`. Preemption loses that block, but never committed tokens.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import time
 from collections.abc import Collection
 
 import numpy as np
+from jaxtyping import Float32, Int32
 
 from jdllm import sampling_params
 from jdllm.scheduler import stay as stay_lib
 
 
 class RequestState(enum.StrEnum):
-    """Where a request stands; only a running one holds pages and a row."""
+    """The state of a request; only a running request holds pages and a row."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -31,7 +32,7 @@ def end_tokens(
 ) -> tuple[int, ...]:
     """Returns the tokens that end an output: the model's unless ignored, and the request's own.
 
-    The model's come first: a device that looks for a few of them looks for those.
+    The model's come first, because the device checks only the first few.
     """
     ends = stop_token_ids if ignore_eos else (*eos_token_ids, *stop_token_ids)
     return tuple(dict.fromkeys(ends))
@@ -42,11 +43,12 @@ class Request:
     """State of one request. `sampling` has every default filled in by the engine.
 
     `eos_token_ids` are the model's; `sampling.stop_token_ids` the request's own.
-    `arrival` is its place in the order of arrival, set by the scheduler; `stay` is what it
-    holds while it runs.
+    The scheduler sets `arrival`, its place in the order of arrival. `stay` is what the
+    request holds while it runs.
 
-    Full-attention models only: `suffix_ids` is a text that follows what is written, `given`
-    maps places in it, from the prompt's end, to tokens that are fixed.
+    Only full-attention models use the next two. `suffix_ids` is a text that follows the
+    written text. `given` maps places of the written text, counted from the prompt's end, to
+    tokens that are fixed.
     """
 
     request_id: str
@@ -74,14 +76,14 @@ class Request:
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end the output: the request's own, and the model's unless ignored."""
+        """Tokens that end the output: the model's unless ignored, and the request's own."""
         sampling = self.sampling
         return end_tokens(sampling.stop_token_ids, self.eos_token_ids, sampling.ignore_eos)
 
     @property
     def held(self) -> stay_lib.Stay:
-        """What the request holds; it must be running."""
-        assert self.stay is not None, f"request {self.request_id} does not run"
+        """The stay of a running request."""
+        assert self.stay is not None, f"request {self.request_id} is not running"
         return self.stay
 
     @property
@@ -100,8 +102,13 @@ class Request:
         head = self.prompt_ids[start:stop]
         return head + self.output_ids[max(0, start - split) : max(0, stop - split)]
 
-    def extend(self, tokens: np.ndarray, steps: np.ndarray, logprobs: np.ndarray) -> list[int]:
-        """Appends committed tokens and what goes with them; returns the tokens."""
+    def extend(
+        self,
+        tokens: Int32[np.ndarray, " T"],
+        steps: Int32[np.ndarray, " T"],
+        logprobs: Float32[np.ndarray, " T"],
+    ) -> list[int]:
+        """Appends committed tokens with their steps and log-probabilities; returns the tokens."""
         new = tokens.tolist()
         self.output_ids += new
         self.output_steps += steps.tolist()

@@ -1,12 +1,12 @@
-"""Decides what the next launch holds, and turns its results into committed tokens.
+"""Decides which requests the next launch runs, and turns its results into committed tokens.
 
-A round is `schedule` -> `Runner.launch` -> `process_results`; requests may arrive and be
-aborted at any point between these calls, and the next round may be scheduled and
-launched before the results of this one are processed: launches run in their order, so
-what a later one finds in pages and slots does not depend on when the host looks.
+A round is `schedule` -> `Runner.launch` -> `process_results`. Between these calls requests may
+arrive and be aborted. The next round may be scheduled and launched before the results of this
+one are processed: launches run in order, so the pages and slots that a later launch finds do
+not depend on when the host reads results.
 
-What a running request needs and what a launch of it is differs between kinds of rows
-(`scheduler/rows/`), which are injected. Queue, order, ends and aborts are the same for all.
+Kinds of rows (`scheduler/rows/`) differ in what a running request needs and in what a launch
+does; the caller passes one in. Queue, order, ends and aborts are the same for all kinds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RequestState = request_lib.RequestState
 
 
 class Scheduler:
-    """Holds every live request: `waiting` and `running`, both in order of arrival."""
+    """Holds all live requests, `waiting` and `running`, both in order of arrival."""
 
     def __init__(
         self,
@@ -60,9 +60,9 @@ class Scheduler:
         return self.live.running
 
     def add_request(self, request: request_lib.Request, *, is_bounded: bool = True) -> None:
-        """Queues a request; raises a `RequestError` for what can never run, or no room.
+        """Queues a request; raises a `RequestError` if it can never run or the queue is full.
 
-        `is_bounded`: the queue limit applies (a server's traffic, not an offline list).
+        `is_bounded`: the queue limit applies (for a server's traffic, not for an offline list).
         """
         if request.request_id in self.live.by_id:
             raise errors.RequestError(f"request id {request.request_id!r} is in use", param="rid")
@@ -72,7 +72,7 @@ class Scheduler:
         self.live.add(request)
 
     def abort(self, request_id: str) -> bool:
-        """Ends a request in any phase and frees what it holds; False if it is not live."""
+        """Ends a request in any state and frees what it holds; False if it is not live."""
         request = self.live.by_id.get(request_id)
         if request is None:
             return False
@@ -83,7 +83,7 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def schedule(self) -> batch_lib.ScheduleBatch | None:
-        """Admits what fits and returns the next launch; None only when no request is live."""
+        """Admits requests that fit and returns the next launch; None only if no request is live."""
         self._admit()
         batch = self.rows.plan()
         assert batch is not None or not self.has_work(), f"no launch for {self.stats()}"
@@ -92,10 +92,10 @@ class Scheduler:
     def process_results(
         self, batch: batch_lib.ScheduleBatch, result: batch_lib.LaunchResult
     ) -> list[commits_lib.RequestCommit]:
-        """Applies a launch; returns what each row committed.
+        """Applies the results of a launch; returns what each row committed.
 
-        Rows whose request has left since the launch was planned are skipped, also when it
-        came back: it began anew.
+        Skips rows whose request has left since the launch was planned, even if it runs again,
+        because then it has a new stay.
         """
         commits: list[commits_lib.RequestCommit] = []
         for row, row_result in zip(batch.rows, result.rows, strict=True):
@@ -104,9 +104,9 @@ class Scheduler:
         return commits
 
     def steps_left(self, batch: batch_lib.ScheduleBatch) -> float:
-        """Returns within how many steps a launch should end all that is live.
+        """Returns in how many steps a launch is expected to finish all live requests.
 
-        Infinite where requests live that are not in it, and where a row's kind does not know.
+        Infinite if some live requests are not in the launch, or if the kind of rows cannot tell.
         """
         rows = [row.request for row in batch.rows if row.is_current]
         if not batch.bucket.denoises or len(rows) < len(self.live.by_id):
@@ -114,14 +114,14 @@ class Scheduler:
         return max(map(self.rows.steps_left, rows), default=0.0)
 
     def flush_cache(self) -> bool:
-        """Empties the prefix cache; False, and nothing done, while requests run."""
+        """Empties the prefix cache; returns False and does nothing while requests run."""
         if self.running:
             return False
         self.pages.flush()
         return True
 
     def drop_kv(self) -> None:
-        """Forgets all K,V after the pool was lost: running requests start over, cache empties.
+        """Forgets all K,V after the pool was lost: preempts running requests, empties the cache.
 
         Committed tokens stay; they are prefilled again, or given on the canvas.
         """
@@ -145,7 +145,7 @@ class Scheduler:
         )
 
     def _check_queue(self) -> None:
-        # A request that finds a row free at the next round does not count as queued.
+        # A request that gets a free row in the next round does not count as queued.
         free_rows = self.live.num_free_rows
         if self._max_queued is not None and len(self.waiting) >= self._max_queued + free_rows:
             raise errors.QueueFull(
@@ -159,7 +159,7 @@ class Scheduler:
             return
         order = policy_lib.admission_order(self.waiting, self._policy, self.pages.cached_prefix_len)
         for request in order[:free_rows]:
-            # No overtaking: a small request must not keep a large one waiting for ever.
+            # No overtaking: small requests must not delay a large one forever.
             stay = self.rows.admit(request)
             if stay is None:
                 return
@@ -176,10 +176,10 @@ class Scheduler:
         result: batch_lib.RowResult,
         commits: list[commits_lib.RequestCommit],
     ) -> None:
-        """Ends a request whose own processing fails (its stop strings, say), and no other."""
+        """Ends a request if its own processing fails (its stop strings, say), and no other."""
         try:
             self._apply(request, result, commits)
-        except Exception as error:  # law 6: a fault in one request never touches another
+        except Exception as error:  # A fault in one request must never affect another.
             logger.exception("request %s ends by a fault of its own", request.request_id)
             commits.append(self._give_up(request, f"{type(error).__name__}: {error}"))
 
@@ -189,7 +189,7 @@ class Scheduler:
         result: batch_lib.RowResult,
         commits: list[commits_lib.RequestCommit],
     ) -> None:
-        """Stores one row's launch, which is one commit; a finished request leaves at once."""
+        """Stores what a launch gave one row, as one commit; a finished request leaves at once."""
         progress = self.rows.apply(request, result)
         if progress.finish is not None:
             self.live.end(request, keep=True)
@@ -203,7 +203,7 @@ class Scheduler:
         self.rows.settle(request, result)
 
     def _give_up(self, request: request_lib.Request, message: str) -> commits_lib.RequestCommit:
-        """Ends a request that cannot go on; nothing more of it enters the prefix cache."""
+        """Ends a request that cannot go on; none of its pages enters the prefix cache."""
         if request.state is RequestState.RUNNING:
             self.live.end(request, keep=False)
         reason = commits_lib.FinishReason(

@@ -1,4 +1,4 @@
-"""What the scheduler tells about itself."""
+"""Statistics of the scheduler."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import dataclasses
 class SchedulerStats:
     """A snapshot; the three totals count from the start.
 
-    `num_used_pages` are held by running requests; `num_cached_pages` are in the tree
-    and may be counted in both.
+    Running requests hold `num_used_pages`; the prefix cache holds `num_cached_pages`. A page
+    that both hold counts in both.
     """
 
     num_running: int

@@ -1,8 +1,9 @@
-"""What a request holds while it runs: one value, from admission until it leaves its row.
+"""What a request holds while it runs: one value, from admission until the request leaves its row.
 
-A kind of rows may subclass it. When a request leaves, by its end, an abort or preemption, the
-whole stay goes, so nothing of it is reset by hand; a request that comes back has a new one.
-Results of a launch belong to the stay that the launch was planned for, known by identity.
+A kind of rows may subclass it. When a request leaves, because it ends, is aborted or preempted,
+the whole stay is dropped, so no field is reset by hand. A request that runs again gets a new
+stay. Results of a launch belong to the stay that the launch was planned for; stays are compared
+by identity.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from jdllm.kv_cache import prefix_cache
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class Stay:
-    """A place on the device, and the pages behind it, none for rows that keep no K,V.
+    """A slot on the device and its pages; rows that keep no K,V have no pages.
 
-    `slot` is the place of the row's state. `is_fresh`: no launch has begun the row yet.
-    `pages[i]` holds positions from `i * page_size` on; `prefix_nodes` are the prefix-cache nodes
-    that own the first of them. `context_len` is the number of leading tokens of the request whose
-    K,V in `pages` is final, as far as the host knows: a launch in flight may be ahead of it.
+    `slot` holds the state of the row. `is_fresh`: no launch has begun the row yet. `pages[i]`
+    holds positions from `i * page_size` on; `prefix_nodes` are the prefix-cache nodes that own
+    the first pages. K,V of the first `context_len` tokens of the request is final, as far as the
+    host knows: a launch in flight may already be ahead of it.
     """
 
     slot: int

@@ -1,4 +1,4 @@
-"""Buckets: few, sorted, and always the smallest that fits."""
+"""Buckets are few and sorted, and a launch gets the smallest one that fits."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Launches of many steps: what a batch asks for, pages ahead, results of several blocks."""
+"""Launches of many steps: limits of a batch, pages taken ahead, results of several blocks."""
 
 import numpy as np
 from support.hand_written import ask, make, results_of, round_of, write

@@ -1,4 +1,4 @@
-"""The scheduler step by step, with results written by hand; block 4, page 4 unless said."""
+"""The scheduler step by step, with results written by hand; block and page are 4 by default."""
 
 import pytest
 from support.hand_written import MASK, B, ask, make, names, results_of, round_of, write, written

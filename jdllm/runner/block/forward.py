@@ -1,22 +1,23 @@
-"""The forwards that block launches run: whole committed blocks, and one block a row.
+"""The forwards that block launches run: whole committed blocks, or one block of each row.
 
 `prefill_step` writes K,V of committed blocks and returns the pool; `forward_blocks` is
 the forward of a denoising step (`loop.py`). The pool is a list that the caller donates.
-Attention is one op for both: K,V of the in-flight tokens are scattered first, then attended.
+Both use the same attention op: it first writes K,V of the in-flight tokens, then attends.
 
-Cost per token of a row: the weights are read once a forward, K,V of
-`context + in-flight` tokens once a row and layer; the vocabulary is streamed once.
+A forward reads the weights once, and for each row and layer K,V of the row's `context +
+in-flight` tokens once; a denoising step also streams the vocabulary once.
+
+Letters: R rows, L tokens of a block, T packed tokens, M pages of the longest row.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
-import jax
 import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int32
 
 from jdllm.layers import attention
-from jdllm.models import loading
+from jdllm.models import decoder, loading
 from jdllm.runner import config as config_lib
 from jdllm.runner import paging
 from jdllm.runner.block import inputs as inputs_lib
@@ -24,15 +25,15 @@ from jdllm.runner.launch import program
 
 
 def prefill_step(
-    graphdef: Any,
+    graphdef: nnx.GraphDef,
     config: config_lib.StepConfig,
     params: program.Params,
     memory: program.Memory,
     inputs: inputs_lib.PrefillInputs,
-) -> tuple[program.Memory, jax.Array]:
+) -> tuple[program.Memory, Int32[Array, ""]]:
     """Returns the pool with K,V of the packed tokens written, and the number of tokens.
 
-    The number is there to be waited for: the pool goes on to the next launch. No LM head runs.
+    The host waits for the number, since the pool is donated to the next launch. No LM head runs.
     """
     T, R = inputs.tokens.shape[0], inputs.kv_lens.shape[0]
     index = jnp.arange(T, dtype=jnp.int32)
@@ -61,14 +62,17 @@ def prefill_step(
 
 def forward_blocks(
     config: config_lib.StepConfig,
-    model: Any,
-    pools: list[jax.Array],
-    tokens: jax.Array,  # [R, L]
-    context_lens: jax.Array,  # [R]
-    kv_lens: jax.Array,  # [R], 0 for rows that do nothing
-    page_table: jax.Array,  # [R, M]
-) -> tuple[jax.Array, list[jax.Array]]:
-    """Returns hidden states [R, L, D] of one block a row and the pool with its K,V written."""
+    model: decoder.Decoder,
+    pools: list[Array],
+    tokens: Int32[Array, "R L"],
+    context_lens: Int32[Array, " R"],
+    kv_lens: Int32[Array, " R"],
+    page_table: Int32[Array, "R M"],
+) -> tuple[Float[Array, "R L D"], list[Array]]:
+    """Returns the hidden states of one block of each row, and the pool with their K,V written.
+
+    Rows whose `kv_lens` is 0 are padding and write nothing.
+    """
     R, L = tokens.shape
     positions = context_lens[:, None] + jnp.arange(L, dtype=jnp.int32)  # [R, L]
     rows = jnp.repeat(jnp.arange(R, dtype=jnp.int32), L)

@@ -1,7 +1,10 @@
 """What block launches get from the host: a `ScheduleBatch` becomes padded numpy arrays.
 
-Shapes depend on the bucket alone. Padding rows have `kv_len` 0 and write nowhere;
-padding tokens lie past `cu_q_lens[-1]`.
+Shapes depend on the bucket alone. Padding rows have `kv_lens` 0 and write nowhere;
+padding tokens lie past `cu_q_lens[-1]`. The arrays are numpy's on the host and traced in the
+launch, hence `Any` in their types.
+
+Letters: R rows, L tokens of a block, T packed tokens, M pages of the longest row, E end tokens.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import Bool, Int32
 
 from jdllm import algorithms, sampling_params
 from jdllm.decoding.block import interface
@@ -24,36 +28,37 @@ from jdllm.scheduler import batch as batch_lib
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillInputs:
-    """Whole committed blocks of several requests, packed: T tokens, R rows, M pages a row."""
+    """Whole committed blocks of several requests, packed; `kv_lens` is 0 for padding rows."""
 
-    tokens: Any  # [T] int32
-    cu_q_lens: Any  # [R + 1] int32
-    context_lens: Any  # [R] int32
-    kv_lens: Any  # [R] int32, 0 for padding rows
-    page_table: Any  # [R, M] int32
+    tokens: Int32[Any, " T"]
+    cu_q_lens: Int32[Any, " R+1"]
+    context_lens: Int32[Any, " R"]
+    kv_lens: Int32[Any, " R"]
+    page_table: Int32[Any, "R M"]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DenoiseInputs:
-    """What the host knows of R rows; their blocks are on the device, in the row state of `slot`.
+    """What the host knows of the rows; their blocks are on the device, in the row state of `slot`.
 
-    A fresh row begins here: `tokens`, `context_lens` and `tokens_left` are those of its
-    first block, whose leading `head_lens` tokens are the prompt's. Padding rows have a slot
-    past the last. `capacity`: tokens that the row's pages hold. `stop_ids` holds up to S
-    end and stop tokens, -1 for none.
+    A fresh row begins with this launch: `tokens`, `context_lens` and `tokens_left` describe its
+    first block, whose leading `head_lens` tokens belong to the prompt. Padding rows have a slot
+    past the last. `capacity` is the number of tokens that the row's pages hold. `stop_ids` holds
+    end and stop tokens, -1 where there is none. `algorithm` is an index into the compiled
+    algorithms.
     """
 
-    slot: Any  # [R] int32
-    is_fresh: Any  # [R] bool
-    tokens: Any  # [R, L] int32
-    head_lens: Any  # [R] int32
-    context_lens: Any  # [R] int32
-    tokens_left: Any  # [R] int32
-    page_table: Any  # [R, M] int32
-    capacity: Any  # [R] int32
-    stop_ids: Any  # [R, S] int32
-    algorithm: Any  # [R] int32, index into the compiled algorithms
+    slot: Int32[Any, " R"]
+    is_fresh: Bool[Any, " R"]
+    tokens: Int32[Any, "R L"]
+    head_lens: Int32[Any, " R"]
+    context_lens: Int32[Any, " R"]
+    tokens_left: Int32[Any, " R"]
+    page_table: Int32[Any, "R M"]
+    capacity: Int32[Any, " R"]
+    stop_ids: Int32[Any, "R E"]
+    algorithm: Int32[Any, " R"]
     params: interface.BlockParams
     sampling: sampling.SamplingRows
     limits: driver.LaunchLimits
@@ -90,7 +95,7 @@ def build_denoise(
     R, L = batch.bucket.rows, config.block_size
     context_lens = np.zeros((R,), np.int32)
     slot, is_fresh = np.full((R,), config.num_slots, np.int32), np.zeros((R,), bool)
-    tokens = np.full((R, L), config.spec.diffusion.mask_token_id, np.int32)
+    tokens = np.full((R, L), config.mask_token_id, np.int32)
     head_lens, tokens_left = np.zeros((R,), np.int32), np.zeros((R,), np.int32)
     capacity, stop_ids = (
         np.zeros((R,), np.int32),
@@ -134,10 +139,10 @@ def build_denoise(
     )
 
 
-def _sampling_of(sampling_of: sampling_params.SamplingParams) -> tuple[float, float, int]:
-    """Returns (temperature, top_p, top_k); greedy when temperature is 0 or top_k is 1."""
-    temperature = sampling_of.temperature or 0.0
-    top_k = sampling_of.top_k or 0
+def _sampling_of(options: sampling_params.SamplingParams) -> tuple[float, float, int]:
+    """Returns (temperature, top_p, top_k); the row is greedy if temperature is 0 or top_k is 1."""
+    temperature = options.temperature or 0.0
+    top_k = options.top_k or 0
     if top_k == 1:
         temperature = 0.0
-    return temperature, sampling_of.top_p or 1.0, max(top_k, 0)
+    return temperature, options.top_p or 1.0, max(top_k, 0)

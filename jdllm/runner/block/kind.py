@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+
+from flax import nnx
 
 from jdllm import device_facts
 from jdllm.kv_cache import pool as pool_lib
@@ -19,14 +20,17 @@ class BlockKind:
     """Programs of one loaded model; `graphdef` is static."""
 
     def __init__(
-        self, graphdef: Any, config: config_lib.StepConfig, device: device_facts.DeviceFacts
+        self,
+        graphdef: nnx.GraphDef,
+        config: config_lib.StepConfig,
+        device: device_facts.DeviceFacts,
     ):
-        del device  # one form of each program serves all
+        del device  # every device gets the same programs
         self._graphdef = graphdef
         self._config = config
 
     def create_memory(self) -> program.Memory:
-        """Returns an empty pool, and row states whose values do not matter."""
+        """Returns an empty pool, and row states with arbitrary values."""
         config = self._config
         return {
             "pools": pool_lib.create(config.pool),
@@ -34,7 +38,7 @@ class BlockKind:
         }
 
     def program(self, bucket: batch_lib.Bucket) -> program.Program:
-        """Returns the program of a prefill or of a denoise launch."""
+        """Returns the program of a prefill launch or of a denoise launch."""
         graphdef, config = self._graphdef, self._config
         match bucket:
             case block_rows.PrefillBucket():
@@ -53,4 +57,4 @@ class BlockKind:
                     ),
                     results=functools.partial(results.of_denoise, block_size=config.block_size),
                 )
-        raise AssertionError(f"{bucket=} is none of blocks")
+        raise AssertionError(f"{bucket=} is not a bucket of block rows")

@@ -1,21 +1,24 @@
 """The denoise launch: many denoising steps of R rows in one loop on the device.
 
-A step forwards one block of every active row, takes the vocabulary statistics, lets the
-row's algorithm update the block, and moves on by itself: a block that is final goes to
-the row's output ring, one whose K,V is final too advances the context, and the next
-block begins in the pages that the scheduler allocated ahead. A row stops at an end
-token, at its token limit or without pages; it never waits for another row. Nothing is
-read by the host before the launch ends; it can ask for that between two steps.
+A step forwards one block of every active row, computes the vocabulary statistics, and lets the
+row's algorithm update the block. Then the row moves on by itself: a final block goes to the row's
+outputs, a block whose K,V is final too advances the context, and the next block begins in the
+pages that the scheduler allocated ahead. A row stops at an end token, at its token limit or when
+its pages are full; it never waits for another row. The host reads nothing before the launch ends,
+but it can ask for the end between two steps.
 
-Fused commit. Where a last forward must persist the K,V of a final block, that forward
-also runs the first step of the block after it: the step forwards R blocks being denoised and C
-being committed, each a row of one block to the attention kernel. The two blocks of a row share
-its pages; K,V of both are written before either is attended, and K,V of the committed one never
-depends on the later block, so the result is that of two forwards. C is chosen per step
-from a few compiled sizes; a row that finds no place among them persists in a forward of its own.
+Fused commit. Some algorithms need one more forward after a block is final, to persist its K,V.
+That forward also runs the first step of the next block: the step forwards R blocks that are
+denoised and C blocks that are committed, and each is a row of one block for the attention kernel.
+The two blocks of a row share its pages. K,V of both are written before either is attended, and
+K,V of the committed block never depends on the later block, so the result is that of two forwards.
+Each step chooses C from a few compiled sizes; a row that is not among the C persists its block in
+a forward of its own.
 
-Early exit. A block ends its request as soon as every position up to the first end token,
-or up to the token limit, is settled; later positions are never shown.
+Early exit. A request ends as soon as every position up to its first end token, or up to the token
+limit, is settled; later positions are never shown.
+
+Letters: R rows, L tokens of a block, K blocks that a row can finish in the launch.
 """
 
 from __future__ import annotations
@@ -25,10 +28,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jdllm import decoding
 from jdllm.decoding.block import interface
-from jdllm.models import loading
+from jdllm.models import decoder, loading
 from jdllm.runner import config as config_lib
 from jdllm.runner.block import forward, proposal
 from jdllm.runner.block import inputs as inputs_lib
@@ -36,55 +41,61 @@ from jdllm.runner.block.state import RowState, advance, enter, is_active
 from jdllm.runner.launch import driver, program
 from jdllm.runner.launch.rows import select
 
-# What a forward takes beside its tokens, in tokens: LLaDA2.0-mini on an H200 takes 10.5 ms for 16
-# rows of 32 and 15.1 ms for 64, which is 9.0 ms and 0.096 ms a row.
+# The fixed time of a forward, in tokens that take as long. LLaDA2.0-mini on an H200 takes 10.5 ms
+# for 16 rows of 32 tokens and 15.1 ms for 64 rows: 9.0 ms, and 0.096 ms for each row.
 FORWARD_TOKENS = 3072
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Ring:
-    """Blocks that became final in the launch, K places a row, and `nfe` at that moment."""
+    """The blocks of each row that became final in the launch, and the row's `nfe` at that moment.
 
-    tokens: jax.Array  # [R, K, L] int32
-    steps: jax.Array  # [R, K, L] int32
-    logprobs: jax.Array  # [R, K, L] float32
-    nfe: jax.Array  # [R, K] int32
+    The arrays are traced in the launch and numpy's on the host, hence `Any`.
+    """
+
+    tokens: Int32[Any, "R K L"]
+    steps: Int32[Any, "R K L"]
+    logprobs: Float32[Any, "R K L"]
+    nfe: Int32[Any, "R K"]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DenoiseOutputs:
-    """What the host reads after a launch; see `scheduler.batch` for what the fields mean."""
+    """What the host reads after a launch; `scheduler.batch` says what the fields mean.
+
+    `computed_blocks` counts all forwarded blocks, padding included; `real_blocks` those of rows.
+    """
 
     ring: Ring
-    num_blocks: jax.Array  # [R]
-    context_lens: jax.Array  # [R]
-    nfe: jax.Array  # [R]
-    num_edited: jax.Array  # [R]
-    is_invalid: jax.Array  # [R]
-    num_steps: jax.Array
-    computed_blocks: jax.Array  # forwarded, padding included
-    real_blocks: jax.Array
+    num_blocks: Int32[Any, " R"]
+    context_lens: Int32[Any, " R"]
+    nfe: Int32[Any, " R"]
+    num_edited: Int32[Any, " R"]
+    is_invalid: Bool[Any, " R"]
+    num_steps: Int32[Any, ""]
+    computed_blocks: Int32[Any, ""]
+    real_blocks: Int32[Any, ""]
 
 
 def commit_rows(rows: int, config: config_lib.StepConfig) -> tuple[int, ...]:
-    """Returns the compiled numbers of committed blocks in a step of `rows` rows, ascending."""
+    """Returns the compiled numbers C of committed blocks in a step of `rows` rows, ascending."""
     needs = any(decoding.BLOCK_ALGORITHMS[name].persists_apart for name in config.algorithms)
     if not config.fuses_commits or not needs:
         return (0,)
-    # Few places serve rows that are out of phase, all of them rows that march together.
+    # A small C serves rows that finish blocks at different steps, the largest C rows in lockstep.
     return (0, rows) if rows < 8 else (0, max(4, rows // 8), rows)
 
 
 def denoise_launch(
-    graphdef: Any,
+    graphdef: nnx.GraphDef,
     config: config_lib.StepConfig,
     params: program.Params,
     memory: program.Memory,
     inputs: inputs_lib.DenoiseInputs,
 ) -> tuple[program.Memory, DenoiseOutputs]:
-    """Returns (pools, row states of all slots) and outputs after the launch's steps.
+    """Returns the memory (pools, row states of all slots) and the outputs after the launch.
 
     The caller donates `memory`.
     """
@@ -131,21 +142,21 @@ def denoise_launch(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Body:
-    """A denoising step of all rows; its variants are the numbers of committed blocks."""
+    """A denoising step of all rows; its variants are the compiled numbers of committed blocks."""
 
     config: config_lib.StepConfig
-    model: Any
+    model: decoder.Decoder
     inputs: inputs_lib.DenoiseInputs
-    is_row: jax.Array  # [R]
+    is_row: Bool[Array, " R"]
     variants: tuple[int, ...]
 
-    def is_finished(self, rows: RowState) -> jax.Array:
+    def is_finished(self, rows: RowState) -> Bool[Array, " R"]:
         return rows.is_finished & self.is_row
 
-    def is_active(self, rows: RowState) -> jax.Array:
+    def is_active(self, rows: RowState) -> Bool[Array, " R"]:
         return is_active(self.inputs, rows)
 
-    def choose(self, rows: RowState) -> jax.Array:
+    def choose(self, rows: RowState) -> Int32[Array, ""]:
         wanted = jnp.sum(_wants_commit(self.inputs, rows), dtype=jnp.int32)
         return choose_size(self.variants, wanted, tokens=rows.tokens.size)
 
@@ -172,17 +183,20 @@ class _Body:
         )
 
 
-def _wants_commit(inputs: inputs_lib.DenoiseInputs, state: RowState) -> jax.Array:
-    """Returns [R]: the row persists its block and could run the next one in the same forward."""
+def _wants_commit(inputs: inputs_lib.DenoiseInputs, state: RowState) -> Bool[Array, " R"]:
+    """Returns whether a row must persist its block and could run the next one in that forward."""
     fits = state.context_lens + 2 * state.tokens.shape[1] <= inputs.capacity
     return is_active(inputs, state) & state.is_final & fits
 
 
-def choose_size(sizes: tuple[int, ...], wanted: jax.Array, *, tokens: int) -> jax.Array:
-    """Returns which of `sizes` saves the most time for `wanted` rows of a step of `tokens`.
+def choose_size(
+    sizes: tuple[int, ...], wanted: Int32[Array, ""], *, tokens: int
+) -> Int32[Array, ""]:
+    """Returns the index of the size that saves the most time for `wanted` rows.
 
-    A committed block spares its row a forward, an R-th of a step, which takes as long as `tokens +
-    FORWARD_TOKENS`; every place, used or not, lengthens this step by its own tokens, also an R-th.
+    A step of all R rows has `tokens` tokens and takes as long as `tokens + FORWARD_TOKENS`. A
+    committed block saves its row one forward, which is an R-th of a step. Each of the C blocks,
+    used or not, lengthens this step by the tokens of a block, an R-th of `tokens`.
     """
     used = jnp.minimum(wanted, jnp.asarray(sizes, jnp.int32))
     saved = used * (tokens + FORWARD_TOKENS) - jnp.asarray(sizes, jnp.int32) * tokens
@@ -191,15 +205,18 @@ def choose_size(sizes: tuple[int, ...], wanted: jax.Array, *, tokens: int) -> ja
 
 def _forward(
     config: config_lib.StepConfig,
-    model: Any,
+    model: decoder.Decoder,
     inputs: inputs_lib.DenoiseInputs,
     before: RowState,
     state: RowState,
-    granted: jax.Array,
+    granted: Bool[Array, " R"],
     num_commits: int,
-    pools: list[jax.Array],
-) -> tuple[jax.Array, list[jax.Array]]:
-    """Returns ([R, L, D] hidden states of the blocks, pools); of committed ones only K,V stays."""
+    pools: list[Array],
+) -> tuple[Float[Array, "R L D"], list[Array]]:
+    """Returns the hidden states of the denoised blocks, and the pools.
+
+    The `num_commits` blocks of the `granted` rows are committed: only their K,V is kept.
+    """
     R, L = state.tokens.shape
     tokens, context_lens = state.tokens, state.context_lens
     kv_lens = jnp.where(is_active(inputs, state), context_lens + L, 0)
@@ -215,20 +232,20 @@ def _forward(
     hidden, pools = forward.forward_blocks(
         config, model, pools, tokens, context_lens, kv_lens, page_table
     )
-    # The barrier makes it a copy: a slice that a kernel takes as it is keeps older CUDA from
-    # capturing the loop (XLA: 12.9).
+    # The barrier turns the slice into a copy. A slice that a kernel reads in place prevents CUDA
+    # before 12.9 (XLA says) from capturing the loop.
     return jax.lax.optimization_barrier(hidden[:R]) if num_commits else hidden, pools
 
 
 def _update(
     config: config_lib.StepConfig,
     inputs: inputs_lib.DenoiseInputs,
-    lm_head: jax.Array,
-    hidden: jax.Array,
+    lm_head: Float[Array, "V D"],
+    hidden: Float[Array, "R L D"],
     state: RowState,
     ring: Ring,
 ) -> tuple[RowState, Ring]:
-    """Returns state and ring after every active row's algorithm has seen its proposal."""
+    """Returns state and ring after the algorithm of every active row has seen its proposal."""
     R, L = state.tokens.shape
     active = is_active(inputs, state)
     seen = _denoise(config, inputs, lm_head, hidden, state, active)
@@ -272,26 +289,30 @@ def _update(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Denoised:
-    """What a step's proposal did to the rows; `written` and `logprobs` are [R, L], of tokens."""
+    """What a step's proposal changed in the rows.
+
+    `written`: positions whose token this step wrote, with the log-probabilities `logprobs`.
+    `is_invalid`: numbers of the row are NaN.
+    """
 
     block: interface.BlockState
-    is_final: jax.Array  # [R]
-    settled: jax.Array  # [R, L]
-    written: jax.Array
-    logprobs: jax.Array
-    num_edited: jax.Array  # [R]
-    is_invalid: jax.Array  # [R] not a number
+    is_final: Bool[Array, " R"]
+    settled: Bool[Array, "R L"]
+    written: Bool[Array, "R L"]
+    logprobs: Float32[Array, "R L"]
+    num_edited: Int32[Array, " R"]
+    is_invalid: Bool[Array, " R"]
 
 
 def _denoise(
     config: config_lib.StepConfig,
     inputs: inputs_lib.DenoiseInputs,
-    lm_head: jax.Array,
-    hidden: jax.Array,
+    lm_head: Float[Array, "V D"],
+    hidden: Float[Array, "R L D"],
     state: RowState,
-    active: jax.Array,
+    active: Bool[Array, " R"],
 ) -> _Denoised:
-    """Proposes once, lets every compiled algorithm update, and keeps each row's own result."""
+    """Proposes once, runs every compiled algorithm, and keeps for each row its own result."""
     L = state.tokens.shape[1]
     before = interface.BlockState(
         tokens=state.tokens,
@@ -333,19 +354,22 @@ def _denoise(
         is_final=is_final,
         settled=settled,
         written=filled | edited,
-        # An edit writes the best token, a masked position what was drawn for it.
+        # An edit writes the best token; a masked position gets the token that was drawn for it.
         logprobs=jnp.where(filled, proposed.logprob, proposed.best_logprob),
         num_edited=jnp.sum(edited, axis=1, dtype=jnp.int32),
-        # The hidden states, too: a forward that only persists K,V proposes nothing.
+        # Also by the hidden states: a forward that only persists K,V proposes nothing.
         is_invalid=jnp.any(jnp.isnan(proposed.best_prob), axis=1)
         | jnp.any(jnp.isnan(hidden), axis=(1, 2)),
     )
 
 
 def _has_ended(
-    inputs: inputs_lib.DenoiseInputs, state: RowState, tokens: jax.Array, settled: jax.Array
-) -> jax.Array:
-    """Returns [R]: all positions up to the first end token, or to the token limit, are settled."""
+    inputs: inputs_lib.DenoiseInputs,
+    state: RowState,
+    tokens: Int32[Array, "R L"],
+    settled: Bool[Array, "R L"],
+) -> Bool[Array, " R"]:
+    """Returns whether all positions up to the first end token or the token limit are settled."""
     L = tokens.shape[1]
     place = jnp.arange(L, dtype=jnp.int32)
     head = L - jnp.sum(state.editable, axis=1, dtype=jnp.int32)

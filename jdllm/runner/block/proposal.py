@@ -1,8 +1,10 @@
 """From hidden states to a `Proposal`: vocabulary statistics, penalty, draws.
 
-Greedy rows never see a logit: the fused unembedding streams the vocabulary. Rows that
-sample form their own logits, one row after the other, so that greedy batches pay nothing.
-The vocabulary is streamed for positions that can still change alone.
+For greedy rows no logits are stored: the fused unembedding streams the vocabulary. Logits are
+computed only for rows that sample, one row after the other, so that greedy batches pay nothing.
+The vocabulary is streamed only for positions that can still change.
+
+Letters: B rows, T tokens of a block, Q = B * T positions.
 """
 
 from __future__ import annotations
@@ -12,37 +14,38 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32
 
 import pallas_kernels
 from jdllm.decoding.block import interface
 from jdllm.runner.block import sampling
 
-# Rows of hidden states that a pass over the vocabulary takes on a GPU; up to here its time is
-# nearly the same, and choosing among them would cost more than it saves.
+# Hidden states that one pass over the vocabulary takes on a GPU. Up to this number the time of a
+# pass is nearly the same, so that selecting the wanted ones would cost more than it saves.
 ROWS_OF_A_PASS = 256
 
 
-def previous_tokens(tokens: jax.Array) -> jax.Array:
-    """Returns [B, T] the token left of each position within the block (position 0: itself)."""
+def previous_tokens(tokens: Int32[Array, "B T"]) -> Int32[Array, "B T"]:
+    """Returns the token left of each position within the block (position 0: its own)."""
     return jnp.concatenate([tokens[:, :1], tokens[:, :-1]], axis=1)
 
 
 def propose(
-    hidden: jax.Array,  # [B, T, D]
-    lm_head: jax.Array,  # [V, D]
+    hidden: Float[Array, "B T D"],
+    lm_head: Float[Array, "V D"],
     block: interface.BlockState,
-    positions: jax.Array,  # [B, T]
-    step: jax.Array,  # [B]
+    positions: Int32[Array, "B T"],
+    step: Int32[Array, " B"],
     rows: sampling.SamplingRows,
-    wanted: jax.Array,  # [B, T] bool
+    wanted: Bool[Array, "B T"],
     *,
     forbidden_ids: tuple[int, ...],
     implementation: str = "auto",
 ) -> interface.Proposal:
-    """Returns the proposal for the `wanted` positions; the others keep their tokens, at 0.
+    """Returns the proposal for the `wanted` positions; others keep their token, at probability 0.
 
-    The penalty lambda lowers the logit of the left neighbour's token, block-locally:
-    position 0 has none (SGLang 0.5.23, joint_threshold.py).
+    The penalty lambda lowers the logit of the left neighbour's token within the block:
+    position 0 has no penalty (SGLang 0.5.23, joint_threshold.py).
     """
     B, T, D = hidden.shape
     left = previous_tokens(block.tokens)
@@ -82,8 +85,8 @@ def propose(
             relative.at[r].set(jnp.where(wanted[r], new_relative, relative[r])),
         )
 
-    # A loop of as many turns as rows draw: unlike a conditional around a loop over all
-    # rows, it stays on the device (`ModelRunner` says what that takes).
+    # A loop with one turn for each row that draws. Unlike a conditional around a loop over all
+    # rows, it stays on the device (`launch/executables.py` says what that takes).
     tokens, relative = jax.lax.fori_loop(
         0, jnp.sum(draws), draw_one, (best, jnp.ones((B, T), jnp.float32))
     )
@@ -101,20 +104,20 @@ def propose(
 
 def _statistics(
     unembed_stats: Callable[..., pallas_kernels.UnembedStats],
-    hidden: jax.Array,  # [N, D]
-    given_ids: jax.Array,  # [N]
-    wanted: jax.Array,  # [N]
+    hidden: Float[Array, "Q D"],
+    given_ids: Int32[Array, " Q"],
+    wanted: Bool[Array, " Q"],
 ) -> pallas_kernels.UnembedStats:
-    """Returns the statistics of the wanted rows, anything elsewhere.
+    """Returns the statistics of the wanted positions, and arbitrary values for the others.
 
-    The GPU kernel's time goes by their number. A row's numbers do not depend on its place, so
-    gathering the wanted ones changes no bit.
+    The time of the GPU kernel depends on their number. The numbers of a position do not depend on
+    its index, so gathering the wanted positions changes no bit.
     """
-    N = wanted.shape[0]
+    Q = wanted.shape[0]
     count = jnp.sum(wanted, dtype=jnp.int32)
-    if N <= ROWS_OF_A_PASS:
-        return unembed_stats(hidden, given_ids=given_ids, num_rows=jnp.where(count > 0, N, 0))
-    (rows,) = jnp.nonzero(wanted, size=N, fill_value=0)
-    stats = unembed_stats(hidden[rows], given_ids=given_ids[rows], num_rows=count)
+    if Q <= ROWS_OF_A_PASS:
+        return unembed_stats(hidden, given_ids=given_ids, num_rows=jnp.where(count > 0, Q, 0))
+    (chosen,) = jnp.nonzero(wanted, size=Q, fill_value=0)
+    stats = unembed_stats(hidden[chosen], given_ids=given_ids[chosen], num_rows=count)
     place = jnp.cumsum(wanted) - 1
     return jax.tree.map(lambda field: field[place], stats)

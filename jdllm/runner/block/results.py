@@ -1,15 +1,19 @@
-"""What a block launch gave, from arrays on the host to the scheduler's terms."""
+"""Turns the outputs of a block launch, as arrays on the host, into a `LaunchResult`."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from jaxtyping import Int32
+
 from jdllm.runner.block import loop
 from jdllm.scheduler import batch as batch_lib
 
 
-def of_prefill(num_tokens: Any, batch: batch_lib.ScheduleBatch) -> batch_lib.LaunchResult:
-    """Returns the result of a prefill, which brings no output."""
+def of_prefill(
+    num_tokens: Int32[Any, ""], batch: batch_lib.ScheduleBatch
+) -> batch_lib.LaunchResult:
+    """Returns the result of a prefill, which commits no block."""
     return batch_lib.LaunchResult(
         rows=(batch_lib.RowResult(),) * len(batch.rows),
         computed_tokens=batch.bucket.tokens,

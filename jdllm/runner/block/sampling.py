@@ -1,20 +1,25 @@
 """Draws tokens for rows with a temperature: temperature, top-k, top-p, per-request seeds.
 
-A draw depends on the request's seed, the absolute position and the step alone, never
+A draw depends only on the request's seed, the absolute position and the step, never
 on the row or its neighbours: key = fold_in(fold_in(seed, position), step). Only rows
-that sample pay: their logits are formed one row at a time, [T, V] float32.
+that sample have a cost: their logits, [T, V] float32, are computed one row at a time.
 
-The confidence that gates a drawn token is min(p_best, exp((z_drawn - z_best) / T)): how
-likely it is relative to the best, capped by the untempered probability of the best (the
-rule of upstream SGLang, `dllm/algorithm/sampling.py`).
+The confidence of a drawn token, which decides whether it is written, is
+min(p_best, exp((z_drawn - z_best) / temperature)): its probability relative to the best token,
+at most the untempered probability of the best (the rule of upstream SGLang,
+`dllm/algorithm/sampling.py`).
+
+Letters: B rows, T tokens of a block.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 NEVER = -1e30  # finite, so that differences of masked logits stay numbers
 
@@ -22,65 +27,82 @@ NEVER = -1e30  # finite, so that differences of masked logits stay numbers
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingRows:
-    """Per-row sampling options: temperature 0 is greedy, top_k 0 and top_p 1 keep all."""
+    """Sampling options of each row: temperature 0 is greedy, top_k 0 and top_p 1 keep all.
 
-    temperature: jax.Array  # [B] float32
-    top_p: jax.Array  # [B] float32
-    top_k: jax.Array  # [B] int32
-    seed: jax.Array  # [B, 2] uint32
+    The arrays are numpy's on the host and traced in the launch.
+    """
+
+    temperature: Float32[Any, " B"]
+    top_p: Float32[Any, " B"]
+    top_k: Int32[Any, " B"]
+    seed: UInt32[Any, "B 2"]
 
 
-def filter_logits(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
-    """Returns [T, V] logits with everything outside top-k, then top-p, at `NEVER`.
+def filter_logits(
+    logits: Float32[Array, "T V"], top_k: Int32[Array, ""], top_p: Float32[Array, ""]
+) -> Float32[Array, "T V"]:
+    """Returns the logits with everything outside top-k, then top-p, set to `NEVER`.
 
-    top-p keeps the most probable tokens up to where their mass reaches `top_p`, at least one.
-    Of equal logits at an edge all are kept.
+    top-p keeps the most probable tokens until their mass reaches `top_p`, at least one token.
+    Both filters keep all tokens whose logit equals that of the last token kept.
 
-    Edges are found bit by bit, 32 passes over the logits each, and none where a filter is
-    off. Sorting needs more passes on a GPU, and cannot run within a loop on the device.
+    A search bit by bit finds the lowest logit to keep, with 32 passes over the logits for each
+    filter, and no pass where a filter is off. Sorting needs more passes on a GPU, and cannot run
+    within a loop on the device.
     """
     V = logits.shape[-1]
     keys = _ordered_bits(logits)
-    limits_k, limits_p = (top_k > 0) & (top_k < V), top_p < 1.0
-    edge = _edge(keys, jnp.ones_like(logits), top_k.astype(jnp.float32), limits_k)
+    has_top_k, has_top_p = (top_k > 0) & (top_k < V), top_p < 1.0
+    edge = _edge(keys, jnp.ones_like(logits), top_k.astype(jnp.float32), has_top_k)
     kept = jnp.where(keys >= edge, logits, NEVER)
-    edge = jnp.maximum(edge, _edge(keys, jax.nn.softmax(kept, axis=-1), top_p, limits_p))
+    edge = jnp.maximum(edge, _edge(keys, jax.nn.softmax(kept, axis=-1), top_p, has_top_p))
     return jnp.where(keys >= edge, logits, NEVER)
 
 
-def _edge(keys: jax.Array, weights: jax.Array, target: jax.Array, wanted: jax.Array) -> jax.Array:
-    """Returns [T, 1] the highest key that, with all above it, weighs `target`; 0 if not wanted."""
+def _edge(
+    keys: UInt32[Array, "T V"],
+    weights: Float32[Array, "T V"],
+    target: Float32[Array, ""],
+    wanted: Bool[Array, ""],
+) -> UInt32[Array, "T 1"]:
+    """Returns the highest key for which the weights of all keys from it on reach `target`.
 
-    def one_bit(i: jax.Array, edge: jax.Array) -> jax.Array:
+    Returns 0 where it is not `wanted`.
+    """
+
+    def one_bit(i: Int32[Array, ""], edge: UInt32[Array, "T 1"]) -> UInt32[Array, "T 1"]:
         higher = edge | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
         weight = jnp.sum(jnp.where(keys >= higher, weights, 0.0), axis=-1, keepdims=True)
-        # A target of 0 (a top_p that float32 cannot hold) still keeps the best.
+        # A target of 0 (a top_p too small for float32) still keeps the best token.
         return jnp.where((weight >= target) & (weight > 0), higher, edge)
 
     start = jnp.zeros((keys.shape[0], 1), jnp.uint32)
     return jax.lax.fori_loop(0, jnp.where(wanted, 32, 0), one_bit, start)
 
 
-def _ordered_bits(x: jax.Array) -> jax.Array:
-    """Returns uint32 that compare as the float32 they come from; adding 0 makes one zero of two."""
+def _ordered_bits(x: Float32[Array, "T V"]) -> UInt32[Array, "T V"]:
+    """Returns integers in the same order as the floats; adding 0 turns -0.0 into 0.0."""
     bits = jax.lax.bitcast_convert_type(x + 0.0, jnp.uint32)
     sign = jnp.uint32(1 << 31)
     return jnp.where(bits >= sign, ~bits, bits | sign)
 
 
 def draw_row(
-    logits: jax.Array, positions: jax.Array, step: jax.Array, row: SamplingRows
-) -> tuple[jax.Array, jax.Array]:
-    """Returns ([T] drawn ids, [T] exp((z_drawn - z_best) / T)) of one row.
+    logits: Float32[Array, "T V"],
+    positions: Int32[Array, " T"],
+    step: Int32[Array, ""],
+    row: SamplingRows,
+) -> tuple[Int32[Array, " T"], Float32[Array, " T"]]:
+    """Returns the drawn ids of one row, and exp((z_drawn - z_best) / temperature).
 
-    `logits` [T, V] float32 hold forbidden ids at `NEVER`; `row` has scalar fields.
+    The logits of forbidden ids are `NEVER`; `row` has the fields of one row, without B.
     """
     temperature = jnp.maximum(row.temperature, 1e-6)
     scaled = jnp.where(logits <= NEVER / 2, NEVER, logits / temperature)
     allowed = filter_logits(scaled, row.top_k, row.top_p)
     key = jax.random.wrap_key_data(row.seed)
 
-    def noise(position: jax.Array) -> jax.Array:
+    def noise(position: Int32[Array, ""]) -> Float32[Array, " V"]:
         return jax.random.gumbel(
             jax.random.fold_in(jax.random.fold_in(key, position), step), logits.shape[-1:]
         )

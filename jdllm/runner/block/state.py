@@ -1,7 +1,9 @@
-"""What a decoding row is on the device: the block in flight, its algorithm's state, its counts.
+"""The state of a decoding row on the device: its block in flight, its algorithm's state, counts.
 
 The states of all running requests lie in slots and stay on the device from launch to launch, so
-that a launch can begin before the host has read the one before.
+that a launch can begin before the host has read the results of the one before.
+
+Letters: R rows, L tokens of a block.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float32, Int32
 
 from jdllm import decoding
 from jdllm.runner import config as config_lib
@@ -23,34 +26,35 @@ from jdllm.runner.launch.rows import select
 class RowState:
     """What a row carries from step to step and from launch to launch; every leaf leads with R.
 
-    `steps` and `logprobs` are those of a token's last writing: the step of its block, from
-    1, and its log-probability then. `is_final`: the block was put into a ring, its K,V is
-    not final yet. The three counts are those of a launch: blocks in its ring, edits, and
-    forwards with the row.
+    `steps` and `logprobs` describe when a token was last written: at which step of its block,
+    counted from 1, and with which log-probability. `extra` has one tree for each compiled
+    algorithm. `is_final`: the block's tokens are in the outputs, but its K,V is not final yet.
+    The last three fields count within one launch: blocks in its outputs, edits, and forwards
+    with the row.
     """
 
-    tokens: jax.Array  # [R, L] int32
-    masked: jax.Array  # [R, L] bool
-    editable: jax.Array  # [R, L] bool
-    steps: jax.Array  # [R, L] int32
-    logprobs: jax.Array  # [R, L] float32
-    step: jax.Array  # [R] int32
-    extra: Any  # one tree per compiled algorithm
-    context_lens: jax.Array  # [R] int32
-    tokens_left: jax.Array  # [R] int32
-    is_final: jax.Array  # [R] bool
-    is_finished: jax.Array  # [R] bool
-    is_invalid: jax.Array  # [R] bool
-    num_blocks: jax.Array  # [R] int32
-    num_edited: jax.Array  # [R] int32
-    nfe: jax.Array  # [R] int32
+    tokens: Int32[Array, "R L"]
+    masked: Bool[Array, "R L"]
+    editable: Bool[Array, "R L"]
+    steps: Int32[Array, "R L"]
+    logprobs: Float32[Array, "R L"]
+    step: Int32[Array, " R"]
+    extra: Any
+    context_lens: Int32[Array, " R"]
+    tokens_left: Int32[Array, " R"]
+    is_final: Bool[Array, " R"]
+    is_finished: Bool[Array, " R"]
+    is_invalid: Bool[Array, " R"]
+    num_blocks: Int32[Array, " R"]
+    num_edited: Int32[Array, " R"]
+    nfe: Int32[Array, " R"]
 
 
 def empty_slots(num_slots: int, config: config_lib.StepConfig) -> RowState:
-    """Returns the row states of a runner that has served nothing; their values do not matter."""
+    """Returns row states before the first launch; nobody reads their values."""
     L = config.spec.diffusion.block_size
 
-    def zeros() -> jax.Array:  # one of its own for each leaf: they are donated
+    def zeros() -> jax.Array:  # a new array for each leaf, since each is donated
         return jnp.zeros((num_slots,), jnp.int32)
 
     def no() -> jax.Array:
@@ -81,9 +85,9 @@ def enter(
     config: config_lib.StepConfig,
     inputs: inputs_lib.DenoiseInputs,
     slots: RowState,
-    is_row: jax.Array,
+    is_row: Bool[Array, " R"],
 ) -> RowState:
-    """Returns the rows' states at the start of a launch: from their slots, or new ones."""
+    """Returns the rows' states at the start of a launch: those of their slots, or new ones."""
     R, L = inputs.tokens.shape
     last = slots.step.shape[0] - 1
     kept = jax.tree.map(lambda leaf: leaf[jnp.minimum(inputs.slot, last)], slots)
@@ -105,20 +109,19 @@ def enter(
     )
 
 
-def is_active(inputs: inputs_lib.DenoiseInputs, state: RowState) -> jax.Array:
-    """Returns [R]: the row's block is forwarded in the next step."""
+def is_active(inputs: inputs_lib.DenoiseInputs, state: RowState) -> Bool[Array, " R"]:
+    """Returns whether the next step forwards the row's block."""
     L = state.tokens.shape[1]
     return ~state.is_finished & (state.context_lens + L <= inputs.capacity)
 
 
-def advance(config: config_lib.StepConfig, state: RowState, where: jax.Array) -> RowState:
-    """Returns the state with a fresh block after the present one, for the rows of `where` [R]."""
+def advance(config: config_lib.StepConfig, state: RowState, where: Bool[Array, " R"]) -> RowState:
+    """Returns the state in which the rows of `where` have moved on to a fresh block."""
     L = state.tokens.shape[1]
     column = where[:, None]
-    mask_id = config.spec.diffusion.mask_token_id
     return dataclasses.replace(
         state,
-        tokens=jnp.where(column, mask_id, state.tokens),
+        tokens=jnp.where(column, config.mask_token_id, state.tokens),
         masked=state.masked | column,
         editable=state.editable | column,
         step=jnp.where(where, 0, state.step),

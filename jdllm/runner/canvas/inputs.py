@@ -1,4 +1,9 @@
-"""What canvas launches get from the host: a `ScheduleBatch` becomes padded numpy arrays."""
+"""What canvas launches get from the host: a `ScheduleBatch` becomes padded numpy arrays.
+
+The arrays are numpy's on the host and traced in the launch, hence `Any` in their types.
+
+Letters: R rows, S positions of the longest canvas, M pages of the longest row, E end tokens.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import Bool, Int32
 
 from jdllm import algorithms
 from jdllm.decoding.canvas import interface as canvas
@@ -16,29 +22,30 @@ from jdllm.runner.launch import driver, interrupts
 from jdllm.scheduler import batch as batch_lib
 from jdllm.scheduler.rows import canvas as canvas_rows
 
-TO_BE_WRITTEN = -1  # among the tokens of a canvas, on its way to the device
+TO_BE_WRITTEN = -1  # in `CanvasInputs.canvas`, in place of a token
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CanvasInputs:
-    """What the host knows of R canvas rows, whose states are on the device in `slot`.
+    """What the host knows of canvas rows; their states are on the device, in `slot`.
 
     A fresh row begins with `canvas`: its given tokens, -1 where one is to be written, and
-    anything from `length` on. See `canvas.Canvas` for `start`, `end` and `length`; positions
-    from `shown` on are not wanted by anyone. Padding rows have a slot past the last.
+    arbitrary values from `length` on. See `canvas.Canvas` for `start`, `end` and `length`. Nobody
+    reads positions from `shown` on. Padding rows have a slot past the last. `end_ids` is -1 where
+    there is none. `algorithm` is an index into the compiled algorithms.
     """
 
-    slot: Any  # [R] int32
-    is_fresh: Any  # [R] bool
-    canvas: Any  # [R, S] int32
-    start: Any  # [R] int32
-    end: Any  # [R] int32
-    length: Any  # [R] int32
-    shown: Any  # [R] int32
-    page_table: Any  # [R, M] int32
-    end_ids: Any  # [R, E] int32, -1 for none
-    algorithm: Any  # [R] int32, index into the compiled algorithms
+    slot: Int32[Any, " R"]
+    is_fresh: Bool[Any, " R"]
+    canvas: Int32[Any, "R S"]
+    start: Int32[Any, " R"]
+    end: Int32[Any, " R"]
+    length: Int32[Any, " R"]
+    shown: Int32[Any, " R"]
+    page_table: Int32[Any, "R M"]
+    end_ids: Int32[Any, "R E"]
+    algorithm: Int32[Any, " R"]
     params: canvas.CanvasParams
     limits: driver.LaunchLimits
 
@@ -82,7 +89,7 @@ def build(
 def padding(
     rows: int, canvas_length: int, *, pages_per_row: int, limits: driver.LaunchLimits
 ) -> CanvasInputs:
-    """Returns inputs of rows that do nothing: their canvas is one given token."""
+    """Returns inputs of padding rows: the canvas of each is one given token."""
     R = rows
 
     def ones() -> np.ndarray:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+
+from flax import nnx
 
 from jdllm import device_facts
 from jdllm.kv_cache import pool as pool_lib
@@ -19,14 +20,17 @@ class CanvasKind:
     """Programs of one loaded model; `graphdef` is static."""
 
     def __init__(
-        self, graphdef: Any, config: config_lib.StepConfig, device: device_facts.DeviceFacts
+        self,
+        graphdef: nnx.GraphDef,
+        config: config_lib.StepConfig,
+        device: device_facts.DeviceFacts,
     ):
         self._graphdef = graphdef
         self._config = config
         self._has_coarse_sizes = device.is_cpu
 
     def create_memory(self) -> program.Memory:
-        """Returns an empty pool, and row states whose values do not matter."""
+        """Returns an empty pool, and row states with arbitrary values."""
         config = self._config
         return {
             "pools": pool_lib.create(config.pool),
@@ -35,7 +39,9 @@ class CanvasKind:
 
     def program(self, bucket: batch_lib.Bucket) -> program.Program:
         """Returns the program of a launch of canvases."""
-        assert isinstance(bucket, canvas_rows.CanvasBucket), f"{bucket=} is none of canvases"
+        assert isinstance(bucket, canvas_rows.CanvasBucket), (
+            f"{bucket=} is not a bucket of canvases"
+        )
         config, sizes = self._config, (bucket.tokens,)
         if not bucket.is_whole:
             sizes = canvas_rows.forward_sizes(

@@ -1,37 +1,43 @@
 """The canvas launch: many denoising steps of full-attention rows in one loop on the device.
 
-A step forwards a window of each row (`decoding/canvas/interface.py`), takes the vocabulary
-statistics of the positions that its algorithm wants, lets the algorithm write, and plans the next
-window. Rows are ragged: their windows lie one after the other in a vector of tokens (`packing.py`)
-that is padded to one of a few compiled sizes, chosen step by step. So a row that needs all of
-its canvas and one that needs a block share a forward, and neither pays for the other's length.
-A row that is finished takes no tokens; nothing waits for the slowest. Between two steps the
-host can end the launch.
+A step forwards a window of each row (`decoding/canvas/interface.py`), computes the vocabulary
+statistics of the positions that the row's algorithm wants, lets the algorithm write tokens, and
+plans the next window. Rows are ragged: their windows lie one after the other in a vector of tokens
+(`packing.py`), which is padded to one of a few compiled sizes; each step chooses its size. So a row
+that needs all of its canvas and a row that needs one block share a forward, and neither pays for
+the other's length. A finished row takes no tokens, and no row waits for the slowest. The host can
+end the launch between two steps.
 
-K,V of the forwarded positions overwrite those in the row's pages before anything is attended;
-each token attends to its whole canvas. A mode that forwards less than the canvas reuses what the
-pages hold, and that is all there is to caching.
+K,V of the forwarded positions overwrite those in the row's pages before anything is attended; each
+token attends to its whole canvas. A cache mode is no more than this: it forwards less than the
+canvas and reuses what the pages hold.
 
-Shifted families: the prediction of position p comes from the hidden state of p - 1, row by row.
-Where p is the first of its window, that is the state kept from the forward that last had p - 1.
+Shifted families predict position p from the hidden state of p - 1 of the same row. Where p is the
+first position of its window, the step uses the state kept from the last forward of p - 1.
 
-Guidance (`cfg_scale` w): a second forward with the prompt masked, and h = u + (w + 1)(c - u) of
-the two hidden states. The LM head is linear, so the logits are those of the published rule
-z = z_u + (w + 1)(z_c - z_u); the state that is mixed comes after the last norm.
+Guidance (`cfg_scale` w) runs a second forward with the prompt masked, and mixes the two hidden
+states: h = u + (w + 1)(c - u). The states are mixed after the last norm. The LM head is linear, so
+the logits are those of the published rule z = z_u + (w + 1)(z_c - z_u).
+
+Letters: R rows, S positions of the longest canvas, T packed tokens.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jdllm import spec as spec_lib
+from jdllm.decoding.canvas import interface as canvas
 from jdllm.layers import attention
-from jdllm.models import loading
+from jdllm.models import decoder, loading
 from jdllm.runner import config as config_lib
 from jdllm.runner import paging
 from jdllm.runner.canvas import inputs as inputs_lib
@@ -45,35 +51,37 @@ from jdllm.runner.launch.rows import select
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CanvasOutputs:
-    """What the host reads after a launch; see `scheduler.batch` for what the fields mean.
+    """What the host reads after a launch; `scheduler.batch` says what the fields mean.
 
-    [settled_before, num_settled) of a row became final in the launch.
+    Positions [settled_before, num_settled) of a row became final in the launch. `num_forwarded`
+    counts the row's tokens; `num_tokens` those of all forwards, padding included. The arrays are
+    traced in the launch and numpy's on the host, hence `Any`.
     """
 
-    tokens: jax.Array  # [R, S]
-    steps: jax.Array  # [R, S]
-    logprobs: jax.Array  # [R, S]
-    settled_before: jax.Array  # [R]
-    num_settled: jax.Array  # [R]
-    nfe: jax.Array  # [R]
-    num_full: jax.Array  # [R]
-    num_forwarded: jax.Array  # [R] tokens
-    is_invalid: jax.Array  # [R]
-    num_steps: jax.Array
-    num_tokens: jax.Array  # padding included
+    tokens: Int32[Any, "R S"]
+    steps: Int32[Any, "R S"]
+    logprobs: Float32[Any, "R S"]
+    settled_before: Int32[Any, " R"]
+    num_settled: Int32[Any, " R"]
+    nfe: Int32[Any, " R"]
+    num_full: Int32[Any, " R"]
+    num_forwarded: Int32[Any, " R"]
+    is_invalid: Bool[Any, " R"]
+    num_steps: Int32[Any, ""]
+    num_tokens: Int32[Any, ""]
 
 
 def canvas_launch(
-    graphdef: Any,
+    graphdef: nnx.GraphDef,
     config: config_lib.StepConfig,
     sizes: tuple[int, ...],
     params: program.Params,
     memory: program.Memory,
     inputs: inputs_lib.CanvasInputs,
 ) -> tuple[program.Memory, CanvasOutputs]:
-    """Returns (pools, states of all slots) and outputs after the launch's steps.
+    """Returns the memory (pools, states of all slots) and the outputs after the launch.
 
-    The caller donates `memory`, and sees to it that the last of `sizes` holds all rows' canvases.
+    The caller donates `memory`, and ensures that the last of `sizes` holds all rows' canvases.
     """
     slots: state_lib.Slots = memory["slots"]
     is_row = inputs.slot < slots.words.shape[0]
@@ -112,25 +120,25 @@ def canvas_launch(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Body:
-    """A denoising step of all rows; its variants are the packed tokens of a forward.
+    """A denoising step of all rows; its variants are the compiled sizes, in packed tokens.
 
     The vocabulary is streamed for `chunk` positions at a time.
     """
 
     config: config_lib.StepConfig
-    model: Any
+    model: decoder.Decoder
     inputs: inputs_lib.CanvasInputs
-    is_row: jax.Array  # [R]
+    is_row: Bool[Array, " R"]
     variants: tuple[int, ...]
     chunk: int
 
-    def is_finished(self, rows: state_lib.CanvasState) -> jax.Array:
+    def is_finished(self, rows: state_lib.CanvasState) -> Bool[Array, " R"]:
         return rows.is_finished & self.is_row
 
-    def is_active(self, rows: state_lib.CanvasState) -> jax.Array:
+    def is_active(self, rows: state_lib.CanvasState) -> Bool[Array, " R"]:
         return ~rows.is_finished
 
-    def choose(self, rows: state_lib.CanvasState) -> jax.Array:
+    def choose(self, rows: state_lib.CanvasState) -> Int32[Array, ""]:
         wanted = jnp.sum(packing_lib.segments(rows.window))
         smaller = jnp.asarray(self.variants, jnp.int32)[:-1] < wanted
         return jnp.sum(smaller, dtype=jnp.int32)
@@ -151,14 +159,16 @@ class _Body:
 
 def _step(
     config: config_lib.StepConfig,
-    model: Any,
+    model: decoder.Decoder,
     inputs: inputs_lib.CanvasInputs,
     state: state_lib.CanvasState,
-    pools: list[jax.Array],
+    pools: list[Array],
     size: int,
     chunk: int,
-) -> tuple[state_lib.CanvasState, list[jax.Array], jax.Array]:
-    """Returns the state and the pool after one step of `size` packed tokens, and its forwards.
+) -> tuple[state_lib.CanvasState, list[Array], Int32[Array, ""]]:
+    """Returns the state and the pool after one step, and its number of forwards.
+
+    Each forward has `size` packed tokens.
 
     The vocabulary is streamed for `chunk` positions at a time.
     """
@@ -205,15 +215,15 @@ def _step(
 
 def _forward(
     config: config_lib.StepConfig,
-    model: Any,
+    model: decoder.Decoder,
     inputs: inputs_lib.CanvasInputs,
     state: state_lib.CanvasState,
     packing: packing_lib.Packing,
-    takes_part: jax.Array,  # [R]
-    tokens: jax.Array,  # [R, S]
-    pools: list[jax.Array],
-) -> tuple[jax.Array, list[jax.Array]]:
-    """Returns hidden states [T, D] of the packed windows and the pool with their K,V written."""
+    takes_part: Bool[Array, " R"],
+    tokens: Int32[Array, "R S"],
+    pools: list[Array],
+) -> tuple[Float[Array, "T D"], list[Array]]:
+    """Returns the hidden states of the packed windows, and the pool with their K,V written."""
     is_valid = packing.is_valid & takes_part[packing.row]
     batch = attention.PagedBatch(
         cu_q_lens=packing.cu_q_lens,
@@ -239,16 +249,23 @@ def _forward(
     )
 
 
-def _guide(config, inputs, state, packing, forward, guided, hidden, pools):
+def _guide(
+    config: config_lib.StepConfig,
+    inputs: inputs_lib.CanvasInputs,
+    state: state_lib.CanvasState,
+    packing: packing_lib.Packing,
+    forward: Callable[..., tuple[Array, list[Array]]],
+    guided: Bool[Array, " R"],
+    hidden: Float[Array, "T D"],
+    pools: list[Array],
+) -> tuple[Float[Array, "T D"], list[Array]]:
     """Returns hidden states moved away from those without a prompt, and the pool.
 
-    K,V that the second forward leaves are wrong for the row: algorithms with guidance forward
-    the whole canvas every time.
+    The second forward leaves K,V that are wrong for the row, so algorithms with guidance forward
+    the whole canvas in every step.
     """
     is_prompt = jnp.arange(state.tokens.shape[1]) < state.start[:, None]
-    blind = jnp.where(
-        is_prompt & guided[:, None], config.spec.diffusion.mask_token_id, state.tokens
-    )
+    blind = jnp.where(is_prompt & guided[:, None], config.mask_token_id, state.tokens)
 
     def again(_, carry):
         conditional, pools = carry
@@ -258,11 +275,17 @@ def _guide(config, inputs, state, packing, forward, guided, hidden, pools):
         mixed = jnp.where(guided[packing.row][:, None], mixed, c)
         return mixed.astype(conditional.dtype), pools
 
-    # A loop of one turn or none: it stays on the device where a conditional would not.
+    # A loop with one turn or none: it stays on the device, and a conditional would not.
     return jax.lax.fori_loop(0, jnp.any(guided).astype(jnp.int32), again, (hidden, pools))
 
 
-def _update(config, inputs, state, proposal, works):
+def _update(
+    config: config_lib.StepConfig,
+    inputs: inputs_lib.CanvasInputs,
+    state: state_lib.CanvasState,
+    proposal: canvas.CanvasProposal,
+    works: Bool[Array, " R"],
+) -> tuple[Int32[Array, "R S"], Bool[Array, "R S"], tuple[Any, ...]]:
     """Returns (tokens, masked, extras) after the rows of `works` have seen their proposals."""
     tokens, masked, extras = state.tokens, state.masked, []
     for i, algorithm in enumerate(state_lib.algorithms(config)):
@@ -279,7 +302,7 @@ def _update(config, inputs, state, proposal, works):
 
         carry = (tokens, masked, state.extra[i])
         if len(state.extra) > 1:
-            # Rules that compare all positions cost nothing where no row has them.
+            # A rule that compares all positions costs nothing where no row uses it.
             carry = jax.lax.fori_loop(0, jnp.any(is_mine).astype(jnp.int32), update, carry)
         else:
             carry = update(0, carry)

@@ -1,18 +1,22 @@
 """From hidden states of packed windows to a `CanvasProposal`: the vocabulary statistics.
 
-The vocabulary is streamed for the wanted positions alone, a fixed number of them a pass, so
+The vocabulary is streamed only for the wanted positions, a fixed number of them in each pass. So
 forwards of all sizes of a launch share one compiled shape of the op (lowering its kernel takes
-seconds). Rows that sample have passes of their own, whose draws come from a counter of seed,
-position and step: they change no bit of the others'.
+seconds). Rows that sample have separate passes, so that they change no bit of the other rows.
+Their draws depend on seed, position and step alone.
+
+Letters: R rows, S positions of the longest canvas, T packed tokens, C positions of a pass.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import TypedDict
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped, UInt32
 
 import pallas_kernels
 from jdllm.decoding.canvas import interface as canvas
@@ -22,32 +26,32 @@ from jdllm.runner.canvas import packing as packing_lib
 from jdllm.runner.canvas import state as state_lib
 from jdllm.scheduler.rows import canvas as canvas_rows
 
-# Positions of a pass: of one row, of several. A pass reads the whole LM head, which takes as long
-# as multiplying some 200 positions by it.
+# Positions of a pass in launches of one row, and of several rows. A pass reads the whole LM head,
+# which takes as long as multiplying about 200 positions by it.
 POSITIONS_OF_A_PASS = (128, 256)
-# Tokens, logprob, entropy and margin travel through the passes as words of one array, which takes
-# one kernel to begin and one to fill.
+# The passes carry tokens, logprob, entropy and margin as words of one array, which takes one kernel
+# to initialise and one to fill.
 _FIELDS = (jnp.int32, jnp.float32, jnp.float32, jnp.float32)
 
 
 def positions_of_a_pass(rows: int, most: int) -> int:
-    """Returns how many positions a pass takes, in launches of up to `most` packed tokens."""
+    """Returns how many positions a pass takes in launches of up to `most` packed tokens."""
     return min(POSITIONS_OF_A_PASS[rows > 1], canvas_rows.packed_len(most))
 
 
 def propose(
     config: config_lib.StepConfig,
     inputs: inputs_lib.CanvasInputs,
-    lm_head: jax.Array,
+    lm_head: Float[Array, "V D"],
     state: state_lib.CanvasState,
     packing: packing_lib.Packing,
-    hidden: jax.Array,  # [T, D]
+    hidden: Float[Array, "T D"],
     *,
     chunk: int,
-) -> tuple[canvas.CanvasProposal, jax.Array]:
-    """Returns the proposal for the wanted positions, and [R]: a row's statistics are NaN.
+) -> tuple[canvas.CanvasProposal, Bool[Array, " R"]]:
+    """Returns the proposal for the wanted positions, and which rows have NaN in their statistics.
 
-    `chunk`: `positions_of_a_pass`.
+    `chunk` is the result of `positions_of_a_pass`.
     """
     params, window = inputs.params, state.window
     samples = params.temperature > 0
@@ -61,7 +65,7 @@ def propose(
     )
     sources = _Sources(hidden=hidden, edge=state.edge, packing=packing, low=window.low, scale=scale)
     take = functools.partial(_statistics, config, lm_head, sources, chunk=chunk)
-    # Rows that sample have passes of their own, so that they change no bit of the others'.
+    # Separate passes for rows that sample: they change no bit of the other rows.
     of_kind = jnp.stack([window.wanted & ~samples[:, None], window.wanted & samples[:, None]])
     greedy, drawn = jnp.cumsum(of_kind.reshape(2, -1), axis=1, dtype=jnp.int32)
     found = take(greedy, jnp.zeros((len(_FIELDS), *window.wanted.shape), jnp.int32), None)
@@ -80,16 +84,19 @@ def propose(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Sources:
-    """The hidden states that positions are predicted from, and what the rows' are scaled by."""
+    """The hidden states from which positions are predicted, and the factor that scales them.
 
-    hidden: jax.Array  # [T, D]
-    edge: jax.Array  # [R, D] where logits are shifted, else [R, 0]
+    `edge` is [R, 0] unless logits are shifted; `scale` is None where no algorithm tempers.
+    """
+
+    hidden: Float[Array, "T D"]
+    edge: Float[Array, "R D"]
     packing: packing_lib.Packing
-    low: jax.Array  # [R]
-    scale: jax.Array | None  # [R] float32; none where no algorithm tempers
+    low: Int32[Array, " R"]
+    scale: Float32[Array, " R"] | None
 
-    def of(self, row: jax.Array, position: jax.Array) -> jax.Array:
-        """Returns [chunk, D] the scaled states for `position` of `row`, [chunk] each."""
+    def of(self, row: Int32[Array, " C"], position: Int32[Array, " C"]) -> Float[Array, "C D"]:
+        """Returns the scaled states that predict `position` of `row`."""
         is_shifted = self.edge.shape[1] > 0
         offset = position - is_shifted - self.low[row]
         token = jnp.clip(self.packing.cu_q_lens[row] + offset, 0, self.hidden.shape[0] - 1)
@@ -101,32 +108,41 @@ class _Sources:
         return (x.astype(jnp.float32) * self.scale[row, None]).astype(x.dtype)
 
 
+class _DrawOptions(TypedDict, total=False):
+    """The arguments of `unembed_stats` that make it draw."""
+
+    draw_keys: UInt32[Array, "C 2"]
+    temperature: Float32[Array, " C"]
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Draws:
-    """What a draw depends on beside the position: [R] each, but `seed` [R, 2]."""
+    """What a draw depends on, besides its position."""
 
-    temperature: jax.Array
-    seed: jax.Array
-    step: jax.Array
+    temperature: Float32[Array, " R"]
+    seed: UInt32[Array, "R 2"]
+    step: Int32[Array, " R"]
 
-    def options(self, row: jax.Array, position: jax.Array) -> dict[str, jax.Array]:
-        """Returns what `unembed_stats` draws by: a key of seed, position and step for each."""
+    def options(self, row: Int32[Array, " C"], position: Int32[Array, " C"]) -> _DrawOptions:
+        """Returns the temperature of each position, and its key from seed, position and step."""
 
-        def key(seed: jax.Array, position: jax.Array, step: jax.Array) -> jax.Array:
+        def key(
+            seed: UInt32[Array, " 2"], position: Int32[Array, ""], step: Int32[Array, ""]
+        ) -> UInt32[Array, " 2"]:
             of_position = jax.random.fold_in(jax.random.wrap_key_data(seed), position)
             return jax.random.key_data(jax.random.fold_in(of_position, step))
 
-        keys = jax.vmap(key)(self.seed[row], position, self.step[row])  # uint32 [chunk, 2]
+        keys = jax.vmap(key)(self.seed[row], position, self.step[row])
         return {"draw_keys": keys, "temperature": self.temperature[row]}
 
 
-def _to_words(*fields: jax.Array) -> jax.Array:
-    """Returns int32 [4, ...] of four arrays [...]."""
+def _to_words(*fields: Shaped[Array, " C"]) -> Int32[Array, "4 C"]:
+    """Returns four arrays as one array of words."""
     return jnp.stack([jax.lax.bitcast_convert_type(field, jnp.int32) for field in fields])
 
 
-def _from_words(words: jax.Array) -> list[jax.Array]:
-    """Returns the four arrays."""
+def _from_words(words: Int32[Array, "4 R S"]) -> list[Shaped[Array, "R S"]]:
+    """Returns the four arrays that the words hold."""
     return [
         jax.lax.bitcast_convert_type(word, dtype)
         for word, dtype in zip(words, _FIELDS, strict=True)
@@ -135,37 +151,39 @@ def _from_words(words: jax.Array) -> list[jax.Array]:
 
 def _statistics(
     config: config_lib.StepConfig,
-    lm_head: jax.Array,  # [V, D]
+    lm_head: Float[Array, "V D"],
     sources: _Sources,
-    rank: jax.Array,  # [R * S]
-    found: jax.Array,  # [4, R, S] words
+    rank: Int32[Array, " R*S"],
+    found: Int32[Array, "4 R S"],
     draws: _Draws | None,
     *,
     chunk: int,
-) -> jax.Array:
-    """Returns `found` with those of the positions of `rank`, `chunk` of them a pass.
+) -> Int32[Array, "4 R S"]:
+    """Returns `found` with the statistics of the chosen positions, `chunk` of them in each pass.
 
-    `rank`: how many of them there are up to and with a position, row after row.
+    `rank` counts the chosen positions up to and including each position, row after row.
     """
     R, S = found.shape[1:]
     total = rank[-1]
-    # Counted from the end, so that a pass needs to know only how many are left.
+    # Ranks count from the end, so that a pass needs to know only how many positions are left.
     rank = rank - total
     is_chosen = jnp.diff(rank, prepend=-total) > 0
 
-    def one_pass(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def one_pass(carry: tuple[Array, Array]) -> tuple[Array, Array]:
         left, found = carry
         place = jnp.arange(chunk, dtype=jnp.int32) - left
-        # Counting is a search in one kernel: chunk * R * S comparisons, 2 ** 24 for 16 of 4096.
+        # Counting is a search in one kernel, with chunk * R * S comparisons: 2 ** 24 for 16 rows of
+        # 4,096.
         at = jnp.sum(rank <= place[:, None], axis=1, dtype=jnp.int32)
         row, position = jnp.divmod(jnp.minimum(at, R * S - 1), S)
+        options: _DrawOptions = {} if draws is None else draws.options(row, position)
         stats = pallas_kernels.unembed_stats(
             sources.of(row, position),
             lm_head,
             forbidden_ids=config.forbidden_ids,
             num_rows=left,
             implementation=config.implementation,
-            **({} if draws is None else draws.options(row, position)),
+            **options,
         )
         best = pallas_kernels.probability(stats.best_logit, stats.logsumexp)
         second = pallas_kernels.probability(stats.second_logit, stats.logsumexp)
@@ -175,9 +193,9 @@ def _statistics(
             jnp.maximum(stats.entropy, 0.0),
             best - second,
         )
-        slot = rank - 1 + left
-        is_here = (is_chosen & (slot >= 0) & (slot < chunk)).reshape(R, S)
-        new = new[:, jnp.clip(slot, 0, chunk - 1).reshape(R, S)]
+        index = rank - 1 + left  # of a position in this pass
+        is_here = (is_chosen & (index >= 0) & (index < chunk)).reshape(R, S)
+        new = new[:, jnp.clip(index, 0, chunk - 1).reshape(R, S)]
         return left - chunk, jnp.where(is_here, new, found)
 
     return jax.lax.while_loop(lambda carry: carry[0] > 0, one_pass, (total, found))[1]

@@ -1,4 +1,4 @@
-"""What a canvas launch gave, from arrays on the host to the scheduler's terms."""
+"""Turns the outputs of a canvas launch, as arrays on the host, into a `LaunchResult`."""
 
 from __future__ import annotations
 

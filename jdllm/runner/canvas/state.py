@@ -1,8 +1,10 @@
-"""What a canvas row is on the device: all of its positions, its algorithm's state, its window.
+"""The state of a canvas row on the device: all of its positions, its algorithm's state, its window.
 
 As in `block/state.py` the states of all running requests lie in slots and stay on the device from
-launch to launch; every leaf leads with R. A row's next window is planned at the end of the step
-before, when the hidden states are at hand that a shifted family needs beside it.
+launch to launch. Every step plans the next window of each row at its end, while the hidden states
+still exist: a shifted family must keep the one before the window.
+
+Letters: R rows, S positions of the longest canvas, N slots, W words.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jdllm import decoding
 from jdllm.decoding.canvas import interface as canvas
@@ -25,57 +28,59 @@ from jdllm.runner.launch.rows import select
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CanvasState:
-    """What a row carries from step to step and from launch to launch.
+    """What a row carries from step to step and from launch to launch; every leaf leads with R.
 
-    `tokens` to `step`: see `canvas.Canvas`. `steps` and `logprobs` are those of a token's
-    writing. `window` is that of the next forward. `edge`: the hidden state of the position
-    before it, where logits are shifted. `num_settled`: end of the settled prefix. `is_finished`:
-    no more forwards; `is_invalid`: because its numbers were none (NaN). The last four are those
-    of a launch: forwards with the row, full ones, tokens forwarded, and where
-    the settled prefix ended when it began.
+    `tokens` to `step`: see `canvas.Canvas`. `steps` and `logprobs` say at which step a token was
+    written, and with which log-probability. `extra` has one tree for each compiled algorithm.
+    `window` is that of the next forward. `edge` is the hidden state of the position before the
+    window where logits are shifted, else [R, 0]. `num_settled` is the end of the settled prefix.
+    `is_finished`: the row has no more forwards. `is_invalid`: it ended because of NaN. The last
+    four fields belong to one launch: forwards with the row, those of its whole canvas, tokens
+    forwarded, and the end of the settled prefix when the launch began.
     """
 
-    tokens: jax.Array  # [R, S] int32
-    masked: jax.Array  # [R, S] bool
-    start: jax.Array  # [R] int32
-    end: jax.Array  # [R] int32
-    length: jax.Array  # [R] int32
-    step: jax.Array  # [R] int32
-    steps: jax.Array  # [R, S] int32
-    logprobs: jax.Array  # [R, S] float32
-    extra: Any  # one tree per compiled algorithm
+    tokens: Int32[Array, "R S"]
+    masked: Bool[Array, "R S"]
+    start: Int32[Array, " R"]
+    end: Int32[Array, " R"]
+    length: Int32[Array, " R"]
+    step: Int32[Array, " R"]
+    steps: Int32[Array, "R S"]
+    logprobs: Float32[Array, "R S"]
+    extra: Any
     window: canvas.Window
-    edge: jax.Array  # [R, D], or [R, 0]
-    num_settled: jax.Array  # [R] int32
-    is_finished: jax.Array  # [R] bool
-    is_invalid: jax.Array  # [R] bool
-    nfe: jax.Array  # [R] int32
-    num_full: jax.Array  # [R] int32
-    num_forwarded: jax.Array  # [R] int32
-    settled_before: jax.Array  # [R] int32
+    edge: Float[Array, "R D"]
+    num_settled: Int32[Array, " R"]
+    is_finished: Bool[Array, " R"]
+    is_invalid: Bool[Array, " R"]
+    nfe: Int32[Array, " R"]
+    num_full: Int32[Array, " R"]
+    num_forwarded: Int32[Array, " R"]
+    settled_before: Int32[Array, " R"]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Slots:
-    """The states of all running requests between launches, N of them.
+    """The states of all running requests between launches.
 
-    Each is one row of words (`launch/words.py`): a launch takes and leaves them with one kernel.
+    The state of a row without its edge is one row of words (`launch/words.py`), so that a launch
+    reads all states with one kernel and writes them with one. `edge` is as in `CanvasState`.
     """
 
-    words: jax.Array  # [N, W] int32: a `CanvasState` but for its edge
-    edge: jax.Array  # [N, D], or [N, 0]
+    words: Int32[Array, "N W"]
+    edge: Float[Array, "N D"]
 
-    def write(self, slot: jax.Array, rows: CanvasState) -> Slots:
-        """Returns the slots with the rows' states in `slot` [R]; those out of range are dropped."""
+    def write(self, slot: Int32[Array, " R"], rows: CanvasState) -> Slots:
+        """Returns the slots with the rows' states in `slot`; slots out of range are dropped."""
         words = jax.vmap(words_lib.pack_traced)(dataclasses.replace(rows, edge=()))
         return Slots(
             words=self.words.at[slot].set(words, mode="drop"),
             edge=self.edge.at[slot].set(rows.edge, mode="drop"),
         )
 
-    def read(self, slot: jax.Array, like: CanvasState) -> CanvasState:
-        """Returns the rows' states from `slot` [R]; `like`: their shapes."""
+    def read(self, slot: Int32[Array, " R"], like: CanvasState) -> CanvasState:
+        """Returns the rows' states from `slot`; `like` has their shapes."""
         row = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), like)
         layout = words_lib.Layout.of(dataclasses.replace(row, edge=()))
         rows = jax.vmap(layout.unpack)(self.words[slot])
@@ -83,7 +88,7 @@ class Slots:
 
 
 def algorithms(config: config_lib.StepConfig) -> tuple[canvas.CanvasAlgorithm, ...]:
-    """Returns the compiled algorithms, in the variant of the model's family."""
+    """Returns the compiled algorithms, in the variants for the model's family."""
     is_shifted = config.spec.diffusion.is_shifted
     return tuple(
         decoding.canvas_algorithm(name, is_shifted=is_shifted) for name in config.algorithms
@@ -91,12 +96,12 @@ def algorithms(config: config_lib.StepConfig) -> tuple[canvas.CanvasAlgorithm, .
 
 
 def empty_slots(num_slots: int, config: config_lib.StepConfig) -> Slots:
-    """Returns the states of a runner that has served nothing; their values do not matter."""
-    dtype = config.pool.dtype  # hidden states have it, too
-    nothing = inputs_lib.padding(
+    """Returns row states before the first launch; nobody reads their values."""
+    dtype = config.pool.dtype  # also that of hidden states
+    padding = inputs_lib.padding(
         num_slots, config.context_length, pages_per_row=1, limits=driver.shapes()
     )
-    rows = jax.eval_shape(lambda inputs: _fresh(config, inputs, dtype), nothing)
+    rows = jax.eval_shape(lambda inputs: _fresh(config, inputs, dtype), padding)
     words = words_lib.Layout.of(dataclasses.replace(rows, edge=())).num_words // num_slots
     return Slots(
         words=jnp.zeros((num_slots, words), words_lib.WORD), edge=jnp.zeros(rows.edge.shape, dtype)
@@ -107,11 +112,11 @@ def enter(
     config: config_lib.StepConfig,
     inputs: inputs_lib.CanvasInputs,
     slots: Slots,
-    is_row: jax.Array,
+    is_row: Bool[Array, " R"],
 ) -> CanvasState:
-    """Returns the rows' states at the start of a launch: from their slots, or new ones.
+    """Returns the rows' states at the start of a launch: those of their slots, or new ones.
 
-    Padding rows hold what the last slot does, finished and without a window: nobody reads them.
+    Padding rows get a copy of the last slot, finished and without a window; nobody reads them.
     """
 
     def fresh(inputs: inputs_lib.CanvasInputs) -> CanvasState:
@@ -123,8 +128,8 @@ def enter(
     def begin(_, rows: CanvasState) -> CanvasState:
         return select(inputs.is_fresh, fresh(inputs), rows)
 
-    # A loop of one turn or none: most launches have no new row, and planning takes many small
-    # kernels (it stays on the device where a conditional would not).
+    # A loop with one turn or none: most launches have no new row, and planning takes many small
+    # kernels. The loop stays on the device, and a conditional would not.
     rows = jax.lax.fori_loop(0, jnp.any(inputs.is_fresh).astype(jnp.int32), begin, kept)
     zeros = jnp.zeros_like(inputs.slot)
     return dataclasses.replace(
@@ -134,7 +139,7 @@ def enter(
         nfe=zeros,
         num_full=zeros,
         num_forwarded=zeros,
-        # A new row may begin with given tokens: they count as settled by this launch.
+        # A new row may begin with given tokens, which count as settled by this launch.
         settled_before=jnp.where(inputs.is_fresh, inputs.start, rows.num_settled),
     )
 
@@ -142,14 +147,14 @@ def enter(
 def _fresh(
     config: config_lib.StepConfig, inputs: inputs_lib.CanvasInputs, dtype: Any
 ) -> CanvasState:
-    """Returns rows that begin here, their first window planned."""
+    """Returns the states of rows that begin with this launch, with their first window planned."""
     ids = inputs.canvas
     R, S = ids.shape
     zeros, no = jnp.zeros((R,), jnp.int32), jnp.zeros((R,), bool)
     is_shifted = config.spec.diffusion.is_shifted
     masked = ids < 0
     state = CanvasState(
-        tokens=jnp.where(masked, config.spec.diffusion.mask_token_id, ids),
+        tokens=jnp.where(masked, config.mask_token_id, ids),
         masked=masked,
         start=inputs.start,
         end=inputs.end,
@@ -178,6 +183,8 @@ def as_canvas(
     config: config_lib.StepConfig, inputs: inputs_lib.CanvasInputs, state: CanvasState, extra: Any
 ) -> canvas.Canvas:
     """Returns what an algorithm sees of the rows."""
+    end_of_text_id = config.spec.diffusion.end_of_text_id
+    assert end_of_text_id is not None, "every parsed config has an end of text"
     return canvas.Canvas(
         tokens=state.tokens,
         masked=state.masked,
@@ -186,7 +193,7 @@ def as_canvas(
         length=state.length,
         step=state.step,
         end_ids=inputs.end_ids,
-        filler=jnp.full_like(state.start, config.spec.diffusion.end_of_text_id),
+        filler=jnp.full_like(state.start, end_of_text_id),
         is_done=state.is_finished,
         params=inputs.params,
         extra=extra,
@@ -196,10 +203,10 @@ def as_canvas(
 def plan(
     config: config_lib.StepConfig, inputs: inputs_lib.CanvasInputs, state: CanvasState
 ) -> CanvasState:
-    """Returns the state with the next window of every row; a row without one is finished.
+    """Returns the state with the next window of every row; a row without a window is finished.
 
-    A row is finished, too, when an end token lies in its settled prefix, or nothing that is
-    shown is open: what comes later is never seen.
+    A row is also finished when its settled prefix holds an end token or reaches all shown
+    positions: nobody sees what comes later.
     """
     extras, all_planned = [], []
     for algorithm, extra in zip(algorithms(config), state.extra, strict=True):
@@ -210,16 +217,16 @@ def plan(
     for i, mine in enumerate(all_planned[1:], start=1):
         after, window = select(inputs.algorithm == i, mine, (after, window))
     settled = canvas.first_masked(after)
-    # Plans write behind an end token only, so the first one is where it was.
+    # Plans write only behind an end token, so the first end token stays where it was.
     has_ended = canvas.first_end(as_canvas(config, inputs, state, ())) < settled
     is_finished = state.is_finished | after.is_done | has_ended | (settled >= inputs.shown)
-    stays = state.is_finished
+    was_finished = state.is_finished
     return dataclasses.replace(
         state,
-        tokens=jnp.where(stays[:, None], state.tokens, after.tokens),
-        masked=jnp.where(stays[:, None], state.masked, after.masked),
-        extra=select(~stays, tuple(extras), state.extra),
-        num_settled=jnp.where(stays, state.num_settled, settled),
+        tokens=jnp.where(was_finished[:, None], state.tokens, after.tokens),
+        masked=jnp.where(was_finished[:, None], state.masked, after.masked),
+        extra=select(~was_finished, tuple(extras), state.extra),
+        num_settled=jnp.where(was_finished, state.num_settled, settled),
         is_finished=is_finished,
         window=select(~is_finished, window, jax.tree.map(jnp.zeros_like, window)),
     )

@@ -1,7 +1,7 @@
 """Counts compilations in this process, to prove that none happens after start-up.
 
-JAX reports each backend compile (or persistent-cache load) through its monitoring
-events; a listener cannot be removed, so one is registered per process.
+JAX reports each backend compile (or load from the persistent cache) as a monitoring event.
+A listener cannot be removed, so this module registers one for the whole process.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class CompileCounter:
     seconds: float = 0.0
     _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
-    def on_event(self, event: str, duration_s: float, **_: object) -> None:
-        """Listener of jax.monitoring."""
+    def on_event(self, event: str, duration_secs: float, **_: object) -> None:
+        """Counts an event of jax.monitoring, which calls it."""
         if event == COMPILE_EVENT:
             with self._lock:
                 self.count += 1
-                self.seconds += duration_s
+                self.seconds += duration_secs
 
 
 COUNTER = CompileCounter()

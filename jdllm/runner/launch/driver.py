@@ -1,10 +1,14 @@
-"""The loop of a launch: steps of its rows on the device, without the host, until something ends it.
+"""The loop of a launch: the device runs step after step, without the host, until the launch ends.
 
-A kind says what a step is (`Body`); the driver runs steps until the rows are finished, enough of
-them are for others to have their places, the launch has had its steps, or the host asks.
+A kind of rows says what a step is (`Body`). The driver runs steps until one of four things happens:
+no row is active, more rows than `LaunchLimits.max_finished` are finished (other requests wait for
+their places), the launch has run `max_steps` steps, or the host asks for an end.
 
-A step has variants of other compiled sizes, and each has a loop of its own that runs as long as
-its variant is the right one. A conditional inside one loop would make XLA copy the KV pool.
+A step has several compiled variants, which differ in size. Each variant has an inner loop of its
+own, which runs as long as `Body.choose` returns that variant. A conditional inside one loop would
+make XLA copy the KV pool.
+
+Letters: R rows.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Int32
 
 from jdllm.runner.launch import interrupts, words
 from jdllm.scheduler import batch as batch_lib
@@ -24,21 +29,24 @@ from jdllm.scheduler import batch as batch_lib
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchLimits:
-    """When a launch ends though rows could go on; every kind's inputs hold them.
+    """When a launch ends although rows could go on; the inputs of every kind hold one.
 
-    After `max_steps` steps, when more than `max_finished` rows are finished, or when the host asks.
+    The launch ends after `max_steps` steps, when more than `max_finished` rows are finished, or
+    when the host asks. The fields are numpy's on the host and traced in the launch.
     """
 
-    max_steps: Any  # int32 scalar
-    max_finished: Any  # int32 scalar
+    max_steps: Int32[Any, ""]
+    max_finished: Int32[Any, ""]
     interrupt: interrupts.Interrupt
 
     @classmethod
     def of(cls, batch: batch_lib.ScheduleBatch, interrupt: interrupts.Interrupt) -> LaunchLimits:
-        """Returns what a batch says; without a limit of finished rows that is all of them."""
-        most = batch.bucket.rows if batch.max_finished is None else batch.max_finished
+        """Returns the limits of a batch; without `max_finished` all of its rows may finish."""
+        max_finished = batch.bucket.rows if batch.max_finished is None else batch.max_finished
         return cls(
-            max_steps=np.int32(batch.max_steps), max_finished=np.int32(most), interrupt=interrupt
+            max_steps=np.int32(batch.max_steps),
+            max_finished=np.int32(max_finished),
+            interrupt=interrupt,
         )
 
 
@@ -51,25 +59,26 @@ def shapes() -> LaunchLimits:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Carry:
-    """What goes from step to step.
+    """What one step hands to the next.
 
-    `memory` is updated in place (the KV pool), `rows` are the states of the rows, their tokens
-    first, `gathered` is what the launch collects for the host beside them, such as an output of
-    each step. `counts` are totals of the kind's own.
+    `memory` is updated in place (the KV pool). `rows` are the states of the rows; their first leaf
+    is the tokens. `gathered` is what the launch collects for the host besides, such as an output
+    of each step. `counts` are totals that the kind defines. `cancel_flag` is the flag of
+    `interrupts.py` as it was last read.
     """
 
     memory: Any
     rows: Any
     gathered: Any
-    cancel_flag: jax.Array  # int32 scalar, as it was read last
-    num_steps: jax.Array  # int32 scalar
-    counts: tuple[jax.Array, ...]  # int32 scalars
+    cancel_flag: Int32[Array, ""]
+    num_steps: Int32[Array, ""]
+    counts: tuple[Int32[Array, ""], ...]
 
     @classmethod
     def begin(
         cls, limits: LaunchLimits, *, memory: Any, rows: Any, gathered: Any = (), num_counts: int
     ) -> Carry:
-        """Returns the carry of a launch that has had no step."""
+        """Returns the carry before the first step."""
         return cls(
             memory=memory,
             rows=rows,
@@ -81,27 +90,27 @@ class Carry:
 
 
 class Body(Protocol):
-    """A kind's part of the loop. `variants` are the compiled forms of its step."""
+    """What a kind of rows adds to the loop. `variants` are the compiled forms of its step."""
 
     @property
     def variants(self) -> tuple[Any, ...]:
-        """Sizes, or whatever tells one form of the step from another."""
+        """The sizes, or whatever else distinguishes the forms of the step."""
         ...
 
-    def is_finished(self, rows: Any) -> jax.Array:
-        """Returns bool [R]: real rows that no launch forwards any more."""
+    def is_finished(self, rows: Any) -> Bool[Array, " R"]:
+        """Returns which real rows no launch forwards any more."""
         ...
 
-    def is_active(self, rows: Any) -> jax.Array:
-        """Returns bool [R]: rows that the next step forwards."""
+    def is_active(self, rows: Any) -> Bool[Array, " R"]:
+        """Returns which rows the next step forwards."""
         ...
 
-    def choose(self, rows: Any) -> jax.Array:
-        """Returns int32: the place in `variants` of the next step's."""
+    def choose(self, rows: Any) -> Int32[Array, ""]:
+        """Returns the index in `variants` of the form that the next step has."""
         ...
 
     def step(self, variant: Any, carry: Carry) -> Carry:
-        """Returns the carry after a step of that form; counts its forwards in `num_steps`."""
+        """Returns the carry after one step of this form; adds its forwards to `num_steps`."""
         ...
 
 
@@ -110,12 +119,12 @@ def run(
 ) -> Carry:
     """Returns the carry after the launch's last step.
 
-    `folds`: all scalars and vectors but those of the memory travel as one vector of words.
+    With `folds`, the loop carries all scalars and vectors outside `memory` as one vector of words.
     """
-    folding = words.Folding.of(_but_memory(begin)) if folds else None
+    folding = words.Folding.of(_without_memory(begin)) if folds else None
 
     def fold(carry: Carry) -> Any:
-        rest = _but_memory(carry)
+        rest = _without_memory(carry)
         return carry.memory, rest if folding is None else folding.fold(rest)
 
     def unfold(folded: Any) -> Carry:
@@ -123,23 +132,23 @@ def run(
         carry = rest if folding is None else folding.unfold(rest)
         return dataclasses.replace(carry, memory=memory)
 
-    def goes_on(folded: Any) -> jax.Array:
+    def goes_on(folded: Any) -> Bool[Array, ""]:
         carry = unfold(folded)
-        waited_for = jnp.sum(body.is_finished(carry.rows)) > limits.max_finished
-        is_over = waited_for | limits.interrupt.stop_requested(carry.cancel_flag)
+        enough_finished = jnp.sum(body.is_finished(carry.rows)) > limits.max_finished
+        is_over = enough_finished | limits.interrupt.stop_requested(carry.cancel_flag)
         is_active = jnp.any(body.is_active(carry.rows))
         return (carry.num_steps < limits.max_steps) & is_active & ~is_over
 
     def one_step(variant: Any, folded: Any) -> Any:
         carry = body.step(variant, unfold(folded))
-        written = jax.tree.leaves(carry.rows)[0]  # the flag is read once the step is done
+        written = jax.tree.leaves(carry.rows)[0]  # the flag is read after the step has written it
         flag = limits.interrupt.poll(written, implementation=implementation)
         return fold(dataclasses.replace(carry, cancel_flag=flag))
 
     def all_variants(folded: Any) -> Any:
-        for place, variant in enumerate(body.variants):
+        for index, variant in enumerate(body.variants):
             folded = jax.lax.while_loop(
-                lambda now, place=place: goes_on(now) & (body.choose(unfold(now).rows) == place),
+                lambda now, index=index: goes_on(now) & (body.choose(unfold(now).rows) == index),
                 functools.partial(one_step, variant),
                 folded,
             )
@@ -148,5 +157,5 @@ def run(
     return unfold(jax.lax.while_loop(goes_on, all_variants, fold(begin)))
 
 
-def _but_memory(carry: Carry) -> Carry:
+def _without_memory(carry: Carry) -> Carry:
     return dataclasses.replace(carry, memory=())

@@ -1,4 +1,4 @@
-"""Compiled programs by bucket; lowered and compiled ahead of time, in threads."""
+"""Compiled programs by bucket; threads lower and compile them ahead of time."""
 
 from __future__ import annotations
 
@@ -20,28 +20,30 @@ from jdllm.scheduler import batch as batch_lib
 
 logger = logging.getLogger(__name__)
 
-# Lowering holds the interpreter, compiling does not.
+# Lowering holds Python's interpreter lock, compiling does not.
 COMPILE_THREADS = 8
-# What XLA may capture into a CUDA graph: its own default, and loops and conditionals. With them a
-# whole decode launch is one graph. Without, the host reads every loop condition: it is blocked
-# while the launch runs, and each step waits for it (H200, one row: 7.2 ms a step, not 6.1).
+# What XLA may capture into a CUDA graph: its own default, and also loops and conditionals. With
+# them a whole decode launch is one graph. Without them the host reads every loop condition: the
+# host is blocked while the launch runs, and each step waits for the host (H200, one row: 7.2 ms
+# a step instead of 6.1).
 GRAPH_OPTION = "xla_gpu_enable_command_buffer"
 CAPTURED = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Executable:
-    """A compiled program, and what the words are that it takes and returns."""
+    """A compiled program, with the layouts of the words that it takes and returns."""
 
     program: program_lib.Program
     packed: words.PackedLaunch
     compiled: jax.stages.Compiled
-    choices: pallas_kernels.Choices  # of each op that it was traced with
+    choices: pallas_kernels.Choices  # the implementation of each op in the traced program
 
     @property
     def step_bytes(self) -> int:
-        """Bytes of scratch and results that it needs beside what it is given."""
+        """Bytes of scratch and results that the program needs besides its arguments."""
         memory = self.compiled.memory_analysis()
+        assert memory is not None, "XLA reports the memory of a compiled program"
         return memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
 
 
@@ -60,7 +62,7 @@ class Executables:
         memory: program_lib.Memory,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Lowers and compiles every bucket; `on_progress(done, total)` after each."""
+        """Lowers and compiles every bucket; calls `on_progress(done, total)` after each."""
         done, lock = 0, threading.Lock()
 
         def compile_one(bucket: batch_lib.Bucket) -> None:
@@ -75,7 +77,7 @@ class Executables:
             logger.info("compiled %s in %.1f s", bucket, time.monotonic() - started)
 
         with concurrent.futures.ThreadPoolExecutor(COMPILE_THREADS) as executor:
-            # The largest first, so that no long compile is left for the end.
+            # The largest first, so that no long compilation begins last.
             ordered = sorted(buckets, key=lambda bucket: (bucket.rows, bucket.tokens))[::-1]
             for future in [executor.submit(compile_one, bucket) for bucket in ordered]:
                 future.result()
@@ -83,18 +85,18 @@ class Executables:
             logger.info("kernel %s: %s", op, line)
 
     def describe_kernels(self) -> dict[str, str]:
-        """Returns by op which implementations the programs were traced with, and why no better."""
+        """Returns by op which implementations the programs contain, and why not faster ones."""
         return pallas_kernels.describe_choices([one.choices for one in self.by_bucket.values()])
 
     def _compile(
         self, bucket: batch_lib.Bucket, params: program_lib.Params, memory: program_lib.Memory
     ) -> Executable:
         program = self._kind.program(bucket)
-        nothing = batch_lib.ScheduleBatch(rows=(), bucket=bucket)
+        empty = batch_lib.ScheduleBatch(rows=(), bucket=bucket)
         parts = {name: memory[name] for name in program.uses}
         arguments = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
-            (params, parts, program.inputs(nothing, interrupts.shapes())),
+            (params, parts, program.inputs(empty, interrupts.shapes())),
         )
         with pallas_kernels.record_choices() as choices:
             packed = words.packed_launch(program.step, arguments)
@@ -108,7 +110,7 @@ class Executables:
 
 
 def compiler_options(device: device_facts.DeviceFacts) -> dict[str, str]:
-    """Returns XLA's options beyond its defaults; what the user's XLA_FLAGS name is left alone."""
+    """Returns options for XLA beyond its defaults; none that the user's XLA_FLAGS set already."""
     if not device.uses_cuda_graphs or GRAPH_OPTION in os.environ.get("XLA_FLAGS", ""):
         return {}
     return {GRAPH_OPTION: CAPTURED}

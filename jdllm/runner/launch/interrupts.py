@@ -1,7 +1,8 @@
-"""How the host ends launches under way: a flag in its memory that they read after every step.
+"""How the host ends running launches: they read a flag in host memory after every step.
 
-The flag is a count, and the host counts it up; a launch that was given another count ends. So one
-call ends all launches in flight and none that follows, and nothing has to be taken back. Where no
+The flag is a counter. A launch gets the value that the counter has when the launch is planned, and
+ends when it reads another value. To end launches, the host increments the counter. So one call
+ends all launches in flight and none that is planned later, and nothing has to be reset. Where no
 kernel can read the flag (`pallas_kernels.read_cancel_flag`), launches run for as many steps as they
 were given.
 """
@@ -15,34 +16,39 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import Array, Bool, Int32, Shaped
 
 import pallas_kernels
 from jdllm import device
 
-_WORDS = 64  # cache lines that nothing else is in; the first word is the flag
+_WORDS = 64  # cache lines that hold nothing else; the first word is the flag
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Interrupt:
-    """What a launch is given: where the flag is, and the count that lets it go on."""
+    """What a launch gets: the address of the flag, and the count at which the launch goes on.
 
-    address: Any  # [2] int32: the low and the high half; zeros: never read
-    count: Any  # int32 scalar
+    `address` holds the low and the high half; zeros mean that there is no flag to read. The
+    fields are numpy's on the host and traced in the launch.
+    """
 
-    def stop_requested(self, flag: jax.Array) -> jax.Array:
-        """Returns whether the host has asked for an end since the launch was planned."""
+    address: Int32[Any, " 2"]
+    count: Int32[Any, ""]
+
+    def stop_requested(self, flag: Int32[Array, ""]) -> Bool[Array, ""]:
+        """Returns whether the host has asked for an end since it planned the launch."""
         return flag != self.count
 
-    def poll(self, after: jax.Array, *, implementation: str) -> jax.Array:
-        """Returns the flag, int32 scalar, as it is once `after` has been computed."""
+    def poll(self, after: Shaped[Array, " ..."], *, implementation: str) -> Int32[Array, ""]:
+        """Returns the flag, read after `after` has been computed."""
         return pallas_kernels.read_cancel_flag(
             self.address, self.count, after, implementation=implementation
         )
 
 
 def shapes() -> Interrupt:
-    """Returns an interrupt's shapes: without one there is no address that a kernel may read."""
+    """Returns the shapes of an `Interrupt`, for tracing: no kernel may read its address."""
     shape = jax.ShapeDtypeStruct
     return Interrupt(address=shape((2,), np.int32), count=shape((), np.int32))
 
@@ -59,15 +65,16 @@ class Interrupts:
             self._address = self._memory.unsafe_buffer_pointer()
             pointer = ctypes.cast(self._address, ctypes.POINTER(ctypes.c_int32))
             self._words = np.ctypeslib.as_array(pointer, (_WORDS,))
-        # Re-entrant: collecting a forgotten stream may ask for a stop while another is asked for.
+        # Re-entrant: inside `request_stop`, garbage collection of an abandoned stream may call it
+        # again.
         self._lock = threading.RLock()
 
     def request_stop(self) -> None:
-        """Ends every launch planned so far after the step it is in, or after its first."""
+        """Ends every launch planned so far after its present step, or after its first."""
         with self._lock:
-            self._words[:1] += 1  # wraps around, unlike a scalar's sum, which warns
+            self._words[:1] += 1  # wraps around silently; adding to a numpy scalar would warn
 
     def current(self) -> Interrupt:
-        """Returns what a launch planned now is given."""
+        """Returns what a launch that is planned now gets."""
         address = np.array([self._address], np.uint64).view(np.int32)
         return Interrupt(address=address, count=np.int32(self._words[0]))

@@ -1,7 +1,8 @@
-"""What a kind of rows is to the launch machinery: programs, and the memory they share.
+"""What the launch machinery knows of a kind of rows: its programs, and the memory they share.
 
-A kind is a folder beside this one. It says what lies on the device between launches, and which
-program a bucket stands for; compiling, transfers, launches and their ends know nothing more.
+A kind is a folder beside this one. It says what stays on the device between launches, and which
+program each bucket runs. The code that compiles, transfers, launches and ends launches knows
+nothing more of it.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from jdllm.runner.launch import interrupts
 from jdllm.scheduler import batch as batch_lib
 
 Params = Mapping[str, jax.Array]
-# What stays on the device from launch to launch, by name: KV pools, states of rows.
+# What stays on the device from launch to launch, by name: KV pools and states of rows.
 Memory = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """One compiled function of a kind, and its two ends on the host.
+    """One compiled function of a kind, and the host functions before and after it.
 
-    `step` (params, memory, inputs) -> (memory, outputs) is pure; its memory has the parts named
-    in `uses`, which are donated. `inputs` pads a batch to its bucket, as numpy arrays; `results`
-    says what the outputs, as numpy arrays, mean for the rows of the batch. Inputs and outputs are
-    trees of bool and 32-bit arrays.
+    `step` (params, memory, inputs) -> (memory, outputs) is pure. Its memory has the parts named
+    in `uses`, which are donated. `inputs` turns a batch into numpy arrays, padded to the bucket.
+    `results` turns the outputs, as numpy arrays, into results for the rows of the batch. Inputs
+    and outputs are trees of bool and 32-bit arrays.
     """
 
     step: Callable[[Params, Memory, Any], tuple[Memory, Any]]
@@ -40,9 +41,9 @@ class Kind(Protocol):
     """The device side of a kind of rows."""
 
     def create_memory(self) -> Memory:
-        """Returns what launches share, as a runner has it that has served nothing."""
+        """Returns what launches share, in the state before the first launch."""
         ...
 
     def program(self, bucket: batch_lib.Bucket) -> Program:
-        """Returns what launches of a bucket run."""
+        """Returns the program that launches of this bucket run."""
         ...

@@ -1,7 +1,9 @@
-"""Trees of small arrays as one vector of 32-bit words: one transfer to the device, one back.
+"""Packs trees of small arrays into one vector of 32-bit words: one transfer each way.
 
-Every array that goes to a launch or comes from it on its own costs the host some ten microseconds
-and the bus a transfer; a decode launch has twenty of them each way.
+An array that travels to or from the device on its own costs the host about ten microseconds and
+the bus a transfer, and a decode launch has twenty arrays each way.
+
+Letters: W words.
 """
 
 from __future__ import annotations
@@ -14,10 +16,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int32, Shaped
 
 WORD = np.dtype(np.int32)
-# Words, of inputs: XLA hands slices to kernels where they lie, and Mosaic's want their arrays at
-# multiples of 256 bytes.
+# In words; each array of the inputs starts at a multiple of it. XLA passes slices of the vector to
+# kernels without a copy, and Mosaic kernels need arrays that start at multiples of 256 bytes.
 _ALIGNMENT = 64
 
 
@@ -25,7 +28,7 @@ _ALIGNMENT = 64
 class Layout:
     """Where each leaf of a tree lies in the vector; leaves are bool, int32, uint32 or float32.
 
-    `starts`: the word at which each begins.
+    `starts` holds the first word of each leaf.
     """
 
     structure: Any
@@ -52,7 +55,7 @@ class Layout:
             num_words=end,
         )
 
-    def pack(self, tree: Any, num_words: int) -> np.ndarray:
+    def pack(self, tree: Any, num_words: int) -> Int32[np.ndarray, " W"]:
         """Returns a vector of `num_words` that begins with a tree of numpy arrays and scalars."""
         words = np.zeros((num_words,), WORD)
         for start, shape, leaf in zip(self.starts, self.shapes, jax.tree.leaves(tree), strict=True):
@@ -63,8 +66,8 @@ class Layout:
             words[start : start + flat.size] = flat if flat.dtype == bool else flat.view(WORD)
         return words
 
-    def unpack(self, words: jax.Array | np.ndarray) -> Any:
-        """Returns the tree of a vector that begins with its words: traced, or views of numpy's."""
+    def unpack(self, words: Int32[Array | np.ndarray, " W"]) -> Any:
+        """Returns the tree that the vector begins with: traced arrays, or numpy views."""
         leaves = [
             _from_words(words[start : start + math.prod(shape)], dtype).reshape(shape)
             for start, shape, dtype in zip(self.starts, self.shapes, self.dtypes, strict=True)
@@ -72,21 +75,21 @@ class Layout:
         return jax.tree.unflatten(self.structure, leaves)
 
 
-def pack_traced(tree: Any) -> jax.Array:
-    """Returns the vector of a tree of traced arrays, without alignment."""
+def pack_traced(tree: Any) -> Int32[Array, " W"]:
+    """Returns the words of a tree of traced arrays, without gaps between the arrays."""
     return jnp.concatenate([_to_words(leaf).reshape(-1) for leaf in jax.tree.leaves(tree)])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Folding:
-    """How a tree of arrays travels through a loop: its scalars and vectors in one vector of words.
+    """How a loop carries a tree of arrays: its scalars and vectors become one vector of words.
 
-    Each array that a step changes costs a kernel or a copy of its own, however short it is.
+    Otherwise each array that a step changes costs a kernel or a copy, however short it is.
     """
 
     structure: Any
-    is_short: tuple[bool, ...]  # of each leaf
-    layout: Layout  # of the short ones
+    is_short: tuple[bool, ...]  # for each leaf
+    layout: Layout  # of the short leaves
 
     @classmethod
     def of(cls, tree: Any) -> Folding:
@@ -95,16 +98,16 @@ class Folding:
         layout = Layout.of([leaf for leaf in leaves if leaf.ndim < 2])
         return cls(structure, tuple(leaf.ndim < 2 for leaf in leaves), layout)
 
-    def fold(self, tree: Any) -> tuple[jax.Array, list[jax.Array]]:
-        """Returns the words and the other arrays."""
+    def fold(self, tree: Any) -> tuple[Int32[Array, " W"], list[Array]]:
+        """Returns the words of the short leaves, and the other leaves."""
         leaves = jax.tree.leaves(tree)
         return (
             pack_traced([leaf for leaf in leaves if leaf.ndim < 2]),
             [leaf for leaf in leaves if leaf.ndim >= 2],
         )
 
-    def unfold(self, folded: tuple[jax.Array, list[jax.Array]]) -> Any:
-        """Returns the tree."""
+    def unfold(self, folded: tuple[Int32[Array, " W"], list[Array]]) -> Any:
+        """Returns the tree that was folded."""
         words, arrays = folded
         short, long = iter(self.layout.unpack(words)), iter(arrays)
         leaves = [next(short if is_short else long) for is_short in self.is_short]
@@ -113,10 +116,10 @@ class Folding:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PackedLaunch:
-    """A jitted launch (params, memory, words) -> (memory, words), and what its words are.
+    """A jitted launch (params, memory, words) -> (memory, words), and the layouts of its words.
 
-    It donates memory and words, int32 [num_words]: they come as the inputs and return as the
-    outputs, both from the first word on.
+    It donates memory and words, int32 [num_words]. The words hold the inputs before the launch and
+    the outputs after it, both from the first word on.
     """
 
     launch: Callable[..., Any]
@@ -131,7 +134,7 @@ class PackedLaunch:
     def words(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((self.num_words,), WORD)
 
-    def pack(self, inputs: Any) -> np.ndarray:
+    def pack(self, inputs: Any) -> Int32[np.ndarray, " W"]:
         """Returns the words of a launch with these inputs."""
         return self.inputs.pack(inputs, self.num_words)
 
@@ -139,26 +142,27 @@ class PackedLaunch:
 def packed_launch(
     step: Callable[[Any, Any, Any], tuple[Any, Any]], arguments: tuple[Any, Any, Any]
 ) -> PackedLaunch:
-    """Returns a step (params, memory, inputs) -> (memory, outputs) as a launch.
+    """Returns the launch of a step (params, memory, inputs) -> (memory, outputs).
 
     `arguments` are those of the step, or their shapes.
 
-    In a result that it may write at any time XLA keeps intermediate values of the loops, what all
-    layers read among them. A result has another address in each launch, and what touches it in the
-    launch's CUDA graph is recorded anew. Here it is the buffer of the inputs, whose last word is
-    kept to the end: it holds no intermediate value, and inputs are read from it once, at the start.
+    Why the outputs overwrite the inputs: if XLA may write a result at any time, it uses the
+    result's buffer for intermediate values of the loops, also for those that all layers read. A
+    result has another address in each launch, so every node of the CUDA graph that touches it is
+    recorded again. Here the result is the buffer of the inputs. Its last word must survive to the
+    end, so XLA keeps no intermediate value in it, and it reads the inputs once, at the start.
     """
     layouts = []
     inputs_layout = Layout.of(arguments[2], alignment=_ALIGNMENT)
 
-    def packed(params: Any, memory: Any, inputs: Any) -> tuple[Any, jax.Array]:
+    def packed(params: Any, memory: Any, inputs: Any) -> tuple[Any, Int32[Array, " W"]]:
         memory, outputs = step(params, memory, inputs)
-        layouts.append(Layout.of(outputs))  # known once traced
+        layouts.append(Layout.of(outputs))  # known only while tracing
         return memory, pack_traced(outputs)
 
-    packed = jax.jit(packed)  # traced once for the shapes and the launch
+    packed = jax.jit(packed)  # so that one trace serves both the shapes and the launch
 
-    def launch(params: Any, memory: Any, words: jax.Array) -> tuple[Any, jax.Array]:
+    def launch(params: Any, memory: Any, words: Int32[Array, " W"]) -> tuple[Any, Array]:
         memory, outputs = packed(params, memory, inputs_layout.unpack(words))
         return memory, jax.lax.dynamic_update_slice(words, outputs, (0,))
 
@@ -168,13 +172,15 @@ def packed_launch(
     )
 
 
-def _to_words(leaf: jax.Array) -> jax.Array:
+def _to_words(leaf: Shaped[Array, " ..."]) -> Int32[Array, " ..."]:
     if leaf.dtype == bool:
         return leaf.astype(WORD)
     return jax.lax.bitcast_convert_type(leaf, WORD)
 
 
-def _from_words(words: jax.Array | np.ndarray, dtype: np.dtype) -> jax.Array | np.ndarray:
+def _from_words(
+    words: Int32[Array | np.ndarray, " W"], dtype: np.dtype
+) -> Shaped[Array | np.ndarray, " W"]:
     if dtype.kind == "b":
         return words != 0
     if isinstance(words, np.ndarray):

@@ -1,14 +1,14 @@
-"""Rows that write block after block: whole committed blocks are prefilled, the next is decoded.
+"""Rows that write block after block: they prefill whole committed blocks and decode the next one.
 
-Each running request is in one of two phases, read off its state: PREFILL while whole
-committed blocks lack K,V in its pages, then DECODE, block after block in its slot. When
-both kinds wait, prefill goes first, for rows that wait for it leave places empty; after the
-launch that reaches `max_prefill_tokens` decode has a turn, of one step, so neither starves.
+A running request has two phases, which follow from its state: prefill while whole committed
+blocks lack K,V in its pages, then decode, block after block in its slot. When requests of both
+phases wait, prefill goes first, because rows that wait for it leave places of a decode launch
+empty. After the launch that reaches `max_prefill_tokens`, decode gets a turn of one step. So
+neither phase starves.
 
-Why nothing hangs: pages for all committed tokens and one block are taken on
-admission, so only decode rows ask for more; the request that arrived first takes
-them from the one that arrived last, and `check` refuses what could not run
-alone in the whole pool.
+Why nothing hangs: admission takes pages for all committed tokens and one block, so only decode
+rows ask for more pages. If none are free, the request that arrived last is preempted. And
+`prepare` refuses requests that could not run alone in the whole pool.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jdllm.scheduler import sizes
 from jdllm.scheduler import stay as stay_lib
 from jdllm.scheduler.rows import interface, tokens
 
-# A launch of fewer tokens takes hardly less time on a GPU: it reads all weights, too.
+# On a GPU a launch of fewer tokens takes hardly less time, because it still reads all weights.
 FEW_TOKENS = 512
 
 
@@ -38,7 +38,7 @@ class PrefillBucket(batch_lib.Bucket):
 
 
 class DecodeBucket(batch_lib.Bucket):
-    """One block of each of `rows` rows, which are denoised."""
+    """Denoising steps of `rows` rows, one block each."""
 
     name = "decode"
 
@@ -77,11 +77,11 @@ class BlockBuckets:
         *,
         padding_is_cheap: bool = False,
     ) -> BlockBuckets:
-        """Builds powers of two up to the row limit, and the budget with its halves.
+        """Builds decode sizes (powers of two) and prefill sizes (the budget, halved repeatedly).
 
-        Halves go down to `FEW_TOKENS`; a budget too small for one has a quarter. Where
-        `padding_is_cheap` (a GPU, bound by the weights it reads), only every other power is
-        there for up to `FEW_TOKENS`.
+        Prefill sizes go down to `FEW_TOKENS`; a budget too small to halve also gets its quarter.
+        Where `padding_is_cheap` (a GPU, bound by the weights it reads), up to `FEW_TOKENS` only
+        every other power of two is a decode size.
         """
         powers = [1 << i for i in range(max_running_requests.bit_length())]
         if padding_is_cheap:
@@ -103,12 +103,12 @@ class BlockBuckets:
         )
 
     def all(self) -> list[batch_lib.Bucket]:
-        """Returns every bucket, to be compiled."""
+        """Returns every bucket to compile."""
         prefill = [self.prefill(1, tokens) for tokens in self.prefill_tokens]
         return prefill + [self.decode(rows) for rows in self.decode_rows]
 
     def decode(self, rows: int) -> batch_lib.Bucket:
-        """Returns the smallest bucket of `rows` rows of one block each."""
+        """Returns the smallest bucket that holds `rows` rows of one block each."""
         rows = sizes.smallest(self.decode_rows, rows, "rows")
         return DecodeBucket(rows=rows, tokens=rows * self.block_size)
 
@@ -122,7 +122,7 @@ class BlockBuckets:
 
 
 class BlockRows:
-    """Plans prefill and decode launches of the running requests, and takes in their blocks."""
+    """Plans prefill and decode launches of the running requests, and stores their blocks."""
 
     defaults = interface.RowDefaults(cpu_rows=8, accelerator_rows=64, shares_prefixes=True)
 
@@ -137,7 +137,7 @@ class BlockRows:
         self._prefill_blocks = max(1, budget // self._block_size)
         self._max_prefill_tokens = config.max_prefill_tokens
         self._decode_steps = config.decode_steps
-        # A launch is planned while so many others, whose blocks are not known yet, run.
+        # `launches_ahead` other launches, whose blocks are not known yet, run while one is planned.
         self._blocks_ahead = config.decode_steps * (1 + config.launches_ahead)
         self._prefilled_in_a_row = 0
 
@@ -162,9 +162,9 @@ class BlockRows:
         return self._buckets.all()
 
     def default_new_tokens(self, prompt_len: int, block_length: int | None) -> int:
-        """Returns what remains of the context, and of the pool's whole blocks."""
+        """Returns how many tokens remain in the context and in the whole blocks of the pool."""
         block_size = block_length or self._block_size
-        # With pages smaller than a block the pool may have a rest that holds none.
+        # If a page is smaller than a block, the last pages of the pool may hold no whole block.
         pool = self._limits.pool_tokens // block_size * block_size
         return max(1, min(self._limits.context_length, pool) - prompt_len)
 
@@ -176,12 +176,12 @@ class BlockRows:
         self._limits.check_pages(request, -(-longest // self._block_size) * self._block_size)
 
     def admit(self, request: request_lib.Request) -> stay_lib.Stay | None:
-        """Takes the pages a request begins with; None, and nothing changed, without them."""
+        """Takes the first pages of a request; if too few are free, changes nothing: None."""
         stay = stay_lib.Stay(slot=self.live.next_slot)
         return stay if self.live.pages.admit(request, stay) else None
 
     def plan(self) -> batch_lib.ScheduleBatch | None:
-        """Returns the next launch, of either phase; None when nothing runs."""
+        """Returns the next launch, of either phase; None if no request runs."""
         plans = [self._prefill, self._decode]
         if self._prefilled_in_a_row >= self._max_prefill_tokens:
             plans.reverse()
@@ -194,31 +194,31 @@ class BlockRows:
     def apply(
         self, request: request_lib.Request, result: batch_lib.RowResult
     ) -> commits_lib.Progress:
-        """Stores the blocks that became final, which may be none, and says whether one ends it."""
+        """Stores the blocks that became final, if any; says whether one of them ends the output."""
         return tokens.apply(request, result, self._append, self._detokenize)
 
     def settle(self, request: request_lib.Request, result: batch_lib.RowResult) -> None:
-        """Takes note of how far K,V is final, and offers full pages to the prefix cache."""
+        """Stores how far K,V is final, and offers full pages to the prefix cache."""
         if result.context_len is not None:
             request.held.context_len = result.context_len
         self.live.pages.publish(request)
 
     def steps_left(self, request: request_lib.Request) -> float:
-        """Returns infinity: tokens come in whole blocks, at no even pace."""
+        """Returns infinity: blocks take an unpredictable number of steps."""
         del request
         return math.inf
 
     def _append(self, request: request_lib.Request, block: batch_lib.CommittedBlock) -> list[int]:
-        """Stores a block's tokens and returns those that are output."""
+        """Stores a block's tokens and returns those that belong to the output."""
         start = request.whole_len(self._block_size)
         head = request.num_tokens - start  # the prompt's tokens in its last block
-        # What came before is persisted, or this block could not be.
+        # Earlier blocks are persisted, otherwise this one could not be final.
         request.held.context_len = start
         request.num_blocks += 1
         return request.extend(block.tokens[head:], block.steps[head:], block.logprobs[head:])
 
     def _prefill(self) -> batch_lib.ScheduleBatch | None:
-        """Packs whole committed blocks of the oldest requests up to the token budget."""
+        """Packs whole committed blocks of the oldest requests, up to the token budget."""
         rows: list[batch_lib.ScheduledRow] = []
         budget = self._prefill_blocks * self._block_size
         for request in self.live.running:
@@ -234,23 +234,23 @@ class BlockRows:
                     )
                 )
                 budget -= count
-                stay.context_len += count  # whoever reads their K,V runs in a later launch
+                stay.context_len += count  # whatever reads their K,V is a later launch
         if not rows:
             return None
         bucket = self._buckets.prefill(len(rows), sum(row.num_tokens for row in rows))
-        self._prefilled_in_a_row += bucket.tokens  # what decode waits for, padding included
+        self._prefilled_in_a_row += bucket.tokens  # decode waits for all of these, padding included
         return batch_lib.ScheduleBatch(rows=tuple(rows), bucket=bucket)
 
     def _decode(self) -> batch_lib.ScheduleBatch | None:
-        """Takes one block of every request that is past its prefill and gets its pages.
+        """Plans one block of every request that has finished its prefill, if pages allow.
 
-        Blocks that may follow within the launch get pages too, as far as pages are free.
+        Blocks that may follow within the launch also get pages, as far as pages are free.
         """
         running = self.live.running
         rows: list[batch_lib.ScheduledRow] = []
         for request in [r for r in running if not self._needs_prefill(r)]:
             if not self._reserve_block(request):
-                break  # It was the youngest: none follows.
+                break  # The request was the youngest: no other follows.
             rows.append(
                 batch_lib.ScheduledRow(
                     request=request,
@@ -269,24 +269,27 @@ class BlockRows:
         return batch_lib.ScheduleBatch(
             rows=tuple(rows),
             bucket=self._buckets.decode(len(rows)),
-            # Prompts wait a step, not a launch: rows that wait for theirs leave places empty.
+            # Only one step where a prompt waits: rows without their prefill leave places empty.
             max_steps=1 if any(map(self._needs_prefill, running)) else self._decode_steps,
             max_finished=self.live.max_finished(len(rows)),
         )
 
     def _look_ahead(self, requests: list[request_lib.Request]) -> None:
-        """Gets pages for blocks that may follow in the launch; few where some wait for pages."""
+        """Takes pages for blocks that may follow in the launch; few if requests wait for pages."""
         lacks_pages = bool(self.live.waiting) and self.live.num_free_rows > 0
         blocks = 1 if lacks_pages else self._blocks_ahead
         self.live.pages.grow_ahead(requests, blocks, keep_free=len(self.live.running))
 
     def _needs_prefill(self, request: request_lib.Request) -> bool:
-        # A block whose tokens are committed but not persisted stays a decode row.
+        # A row whose last block is committed but not persisted is still a decode row.
         stay = request.held
         return stay.is_fresh and stay.context_len < request.whole_len(self._block_size)
 
     def _reserve_block(self, request: request_lib.Request) -> bool:
-        """Gets pages for the in-flight block, preempting the youngest; False if it is that."""
+        """Takes pages for the in-flight block; preempts the youngest requests if too few are free.
+
+        Returns False if that preempts this request.
+        """
         if request.state is not request_lib.RequestState.RUNNING:
             return False
         stay = request.held
@@ -299,7 +302,7 @@ class BlockRows:
 
 
 def _check_sizes(config: interface.RowConfig, buckets: BlockBuckets) -> None:
-    """Raises a ConfigError for sizes that do not go together."""
+    """Raises a ConfigError for sizes that do not fit each other."""
     page_size, block_size = config.page_size, config.block_size
     if page_size % block_size and block_size % page_size:
         raise errors.ConfigError(f"{page_size=} and {block_size=} must divide one another")

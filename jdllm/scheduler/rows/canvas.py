@@ -1,9 +1,8 @@
 """Rows of full-attention models: each holds its whole canvas from admission to its end.
 
-There is no prefill and nothing grows: a row that runs has the pages of its canvas and its
-share of the tokens of a forward, so one launch holds all rows and none ever gives way to
-another. A row that lost its K,V begins anew from its canvas, in which the tokens that it has
-committed are given.
+There is no prefill and nothing grows. A running row has all pages of its canvas and its share
+of the tokens of a forward, so one launch holds all rows and no row is preempted for another. A
+row that lost its K,V begins again with a canvas on which its committed tokens are given.
 
 Why nothing hangs: `prepare` refuses a canvas that could not run alone in the pool, and the
 bucket's tokens hold the longest canvas.
@@ -26,31 +25,33 @@ from jdllm.scheduler import sizes
 from jdllm.scheduler import stay as stay_lib
 from jdllm.scheduler.rows import interface, tokens
 
-# Where a row's tokens may begin in a packed forward of canvases.
+# In a packed forward, each row's tokens begin at a multiple of this.
 ALIGNMENT = 8
-# Tokens of a canvas that does not need the sizes of longer ones: a prompt and the 256 new tokens of
-# the published evaluations. A third more copies of the layers are compiled for them (16 rows of
-# 4,096: 77 for 58).
+# A canvas of up to this many tokens is short and has buckets of its own, without the forward sizes
+# of longer ones: a prompt and the 256 new tokens of the published evaluations. For these buckets a
+# third more copies of the layers are compiled (16 rows of 4,096: 77 instead of 58).
 SHORT_CANVAS = 512
-# Tokens to write where nobody says how many; that of the published evaluations of such models.
+# Tokens to write if the request sets no limit, as in the published evaluations of these models.
 DEFAULT_TOKENS = 256
-# Tokens, of one row and of several: what the compiled sizes are multiples of, and the least.
+# In tokens, for one row and for several rows: the compiled sizes of a forward are multiples of the
+# grain, and the smallest size.
 GRAINS = (32, 128)
 LEAST = (64, 128)
 FEW_ROWS = 4
 
 
 def packed_len(num_tokens: int) -> int:
-    """Returns what a canvas of `num_tokens` takes at most of the tokens of a forward."""
+    """Returns how many tokens of a forward a canvas of `num_tokens` takes at most."""
     return -(-num_tokens // ALIGNMENT) * ALIGNMENT
 
 
 def forward_sizes(rows: int, most: int, *, is_coarse: bool) -> tuple[int, ...]:
-    """Returns the compiled numbers of tokens of a forward of `rows` rows; the last holds `most`.
+    """Returns the compiled sizes in tokens of a forward of `rows` rows; the last holds `most`.
 
-    Two to an octave, four for a few rows, whose forwards are bound by arithmetic, which padding
-    lengthens; the windows of many rows even out. Never closer than the grain. With `is_coarse`,
-    where compiling a size takes longer than its padding ever will, a factor of four apart.
+    There are two sizes to an octave. For 2 to `FEW_ROWS` rows there are four: arithmetic bounds
+    their forwards, so padding lengthens them, while the windows of many rows even out. Sizes are
+    never closer than the grain. With `is_coarse` they are a factor of four apart, for devices on
+    which compiling a size takes longer than its padding ever will.
     """
     grain, least = GRAINS[rows > 1], LEAST[rows > 1]
     parts = 4 if 1 < rows <= FEW_ROWS else 2
@@ -67,7 +68,7 @@ def forward_sizes(rows: int, most: int, *, is_coarse: bool) -> tuple[int, ...]:
 class CanvasBucket(batch_lib.Bucket):
     """Canvases of up to `rows` rows, whose `packed_len` together is at most `tokens`.
 
-    With `is_whole` every forward is of so many tokens, whatever the rows need.
+    With `is_whole` every forward has `tokens` tokens, however few the rows need.
     """
 
     name: ClassVar[str] = "canvas"
@@ -77,16 +78,19 @@ class CanvasBucket(batch_lib.Bucket):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CanvasBuckets:
-    """Ascending rows of a canvas launch; `tokens` of one forward of all of them.
+    """Ascending `rows` of a canvas launch, and the `tokens` of one forward of all its rows.
 
-    `row_tokens` is what the longest canvas takes of these. The other two are there because a launch
-    holds the layers once for each size of a forward, and XLA prepares every kernel of a launch for
-    each run (LLaDA-8B, 32 layers: 1 to 2 ms of the host for each size, where a forward of few
-    tokens takes 5). `short_row_tokens`: canvases that together take no more than that for each row
-    of the bucket have launches of their own, without the sizes that only longer ones need; 0: none.
-    `whole_tokens`, ascending, are the sizes of launches of one row that forward nothing but its
-    whole canvas; they hold the layers once. Nothing hides that time for the first launch of a
-    request. None: every launch is one of the others.
+    The longest canvas takes `row_tokens` of these. The other two fields save time on the host. A
+    launch contains the layers once for each size of a forward, and XLA prepares every kernel of a
+    launch before each run (LLaDA-8B, 32 layers: 1 to 2 ms on the host for each size, while a
+    forward of few tokens takes 5 ms).
+
+    `short_row_tokens`: canvases that together take at most this many tokens for each row of the
+    bucket have separate launches, without the sizes that only longer canvases need; 0 means that
+    there are no separate launches. `whole_tokens`, ascending, are the sizes of launches of one row
+    that always forward its whole canvas, so they contain the layers once. They matter for the first
+    launch of a request, because no earlier launch hides the host's time; () means that there are
+    none.
     """
 
     rows: tuple[int, ...]
@@ -128,7 +132,7 @@ class CanvasBuckets:
         short_row_tokens: int = 0,
         whole_tokens: tuple[int, ...] = (),
     ) -> CanvasBuckets:
-        """Builds powers of four up to the row limit; a forward of the budget, or of one context."""
+        """Builds row sizes, powers of four; a forward holds the budget, or a longer context."""
         powers = [1 << i for i in range(0, max_running_requests.bit_length(), 2)]
         row_tokens = packed_len(context_length)
         tokens = max(packed_len(token_budget), row_tokens)
@@ -141,13 +145,13 @@ class CanvasBuckets:
         )
 
     def all(self) -> list[batch_lib.Bucket]:
-        """Returns every bucket, to be compiled."""
+        """Returns every bucket to compile."""
         whole = [self.whole_canvas(tokens) for tokens in self.whole_tokens]
         windows = [self.canvas(n, tokens) for n in self.rows for tokens in self._tokens_of(n)]
         return windows + whole
 
     def canvas(self, rows: int, tokens: int) -> batch_lib.Bucket:
-        """Returns the smallest bucket of `rows` canvases that take `tokens`."""
+        """Returns the smallest bucket that holds `rows` canvases of together `tokens` tokens."""
         rows = sizes.smallest(self.rows, rows, "rows")
         return CanvasBucket(
             rows=rows,
@@ -155,13 +159,13 @@ class CanvasBuckets:
         )
 
     def _tokens_of(self, rows: int) -> tuple[int, ...]:
-        """Returns the tokens of the buckets of `rows`: of short canvases, and of any."""
+        """Returns the tokens of the buckets with `rows` rows: for short canvases, and for all."""
         short, most = rows * self.short_row_tokens, min(self.tokens, rows * self.row_tokens)
-        # Less than half: at least two sizes are left out.
+        # Only if short is less than half of most: then its launches omit at least two sizes.
         return (short, most) if 0 < 2 * short < most else (most,)
 
     def whole_canvas(self, tokens: int) -> batch_lib.Bucket:
-        """Returns the smallest bucket of one canvas of `tokens` that is forwarded as a whole."""
+        """Returns the smallest bucket that always forwards one whole canvas of `tokens` tokens."""
         return CanvasBucket(
             rows=1,
             tokens=sizes.smallest(self.whole_tokens, tokens, "tokens"),
@@ -171,11 +175,11 @@ class CanvasBuckets:
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class CanvasStay(stay_lib.Stay):
-    """The canvas of a row that runs, as it began.
+    """The stay of a canvas row, with the canvas as it was when the row began.
 
     `canvas_ids` is the whole canvas, None where a token is to be written; the suffix begins at
     `canvas_end`. `num_settled` counts the tokens that the row has reported since it began.
-    `tokens_per_step`: what its last launch brought, 0 where nothing is known.
+    `tokens_per_step` is the pace of its last launch, 0 if it is unknown.
     """
 
     canvas_ids: list[int | None]
@@ -185,13 +189,13 @@ class CanvasStay(stay_lib.Stay):
 
 
 class CanvasRows:
-    """Plans launches of whole canvases, and takes in the tokens that settle."""
+    """Plans launches of all running canvases, and stores the tokens that settle."""
 
     defaults = interface.RowDefaults(
-        # A row forwards up to its whole context a step.
+        # A row may forward its whole context in each step.
         cpu_rows=4,
         accelerator_rows=16,
-        # Each position costs state and padding, and Dream's config.json claims 131,072.
+        # Each position costs state and padding, and Dream's config.json says 131,072.
         most_context=4096,
         unused_options=("max_prefill_tokens", "disable_fused_commit"),
         why_unused="which has neither a prefill nor commits of its own",
@@ -232,9 +236,9 @@ class CanvasRows:
         return self._buckets.all()
 
     def default_new_tokens(self, prompt_len: int, block_length: int | None) -> int:
-        """Returns `DEFAULT_TOKENS` at most, since every forward pays for all of the canvas.
+        """Returns at most `DEFAULT_TOKENS`, since a forward may cover the whole canvas.
 
-        They are whole blocks, which a canvas counts from the prompt's end, where there is room.
+        The result is whole blocks, counted from the prompt's end, if there is room for one.
         """
         block_size = block_length or self._limits.block_size
         rest = min(self._limits.context_length, self._limits.pool_tokens) - prompt_len
@@ -242,7 +246,7 @@ class CanvasRows:
         return max(1, rest // block_size * block_size or rest)
 
     def prepare(self, request: request_lib.Request) -> None:
-        """Raises a `RequestError` for a canvas that could not run alone."""
+        """Raises a `RequestError` for a canvas that could not run even alone."""
         self._limits.check(request)
         limits_lib.check_given(request)
         written = self._written_len(request)
@@ -251,9 +255,9 @@ class CanvasRows:
         self._limits.check_pages(request, total)
 
     def admit(self, request: request_lib.Request) -> CanvasStay | None:
-        """Takes the pages of the whole canvas; None, and nothing changed, without room.
+        """Takes the pages of the whole canvas; returns None and changes nothing without room.
 
-        What the request has committed before is given on the new canvas.
+        Tokens that the request has already committed are given on the new canvas.
         """
         start, end = len(request.prompt_ids), len(request.prompt_ids) + self._written_len(request)
         places = [request.given.get(place) for place in range(end - start)]
@@ -269,7 +273,7 @@ class CanvasRows:
         return stay if self.live.pages.grow(stay, len(stay.canvas_ids)) else None
 
     def plan(self) -> batch_lib.ScheduleBatch | None:
-        """Returns a launch of all running requests; None when nothing runs."""
+        """Returns a launch of all running requests; None if no request runs."""
         rows = tuple(
             batch_lib.ScheduledRow(
                 request=request,
@@ -293,10 +297,11 @@ class CanvasRows:
         )
 
     def _launch_of(self, rows: tuple[batch_lib.ScheduledRow, ...]) -> tuple[batch_lib.Bucket, int]:
-        """Returns the bucket of a launch and its most steps.
+        """Returns the bucket of a launch and its largest number of steps.
 
-        A row's first forward is one of its whole canvas, and with some options all are. After its
-        first one a row alone says what it has.
+        The first forward of a row covers its whole canvas, and with some options every forward
+        does. So a row that runs alone has a launch of its own for its first forward, and reports
+        its tokens after it.
         """
         total = sum(packed_len(row.num_tokens) for row in rows)
         if len(rows) == 1 and self._buckets.whole_tokens:
@@ -311,10 +316,10 @@ class CanvasRows:
     def apply(
         self, request: request_lib.Request, result: batch_lib.RowResult
     ) -> commits_lib.Progress:
-        """Stores the tokens that settled, which may be none, and says whether one ends it."""
+        """Stores the tokens that settled, if any; says whether one of them ends the output."""
         known = len(request.output_ids)
         progress = tokens.apply(request, result, self._append, self._detokenize)
-        # What is new to the host: a row that began anew reports its earlier tokens again.
+        # Only what is new to the host: a row that began again reports its earlier tokens too.
         new = len(request.output_ids) - known
         stay_of(request).tokens_per_step = new / max(result.nfe, 1)
         return progress
@@ -323,7 +328,7 @@ class CanvasRows:
         """Does nothing: no K,V of a canvas is ever final."""
 
     def steps_left(self, request: request_lib.Request) -> float:
-        """Returns the steps until the output has its length, at the pace of the last launch."""
+        """Returns the steps until the output is complete, at the pace of the last launch."""
         left, pace = (
             request.max_new_tokens - len(request.output_ids),
             stay_of(request).tokens_per_step,
@@ -333,7 +338,7 @@ class CanvasRows:
     def _append(self, request: request_lib.Request, block: batch_lib.CommittedBlock) -> list[int]:
         """Stores tokens that settled and returns them, without those of an earlier stay.
 
-        Nor those behind an end token: an early stop settles all that follows at once.
+        Tokens behind an end token are left out too: an early stop settles them all at once.
         """
         stay = stay_of(request)
         known = len(request.output_ids) - stay.num_settled
@@ -348,7 +353,7 @@ class CanvasRows:
     def _written_len(self, request: request_lib.Request) -> int:
         """Returns how many positions the canvas has between prompt and suffix.
 
-        Whole blocks where nothing follows, as far as context and pool reach.
+        Without a suffix these are whole blocks, as far as context and pool allow.
         """
         wanted = request.max_new_tokens
         if request.suffix_ids:
@@ -359,14 +364,14 @@ class CanvasRows:
 
 
 def stay_of(request: request_lib.Request) -> CanvasStay:
-    """Returns what a running canvas request holds."""
+    """Returns the stay of a running canvas request."""
     stay = request.held
     assert isinstance(stay, CanvasStay)
     return stay
 
 
 def _check_schedule(request: request_lib.Request, written: int, most_steps: int) -> None:
-    """Raises unless an algorithm's fixed number of steps divides among whole blocks, and ends."""
+    """Raises unless a fixed number of steps is within bounds and divides among whole blocks."""
     dllm = request.sampling.dllm
     if dllm.steps is not None and dllm.steps > most_steps:
         raise errors.RequestError(

@@ -1,7 +1,7 @@
-"""What the scheduler asks of a kind of rows, and what it builds them from.
+"""What the scheduler needs from a kind of rows, and what a kind is built from.
 
-A kind says how running requests become launches, and what a launch of theirs means. Queue, order,
-ends, aborts and faults are the scheduler's and the same for all kinds.
+A kind says how running requests become launches, and what the result of a launch means for them.
+The scheduler handles queue, order, ends, aborts and faults, the same for all kinds.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from jdllm.scheduler import stay as stay_lib
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RowDefaults:
-    """What a kind is like before anything is built.
+    """Facts of a kind that are known before anything is built.
 
-    `cpu_rows` and `accelerator_rows` run at most where nobody says how many. `most_context`
-    bounds the context where nobody names one. `shares_prefixes`: K,V of a prefix serves other
-    requests. `unused_options` are those of `EngineConfig` that have no meaning, and why.
+    `cpu_rows` and `accelerator_rows` are the default number of running rows. `most_context`
+    bounds the context if the user sets none. `shares_prefixes`: K,V of a prefix can serve other
+    requests. `unused_options` are options of `EngineConfig` that have no effect, and `why_unused`
+    says why.
     """
 
     cpu_rows: int
@@ -40,9 +41,9 @@ class RowDefaults:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RowConfig:
-    """What rows of any kind are built from; sizes are tokens, requests and pages.
+    """What rows of any kind are built from; sizes are in tokens, requests and pages.
 
-    The two prefill sizes and `launches_ahead` concern models that write block after block.
+    `max_prefill_tokens` and `launches_ahead` concern only models that write block after block.
     """
 
     max_running_requests: int
@@ -59,7 +60,7 @@ class RowConfig:
     detokenize: finish_lib.Detokenize | None = None
 
     def live_requests(self) -> live_requests.LiveRequests:
-        """Returns a scheduler's requests, none yet, and all pages free."""
+        """Returns live requests for a new scheduler: no request, and all pages free."""
         cache = prefix_cache_lib.PrefixCache(self.page_size) if self.has_prefix_cache else None
         pages = pages_lib.RequestPages(
             num_pages=self.num_pages,
@@ -71,7 +72,7 @@ class RowConfig:
 
     @property
     def limits(self) -> limits_lib.Limits:
-        """What bounds one request."""
+        """The sizes that bound one request."""
         return limits_lib.Limits(
             context_length=self.context_length,
             block_size=self.block_size,
@@ -82,7 +83,7 @@ class RowConfig:
 
 
 class Rows(Protocol):
-    """How running requests become launches, and what a launch gives becomes their output."""
+    """Turns running requests into launches, and the results of launches into their output."""
 
     defaults: ClassVar[RowDefaults]
     live: live_requests.LiveRequests
@@ -102,31 +103,31 @@ class Rows(Protocol):
         ...
 
     def default_new_tokens(self, prompt_len: int, block_length: int | None) -> int:
-        """Returns how many tokens a request may write that does not say; at least 1."""
+        """Returns how many tokens a request may write if it sets no limit; at least 1."""
         ...
 
     def prepare(self, request: request_lib.Request) -> None:
-        """Readies a new request; raises a `RequestError` if it could not finish alone."""
+        """Prepares a new request; raises a `RequestError` if it could not finish even alone."""
         ...
 
     def admit(self, request: request_lib.Request) -> stay_lib.Stay | None:
-        """Takes what a waiting request needs to run; None, and nothing changed, without it."""
+        """Takes what a waiting request needs to run; if that is not free, changes nothing: None."""
         ...
 
     def plan(self) -> batch_lib.ScheduleBatch | None:
-        """Returns the next launch; None only when nothing runs."""
+        """Returns the next launch; None only if no request runs."""
         ...
 
     def apply(
         self, request: request_lib.Request, result: batch_lib.RowResult
     ) -> commits_lib.Progress:
-        """Stores what a row's launch brought; with a finish, all that it leaves behind."""
+        """Stores what a launch gave a row; if the row ends, also everything that outlives it."""
         ...
 
     def settle(self, request: request_lib.Request, result: batch_lib.RowResult) -> None:
-        """Takes note of where a row stands that goes on after `apply`."""
+        """Updates the stay of a row that goes on after `apply`."""
         ...
 
     def steps_left(self, request: request_lib.Request) -> float:
-        """Returns within how many steps a running request should end; infinite: unknown."""
+        """Returns in how many steps a running request is expected to end; infinite if unknown."""
         ...

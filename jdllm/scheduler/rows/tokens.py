@@ -1,4 +1,4 @@
-"""What kinds of rows that write tokens share: committed blocks become output, up to an end."""
+"""Shared by kinds of rows that write tokens: turns committed blocks into output, up to its end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jdllm.scheduler import commits as commits_lib
 from jdllm.scheduler import finish as finish_lib
 from jdllm.scheduler import request as request_lib
 
-# Stores a committed block and returns its tokens that are new output.
+# Stores a committed block in the request and returns the tokens that are new output.
 Append = Callable[[request_lib.Request, batch_lib.CommittedBlock], list[int]]
 
 
@@ -19,7 +19,7 @@ def apply(
     append: Append,
     detokenize: finish_lib.Detokenize | None,
 ) -> commits_lib.Progress:
-    """Appends what became final; the earliest end in it cuts the output."""
+    """Appends the blocks that became final; the earliest end cuts the output."""
     nfe, new = request.nfe, []
     request.num_edited += result.num_edited
     for done, committed in enumerate(result.committed, start=1):

@@ -1,4 +1,4 @@
-"""How many blocks are committed beside those that are denoised."""
+"""A step commits as many blocks beside the denoised ones as saves the most time."""
 
 import jax.numpy as jnp
 import pytest

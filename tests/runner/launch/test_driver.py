@@ -1,4 +1,4 @@
-"""The loop of a launch against a loop in Python: who is forwarded, in which form, to which end."""
+"""The loop of a launch against a Python loop: which rows run, in which variant, until when."""
 
 import dataclasses
 import types

@@ -1,4 +1,4 @@
-"""What XLA is asked for: on a GPU a launch is one CUDA graph, loops included."""
+"""The options for XLA: on a GPU a launch is one CUDA graph, loops included."""
 
 import jax
 import pytest

@@ -1,4 +1,4 @@
-"""Packed transfers: what goes in comes out, bit for bit, in both directions."""
+"""Packed transfers: packing and unpacking keep every bit, in both directions."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""A third kind of rows, its device side: states in slots, one loop, frames that it gathers."""
+"""The device side of a third kind of rows: states in slots, one loop that gathers frames."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A third kind of rows, its host side: no pages, a number of steps known from the start.
+"""The host side of a third kind of rows: no pages, and a number of steps known from the start.
 
-A request writes no tokens. It makes a vector of numbers in `max_new_tokens` steps, and each step
-gives a frame, the vector as it is then.
+A request writes no tokens. It computes a vector of numbers in `max_new_tokens` steps, and each
+step gives a frame: the vector after that step.
 """
 
 from __future__ import annotations
