@@ -23,7 +23,7 @@ from test_layering import (
 # Each row is a small house with one fault, and words its complaint must hold.
 FAULTS = (
     (upward_or_sideways, {"jdllm/layers/a.py": "import jdllm.engine.b", "jdllm/engine/b.py": ""},
-     "floor 2 imports jdllm/engine/b.py of floor 5"),
+     "floor 2 imports jdllm/engine/b.py of floor 6"),
     (upward_or_sideways, {"jdllm/layers/a.py": "from jdllm.scheduler import b",
                           "jdllm/scheduler/b.py": ""}, "jdllm/scheduler/b.py"),
     (upward_or_sideways, {"jdllm/eval/a.py": "from jdllm import Engine", "jdllm/__init__.py": ""},

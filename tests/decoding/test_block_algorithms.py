@@ -2,31 +2,12 @@
 
 import numpy as np
 import pytest
+from support.blocks import make_block
 
 from jdllm import decoding
 from jdllm.decoding.block import interface
 
 VOCAB = 7
-
-
-def make_block(tokens, masked, editable, *, extra=(), done=None, **options):
-    rows = tokens.shape[0]
-    params = {
-        "threshold": 0.5,
-        "edit_threshold": 0.0,
-        "max_post_edit_steps": 16,
-        "penalty_lambda": 0.0,
-    } | options
-    full = {name: np.broadcast_to(np.float32(value), (rows,)) for name, value in params.items()}
-    full["max_post_edit_steps"] = full["max_post_edit_steps"].astype(np.int32)
-    return interface.BlockState(
-        tokens=tokens,
-        masked=masked,
-        editable=editable,
-        done=np.zeros(rows, bool) if done is None else done,
-        params=interface.BlockParams(**full),
-        extra=extra,
-    )
 
 
 def make_proposal(tokens, prob, *, best=None, best_prob=None, is_drawn=None):

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from jdllm import errors
+from jdllm import device_facts, errors
 from jdllm.engine import generations
 from jdllm.eval import __main__ as cli
 from jdllm.eval import backends, evaluation
@@ -240,6 +240,7 @@ class ToyEngine:
 
     tokenizer = ToyTokenizer()
     model_name = "toy"
+    device = device_facts.DeviceFacts(platform="cpu", device_kind="cpu")
     max_running_requests = 2
 
     def __init__(self):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Self
+from typing import ClassVar, Self
 
 from jdllm import errors
 from jdllm.scheduler import batch as batch_lib
@@ -124,7 +124,9 @@ class BlockBuckets:
 class BlockRows:
     """Plans prefill and decode launches of the running requests, and stores their blocks."""
 
-    defaults = interface.RowDefaults(cpu_rows=8, accelerator_rows=64, shares_prefixes=True)
+    defaults: ClassVar[interface.RowDefaults] = interface.RowDefaults(
+        cpu_rows=8, accelerator_rows=64, shares_prefixes=True
+    )
 
     def __init__(self, config: interface.RowConfig, buckets: BlockBuckets):
         _check_sizes(config, buckets)

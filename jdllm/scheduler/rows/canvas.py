@@ -191,7 +191,7 @@ class CanvasStay(stay_lib.Stay):
 class CanvasRows:
     """Plans launches of all running canvases, and stores the tokens that settle."""
 
-    defaults = interface.RowDefaults(
+    defaults: ClassVar[interface.RowDefaults] = interface.RowDefaults(
         # A row may forward its whole context in each step.
         cpu_rows=4,
         accelerator_rows=16,

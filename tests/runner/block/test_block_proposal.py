@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from test_algorithms import make_block
+from support.blocks import make_block
 
 from jdllm.runner.block import proposal, sampling
 
