@@ -42,11 +42,6 @@ class DiffusionSpec:
     logit_alignment: LogitAlignment = LogitAlignment.SAME_POSITION
 
     @property
-    def has_canvas(self) -> bool:
-        """Whether a row is a whole canvas, because every K,V depends on later tokens."""
-        return self.attention_pattern is AttentionPattern.FULL
-
-    @property
     def kind(self) -> Literal["block", "canvas"] | None:
         """The kind of rows that serves the family; None if no kind does."""
         match self.attention_pattern:

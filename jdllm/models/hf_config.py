@@ -62,7 +62,7 @@ def check_spec(model: spec_lib.ModelSpec, sizes: SizeKeys) -> None:
     """Raises if a special token is outside the vocabulary, or if the head counts do not fit."""
     named = [("mask_token_id", model.diffusion.mask_token_id)]
     named += [("eos_token_id", i) for i in model.diffusion.eos_token_ids]
-    if model.diffusion.has_canvas:
+    if model.diffusion.kind == "canvas":
         named.append(("pad_token_id", model.diffusion.end_of_text_id))
     for key, token_id in named:
         is_id = isinstance(token_id, int) and not isinstance(token_id, bool)

@@ -115,7 +115,7 @@ def _step(
     is_stop = jnp.isin(after.tokens, jnp.array(stop_ids)) & is_answer
     is_last = begin + diffusion.block_size >= S
     done = rows.done | (is_final & (jnp.any(is_stop, axis=-1) | is_last))
-    persists = is_final & ~done & (RULE.persists_apart and not diffusion.has_canvas)
+    persists = is_final & ~done & (RULE.persists_apart and diffusion.kind == "block")
     row = jnp.arange(B)[:, None]
     return Denoised(
         tokens=rows.tokens.at[row, place].set(after.tokens, mode="drop"),
@@ -146,7 +146,7 @@ def _proposal(logits: Float32[Array, "B T V"], mask_token_id: int) -> interface.
 
 def _origin(diffusion: spec.DiffusionSpec, prompt_lens: Int[Array, " B"]) -> Int[Array, " B"]:
     """Returns the position where block 0 of each row begins."""
-    return prompt_lens if diffusion.has_canvas else jnp.zeros_like(prompt_lens)
+    return prompt_lens if diffusion.kind == "canvas" else jnp.zeros_like(prompt_lens)
 
 
 def _block_logits(

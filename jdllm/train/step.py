@@ -86,7 +86,7 @@ def build_network(hf_config: Mapping[str, Any], dtype: str) -> Network:
 def noise_config(network: Network, config: TrainConfig) -> Noise:
     """Returns how to mask the family's rows; raises if the family lacks an option."""
     diffusion = network.config.spec.diffusion
-    if not diffusion.has_canvas:
+    if diffusion.kind == "block":
         return objective.NoiseConfig(
             block_size=diffusion.block_size,
             answer_blocks=config.answer_blocks,

@@ -137,7 +137,7 @@ def test_the_shipped_recipe_and_model_fit_each_other():
     shipped = config.load(RECIPE)
     hf = json.loads((ROOT / shipped.model_path / "config.json").read_text())
     network = step.build_network(hf, shipped.compute_dtype)
-    assert network.config.spec.diffusion.has_canvas
+    assert network.config.spec.diffusion.kind == "canvas"
     assert network.config.spec.head_dim == 64
     chat = examples.ChatFormat(ROOT / shipped.model_path)
     assert chat.tokenizer.get_vocab_size() <= network.config.spec.vocab_size

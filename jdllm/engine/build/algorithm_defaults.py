@@ -26,14 +26,14 @@ def choose(
     if not isinstance(recommended, dict):
         raise errors.ConfigError(f"generation_config.json: dllm={recommended!r} must be an object")
     names = config.algorithms()
-    fitting = algorithms.of_kind(
-        algorithms.CANVAS if spec.diffusion.has_canvas else algorithms.BLOCK
-    )
+    kind = spec.diffusion.kind
+    assert kind is not None, "`kinds.kind_of` refuses models without a kind first"
+    fitting = algorithms.of_kind(kind)
     if not names:
         names = (recommended.get("algorithm", next(iter(fitting))),)
     _check_kind(names, fitting, spec)
     options = config.algorithm_options()
-    if options.pop("block_size", None) is not None and spec.diffusion.has_canvas:
+    if options.pop("block_size", None) is not None and kind == algorithms.CANVAS:
         raise errors.ConfigError(
             f"dllm_algorithm_config: {spec.architecture} has no block_size of its own; "
             "block_length is an option of its algorithms"

@@ -12,6 +12,8 @@ Letters: R rows, L tokens of a block, T packed tokens, M pages of the longest ro
 
 from __future__ import annotations
 
+from typing import cast
+
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int32
@@ -84,14 +86,15 @@ def forward_blocks(
         page_table=page_table,
         kv_indices=paging.kv_indices(config, page_table, rows, positions.reshape(-1), is_valid),
     )
-    hidden, pools = model(
+    hidden, written = model(
         tokens.reshape(-1),
         positions.reshape(-1),
         attend=_attend(config, batch, q_len=L),
         caches=pools,
         valid=is_valid,
     )
-    return hidden.reshape(R, L, -1), pools
+    # This attention returns the pool of each layer, never None.
+    return hidden.reshape(R, L, -1), cast(list[Array], written)
 
 
 def _attend(

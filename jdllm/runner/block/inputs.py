@@ -44,8 +44,8 @@ class DenoiseInputs:
 
     A fresh row begins with this launch: `tokens`, `context_lens` and `tokens_left` describe its
     first block, whose leading `head_lens` tokens belong to the prompt. Padding rows have a slot
-    past the last. `capacity` is the number of tokens that the row's pages hold. `stop_ids` holds
-    end and stop tokens, -1 where there is none. `algorithm` is an index into the compiled
+    past the last. `capacity` is the number of tokens that the row's pages hold. `end_ids` holds
+    end tokens, -1 where there is none. `algorithm` is an index into the compiled
     algorithms.
     """
 
@@ -57,7 +57,7 @@ class DenoiseInputs:
     tokens_left: Int32[Any, " R"]
     page_table: Int32[Any, "R M"]
     capacity: Int32[Any, " R"]
-    stop_ids: Int32[Any, "R E"]
+    end_ids: Int32[Any, "R E"]
     algorithm: Int32[Any, " R"]
     params: interface.BlockParams
     sampling: sampling.SamplingRows
@@ -97,7 +97,7 @@ def build_denoise(
     slot, is_fresh = np.full((R,), config.num_slots, np.int32), np.zeros((R,), bool)
     tokens = np.full((R, L), config.mask_token_id, np.int32)
     head_lens, tokens_left = np.zeros((R,), np.int32), np.zeros((R,), np.int32)
-    capacity, stop_ids = (
+    capacity, end_ids = (
         np.zeros((R,), np.int32),
         np.full((R, row_options.MAX_END_IDS), row_options.NO_ID, np.int32),
     )
@@ -114,7 +114,7 @@ def build_denoise(
             tokens[i, : len(head)], head_lens[i] = head, len(head)
             tokens_left[i] = request.max_new_tokens - len(request.output_ids)
         capacity[i] = len(row.stay.pages) * config.pool.page_size
-        row_options.fill_end_ids(stop_ids[i], request)
+        row_options.fill_end_ids(end_ids[i], request)
         dllm = request.sampling.dllm
         algorithm[i] = config.algorithms.index(dllm.algorithm)
         algorithms.fill(params, i, dllm.algorithm, dllm.options, row_length=L)
@@ -129,7 +129,7 @@ def build_denoise(
         tokens_left=tokens_left,
         page_table=paging.page_table(batch, config),
         capacity=capacity,
-        stop_ids=stop_ids,
+        end_ids=end_ids,
         algorithm=algorithm,
         params=interface.BlockParams(**params),
         sampling=sampling.SamplingRows(

@@ -48,7 +48,7 @@ FORWARD_TOKENS = 3072
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Ring:
+class FinishedBlocks:
     """The blocks of each row that became final in the launch, and the row's `nfe` at that moment.
 
     The arrays are traced in the launch and numpy's on the host, hence `Any`.
@@ -68,7 +68,7 @@ class DenoiseOutputs:
     `computed_blocks` counts all forwarded blocks, padding included; `real_blocks` those of rows.
     """
 
-    ring: Ring
+    blocks: FinishedBlocks
     num_blocks: Int32[Any, " R"]
     context_lens: Int32[Any, " R"]
     nfe: Int32[Any, " R"]
@@ -102,7 +102,7 @@ def denoise_launch(
     slots: RowState = memory["slots"]
     R, L = inputs.tokens.shape
     is_row = inputs.slot < slots.step.shape[0]
-    ring = Ring(
+    blocks = FinishedBlocks(
         tokens=jnp.zeros((R, config.max_launch_steps, L), jnp.int32),
         steps=jnp.zeros((R, config.max_launch_steps, L), jnp.int32),
         logprobs=jnp.zeros((R, config.max_launch_steps, L), jnp.float32),
@@ -119,7 +119,7 @@ def denoise_launch(
         inputs.limits,
         memory=memory["pools"],
         rows=enter(config, inputs, slots, is_row),
-        gathered=ring,
+        gathered=blocks,
         num_counts=2,
     )
     carry = driver.run(body, begin, inputs.limits, implementation=config.implementation)
@@ -127,7 +127,7 @@ def denoise_launch(
     slots = jax.tree.map(lambda old, new: old.at[inputs.slot].set(new, mode="drop"), slots, state)
     computed_blocks, real_blocks = carry.counts
     outputs = DenoiseOutputs(
-        ring=carry.gathered,
+        blocks=carry.gathered,
         num_blocks=state.num_blocks,
         context_lens=state.context_lens,
         nfe=state.nfe,
@@ -156,6 +156,9 @@ class _Body:
     def is_active(self, rows: RowState) -> Bool[Array, " R"]:
         return is_active(self.inputs, rows)
 
+    def written(self, rows: RowState) -> Array:
+        return rows.tokens
+
     def choose(self, rows: RowState) -> Int32[Array, ""]:
         wanted = jnp.sum(_wants_commit(self.inputs, rows), dtype=jnp.int32)
         return choose_size(self.variants, wanted, tokens=rows.tokens.size)
@@ -172,12 +175,12 @@ class _Body:
         real_blocks += jnp.sum(is_active(inputs, advanced), dtype=jnp.int32)
         real_blocks += jnp.sum(granted, dtype=jnp.int32)
         lm_head = self.model.unembedding()
-        state, ring = _update(config, inputs, lm_head, hidden, advanced, carry.gathered)
+        state, blocks = _update(config, inputs, lm_head, hidden, advanced, carry.gathered)
         return dataclasses.replace(
             carry,
             memory=pools,
             rows=state,
-            gathered=ring,
+            gathered=blocks,
             num_steps=carry.num_steps + 1,
             counts=(computed_blocks + self.is_row.shape[0] + variant, real_blocks),
         )
@@ -243,9 +246,9 @@ def _update(
     lm_head: Float[Array, "V D"],
     hidden: Float[Array, "R L D"],
     state: RowState,
-    ring: Ring,
-) -> tuple[RowState, Ring]:
-    """Returns state and ring after the algorithm of every active row has seen its proposal."""
+    blocks: FinishedBlocks,
+) -> tuple[RowState, FinishedBlocks]:
+    """Returns states and finished blocks after each active row's algorithm saw its proposal."""
     R, L = state.tokens.shape
     active = is_active(inputs, state)
     seen = _denoise(config, inputs, lm_head, hidden, state, active)
@@ -256,11 +259,11 @@ def _update(
     steps_of = jnp.where(seen.written, state.step[:, None] + 1, state.steps)
     logprobs = jnp.where(seen.written, seen.logprobs, state.logprobs)
     nfe = state.nfe + active
-    place = commits[:, None] & (jnp.arange(ring.nfe.shape[1]) == state.num_blocks[:, None])
-    ring = jax.tree.map(
+    place = commits[:, None] & (jnp.arange(blocks.nfe.shape[1]) == state.num_blocks[:, None])
+    blocks = jax.tree.map(
         lambda old, new: jnp.where(place.reshape(place.shape + (1,) * (old.ndim - 2)), new, old),
-        ring,
-        Ring(
+        blocks,
+        FinishedBlocks(
             tokens=after.tokens[:, None],
             steps=steps_of[:, None],
             logprobs=logprobs[:, None],
@@ -284,7 +287,7 @@ def _update(
         num_edited=state.num_edited + jnp.where(works, seen.num_edited, 0),
         nfe=nfe,
     )
-    return advance(config, updated, works & after.done & ~ended), ring
+    return advance(config, updated, works & after.done & ~ended), blocks
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -375,7 +378,7 @@ def _has_ended(
     head = L - jnp.sum(state.editable, axis=1, dtype=jnp.int32)
     limit = (head + state.tokens_left)[:, None]
     shown = state.editable & (place < limit)
-    is_end = shown & settled & jnp.any(tokens[..., None] == inputs.stop_ids[:, None], axis=2)
+    is_end = shown & settled & jnp.any(tokens[..., None] == inputs.end_ids[:, None], axis=2)
     first_end = jnp.min(jnp.where(is_end, place, L), axis=1, keepdims=True)
     is_open = jnp.any(shown & (place < first_end) & ~settled, axis=1)
     return ~is_open & ((first_end < L) | (limit <= L))[:, 0]

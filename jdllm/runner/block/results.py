@@ -36,14 +36,14 @@ def of_denoise(
 
 
 def _row_result(outputs: loop.DenoiseOutputs, i: int) -> batch_lib.RowResult:
-    ring = outputs.ring
+    blocks = outputs.blocks
     return batch_lib.RowResult(
         committed=tuple(
             batch_lib.CommittedBlock(
-                tokens=ring.tokens[i, place],
-                nfe=int(ring.nfe[i, place]),
-                steps=ring.steps[i, place],
-                logprobs=ring.logprobs[i, place],
+                tokens=blocks.tokens[i, place],
+                nfe=int(blocks.nfe[i, place]),
+                steps=blocks.steps[i, place],
+                logprobs=blocks.logprobs[i, place],
             )
             for place in range(outputs.num_blocks[i])
         ),

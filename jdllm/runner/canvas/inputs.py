@@ -17,7 +17,7 @@ from jaxtyping import Bool, Int32
 from jdllm import algorithms
 from jdllm.decoding.canvas import interface as canvas
 from jdllm.runner import config as config_lib
-from jdllm.runner import row_options
+from jdllm.runner import paging, row_options
 from jdllm.runner.launch import driver, interrupts
 from jdllm.scheduler import batch as batch_lib
 from jdllm.scheduler.rows import canvas as canvas_rows
@@ -63,11 +63,11 @@ def build(
         limits=driver.LaunchLimits.of(batch, interrupt),
     )
     inputs.slot[:] = config.num_slots
-    params = {f.name: getattr(inputs.params, f.name) for f in dataclasses.fields(inputs.params)}
+    params = _padding_params(batch.bucket.rows)
     for i, row in enumerate(batch.rows):
         request = row.request
         stay = row.stay
-        assert isinstance(stay, canvas_rows.CanvasStay)
+        assert isinstance(stay, canvas_rows.CanvasStay)  # which it was planned with
         inputs.slot[i], inputs.is_fresh[i] = stay.slot, row.is_fresh
         length, start = len(stay.canvas_ids), len(request.prompt_ids)
         if row.is_fresh:
@@ -76,14 +76,17 @@ def build(
             ]
         inputs.start[i], inputs.end[i], inputs.length[i] = start, stay.canvas_end, length
         inputs.shown[i] = start + request.max_new_tokens
-        inputs.page_table[i, : len(stay.pages)] = stay.pages
         row_options.fill_end_ids(inputs.end_ids[i], request)
         dllm = request.sampling.dllm
         inputs.algorithm[i] = config.algorithms.index(dllm.algorithm)
         algorithms.fill(params, i, dllm.algorithm, dllm.options, row_length=config.context_length)
         params["temperature"][i] = request.sampling.temperature or 0.0
         params["seed"][i] = row_options.seed_words(request.seed)
-    return inputs
+    return dataclasses.replace(
+        inputs,
+        page_table=paging.page_table(batch, config),
+        params=canvas.CanvasParams(**params),
+    )
 
 
 def padding(
@@ -109,10 +112,13 @@ def padding(
         page_table=np.zeros((R, pages_per_row), np.int32),
         end_ids=np.full((R, row_options.MAX_END_IDS), row_options.NO_ID, np.int32),
         algorithm=zeros(),
-        params=canvas.CanvasParams(
-            **algorithms.padding(algorithms.CANVAS, R),
-            temperature=np.zeros((R,), np.float32),
-            seed=np.zeros((R, 2), np.uint32),
-        ),
+        params=canvas.CanvasParams(**_padding_params(R)),
         limits=limits,
     )
+
+
+def _padding_params(rows: int) -> algorithms.Arrays:
+    return algorithms.padding(algorithms.CANVAS, rows) | {
+        "temperature": np.zeros((rows,), np.float32),
+        "seed": np.zeros((rows, 2), np.uint32),
+    }

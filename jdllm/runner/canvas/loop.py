@@ -27,7 +27,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -99,6 +99,7 @@ def canvas_launch(
         rows=state_lib.enter(config, inputs, slots, is_row),
         num_counts=1,
     )
+    # Folded: each array that a step changes costs a kernel or a copy of its own, however short.
     carry = driver.run(body, begin, inputs.limits, folds=True, implementation=config.implementation)
     state: state_lib.CanvasState = carry.rows
     (num_tokens,) = carry.counts
@@ -137,6 +138,9 @@ class _Body:
 
     def is_active(self, rows: state_lib.CanvasState) -> Bool[Array, " R"]:
         return ~rows.is_finished
+
+    def written(self, rows: state_lib.CanvasState) -> Array:
+        return rows.tokens
 
     def choose(self, rows: state_lib.CanvasState) -> Int32[Array, ""]:
         wanted = jnp.sum(packing_lib.segments(rows.window))
@@ -240,13 +244,14 @@ def _forward(
         block_size=packing_lib.SEGMENT,
         implementation=config.implementation,
     )
-    return model(
+    hidden, written = model(
         tokens[packing.row, packing.positions],
         packing.positions,
         attend=attend,
         caches=pools,
         valid=is_valid,
     )
+    return hidden, cast(list[Array], written)  # this attention returns pools, never None
 
 
 def _guide(

@@ -174,7 +174,7 @@ def _fresh(
         settled_before=zeros,
     )
     begun = tuple(
-        algorithm.begin(as_canvas(config, inputs, state, None)) for algorithm in algorithms(config)
+        algorithm.begin(as_canvas(config, inputs, state, ())) for algorithm in algorithms(config)
     )
     return plan(config, inputs, dataclasses.replace(state, extra=begun))
 

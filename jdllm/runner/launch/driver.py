@@ -61,10 +61,9 @@ def shapes() -> LaunchLimits:
 class Carry:
     """What one step hands to the next.
 
-    `memory` is updated in place (the KV pool). `rows` are the states of the rows; their first leaf
-    is the tokens. `gathered` is what the launch collects for the host besides, such as an output
-    of each step. `counts` are totals that the kind defines. `cancel_flag` is the flag of
-    `interrupts.py` as it was last read.
+    `memory` is updated in place (the KV pool). `rows` are the states of the rows. `gathered` is
+    what the launch collects for the host besides, such as an output of each step. `counts` are
+    totals that the kind defines. `cancel_flag` is the flag of `interrupts.py` as it was last read.
     """
 
     memory: Any
@@ -105,6 +104,10 @@ class Body(Protocol):
         """Returns which rows the next step forwards."""
         ...
 
+    def written(self, rows: Any) -> Array:
+        """Returns an array that every step writes; the cancel flag is read after it."""
+        ...
+
     def choose(self, rows: Any) -> Int32[Array, ""]:
         """Returns the index in `variants` of the form that the next step has."""
         ...
@@ -141,7 +144,7 @@ def run(
 
     def one_step(variant: Any, folded: Any) -> Any:
         carry = body.step(variant, unfold(folded))
-        written = jax.tree.leaves(carry.rows)[0]  # the flag is read after the step has written it
+        written = body.written(carry.rows)
         flag = limits.interrupt.poll(written, implementation=implementation)
         return fold(dataclasses.replace(carry, cancel_flag=flag))
 

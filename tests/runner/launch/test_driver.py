@@ -35,6 +35,9 @@ class Body:
     def is_active(self, rows):
         return rows.left > 0
 
+    def written(self, rows):
+        return rows.left
+
     def choose(self, rows):
         return jnp.minimum(jnp.sum(rows.left > 0), 3) - 1
 

@@ -68,6 +68,9 @@ class Body:
     def is_active(self, rows: State) -> jax.Array:
         return (rows.step < rows.num_steps) & self.is_row
 
+    def written(self, rows: State) -> jax.Array:
+        return rows.value
+
     def choose(self, rows: State) -> jax.Array:
         return jnp.int32(0)
 
