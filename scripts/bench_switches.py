@@ -151,7 +151,7 @@ def send(engine: engine_lib.Engine, load: list[Query], at_s: list[float]) -> dic
 
 
 def switch(engine: engine_lib.Engine, *, overlaps: bool, steps: int) -> None:
-    """Sets what `--disable-overlap-schedule` and `--num-continuous-decode-steps` set at the start."""
+    """Sets what `--disable-overlap-schedule` and `--num-continuous-decode-steps` set at start."""
     core = engine._built.core
     while core.has_work:  # the last round, which only reads results
         time.sleep(0.01)
