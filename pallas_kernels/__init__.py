@@ -1,8 +1,8 @@
 """Public ops of the kernel package; it imports jax only and knows nothing of the engine.
 
-An op is one folder: `api.py` is what callers get, `reference.py` says in XLA what it computes,
-`checks.py` which arguments it accepts, the other files are its kernels, and `tiles/` holds their
-tuned parameters by device. `dispatch.py` lists the ops and what may run each.
+An op is one folder. Callers use its `api.py`. `reference.py` computes the op with XLA, `checks.py`
+rejects wrong arguments, and the other files are its kernels. `tiles/` holds the tuned parameters of
+the kernels, one file per device. `dispatch.py` lists the ops and the implementations of each.
 """
 
 from pallas_kernels.add_rms_norm.api import add_rms_norm

@@ -18,9 +18,9 @@ class Device:
     """What a program is compiled for."""
 
     platform: str  # "cpu", "gpu" or "tpu"
-    kind: str  # such as "NVIDIA H200"
+    kind: str  # for example "NVIDIA H200"
     compute_capability: tuple[int, int] = (0, 0)  # of NVIDIA GPUs
-    num_multiprocessors: int = _H200_MULTIPROCESSORS  # an H200's where kernels are only lowered
+    num_multiprocessors: int = _H200_MULTIPROCESSORS  # an H200's: for kernels that are only lowered
     jax_version: str
 
     @property

@@ -1,12 +1,13 @@
 """Which implementation of an op runs, why not a better one, and a record of what was chosen.
 
-A choice is a plain function of the forced name, the device and the op's own limits; never an
-environment variable. "auto" takes the first implementation that nothing speaks against. A forced
-choice that cannot run raises with the reason instead of falling back, so a benchmark never measures
-the wrong kernel.
+A choice is a plain function of the forced name, the device and the op's own limits; it never reads
+an environment variable. "auto" takes the first implementation that can run. A forced choice that
+cannot run raises with the reason instead of falling back, so a benchmark never measures the wrong
+kernel.
 
-An op chooses each time it is called, before its own `jax.jit`, whose cache would hide a call of
-known shapes. So whoever traces a program inside `record_choices` learns what it was traced with.
+An op chooses at every call, outside its own `jax.jit`: the cache of the jit would skip the choice
+for shapes that it knows. So a program that is traced inside `record_choices` records every
+implementation it was traced with.
 """
 
 import contextlib
@@ -15,10 +16,11 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels import device as device_facts
 
-# Best first; "auto" never takes what comes after "xla".
+# The best comes first; "auto" never takes an implementation that comes after "xla".
 IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "add_rms_norm": ("mosaic_gpu", "xla"),
     "dense_matmul": ("mosaic_gpu", "xla"),
@@ -33,7 +35,7 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The implementation that runs, and what spoke against each better one."""
+    """The implementation that runs, and the reason why each better one cannot."""
 
     implementation: str
     refusals: dict[str, str]
@@ -46,7 +48,7 @@ class Choice:
         return self.implementation + (f" ({self.reasons})" if self.refusals else "")
 
 
-Choices = dict[str, list[Choice]]  # by op, each choice once, in the order in which they were made
+Choices = dict[str, list[Choice]]  # by op: each different choice once, oldest first
 
 _records: contextvars.ContextVar[tuple[Choices, ...]] = contextvars.ContextVar(
     "records", default=()
@@ -55,7 +57,7 @@ _records: contextvars.ContextVar[tuple[Choices, ...]] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def record_choices() -> Iterator[Choices]:
-    """Yields a record that gets what ops of this thread choose inside the block."""
+    """Yields a record of the choices that ops make in this thread inside the block."""
     record: Choices = {}
     token = _records.set((*_records.get(), record))
     try:
@@ -65,10 +67,11 @@ def record_choices() -> Iterator[Choices]:
 
 
 def describe_choices(launches: Sequence[Mapping[str, Sequence[Choice]]]) -> dict[str, str]:
-    """Returns by op, in alphabetical order, what the launches with these records run; a line each.
+    """Returns one line for each op, in alphabetical order: which implementations the launches run.
 
-    An op with one implementation is that alone; else each one counts the launches that run it. A
-    launch may run several, for operands of several shapes. Of several reasons the first is told.
+    `launches` holds the record of each launch. A line names the op's one implementation; if there
+    are several, it also says how many launches run each. One launch may run several, for operands
+    of different shapes. If there were several reasons for a choice, the line gives the first.
     """
     return {
         op: _line([record[op] for record in launches if record.get(op)])
@@ -76,17 +79,17 @@ def describe_choices(launches: Sequence[Mapping[str, Sequence[Choice]]]) -> dict
     }
 
 
-def _line(of_launches: list[Sequence[Choice]]) -> str:
+def _line(by_launch: list[Sequence[Choice]]) -> str:
     """Returns the line of one op, from its choices in each launch that has it."""
     found: Choices = {}
-    for choice in (choice for choices in of_launches for choice in choices):
-        of_name = found.setdefault(choice.implementation, [])
-        if choice not in of_name:
-            of_name.append(choice)
+    for choice in (choice for choices in by_launch for choice in choices):
+        known = found.setdefault(choice.implementation, [])
+        if choice not in known:
+            known.append(choice)
     parts = []
     for name in found:
-        users = sum(any(one.implementation == name for one in choices) for choices in of_launches)
-        count = f" in {users} of {len(of_launches)} launches" if len(found) > 1 else ""
+        users = sum(any(one.implementation == name for one in choices) for choices in by_launch)
+        count = f" in {users} of {len(by_launch)} launches" if len(found) > 1 else ""
         first, *others = found[name]
         reasons = first.reasons + (f"; and {len(others)} more" if others else "")
         parts.append(name + count + (f" ({reasons})" if first.refusals else ""))
@@ -100,16 +103,17 @@ def choose(
     refusals: Mapping[str, str | None] | None = None,
     device: device_facts.Device | None = None,
 ) -> Choice:
-    """Returns which implementation of `op` runs on a device, this process's if none is given.
+    """Returns which implementation of `op` runs on a device; the default is this process's device.
 
-    `refusals` holds, by implementation, the op's own reason against this shape (None: none).
-    Raises ValueError for a name that the op does not have and for a forced choice that cannot run.
+    `refusals` gives, for an implementation, the op's own reason why it cannot serve this shape, or
+    None. Raises ValueError for a name that the op does not have, and for a forced choice that
+    cannot run.
     """
     choice = _choose(op, implementation, refusals or {}, device or device_facts.local_device())
     for record in _records.get():
-        of_op = record.setdefault(op, [])
-        if choice not in of_op:
-            of_op.append(choice)
+        choices = record.setdefault(op, [])
+        if choice not in choices:
+            choices.append(choice)
     return choice
 
 
@@ -124,26 +128,26 @@ def _choose(
         raise ValueError(
             f"{op}: unknown {implementation=}; known names are {', '.join(('auto', *names))}"
         )
-    of_device = {"mosaic_gpu": device.hopper_refusal, "cudnn": device.cudnn_refusal}
+    device_refusals = {"mosaic_gpu": device.hopper_refusal, "cudnn": device.cudnn_refusal}
 
     def refusal(name: str) -> str | None:
-        return of_device.get(name) or refusals.get(name)
+        return device_refusals.get(name) or refusals.get(name)
 
     if implementation != "auto":
         if reason := refusal(implementation):
             raise ValueError(f"{op}: {implementation} cannot run here: {reason}")
         return Choice(implementation=implementation, refusals={})
-    against: dict[str, str] = {}
+    refused: dict[str, str] = {}
     for name in names:
         reason = refusal(name)
         if reason is None:
-            return Choice(implementation=name, refusals=against)
-        against[name] = reason
+            return Choice(implementation=name, refusals=refused)
+        refused[name] = reason
     raise AssertionError(f"{op}: xla runs everywhere")
 
 
-def dtype_refusal(dtype) -> str | None:
-    """Returns why a GPU implementation, all of which take 16-bit activations only, cannot serve."""
+def dtype_refusal(dtype: DTypeLike) -> str | None:
+    """Returns why no GPU implementation serves this dtype, or None; all take 16-bit activations."""
     name = jnp.dtype(dtype).name
     if name in ("bfloat16", "float16"):
         return None

@@ -1,10 +1,11 @@
 """Tuned tile parameters: data, in each op's folder `tiles/` one JSON file per device.
 
-A file is a list of entries `{"when": {size: upper bound}, "tile": {parameter: value}}`, which may
-also have `"equal": {size: value}`. The first entry whose every bound is at least the problem's
-size, and whose every value is the problem's, is taken; the last has neither. Sizes are static
-facts of a compiled shape, never live lengths: a row's rounding must not depend on its neighbours.
-An op may read an empty tile as "no tile is known". `scripts/tune_kernels.py` writes the files.
+A file is a list of entries `{"when": {size: upper bound}, "tile": {parameter: value}}`. An entry
+may also have `"equal": {size: value}`. `lookup` takes the first entry that fits: no size of the
+problem is above its bound in `when`, and every size in `equal` is the same. The last entry has no
+condition, so it always fits. Sizes are static facts of a compiled shape, never live lengths: a
+row's rounding must not depend on its neighbours. An op may read an empty tile as "no tile is
+known". `scripts/tune_kernels.py` writes the files.
 """
 
 import functools
@@ -24,14 +25,15 @@ def device_name() -> str:
 
 
 def path_of(op: str, device: str) -> pathlib.Path:
-    """Returns where the table of an op for a device is, or would be."""
+    """Returns the path of an op's table for a device; the file need not exist."""
     return OPS_DIR / op / "tiles" / f"{device}.json"
 
 
 def entries(op: str) -> tuple[dict[str, Any], ...]:
-    """Returns this device's entries of an op, the default device's if it has none.
+    """Returns the op's entries for this device, or for the default device if there are none.
 
-    Raises ValueError for a file that is not such a list or whose last entry has a condition.
+    Raises ValueError for a file that is not a list of entries, and for one whose last entry has a
+    condition.
     """
     path = path_of(op, device_name())
     if not path.exists():

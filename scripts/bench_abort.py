@@ -1,9 +1,9 @@
-"""Milliseconds from an abort to its end, with launches that the host can end and ones it cannot.
+"""Times an abort, with launches that the host can end and with launches that it cannot end.
 
     python scripts/bench_abort.py --model-path configs/llada2.0-mini --load-format dummy
 
-Requests that write a token a forward fill the rows; at a random moment all are aborted. Places and
-pages are free when `abort` returns.
+Requests that write one token a forward fill the rows; at a random moment all are aborted. When
+`abort` returns, their slots and pages are free.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def main() -> None:
         out(f"{in_process.headline(in_process.surroundings(engine))}\n")
         runner = engine._built.runner
         interrupt = runner.interrupt
-        for name, ask in (("the host ends launches", interrupt), ("it waits", lambda: None)):
-            runner.interrupt = ask
+        for name, used in (("the host ends launches", interrupt), ("it waits", lambda: None)):
+            runner.interrupt = used
             times = [measure(engine, args, seed) for seed in range(args.repeats + 1)][1:]
             out(
                 f"{name:24s} abort ms: median {statistics.median(times):.1f}, "

@@ -2,14 +2,14 @@
 
     python scripts/bench_canvas.py --model-path configs/llada-8b --tokens-per-forward 9.91 8.56 8.56
 
-Random weights accept no more tokens a step than chance, so the acceptance is replayed: the
-algorithm of this file plans as `FullAttnMultiBlock` does (blocks, caches, windows) and takes
+With random weights a step accepts no more tokens than by chance, so this script replays the
+acceptance: its algorithm plans as `FullAttnMultiBlock` does (blocks, caches, windows) and accepts
 `threshold` tokens a step in the order of their positions, whatever the model says. Everything else
 is the real engine: scheduler, launches, forwards, vocabulary statistics.
 
-The floor is that of the tokens really forwarded, step by step (`floors.py`: bytes or FLOPs of the
-whole forward, the LM head for the positions it is wanted of), for all rows together. Which tokens
-these are is worked out on the host by a loop of its own and checked against the engine's counts.
+The floor counts the tokens that are really forwarded, step by step, for all rows together
+(`floors.py`: bytes or FLOPs of the whole forward, the LM head for the positions that need it). A
+separate loop on the host computes these tokens, and the engine's counts check it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from jdllm.engine import engine as engine_lib
 
 BLOCK = 32
 NEVER = 10**6
-# Name, and cache_mode, cache_delay_iter, refresh_interval.
+# (name, (cache_mode, cache_delay_iter, refresh_interval)).
 MODES = (
     ("exact", ("exact", 1, NEVER)),
     ("delayed 1, no refresh", ("delayed", 1, NEVER)),
@@ -45,7 +45,7 @@ MODES = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Replay(full_attn_multi_block.FullAttnMultiBlock):
-    """`FullAttnMultiBlock` that takes `threshold` tokens a step on average, in their order."""
+    """`FullAttnMultiBlock`, but it accepts `threshold` tokens a step on average, in order."""
 
     def update(
         self, canvas: canvas_lib.Canvas, proposal: canvas_lib.CanvasProposal
@@ -55,14 +55,14 @@ class Replay(full_attn_multi_block.FullAttnMultiBlock):
         created_end = canvas_rules.block_start(canvas, canvas.extra.created)
         eligible = canvas.masked & (canvas.positions < created_end[:, None])
         rank = jnp.cumsum(eligible, axis=1) - 1
-        # Reads the statistics, so that they are computed as ever.
+        # Reads the statistics, so that XLA must compute them.
         is_real = ~jnp.isnan(proposal.entropy)
         return canvas.write(proposal.tokens, where=eligible & is_real & (rank < count[:, None]))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """What each step of a row forwards: tokens, and positions whose statistics are wanted."""
+    """For each step of a row: the tokens it forwards, and the positions that need statistics."""
 
     tokens: list[int]
     wanted: list[int]
@@ -108,7 +108,7 @@ def schedule(
 
 
 def floor_ms(model: engine_lib.Engine, rows: int, length: int, steps: Schedule) -> float:
-    """Returns the least milliseconds of all steps of `rows` equal rows."""
+    """Returns the floor in milliseconds of all steps of `rows` equal rows."""
     spec, width = model.spec, model.model.config.layers[0].feed_forward.width
     D, H = spec.hidden_size, spec.head_dim
     q_width, kv_width = spec.num_query_heads * H, spec.num_kv_heads * H
@@ -180,18 +180,18 @@ def measure(
     rate: float,
     mode: tuple[str, int, int],
 ) -> str:
-    """Returns the figures of one closed batch: after a warm-up, of `repeats` runs the median."""
+    """Returns the figures of one closed batch: the median of `repeats` runs after a warm-up."""
     cache_mode, delay, refresh = mode
     params = sampling_params.SamplingParams(
         max_new_tokens=args.output_len,
         temperature=0.0,
         ignore_eos=True,
-        dllm={
-            "threshold": rate,
-            "cache_mode": cache_mode,
-            "cache_delay_iter": delay,
-            "refresh_interval": refresh,
-        },
+        dllm=sampling_params.DllmParams(
+            threshold=rate,
+            cache_mode=cache_mode,
+            cache_delay_iter=delay,
+            refresh_interval=refresh,
+        ),
     )
     counters = engine._built.core.counters
     runs = []

@@ -6,13 +6,13 @@
         --batch 1,4,16 --context 512
     python scripts/bench_forward.py --config configs/llada2.0-mini --prefill 2048 --batch 8
 
-A denoising forward embeds one block a row, runs every layer over the paged pool with
-`context` cached tokens a row, and streams the vocabulary for the statistics of every
-token. Several forwards run in one compiled loop, the tokens of each chosen by the one
-before, as in serving; the time is the median loop over the forwards in it. Floors are
-those of `floors.py`. Random weights spread routing as a uniform router does; the experts
-hit per layer are printed. `configs/bench/llada-8b-shapes` has the shapes of LLaDA-8B in
-the LLaDA2 family with every layer dense (its q and k norms are on top).
+A denoising forward embeds one block per row, runs every layer over the paged pool with `context`
+cached tokens per row, and streams the vocabulary for the statistics of every token. Several
+forwards run in one compiled loop; each chooses the tokens of the next, as in serving. The time is
+the median loop over its forwards. `floors.py` defines the floors. With random weights routing is
+about uniform; the number of experts used per layer is printed. `configs/bench/llada-8b-shapes` has
+the shapes of LLaDA-8B in the LLaDA2 family, with every layer dense (and with q and k norms, which
+LLaDA-8B lacks).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from jdllm.models import loading
 from jdllm.runner import expert_use
 
 _QUEUED = 3
-# Named scopes of the model's parts, and under which heading their kernels are added up.
+# Named scopes of the model's parts, and the heading under which their kernels are added up.
 GROUPS = {
     "qkv": "dense",
     "attend": "attention",
@@ -71,7 +71,7 @@ class Shape:
 def forward(
     model_of: Any, shape: Shape, implementation: str, params: Any, pools: Any, tokens: jax.Array
 ) -> tuple[Any, Any]:
-    """Returns (hidden [T, D], pools) of packed rows; pages of a row are strided over the pool."""
+    """Returns (hidden [T, D], pools) of packed rows; a row's pages are spread over the pool."""
     spec, R, L = model_of.spec, shape.rows, shape.new_tokens
     positions = jnp.tile(shape.context + jnp.arange(L, dtype=jnp.int32), R)
     row = jnp.repeat(jnp.arange(R, dtype=jnp.int32), L)
@@ -101,7 +101,7 @@ def denoise(
     model_of: Any, shape: Shape, implementation: str, count: int, params: Any, pools: Any,
     tokens: jax.Array,
 ) -> tuple[Any, jax.Array]:  # fmt: skip
-    """Runs `count` forwards; each block's tokens are the best ids of the forward before."""
+    """Runs `count` forwards; the tokens of each are the best ids of the forward before."""
     mask_id = model_of.spec.diffusion.mask_token_id
 
     def step(_: Any, state: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
@@ -129,7 +129,7 @@ def prefill(
     def step(_: Any, state: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
         pools, tokens = state
         _, pools = forward(model_of, shape, implementation, params, pools, tokens)
-        changed = pools[-1][0, 0, 0, 0, 0] > 0  # so that the launches depend on one another
+        changed = pools[-1][0, 0, 0, 0, 0] > 0  # so each launch depends on the one before
         return pools, (tokens + 1 + changed.astype(jnp.int32)) % model_of.spec.vocab_size
 
     return jax.lax.fori_loop(0, count, step, (pools, tokens))
@@ -164,18 +164,18 @@ def run_shape(model: Any, shape: Shape, args: argparse.Namespace) -> dict[str, A
     times = []
     for _ in range(args.repeats + 2):  # the first two warm up: launches, then captured graphs
         began = time.perf_counter()
-        for _ in range(_QUEUED):  # launching hundreds of arrays takes a millisecond of its own
+        for _ in range(_QUEUED):  # a launch with hundreds of arrays takes a millisecond itself
             pools, tokens = compiled(model.params, pools, tokens)
         jax.block_until_ready((pools, tokens))
         times.append((time.perf_counter() - began) * 1e3 / (args.forwards * _QUEUED))
     found: dict[str, Any] = {"ms": float(np.median(times[2:])), "compile_s": compile_s}
     memory = compiled.memory_analysis()
-    assert memory is not None  # this backend tells
+    assert memory is not None  # GPUs and CPUs report it
     found["temp_mb"] = memory.temp_size_in_bytes / 1e6
     peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
     found["peak_gb"] = peak / 1e9
     if args.profile:
-        # Kernels of a captured graph do not say which instruction they belong to.
+        # The kernels of a captured graph do not name their instruction.
         plain = lowered.compile(compiler_options={"xla_gpu_enable_command_buffer": ""})
         state = list(plain(model.params, pools, tokens))
 
@@ -260,7 +260,7 @@ def main() -> None:
 
 
 def _print_profile(profile: kernel_profile.Profile, work: dict[str, floors.Work], top: int) -> None:
-    """Kernel time by group beside its floor, then the longest kernels."""
+    """Prints the kernel time of each group beside its floor, then the longest kernels."""
     out = sys.stdout.write
     groups: dict[str, float] = {}
     for scope, ms in profile.by_scope.items():

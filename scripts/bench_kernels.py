@@ -3,12 +3,13 @@
     python scripts/bench_kernels.py                     # all ops
     python scripts/bench_kernels.py --ops attention,prefill --implementations mosaic_gpu,cudnn
 
-One compiled program runs the op many times, each call taking its input from the result of the one
-before and its weights or K,V from another of several sets, so that nothing is hoisted and the L2
-cache holds no input; the time is the median of a few queued programs over their calls. Floors are
-those of `floors.py`. "error" is ||out - reference|| / ||reference|| against the XLA implementation
-in float32 on the same values ("ids" for the vocabulary: the share of equal best ids, and the
-largest difference of a statistic). Random data; K,V past a row's end and unused pages are NaN.
+One compiled program runs the op many times. Each call takes its input from the result of the call
+before, and its weights or K,V from the next of several sets. So XLA hoists nothing and the L2 cache
+holds no input. The time of a call is that of a few queued programs over their calls, as a median.
+`floors.py` defines the floors. "error" is ||out - reference|| / ||reference|| against the XLA
+implementation in float32 on the same values (for the vocabulary "ids": the share of equal best ids,
+and the largest difference of a statistic). Data are random; K,V past a row's end and unused pages
+are NaN.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _QUEUED = 3
 
 def main() -> None:
     """Parses the command line, runs every case, prints one table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--ops", default=",".join(CASES), help=f"of {', '.join(CASES)}")
     parser.add_argument("--implementations", default="mosaic_gpu,cudnn,xla")
     parser.add_argument("--calls", type=int, default=4, help="calls in one compiled program")
@@ -84,11 +85,11 @@ def time_case(
 ) -> tuple[float, int]:
     """Returns (milliseconds a call, bytes of temporaries of the program).
 
-    A GPU that works without a pause lowers its clock within tens of milliseconds (H200: by a
-    tenth for kernels bound by tensor cores); `rest` seconds of idleness before each repeat give the
-    figure of a kernel that runs among others, as in a forward.
+    A GPU that works without a pause lowers its clock within tens of milliseconds (H200: by a tenth
+    for kernels that tensor cores bound). With `rest` seconds of idleness before each repeat, the
+    time is that of a kernel that runs among others, as in a forward.
 
-    Launching a program costs up to a millisecond that belongs to no call: a program repeats its
+    Launching a program costs up to a millisecond that belongs to no call. So a program repeats its
     calls until it should last `_PROGRAM_MS`, and several are queued before the clock is read.
     """
     calls = max(calls, len(case.sets))  # every set takes part
@@ -112,11 +113,13 @@ def time_case(
             carry = compiled(carry, case.sets)
         jax.block_until_ready(carry)
         times.append((time.perf_counter() - began) * 1e3 / (calls * rounds * _QUEUED))
-    return float(np.median(times[2:])), compiled.memory_analysis().temp_size_in_bytes
+    memory = compiled.memory_analysis()
+    assert memory is not None  # GPUs report it
+    return float(np.median(times[2:])), memory.temp_size_in_bytes
 
 
 def _reference(case: Case) -> Any:
-    """The XLA implementation on float32 copies of the same values."""
+    """Returns the result of the XLA implementation on float32 copies of the same values."""
 
     def widen(leaf: Any) -> Any:
         return leaf.astype(jnp.float32) if leaf.dtype == BF16 else leaf

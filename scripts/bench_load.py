@@ -1,4 +1,4 @@
-"""Times loading one checkpoint: converting safetensors against restoring the Orbax copy.
+"""Times loading one checkpoint: conversion from safetensors against restoring the Orbax copy.
 
     python scripts/bench_load.py --config configs/llada2.0-mini/config.json --work-dir /tmp/w
 

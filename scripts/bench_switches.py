@@ -1,13 +1,13 @@
-"""What overlap, multi-step launches and fused commit bring: one load, each switched off in turn.
+"""The gain of overlap, of multi-step launches and of fused commit: each is switched off in turn.
 
     python scripts/bench_switches.py --model-path configs/llada2.0-mini --load-format dummy
 
-The load: prompts of random token ids and outputs of random lengths, arriving at random (Poisson);
-a share of the requests decodes at `--thresholds[0]`, the others at the second. It runs through the
-engine of this process, with a thread for every request. Whether rounds overlap and how many steps
-a launch has are decided round by round, so those variants share one engine, whose numbers are set
-between loads; fused commit is compiled and takes an engine of its own. The model is one that writes
-block after block.
+All variants get the same load: prompts of random token ids and outputs of random lengths, which
+arrive at random times (Poisson). A share of the requests decodes at the first of `--thresholds`,
+the others at the second. The load runs through an engine in this process, with a thread for every
+request. The engine decides round by round whether rounds overlap and how many steps a launch has,
+so these variants share one engine, and `switch` sets its numbers between loads. Fused commit is
+compiled, so the variant without it has another engine. The model must write block after block.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import argparse
 import json
 import sys
 import time
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from jdllm.bench import in_process, prompts, stats, traffic
 from jdllm.engine import engine as engine_lib
 
 STEPS = 4
-# Fused commit -> variants: name, overlap, steps of a launch.
+# Fused commit -> variants: (name, overlap, steps of a launch).
 VARIANTS = {
     True: (
         ("default", True, STEPS),
@@ -35,7 +35,7 @@ VARIANTS = {
     ),
     False: (("no fused commit", True, STEPS),),
 }
-# Heading, key of the result, format.
+# (heading, key of the result, format).
 COLUMNS = (
     ("seconds", "duration", "7.2f"),
     ("out tok/s", "output_throughput", "9.1f"),
@@ -96,14 +96,14 @@ def engine_config(args: argparse.Namespace, is_fused: bool) -> config.EngineConf
 def run_variants(engine: engine_lib.Engine, args: argparse.Namespace, is_fused: bool) -> None:
     """Sends the load once per variant and prints a row for each."""
     out = sys.stdout.write
-    asked = draw(args, engine)
-    send(engine, asked[:8], [0.0] * len(asked[:8]))  # warms up
+    load = draw(args, engine)
+    send(engine, load[:8], [0.0] * len(load[:8]))  # warms up
     out(" " * 18 + " ".join(_head(column) for column in COLUMNS) + "\n")
     for name, overlaps, steps in VARIANTS[is_fused]:
         switch(engine, overlaps=overlaps, steps=steps)
         engine.flush_cache()
-        at_s = traffic.arrivals_s(len(asked), args.request_rate, args.seed)
-        result = send(engine, asked, at_s)
+        at_s = traffic.arrivals_s(len(load), args.request_rate, args.seed)
+        result = send(engine, load, at_s)
         out(f"{name:18s}" + " ".join(_cell(column, result) for column in COLUMNS) + "\n")
         sys.stdout.flush()
         if args.output_file:
@@ -111,56 +111,57 @@ def run_variants(engine: engine_lib.Engine, args: argparse.Namespace, is_fused: 
                 file.write(json.dumps({"variant": name, **result}) + "\n")
 
 
-Asked = tuple[prompts.Prompt, float]  # with its threshold
+Query = tuple[prompts.Prompt, float]  # a prompt and its threshold
 
 
-def draw(args: argparse.Namespace, engine: engine_lib.Engine) -> list[Asked]:
-    """Returns prompts with lengths drawn evenly."""
+def draw(args: argparse.Namespace, engine: engine_lib.Engine) -> list[Query]:
+    """Returns prompts with random lengths, uniformly distributed, and random thresholds."""
     rng = np.random.default_rng(args.seed)
-    asked = []
+    found = []
     for _ in range(args.num_prompts):
         input_len, output_len = (
             int(rng.integers(low, high + 1)) for low, high in (args.input_len, args.output_len)
         )
         (ids,) = in_process.random_ids(rng, engine, 1, input_len)
-        asked.append(prompts.Prompt(content=ids, prompt_len=input_len, output_len=output_len))
+        found.append(prompts.Prompt(content=ids, prompt_len=input_len, output_len=output_len))
     thresholds = rng.choice(args.thresholds, args.num_prompts).tolist()
-    return list(zip(asked, thresholds, strict=True))
+    return list(zip(found, thresholds, strict=True))
 
 
-def send(engine: engine_lib.Engine, asked: list[Asked], at_s: list[float]) -> dict[str, Any]:
+def send(engine: engine_lib.Engine, load: list[Query], at_s: list[float]) -> dict[str, Any]:
     """Sends the prompts at their times; returns the figures of the load."""
 
-    def ask(one: Asked) -> stats.Record:
-        prompt, threshold = one
+    def send_one(query: Query) -> stats.Record:
+        prompt, threshold = query
         params = sampling_params.SamplingParams(
             max_new_tokens=prompt.output_len,
             temperature=0.0,
             ignore_eos=True,
-            dllm={"threshold": threshold},
+            dllm=sampling_params.DllmParams(threshold=threshold),
         )
-        (record,), _ = in_process.generate(engine, [prompt.content], [params])
+        ids = cast(list[int], prompt.content)  # as `draw` makes it
+        (record,), _ = in_process.generate(engine, [ids], [params])
         return record
 
     before = engine.server_info()["internal_states"][0]
-    records, duration_s = traffic.send(ask, asked, at_s=at_s, show_progress=False)
+    records, duration_s = traffic.send(send_one, load, at_s=at_s, show_progress=False)
     after = engine.server_info()["internal_states"][0]
     found = stats.summarize(records, duration_s)
     return found | stats.engine_figures(before, after, found["total_output_tokens"])
 
 
 def switch(engine: engine_lib.Engine, *, overlaps: bool, steps: int) -> None:
-    """Sets what `--disable-overlap-schedule` and `--num-continuous-decode-steps` would have set."""
+    """Sets what `--disable-overlap-schedule` and `--num-continuous-decode-steps` set at start."""
     core = engine._built.core
-    while core.has_work:  # a round that only reads the last results
+    while core.has_work:  # the last round, which only reads results
         time.sleep(0.01)
-    rows = core.scheduler._rows
+    rows = core.scheduler.rows
     for owner, name, value in (
         (core, "_overlaps", overlaps),
         (rows, "_decode_steps", steps),
         (rows, "_blocks_ahead", steps * (1 + overlaps)),
     ):
-        if not hasattr(owner, name):  # else a new attribute, which nobody reads
+        if not hasattr(owner, name):  # setattr would make an attribute that nobody reads
             raise AttributeError(f"{type(owner).__name__} has no {name}")
         setattr(owner, name, value)
 

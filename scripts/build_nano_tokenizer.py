@@ -1,8 +1,8 @@
 """Builds the tokenizer of jdllm-nano: byte-level BPE over the generator's training text.
 
-Byte-complete (every byte is a token), one token per digit, so that arithmetic is about
-digits and not about merges. Only training text is read: a merge that training never shows
-would be an embedding that was never learnt.
+Every byte is a token. Every digit is one token, so that arithmetic is about digits and not about
+merges. The script reads training text only: a merge that training never shows would be an
+embedding that was never learnt.
 
     python scripts/build_nano_tokenizer.py --output-dir jdllm/assets/jdllm-nano
 """

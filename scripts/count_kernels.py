@@ -3,12 +3,14 @@
     python scripts/count_kernels.py --model-path configs/llada-8b --rows 1
     python scripts/count_kernels.py --model-path configs/llada2.0-mini --rows 4 --list
 
-Inside a CUDA graph each small kernel costs 1 to 2 us, so a step's rules are worth counting. Needs
-jax with its CUDA plugin (`pip install "jax[cuda13]"`), but no GPU; XLA then picks GEMMs without
-timing them, all else is what a GPU gets. The model has `--layers` layers and its real vocabulary
-and widths. Printed is the tree of loops: a launch's outer loop, in it one for each compiled size,
-in these the passes over the vocabulary; kernels and copies of a condition and of a body, without
-those of loops inside.
+Inside a CUDA graph each small kernel costs 1 to 2 us, so the kernels of a step's rules are worth
+counting. The script needs jax with its CUDA plugin (`pip install "jax[cuda13]"`), but no GPU.
+Without one XLA picks GEMMs without timing them; everything else is what a GPU gets. The model has
+`--layers` layers and its real vocabulary and widths.
+
+The script prints the tree of loops: a launch's outer loop, inside it a loop for each compiled size,
+and inside these the passes over the vocabulary. For each loop it counts the kernels and copies of
+the condition and of the body, without those of inner loops.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ FREE = {"parameter", "get-tuple-element", "tuple", "bitcast", "constant", "after
 def launch_of(args: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
     """Returns a launch as a function, and the shapes of its arguments."""
     config = json.loads((pathlib.Path(args.model_path) / "config.json").read_text())
-    names = {"num_hidden_layers", "n_layers"} & config.keys()  # as the family has it
+    names = {"num_hidden_layers", "n_layers"} & config.keys()  # a family has one of them
     config |= dict.fromkeys(names, args.layers)
     with tempfile.TemporaryDirectory() as directory:
         (pathlib.Path(directory) / "config.json").write_text(json.dumps(config))
@@ -74,9 +76,11 @@ def launch_of(args: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
     graphdef, params = registry.family(architecture).abstract(
         parsed, dtype=jnp.bfloat16, hash_embedding_positions=True
     )
-    params = jax.eval_shape(lambda params: loading.serving_params(params, "bfloat16"), params)
+    bfloat16 = jnp.dtype(jnp.bfloat16)
+    params = jax.eval_shape(lambda params: loading.serving_params(params, bfloat16), params)
     spec, R, length = parsed.spec, args.rows, args.context_length
     kind = kinds.kind_of(spec)
+    assert spec.diffusion.kind is not None, "kind_of refuses a family without rows"
     pool = pool_lib.PoolConfig(
         num_pages=-(-length // PAGE) * R,
         page_size=PAGE,
@@ -139,7 +143,7 @@ def compiled_text(function: Any, arguments: tuple[Any, ...]) -> str:
 
 
 def computations(text: str) -> tuple[str, dict[str, list[tuple[str, str, str]]]]:
-    """Returns (the entry's name, by computation its instructions: name, operation, line)."""
+    """Returns (the entry's name, the instructions (name, operation, line) of each computation)."""
     found: dict[str, list[tuple[str, str, str]]] = {}
     entry = name = ""
     for line in text.splitlines():
@@ -156,37 +160,42 @@ def show(found: dict[str, Any], name: str, depth: int, lists: bool) -> None:
     """Prints the loops that a computation holds, and what their bodies hold."""
     for _, operation, line in found[name]:
         if operation == "while":
-            condition, body = (
-                re.search(rf"{part}=%?([\w.\-]+)", line).group(1) for part in ("condition", "body")
-            )
+            condition, body = (_computation(line, part) for part in ("condition", "body"))
             counts = [kernels(found, part) for part in (condition, body)]
             kinds = dict(collections.Counter(kind for kind, _ in counts[1]))
             sys.stdout.write(
                 f"{'    ' * depth}loop: condition {len(counts[0])}, body {len(counts[1])} {kinds}\n"
             )
             if lists:
-                for kind, of in counts[1]:
-                    sys.stdout.write(f"{'    ' * depth}  {kind:16s} {of}\n")
+                for kind, source in counts[1]:
+                    sys.stdout.write(f"{'    ' * depth}  {kind:16s} {source}\n")
             show(found, body, depth + 1, lists)
         elif operation == "call":
-            show(found, re.search(r"to_apply=%?([\w.\-]+)", line).group(1), depth, lists)
+            show(found, _computation(line, "to_apply"), depth, lists)
 
 
 def kernels(found: dict[str, Any], name: str) -> list[tuple[str, str]]:
-    """Returns (kind, where from) of what a computation launches itself, loops inside left out."""
+    """Returns (kind, origin) of each launch of a computation, without those of inner loops."""
     launched = []
     for instruction, operation, line in found[name]:
         if operation == "call":
-            launched += kernels(found, re.search(r"to_apply=%?([\w.\-]+)", line).group(1))
+            launched += kernels(found, _computation(line, "to_apply"))
         elif operation not in FREE | {"while"}:
             source = re.search(r'op_name="([^"]*)"', line)
             launched.append((operation, source.group(1)[-70:] if source else instruction))
     return launched
 
 
+def _computation(line: str, attribute: str) -> str:
+    """Returns the name of the computation that an instruction has as an attribute."""
+    match = re.search(rf"{attribute}=%?([\w.\-]+)", line)
+    assert match is not None, line
+    return match.group(1)
+
+
 def main() -> None:
     """Parses the command line, compiles, prints the loops."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model-path", required=True)
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--layers", type=int, default=2)

@@ -1,8 +1,8 @@
-"""The least time that bytes and FLOPs allow, op by op, for the benchmarks beside this file.
+"""Floors for the benchmarks in this folder: the least time of each op by its bytes and FLOPs.
 
-Rates are what one NVIDIA H200 was measured to reach, not its data sheet: a device copy moves
-4.3 TB/s (read plus written), a bf16 matmul of 8192^3 runs at 790 TFLOP/s. An op's floor is the
-larger of its two times; a forward's floor is the sum over its ops, since they run one after
+The rates were measured on one NVIDIA H200; they are not those of its data sheet: a device copy
+moves 4.3 TB/s (read plus written), a bf16 matmul of 8192^3 runs at 790 TFLOP/s. An op's floor is
+the larger of its two times; a forward's floor is the sum over its ops, since they run one after
 another.
 """
 
@@ -20,7 +20,7 @@ BF16_BYTES = 2
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What an op must read or write and compute."""
+    """The bytes that an op must read or write, and the FLOPs that it must compute."""
 
     bytes: float
     flops: float
@@ -35,17 +35,17 @@ class Work:
 
 
 def distinct_experts(tokens: int, num_experts: int, experts_per_token: int) -> float:
-    """Returns how many experts `tokens` hit under uniform independent routing."""
+    """Returns how many experts `tokens` use on average under uniform independent routing."""
     return num_experts * (1 - (1 - experts_per_token / num_experts) ** tokens)
 
 
 def matmul(tokens: int, params: float) -> Work:
-    """`tokens` rows times `params` weights."""
+    """Returns the work of `tokens` rows times `params` weights."""
     return Work(bytes=params * BF16_BYTES, flops=2 * tokens * params)
 
 
 def experts(tokens: int, *, hit: float, experts_per_token: int, expert_params: float) -> Work:
-    """The routed experts of one layer, `hit` of them read."""
+    """Returns the work of the routed experts of one layer; `hit` of them are read."""
     return Work(
         bytes=hit * expert_params * BF16_BYTES,
         flops=2 * tokens * experts_per_token * expert_params,
@@ -55,7 +55,7 @@ def experts(tokens: int, *, hit: float, experts_per_token: int, expert_params: f
 def attention(
     *, scores: float, kv_tokens: float, query_heads: int, kv_heads: int, head_dim: int
 ) -> Work:
-    """One layer; `scores` counts visible (query, key) pairs over all rows, heads apart."""
+    """Returns the work of one layer; `scores` counts a head's visible (query, key) pairs."""
     return Work(
         bytes=2 * kv_tokens * kv_heads * head_dim * BF16_BYTES,
         flops=4 * scores * query_heads * head_dim,
@@ -65,11 +65,11 @@ def attention(
 def forward(
     config: Any, *, rows: int, new_tokens: int, context: int, head: bool
 ) -> dict[str, Work]:
-    """Returns the work of a whole forward by op; each op's layers are added up.
+    """Returns the work of a whole forward for each op, summed over its layers.
 
-    `config` is a DecoderConfig; rows have `context` cached and `new_tokens` in-flight tokens, seen
-    block-causally. Without `head` (prefill), nothing after the last layer's K and V is needed, so
-    that layer counts its K,V projection alone.
+    `config` is a DecoderConfig. Rows have `context` cached and `new_tokens` in-flight tokens, with
+    block-causal visibility. Without `head` (prefill), nothing after the last layer's K and V is
+    needed, so only the K,V projection of that layer counts.
     """
     model, T = config.spec, rows * new_tokens
     D, H = model.hidden_size, model.head_dim

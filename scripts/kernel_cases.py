@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import floors
 import jax
@@ -18,12 +18,18 @@ BF16 = jnp.bfloat16
 L2_BYTES = 60e6
 
 
+class Call(Protocol):
+    """Calls an op; returns the next carry."""
+
+    def __call__(self, carry: Any, inputs: Any, /, implementation: str) -> Any: ...
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """One op at one shape.
 
-    `call(carry, inputs, implementation)` returns the next carry; `inputs` is one of `sets`.
-    `compare(result, reference)` says how close they are.
+    `call` gets one of `sets` as its inputs. `compare(result, reference)` describes how close the
+    two are.
     """
 
     op: str
@@ -32,7 +38,7 @@ class Case:
     implementations: tuple[str, ...]
     carry: Any
     sets: tuple[Any, ...]
-    call: Callable[[Any, Any, str], Any]
+    call: Call
     compare: Callable[[Any, Any], str]
 
 
@@ -54,7 +60,7 @@ def moe(*, T: int, E: int = 256, k: int = 8, D: int = 2048, I: int = 512) -> Cas
     """One mixture-of-experts layer under uniform routing."""
     rng = np.random.default_rng(0)
 
-    def one(seed: int) -> dict[str, jax.Array]:
+    def one(seed: int) -> dict[str, Any]:
         ids = np.argsort(rng.random((T, E)), axis=1)[:, :k].astype(np.int32)
         weights = rng.uniform(0.1, 1.0, (T, k)).astype(np.float32)
         return {
@@ -67,7 +73,7 @@ def moe(*, T: int, E: int = 256, k: int = 8, D: int = 2048, I: int = 512) -> Cas
     sets = tuple(one(seed) for seed in range(2))
     hit = np.mean([len(np.unique(one_set["expert_ids"])) for one_set in sets])
 
-    def call(x: jax.Array, inputs: dict[str, jax.Array], implementation: str) -> jax.Array:
+    def call(x: jax.Array, inputs: dict[str, Any], implementation: str) -> jax.Array:
         return pallas_kernels.grouped_matmul(
             x,
             **inputs,
@@ -92,9 +98,10 @@ def attention(
     *, B: int, S: int, L: int = 32, N: int = 16, K: int = 4, H: int = 128, page: int = 64,
     block: int = 32, full: bool = False,
 ) -> Case:  # fmt: skip
-    """B rows of L in-flight tokens, the last of S keys each; prefill when L is S.
+    """Attention of B rows; a row's L in-flight tokens are the last of its S keys.
 
-    `full`: windows of canvases, of any length, that see all of their S keys.
+    It is a prefill if L is S. With `full`, the rows are windows of canvases, of any length, and
+    their tokens see all S keys.
     """
     M = -(-S // page)
     rng = np.random.default_rng(0)
@@ -114,7 +121,7 @@ def attention(
 
     def call(q: jax.Array, kv_pool: jax.Array, implementation: str) -> jax.Array:
         pages = jnp.asarray(table)
-        if implementation != "mosaic_gpu":  # or XLA would gather a set's pages once for all calls
+        if implementation != "mosaic_gpu":  # else XLA would gather a set's pages only once
             pages = pages + jnp.isnan(q[0, 0, 0]).astype(jnp.int32)
         return pallas_kernels.extend_attention(
             q,
@@ -145,13 +152,14 @@ def attention(
 
 
 def cudnn_dense(*, B: int, S: int, L: int = 32, N: int = 16, K: int = 4, H: int = 128) -> Case:
-    """What cuDNN takes for the same rows if K and V lie dense: no paging, no gather."""
+    """cuDNN for the same rows with contiguous K and V: no paging, no gather."""
     sets = tuple(
         (_normal(seed, B, S, K, H), _normal(seed + 50, B, S, K, H))
         for seed in range(_num_sets(B * S * K * H * 4))
     )
 
     def call(q: jax.Array, inputs: tuple[jax.Array, jax.Array], implementation: str) -> jax.Array:
+        assert implementation == "cudnn"
         return jax.nn.dot_product_attention(q, *inputs, implementation=implementation)
 
     return Case(
@@ -169,9 +177,9 @@ def cudnn_dense(*, B: int, S: int, L: int = 32, N: int = 16, K: int = 4, H: int 
 
 
 def unembed(*, T: int, V: int = 157184, D: int = 2048, draws: bool = False) -> Case:
-    """The LM head's statistics of T tokens: a forbidden id, a given id a row, maybe a draw."""
+    """The LM head's statistics of T tokens: one forbidden id, a given id per row, maybe a draw."""
     x = _normal(7, T, D)
-    drawing = {
+    drawing: dict[str, Any] = {
         "draw_keys": jax.random.bits(jax.random.key(8), (T, 2), jnp.uint32),
         "temperature": jnp.full((T,), 0.8, jnp.float32),
     }
@@ -180,7 +188,7 @@ def unembed(*, T: int, V: int = 157184, D: int = 2048, draws: bool = False) -> C
     def call(carry: Any, w: jax.Array, implementation: str) -> Any:
         given_ids, before = carry
         states = x.astype(w.dtype)
-        if implementation != "mosaic_gpu":  # or XLA would multiply once for all calls
+        if implementation != "mosaic_gpu":  # else XLA would multiply only once
             states = states * jnp.where(jnp.isnan(before[0]), 2, 1).astype(w.dtype)
         stats = pallas_kernels.unembed_stats(
             states,
@@ -210,7 +218,7 @@ def unembed(*, T: int, V: int = 157184, D: int = 2048, draws: bool = False) -> C
 
 
 def mlp(*, T: int, D: int, F: int) -> Case:
-    """A dense feed-forward and the norm that adds it up: `swiglu_matmul`, `dense_matmul`."""
+    """A dense feed-forward (`swiglu_matmul`, `dense_matmul`) and the norm that adds its parts."""
 
     def one(seed: int) -> tuple[jax.Array, jax.Array]:
         return _normal(seed, 2 * F, D, std=D**-0.5), _normal(seed + 50, D, F, std=F**-0.5)
@@ -236,7 +244,7 @@ def mlp(*, T: int, D: int, F: int) -> Case:
 
 
 def matmul(*, T: int, N: int, K: int, swiglu: bool = False) -> Case:
-    """A dense product of T tokens; of one that narrows the norm that adds its parts counts."""
+    """A dense product of T tokens; if it narrows, the norm that adds its parts is included."""
     narrows = N <= K and not swiglu
     sets = tuple(
         _normal(seed, (1 + swiglu) * N, K, std=K**-0.5)
@@ -252,8 +260,8 @@ def matmul(*, T: int, N: int, K: int, swiglu: bool = False) -> Case:
         if narrows:
             ones = jnp.ones((N,), x.dtype)
             outs = pallas_kernels.add_rms_norm(stream, outs, ones, eps=1e-5)
-        # Or XLA would compute only what is looked at. One value of x depends on the result, at the
-        # cost of a tiny launch, so that no call is hoisted or left out.
+        # Without the barrier XLA would compute only the values that are used. One value of x
+        # depends on the result, so that no call is hoisted or left out; that costs a tiny launch.
         out = jax.lax.optimization_barrier(outs)[-1]
         return x.at[0, 0].set(out[0, 0]), out
 
@@ -274,18 +282,18 @@ def matmul(*, T: int, N: int, K: int, swiglu: bool = False) -> Case:
 
 
 def rotate(*, T: int, N: int, K: int, rotary: int = 128, H: int = 128, norm: bool = False) -> Case:
-    """Rotation of q and k and the write of K,V into the pool, of tokens in pages of 64."""
+    """Rotation of q and k, and the write of K,V into a pool with pages of 64 tokens."""
     rng = np.random.default_rng(0)
     page, width = 64, (N + 2 * K) * H
     pages = T // page + 64
     angles = rng.uniform(0, 4000, (T, rotary // 2)).astype(np.float32)
-    slots = rng.permutation(pages * page)[:T].astype(np.int32)
+    kv_indices = rng.permutation(pages * page)[:T].astype(np.int32)
     given = {
         "bias": None,
         "norm_weights": (_normal(1, H), _normal(2, H)) if norm else None,
         "cos": jnp.cos(angles),
         "sin": jnp.sin(angles),
-        "slots": jnp.asarray(slots),
+        "kv_indices": jnp.asarray(kv_indices),
     }
 
     def call(carry: Any, inputs: Any, implementation: str) -> Any:
@@ -316,8 +324,9 @@ def _cases(build: Callable[..., Case], *shapes: dict[str, int]) -> list[Any]:
     return [functools.partial(build, **shape) for shape in shapes]
 
 
-def _rows(**of: Any) -> Iterator[dict[str, int]]:
-    (name, values), *fixed = of.items()
+def _rows(**sizes: Any) -> Iterator[dict[str, int]]:
+    """Yields one shape for each value of the first size; the other sizes are fixed."""
+    (name, values), *fixed = sizes.items()
     for value in values:
         yield {name: value} | dict(fixed)
 

@@ -1,7 +1,7 @@
-"""Where a compiled program's GPU time goes, by `jax.named_scope` of the model's parts.
+"""How a compiled program's GPU time splits over the `jax.named_scope`s of the model's parts.
 
-Runs a function under the JAX profiler and adds up the kernels of the trace. A kernel names its
-HLO instruction, whose metadata in the compiled text holds the scope it was traced in.
+Runs a function under the JAX profiler and adds up the kernels of the trace. A kernel names its HLO
+instruction; in the compiled text, the instruction's metadata holds the scope it was traced in.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import pathlib
 import re
 import tempfile
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax
 
@@ -32,7 +33,7 @@ class Profile:
 def profile(
     run: Callable[[], None], compiled_text: str, scopes: Iterable[str], forwards: int
 ) -> Profile:
-    """Runs `run` once under the profiler; times are per forward, of which it does `forwards`."""
+    """Runs `run`, which does `forwards` forwards, under the profiler; times are per forward."""
     scope_of = _scopes_of_instructions(compiled_text, tuple(scopes))
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
@@ -40,14 +41,14 @@ def profile(
         (path,) = pathlib.Path(folder).rglob("*.xplane.pb")
         data = jax.profiler.ProfileData.from_file(str(path))
         events = [event for event in _kernel_events(data)]
-    time_of: collections.Counter[tuple[str, str]] = collections.Counter()
+    time_of: dict[tuple[str, str], float] = collections.defaultdict(float)
     count_of: collections.Counter[tuple[str, str]] = collections.Counter()
     for name, instruction, nanoseconds, _ in events:
         key = (scope_of.get(instruction, "other"), f"{instruction} {name}"[:70])
         key = (key[0], re.sub(r"[.\d]+ ", " ", key[1] + " ").strip())
         time_of[key] += nanoseconds
         count_of[key] += 1
-    by_scope: collections.Counter[str] = collections.Counter()
+    by_scope: dict[str, float] = collections.defaultdict(float)
     for (scope, _), nanoseconds in time_of.items():
         by_scope[scope] += nanoseconds / 1e6 / forwards
     starts = [start for *_, start in events]
@@ -56,7 +57,7 @@ def profile(
         by_scope=dict(by_scope),
         by_kernel=[
             (*key, value / 1e6 / forwards, round(count_of[key] / forwards))
-            for key, value in time_of.most_common()
+            for key, value in sorted(time_of.items(), key=lambda item: item[1], reverse=True)
         ],
         launches=round(len(events) / forwards),
         busy_ms=sum(by_scope.values()),
@@ -64,7 +65,8 @@ def profile(
     )
 
 
-def _kernel_events(data: jax.profiler.ProfileData) -> Iterable[tuple[str, str, float, float]]:
+def _kernel_events(data: Any) -> Iterable[tuple[str, str, float, float]]:
+    """Yields (kernel, HLO instruction, duration, start) in ns from a `jax.profiler.ProfileData`."""
     for plane in data.planes:
         if not plane.name.startswith("/device:GPU"):
             continue
@@ -78,7 +80,7 @@ def _kernel_events(data: jax.profiler.ProfileData) -> Iterable[tuple[str, str, f
 
 
 def _scopes_of_instructions(text: str, scopes: tuple[str, ...]) -> dict[str, str]:
-    """The innermost known scope of each instruction, "other" where there is none."""
+    """Returns the innermost known scope of each instruction that has one."""
     found = {}
     for line in text.splitlines():
         if match := _METADATA.search(line):

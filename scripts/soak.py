@@ -1,12 +1,12 @@
-"""Soaks a server: random load, aborts and disconnects for minutes, then counts what is left.
+"""Soaks a server: random load, aborts and disconnects for minutes; then nothing may be left.
 
     python scripts/soak.py --minutes 30
 
-Starts `python -m jdllm.serve` with the bundled model (further flags after `--`), sends random
-requests from several threads, breaks some off (client gone, /abort_request), samples the server's
-resident memory, and at the end waits until it is idle. Fails when a request hangs or errs, when
-pages stay in use, or when memory grew between the first quarter and the last by more than
-`--growth-mb`. Prints one line a minute.
+It starts `python -m jdllm.serve` with the bundled model (further flags come after `--`), sends
+random requests from several threads, and ends some early (the client disconnects, or
+/abort_request). It samples the server's resident memory and prints one line a minute. At the end it
+waits until the server is idle. It fails if a request hangs or gets an error, if pages stay in use,
+or if memory grew by more than `--growth-mb` between the first and the last quarter.
 """
 
 from __future__ import annotations
@@ -46,30 +46,30 @@ def one_request(client: httpx.Client, rng: random.Random, name: str) -> str:
         },
         "stream": True,
     }
-    fate = rng.choices(["done", "left", "aborted"], weights=[8, 1, 1])[0]
-    began, last, is_asked_to_end = time.monotonic(), "", False
+    end = rng.choices(["done", "left", "aborted"], weights=[8, 1, 1])[0]
+    began, last, is_aborted = time.monotonic(), "", False
     with client.stream("POST", "/generate", json=body) as reply:
         reply.raise_for_status()
-        for line in reply.iter_lines():  # keep-alive lines come from a stuck request, too
+        for line in reply.iter_lines():  # a stuck request also sends keep-alive lines
             if time.monotonic() > began + TIMEOUT_S:
                 raise RuntimeError(f"{name}: not answered in {TIMEOUT_S} s")
             if not line.startswith("data: "):
                 continue
             last = line.removeprefix("data: ")
-            if fate == "left":
-                return fate
+            if end == "left":
+                return end
             if last != "[DONE]":
-                check(name, json.loads(last), may_abort=is_asked_to_end)
-            if fate == "aborted" and not is_asked_to_end:
+                check(name, json.loads(last), may_abort=is_aborted)
+            if end == "aborted" and not is_aborted:
                 client.post("/abort_request", json={"rid": name}).raise_for_status()
-                is_asked_to_end = True
+                is_aborted = True
     if last != "[DONE]":
         raise RuntimeError(f"{name}: the answer ends with {last[:200]!r}")
-    return fate
+    return end
 
 
 def check(name: str, event: dict[str, Any], *, may_abort: bool) -> None:
-    """Raises for an event that tells of a fault."""
+    """Raises RuntimeError for an event that reports a fault."""
     if "error" in event:
         raise RuntimeError(f"{name}: {event['error']}")
     finish = event["meta_info"]["finish_reason"]
@@ -78,7 +78,7 @@ def check(name: str, event: dict[str, Any], *, may_abort: bool) -> None:
 
 
 def soak(url: str, threads: int, until: float, seed: int) -> tuple[collections.Counter, list[str]]:
-    """Returns how many requests ended how, and what went wrong."""
+    """Returns (the number of requests for each way to end, the errors)."""
     ends: collections.Counter = collections.Counter()
     wrong: list[str] = []
 
@@ -111,13 +111,13 @@ def resident_mb(process_id: int) -> float:
 
 
 def gauges(url: str) -> dict[str, int]:
-    """Returns the server's running, queued and held numbers."""
+    """Returns the server's numbers of running and queued requests and of used tokens."""
     (state,) = httpx.get(f"{url}/server_info", timeout=30).json()["internal_states"]
     return {name: state[name] for name in GAUGES}
 
 
 def main() -> None:
-    """Parses the command line, soaks, prints, exits with 1 when something is left or grew."""
+    """Parses the command line, soaks, prints; exits with 1 if something is left or memory grew."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--threads", type=int, default=12)
@@ -164,7 +164,7 @@ def main() -> None:
 
 
 def wait_until_ready(url: str, server: subprocess.Popen) -> None:
-    """Returns when the server answers; raises when it ended or took ten minutes."""
+    """Returns once the server answers; raises if it has ended or takes ten minutes."""
     for _ in range(600):
         if server.poll() is not None:
             raise RuntimeError(f"the server ended with {server.returncode}")

@@ -2,15 +2,15 @@
 
     python scripts/tune_kernels.py --ops grouped_matmul,extend_attention --write
 
-Every entry of the present table (`pallas_kernels/<op>/tiles/<device>.json`) is a bucket; its
-problem below is timed, as `bench_kernels.py` does, with every candidate tile. The winner replaces
-the entry where it is at least `--margin` faster than the entry's own tile, so that noise does not
-rewrite the table. Without `--write` the table is only printed. Run the kernel tests afterwards:
-they lower every entry.
+Every entry of the present table (`pallas_kernels/<op>/tiles/<device>.json`) is a bucket. The script
+times the bucket's problem below with every candidate tile, as `bench_kernels.py` does. The fastest
+tile replaces the entry's own if it is faster by at least `--margin`, so that noise does not rewrite
+the table. Without `--write` the table is only printed. Run the kernel tests afterwards: they lower
+every entry.
 
-An entry of dense_matmul is one exact shape, its problem. There an empty tile means XLA, which also
-replaces a tile that does not beat it by the margin. To tune one more shape, add it with an empty
-tile.
+An entry of dense_matmul is one exact shape, which is also its problem. There an empty tile means
+XLA, and XLA replaces a tile that does not beat it by the margin. To tune one more shape, add it
+with an empty tile.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tqdm import tqdm
 from pallas_kernels import device, dispatch, lowered_once, tiles
 from pallas_kernels.dense_matmul import wide_matmul
 
-# op: by the bounds of an entry, in the table's order, the problem that stands for the bucket.
+# For each op, in the table's order: the bounds of an entry, and the problem for its bucket.
 PROBLEMS: dict[str, list[tuple[dict[str, int], Any]]] = {
     "grouped_matmul": [
         ({"mean_rows": 2}, functools.partial(cases.moe, T=32)),
@@ -94,7 +94,7 @@ PROBLEMS: dict[str, list[tuple[dict[str, int], Any]]] = {
         ({}, functools.partial(cases.unembed, T=512, draws=True)),
     ],
 }
-# op: values of each parameter; combinations that the kernel refuses are passed over.
+# For each op: values of each parameter; combinations that the kernel refuses are skipped.
 CANDIDATES: dict[str, dict[str, tuple[Any, ...]]] = {
     "grouped_matmul": {
         "rows": (8, 16, 24, 32, 48, 64, 80, 96, 128, 144),
@@ -132,9 +132,9 @@ _BUSY = 0.8  # of the SMs, over all waves
 
 
 def problems(op: str, table: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], Any]]:
-    """Yields the entries of the table to be tuned, each with what builds its problem."""
+    """Yields the entries of the table to tune, each with a function that builds its problem."""
     if op == "dense_matmul":
-        for entry in table[:-1]:  # the last is all other shapes
+        for entry in table[:-1]:  # the last entry is for all other shapes
             yield entry, functools.partial(_matmul, **entry["when"], **entry["equal"])
         return
     for bounds, problem in PROBLEMS[op]:
@@ -147,7 +147,7 @@ def _matmul(tokens: int, columns: int, contraction: int, halves: int) -> cases.C
 
 
 def candidates(op: str, entry: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields tiles worth trying in a bucket."""
+    """Yields the tiles that are worth a try in a bucket."""
     names, bounds = CANDIDATES[op], entry["when"]
     for values in itertools.product(*names.values()):
         tile = dict(zip(names, values, strict=True))
@@ -167,7 +167,7 @@ def candidates(op: str, entry: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def _suits(
     parameters: dict[str, Any], tokens: int, columns: int, contraction: int, halves: int
 ) -> bool:
-    """Returns whether the tile serves the shape in whole tiles and without many idle SMs."""
+    """Returns whether the shape is whole tiles and leaves few SMs idle."""
     try:
         tile = wide_matmul.Tile(**parameters)
     except ValueError:
@@ -188,7 +188,7 @@ def _suits(
 
 
 def timed(case: cases.Case, op: str, tile: dict[str, Any], args: argparse.Namespace) -> float:
-    """Returns milliseconds a call with this tile, infinity where the kernel refuses it."""
+    """Returns milliseconds a call with this tile; infinity if the kernel refuses it."""
     implementation = "mosaic_gpu" if tile or op not in MAY_USE_XLA else "xla"
     tuned = tiles.lookup
 
@@ -232,7 +232,7 @@ def tune(op: str, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Parses the command line, tunes, writes."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--ops", default=",".join(CANDIDATES))
     parser.add_argument("--write", action="store_true", help="write the table, not only print it")
     parser.add_argument("--margin", type=float, default=0.02)

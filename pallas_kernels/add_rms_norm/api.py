@@ -1,12 +1,13 @@
 """RMSNorm fused with the additions before it.
 
-`reference.py` says in XLA what it computes; the kernel in `mosaic_gpu.py` keeps every rounding.
+`reference.py` computes it with XLA; the kernel in `mosaic_gpu.py` rounds at the same places.
 """
 
 import functools
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, lowered_once
 from pallas_kernels.add_rms_norm import checks, reference
@@ -20,16 +21,16 @@ def choose(implementation: str = "auto", *, dtype: jnp.dtype, width: int) -> dis
 
 
 def add_rms_norm(
-    x: jax.Array,  # [T, D]
-    added: tuple[jax.Array, ...],  # [T, D] each, at least one
-    weight: jax.Array,  # [D]
+    x: Float[Array, "T D"],
+    added: tuple[Float[Array, "T D"], ...],  # at least one
+    weight: Float[Array, " D"],
     *,
     eps: float,
     implementation: str = "auto",
-) -> tuple[jax.Array, jax.Array]:
-    """Returns (x + sum(added), rms_norm of that), both [T, D]; all of one dtype.
+) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
+    """Returns (x + sum(added), rms_norm of that); x, added and both results have one dtype.
 
-    What is added is summed first, and every addition rounds to the dtype.
+    The arrays of `added` are summed first, and every addition rounds to the dtype.
     """
     checks.check_shapes(x, added, weight)
     chosen = choose(implementation, dtype=x.dtype, width=x.shape[1])

@@ -8,17 +8,23 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 
 def add_rms_norm(
-    x: jax.Array, added: tuple[jax.Array, ...], weight: jax.Array, eps: float
-) -> tuple[jax.Array, jax.Array]:
-    """Returns (x + sum(added), rms_norm of that); what is added is summed first."""
+    x: Float[Array, "T D"],
+    added: tuple[Float[Array, "T D"], ...],
+    weight: Float[Array, " D"],
+    eps: float,
+) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
+    """Returns (x + sum(added), rms_norm of that); `added` is summed first."""
     total = x + functools.reduce(jnp.add, added)
     return total, rms_norm(total, weight, eps)
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+def rms_norm(
+    x: Float[Array, "*rows D"], weight: Float[Array, " D"], eps: float
+) -> Float[Array, "*rows D"]:
     """Returns `x / rms(x) * weight` over the last axis, in the dtype of `x`."""
     x32 = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)

@@ -1,16 +1,19 @@
 """Dense matmuls of a layer with weights as checkpoints store them, [columns, contraction].
 
-Up to 128 tokens such a product takes as long as its weights take to read. There the kernel
-(`mosaic_gpu.py`) beats XLA, by its tiles and by what it leaves out: parts of a split
-contraction are added by whoever reads them anyway, and SwiGLU is applied to the accumulators. With
-more tokens the tensor cores and shared memory count as well, and another kernel
-(`wide_matmul.py`) serves the shapes at which it was measured to beat XLA.
+Up to 128 tokens a product takes as long as reading its weights. There the kernel (`mosaic_gpu.py`)
+beats XLA, by its tiles and by two steps that it saves: the next kernel adds the parts of a split
+contraction as it reads them, and SwiGLU is applied to the accumulators. With more tokens the tensor
+cores and shared memory count as well, and another kernel (`wide_matmul.py`) serves the shapes at
+which it was measured to beat XLA.
+
+Shape letters: N columns of the result, K the contraction, F columns of gate and of up.
 """
 
 import functools
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, lowered_once
 from pallas_kernels.dense_matmul import checks, reference
@@ -37,17 +40,17 @@ def choose(
 
 
 def dense_matmul(
-    x: jax.Array,  # [T, K]
-    w: jax.Array,  # [N, K]
+    x: Float[Array, "T K"],
+    w: Float[Array, "N K"],
     *,
     implementation: str = "auto",
-) -> tuple[jax.Array, ...]:
-    """Returns arrays [T, N] of the dtype of `x` whose sum is x @ w.T.
+) -> tuple[Float[Array, "T N"], ...]:
+    """Returns arrays of the dtype of `x` whose sum is x @ w.T.
 
-    `add_rms_norm` and `rotate_and_cache` add them. The kernels give one for each part into which
-    they split the contraction, XLA one: each array is rounded to the dtype, and so is each sum of
-    two. Where XLA serves (the reference, training, every other device) a product is rounded once,
-    as in the models' own code.
+    `add_rms_norm` and `rotate_and_cache` add them. The kernels split the contraction into parts and
+    return one array for each part; XLA returns one array. Each array is rounded to the dtype, and
+    so is each sum of two. Where XLA serves (the reference, training, every other device) a product
+    is rounded once, as in the models' own code.
     """
     checks.check_shapes(x, w)
     chosen = choose(
@@ -61,12 +64,12 @@ def dense_matmul(
 
 
 def swiglu_matmul(
-    x: jax.Array,  # [T, K]
-    w: jax.Array,  # [2 * F, K]: all gate rows, then all up rows
+    x: Float[Array, "T K"],
+    w: Float[Array, "2*F K"],  # all gate rows, then all up rows
     *,
     implementation: str = "auto",
-) -> jax.Array:
-    """Returns silu(x @ gate.T) * (x @ up.T), [T, F]; a kernel rounds that once, XLA each step."""
+) -> Float[Array, "T F"]:
+    """Returns silu(x @ gate.T) * (x @ up.T); a kernel rounds once, XLA rounds every step."""
     checks.check_swiglu_shapes(x, w)
     chosen = choose(
         implementation,

@@ -4,7 +4,7 @@ import jax
 
 
 def check_shapes(x: jax.Array, w: jax.Array) -> None:
-    """Raises ValueError if these are no operands of `dense_matmul`."""
+    """Raises ValueError if the arrays cannot be operands of `dense_matmul`."""
     if not _fit(x, w):
         raise ValueError(
             f"dense_matmul: x must be [T, K] and w [N, K] of one dtype: {_shapes(x, w)}"
@@ -12,7 +12,7 @@ def check_shapes(x: jax.Array, w: jax.Array) -> None:
 
 
 def check_swiglu_shapes(x: jax.Array, w: jax.Array) -> None:
-    """Raises ValueError if these are no operands of `swiglu_matmul`."""
+    """Raises ValueError if the arrays cannot be operands of `swiglu_matmul`."""
     if not _fit(x, w) or len(w) % 2:
         raise ValueError(
             f"swiglu_matmul: x must be [T, K] and w [2 * F, K] of one dtype: {_shapes(x, w)}"

@@ -1,37 +1,39 @@
 """Dense matmul of few token rows on Hopper, x @ w.T: the weights are streamed once.
 
-A CTA takes `columns` output columns (rows of w, which is stored [N, K] as Hugging Face has it) of
-all token rows, and one of `splits` equal parts of the contraction. One warpgroup issues TMA loads
-of [columns, block_k] weights and [T, block_k] tokens into a ring of stages; one warpgroup for each
-64 tokens multiplies. The accumulator is [tokens, columns]: the tokens are wgmma's operand A, the
-weights, transposed, are B. So it is the side of the weights that may be any multiple of 16, and
-`columns` is chosen such that there is one wave of nearly equal CTAs: 12288 columns are 128 of 96,
-and 3584 with the contraction in four are 128 of 112. Tokens are padded to whole wgmmas in shared
-memory only: neither loaded nor stored.
+A CTA computes `columns` output columns of all token rows, for one of `splits` equal parts of the
+contraction. (A column is a row of w, which is stored [N, K] as Hugging Face has it.) One warpgroup
+issues TMA loads of [columns, block_k] weights and [T, block_k] tokens into a ring of stages; one
+warpgroup for each 64 tokens multiplies. The accumulator is [tokens, columns]: the tokens are
+wgmma's operand A, the transposed weights are B. So the number of columns may be any multiple of 16,
+and `columns` is chosen to give one wave of nearly equal CTAs: 12288 columns are 128 CTAs of 96
+columns, and 3584 columns with the contraction in four parts are 128 CTAs of 112. Tokens are padded
+to whole wgmmas in shared memory only: padding is neither loaded nor stored.
 
-A cluster of two CTAs that take neighbouring columns loads the tokens once for both (TMA multicast).
-Without it L2 gives 1 + T / columns bytes for each byte of weights: 10 TB/s for 128 tokens beside
-96 columns, twice what it can. Each SM still receives them all, so more columns are better. Larger
-clusters lose (81 us for four where two take 54): a stage waits for the slowest of them.
+A cluster of two CTAs with neighbouring columns loads the tokens once for both (TMA multicast).
+Without that, L2 would have to give 1 + T / columns bytes for each byte of weights: 10 TB/s for 128
+tokens and 96 columns, twice what it can. Each SM still receives all tokens, so more columns are
+better. Larger clusters are slower (81 us for four CTAs, 54 for two): a stage waits for the slowest
+CTA.
 
-SwiGLU: w holds all gate rows, then all up rows; a CTA takes the same columns of both in two
+SwiGLU: w holds all gate rows, then all up rows. A CTA computes the same columns of both in two
 accumulators, whose elements lie in the same registers: silu(gate) * up in float32, rounded once.
 
-Splits: the result is a tuple of arrays, one for each part of the contraction, and whoever reads it
-adds them (`add_rms_norm` takes any number of addends). Nothing waits for another CTA.
+Splits: the result is a tuple of arrays, one for each part of the contraction. The kernel that reads
+them adds them (`add_rms_norm` takes any number of addends), so no CTA waits for another.
 
-A row's bits depend on its own values alone: the order of the contraction is static (with
-`staggered` another one for other columns, the same for all rows), rows of a wgmma do not mix, and
-rows past the last token, whatever shared memory holds there, are never stored.
+A row's bits depend on its own values alone. The order of the contraction is static; with
+`staggered` it differs between columns, but it is the same for all rows. The rows of a wgmma do not
+mix. Rows past the last token are never stored, whatever shared memory holds there.
 
-SwiGLU's loads are issued two stages at a time up to 128 columns (`burst`), so 256 bytes of a row of
-w follow one another. Columns 96, with / without, us: 64 tokens 52.8 / 54.0, 96 tokens 54.9 / 56.0.
-Without SwiGLU that changes nothing, nor does `block_k` 128, which loses from 65 tokens on (few
-stages).
+With SwiGLU and up to 128 columns, loads are issued two stages at a time (`burst`), so that 256
+bytes of a row of w are read one after another. Columns 96, with / without, us: 64 tokens 52.8 /
+54.0, 96 tokens 54.9 / 56.0. Without SwiGLU a burst changes nothing. Nor does `block_k` 128; from 65
+tokens on it is slower (few stages).
 
-Bound: 2 * N * K bytes at 4.3 TB/s (H200), 47 us for [24576, 4096]; the tensor cores need 33 us of
-that for 128 tokens if none of the 132 SMs idles, 17 us up to 64. Measured on an H200, us, this
-kernel / XLA (the better of its two layouts), both with the SwiGLU or the norm that adds the parts:
+Bound: reading 2 * N * K bytes at 4.3 TB/s (H200), 47 us for [24576, 4096]. The tensor cores need 33
+us of that for 128 tokens if none of the 132 SMs idles, 17 us up to 64 tokens. Measured on an H200,
+us, this kernel / XLA (the better of its two layouts), both with the SwiGLU or with the norm that
+adds the parts:
 
     tokens                     gate_up      down         qkv          out
     128, LLaDA-8B              54.3 / 56.3  32.8 / 36.7  28.6 / 35.0  15.4 / 18.2
@@ -40,20 +42,24 @@ kernel / XLA (the better of its two layouts), both with the SwiGLU or the norm t
 
 From 192 tokens on XLA wins (qkv of LLaDA-8B 39 / 34): hence MAX_TOKENS, and `wide_matmul` beyond.
 
-Rejected: the norm as the first phase of this kernel, its CTAs meeting at a counter while the stages
-fill with weights (qkv of 64 tokens 34.5 us, norm and product as two kernels 32.1, the product alone
-30.2): the rows are loaded and stored among the weights, and the meeting takes 1 us more.
+Rejected: the norm as the first phase of this kernel, where the CTAs wait for one another at a
+counter while the stages fill with weights (qkv of 64 tokens 34.5 us; norm and product as two
+kernels 32.1; the product alone 30.2). The loads and stores of the rows compete with those of the
+weights, and the wait takes 1 us more.
 """
 
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
 
 from pallas_kernels import device, dispatch
 from pallas_kernels.hopper import compat, limits
@@ -72,7 +78,7 @@ class Tile:
     """Tile parameters; `stages` is cut to what shared memory and the contraction have."""
 
     columns: int  # output columns of a CTA: a multiple of 16, at most 256
-    splits: int = 1  # parts of the contraction, an array of results each
+    splits: int = 1  # parts of the contraction; each gives an array of results
     cluster: int = 1  # CTAs that share the loads of the tokens: 1 or 2
     block_k: int = _BLOCK_K  # contraction of a stage: a multiple of 64
     stages: int = 16  # at most
@@ -88,7 +94,7 @@ class Tile:
             or self.block_k % 64
             or self.block_k < 64
             or self.burst < 1
-            # One stage is multiplied and one is about to be free while a burst is waited for.
+            # While the loads wait for a burst of stages, one more stage is being multiplied.
             or self.stages < self.burst + 1
         ):
             raise ValueError(f"dense_matmul: no such tile: {self}")
@@ -103,10 +109,11 @@ def tile_for(
     may_split: bool = True,
     sms: int = 132,
 ) -> Tile:
-    """Returns the tile for a shape: as many equal CTAs as there are SMs, or in the fewest waves.
+    """Returns the tile for a shape: one wave of equal CTAs over the SMs, or the fewest waves.
 
-    The contraction is split until a CTA has 96 columns, but its parts stay at least 1024 long: a
-    part more costs another array of results (measured: 4 for [4096, 4096], 2 for [3584, 3584]).
+    The contraction is split until a CTA has 96 columns, but each part stays at least 1024 long:
+    every part costs another array of results (measured best: 4 parts for [4096, 4096], 2 for
+    [3584, 3584]).
     """
     widest = _MOST_ACCUMULATORS if swiglu else limits.WIDEST
 
@@ -123,10 +130,10 @@ def tile_for(
         columns=width,
         splits=splits,
         cluster=2 if tiles_of_columns % 2 == 0 and tokens % 16 == 0 else 1,
-        # Measured: 1 % less for SwiGLU of 144 columns, 4 % more for 96, the same without SwiGLU.
+        # Measured time: SwiGLU 1 % less for 144 columns, 4 % more for 96; without SwiGLU the same.
         staggered=swiglu and width > 128,
-        # Measured for SwiGLU of 96 columns: 2 % less; without SwiGLU the same. Wider tiles have too
-        # few stages.
+        # Measured time: SwiGLU 2 % less for 96 columns; without SwiGLU the same. Wider tiles have
+        # too few stages.
         burst=2 if swiglu and width <= 128 and contraction % (2 * _BLOCK_K) == 0 else 1,
     )
 
@@ -160,7 +167,7 @@ class _Plan:
 
     @property
     def warpgroups(self) -> int:
-        """Compute warpgroups, of 64 tokens each."""
+        """The number of compute warpgroups; each has 64 tokens."""
         return -(-self.tokens // _ROWS)
 
     @property
@@ -173,7 +180,7 @@ class _Plan:
 
     @property
     def chunk(self) -> int:
-        """Columns stored by one TMA: what divides every CTA's columns, at most 128 bytes."""
+        """Columns that one TMA stores: a divisor of every CTA's columns, at most 128 bytes."""
         return math.gcd(128 // self.dtype.itemsize, self.tile.columns, self.columns)
 
     def stage_bytes(self) -> int:
@@ -184,15 +191,15 @@ class _Plan:
         return self.warpgroups * _ROWS * piece * self.dtype.itemsize
 
     def layout(self) -> tuple[int, int]:
-        """Returns (stages, columns stored at once).
+        """Returns (stages, columns of a piece, which is stored at once).
 
-        The fewer pieces, the fewer waits at the end; but stages come first, up to `_ENOUGH_STAGES`.
+        Fewer pieces mean fewer waits at the end, but up to `_ENOUGH_STAGES` stages matter more.
         """
         width, stages = self.tile.columns, min(self.tile.stages, max(self.steps, 2))
         pieces = [p for p in range(width, 0, -self.chunk) if width % p == 0]
         narrowest = min((p for p in pieces if 3 * p >= width), default=width)
 
-        def stages_beside(piece):
+        def stages_beside(piece: int) -> int:
             left = limits.BUFFERS - self.piece_bytes(piece)
             return min(stages, left // self.stage_bytes())
 
@@ -204,14 +211,14 @@ class _Plan:
 
 
 def dense_matmul(
-    x: jax.Array,  # [T, K]
-    w: jax.Array,  # [N, K]; with `swiglu` [2 * N, K], all gate rows, then all up rows
+    x: Float[Array, "T K"],
+    w: Float[Array, "R K"],  # R = N; with `swiglu` 2 * N: all gate rows, then all up rows
     *,
     swiglu: bool = False,
     tile: Tile | None = None,
-    interpret=None,
-) -> tuple[jax.Array, ...]:
-    """Returns arrays [T, N], one for each split, whose sum is x @ w.T, or silu(gate) * up."""
+    interpret: Any = None,
+) -> tuple[Float[Array, "T N"], ...]:
+    """Returns one array for each split; their sum is x @ w.T, or with `swiglu` silu(gate) * up."""
     (T, K), halves = x.shape, 2 if swiglu else 1
     N = w.shape[0] // halves
     if reason := why_not(dtype=x.dtype, tokens=T, columns=N, contraction=K):
@@ -235,12 +242,12 @@ def dense_matmul(
         dtype=jnp.dtype(x.dtype),
     )
     _check(plan, x, w)
-    # A TMA box must not be taller than its array. Serving passes multiples of 8, not copied.
+    # A TMA box must not be taller than its array. Serving passes multiples of 8: no copy then.
     outs = _kernel(plan, interpret)(jnp.pad(x, ((0, padded - T), (0, 0))), w.reshape(halves, N, K))
     return tuple(out[:T] for out in outs)
 
 
-def _check(plan: _Plan, x, w) -> None:
+def _check(plan: _Plan, x: jax.Array, w: jax.Array) -> None:
     tile = plan.tile
     registers = plan.halves * tile.columns * _ROWS // 128
     problems = {
@@ -258,8 +265,8 @@ def _check(plan: _Plan, x, w) -> None:
             raise ValueError(f"dense_matmul: {problem}: x {x.shape}, w {w.shape}, {tile}")
 
 
-def _kernel(plan: _Plan, interpret):
-    """Returns the kernel from x [T, K], w [halves, N, K] to the results of each split."""
+def _kernel(plan: _Plan, interpret: Any) -> Callable[..., Any]:
+    """Returns the kernel, a function of x [T, K] and w [halves, N, K]; it returns each split."""
     tile, columns, warpgroups = plan.tile, plan.tile.columns, plan.warpgroups
     block_k, splits, steps, chunk = tile.block_k, tile.splits, plan.steps, plan.chunk
     is_cluster = tile.cluster > 1
@@ -289,12 +296,12 @@ def _kernel(plan: _Plan, interpret):
 
             def load_stage(step):
                 stage = ring.stage_of(step)
-                place = step
-                if tile.staggered:  # not all of them at the same column of their rows
+                block = step
+                if tile.staggered:  # clusters begin at different columns of their rows
                     clusters = plan.column_tiles // tile.cluster
                     start = lax.div(lax.axis_index("tile") * steps, int32(clusters))
-                    place = lax.rem(step + start, int32(steps))
-                depth = pl.ds((split * steps + place) * block_k, block_k)
+                    block = lax.rem(step + start, int32(steps))
+                depth = pl.ds((split * steps + block) * block_k, block_k)
                 for half in range(plan.halves):
                     plgpu.copy_gmem_to_smem(
                         w_gmem.at[half, pl.ds(first_column, columns), depth],
@@ -325,7 +332,7 @@ def _kernel(plan: _Plan, interpret):
                 ring.release(steps - 1)
                 return values
 
-            accumulator = plgpu.ACC((_ROWS, columns), jnp.float32)
+            accumulator = compat.ACC((_ROWS, columns), jnp.float32)
             values = pl.run_scoped(product, *[accumulator] * plan.halves)
             if plan.halves == 2:
                 gate, up = values
@@ -346,12 +353,12 @@ def _kernel(plan: _Plan, interpret):
                     store(out_mine.at[index], first_column + first + index * chunk)
                     return ()
 
-                # Not unrolled: a store has a branch for each result, slow to lower.
+                # Not unrolled: a store has a branch for each result, which is slow to lower.
                 lax.fori_loop(0, piece // chunk, store_chunk, ())
             plgpu.wait_smem_to_gmem(0)
 
         def store(source, column):
-            """Copies a chunk's tokens that there are to the result, if it has these columns."""
+            """Copies the real tokens of a chunk to the result, if the result has these columns."""
             column = pl.multiple_of(column, chunk)
 
             def copy(out_gmem, group):
@@ -364,7 +371,7 @@ def _kernel(plan: _Plan, interpret):
             for index, out_gmem in enumerate(outs_gmem):
                 for group in range(warpgroups):
                     mine = (split == index) & (warpgroup == group)
-                    if plan.columns % columns:  # the last CTA's columns may end sooner
+                    if plan.columns % columns:  # the last CTA may have fewer columns
                         mine &= column < plan.columns
                     pl.when(mine)(lambda o=out_gmem, g=group: copy(o, g))
 
@@ -396,8 +403,8 @@ def _kernel(plan: _Plan, interpret):
         num_threads=warpgroups + 1,
         thread_name="warpgroup",
         scratch_types=scratch,
-        # No barriers around register stores: shared memory that a warpgroup writes is read by TMA
-        # alone, after commit_smem, and written again after wait_smem_to_gmem.
+        # Safe: only TMA reads shared memory that a warpgroup writes, after commit_smem, and the
+        # warpgroup writes it again only after wait_smem_to_gmem.
         compiler_params={"unsafe_no_auto_barriers": True},
         interpret=interpret,
     )

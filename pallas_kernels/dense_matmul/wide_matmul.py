@@ -1,30 +1,30 @@
 """Dense matmul of 129 to 384 token rows on Hopper, x @ w.T: weights and tensor cores in balance.
 
-The sibling of `dense_matmul`, with its contract: w is [N, K] as Hugging Face has it, the result is
-a tuple of parts of a split contraction, SwiGLU is applied to the accumulators, and a row's bits
-depend on its own values alone.
+It has the contract of the kernel in `mosaic_gpu.py`: w is [N, K] as Hugging Face has it, the result
+is a tuple of the parts of a split contraction, SwiGLU is applied to the accumulators, and a row's
+bits depend on its own values alone.
 
-What bounds it is shared memory. A wgmma of 64 rows beside n columns takes n / 2 cycles of the
-tensor cores and 16 + n / 4 of shared memory (operands of 16 in K), and each byte that arrives is
-written there once more: (tokens + weight rows) / 4 cycles. So tiles are near squares with a large
-n: 192 tokens beside 192 weight rows are in balance (288 and 288), beside 96 they are not (144 and
-192). Hence
+Shared memory is the bound. A wgmma of 64 rows and n columns takes n / 2 cycles of the tensor cores
+and 16 + n / 4 of shared memory (operands of 16 in K), and each byte that arrives is written there
+once more: (tokens + weight rows) / 4 cycles. So tiles are nearly square with a large n: 192 tokens
+and 192 weight rows are in balance (288 and 288 cycles), 192 tokens and 96 weight rows are not (144
+and 192). Hence
 
 - SwiGLU takes the same columns of gate and up side by side in shared memory, as one wgmma;
 - a narrow result takes more columns and a part of the contraction (`splits`);
-- `swapped` makes the weights operand A, in 64s, and all tokens of the CTA one n.
+- `swapped` makes the weights operand A, in blocks of 64 rows, and all tokens of the CTA one n.
 
-The CTAs of a pair that differ in their columns share the loads of the tokens, those that differ in
-their tokens share the loads of the weights (TMA multicast). One warpgroup loads, the others
-multiply `rows` tokens (swapped: weight rows) each. More tiles than SMs are walked by persistent
-CTAs, whose loads run ahead through the epilogue. Tokens and columns past the last one are neither
-loaded nor stored: TMA leaves out what an array does not have.
+A pair of CTAs with different columns shares the loads of the tokens, a pair with different tokens
+shares the loads of the weights (TMA multicast). One warpgroup loads, each of the others multiplies
+`rows` tokens (swapped: weight rows). If there are more tiles than SMs, persistent CTAs take several
+tiles each, and their loads for the next tile start during the epilogue. Tokens and columns past the
+last one are neither loaded nor stored: TMA leaves out what an array does not have.
 
-It does not win everywhere, so which tile serves a shape is measured data
-(`tiles/<device>.json`; an entry also serves somewhat fewer tokens, and Hopper GPUs that
-have no table use the H200's), and XLA serves the others. On an H200, us a call, this kernel /
-XLA; SwiGLU is in gate_up, the addition of the parts of down and out, which their reader does, in
-neither; in brackets what is left to XLA, whose qkv of Dream includes the addition of parts:
+It does not win everywhere, so measured data says which tile serves a shape (`tiles/<device>.json`;
+an entry also serves somewhat fewer tokens, and Hopper GPUs without a table use the H200's). XLA
+serves the other shapes. Measured on an H200, us a call, this kernel / XLA. gate_up includes SwiGLU.
+down and out do not include the addition of their parts, which the next kernel does; only XLA's qkv
+of Dream includes it. Brackets mark what is left to XLA:
 
     tokens           gate_up        qkv            down           out
     192, LLaDA-8B     67.6 /  70.8   37.7 / 39.0    36.8 / 38.1    15.5 / 17.2
@@ -34,19 +34,22 @@ neither; in brackets what is left to XLA, whose qkv of Dream includes the additi
     256, Dream-7B   (113.7 / 114.5)  16.6 / 19.8   (61.5 / 60.1)   15.4 / 16.5
     384, Dream-7B    159.2 / 163.1   21.7 / 22.9   (84.8 / 82.9)   19.6 / 22.8
 
-Rejected: adding the parts of a contraction in a cluster, through distributed shared memory (1.0 to
-1.7 times as long), and loads shared by four CTAs (1.5 times).
+Rejected: a cluster adds the parts of a contraction through distributed shared memory (1.0 to 1.7
+times as long), and four CTAs share loads (1.5 times).
 """
 
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
 
 from pallas_kernels import device, dispatch, tiles
 from pallas_kernels.hopper import compat, limits
@@ -54,24 +57,25 @@ from pallas_kernels.hopper import ring as rings
 
 _ROWS = 64  # M of a wgmma
 _BLOCK_K = 64  # contraction of a stage: 128 bytes, a row of the widest swizzle
-# By compute warpgroups: registers of a thread that computes and of one that loads, together what
-# the launch allots, 65536 / threads each, in eighths; and the columns of the widest wgmma, which
-# must fit in the registers that a thread has at launch (ptxas C7602).
+# By number of compute warpgroups: the registers of a thread that computes and of one that loads.
+# Together they are what the launch gives: 65536 / threads, rounded down to a multiple of 8, each.
+# Then the columns of the widest wgmma, which must fit in the registers of a thread at launch (ptxas
+# C7602).
 _REGISTERS = {2: (232, 40), 3: (152, 56), 4: (104, 64)}
 _WIDEST_WGMMA = {2: 256, 3: 192, 4: 128}
-_BESIDE_ACCUMULATORS = 32  # registers of a thread that computes: with fewer ptxas spills
+_BESIDE_ACCUMULATORS = 32  # other registers of a thread that computes: with fewer, ptxas spills
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
     """Tile parameters; `stages` is cut to what shared memory and the contraction have."""
 
-    tokens: int  # of a CTA: a multiple of `rows`, swapped of 64; at most 256
-    columns: int  # of the result, of a CTA: a multiple of 16, swapped of `rows`; at most 256
-    rows: int = 64  # tokens, swapped columns, of a compute warpgroup: 64 or 128
-    splits: int = 1  # parts of the contraction, an array of results each
-    share_tokens: int = 1  # CTAs of a cluster beside one another in columns: 1 or 2
-    share_weights: int = 1  # CTAs of a cluster beside one another in tokens: 1, or 2 of those alone
+    tokens: int  # of a CTA: a multiple of `rows` (swapped: of 64), at most 256
+    columns: int  # of a CTA's result: a multiple of 16 (swapped: of `rows`), at most 256
+    rows: int = 64  # tokens (swapped: columns) of a compute warpgroup: 64 or 128
+    splits: int = 1  # parts of the contraction; each gives an array of results
+    share_tokens: int = 1  # CTAs of a cluster with neighbouring columns: 1 or 2
+    share_weights: int = 1  # CTAs of a cluster with neighbouring tokens: 1 or 2; not both 2
     swapped: bool = False  # the weights are operand A; not for SwiGLU
     stages: int = 8  # at most
 
@@ -92,17 +96,17 @@ class Tile:
 
     @property
     def _side(self) -> int:
-        """The side of the accumulator that is shared out between warpgroups."""
+        """The side of the accumulator that the warpgroups divide."""
         return self.columns if self.swapped else self.tokens
 
     @property
     def warpgroups(self) -> int:
-        """Compute warpgroups."""
+        """The number of compute warpgroups."""
         return self._side // self.rows
 
     @property
     def cluster(self) -> int:
-        """CTAs of a cluster."""
+        """The number of CTAs in a cluster."""
         return self.share_tokens * self.share_weights
 
 
@@ -115,7 +119,7 @@ def tile_for(
     dtype: jnp.dtype = jnp.bfloat16,
 ) -> Tile | None:
     """Returns the tile that was measured to beat XLA at a shape; None if none is known."""
-    if tokens % 16:  # padded tokens would be copies, of x and of each part
+    if tokens % 16:  # padding would copy x and each part
         return None
     found = tiles.lookup(
         "dense_matmul",
@@ -166,12 +170,12 @@ class Plan:
 
     @property
     def weight_rows(self) -> int:
-        """Rows of w that a CTA multiplies at a time."""
+        """Rows of w that a CTA multiplies at the same time."""
         return self.halves * self.tile.columns
 
     @property
     def wgmma_columns(self) -> int:
-        """n of a warpgroup's accumulator; gate and up share one."""
+        """The n of a warpgroup's accumulator; gate and up share one accumulator."""
         return self.tile.tokens if self.tile.swapped else self.weight_rows
 
     @property
@@ -190,19 +194,19 @@ class Plan:
 
     @property
     def chunk(self) -> int:
-        """Columns stored by one TMA: what divides all that CTAs store, at most 128 bytes."""
+        """Columns that one TMA stores: a divisor of every CTA's columns, at most 128 bytes."""
         return math.gcd(128 // self.dtype.itemsize, self.tile.columns, self.columns)
 
     @property
     def chunk_rows(self) -> int:
-        """Tokens stored by one TMA."""
+        """Tokens that one TMA stores."""
         return _ROWS if self.tile.swapped else self.tile.rows
 
     def layout(self) -> tuple[int, int]:
-        """Returns (stages, a warpgroup's chunks on their way out); stages come first."""
+        """Returns (stages, chunks that a warpgroup stores at the same time); stages come first."""
         tile, size = self.tile, self.dtype.itemsize
         stage = (self.weight_rows + tile.tokens) * _BLOCK_K * size
-        chunks = tile.warpgroups * self.chunk_rows * self.chunk * size  # one of each warpgroup
+        chunks = tile.warpgroups * self.chunk_rows * self.chunk * size  # one for each warpgroup
         stages = min(tile.stages, max(self.steps, 2), (limits.BUFFERS - chunks) // stage)
         return stages, min(4, (limits.BUFFERS - stages * stage) // chunks)
 
@@ -216,7 +220,7 @@ class Plan:
             "the tile does not divide the contraction": not self.contraction
             or self.contraction % (tile.splits * _BLOCK_K),
             "columns must be a multiple of 16": not self.columns or self.columns % 16,
-            # A CTA of two loads half of them, in whole tiles of 8 rows.
+            # Each CTA of a pair loads half of the tokens, in whole tiles of 8 rows.
             "tokens must be a multiple of 16": self.tokens % 16,
             "fewer tokens than a store has": self.tokens < self.chunk_rows,
             "swapped stores 64 columns": tile.swapped and self.columns % _ROWS,
@@ -230,14 +234,14 @@ class Plan:
 
 
 def wide_matmul(
-    x: jax.Array,  # [T, K]
-    w: jax.Array,  # [N, K]; with `swiglu` [2 * N, K], all gate rows, then all up rows
+    x: Float[Array, "T K"],
+    w: Float[Array, "R K"],  # R = N; with `swiglu` 2 * N: all gate rows, then all up rows
     *,
     swiglu: bool = False,
     tile: Tile | None = None,
-    interpret=None,
-) -> tuple[jax.Array, ...]:
-    """Returns arrays [T, N], one for each split, whose sum is x @ w.T, or silu(gate) * up."""
+    interpret: Any = None,
+) -> tuple[Float[Array, "T N"], ...]:
+    """Returns one array for each split; their sum is x @ w.T, or with `swiglu` silu(gate) * up."""
     (T, K), halves = x.shape, 2 if swiglu else 1
     N = w.shape[0] // halves
     tile = tile or tile_for(T, N, K, swiglu=swiglu, dtype=x.dtype)
@@ -251,18 +255,18 @@ def wide_matmul(
     return tuple(kernel(x, w.reshape(halves, N, K)))
 
 
-def _kernel(plan: Plan, sms: int, interpret):
-    """Returns the kernel from x [T, K], w [halves, N, K] to the results of each split."""
+def _kernel(plan: Plan, sms: int, interpret: Any) -> Callable[..., Any]:
+    """Returns the kernel, a function of x [T, K] and w [halves, N, K]; it returns each split."""
     tile, steps, chunk = plan.tile, plan.steps, plan.chunk
     columns, rows, warpgroups = tile.columns, tile.rows, tile.warpgroups
     stages, buffers = plan.layout()
     compute_registers, load_registers = _REGISTERS[warpgroups]
     token_groups, column_groups, _ = plan.groups
-    items = math.prod(plan.groups)  # of a cluster: one tile for each of its CTAs
+    items = math.prod(plan.groups)  # an item is the work of a cluster: one tile for each CTA
     clusters = min(items, sms // tile.cluster)
     sharing = {"columns": tile.share_tokens, "tokens": tile.share_weights}
     sharing = {name: size for name, size in sharing.items() if size > 1}
-    box = min(tile.tokens, plan.tokens)  # must not be taller than the array
+    box = min(tile.tokens, plan.tokens)  # a TMA box must not be taller than the array
     int32 = jnp.int32
 
     def part_of_cluster(name):
@@ -345,7 +349,7 @@ def _kernel(plan: Plan, sms: int, interpret):
                     ring.release(first_step + steps - 1)
                     return value
 
-                value = pl.run_scoped(product, plgpu.ACC((rows, plan.wgmma_columns), jnp.float32))
+                value = pl.run_scoped(product, compat.ACC((rows, plan.wgmma_columns), jnp.float32))
                 if plan.halves == 2:
                     gate, up = value[:, :columns], value[:, columns:]
                     value = gate / (1 + jnp.exp(-gate)) * up
@@ -369,7 +373,7 @@ def _kernel(plan: Plan, sms: int, interpret):
                 blocks = [(value[:, c : c + chunk], 0, c) for c in range(0, columns, chunk)]
             for index, (block, token, column) in enumerate(blocks):
                 buffer = out_smem.at[warpgroup, index % buffers]
-                # The buffer's last chunk must have left; the ones after it may be on their way.
+                # The last chunk of this buffer must have been read; later chunks may still be.
                 if index == 0 or index >= buffers:
                     plgpu.wait_smem_to_gmem(min(index, buffers - 1), wait_read_only=True)
                 if tile.swapped:
@@ -382,15 +386,15 @@ def _kernel(plan: Plan, sms: int, interpret):
                     pl.ds(pl.multiple_of(first_token + token, _ROWS), plan.chunk_rows),
                     pl.ds(column, chunk),
                 )
-                # The last CTA's columns may end sooner.
-                there = column < plan.columns if plan.columns % columns else True
-                for of_split, out_gmem in enumerate(outs_gmem):
-                    pl.when((split == of_split) & there)(
+                # The last CTA may have fewer columns.
+                exists = column < plan.columns if plan.columns % columns else True
+                for index_of_split, out_gmem in enumerate(outs_gmem):
+                    pl.when((split == index_of_split) & exists)(
                         lambda buffer=buffer, out=out_gmem.at[where]: plgpu.copy_smem_to_gmem(
                             buffer, out, commit_group=False
                         )
                     )
-                # Also without a store: the waits count groups.
+                # Commits a group also without a store: the waits count groups.
                 plgpu.commit_smem_to_gmem_group()
 
         # One branch per role: ptxas honours set_max_registers in no other form.
@@ -420,8 +424,8 @@ def _kernel(plan: Plan, sms: int, interpret):
         num_threads=warpgroups + 1,
         thread_name="warpgroup",
         scratch_types=scratch,
-        # No barriers around register stores: shared memory that a warpgroup writes is read by TMA
-        # alone, after commit_smem, and written again after wait_smem_to_gmem.
+        # Safe: only TMA reads shared memory that a warpgroup writes, after commit_smem, and the
+        # warpgroup writes it again only after wait_smem_to_gmem.
         compiler_params={"unsafe_no_auto_barriers": True},
         interpret=interpret,
     )

@@ -1,13 +1,15 @@
 """Attention of packed in-flight blocks over a paged K,V pool.
 
 The in-flight tokens' K,V are already in the pool, so one pass covers context and in-flight tokens
-alike. `reference.py` says in XLA what the op computes; the kernel for Hopper is in `mosaic_gpu.py`,
-and `cudnn.py` serves other NVIDIA GPUs.
+alike. `reference.py` computes the op with XLA; the kernel for Hopper is in `mosaic_gpu.py`, and
+`cudnn.py` serves other NVIDIA GPUs.
 """
 
 import functools
 
 import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
 
 from pallas_kernels import dispatch, lowered_once
 from pallas_kernels.extend_attention import checks, cudnn, reference
@@ -18,7 +20,7 @@ from pallas_kernels.extend_attention.reference import AttentionTiling, Visibilit
 def choose(
     implementation: str = "auto",
     *,
-    dtype,
+    dtype: jnp.dtype,
     head_dim: int,
     page_size: int,
     block_size: int,
@@ -51,12 +53,12 @@ def choose(
 
 
 def extend_attention(
-    q: jax.Array,  # [tokens, N, H]
-    kv_pool: jax.Array,  # [P, 2, K, Z, H]: part 0 is K, part 1 is V
-    cu_q_lens: jax.Array,  # int32 [rows + 1]
-    context_lens: jax.Array,  # int32 [rows]
-    kv_lens: jax.Array,  # int32 [rows]
-    page_table: jax.Array,  # int32 [rows, pages per row]
+    q: Float[Array, "T N H"],
+    kv_pool: Float[Array, "P 2 K Z H"],  # part 0 is K, part 1 is V
+    cu_q_lens: Int32[Array, " R+1"],
+    context_lens: Int32[Array, " R"],
+    kv_lens: Int32[Array, " R"],
+    page_table: Int32[Array, "R pages_per_row"],
     *,
     visibility: Visibility,
     block_size: int,
@@ -64,16 +66,16 @@ def extend_attention(
     q_len: int | None = None,
     implementation: str = "auto",
     tiling: AttentionTiling = reference.DEFAULT_TILING,
-) -> jax.Array:
-    """Returns the attention output [tokens, N, H] in q's dtype.
+) -> Float[Array, "T N H"]:
+    """Returns the attention output in q's dtype.
 
-    Row r owns the queries [cu_q_lens[r], cu_q_lens[r + 1]), a whole number of blocks; the one at
+    Row r owns the queries [cu_q_lens[r], cu_q_lens[r + 1]), a whole number of blocks; the query at
     offset i has position context_lens[r] + i. kv_lens[r] is context plus in-flight tokens; 0 marks
-    an inactive row, which gets zeros, as do the padding tokens past cu_q_lens[-1]. Pages and
+    an inactive row. Inactive rows and the padding tokens past cu_q_lens[-1] get zeros. Pages and
     table entries past kv_lens[r] are never used, whatever they hold.
 
-    `q_len` is a promise that the caller may give: tokens = rows * q_len and row r owns
-    [r * q_len, (r + 1) * q_len), inactive rows too. The kernel then needs no work list.
+    With `q_len` the caller promises that T = R * q_len and that row r owns the queries
+    [r * q_len, (r + 1) * q_len), also if it is inactive. The kernel then needs no work list.
     """
     checks.check_shapes(q, kv_pool, cu_q_lens, context_lens, kv_lens, page_table, block_size, q_len)
     chosen = choose(

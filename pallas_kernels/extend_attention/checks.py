@@ -1,9 +1,19 @@
 """Which arguments attention over a paged pool accepts."""
 
+import jax
+
 
 def check_shapes(
-    q, kv_pool, cu_q_lens, context_lens, kv_lens, page_table, block_size, q_len
+    q: jax.Array,
+    kv_pool: jax.Array,
+    cu_q_lens: jax.Array,
+    context_lens: jax.Array,
+    kv_lens: jax.Array,
+    page_table: jax.Array,
+    block_size: int,
+    q_len: int | None,
 ) -> None:
+    """Raises ValueError if the arrays and sizes do not fit together."""
     shapes = (
         f"q {q.dtype}{q.shape}, kv_pool {kv_pool.dtype}{kv_pool.shape}, "
         f"cu_q_lens {cu_q_lens.shape}, context_lens {context_lens.shape}, "

@@ -1,13 +1,18 @@
 """Decode attention through cuDNN, for NVIDIA GPUs that our own kernel is not written for.
 
-cuDNN has no paging and no block mask. With one in-flight block a row it needs neither mask: every
-query of the block sees the same keys, so a row's K,V are gathered into [S, K, H] and attended up
-to the row's length. The gather writes and reads K,V once more, which is why prefill, where every
-block of a row would gather it again, stays with XLA.
+cuDNN has no paging and no block mask. With one in-flight block a row no mask is needed: every query
+of the block sees the same keys. So this gathers a row's K,V into [S, K, H], and cuDNN attends up to
+the row's length. The gather writes and reads K,V once more. In prefill every block of a row would
+gather them again, so prefill stays with XLA.
+
+Shape letters: B blocks, M pages of a row.
 """
+
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
 
 from pallas_kernels import dispatch
 
@@ -34,22 +39,22 @@ def why_not(
 
 
 def attend_blocks(
-    q: jax.Array,  # [B, block, N, H]
-    kv_pool: jax.Array,  # [P, 2, K, Z, H]
-    pages: jax.Array,  # int32 [B, M], the pages of each block's row
-    ends: jax.Array,  # int32 [B], how many keys the block sees; 0 gives zeros
+    q: Float[Array, "B block N H"],
+    kv_pool: Float[Array, "P 2 K Z H"],
+    pages: Int32[Array, "B M"],  # the pages of each block's row
+    ends: Int32[Array, " B"],  # how many keys the block sees; 0 gives zeros
     *,
     scale: float,
-    implementation: str = "cudnn",
-) -> jax.Array:
-    """Returns the attention of one block each, [B, block, N, H]; `implementation` is jax.nn's."""
+    implementation: Literal["cudnn", "xla"] = "cudnn",
+) -> Float[Array, "B block N H"]:
+    """Returns the attention of each block; `implementation` is that of `jax.nn`."""
     num_pages, _, K, Z, H = kv_pool.shape
     B, M = pages.shape
     live = (jnp.arange(M * Z, dtype=jnp.int32) < ends[:, None])[:, :, None, None]
 
     def gathered(part: int) -> jax.Array:
         found = kv_pool[jnp.clip(pages, 0, num_pages - 1), part]  # [B, M, K, Z, H]
-        # Dead keys get probability 0, and 0 * nan is nan: they must be 0 themselves.
+        # Dead keys get probability 0, but 0 * nan is nan: their values must be 0 too.
         return jnp.where(live, found.transpose(0, 1, 3, 2, 4).reshape(B, M * Z, K, H), 0)
 
     out = jax.nn.dot_product_attention(

@@ -1,39 +1,40 @@
 """Attention of in-flight blocks over a paged K,V pool: the sm90 kernel and its split-KV combine.
 
 What it computes: for every row of the batch, softmax(q k^T) v of its in-flight tokens over its
-pages, with block-causal, causal or full visibility (`pallas_kernels.extend_attention` says it in
-XLA). `work_items` cuts the work into items: up to 128 folded (head, token) rows of one batch row
-against the keys that they see, or against one split of them.
+pages, with block-causal, causal or full visibility (`reference.py` computes the same with XLA).
+`work_items` cuts the work into items: up to 128 folded (head, token) rows of one batch row, against
+the keys that they see or against one split of these keys.
 
-How one CTA works. Three warpgroups. The memory warpgroup fetches queries, then K and V page by
-page (one TMA box a page; the page id is a scalar from the page table) into a ring of `stages`
-steps of `kv_tokens` keys. Two compute warpgroups own 64 rows each and share the ring: scores on
-the tensor cores, online softmax with base-2 exponentials in registers, probabilities stay in
-registers as the left operand of the second product. A barrier makes them take turns: while one
-uses the tensor cores, the other does its softmax. K and V have barriers of their own, so a step
-begins when K is there. In decode the grid is persistent: a CTA runs items cta, 2 * ctas - 1 - cta,
-2 * ctas + cta, ... and fetches the next item's queries and keys during the last steps of the
-current one; in prefill each item is a CTA, and the hardware balances their unequal lengths.
+How one CTA works. It has three warpgroups. The memory warpgroup fetches queries, then K and V page
+by page (one TMA box a page; the page id is a scalar from the page table) into a ring of `stages`
+steps of `kv_tokens` keys. Two compute warpgroups own 64 rows each and share the ring. The tensor
+cores compute the scores, the online softmax uses base-2 exponentials in registers, and the
+probabilities stay in registers as the left operand of the second product. A barrier makes the two
+warpgroups take turns: while one uses the tensor cores, the other computes its softmax. K and V have
+separate barriers, so a step begins when K has arrived. In decode the grid is persistent: a CTA runs
+items cta, 2 * ctas - 1 - cta, 2 * ctas + cta, ... and fetches the next item's queries and keys
+during the last steps of the current one. In prefill each item is a CTA, and the hardware balances
+their unequal lengths.
 
-Masks. Steps that every row of the item sees whole have no mask; only the last steps (the end of a
-row, the diagonal of a prefill) run a second loop body with one. A masked weight is exactly 0, but
-0 * NaN is NaN, so the memory warpgroup overwrites the slots past kv_len of the last step's V with
-zeros before anyone reads them.
+Masks. A step has no mask if all rows of the item see all of its keys. Only the last steps (the end
+of a row, the diagonal of a prefill) run a second loop body that has a mask. A masked weight is
+exactly 0, but 0 * NaN is NaN, so the memory warpgroup overwrites the keys past kv_len in the last
+step's V with zeros before anyone reads them.
 
-Few tokens. The windows of one canvas fill few SMs with items of 128 rows; items of 64 rows of one
-head (`max_rows`) are twice as many, each with one warpgroup that waits for no other. On an H200, us
-a call in a CUDA graph, 64 rows / 128: 384 keys, 32 heads, 64 tokens 9.6 / 12.1, 96 tokens 9.3 /
+Few tokens. With items of 128 rows, the windows of one canvas fill few SMs. Items of 64 rows of one
+head (`max_rows`) are twice as many, and each has one warpgroup that waits for no other. On an H200,
+us a call in a CUDA graph, 64 rows / 128: 384 keys, 32 heads, 64 tokens 9.6 / 12.1, 96 tokens 9.3 /
 11.7, 192 tokens 10.7 / 11.7, 256 tokens 11.0 / 11.7; 28 over 4 heads, 96 tokens 8.8 / 11.1, 256
-tokens 9.8 / 11.0. At 384 tokens, and for four rows, 128 win (12.7 / 16.1).
+tokens 9.8 / 11.0. At 384 tokens, and for four rows, 128 rows are faster (12.7 / 16.1).
 
-Split-KV. Where rows x heads do not fill the GPU, the keys of a row are cut into splits of a static
-length. Each writes its normalised output and log-sum-exp (float32); a second kernel
-(`_combine_body`) adds the splits that the row really has, in their order. XLA takes five launches
-for it. Nothing is atomic, and a row's splits depend on its own length and on static shapes.
+Split-KV. If rows x heads do not fill the GPU, the keys of a row are cut into splits of a static
+length. Each split writes its normalised output and log-sum-exp (float32); a second kernel
+(`_combine_body`) adds the splits that the row really has, in order. XLA would take five launches
+for this. Nothing is atomic, and a row's splits depend on its own length and on static shapes.
 
-Bound. Decode with L tokens and G query heads a kv head has L * G FLOP a byte of K,V: for 128 rows
-the two bounds of an H200 (4.3 TB/s, about 600 TFLOP/s of attention) are nearly equal; below it is
-bound by HBM, above and in prefill by the tensor cores. A row of S keys moves
+Bound. Decode with L tokens and G query heads a kv head has L * G FLOP a byte of K,V. With 128 rows
+the two bounds of an H200 (4.3 TB/s, about 600 TFLOP/s of attention) are nearly equal. With fewer
+rows HBM is the bound, with more and in prefill the tensor cores. A row of S keys moves
 4 * S * kv_heads * head_dim bytes and takes 4 * L * S * q_heads * head_dim FLOP.
 """
 
@@ -48,6 +49,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int32
 
 from pallas_kernels import device, tiles
 from pallas_kernels.extend_attention import work_items
@@ -68,12 +70,12 @@ _COMBINE_COLUMNS = 16
 
 
 def extend_attention(
-    q: jax.Array,  # [T, N, H]
-    kv_pool: jax.Array,  # [P, 2, K, Z, H]
-    cu_q_lens: jax.Array,  # int32 [R + 1]
-    context_lens: jax.Array,  # int32 [R]
-    kv_lens: jax.Array,  # int32 [R]
-    page_table: jax.Array,  # int32 [R, M]
+    q: Float[Array, "T N H"],
+    kv_pool: Float[Array, "P 2 K Z H"],
+    cu_q_lens: Int32[Array, " R+1"],
+    context_lens: Int32[Array, " R"],
+    kv_lens: Int32[Array, " R"],
+    page_table: Int32[Array, "R pages_per_row"],
     *,
     visibility: str,
     block_size: int,
@@ -81,8 +83,8 @@ def extend_attention(
     q_len: int | None = None,
     tile: AttentionTile | None = None,
     interpret: Any = None,
-) -> jax.Array:
-    """Returns the attention output [T, N, H]; `q_len` promises that every row has so many tokens.
+) -> Float[Array, "T N H"]:
+    """Returns the attention output; `q_len` promises that every row has this number of tokens.
 
     `tile` defaults to the device's table. `interpret` is an InterpretGPUParams, in tests.
     """
@@ -95,10 +97,10 @@ def extend_attention(
     lists = work_items.lists(plan, cu_q_lens, context_lens, kv_lens)
     out = jax.ShapeDtypeStruct((plan.tokens, *q.shape[1:]), q.dtype)
     rows = plan.warpgroups * WARPGROUP_ROWS
-    slots = (plan.num_splits, plan.num_tiles, plan.head_items, rows)
+    partial_rows = (plan.num_splits, plan.num_tiles, plan.head_items, rows)
     partials = [
-        jax.ShapeDtypeStruct((*slots, plan.head_dim), jnp.float32),
-        jax.ShapeDtypeStruct(slots, jnp.float32),
+        jax.ShapeDtypeStruct((*partial_rows, plan.head_dim), jnp.float32),
+        jax.ShapeDtypeStruct(partial_rows, jnp.float32),
     ]
     attend = compat.kernel(
         functools.partial(_attention_body, plan=plan),
@@ -109,7 +111,7 @@ def extend_attention(
         num_threads=plan.warpgroups + 1,
         thread_name="warpgroup",
         interpret=interpret,
-        # Every read and write of shared memory is ordered by a barrier of ours.
+        # Safe: a barrier of ours orders every read and write of shared memory.
         compiler_params={"unsafe_no_auto_barriers": True, "reduction_scratch_bytes": 0},
     )
     results = attend(q, kv_pool, page_table, *lists)
@@ -132,10 +134,18 @@ def extend_attention(
 
 
 def make_plan(
-    q, kv_pool, page_table, *, visibility, block_size, scale, q_len=None, tile=None,
-    interpreted=False,
-) -> Plan:  # fmt: skip
-    """Returns the plan of a launch of these shapes; raises ValueError for what cannot run."""
+    q: Float[Array, "T N H"],
+    kv_pool: Float[Array, "P 2 K Z H"],
+    page_table: Int32[Array, "R pages_per_row"],
+    *,
+    visibility: str,
+    block_size: int,
+    scale: float,
+    q_len: int | None = None,
+    tile: AttentionTile | None = None,
+    interpreted: bool = False,
+) -> Plan:
+    """Returns the plan of a launch; raises ValueError for shapes that cannot run."""
     T, N, H = q.shape
     num_pages, _, K, Z, _ = kv_pool.shape
     rows, pages_per_row = page_table.shape
@@ -219,7 +229,7 @@ def _attention_body(q_gmem, pool_gmem, table_gmem, *refs, plan):
 
         def body(i, counts):
             items, steps = counts
-            # Every other round backwards: the sizes of a sorted work list even out.
+            # Every second round runs backwards: so CTAs get nearly equal parts of a sorted list.
             turned = jnp.where(lax.rem(i, jnp.int32(2)) == 1, plan.ctas - 1 - cta, cta)
             item = work_items.item_at(plan, lists, i * plan.ctas + turned)
 
@@ -257,25 +267,25 @@ def _take_turn(scratch) -> None:
 
 
 def _rem(value, divisor: int):
-    """value % divisor; a Python number where it is known, so that no array constant is captured."""
+    """Returns value % divisor, as a Python number if it is known: an array would be captured."""
     if divisor == 1 or isinstance(value, int):
         return 0 if divisor == 1 else value % divisor
     return lax.rem(value, jnp.int32(divisor))
 
 
 def _load_start(plan: Plan, item: Item):
-    """First token of the boxes of q: a whole window that ends inside the array."""
+    """Returns the first token of the boxes of q, which must end inside the array."""
     last = plan.padded_tokens - plan.tile_tokens
     return pl.multiple_of(jnp.minimum(item.window, last), WINDOW)
 
 
 def _fetch_item(plan, scratch, q_gmem, pool_gmem, table_gmem, item, items, steps) -> None:
-    """The memory warpgroup's part of an item."""
+    """Does the memory warpgroup's part of an item."""
     tile, box, page = plan.tile, plan.box_tokens, plan.page
     kv_head = item.head * plan.streams
     if plan.streams == 1:
         kv_head = lax.div(item.head, jnp.int32(plan.group // plan.tile_heads))
-    # The slots past kv_len repeat its last page: they are masked, but must be memory of the pool.
+    # Keys past kv_len repeat the row's last page: they are masked, but must be memory of the pool.
     last_page = jnp.maximum(lax.div(item.kv_len - 1, jnp.int32(page)), 0)
     buffer = _rem(items, plan.q_buffers)
 
@@ -304,8 +314,8 @@ def _fetch_item(plan, scratch, q_gmem, pool_gmem, table_gmem, item, items, steps
 
     def fetch(step, _, *, is_last=False):
         count = steps + step - item.low
-        slot = _rem(count, tile.stages)
-        page_ids = []  # read before the wait: their latency hides behind it
+        stage = _rem(count, tile.stages)
+        page_ids = []  # read before the wait, which hides their latency
         for i in range(tile.kv_tokens // box):
             index = lax.div(step * tile.kv_tokens + i * box, jnp.int32(page))
             page_id = table_gmem[item.row, jnp.minimum(index, last_page)]
@@ -314,16 +324,16 @@ def _fetch_item(plan, scratch, q_gmem, pool_gmem, table_gmem, item, items, steps
         def wait(empty):
             @pl.when(count >= tile.stages)
             def _():
-                plgpu.barrier_wait(empty.at[slot])
+                plgpu.barrier_wait(empty.at[stage])
 
         wait(scratch.k_empty)
-        copy(step, 0, page_ids, scratch.k.at[slot], scratch.k_full.at[slot])
+        copy(step, 0, page_ids, scratch.k.at[stage], scratch.k_full.at[stage])
         wait(scratch.v_empty)
-        v_full = scratch.v_full.at[slot]
-        copy(step, 1, page_ids, scratch.v.at[slot], scratch.v_landed if is_last else v_full)
+        v_full = scratch.v_full.at[stage]
+        copy(step, 1, page_ids, scratch.v.at[stage], scratch.v_landed if is_last else v_full)
         if is_last:
             plgpu.barrier_wait(scratch.v_landed)
-            _clear_values(plan, scratch.v.at[slot], item.kv_len - step * tile.kv_tokens)
+            _clear_values(plan, scratch.v.at[stage], item.kv_len - step * tile.kv_tokens)
             for _ in range(plan.boxes):
                 plgpu.barrier_arrive(v_full)
         return ()
@@ -337,33 +347,33 @@ def _fetch_item(plan, scratch, q_gmem, pool_gmem, table_gmem, item, items, steps
 
 
 def _clear_values(plan, v_smem, live) -> None:
-    """Zeroes the slots from `live` on: their weight is 0, and 0 * NaN is NaN."""
+    """Zeroes the values of the keys from `live` on: their weight is 0, but 0 * NaN is NaN."""
     layout = plgpu.Layout.WGMMA
     for first in range(0, plan.tile.kv_tokens, 64):
 
         @pl.when(live < first + 64)
         def _(first=first):
-            slot = plgpu.broadcasted_iota(jnp.int32, (64, 64), 0, layout=layout) + first
+            key = plgpu.broadcasted_iota(jnp.int32, (64, 64), 0, layout=layout) + first
             for stream in range(plan.streams):
                 for column in range(0, plan.head_dim, 64):
                     block = v_smem.at[stream, pl.ds(first, 64), pl.ds(column, 64)]
-                    values = plgpu.load(block, layout=layout)
-                    block[...] = jnp.where(slot < live, values, jnp.zeros_like(values))
+                    values = compat.load(block, layout=layout)
+                    block[...] = jnp.where(key < live, values, jnp.zeros_like(values))
 
     plgpu.commit_smem()
 
 
 def _drain(plan, scratch, items, steps) -> None:
-    """Waits for the arrivals that no later load waits for: a kernel must not end before them."""
+    """Waits for the arrivals that no load has waited for: a kernel must not end before them."""
 
     def drain_queries(i, _):
         plgpu.barrier_wait(scratch.q_empty.at[_rem(i, plan.q_buffers)])
         return ()
 
     def drain_keys(i, _):
-        slot = _rem(i, plan.tile.stages)
-        plgpu.barrier_wait(scratch.k_empty.at[slot])
-        plgpu.barrier_wait(scratch.v_empty.at[slot])
+        stage = _rem(i, plan.tile.stages)
+        plgpu.barrier_wait(scratch.k_empty.at[stage])
+        plgpu.barrier_wait(scratch.v_empty.at[stage])
         return ()
 
     lax.fori_loop(jnp.maximum(items - plan.q_buffers, 0), items, drain_queries, ())
@@ -375,14 +385,14 @@ def _along_rows(values, columns: int):
 
 
 def _attend_item(plan, scratch, outs, warpgroup, item, items, steps) -> None:
-    """A compute warpgroup's part of an item: its 64 rows, from queries to output."""
+    """Does a compute warpgroup's part of an item: its 64 rows, from queries to output."""
     tile, D = plan.tile, plan.head_dim
     buffer = _rem(items, plan.q_buffers)
     q_smem = scratch.q.at[buffer, warpgroup]
     stream = warpgroup if plan.streams == 2 else 0
     to_base_2 = plan.scale * _LOG2_E
 
-    def slot_of(step):
+    def stage_of(step):
         return _rem(steps + step - item.low, tile.stages)
 
     def mask(step, scores):
@@ -396,17 +406,17 @@ def _attend_item(plan, scratch, outs, warpgroup, item, items, steps) -> None:
 
     def attend(step, carry, *, is_masked):
         acc, high, total = carry
-        slot = slot_of(step)
+        stage = stage_of(step)
 
         def query_keys(ref):
-            plgpu.wgmma(ref, q_smem, scratch.k.at[slot, stream].T)
+            plgpu.wgmma(ref, q_smem, scratch.k.at[stage, stream].T)
             if plan.uses_turns:
                 _take_turn(scratch)
             return ref[...]
 
-        scores_type = plgpu.ACC((WARPGROUP_ROWS, tile.kv_tokens), jnp.float32)
+        scores_type = compat.ACC((WARPGROUP_ROWS, tile.kv_tokens), jnp.float32)
         scores = pl.run_scoped(query_keys, scores_type)
-        plgpu.barrier_arrive(scratch.k_empty.at[slot])
+        plgpu.barrier_arrive(scratch.k_empty.at[stage])
         if is_masked:
             scores = mask(step, scores)
         new_high = jnp.maximum(high, scores.max(axis=1) * to_base_2)
@@ -416,7 +426,7 @@ def _attend_item(plan, scratch, outs, warpgroup, item, items, steps) -> None:
         total = total * decay + weights.sum(axis=1)
         weights = weights.astype(plan.dtype)
         if tile.p_in_registers:
-            # Everything of the softmax stays before the barriers: it is this warpgroup's turn.
+            # The whole softmax must stay before the barriers, in this warpgroup's turn.
             acc, total, new_high, weights = lax.optimization_barrier(
                 (acc, total, new_high, weights)
             )
@@ -425,38 +435,38 @@ def _attend_item(plan, scratch, outs, warpgroup, item, items, steps) -> None:
             plgpu.commit_smem()
         if plan.uses_turns:
             plgpu.barrier_arrive(scratch.turn)
-        plgpu.barrier_wait(scratch.v_full.at[slot])
+        plgpu.barrier_wait(scratch.v_full.at[stage])
         if plan.uses_turns:
             plgpu.barrier_wait(scratch.turn)
 
         def wait_for_next_keys():
             @pl.when(step + 1 < item.high)
             def _():
-                plgpu.barrier_wait(scratch.k_full.at[slot_of(step + 1)])
+                plgpu.barrier_wait(scratch.k_full.at[stage_of(step + 1)])
 
         if tile.p_in_registers:
 
             def add_values(ref):
-                plgpu.wgmma(ref, weights, scratch.v.at[slot, stream])
+                plgpu.wgmma(ref, weights, scratch.v.at[stage, stream])
                 wait_for_next_keys()
 
-            acc = pl.run_state(add_values)(plgpu.ACC.init(acc))
+            acc = pl.run_state(add_values)(compat.ACC.init(acc))
         else:
 
             def values(ref):
-                plgpu.wgmma(ref, scratch.p.at[warpgroup], scratch.v.at[slot, stream])
+                plgpu.wgmma(ref, scratch.p.at[warpgroup], scratch.v.at[stage, stream])
                 wait_for_next_keys()
                 return ref[...]
 
-            acc = acc + pl.run_scoped(values, plgpu.ACC((WARPGROUP_ROWS, D), jnp.float32))
-        plgpu.barrier_arrive(scratch.v_empty.at[slot])
+            acc = acc + pl.run_scoped(values, compat.ACC((WARPGROUP_ROWS, D), jnp.float32))
+        plgpu.barrier_arrive(scratch.v_empty.at[stage])
         return acc, new_high, total
 
     plgpu.barrier_wait(scratch.q_full.at[buffer])
 
     @pl.when(item.high > item.low)
     def _():
-        plgpu.barrier_wait(scratch.k_full.at[slot_of(item.low)])
+        plgpu.barrier_wait(scratch.k_full.at[stage_of(item.low)])
 
     carry = _empty_state(D)
     carry = lax.fori_loop(item.low, item.whole, functools.partial(attend, is_masked=False), carry)
@@ -465,7 +475,7 @@ def _attend_item(plan, scratch, outs, warpgroup, item, items, steps) -> None:
     )
     if plan.uses_turns and plan.rounds > 1:
         plgpu.barrier_arrive(scratch.turn)  # the tensor cores are free during the stores
-    total = jnp.where(total == 0, 1.0, total)  # no keys: zeros. "== 0", so that NaN stays NaN
+    total = jnp.where(total == 0, 1.0, total)  # no keys give zeros; "== 0" keeps NaN
     result = acc * _along_rows(1.0 / total, D)
     if plan.num_splits > 1:
         partial_gmem, lse_gmem = outs
@@ -476,7 +486,7 @@ def _attend_item(plan, scratch, outs, warpgroup, item, items, steps) -> None:
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(scratch.lse.at[warpgroup], lse_gmem.at[*at])
     else:
-        # The queries of this warpgroup are dead; their memory takes the output.
+        # Nobody reads the queries of this warpgroup any more: their memory takes the output.
         out_smem = scratch.out if hasattr(scratch, "out") else scratch.q.at[buffer]
         out_smem.at[warpgroup][...] = result.astype(plan.dtype)
         plgpu.commit_smem()
@@ -498,7 +508,7 @@ def _empty_state(columns: int):
 
 
 def _store(plan, out_gmem, out_smem, warpgroup, item, columns) -> None:
-    """Starts the copies of a warpgroup's rows to out; tokens of other rows are left alone."""
+    """Starts the copies of a warpgroup's rows to out; it writes no token of another row."""
     first = _load_start(plan, item)
     q_head = item.head * (plan.streams * plan.tile_heads)
 
@@ -568,8 +578,8 @@ def _combine_body(partial_gmem, lse_gmem, *refs, plan):
     def add(split, carry):
         acc, high, total = carry
         plgpu.barrier_wait(scratch.full.at[split])
-        lse = plgpu.load(scratch.lse.at[split], layout=plgpu.Layout.WGMMA.reduce(1))
-        partial = plgpu.load(scratch.partials.at[split], layout=plgpu.Layout.WGMMA)
+        lse = compat.load(scratch.lse.at[split], layout=plgpu.Layout.WGMMA.reduce(1))
+        partial = compat.load(scratch.partials.at[split], layout=plgpu.Layout.WGMMA)
         new_high = jnp.maximum(high, lse)
         decay, weight = jnp.exp2(high - new_high), jnp.exp2(lse - new_high)
         acc = acc * _along_rows(decay, _COMBINE_COLUMNS)

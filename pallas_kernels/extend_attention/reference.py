@@ -1,9 +1,11 @@
 """Attention over a paged K,V pool by XLA: what the op computes, on every device.
 
 Queries are cut into tiles of one diffusion block; a tile belongs to one row. An online softmax runs
-over chunks of pages. Its trip count is the largest need in the batch, so cost follows the actual
-context. A tile that needs fewer chunks sees only masked keys in the rest: probabilities are exactly
-0 and the rescale factor exactly 1, so a neighbour never changes a row's bits.
+over chunks of pages. The row that needs most chunks sets their number, so the cost follows the
+actual context. A tile that needs fewer chunks sees only masked keys in the rest: probabilities are
+exactly 0 and the rescale factor is exactly 1, so a neighbour never changes a row's bits.
+
+Shape letters: M pages of a row.
 """
 
 import dataclasses
@@ -13,6 +15,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, Int32
 
 Visibility = Literal["block_causal", "full", "causal"]
 
@@ -26,16 +29,22 @@ class AttentionTiling:
     """Sizes of the XLA implementation; part of the compiled program, never of the batch."""
 
     chunk_tokens: int = 512
-    group_bytes: int = 128 * 2**20  # gathered K,V and scores of the tiles handled at once
+    group_bytes: int = 128 * 2**20  # gathered K,V and scores of one group of tiles
 
 
 DEFAULT_TILING = AttentionTiling()
 
 
 def tile_rows_and_visible_ends(
-    cu_q_lens, context_lens, kv_lens, *, tiles, block_size, visibility
-) -> tuple[jax.Array, jax.Array]:
-    """Returns each tile's row [tiles] and the number of keys each query sees [tiles, block]."""
+    cu_q_lens: Int32[Array, " R+1"],
+    context_lens: Int32[Array, " R"],
+    kv_lens: Int32[Array, " R"],
+    *,
+    tiles: int,
+    block_size: int,
+    visibility: Visibility,
+) -> tuple[Int32[Array, " tiles"], Int32[Array, "tiles block"]]:
+    """Returns each tile's row, and how many keys each query sees."""
     starts = jnp.arange(tiles, dtype=jnp.int32) * block_size
     rows = jnp.searchsorted(cu_q_lens, starts, side="right").astype(jnp.int32) - 1
     rows = jnp.clip(rows, 0, kv_lens.shape[0] - 1)
@@ -54,8 +63,19 @@ def tile_rows_and_visible_ends(
     return rows, jnp.where((starts < cu_q_lens[-1])[:, None], ends, 0)
 
 
-def attend(q, kv_pool, pages, ends, *, scale, tiling: AttentionTiling) -> jax.Array:
-    """Attends q [T, N, H] to the pages [tiles, M] of each tile's row; ends [tiles, block]."""
+def attend(
+    q: Float[Array, "T N H"],
+    kv_pool: Float[Array, "P 2 K Z H"],
+    pages: Int32[Array, "tiles M"],
+    ends: Int32[Array, "tiles block"],
+    *,
+    scale: float,
+    tiling: AttentionTiling,
+) -> Float[Array, "T N H"]:
+    """Returns the attention of q to the pages of each tile's row.
+
+    `ends` is the number of keys that each query sees.
+    """
     T, N, H = q.shape
     K = kv_pool.shape[2]
     # Heads lead inside a tile and the G queries of a kv head are folded into its rows.
@@ -66,7 +86,7 @@ def attend(q, kv_pool, pages, ends, *, scale, tiling: AttentionTiling) -> jax.Ar
 
 
 def _attend_tiles(q, pages, ends, *, kv_pool, scale, tiling) -> jax.Array:
-    """Attends tiles [tiles, K, block, G, H] to their rows' pages [tiles, M]."""
+    """Returns the attention of tiles [tiles, K, block, G, H] to their rows' pages [tiles, M]."""
     num_pages, _, K, Z, H = kv_pool.shape
     tiles, _, block, G, _ = q.shape
     max_pages = pages.shape[1]
@@ -77,7 +97,8 @@ def _attend_tiles(q, pages, ends, *, kv_pool, scale, tiling) -> jax.Array:
     q = q.reshape(tiles, K, block * G, H)
 
     def read(ids: jax.Array, part: int) -> jax.Array:
-        # Indexing the head too makes the gather write the order the matmul reads: no transpose.
+        # The gather indexes the head too, so it writes the order that the matmul reads: no
+        # transpose.
         found = kv_pool.at[ids[:, None, :], part, heads].get(mode="clip")  # [tiles, K, pages, Z, H]
         return found.reshape(tiles, K, chunk, H)
 
@@ -86,20 +107,17 @@ def _attend_tiles(q, pages, ends, *, kv_pool, scale, tiling) -> jax.Array:
         columns = jnp.minimum(index * chunk_pages + jnp.arange(chunk_pages), max_pages - 1)
         ids = jnp.clip(pages[:, columns], 0, num_pages - 1)
         key_position = index * chunk + jnp.arange(chunk, dtype=jnp.int32)
-        visible = (key_position < ends[:, :, None])[
-            :, None, :, None, :
-        ]  # [tiles, 1, block, 1, chunk]
+        # [tiles, 1, block, 1, chunk]
+        visible = (key_position < ends[:, :, None])[:, None, :, None, :]
         live = (key_position < last_end[:, None])[:, None, :, None]  # [tiles, 1, chunk, 1]
         keys = read(ids, 0)
-        values = jnp.where(
-            live, read(ids, 1), 0
-        )  # 0 * nan is nan: dead values must be 0 themselves
+        values = jnp.where(live, read(ids, 1), 0)  # 0 * nan is nan: dead values must be 0
 
         scores = jnp.einsum("tkqh,tkch->tkqc", q, keys, preferred_element_type=jnp.float32)
         scores = scores.reshape(tiles, K, block, G, chunk) * scale
         scores = jnp.where(visible, scores, _MASKED_SCORE)
         new_high = jnp.maximum(high, scores.max(axis=-1, keepdims=True))
-        # The select keeps a query without any visible key yet at 0 (its score equals its high).
+        # The select gives 0 to a query that has seen no key yet: its scores all equal its high.
         weights = jnp.where(visible, jnp.exp(scores - new_high), 0.0)
         rescale = jnp.exp(high - new_high)
         total = total * rescale + weights.sum(axis=-1, keepdims=True)
@@ -112,14 +130,14 @@ def _attend_tiles(q, pages, ends, *, kv_pool, scale, tiling) -> jax.Array:
     trips = (last_end.max() + chunk - 1) // chunk
     _, total, acc = lax.fori_loop(0, trips, step, (high, jnp.zeros_like(high), acc))
     acc = acc.reshape(tiles, K, block, G, H)
-    # "== 0", not "> 0": NaN must reach the logits, where it ends the request.
+    # "== 0", not "> 0": a NaN must reach the logits, because there it ends the request.
     return jnp.where(total == 0, 0.0, acc / jnp.where(total == 0, 1.0, total)).astype(q.dtype)
 
 
 def _map_groups(function, arguments, group: int):
-    """Applies `function` to groups of tiles in turn, so that only one group's K,V is gathered.
+    """Applies `function` to one group of tiles after another: memory holds one group's K,V.
 
-    The tile count is padded to whole groups (zero visible keys, hence zero work): a remainder of
+    Padding tiles fill the last group (they see no keys, so they take no work): a last group of
     another shape could round differently.
     """
     tiles = arguments[0].shape[0]

@@ -1,25 +1,27 @@
 """What one work item of the paged attention kernel is: plan, work list, scalars, sum of splits.
 
 An item is (query tile, heads, split): `tile_tokens` consecutive tokens of one row for some query
-heads, against the keys of one split. Everything static about a launch is in `Plan`, which is a
-function of shapes and tile parameters alone, so that a neighbour never changes a row's rounding.
-What is read from the batch (row, positions, lengths) is in `Item`, scalars that each warpgroup of
-the kernel computes for itself.
+heads, against the keys of one split. `Plan` holds everything static about a launch. It is a
+function of shapes and tile parameters alone, so a neighbour never changes a row's rounding. `Item`
+holds what is read from the batch (row, positions, lengths): scalars that each warpgroup of the
+kernel computes for itself.
 
-Queries are folded: the rows of an item are (head, token), one run of `tile_tokens` rows a head,
-so that each run is one TMA box of q [T, N, H] and no transposed copy of q exists. Up to two
-warpgroups hold 64 rows each. Where the rows of a kv head fill one warpgroup or less, an item takes
-two kv heads and each warpgroup works on its own (`streams` = 2).
+Queries are folded: the rows of an item are (head, token), and each head has `tile_tokens`
+consecutive rows. So a head's rows are one TMA box of q [T, N, H], and q needs no transposed copy.
+Up to two warpgroups hold 64 rows each. If the rows of a kv head fill one warpgroup or less, an item
+takes two kv heads and each warpgroup works on its own (`streams` = 2).
 """
 
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Int32
 
 from pallas_kernels import dispatch
 
@@ -35,13 +37,13 @@ WINDOW = 8  # a TMA of tiled shared memory starts at a multiple of 8 tokens
 class AttentionTile:
     """Tile parameters, from the table of the device."""
 
-    kv_tokens: int = 128  # keys a step
+    kv_tokens: int = 128  # keys of a step
     stages: int = 2  # steps of K and V in flight
-    split_tokens: int = 0  # keys a split, 0: a row is never split
-    persistent: bool = True  # one CTA a multiprocessor runs many items; else one CTA an item
+    split_tokens: int = 0  # keys of a split; 0: a row is never split
+    persistent: bool = True  # each multiprocessor has one CTA for many items; else one CTA an item
     ping_pong: bool = True  # the two warpgroups alternate between tensor cores and softmax
     max_rows: int = MAX_ROWS  # rows of an item: 128, or 64 where that leaves fewer SMs idle
-    p_in_registers: bool = True  # False: through shared memory, the only form that interprets
+    p_in_registers: bool = True  # False: in shared memory; the interpreter runs only this
 
     def __post_init__(self):
         if self.max_rows not in (WARPGROUP_ROWS, MAX_ROWS):
@@ -49,7 +51,7 @@ class AttentionTile:
 
 
 class Piece(NamedTuple):
-    """A run of an item's rows that belongs to one query head: one TMA box of q and out."""
+    """Consecutive rows of an item for one query head: one TMA box of q and of out."""
 
     head: int  # relative to the item's first query head
     token: int  # relative to the item's first token
@@ -70,7 +72,7 @@ class Plan:
     tokens: int
     rows: int  # of the page table
     kv_heads: int
-    group: int  # query heads a kv head
+    group: int  # query heads of a kv head
     head_dim: int
     num_pages: int
     page: int
@@ -81,13 +83,13 @@ class Plan:
 
     @functools.cached_property
     def tile_tokens(self) -> int:
-        """A power of two: the tokens of a row (on average, if rows differ), from 8 on."""
+        """Tokens of a tile: at least those of a (mean) row, as a power of two from 8 on."""
         typical = self.q_len or -(-self.tokens // self.rows)
         return min(max(WINDOW, 1 << (typical - 1).bit_length()), self.tile.max_rows)
 
     @functools.cached_property
     def tile_heads(self) -> int:
-        """Query heads of one kv head in an item: the most that fit."""
+        """Query heads of one kv head in an item: as many as fit."""
         fitting = self.tile.max_rows // self.tile_tokens
         return max(heads for heads in range(1, fitting + 1) if self.group % heads == 0)
 
@@ -111,12 +113,13 @@ class Plan:
 
     @functools.cached_property
     def store_tokens(self) -> int:
-        """Granularity of a tile that holds other rows' tokens too."""
+        """How many tokens are stored at once where a tile also holds other rows' tokens."""
         return math.gcd(WINDOW, self.q_len or self.block_size)
 
     @functools.cached_property
     def q_tiles(self) -> int:
-        """Tiles a row, if q_len is known; a row may begin inside a window."""
+        """Tiles of a row if q_len is known; a row may begin inside a window."""
+        assert self.q_len is not None, "rows of any length have a work list"
         slack = WINDOW - math.gcd(WINDOW, self.q_len)
         return -(-(self.q_len + slack) // self.tile_tokens)
 
@@ -124,14 +127,14 @@ class Plan:
     def num_tiles(self) -> int:
         if self.q_len is not None:
             return self.rows * self.q_tiles
-        # A segment of n tokens takes at most n / tile_tokens + 1 tiles, + 2 if it begins inside a
-        # window; the tokens past the last row are one more segment.
+        # A segment of n tokens takes at most n / tile_tokens + 1 tiles, or + 2 if it begins inside
+        # a window. The tokens past the last row are one more segment.
         slack = 1 if self.block_size % WINDOW == 0 else 2
         return self.padded_tokens // self.tile_tokens + slack * (self.rows + 1)
 
     @functools.cached_property
     def split_tokens(self) -> int:
-        """Keys a split: the tile's, or more where that made too many splits."""
+        """Keys of a split: the tile's number, or more if that gives too many splits."""
         width, step = self.pages_per_row * self.page, self.tile.kv_tokens
         if not self.tile.split_tokens:
             return width
@@ -159,12 +162,12 @@ class Plan:
 
     @functools.cached_property
     def num_lists(self) -> int:
-        """Arrays that say what the items are: a work list, or lengths and maybe an order."""
+        """How many arrays define the items: a work list, or lengths and maybe an order."""
         return 1 if self.q_len is None else 2 + (self.rounds > 1)
 
     @functools.cached_property
     def head_chunk(self) -> int:
-        """Items of a work list that follow one another: heads whose K,V fit in L2 together."""
+        """Neighbouring heads of a tile in the work list: as many as fit with their K,V in L2."""
         limit = 4 * self.group // self.tile_heads
         return max(n for n in range(1, limit + 1) if self.head_items % n == 0)
 
@@ -183,7 +186,7 @@ class Plan:
 
     @functools.cached_property
     def boxes(self) -> int:
-        """TMA boxes of K (or V) a step."""
+        """TMA boxes of K (or V) in a step."""
         return self.streams * self.tile.kv_tokens // self.box_tokens
 
     @functools.cached_property
@@ -207,7 +210,7 @@ class Plan:
 
     @functools.cached_property
     def smem_bytes(self) -> int:
-        """Shared memory of the kernel but for its barriers."""
+        """Shared memory of the kernel without its barriers."""
         rows, D, itemsize = self.warpgroups * WARPGROUP_ROWS, self.head_dim, self.dtype.itemsize
         elements = self.q_buffers * rows * D
         elements += 2 * self.tile.stages * self.streams * self.tile.kv_tokens * D
@@ -221,7 +224,7 @@ class Plan:
 def why_not(
     *, dtype: jnp.dtype, head_dim: int, page_size: int, block_size: int, q_heads: int, kv_heads: int
 ) -> str | None:
-    """Returns why the kernel cannot serve such a shape, None if it can."""
+    """Returns why the kernel cannot serve this shape, or None."""
     if reason := dispatch.dtype_refusal(dtype):
         return reason
     if head_dim not in (64, 128):
@@ -236,26 +239,31 @@ def why_not(
 
 
 def lists(
-    plan: Plan, cu_q_lens: jax.Array, context_lens: jax.Array, kv_lens: jax.Array
-) -> tuple[jax.Array, ...]:
+    plan: Plan,
+    cu_q_lens: Int32[Array, " R+1"],
+    context_lens: Int32[Array, " R"],
+    kv_lens: Int32[Array, " R"],
+) -> tuple[Int32[Array, "..."], ...]:
     """Returns the arrays from which `item_at` reads an item.
 
-    They are pure functions of the batch, so that XLA keeps one copy for all layers of a forward.
+    They are pure functions of the batch, so XLA keeps one copy for all layers of a forward.
     """
     if plan.q_len is None:
         return (_tiles(plan, cu_q_lens, context_lens, kv_lens),)
     if plan.rounds == 1:
         return (context_lens, kv_lens)
-    # Longest rows first: what each CTA gets evens out. It changes no row's arithmetic.
+    # Longest rows first: so the CTAs get nearly equal work. The order changes no row's arithmetic.
     return (context_lens, kv_lens, jnp.argsort(-kv_lens, stable=True).astype(jnp.int32))
 
 
-def _tiles(plan, cu_q_lens, context_lens, kv_lens) -> jax.Array:
+def _tiles(
+    plan: Plan, cu_q_lens: jax.Array, context_lens: jax.Array, kv_lens: jax.Array
+) -> jax.Array:
     """Returns the tiles of rows of any length: int32 [num_tiles, 6].
 
-    Columns: row, first token of the tile's window, first token of the row in it, end of the row,
-    position of that token, kv_len. The tokens past the last row are a row of kv_len 0, which
-    writes zeros; a tile past the end has first >= end and is skipped.
+    Columns: row, first token of the tile's window, first token of the row in the window, end of the
+    row, position of the row's first token there, kv_len. The tokens past the last row count as a
+    row of kv_len 0, which writes zeros. A tile past the end has first >= end and is skipped.
     """
     rows, size = plan.rows, plan.tile_tokens
     ends = jnp.concatenate([cu_q_lens[1:], jnp.full((1,), plan.tokens, jnp.int32)])
@@ -275,7 +283,7 @@ def _tiles(plan, cu_q_lens, context_lens, kv_lens) -> jax.Array:
 
 
 class Item(NamedTuple):
-    """Scalars of one work item; steps count kv_tokens."""
+    """Scalars of one work item; a step is kv_tokens keys."""
 
     row: jax.Array
     tile: jax.Array
@@ -286,10 +294,10 @@ class Item(NamedTuple):
     segment_end: jax.Array
     position: jax.Array  # of the token `start`
     kv_len: jax.Array
-    visible: jax.Array  # keys that the tile's last token sees
+    visible: jax.Array  # how many keys the tile's last token sees
     low: jax.Array  # first step of the split
-    whole: jax.Array  # steps below it need no mask
-    high: jax.Array
+    whole: jax.Array  # first step that needs a mask
+    high: jax.Array  # end of the steps
     active: jax.Array
 
 
@@ -305,11 +313,11 @@ def visible_end(plan: Plan, position: jax.Array, kv_len: jax.Array) -> jax.Array
     raise ValueError(f"unknown visibility={plan.visibility!r}; use block_causal, full or causal")
 
 
-def item_at(plan: Plan, arrays: tuple, index: jax.Array) -> Item:
-    """Reads item `index` of the refs that `lists` returned.
+def item_at(plan: Plan, arrays: Sequence[Any], index: jax.Array) -> Item:
+    """Returns item `index`; `arrays` are refs to the arrays that `lists` returns.
 
-    Items of one row and kv head are neighbours: they share K,V in L2. With a work list the tiles
-    of a few heads go from last to first: the late tiles of a row are the longest.
+    Items of one row and kv head are neighbours, so they share K,V in L2. With a work list, the
+    tiles of a few heads come in reverse order, because the late tiles of a row are the longest.
     """
     i32 = jnp.int32
     step, size = plan.tile.kv_tokens, plan.tile_tokens

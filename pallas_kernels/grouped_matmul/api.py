@@ -2,13 +2,17 @@
 
 "xla" and "dense" are in `reference.py`; the GPU kernels are in `mosaic_gpu.py`. Gate and up rows of
 `w_gate_up` are interleaved in groups (`gate_up.py`), so that one weight tile of a fused GPU kernel
-holds both halves of the columns it finishes.
+holds gate and up of the same columns.
+
+Shape letters: I width of an expert, J width of the shared expert, k experts of a token.
 """
 
 import functools
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels import dispatch, lowered_once
 from pallas_kernels.grouped_matmul import checks, reference
@@ -16,7 +20,7 @@ from pallas_kernels.grouped_matmul import mosaic_gpu as gpu_kernel
 
 
 def choose(
-    implementation: str = "auto", *, dtype, hidden_size: int, intermediate_size: int
+    implementation: str = "auto", *, dtype: DTypeLike, hidden_size: int, intermediate_size: int
 ) -> dispatch.Choice:
     """Returns which implementation serves this shape."""
     reason = gpu_kernel.why_not(
@@ -26,22 +30,23 @@ def choose(
 
 
 def grouped_matmul(
-    x: jax.Array,  # [T, D]
-    w_gate_up: jax.Array,  # [E, 2 * I, D], interleaved
-    w_down: jax.Array,  # [E, D, I]
-    expert_ids: jax.Array,  # int32 [T, k]
-    expert_weights: jax.Array,  # float32 [T, k]
+    x: Float[Array, "T D"],
+    w_gate_up: Float[Array, "E 2*I D"],  # interleaved
+    w_down: Float[Array, "E D I"],
+    expert_ids: Int32[Array, "T k"],
+    expert_weights: Float32[Array, "T k"],
     *,
-    shared: tuple[jax.Array, jax.Array] | None = None,  # [2 * I', D] interleaved, [D, I']
-    valid: jax.Array | None = None,  # bool [T]
+    shared: tuple[Float[Array, "2*J D"], Float[Array, "D J"]] | None = None,  # interleaved; down
+    valid: Bool[Array, " T"] | None = None,
     implementation: str = "auto",
-    out_dtype=jnp.float32,
-) -> jax.Array:
-    """Returns sum_k weight * expert(x), summed in float32, as [T, D] of `out_dtype`.
+    out_dtype: DTypeLike = jnp.float32,
+) -> Float[Array, "T D"]:
+    """Returns sum_k weight * expert(x), summed in float32, in `out_dtype`.
 
-    Tokens that are not valid give zeros and touch no expert, whatever they hold. So does a pair
-    whose expert id lies outside [0, E): a shard of the experts may pass ids it does not own.
-    `shared`, an expert of every token at weight 1, is added to all rows, valid or not.
+    Tokens that are not valid give zeros and use no expert, whatever they hold. The same holds for a
+    (token, choice) pair with an expert id outside [0, E): a shard of the experts may get ids that
+    it does not own. `shared` is an expert of every token, with weight 1; it is added to all rows,
+    valid or not.
     """
     checks.check_shapes(x, w_gate_up, w_down, expert_ids, expert_weights, valid)
     checks.check_shared(x, shared)

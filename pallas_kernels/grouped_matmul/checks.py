@@ -1,9 +1,11 @@
 """Which arguments the experts accept."""
 
+import jax
 import jax.numpy as jnp
 
 
-def check_shared(x, shared) -> None:
+def check_shared(x: jax.Array, shared: tuple[jax.Array, jax.Array] | None) -> None:
+    """Raises ValueError if the shared expert does not fit the tokens."""
     if shared is None:
         return
     w_gate_up, w_down = shared
@@ -15,7 +17,15 @@ def check_shared(x, shared) -> None:
         )
 
 
-def check_shapes(x, w_gate_up, w_down, expert_ids, expert_weights, valid) -> None:
+def check_shapes(
+    x: jax.Array,
+    w_gate_up: jax.Array,
+    w_down: jax.Array,
+    expert_ids: jax.Array,
+    expert_weights: jax.Array,
+    valid: jax.Array | None,
+) -> None:
+    """Raises ValueError if the arrays do not fit together."""
     shapes = (
         f"x {x.dtype}{x.shape}, w_gate_up {w_gate_up.dtype}{w_gate_up.shape}, "
         f"w_down {w_down.dtype}{w_down.shape}, expert_ids {expert_ids.shape}, "

@@ -1,36 +1,39 @@
 """Which row each (token, choice) pair gets: counting by expert within a kernel.
 
-The row of a pair is its expert's start, plus the pairs of that expert before it: a stable counting
-sort without atomics. A warp takes a run of pairs, 32 at a time. Lanes with the same expert find
-one another (match.any): a lane's rank is the number of lower ones, and the lowest adds the group
-to the warp's own histogram in shared memory. Then a thread per expert sums over the warps, the
-CTAs of the cluster (through distributed shared memory) and, by shuffles, the lower experts; the
-histograms become the row of each warp's next pair, and every lane adds the rank that it kept.
+The row of a pair is its expert's start, plus the number of pairs of that expert before it: a stable
+counting sort without atomics. A warp takes consecutive pairs, 32 at a time. Lanes with the same
+expert find one another (match.any): a lane's rank is the number of such lanes below it, and the
+lowest lane adds the whole group to the warp's histogram in shared memory. Then one thread per
+expert sums over the warps, over the CTAs of the cluster (through distributed shared memory) and, by
+shuffles, over the lower experts. Now the histograms hold the row of each warp's first pair, and
+every lane adds the rank that it kept.
 
 Latency is the bound: reading the ids, a shared-memory round trip per 32 pairs of a warp, four
-barriers and, with several CTAs, one of the cluster. `place_pairs` is code of one thread
-(`lane_code`), which other kernels run first thing; `reference` is the same as one formula, for
-the interpreter.
+barriers and, with several CTAs, one barrier of the cluster. `place_pairs` is code of one thread
+(`lane_code`), with which other kernels begin. `reference` computes the same by one formula, for the
+interpreter.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-import jax
 import jax.numpy as jnp
+from jaxlib.mlir import ir
+from jaxtyping import Array, Int32
 
 from pallas_kernels.hopper import lane_code
 from pallas_kernels.hopper.lane_code import WARP, Bit, Int
 
 ALIGNMENT = 8  # rows; segments start at multiples of it
-_LOADS_AT_ONCE = 8  # ids of a thread
+_LOADS_AT_ONCE = 8  # ids that a thread loads together
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Counting:
-    """One counting of T * k pairs: its sizes, and who counts which pairs.
+    """One counting of T * k pairs: its sizes, and how CTAs and warps share the pairs.
 
-    CTA c of `ctas`, which are one cluster, counts a c-th part; its warps count equal runs of that.
+    The `ctas` CTAs are one cluster. Each counts an equal part of the pairs, and its warps count
+    equal runs of that part.
     """
 
     tokens: int
@@ -51,7 +54,7 @@ class Counting:
 
     @property
     def steps(self) -> int:
-        """Returns how many pairs a lane takes."""
+        """Pairs of a lane."""
         return -(-self.pairs // (self.ctas * self.threads))
 
     @property
@@ -60,23 +63,23 @@ class Counting:
 
     @property
     def histogram(self) -> int:
-        """Returns the entries of a warp's histogram: pairs without a row count as one more."""
+        """Entries of a warp's histogram: the experts, and one for pairs without a row."""
         return self.num_experts + 1
 
     def scratch(self) -> list[int]:
-        """Returns the int32 entries of the buffers in shared memory that `place_pairs` needs."""
+        """Returns the sizes in int32 of the shared-memory buffers that `place_pairs` needs."""
         per_expert = self.experts_per_thread * self.threads
         return [self.warps * self.histogram, per_expert, 2 * self.experts_per_thread * self.warps]
 
     def lists(self) -> list[int]:
-        """Returns the entries of starts, counts and cumulated tiles of the experts."""
+        """Returns the sizes of the lists: starts, counts and cumulated tiles of the experts."""
         return [self.num_experts, self.num_experts, self.num_experts + self.has_shared]
 
 
 def reference(
-    ids: jax.Array, valid: jax.Array | None = None, *, counting: Counting
-) -> list[jax.Array]:
-    """Returns (places, starts, counts, tile_ends) by comparing every pair with every other."""
+    ids: Int32[Array, " pairs"], valid: Int32[Array, " T"] | None = None, *, counting: Counting
+) -> list[Int32[Array, "..."]]:
+    """Returns [places, starts, counts, tile_ends]; it compares every pair with every other."""
     E, tile_rows = counting.num_experts, counting.tile_rows
     used = (ids >= 0) & (ids < E)
     if valid is not None:
@@ -95,9 +98,9 @@ def reference(
 
 
 def place_pairs(
-    routing,
-    lists,
-    scratch,
+    routing: Sequence[ir.Value],
+    lists: Sequence[ir.Value],
+    scratch: Sequence[ir.Value],
     counting: Counting,
     *,
     cta: Int,
@@ -106,10 +109,10 @@ def place_pairs(
 ) -> None:
     """Calls `write(pair, whether it has a row, row)` for each of this thread's pairs.
 
-    All threads of all CTAs of the cluster run it. The refs are to int32: `routing` to ids [T * k]
-    and, unless all tokens are valid, [T] (0: none of the token's pairs has a row), `lists`, written
-    where `writes_lists`, to starts, counts and cumulated tiles, `scratch` to shared memory. Numbers
-    past the last pair's, which have no row, are among the pairs.
+    All threads of all CTAs of the cluster must run it. All refs hold int32. `routing` has the ids
+    [T * k] and, unless all tokens are valid, flags [T] (0: the token's pairs have no row). `lists`
+    are starts, counts and cumulated tiles; threads with `writes_lists` write them. `scratch` is
+    shared memory. `write` is also called for numbers past the last pair; they have no row.
     """
     E = counting.num_experts
     histograms = scratch[0]
@@ -143,34 +146,35 @@ def place_pairs(
 
     _place_warps(cta, lists, writes_lists, scratch, counting)
     lane_code.sync_cta()
-    if counting.ctas > 1:  # it has read its peers' shared memory, which must last until here
+    if counting.ctas > 1:  # this CTA has read the shared memory of the others: they may end now
         lane_code.arrive_at_cluster(after_writes=False)
-    for steps, of_batch in zip(batches, ranks, strict=True):
-        if len(batches) > 1:  # loading again costs less than the registers that would keep all
+    for steps, batch_ranks in zip(batches, ranks, strict=True):
+        if len(batches) > 1:  # loading again costs less than registers for all of them
             pairs, experts = load_batch(lane_code.opaque(first), steps)
         places = [lane_code.load(histograms, mine + expert) for expert in experts]
-        for pair, expert, place, rank in zip(pairs, experts, places, of_batch, strict=True):
+        for pair, expert, place, rank in zip(pairs, experts, places, batch_ranks, strict=True):
             write(pair, expert < E, place + rank)
     if counting.ctas > 1:
         lane_code.wait_for_cluster()
 
 
-def _expert(routing, pair: Int, counting: Counting) -> Int:
-    """Returns a pair's expert, `num_experts` if it gets no row."""
+def _expert(routing: Sequence[ir.Value], pair: Int, counting: Counting) -> Int:
+    """Returns a pair's expert, or `num_experts` if the pair gets no row."""
     ids, *valid = routing
     in_range = lane_code.least(pair, counting.pairs - 1)
     expert = lane_code.load(ids, in_range)
-    used = (pair < counting.pairs) & (expert < counting.num_experts)  # negative ids are large
+    # The comparisons are unsigned: a negative id is a large number.
+    used = (pair < counting.pairs) & (expert < counting.num_experts)
     for flags in valid:
         flag = lane_code.load(flags, in_range // counting.choices)
         used = used & (lane_code.constant(0) < flag)
     return lane_code.select(used, expert, counting.num_experts)
 
 
-def _ranks(experts: list[Int], histograms, mine: Int, lane: Int) -> list[Int]:
-    """Returns how many earlier pairs of this warp have a pair's expert; counts the pairs.
+def _ranks(experts: list[Int], histograms: ir.Value, mine: Int, lane: Int) -> list[Int]:
+    """Returns for each pair how many earlier pairs of this warp have its expert.
 
-    The warp's own histogram begins at entry `mine`.
+    It also counts the pairs in the warp's own histogram, which begins at entry `mine`.
     """
     groups = [lane_code.lanes_with(expert) for expert in experts]
     lower_lanes = (lane_code.constant(1) << lane) - 1
@@ -186,7 +190,13 @@ def _ranks(experts: list[Int], histograms, mine: Int, lane: Int) -> list[Int]:
     return ranks
 
 
-def _place_warps(cta: Int, lists, writes_lists: Bit, scratch, counting: Counting) -> None:
+def _place_warps(
+    cta: Int,
+    lists: Sequence[ir.Value],
+    writes_lists: Bit,
+    scratch: Sequence[ir.Value],
+    counting: Counting,
+) -> None:
     """Replaces each warp's counts by the rows of its first pairs; writes the lists."""
     histograms, totals, sums = scratch
     E, warps, rows = counting.num_experts, counting.warps, counting.tile_rows
@@ -199,7 +209,7 @@ def _place_warps(cta: Int, lists, writes_lists: Bit, scratch, counting: Counting
         entries = [known + warp * counting.histogram for warp in range(warps)]
         counts = [lane_code.load(histograms, entry) for entry in entries]
         by_warp.append([lane_code.select(expert < E, count, 0) for count in counts])
-    counts = [_sum(of_warps) for of_warps in by_warp]
+    counts = [_sum(warp_counts) for warp_counts in by_warp]
     befores = [lane_code.constant(0) for _ in experts]  # pairs of lower CTAs
     if counting.ctas > 1:
         for expert, count in zip(experts, counts, strict=True):
@@ -208,8 +218,8 @@ def _place_warps(cta: Int, lists, writes_lists: Bit, scratch, counting: Counting
         lane_code.wait_for_cluster()
         peers = [lane_code.of_peer(totals, peer) for peer in range(counting.ctas)]
         by_cta = [[lane_code.load(peer, expert) for peer in peers] for expert in experts]
-        counts = [_sum(of_peers) for of_peers in by_cta]
-        befores = [_sum_below(cta, of_peers) for of_peers in by_cta]
+        counts = [_sum(cta_counts) for cta_counts in by_cta]
+        befores = [_sum_below(cta, cta_counts) for cta_counts in by_cta]
 
     tiles = [(count + (rows - 1)) // rows for count in counts]
     pair_ends, tile_ends = _sums_over_experts(counts, tiles, sums, counting)
@@ -231,8 +241,10 @@ def _place_warps(cta: Int, lists, writes_lists: Bit, scratch, counting: Counting
                 lane_code.store(lists[2], lane_code.constant(E), tile_end + shared_tiles)
 
 
-def _sums_over_experts(counts, tiles, sums, counting: Counting) -> tuple[list[Int], list[Int]]:
-    """Returns the sums of counts and of tiles over the experts up to each of this thread's."""
+def _sums_over_experts(
+    counts: list[Int], tiles: list[Int], sums: ir.Value, counting: Counting
+) -> tuple[list[Int], list[Int]]:
+    """Returns two sums for each expert of this thread: counts and tiles of all experts up to it."""
     thread = lane_code.thread()
     warp, lane = thread // WARP, thread % WARP
     in_warp = [(lane_code.prefix_sum(c), lane_code.prefix_sum(t))
@@ -244,23 +256,23 @@ def _sums_over_experts(counts, tiles, sums, counting: Counting) -> tuple[list[In
             lane_code.store(sums, number, count)
             lane_code.store(sums, number + warps, tile)
     lane_code.sync_cta()
-    # Warps that hold no expert at all have nothing to add.
+    # Warps without experts have nothing to add.
     holding = -(-counting.num_experts // WARP)
     ends = ([], [])
     for part in range(2):
-        of_warps = [
+        warp_sums = [
             lane_code.load(sums, lane_code.constant(index + part * warps))
             for index in range(holding)
         ]
         for number, values in zip(numbers, in_warp, strict=True):
-            ends[part].append(values[part] + _sum_below(number, of_warps))
+            ends[part].append(values[part] + _sum_below(number, warp_sums))
     return ends
 
 
 def _start(lower_pairs, expert):
-    """Returns where an expert's rows start, from the pairs of all lower ones.
+    """Returns where an expert's rows start; `lower_pairs` are the pairs of all lower experts.
 
-    It leaves every lower segment room for its last 8 rows.
+    Every lower segment then has room for its last 8 rows.
     """
     return (lower_pairs + expert * (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
 

@@ -1,36 +1,40 @@
-"""Rows of tokens grouped by expert: where each (token, choice) pair's row lies, and moving rows.
+"""Rows of tokens grouped by expert: where each (token, choice) pair's row is, and moving rows.
 
 An expert's rows are one *segment* of a row array. Segments follow one another in the order of the
 experts and start at multiples of 8 rows, because TMA addresses a swizzled tile of 8 rows at a
-time; rows between segments hold anything. An expert's tiles are the runs of `tile_rows` rows from
-its segment's start. The number of rows and tiles in use is data; the sizes of the arrays are the
-most that the shapes allow.
+time; rows between segments hold anything. An expert's tiles are blocks of `tile_rows` rows from its
+segment's start. The number of rows and tiles in use is data; the sizes of the arrays are the most
+that the shapes allow.
 
-Counting the pairs (`expert_counts`) is part of the kernel that first needs the places, since a
-launch costs 1 to 2 us of a layer's 255, whatever it does:
+Counting the pairs (`expert_counts`) is part of the kernel that first needs the places, since every
+launch costs 1 to 2 us of a layer's 255:
 
-* `list_tokens`, for many tokens: one cluster counts, and writes which token a row is. `gate_up`
-  gathers the rows itself.
+* `list_tokens`, for many tokens: one cluster counts, and writes for each row which token it is.
+  `gate_up` gathers the rows itself.
 * `spread`, for few: a CTA per token and column block copies the token to its k rows. Each CTA
   counts all pairs, a few a thread, and so need not wait for others.
 
-A start does not wait for the sizes: with u earlier pairs in all lower experts, 8 * floor((u + 7e) /
-8) leaves every lower segment room for its last 8 rows.
+A segment's start needs no sizes of single segments: expert e with u pairs in all lower experts
+starts at 8 * floor((u + 7e) / 8), so every lower segment has room for its last 8 rows.
 
-`combine` (k rows -> token, weighted, in the order of the choices) is again a CTA per token and
-column block. Copying and combining move T * k * D elements each at the speed of memory, where XLA's
+`combine` (k rows -> token, weighted, in the order of the choices) again has a CTA per token and
+column block. Copying and combining each move T * k * D elements at the speed of memory; XLA's
 gathers of the same rows reach a fifth of it (measured, H200, 2048 tokens of 8 rows of 2048: 111 us
 against 22). Neither needs atomics. A row's place depends on the other tokens, its values never do.
 """
 
 import dataclasses
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels.grouped_matmul import expert_counts
 from pallas_kernels.grouped_matmul.expert_counts import ALIGNMENT
@@ -38,20 +42,20 @@ from pallas_kernels.hopper import compat, lane_code
 
 _WARPGROUP = 4  # warps
 _WARPS_OF_LIST = 16  # of a CTA of `list_tokens`
-_MOST_CTAS_OF_LIST = 8  # a cluster that every Hopper launches
-_MOST_PAIRS_OF_EVERY_CTA = 2048  # of `spread`: 16 a thread; more are counted beforehand
-_PAIRS_PER_CTA = 1024  # of `list_tokens`, while there are CTAs: two a thread
+_MOST_CTAS_OF_LIST = 8  # the largest cluster that every Hopper GPU can launch
+_MOST_PAIRS_OF_EVERY_CTA = 2048  # in `spread`: 16 a thread; more are counted beforehand
+_PAIRS_PER_CTA = 1024  # in `list_tokens`, until its CTAs run out: two a thread
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Segments:
-    """Where the rows of T * k pairs lie; int32, a pair is token * k + choice."""
+    """Where the rows of T * k pairs are; the number of a pair is token * k + choice."""
 
-    places: jax.Array  # [T * k] rows; -1 for a pair without one
-    starts: jax.Array  # [E] rows
-    counts: jax.Array  # [E] rows
-    tile_ends: jax.Array  # [E, one more with a shared expert] tiles of this and all earlier ones
+    places: Int32[Array, " T*k"]  # the row of each pair; -1 for a pair without one
+    starts: Int32[Array, " E"]  # the first row of each expert
+    counts: Int32[Array, " E"]  # rows of each expert
+    tile_ends: Int32[Array, " E+shared"]  # tiles of this and all earlier experts
 
 
 def most_rows(pairs: int, num_experts: int) -> int:
@@ -64,26 +68,26 @@ def _aligned(rows: int) -> int:
 
 
 def _column_blocks(tokens: int, width: int) -> int:
-    """Returns into how many blocks of columns a token's row is cut: enough CTAs for few tokens."""
+    """Returns the number of column blocks of a token's row: more for few tokens, to use the GPU."""
     return width // math.gcd(width, 512) if tokens <= 512 else 1
 
 
 def spread(
-    x: jax.Array,
-    expert_ids: jax.Array,
-    valid: jax.Array | None,
+    x: Float[Array, "T D"],
+    expert_ids: Int32[Array, "T k"],
+    valid: Bool[Array, " T"] | None,
     *,
     num_experts: int,
     rows: int,
     tile_rows: int,
     has_shared: bool,
-    interpret=None,
-) -> tuple[Segments, jax.Array]:
-    """Returns (segments of routing int32 [T, k], row array [rows, D]).
+    interpret: Any = None,
+) -> tuple[Segments, Float[Array, "rows D"]]:
+    """Returns (the segments of the routing, the row array).
 
-    Each token's row is at its pairs' places, other rows hold anything. Pairs whose id is not an
-    expert's and pairs of tokens that are not `valid`, bool [T], get no row. The shared expert's
-    tiles, those of all tokens, come last.
+    Each token's row is at the places of its pairs; other rows hold anything. Pairs whose id is not
+    an expert's get no row, nor do pairs of tokens that are not `valid`. The tiles of the shared
+    expert, which has all tokens, come last.
     """
     T, D = x.shape
     choices = expert_ids.shape[1]
@@ -92,6 +96,7 @@ def spread(
     routing = _routing(expert_ids, valid)
     counting = expert_counts.Counting(tokens=T, choices=choices, warps=_WARPGROUP, **options)
     counts_here = interpret is None and counting.pairs <= _MOST_PAIRS_OF_EVERY_CTA
+    where = None
     if not counts_here:
         where, _ = list_tokens(expert_ids, valid, rows=rows, **options, interpret=interpret)
         routing = [where.places]
@@ -123,18 +128,28 @@ def spread(
         grid_names=("token", "columns"),
         interpret=interpret,
     )(x, *routing)
-    return _segments(*lists) if counts_here else where, out
+    if where is None:
+        where = _segments(*lists)
+    return where, out
 
 
-def place_token(routing, written, scratch, token, block, counting) -> None:
-    """Places all pairs; writes those of one token, the first CTA also the lists of experts.
+def place_token(
+    routing: Sequence[Any],
+    written: Sequence[Any],
+    scratch: Sequence[Any],
+    token: jax.Array,
+    block: jax.Array,
+    counting: expert_counts.Counting,
+) -> None:
+    """Places all pairs and writes those of one token; the first CTA also writes the expert lists.
 
-    `written` are places [T * k], starts, counts and tiles in global memory, places [k] in shared.
+    `written` are refs to places [T * k], starts, counts and tiles in global memory, and to the
+    token's places [k] in shared memory.
     """
     refs = (*routing, *written, *scratch)
     scalar = plgpu.Layout.WG_SPLAT(())
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs) + (scalar, scalar))
+    @compat.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs) + (scalar, scalar))
     def place(_, *arguments):
         *refs, token, block = arguments
         token, block = lane_code.scalar(token), lane_code.scalar(block)
@@ -142,10 +157,10 @@ def place_token(routing, written, scratch, token, block, counting) -> None:
 
         def write(pair, has_row, row):
             row = lane_code.select(has_row, row, -1)
-            of_token = (pair // counting.choices).equals(token)
-            with lane_code.when(of_token):
+            is_mine = (pair // counting.choices).equals(token)
+            with lane_code.when(is_mine):
                 lane_code.store(places_smem, pair % counting.choices, row)
-            with lane_code.when(of_token & block.equals(0)):
+            with lane_code.when(is_mine & block.equals(0)):
                 lane_code.store(places_gmem, pair, row)
 
         expert_counts.place_pairs(
@@ -163,19 +178,20 @@ def place_token(routing, written, scratch, token, block, counting) -> None:
 
 
 def list_tokens(
-    expert_ids: jax.Array,
-    valid: jax.Array | None,
+    expert_ids: Int32[Array, "T k"],
+    valid: Bool[Array, " T"] | None,
     *,
     num_experts: int,
     rows: int,
     tile_rows: int,
     has_shared: bool,
-    interpret=None,
-) -> tuple[Segments, jax.Array]:
-    """Returns (segments of routing int32 [T, k], token of each row int32).
+    interpret: Any = None,
+) -> tuple[Segments, Int32[Array, " entries"]]:
+    """Returns (the segments of the routing, the token of each row).
 
-    As `spread`, but a row is named, not copied: entries between segments hold anything. The shared
-    expert's rows, all tokens in order, begin at `rows`; their number is rounded up as an expert's.
+    It does the same as `spread`, but it lists the tokens of the rows and copies none. Entries
+    between segments hold anything. The rows of the shared expert, all tokens in order, begin at
+    `rows`; their number is rounded up to a multiple of 8.
     """
     T, choices = expert_ids.shape
     pairs = T * choices
@@ -216,7 +232,7 @@ def list_tokens(
 def counting_of_list(
     tokens: int, choices: int, *, num_experts: int, tile_rows: int, has_shared: bool
 ) -> expert_counts.Counting:
-    """Returns how `list_tokens` counts: more CTAs for more pairs, as far as a cluster goes."""
+    """Returns how `list_tokens` counts: more pairs take more CTAs, up to the largest cluster."""
     ctas = 1
     while ctas < _MOST_CTAS_OF_LIST and tokens * choices > ctas * _PAIRS_PER_CTA:
         ctas *= 2
@@ -231,14 +247,22 @@ def counting_of_list(
     )
 
 
-def place_and_list(routing, written, scratch, cta, counting, rows: int) -> None:
-    """Places all pairs and lists the tokens of their rows and, from `rows` on, all tokens.
+def place_and_list(
+    routing: Sequence[Any],
+    written: Sequence[Any],
+    scratch: Sequence[Any],
+    cta: jax.Array,
+    counting: expert_counts.Counting,
+    rows: int,
+) -> None:
+    """Places all pairs, and lists the tokens of their rows.
 
-    `written`, in global memory, are the list, places [T * k], starts, counts and tiles.
+    With a shared expert it lists all tokens from `rows` on. `written` are refs to the list, places
+    [T * k], starts, counts and tiles, all in global memory.
     """
     refs = (*routing, *written, *scratch)
 
-    @plgpu.inline_mgpu(
+    @compat.inline_mgpu(
         arg_types=(plgpu.RefType(),) * len(refs) + (plgpu.Layout.WG_SPLAT(()),),
     )
     def place(_, *arguments):
@@ -271,7 +295,7 @@ def place_and_list(routing, written, scratch, cta, counting, rows: int) -> None:
 
 
 def _routing(expert_ids: jax.Array, valid: jax.Array | None) -> list[jax.Array]:
-    """Returns the counting's operands: ids [T * k] and, unless all are valid, int32 [T]."""
+    """Returns the operands of the counting: ids [T * k] and, unless all are valid, int32 [T]."""
     flat = [expert_ids.reshape(-1)]
     return flat if valid is None else [*flat, valid.astype(jnp.int32)]
 
@@ -280,26 +304,28 @@ def _vectors(*sizes: int) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct((size,), jnp.int32) for size in sizes]
 
 
-def _buffers(*sizes: int) -> list:
+def _buffers(*sizes: int) -> list[Any]:
     return [plgpu.SMEM((size,), jnp.int32) for size in sizes]
 
 
-def _segments(places, starts, counts, tile_ends) -> Segments:
+def _segments(
+    places: jax.Array, starts: jax.Array, counts: jax.Array, tile_ends: jax.Array
+) -> Segments:
     return Segments(places=places, starts=starts, counts=counts, tile_ends=tile_ends)
 
 
 def combine(
-    rows: jax.Array,
-    weights: jax.Array,
+    rows: Float[Array, "rows D"],
+    weights: Float32[Array, "T k"],
     where: Segments,
     *,
     shared_row: int | None,
-    out_dtype,
-    interpret=None,
-) -> jax.Array:
-    """Returns [T, D] in `out_dtype`: the sum of weight * row, float32 [T, k], over used pairs.
+    out_dtype: DTypeLike,
+    interpret: Any = None,
+) -> Float[Array, "T D"]:
+    """Returns the sum of weight * row over the pairs that have a row, in `out_dtype`.
 
-    Token t's row of the shared expert, at `shared_row` + t, is added at weight 1.
+    With a shared expert, token t's row of it is at `shared_row` + t; it is added with weight 1.
     """
     T, choices = weights.shape
     D = rows.shape[1]
@@ -317,7 +343,7 @@ def combine(
             shared = rows_gmem[shared_row + token, columns]
         for pair, place, part in zip(pairs, places, parts, strict=True):
             weighted = part.astype(jnp.float32) * weights_gmem[pair]
-            # A pair without a row read row 0, which may hold anything: select, do not multiply.
+            # A pair without a row has read row 0, which may hold NaN: select, do not multiply.
             used = jnp.broadcast_to(place >= 0, weighted.shape)
             total += jnp.where(used, weighted, 0.0)
         if shared_row is not None:

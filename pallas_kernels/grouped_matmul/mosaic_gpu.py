@@ -1,42 +1,46 @@
 """Experts of a mixture-of-experts layer on Hopper: two fused matmuls over rows grouped by expert.
 
-Launches, in order: `spread` counts the (token, choice) pairs and copies each token to its experts'
-rows (`expert_tiles`), `gate_up` and `down` below, `combine` sums a token's rows.
+There are four launches: `spread` counts the (token, choice) pairs and copies each token to the rows
+of its experts (`expert_tiles`), then `gate_up` and `down` below, then `combine` sums a token's
+rows.
 
-For many tokens gate_up gathers its token rows itself (`Tile.gathers`): `list_tokens` takes the
-place of `spread`, and TMA of rows gives way to cp.async by the memory warpgroup (`row_gather`).
+For many tokens gate_up gathers its token rows itself (`Tile.gathers`): `list_tokens` replaces
+`spread`, and cp.async by the memory warpgroup (`row_gather`) replaces TMA of the rows.
 
-Both matmuls are one persistent kernel with the operands swapped: a tile's accumulator is
-[128 weight rows per warpgroup, N token rows]. The weights are operand A; the token rows,
-transposed, are B. So the narrow side of a wgmma, any multiple of 8, is the ragged one: an expert
-with 3 tokens costs 8 columns, not 64 rows. A work item is (expert, tile of N rows of its
-segment, tile of weight rows); weight tiles of one expert follow one another, so that its token
-rows are read from L2. One warpgroup issues TMA loads of weights and rows into a ring of stages,
-one or two warpgroups compute. Nobody makes a list of items: a warpgroup finds an item's expert by
-binary search in the cumulated tile counts, which costs less than the XLA launches it replaces.
+Both matmuls are one persistent kernel with the operands swapped: a tile's accumulator is [128
+weight rows per warpgroup, N token rows]. The weights are operand A; the transposed token rows are
+B. So the token rows are the narrow side of a wgmma, which may be any multiple of 8: an expert with
+3 tokens costs 8 columns, not 64 rows. A work item is (expert, tile of N rows of its segment, tile
+of weight rows). Weight tiles of one expert follow one another, so that its token rows are read from
+L2. One warpgroup issues TMA loads of weights and rows into a ring of stages, one or two warpgroups
+compute. There is no list of items: a warpgroup finds an item's expert by binary search in the
+cumulated tile counts, which costs less than the XLA launches it replaces.
 
-gate_up: the interleaved storage puts 64 gate rows before their 64 up rows, so a warpgroup's
-accumulator holds both halves of the 64 hidden columns that it finishes: silu(gate) * up in float32,
-rounded once. down: writes its product, rounded once; weighting belongs to `combine`. Both store the
-transposed accumulator through shared memory; only an expert's own rows (up to a multiple of 8)
-leave it, in pieces of a power of two.
+gate_up: the interleaved storage puts 64 gate rows before their 64 up rows. So a warpgroup's
+accumulator holds gate and up of the same 64 hidden columns: silu(gate) * up in float32, rounded
+once. down: writes its product, rounded once; `combine` applies the weights. Both store the
+transposed accumulator through shared memory. Only an expert's own rows (up to a multiple of 8) are
+stored, in pieces of a power of two.
 
-A row's bits depend on its own values alone: one K order, static tiles, columns of a wgmma do not
-mix, and rows between segments, whatever they hold, are columns that nobody reads.
+A row's bits depend on its own values alone: the order of K is fixed, tiles are static, columns of a
+wgmma do not mix, and rows between segments, whatever they hold, are columns that nobody reads.
 
-Bound: the weights of the experts hit, read once: 6.3 MB each for LLaDA2-mini (hidden 2048,
+Bound: reading the weights of the used experts once, 6.3 MB each for LLaDA2-mini (hidden 2048,
 expert width 512). Streaming reaches 4.4 TB/s (H200). From about 2048 tokens the rows written and
-read between the launches add a fifth; from about 8192 the tensor cores bound it.
+read between the launches add a fifth; from about 8192 tokens the tensor cores are the bound.
 """
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels import device, dispatch, tiles
 from pallas_kernels.grouped_matmul import expert_tiles, row_gather
@@ -55,7 +59,7 @@ class Tile:
     warpgroups: int  # compute warpgroups, 128 weight rows each
     block_k: int  # K columns of a stage: a multiple of 64
     stages: int
-    gathers: bool = False  # gate_up reads tokens' rows where they are, instead of copies of them
+    gathers: bool = False  # gate_up reads the rows of x itself, not copies of them
 
     def __post_init__(self):
         if self.rows % 8 or not 8 <= self.rows <= 256 or self.block_k % 64 or self.stages < 2:
@@ -65,7 +69,7 @@ class Tile:
             raise ValueError(f"grouped_matmul: a tile that gathers takes block_k {allowed}: {self}")
 
     def fitted(self, weight_rows: int, contraction: int) -> "Tile":
-        """Returns this tile cut to what divides a weight of [weight_rows, contraction]."""
+        """Returns this tile, made smaller until it divides a weight [weight_rows, contraction]."""
         warpgroups = self.warpgroups
         while weight_rows % (warpgroups * _WEIGHT_ROWS):
             warpgroups -= 1
@@ -74,19 +78,19 @@ class Tile:
         return dataclasses.replace(self, warpgroups=warpgroups, block_k=block_k, stages=stages)
 
     def shared_memory(self) -> int:
-        """Returns the bytes of shared memory that a CTA takes, for 16-bit elements."""
+        """Returns the bytes of shared memory of a CTA, for 16-bit elements."""
         stage = (self.warpgroups * _WEIGHT_ROWS + self.rows) * self.block_k
         return 2 * (self.stages * stage + self.warpgroups * self.rows * _CHUNK)
 
 
 def tile_for(tokens: int, choices: int, num_experts: int) -> Tile:
-    """Returns the tuned tile: by the mean number of rows of an expert, a fact of shapes."""
+    """Returns the tuned tile for the mean number of rows of an expert, which shapes decide."""
     mean_rows = -(-tokens * choices // num_experts)
     return Tile(**tiles.lookup("grouped_matmul", tokens=tokens, mean_rows=mean_rows))
 
 
-def why_not(*, dtype, hidden_size: int, intermediate_size: int) -> str | None:
-    """Returns why the kernel cannot serve this shape; None if it can."""
+def why_not(*, dtype: DTypeLike, hidden_size: int, intermediate_size: int) -> str | None:
+    """Returns why the kernel cannot serve this shape, or None."""
     if reason := dispatch.dtype_refusal(dtype):
         return reason
     if hidden_size % _WEIGHT_ROWS:
@@ -97,24 +101,24 @@ def why_not(*, dtype, hidden_size: int, intermediate_size: int) -> str | None:
 
 
 def grouped_matmul(
-    x: jax.Array,  # [T, D]
-    w_gate_up: jax.Array,  # [E, 2 * I, D], interleaved
-    w_down: jax.Array,  # [E, D, I]
-    expert_ids: jax.Array,  # int32 [T, k]
-    expert_weights: jax.Array,  # float32 [T, k]
+    x: Float[Array, "T D"],
+    w_gate_up: Float[Array, "E 2*I D"],  # interleaved
+    w_down: Float[Array, "E D I"],
+    expert_ids: Int32[Array, "T k"],
+    expert_weights: Float32[Array, "T k"],
     *,
-    valid: jax.Array | None = None,  # bool [T]
-    shared: tuple[jax.Array, jax.Array] | None = None,  # [2 * I, D] interleaved, [D, I]
-    out_dtype=jnp.float32,
+    valid: Bool[Array, " T"] | None = None,
+    shared: tuple[Float[Array, "2*I D"], Float[Array, "D I"]] | None = None,  # interleaved; down
+    out_dtype: DTypeLike = jnp.float32,
     tile: Tile | None = None,
     num_ctas: int | None = None,
-    interpret=None,
-) -> jax.Array:
-    """Returns the weighted sum of the experts' outputs, [T, D] in `out_dtype`.
+    interpret: Any = None,
+) -> Float[Array, "T D"]:
+    """Returns the weighted sum of the experts' outputs in `out_dtype`.
 
-    Pairs whose id lies outside [0, E) and all pairs of tokens that are not valid are left out.
-    The shared expert is one more, of all tokens: its input rows are x itself, and its hidden and
-    output rows lie behind all others.
+    Pairs with an id outside [0, E) and all pairs of tokens that are not valid are left out. The
+    shared expert is one more expert, which has all tokens: its input rows are x itself, and its
+    hidden and output rows come after all others.
     """
     T, choices = expert_ids.shape
     E, D, size = w_down.shape
@@ -165,15 +169,16 @@ def grouped_matmul(
 
 
 def _matmul(
-    weights, shared_weights, rows, tokens, where, tile: Tile, *,
-    swiglu: bool, row_tokens, routed_rows: int, shared_rows: int, num_ctas: int, interpret,
-):  # fmt: skip
-    """Returns each segment's rows times its expert's weights [E, R, K] transposed.
+    weights: jax.Array, shared_weights: jax.Array | None, rows: jax.Array,
+    tokens: jax.Array | None, where: expert_tiles.Segments, tile: Tile, *, swiglu: bool,
+    row_tokens: jax.Array | None, routed_rows: int, shared_rows: int, num_ctas: int, interpret: Any,
+) -> jax.Array:  # fmt: skip
+    """Returns each segment's rows times its expert's weights [E, R, K], transposed.
 
-    With `swiglu`, R is the interleaved gate and up and the result has R / 2 columns. Expert E is
-    the shared one: `shared_weights` [R, K] on `shared_rows` rows, of `tokens` in gate_up and of
-    `rows` behind the `routed_rows` in down; its results go there too. With `row_tokens`, row r of
-    the segments, the shared expert's too, is rows[row_tokens[r]].
+    With `swiglu`, R is the interleaved gate and up, and the result has R / 2 columns. Expert E is
+    the shared one. It multiplies `shared_rows` rows by `shared_weights` [R, K]: rows of `tokens` in
+    gate_up, the rows behind the `routed_rows` in down. Its results go behind the `routed_rows`.
+    With `row_tokens`, row r of a segment, also of the shared expert's, is rows[row_tokens[r]].
     """
     gathers = row_tokens is not None
     E, R, K = weights.shape
@@ -189,8 +194,8 @@ def _matmul(
         raise ValueError(f"grouped_matmul: {tile} needs {tile.shared_memory()=} > {limits.BUFFERS}")
     weight_rows = warpgroups * _WEIGHT_ROWS
     weight_tiles, k_tiles = R // weight_rows, K // block_k
-    out_columns = _WEIGHT_ROWS // 2 if swiglu else _WEIGHT_ROWS  # that a warpgroup makes
-    # Registers of a thread: with 3 warpgroups, 504 in all are what a launch leaves to redistribute.
+    out_columns = _WEIGHT_ROWS // 2 if swiglu else _WEIGHT_ROWS  # of a warpgroup
+    # Registers of a thread. With 3 warpgroups a launch has 504 (three times 168) to distribute.
     memory_registers, compute_registers = (56, 224) if gathers else (40, 232)
     tiled = compat.tiled(64, weights.dtype)
     int32 = jnp.int32
@@ -212,7 +217,7 @@ def _matmul(
             """Returns (expert, first row, rows up to a multiple of 8, weight tile) of an item."""
             item = cta + index * num_ctas
             row_tile = lax.div(item, int32(weight_tiles))
-            expert = int32(0)  # experts whose tiles all come before this one
+            expert = int32(0)  # the number of experts whose tiles all come before this one
             for step in reversed(range((num_experts - 1).bit_length())):
                 probe = jnp.minimum(expert + (1 << step), num_experts) - 1
                 expert = jnp.where(tile_ends_gmem[probe] <= row_tile, probe + 1, expert)
@@ -321,7 +326,7 @@ def _matmul(
                     ring.release(first_step + k_tiles - 1)
                     return value
 
-                value = pl.run_scoped(product, plgpu.ACC((_WEIGHT_ROWS, N), jnp.float32))
+                value = pl.run_scoped(product, compat.ACC((_WEIGHT_ROWS, N), jnp.float32))
                 if swiglu:
                     gate, up = value[:_CHUNK], value[_CHUNK:]
                     value = gate / (1 + jnp.exp(-gate)) * up
@@ -356,8 +361,8 @@ def _matmul(
             *[row_gather.barriers(stages, interpret=interpret)] * gathers,
             *rings.barriers(stages, copies=1 if gathers else 2, readers=warpgroups),
         ],
-        # No barriers around register stores: shared memory that a warpgroup writes is read by TMA
-        # alone, after commit_smem, and written again after wait_smem_to_gmem.
+        # Safe: only TMA reads shared memory that a warpgroup writes, after commit_smem, and the
+        # warpgroup writes it again only after wait_smem_to_gmem.
         compiler_params={"unsafe_no_auto_barriers": True},
         interpret=interpret,
     )(weights, *shared, rows, *lists)

@@ -1,23 +1,26 @@
-"""Rows of an array, named by a list of indices, into a swizzled shared-memory tile.
+"""A gather: copies the rows that a list of indices names into a swizzled shared-memory tile.
 
-On Hopper, TMA copies boxes only; it gathers from Blackwell on. A warpgroup gathers with cp.async
-instead, 16 bytes a thread and step, straight into the layout that wgmma reads: tiles of 8 rows by
-128 bytes, whose 16-byte columns are swapped by the exclusive or with the row's number. A thread
-keeps its column and its row modulo 8 in all steps, so a copy costs it an index (which the first
-level cache holds after a tile's first stage), a multiplication and the copy.
+On Hopper, TMA copies boxes only; it can gather from Blackwell on. Here a warpgroup gathers with
+cp.async, 16 bytes a thread and step, straight into the layout that wgmma reads: tiles of 8 rows by
+128 bytes, where the number of a 16-byte column is XORed with the row's number. A thread keeps its
+column and its row modulo 8 in all steps. So a copy costs a thread an index (which is in the first
+level cache after a tile's first stage), a multiplication and the copy.
 
-Nobody waits for copies but their reader. Every stage has a barrier of 128 arrivals: after its
-copies of a stage, each thread hands its arrival to the hardware (cp.async.mbarrier.arrive.noinc),
-which delivers it when all earlier copies of that thread have landed, at once if it had none. So
-the issuing warpgroup runs ahead as far as there are empty stages, as it does with TMA. cp.async
-writes as a thread's stores do and wgmma reads through the asynchronous proxy: every reading thread
-puts the fence between the two, after its wait has ordered it behind the writes.
+Only the readers wait for copies. Every stage has a barrier of 128 arrivals. After its copies of a
+stage, each thread hands its arrival to the hardware (cp.async.mbarrier.arrive.noinc). The hardware
+arrives when all earlier copies of that thread have landed, at once if there were none. So the
+issuing warpgroup runs ahead as long as there are empty stages, as it does with TMA. cp.async writes
+like a thread's stores, but wgmma reads through the asynchronous proxy. So every reading thread
+first waits for the barrier, then puts a fence before the wgmma.
 
-Pallas has neither cp.async nor such an arrival on Hopper, so this is MLIR written from a kernel
-(`inline_mgpu`), on barriers of our own: inline code cannot name a `plgpu.Barrier`. The interpreter
-cannot run it; there, loads and stores of whole rows and a `plgpu.Barrier` take its place.
+Pallas has neither cp.async nor this arrival on Hopper, so this is MLIR inlined into a kernel
+(`inline_mgpu`). It uses barriers of its own, because inlined code cannot use a `plgpu.Barrier`. The
+interpreter cannot run it; there, loads and stores of whole rows and a `plgpu.Barrier` replace it.
 """
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -26,25 +29,27 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, memref
 
+from pallas_kernels.hopper import compat
+
 _THREADS = 128  # of a warpgroup
 _COPY = 8  # 16-bit elements of one cp.async
 _TILE_ROWS, _TILE_COLUMNS = 8, 64
-BLOCK_COLUMNS = (64, 128)  # widths that a warpgroup gathers: 16 or 8 whole rows a step
+BLOCK_COLUMNS = (64, 128)  # widths that a warpgroup can gather: 16 or 8 whole rows a step
 
 
-def barriers(stages: int, *, interpret):
+def barriers(stages: int, *, interpret: Any) -> Any:
     """Returns the scratch type of the stages' barriers."""
     if interpret is not None:
         return plgpu.Barrier(num_barriers=stages)
-    return plgpu.SMEM((2 * stages,), jnp.int32)  # 8 bytes each
+    return plgpu.SMEM((2 * stages,), jnp.int32)  # a barrier takes 8 bytes
 
 
-def start(ready, *, interpret) -> None:
-    """Initialises the barriers; all warpgroups of the CTA must call it before anything else."""
+def start(ready: Any, *, interpret: Any) -> None:
+    """Initialises the barriers; all warpgroups of the CTA must call it first."""
     if interpret is not None:
         return
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    @compat.inline_mgpu(arg_types=(plgpu.RefType(),))
     def initialise(_, ready):
         address = _shared_address(ready)
         (words,) = ir.MemRefType(ready.type).shape
@@ -59,12 +64,22 @@ def start(ready, *, interpret) -> None:
 
 
 def issue(
-    x_gmem, indices_gmem, first, size, columns, target_smem, ready, stage, transforms, *, interpret
+    x_gmem: Any,
+    indices_gmem: Any,
+    first: jax.Array,
+    size: jax.Array,
+    columns: Any,  # a pl.ds
+    target_smem: Any,
+    ready: Any,
+    stage: jax.Array,
+    transforms: tuple[Any, ...],
+    *,
+    interpret: Any,
 ) -> None:
-    """Starts copies of x[indices[first + r], columns] to row r < size of the tile, for a warpgroup.
+    """Starts a warpgroup's copies: x[indices[first + r], columns] to row r < size of the tile.
 
-    An index outside x names some row of x. `first`, `size` (>= 1) and `stage` are int32 scalars,
-    `columns` is a pl.ds, `transforms` are the target's. `wait` on the stage sees the rows.
+    `first`, `size` (>= 1) and `stage` are int32 scalars; `transforms` are those of the target. An
+    index outside x copies an arbitrary row of x. After `wait` on the stage, wgmma sees the rows.
     """
     if interpret is not None:
 
@@ -80,7 +95,7 @@ def issue(
     scalar = plgpu.Layout.WG_SPLAT(())
     refs = (plgpu.RefType(), plgpu.RefType(), plgpu.RefType(transforms), plgpu.RefType())
 
-    @plgpu.inline_mgpu(arg_types=(*refs, scalar, scalar, scalar, scalar))
+    @compat.inline_mgpu(arg_types=(*refs, scalar, scalar, scalar, scalar))
     def copy(_, x, indices, target, ready, *scalars):
         first, size, column, stage = (scalar.registers.item() for scalar in scalars)
         _issue_copies(x, indices, target, first, size, column)
@@ -90,15 +105,15 @@ def issue(
     copy(x_gmem, indices_gmem, target_smem, ready, first, size, columns.start, stage)
 
 
-def wait(ready, step, stages: int, *, interpret) -> None:
-    """Waits for the copies of `step`, to stage step % stages; then wgmma may read them."""
+def wait(ready: Any, step: jax.Array, stages: int, *, interpret: Any) -> None:
+    """Waits for the copies of `step`, in stage step % stages; then wgmma may read them."""
     stage = lax.rem(step, jnp.int32(stages))
     if interpret is not None:
         plgpu.barrier_wait(ready.at[stage])
         return
     scalar = plgpu.Layout.WG_SPLAT(())
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), scalar, scalar))
+    @compat.inline_mgpu(arg_types=(plgpu.RefType(), scalar, scalar))
     def wait_and_fence(_, ready, stage, parity):
         barrier = arith.addi(_shared_address(ready), arith.muli(stage.registers.item(), _i32(8)))
         ptx = (
@@ -112,8 +127,10 @@ def wait(ready, step, stages: int, *, interpret) -> None:
     wait_and_fence(ready, stage, lax.rem(lax.div(step, jnp.int32(stages)), jnp.int32(2)))
 
 
-def _issue_copies(x, indices, target, first, size, column) -> None:
-    """What one thread does of `issue`; `target` is [rows / 8, columns / 64, 8, 64]."""
+def _issue_copies(
+    x: ir.Value, indices: ir.Value, target: ir.Value, first: Any, size: Any, column: Any
+) -> None:
+    """Does the part of one thread in `issue`; `target` is [rows / 8, columns / 64, 8, 64]."""
     i64 = ir.IntegerType.get_signless(64)
     num_indexed, row_elements = ir.MemRefType(x.type).shape
     row_tiles, column_tiles, tile_rows, tile_columns = ir.MemRefType(target.type).shape
@@ -130,7 +147,7 @@ def _issue_copies(x, indices, target, first, size, column) -> None:
     for step in range(-(-row_tiles * _TILE_ROWS // rows_per_step)):
         row = arith.addi(first_row, _i32(step * rows_per_step))
         rows.append(row)
-        # A row past the last one asks for the last one's index: the list may end there.
+        # A row past the last one reads the last one's index: the list may end there.
         position = arith.addi(first, arith.minui(row, last))
         positions.append(arith.index_cast(ir.IndexType.get(), position))
     # All loads before the first copy: their latencies overlap.
@@ -154,7 +171,7 @@ def _issue_copies(x, indices, target, first, size, column) -> None:
         _bytes(arith.addi(column, arith.muli(in_row, _i32(_COPY))), 2),
     )
     for step, (row, index) in enumerate(zip(rows, found, strict=True)):
-        # Unsigned: an entry that nobody wrote holds anything, negative numbers too.
+        # Unsigned: an entry that nobody wrote may hold any number, also a negative one.
         index = arith.minui(index, _i32(num_indexed - 1))
         wanted = arith.cmpi(arith.CmpIPredicate.ult, row, size)
         tiles = step * rows_per_step // _TILE_ROWS * column_tiles
@@ -167,29 +184,29 @@ def _issue_copies(x, indices, target, first, size, column) -> None:
         )
 
 
-def _i32(value: int):
+def _i32(value: int) -> ir.Value:
     i32 = ir.IntegerType.get_signless(32)
     return arith.constant(i32, ir.IntegerAttr.get(i32, value))
 
 
-def _bytes(number, size: int):
+def _bytes(number: Any, size: int) -> ir.Value:
     """Returns the 64-bit product of an unsigned 32-bit value and a constant."""
     i64 = ir.IntegerType.get_signless(64)
     factor = arith.constant(i64, ir.IntegerAttr.get(i64, size))
     return arith.muli(arith.extui(i64, number), factor)
 
 
-def _thread():
+def _thread() -> ir.Value:
     """Returns the thread's number in its warpgroup."""
     return arith.andi(mgpu_utils.thread_idx(), _i32(_THREADS - 1))
 
 
-def _shared_address(ref):
+def _shared_address(ref: ir.Value) -> ir.Value:
     i32 = ir.IntegerType.get_signless(32)
     return llvm.ptrtoint(i32, mgpu_utils.memref_ptr(ref))
 
 
-def _asm(ptx: str, constraints: str, *operands) -> None:
+def _asm(ptx: str, constraints: str, *operands: ir.Value) -> None:
     void = ir.Type.parse("!llvm.void")
-    constraints += ",~{memory}"  # nothing that reads or writes moves across
+    constraints += ",~{memory}"  # the compiler moves no read or write across it
     llvm.inline_asm(void, list(operands), ptx, constraints, has_side_effects=True)

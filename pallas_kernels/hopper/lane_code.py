@@ -1,13 +1,17 @@
 """Code of one CUDA thread inside a Pallas kernel: 32-bit numbers, warp operations, barriers.
 
 A Pallas kernel computes with vectors spread over a warpgroup; it has no lanes, hence no prefix
-sums, no votes and no scattered stores. A function inlined with `plgpu.inline_mgpu` is MLIR of one
-thread instead. The names here let such a function be read as arithmetic. They run on a GPU only:
-the interpreter needs another way to the same result.
+sums, no votes and no scattered stores. A function inlined with `compat.inline_mgpu` is MLIR of one
+thread instead. The types and functions here let its code read as arithmetic. They run on a GPU
+only: the interpreter needs another way to the same result.
 """
+
+from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Iterator
+from typing import Any, TypeVar
 
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
@@ -23,37 +27,37 @@ class Int:
 
     value: ir.Value
 
-    def __add__(self, other):
+    def __add__(self, other: Int | int) -> Int:
         return Int(arith.addi(self.value, _raw(other)))
 
-    def __sub__(self, other):
+    def __sub__(self, other: Int | int) -> Int:
         return Int(arith.subi(self.value, _raw(other)))
 
-    def __mul__(self, other):
+    def __mul__(self, other: Int | int) -> Int:
         return Int(arith.muli(self.value, _raw(other)))
 
-    def __floordiv__(self, other):
+    def __floordiv__(self, other: Int | int) -> Int:
         return Int(arith.divui(self.value, _raw(other)))
 
-    def __mod__(self, other):
+    def __mod__(self, other: Int | int) -> Int:
         return Int(arith.remui(self.value, _raw(other)))
 
-    def __and__(self, other):
+    def __and__(self, other: Int | int) -> Int:
         return Int(arith.andi(self.value, _raw(other)))
 
-    def __lshift__(self, other):
+    def __lshift__(self, other: Int | int) -> Int:
         return Int(arith.shli(self.value, _raw(other)))
 
-    def __xor__(self, other):
+    def __xor__(self, other: Int | int) -> Int:
         return Int(arith.xori(self.value, _raw(other)))
 
-    def __lt__(self, other):
+    def __lt__(self, other: Int | int) -> Bit:
         return Bit(arith.cmpi(arith.CmpIPredicate.ult, self.value, _raw(other)))
 
-    def equals(self, other):
+    def equals(self, other: Int | int) -> Bit:
         return Bit(arith.cmpi(arith.CmpIPredicate.eq, self.value, _raw(other)))
 
-    def signed_less(self, other):
+    def signed_less(self, other: Int | int) -> Bit:
         return Bit(arith.cmpi(arith.CmpIPredicate.slt, self.value, _raw(other)))
 
 
@@ -63,16 +67,16 @@ class Float:
 
     value: ir.Value
 
-    def __add__(self, other):
+    def __add__(self, other: Float | float) -> Float:
         return Float(arith.addf(self.value, _raw_float(other)))
 
-    def __mul__(self, other):
+    def __mul__(self, other: Float | float) -> Float:
         return Float(arith.mulf(self.value, _raw_float(other)))
 
-    def __truediv__(self, other):
+    def __truediv__(self, other: Float | float) -> Float:
         return Float(arith.divf(self.value, _raw_float(other)))
 
-    def __neg__(self):
+    def __neg__(self) -> Float:
         return Float(arith.negf(self.value))
 
 
@@ -82,22 +86,25 @@ class Bit:
 
     value: ir.Value
 
-    def __and__(self, other):
+    def __and__(self, other: Bit) -> Bit:
         return Bit(arith.andi(self.value, other.value))
 
-    def __or__(self, other):
+    def __or__(self, other: Bit) -> Bit:
         return Bit(arith.ori(self.value, other.value))
+
+
+Number = TypeVar("Number", Int, Float)
 
 
 def constant(number: int) -> Int:
     return Int(mgpu_utils.c(number, ir.IntegerType.get_signless(32)))
 
 
-def select(condition: Bit, yes, no) -> Int:
+def select(condition: Bit, yes: Int | int, no: Int | int) -> Int:
     return Int(arith.select(condition.value, _raw(yes), _raw(no)))
 
 
-def least(left: Int, right) -> Int:
+def least(left: Int, right: Int | int) -> Int:
     return Int(arith.minui(left.value, _raw(right)))
 
 
@@ -131,7 +138,7 @@ def _flip_if_negative(number: Int) -> Int:
     return number ^ (Int(arith.shrsi(number.value, _raw(31))) & 0x7FFFFFFF)
 
 
-def scalar(array) -> Int:
+def scalar(array: Any) -> Int:
     """Returns the int32 scalar that a kernel passed with `plgpu.Layout.WG_SPLAT(())`."""
     return Int(array.registers.item())
 
@@ -146,16 +153,16 @@ def position(index: Int) -> ir.Value:
     return arith.index_cast(ir.IndexType.get(), index.value)
 
 
-def load(ref, index: Int) -> Int:
+def load(ref: ir.Value, index: Int) -> Int:
     return Int(memref.load(ref, [position(index)]))
 
 
-def load_float(ref, index: Int) -> Float:
+def load_float(ref: ir.Value, index: Int) -> Float:
     return Float(memref.load(ref, [position(index)]))
 
 
-def load_four_floats(ref, index: Int) -> list[Float]:
-    """Loads from `index`, a multiple of 4, on."""
+def load_four_floats(ref: ir.Value, index: Int) -> list[Float]:
+    """Returns the four values from `index` on, which must be a multiple of 4."""
     four = vector.load(ir.VectorType.get((4,), ir.F32Type.get()), ref, [position(index)])
     return [
         Float(vector.extract(four, dynamic_position=[], static_position=[place]))
@@ -164,50 +171,46 @@ def load_four_floats(ref, index: Int) -> list[Float]:
 
 
 def load_host(low: Int, high: Int) -> Int:
-    """Loads the 32 bits that an address of the host, given in halves, holds at this moment."""
-    i32 = ir.IntegerType.get_signless(32)
+    """Returns the 32 bits that host memory now holds at an address, given in two halves."""
     ptx = "{ .reg .b64 at; mov.b64 at, {$1, $2}; ld.relaxed.sys.global.b32 $0, [at]; }"
-    return Int(llvm.inline_asm(i32, [low.value, high.value], ptx, "=r,r,r", has_side_effects=True))
+    return _asm(ptx, "=r,r,r", low, high, has_side_effects=True)
 
 
-def store(ref, index: Int, number: Int | Float) -> None:
+def store(ref: ir.Value, index: Int, number: Int | Float) -> None:
     memref.store(number.value, ref, [position(index)])
 
 
-def of_peer(ref, cta: int):
-    """Returns shared memory `ref` of CTA `cta` of this cluster, of one dimension."""
+def of_peer(ref: ir.Value, cta: int) -> ir.Value:
+    """Returns the shared memory `ref` of CTA number `cta` in this cluster of one dimension."""
     return mgpu_utils.get_cluster_ref(ref, gpu.Dimension.x, _index(cta))
 
 
 @contextlib.contextmanager
-def when(condition: Bit):
-    """Inlines its body for the threads that fulfil the condition."""
+def when(condition: Bit) -> Iterator[None]:
+    """Lets the code of its block run in the threads that fulfil the condition."""
     with mgpu_utils.when(condition.value):
         yield
 
 
 def lanes_with(number: Int) -> Int:
-    """Returns the set of the warp's lanes, a bit each, that hold the same number."""
-    i32 = ir.IntegerType.get_signless(32)
+    """Returns the lanes of the warp that hold the same number, as a set of bits."""
     # nvvm.match_sync does not survive Mosaic GPU's serialisation of a kernel (jax 0.11.2).
     ptx = f"match.any.sync.b32 $0, $1, {_ALL_LANES};"
-    operands = [number.value]
-    return Int(llvm.inline_asm(i32, operands, ptx, "=r,r", has_side_effects=True, convergent=True))
+    return _asm(ptx, "=r,r", number, has_side_effects=True, convergent=True)
 
 
 def count_bits(number: Int) -> Int:
-    i32 = ir.IntegerType.get_signless(32)
-    return Int(llvm.inline_asm(i32, [number.value], "popc.b32 $0, $1;", "=r,r"))
+    return _asm("popc.b32 $0, $1;", "=r,r", number)
 
 
-def of_lane(number: Int | Float, lane: Int | int) -> Int | Float:
-    """Returns the number of a lane of the warp."""
+def of_lane(number: Number, lane: Int | int) -> Number:
+    """Returns the number that a lane of the warp holds."""
     operands = (_raw(_ALL_LANES), number.value, _raw(lane), _raw(WARP - 1))
     return type(number)(nvvm.shfl_sync(*operands, nvvm.ShflKind.idx))
 
 
 def of_partner(number: Int, distance: int) -> Int:
-    """Returns the number of the lane whose number differs in the bit `distance`."""
+    """Returns the number that lane `lane ^ distance` holds."""
     return Int(mgpu_utils.shfl_bfly(number.value, distance))
 
 
@@ -220,14 +223,15 @@ def least_of_warp(number: Int) -> Int:
 
 
 def opaque(number: Int) -> Int:
-    """Returns the number; the compiler cannot know, and keeps nothing computed from it before."""
-    i32 = ir.IntegerType.get_signless(32)
-    ptx = "mov.b32 $0, $1;"
-    return Int(llvm.inline_asm(i32, [number.value], ptx, "=r,r", has_side_effects=True))
+    """Returns the number, but hides from the compiler that it is the same.
+
+    So the compiler computes values that depend on it again, instead of keeping them in registers.
+    """
+    return _asm("mov.b32 $0, $1;", "=r,r", number, has_side_effects=True)
 
 
 def from_lane_below(number: Int, distance: int) -> Int:
-    """Returns the number of the lane `distance` below; the lowest lanes get their own."""
+    """Returns the number that the lane `distance` below holds; the lowest lanes get their own."""
     return Int(
         nvvm.shfl_sync(
             _raw(_ALL_LANES), number.value, _raw(distance), _raw(0), nvvm.ShflKind.up
@@ -253,7 +257,10 @@ def sync_cta() -> None:
 
 
 def arrive_at_cluster(*, after_writes: bool) -> None:
-    """Counts this thread in; its writes are visible to threads that wait only if asked for."""
+    """Arrives at the barrier of the cluster.
+
+    Threads that wait there see this thread's earlier writes only with `after_writes`.
+    """
     if after_writes:
         nvvm.cluster_arrive()
     else:
@@ -268,9 +275,17 @@ def _index(number: int) -> ir.Value:
     return arith.constant(ir.IndexType.get(), number)
 
 
-def _raw(number) -> ir.Value:
+def _asm(ptx: str, constraints: str, *operands: Int, **options: Any) -> Int:
+    """Returns the one result of PTX code."""
+    i32 = ir.IntegerType.get_signless(32)
+    values = [operand.value for operand in operands]
+    result: Any = llvm.inline_asm(i32, values, ptx, constraints, **options)
+    return Int(result)
+
+
+def _raw(number: Int | int) -> ir.Value:
     return constant(number).value if isinstance(number, int) else number.value
 
 
-def _raw_float(number) -> ir.Value:
-    return constant_float(number).value if isinstance(number, float) else number.value
+def _raw_float(number: Float | float) -> ir.Value:
+    return number.value if isinstance(number, Float) else constant_float(number).value

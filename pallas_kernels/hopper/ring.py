@@ -1,10 +1,10 @@
 """A ring of stages in shared memory, between a warpgroup that loads and warpgroups that multiply.
 
-Steps are counted over all that a CTA does, and step i lies in stage i modulo the stages, so the
-loads of the next piece of work run ahead through the end of this one. A stage is full once all
-copies of it have landed, and empty once all readers have released it. Of a cluster whose CTAs share
-copies (TMA multicast), a stage is empty once the readers of all of them have: nobody may overwrite
-what another CTA still multiplies.
+Steps are counted over all work of a CTA, and step i uses stage i modulo the number of stages, so
+the loads of the next piece of work start before this one has ended. A stage is full once all copies
+to it have landed, and empty once all readers have released it. If the CTAs of a cluster share
+copies (TMA multicast), a stage is empty once the readers of all these CTAs have released it: nobody
+may overwrite what another CTA still multiplies.
 """
 
 import dataclasses
@@ -23,8 +23,8 @@ def barriers(
 ) -> tuple[Any, Any]:
     """Returns the scratch types of a ring's barriers: full and empty.
 
-    `copies` fill a stage, `readers` of a CTA release it; `shared_along` names the axes of a cluster
-    along which CTAs share copies.
+    `copies` is the number of copies that fill a stage, `readers` the number of warpgroups of a CTA
+    that release it. `shared_along` names the axes of a cluster along which CTAs share copies.
     """
     full = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
     if shared_along:
@@ -44,7 +44,7 @@ class Ring:
     full: Any
     empty: Any
 
-    def stage_of(self, step: jax.Array) -> jax.Array:
+    def stage_of(self, step: jax.Array | int) -> jax.Array:
         return lax.rem(step, jnp.int32(self.stages))
 
     def wait_until_empty(self, step: jax.Array) -> None:
@@ -54,15 +54,15 @@ class Ring:
         def _():
             plgpu.barrier_wait(self.empty.at[self.stage_of(step)])
 
-    def release(self, step: jax.Array) -> None:
-        """Says that this warpgroup has read the step's stage."""
+    def release(self, step: jax.Array | int) -> None:
+        """Tells the loading warpgroup that this one has read the step's stage."""
         plgpu.barrier_arrive(self.empty.at[self.stage_of(step)])
 
     def drain(self, steps: jax.Array | int) -> None:
         """Waits, after the last of `steps` loads, until all of them have been read.
 
-        Nobody may leave an arrival that is not waited for, nor end while another CTA of the cluster
-        still multicasts to it.
+        A CTA must wait for every arrival before it ends, and it must not end while another CTA of
+        the cluster still multicasts to it.
         """
 
         def wait(step, _):
@@ -80,10 +80,11 @@ class Ring:
         first: jax.Array | None = None,
         wgmmas: int = 1,
     ) -> None:
-        """Calls multiply(step, stage) on each full stage of `steps` from `first`, or 0, on.
+        """Calls multiply(step, stage) for `steps` steps from `first` (default 0), each once full.
 
-        It starts so many `wgmmas`. They stay in flight while the next stage is waited for, so the
-        stage before it is the free one; the last stage is the caller's to release.
+        `wgmmas` is the number of wgmmas that one call starts. They stay in flight while this waits
+        for the next stage; then the stage of the step before is released. The caller releases the
+        last stage.
         """
 
         def one_step(k, _):

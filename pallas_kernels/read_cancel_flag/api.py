@@ -1,33 +1,35 @@
-"""A flag of the host's memory, read on the device while a compiled loop runs.
+"""A flag in host memory that the device reads while a compiled loop runs.
 
-A loop that is one CUDA graph computes with what it was launched with: no array changes under it.
-The kernel reads an address instead, so the host can cancel a running loop.
+A loop that runs as one CUDA graph computes with the arrays it was launched with; nobody can change
+them while it runs. The kernel reads an address of host memory instead, so the host can cancel a
+running loop.
 """
 
 import functools
 
 import jax
+from jaxtyping import Array, Int32, Shaped
 
 from pallas_kernels import dispatch, lowered_once
 from pallas_kernels.read_cancel_flag import mosaic_gpu as gpu_kernel
 
 
 def choose(implementation: str = "auto") -> dispatch.Choice:
-    """Returns which implementation reads the flag; "xla" does not."""
+    """Returns which implementation reads the flag; "xla" does not read it."""
     return dispatch.choose("read_cancel_flag", implementation)
 
 
 def read_cancel_flag(
-    address: jax.Array,  # int32 [2]: the low and the high half
-    given: jax.Array,  # int32 scalar
-    after: jax.Array,  # any shape
+    address: Int32[Array, "2"],  # the low and the high half
+    given: Int32[Array, ""],
+    after: Shaped[Array, "..."],
     *,
     implementation: str = "auto",
-) -> jax.Array:
-    """Returns the int32 at a 4-byte aligned address of pinned host memory; `given` without kernel.
+) -> Int32[Array, ""]:
+    """Returns the int32 at a 4-byte aligned address of pinned host memory.
 
-    It is read once `after` has been computed, whose values do not matter. Whoever passes the
-    address keeps its memory until the program has ended.
+    Without the kernel it returns `given`. The read happens after `after` has been computed; the
+    values of `after` do not matter. The caller keeps the memory alive until the program has ended.
     """
     return _read_cancel_flag(
         address, given, after, implementation=choose(implementation).implementation

@@ -3,20 +3,21 @@
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Int32, Shaped
 
 from pallas_kernels.hopper import compat, lane_code
 
 
 def read_cancel_flag(
-    address: jax.Array,  # int32 [2]: the low and the high half
-    after: jax.Array,  # any shape and dtype that a kernel takes
-) -> jax.Array:
-    """Returns the int32 scalar at the address; see `pallas_kernels.read_cancel_flag`."""
+    address: Int32[Array, "2"],  # the low and the high half
+    after: Shaped[Array, "..."],  # of a dtype that a kernel takes
+) -> Int32[Array, ""]:
+    """Returns the number at the address; see `pallas_kernels.read_cancel_flag`."""
 
     def read_cancel_flag(address_gmem, after_gmem, flag_gmem):
-        del after_gmem  # an operand only, so that the read waits for it
+        del after_gmem  # it is an operand only so that the read waits for it
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+        @compat.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
         def read(_, address_ref, flag_ref):
             first, second = lane_code.constant(0), lane_code.constant(1)
             with lane_code.when(lane_code.thread().equals(0)):

@@ -1,15 +1,17 @@
 """From the fused projection of a layer to rotated queries and the K,V that the pool holds.
 
-The sum of a split product's parts, bias, per-head RMSNorm of q and k, rotation, and the write of
-K,V into the paged pool move each byte once; apart they are two to five kernels of a few
-microseconds, each longer to launch than its bytes take. Every rounding is that of the steps apart:
-each sum of two parts, bias, norm and rotation end in the activation dtype.
+The op is the sum of a split product's parts, the bias, per-head RMSNorm of q and k, the rotation,
+and the write of K,V into the paged pool. Together they move each byte once. As separate steps they
+are two to five kernels of a few microseconds, and launching each takes longer than moving its
+bytes. The op rounds as the separate steps do: each sum of two parts, the bias, the norm and the
+rotation end in the activation dtype.
 """
 
 import functools
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels import dispatch, lowered_once
 from pallas_kernels.rotate_and_cache import checks, reference
@@ -32,23 +34,25 @@ def choose(
 
 
 def rotate_and_cache(
-    qkv: tuple[jax.Array, ...],  # [T, (N + 2 * K) * H] each; their sum is the projection
-    bias: jax.Array | None,  # [(N + 2 * K) * H]
-    norm_weights: tuple[jax.Array, jax.Array] | None,  # [H] each
-    cos: jax.Array,  # float32 [T, rotary_dim / 2]
-    sin: jax.Array,
-    pool: jax.Array,  # [P, 2, K, Z, H]
-    kv_indices: jax.Array,  # int32 [T]: page * Z + offset; past the pool: not written
+    qkv: tuple[
+        Float[Array, "T width"], ...
+    ],  # width = (N + 2 * K) * H; their sum is the projection
+    bias: Float[Array, " width"] | None,
+    norm_weights: tuple[Float[Array, " H"], Float[Array, " H"]] | None,  # of q and of k
+    cos: Float32[Array, "T rotary_dim/2"],
+    sin: Float32[Array, "T rotary_dim/2"],
+    pool: Float[Array, "P 2 K Z H"],
+    kv_indices: Int32[Array, " T"],  # page * Z + offset; indices past the pool are not written
     *,
     num_query_heads: int,
     num_kv_heads: int,
     eps: float = 0.0,
     implementation: str = "auto",
-) -> tuple[jax.Array, jax.Array]:
-    """Returns (q [T, N, H], the pool with k and v of every token at its place).
+) -> tuple[Float[Array, "T N H"], Float[Array, "P 2 K Z H"]]:
+    """Returns (q, the pool with k and v of every token at its index).
 
-    Slots inside the pool must differ from one another. The pool is written in place where the
-    caller no longer needs it, as in a loop or with a donated argument.
+    Indices inside the pool must be unique. The pool is written in place if the caller no longer
+    needs the old one, as in a loop or with a donated argument.
     """
     checks.check_shapes(
         qkv, bias, norm_weights, cos, sin, pool, kv_indices,

@@ -1,8 +1,19 @@
 """Which arguments rotation and the write of K,V accept."""
 
+import jax
+
 
 def check_shapes(
-    qkv, bias, norm_weights, cos, sin, pool, kv_indices, *, num_query_heads: int, num_kv_heads: int
+    qkv: tuple[jax.Array, ...],
+    bias: jax.Array | None,
+    norm_weights: tuple[jax.Array, jax.Array] | None,
+    cos: jax.Array,
+    sin: jax.Array,
+    pool: jax.Array,
+    kv_indices: jax.Array,
+    *,
+    num_query_heads: int,
+    num_kv_heads: int,
 ) -> None:
     """Raises ValueError if the arrays do not fit together."""
     N, K, H = num_query_heads, num_kv_heads, pool.shape[-1]
@@ -21,8 +32,8 @@ def check_shapes(
         raise ValueError(
             f"rotate_and_cache: parts of qkv must be [T, (N + 2 * K) * H], bias as wide, norm "
             f"weights [H], cos and sin [T, rotary_dim / 2], pool [P, 2, K, Z, H], kv_indices [T]: "
-            f"qkv "
-            f"{[part.shape for part in qkv]}, bias {None if bias is None else bias.shape}, norm "
-            f"weights {[weight.shape for weight in weights]}, cos {cos.shape}, sin {sin.shape}, "
+            f"qkv {[part.shape for part in qkv]}, bias {None if bias is None else bias.shape}, "
+            f"norm weights {[weight.shape for weight in weights]}, cos {cos.shape}, "
+            f"sin {sin.shape}, "
             f"pool {pool.shape}, kv_indices {kv_indices.shape}, {num_query_heads=}, {num_kv_heads=}"
         )

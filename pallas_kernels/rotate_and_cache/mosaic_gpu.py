@@ -1,28 +1,30 @@
 """Rotation of q and k, and K,V written to the paged pool in place, as one kernel.
 
-What stands between a layer's fused projection and its attention: the sum of its parts (where
-`dense_matmul` splits it), the bias, the norms per head (if the model has them), the rotation, and
-the scatter of K,V to the tokens' places. XLA makes several kernels of it, whose scatter alone takes
-11 us for 384 tokens of LLaDA-8B (H200).
+This kernel does all work between a layer's fused projection and its attention: the sum of the
+projection's parts (where `dense_matmul` splits it), the bias, the norms per head (if the model has
+them), the rotation, and the scatter of K,V into the pool. XLA makes several kernels of it; the
+scatter alone takes 11 us for 384 tokens of LLaDA-8B (H200).
 
-A head of a token is a row of `head_dim` values, and rows are all there is: q, k and v rows are
-contiguous in `qkv`, in the output and in the pool. `head_dim` / 16 neighbouring lanes take a row,
-two pieces of 8 values (16 bytes) a lane, chosen so that what rotates together meets in one lane.
-A warp takes a few rows of one token at a time and `heads_per_thread` times as many in all, whose
-loads are all on their way before the first row is computed; the angles are loaded once for all of
-them. Nothing goes through shared memory, nothing is waited for but loads.
+A head of a token is a row of `head_dim` values. All data are such rows: q, k and v rows are
+contiguous in `qkv`, in the output and in the pool. `head_dim` / 16 neighbouring lanes take a row.
+Each lane takes two pieces of 8 values (16 bytes), chosen so that values that rotate together are in
+one lane. A warp takes a few rows of one token at a time, and `heads_per_thread` times as many in
+all. All loads of these rows start before the first row is computed, and the angles are loaded once
+for all of them. Nothing goes through shared memory, and threads wait only for loads.
 
-Bound by bytes: qkv is read once, q and K,V are written once, 4 * T * (N + 2 * K) * H for one part
-(25 MB, 6 us, for 2048 tokens of LLaDA2.0-mini); with few tokens by the latency of a load and a
-store.
+The bytes are the bound: qkv is read once, q and K,V are written once, 4 * T * (N + 2 * K) * H for
+one part (25 MB, 6 us, for 2048 tokens of LLaDA2.0-mini). With few tokens the bound is the latency
+of a load and a store.
 
 The pool is updated in place: the kernel gets it as a `jax.new_ref`, which lowers to an output that
-must alias the input. XLA copies the pool only if somebody still reads its old value afterwards.
+must alias the input. XLA copies the pool only if somebody reads its old value afterwards.
 """
 
 import dataclasses
 import functools
 import operator
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +34,7 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, math, vector
+from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels import dispatch
 from pallas_kernels.hopper import compat, lane_code
@@ -40,15 +43,15 @@ from pallas_kernels.hopper.lane_code import WARP, Bit, Int
 _PIECE = 8  # values of 16 bits in one load or store
 _WARPS = 4  # of a CTA
 _MAX_HEADS_PER_THREAD = 8
-# Of `tile_for`. Warps enough to hide one another's latency; with more heads a thread ptxas loads
-# late rows late to save registers.
+# Both for `tile_for`. This many warps hide one another's latency. With more heads a thread than the
+# second, ptxas delays the loads of the last rows to save registers.
 _BUSY_WARPS = 132 * 16
 _MOST_HEADS_AT_ONCE = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """How many rows, of as many heads of one token, a lane takes part in."""
+    """Tile parameters: how many heads of one token, a row each, a thread takes part in."""
 
     heads_per_thread: int
 
@@ -74,17 +77,17 @@ def why_not(*, dtype: jnp.dtype, head_dim: int, rotary_dim: int) -> str | None:
 
 
 def tile_for(*, tokens: int, num_heads: int, head_dim: int) -> Tile:
-    """Returns the most heads a thread that leave no part of the GPU idle; `num_heads` is N + 2K."""
+    """Returns the tile with most heads a thread that still fills the GPU; `num_heads` is N + 2K."""
     rows = WARP * 2 * _PIECE // head_dim  # of a warp at a time
     whole_token = -(-num_heads // rows)
     heads = max(1, min(_MOST_HEADS_AT_ONCE, tokens * whole_token // _BUSY_WARPS))
-    # As evenly as possible over the warps that this takes.
+    # The warps that this takes share the heads as evenly as possible.
     return Tile(heads_per_thread=-(-whole_token // -(-whole_token // heads)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """What is static of a call."""
+    """The static facts of a call."""
 
     tokens: int
     num_query_heads: int
@@ -108,12 +111,12 @@ class _Plan:
 
     @property
     def rotating_lanes(self) -> int:
-        """Returns how many lanes of a row hold what rotates; the rest hold what passes through."""
+        """Lanes of a row whose values rotate; the values of the others pass through."""
         return self.rotary_dim // (2 * _PIECE)
 
     @property
     def rows_per_warp(self) -> int:
-        """Returns the rows that a warp takes at a time."""
+        """Rows that a warp takes at a time."""
         return WARP // self.lanes_per_row
 
     @property
@@ -126,25 +129,26 @@ class _Plan:
 
 
 def rotate_and_cache(
-    qkv: tuple[jax.Array, ...],  # [T, (N + 2 * K) * H] each: q heads, then k, then v
-    bias: jax.Array | None,  # [(N + 2 * K) * H]
-    q_weight: jax.Array | None,  # [H]
-    k_weight: jax.Array | None,  # [H]
-    cos: jax.Array,  # float32 [T, rotary_dim / 2]
-    sin: jax.Array,
-    pool: jax.Array,  # [P, 2, K, Z, H]
-    kv_indices: jax.Array,  # int32 [T]
+    qkv: tuple[Float[Array, "T width"], ...],  # width = (N + 2 * K) * H: q heads, then k, then v
+    bias: Float[Array, " width"] | None,
+    q_weight: Float[Array, " H"] | None,
+    k_weight: Float[Array, " H"] | None,
+    cos: Float32[Array, "T rotary_dim/2"],
+    sin: Float32[Array, "T rotary_dim/2"],
+    pool: Float[Array, "P 2 K Z H"],
+    kv_indices: Int32[Array, " T"],
     *,
     num_query_heads: int,
     num_kv_heads: int,
     eps: float,
     tile: Tile | None = None,
-    interpret=None,
-) -> tuple[jax.Array, jax.Array]:
-    """Returns (q [T, N, H], pool with the tokens' K,V); see `pallas_kernels.rotate_and_cache`.
+    interpret: Any = None,
+) -> tuple[Float[Array, "T N H"], Float[Array, "P 2 K Z H"]]:
+    """Returns (q, pool with the tokens' K,V); see `pallas_kernels.rotate_and_cache`.
 
-    `kv_indices[t]` is page * Z + offset, unique among tokens; from P * Z on the write is dropped.
-    The pool's buffer is updated in place where the caller donates it or owns it within a program.
+    `kv_indices[t]` is page * Z + offset, and no two tokens have the same. A write at P * Z or later
+    is dropped. The pool's buffer is updated in place if the caller donates it, or owns it within a
+    program.
     """
     plan = _plan(
         qkv, bias, q_weight, k_weight, cos, sin, pool, kv_indices,
@@ -213,17 +217,17 @@ def _plan(
 
 
 def _rotate_and_cache(*refs, plan: _Plan):
-    """The kernel on a GPU; refs: of qkv, cos, sin, kv_indices, pool, bias and weights, and q."""
+    """The kernel on a GPU; refs are qkv, cos, sin, kv_indices, pool, bias and weights, and q."""
 
-    @plgpu.inline_mgpu(arg_types=((plgpu.RefType(),) * len(refs), plgpu.Layout.WG_SPLAT(())))
+    @compat.inline_mgpu(arg_types=((plgpu.RefType(),) * len(refs), plgpu.Layout.WG_SPLAT(())))
     def run(_, refs, cta):
         rotate_rows(refs, lane_code.scalar(cta), plan)
 
     run(refs, lax.axis_index("cta"))
 
 
-def rotate_rows(refs, cta: Int, plan: _Plan) -> None:
-    """What one thread does: `heads_per_thread` rows of one token."""
+def rotate_rows(refs: Sequence[ir.Value], cta: Int, plan: _Plan) -> None:
+    """Does the work of one thread: its part of `heads_per_thread` rows of one token."""
     qkv, (cos, sin, kv_indices, pool, *optional, q) = refs[: plan.num_parts], refs[plan.num_parts :]
     bias = optional.pop(0) if plan.has_bias else None
     N, K, H = plan.num_query_heads, plan.num_kv_heads, plan.head_dim
@@ -239,15 +243,15 @@ def rotate_rows(refs, cta: Int, plan: _Plan) -> None:
     weights = [[_load(ref, [column]) for column in columns] for ref in optional]
     rows = []  # (head, whether there is one, its two pieces)
     for step in range(plan.tile.heads_per_thread):
-        of_warp = part * plan.tile.heads_per_thread + step
-        head = of_warp * plan.rows_per_warp + lane // plan.lanes_per_row
+        group = part * plan.tile.heads_per_thread + step
+        head = group * plan.rows_per_warp + lane // plan.lanes_per_row
         exists = has_token & (head < plan.num_heads)
         head = lane_code.least(head, plan.num_heads - 1)
-        places = [head * H + column for column in columns]
-        parts = [[_load(part, [token, place]) for place in places] for part in qkv]
-        pieces = [functools.reduce(_plus, of_place) for of_place in zip(*parts, strict=True)]
+        positions = [head * H + column for column in columns]
+        parts = [[_load(part, [token, position]) for position in positions] for part in qkv]
+        pieces = [functools.reduce(_plus, addends) for addends in zip(*parts, strict=True)]
         if bias is not None:
-            biases = [_load(bias, [place]) for place in places]
+            biases = [_load(bias, [position]) for position in positions]
             pieces = [_plus(*pair) for pair in zip(pieces, biases, strict=True)]
         rows.append((head, exists, pieces))
     page, offset = kv_index // plan.page_size, kv_index % plan.page_size
@@ -269,9 +273,10 @@ def rotate_rows(refs, cta: Int, plan: _Plan) -> None:
 
 
 def _columns(lane: Int, plan: _Plan) -> tuple[list[Int], Int, Bit | None]:
-    """Returns (where the pieces of a row's lane begin, where its angles do, whether it rotates).
+    """Returns (first columns of a lane's two pieces, first column of its angles, if it rotates).
 
-    The first lanes hold what rotates together, the others what passes through; None: all rotate.
+    The first lanes hold the values that rotate, the others those that pass through. The last result
+    is None if all lanes rotate.
     """
     turning = plan.rotating_lanes
     if turning == plan.lanes_per_row:
@@ -286,12 +291,12 @@ def _columns(lane: Int, plan: _Plan) -> tuple[list[Int], Int, Bit | None]:
 
 
 def _finished(head: Int, pieces, angles, weights, rotates: Bit | None, plan: _Plan):
-    """Returns a lane's pieces of a q or k row normed and rotated, of a v row as they are."""
+    """Returns a lane's pieces: normed and rotated for a q or k row, unchanged for a v row."""
     normed = pieces
     if weights:
         is_query = head < plan.num_query_heads
-        of_head = [_select(is_query, *pair) for pair in zip(*weights, strict=True)]
-        normed = _normed(pieces, of_head, plan)
+        head_weights = [_select(is_query, *pair) for pair in zip(*weights, strict=True)]
+        normed = _normed(pieces, head_weights, plan)
     turned = _rotated(normed, *angles)
     if rotates is not None:
         turned = [_select(rotates, *pair) for pair in zip(turned, normed, strict=True)]
@@ -300,7 +305,7 @@ def _finished(head: Int, pieces, angles, weights, rotates: Bit | None, plan: _Pl
 
 
 def _normed(pieces, weights, plan: _Plan):
-    """Returns a lane's pieces after the row's norm, rounded before the weight and after it."""
+    """Returns a lane's pieces after the row's norm; it rounds before the weight and after it."""
     wide = [_widened(piece) for piece in pieces]
     first, second = wide
     total = _sum_of_row(math.fma(first, first, arith.mulf(second, second)), plan)
@@ -332,10 +337,10 @@ def _sum_of_row(piece, plan: _Plan):
 
 
 def _rotated(pieces, cos, sin):
-    """Returns the two pieces turned.
+    """Returns the two pieces after the rotation.
 
-    The products with `sin` are rounded before the sum, those with `cos` are not: so LLVM contracts
-    the reference for a GPU, and after a cancellation one sees it.
+    The products with `sin` are rounded before the sum, those with `cos` are not. LLVM contracts the
+    reference for a GPU in the same way, and after a cancellation the difference would show.
     """
     first, second = (_widened(piece) for piece in pieces)
     turned = [
@@ -379,7 +384,7 @@ def _spread(value):
 
 
 def _interpreted(*refs, plan: _Plan):
-    """The same in plain Pallas, a token a CTA: the interpreter knows no threads."""
+    """The same kernel in plain Pallas, one token a CTA: the interpreter has no threads."""
     qkv, (cos, sin, kv_indices, pool, *optional, q) = refs[: plan.num_parts], refs[plan.num_parts :]
     bias = optional.pop(0) if plan.has_bias else None
     N, K, H, half = plan.num_query_heads, plan.num_kv_heads, plan.head_dim, plan.rotary_dim // 2

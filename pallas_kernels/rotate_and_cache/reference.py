@@ -5,17 +5,26 @@ The rotation is float32, with one cast at the end.
 
 import functools
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.add_rms_norm.reference import rms_norm
 
 
 def rotate_and_cache(
-    qkv, bias, norm_weights, cos, sin, pool, kv_indices,
-    *, num_query_heads: int, num_kv_heads: int, eps: float,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """Returns (q [T, N, H], the pool); see `pallas_kernels.rotate_and_cache`."""
+    qkv: tuple[Float[Array, "T width"], ...],  # width = (N + 2 * K) * H
+    bias: Float[Array, " width"] | None,
+    norm_weights: tuple[Float[Array, " H"], Float[Array, " H"]] | None,
+    cos: Float32[Array, "T rotary_dim/2"],
+    sin: Float32[Array, "T rotary_dim/2"],
+    pool: Float[Array, "P 2 K Z H"],
+    kv_indices: Int32[Array, " T"],
+    *,
+    num_query_heads: int,
+    num_kv_heads: int,
+    eps: float,
+) -> tuple[Float[Array, "T N H"], Float[Array, "P 2 K Z H"]]:
+    """Returns (q, the pool); see `pallas_kernels.rotate_and_cache`."""
     heads = {"num_query_heads": num_query_heads, "num_kv_heads": num_kv_heads, "eps": eps}
     q, k, v = rotated_heads(qkv, bias, norm_weights, cos, sin, **heads)
     page, offset = jnp.divmod(kv_indices, pool.shape[3])
@@ -24,17 +33,17 @@ def rotate_and_cache(
 
 
 def rotated_heads(
-    qkv: tuple[jax.Array, ...],  # [T, (N + 2 * K) * H] each: q heads, then k, then v
-    bias: jax.Array | None,  # [(N + 2 * K) * H]
-    norm_weights: tuple[jax.Array, jax.Array] | None,  # of q and of k, [H] each
-    cos: jax.Array,  # float32 [T, rotary_dim / 2]
-    sin: jax.Array,  # float32 [T, rotary_dim / 2]
+    qkv: tuple[Float[Array, "T width"], ...],  # width = (N + 2 * K) * H: q heads, then k, then v
+    bias: Float[Array, " width"] | None,
+    norm_weights: tuple[Float[Array, " H"], Float[Array, " H"]] | None,  # of q and of k
+    cos: Float32[Array, "T rotary_dim/2"],
+    sin: Float32[Array, "T rotary_dim/2"],
     *,
     num_query_heads: int,
     num_kv_heads: int,
     eps: float,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns (q [T, N, H], k [T, K, H], v [T, K, H]) of a projection, by XLA.
+) -> tuple[Float[Array, "T N H"], Float[Array, "T K H"], Float[Array, "T K H"]]:
+    """Returns (q, k, v) of a projection, by XLA.
 
     The projection is the sum of its parts, as `dense_matmul` returns them.
     """
@@ -50,10 +59,14 @@ def rotated_heads(
     return apply_rope(q, cos, sin), apply_rope(k, cos, sin), v
 
 
-def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates the first `2 * cos.shape[-1]` dims of every head of `x` [T, N, H].
+def apply_rope(
+    x: Float[Array, "T N H"],
+    cos: Float32[Array, "T rotary_dim/2"],
+    sin: Float32[Array, "T rotary_dim/2"],
+) -> Float[Array, "T N H"]:
+    """Returns `x` with the first `rotary_dim` dims of every head rotated.
 
-    Dim j of the rotated dims pairs with j + rotary_dim / 2; one cast at the end.
+    Dim j of the rotated dims pairs with dim j + rotary_dim / 2. There is one cast, at the end.
     """
     half = cos.shape[-1]
     cos, sin = cos[:, None, :], sin[:, None, :]

@@ -1,13 +1,14 @@
 """Group-limited top-k routing of a mixture-of-experts layer: which experts, at which weights.
 
-DeepSeek-V3's sigmoid gate ("noaux_tc"), as LLaDA2 uses it: a bias selects but does not weigh, and
-only experts of the best groups can be chosen. The XLA implementation (`reference.py`) is three
-`top_k`; the kernel (`mosaic_gpu.py`) is one launch.
+This is DeepSeek-V3's sigmoid gate ("noaux_tc"), as LLaDA2 uses it. A bias changes which experts are
+chosen but not their weights, and only experts of the best groups can be chosen. The XLA
+implementation (`reference.py`) is three `top_k`; the kernel (`mosaic_gpu.py`) is one launch.
 """
 
 import functools
 
 import jax
+from jaxtyping import Array, Float32, Int32
 
 from pallas_kernels import dispatch, lowered_once
 from pallas_kernels.top_k_routing import checks, reference
@@ -29,18 +30,19 @@ def choose(
 
 
 def top_k_routing(
-    router_logits: jax.Array,  # float32 [T, E]
-    expert_bias: jax.Array,  # float32 [E]
+    router_logits: Float32[Array, "T E"],
+    expert_bias: Float32[Array, " E"],
     *,
     experts_per_token: int,
     num_groups: int = 1,
     kept_groups: int = 1,
     scaling_factor: float = 1.0,
     implementation: str = "auto",
-) -> tuple[jax.Array, jax.Array]:
-    """Returns (expert ids int32 [T, k], weights float32 [T, k]) by descending score.
+) -> tuple[Int32[Array, "T k"], Float32[Array, "T k"]]:
+    """Returns (expert ids, weights) of the k chosen experts of each token, by descending score.
 
-    Equal scores go to the lower id. A token with NaN logits gets any ids, on a GPU in range.
+    Of equal scores, the lower id comes first. A token with NaN logits gets arbitrary ids; on a GPU
+    they are in range.
     """
     checks.check_shapes(router_logits, expert_bias, experts_per_token, num_groups, kept_groups)
     chosen = choose(

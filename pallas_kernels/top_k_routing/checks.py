@@ -1,9 +1,17 @@
 """Which arguments routing accepts."""
 
+import jax
 import jax.numpy as jnp
 
 
-def check_shapes(router_logits, expert_bias, experts_per_token, num_groups, kept_groups) -> None:
+def check_shapes(
+    router_logits: jax.Array,
+    expert_bias: jax.Array,
+    experts_per_token: int,
+    num_groups: int,
+    kept_groups: int,
+) -> None:
+    """Raises ValueError if the arrays and numbers do not fit together."""
     shapes = (
         f"router_logits {router_logits.dtype}{router_logits.shape}, "
         f"expert_bias {expert_bias.dtype}{expert_bias.shape}, {experts_per_token=}, "

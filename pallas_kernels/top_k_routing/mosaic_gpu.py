@@ -1,16 +1,17 @@
 """Group-limited top-k routing, a warp per token, as one kernel.
 
-XLA alone makes this op three sorts and some ten launches: 100 us for 2048 tokens and 16 us for 32
+XLA alone runs this op as three sorts and some ten launches: 100 us for 2048 tokens and 16 us for 32
 (H200). Here a lane holds E / 32 neighbouring experts of a token, as integers that compare as the
-scores do (`lane_code.ordered`). A group is a few neighbouring lanes: shuffles between them find
-its two best. The lanes of lost groups drop their experts, and k rounds of (maximum, lowest index
-that attains it, drop it), two warp reductions each, pick the experts in descending order.
+scores do (`lane_code.ordered`). A group is a few neighbouring lanes: shuffles between them find its
+two best scores. The lanes of groups that are not kept drop their experts. Then k rounds pick the
+experts in descending order. A round takes two warp reductions: the maximum, and the lowest index
+that has it; that expert is dropped for the next round.
 
-Bytes are nothing (T * E * 4); the bound is latency and, with thousands of tokens, instructions:
-about 650 a warp for 256 experts. A warpgroup per token, whose reductions go through shared memory,
-took 11.9 us for 2048 tokens and one more launch for the groups' scores. A tile of 64 tokens in the
-accumulator layout, whose rows reduce by two shuffles, needed 18 thousand instructions a thread on
-one or few SMs: 83 us.
+The T * E * 4 bytes do not matter; the bound is latency and, with thousands of tokens, instructions:
+about 650 a warp for 256 experts. Two other ways were slower. A warpgroup per token, with reductions
+through shared memory, took 11.9 us for 2048 tokens and one more launch for the groups' scores. A
+tile of 64 tokens in the accumulator layout, whose rows reduce by two shuffles, needed 18 thousand
+instructions a thread on one or few SMs: 83 us.
 """
 
 import dataclasses
@@ -19,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float32, Int32
 
 from pallas_kernels.hopper import compat, lane_code
 from pallas_kernels.hopper.lane_code import WARP, Float, Int
@@ -42,7 +44,7 @@ def why_not(*, num_experts: int, num_groups: int = 1, experts_per_token: int = 1
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """What is static of a routing."""
+    """The static facts of a routing."""
 
     tokens: int
     num_experts: int
@@ -57,15 +59,15 @@ class Rule:
 
 
 def top_k_routing(
-    router_logits: jax.Array,  # float32 [T, E]
-    expert_bias: jax.Array,  # float32 [E]
+    router_logits: Float32[Array, "T E"],
+    expert_bias: Float32[Array, " E"],
     *,
     experts_per_token: int,
     num_groups: int,
     kept_groups: int,
     scaling_factor: float,
-) -> tuple[jax.Array, jax.Array]:
-    """Returns (ids int32 [T, k], weights float32 [T, k]); see `pallas_kernels.top_k_routing`."""
+) -> tuple[Int32[Array, "T k"], Float32[Array, "T k"]]:
+    """Returns (ids, weights) of k experts a token; see `pallas_kernels.top_k_routing`."""
     T, E = router_logits.shape
     k = experts_per_token
     if reason := why_not(num_experts=E, num_groups=num_groups, experts_per_token=k):
@@ -82,7 +84,7 @@ def top_k_routing(
     def route_tokens(logits_gmem, bias_gmem, ids_gmem, weights_gmem):
         refs = (plgpu.RefType(),) * 4
 
-        @plgpu.inline_mgpu(arg_types=(*refs, plgpu.Layout.WG_SPLAT(())))
+        @compat.inline_mgpu(arg_types=(*refs, plgpu.Layout.WG_SPLAT(())))
         def route(_, logits, bias, ids, weights, cta):
             route_token(logits, bias, ids, weights, lane_code.scalar(cta), rule)
 
@@ -122,7 +124,7 @@ def route_token(logits, bias, ids, weights, cta: Int, rule: Rule) -> None:
         kept = _group_is_kept(scores, lane, rule)
         scores = [lane_code.select(kept, score, _DROPPED) for score in scores]
 
-    # Lane i keeps choice i; the lanes from k on load the last choice's logit too.
+    # Lane i keeps choice i; the lanes from k on keep the last choice, so all load a valid logit.
     mine = lane_code.constant(0)
     for choice in range(k):
         best = scores[0]
@@ -154,9 +156,9 @@ def _sigmoid(x: Float) -> Float:
 
 
 def _group_is_kept(scores: list[Int], lane: Int, rule: Rule) -> lane_code.Bit:
-    """Returns whether fewer than `kept_groups` beat this lane's group; equal ones by their order.
+    """Returns whether fewer than `kept_groups` groups beat the group of this lane.
 
-    A group counts by the sum of its two best scores.
+    Groups compare by the sum of their two best scores. Of equal groups, the first one wins.
     """
     high, second = scores[0], lane_code.constant(_DROPPED)
     for score in scores[1:]:

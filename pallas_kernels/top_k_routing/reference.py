@@ -2,18 +2,19 @@
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float32, Int32
 
 
 def top_k_routing(
-    router_logits: jax.Array,  # float32 [T, E]
-    expert_bias: jax.Array,  # float32 [E]
+    router_logits: Float32[Array, "T E"],
+    expert_bias: Float32[Array, " E"],
     *,
     experts_per_token: int,
     num_groups: int,
     kept_groups: int,
     scaling_factor: float,
-) -> tuple[jax.Array, jax.Array]:
-    """Returns (ids int32 [T, k], weights float32 [T, k]); see `pallas_kernels.top_k_routing`."""
+) -> tuple[Int32[Array, "T k"], Float32[Array, "T k"]]:
+    """Returns (ids, weights) of k experts a token; see `pallas_kernels.top_k_routing`."""
     scores = jax.nn.sigmoid(router_logits)  # [T, E]
     choice = scores + expert_bias
     if num_groups > 1:
@@ -29,5 +30,5 @@ def _keep_best_groups(choice: jax.Array, num_groups: int, kept_groups: int) -> j
     group_score = jnp.sum(jax.lax.top_k(groups, 2)[0], axis=-1)  # [T, groups]
     _, kept = jax.lax.top_k(group_score, kept_groups)
     is_kept = jnp.any(kept[:, :, None] == jnp.arange(num_groups), axis=1)
-    # -inf, not 0: an expert with a negative bias must not resurrect a dropped group.
+    # -inf, not 0: 0 would win against an expert that has a negative bias.
     return jnp.where(is_kept[:, :, None], groups, -jnp.inf).reshape(choice.shape)

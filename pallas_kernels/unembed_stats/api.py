@@ -1,9 +1,9 @@
-"""What decoding rules need to know about the logits, without the logits.
+"""Statistics of the logits that decoding rules need, without all logits in memory.
 
-One pass over the vocabulary keeps running statistics per token; the logits in memory at once are
-bounded, whatever T and V are. The XLA implementation (`reference.py`) takes the vocabulary in
-chunks, the GPU kernel (`mosaic_gpu.py`) in tiles that never leave the registers; both end in the
-merge of `partials.py`, which is also how vocabulary shards would be combined.
+One pass over the vocabulary keeps running statistics per token; only a bounded number of logits is
+in memory at a time, whatever T and V are. The XLA implementation (`reference.py`) takes the
+vocabulary in chunks. The GPU kernel (`mosaic_gpu.py`) takes it in tiles that never leave the
+registers. Both end in the merge of `partials.py`, which could also combine vocabulary shards.
 """
 
 import dataclasses
@@ -11,6 +11,8 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32, Int32, UInt32
 
 from pallas_kernels import dispatch, lowered_once
 from pallas_kernels.unembed_stats import checks, partials, reference
@@ -21,25 +23,29 @@ from pallas_kernels.unembed_stats.partials import PartialStats
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class UnembedStats:
-    """Statistics of one token's logits; every field is [T], ids int32 and the rest float32.
+    """Statistics of the logits of each token.
 
-    Forbidden ids are never best, second or drawn, but stay in logsumexp and entropy (nats). A row
-    with a NaN logit has NaN in every float and 0 in every id.
+    Forbidden ids are never best, second or drawn, but they count in logsumexp and entropy (nats). A
+    row with a NaN logit has NaN in every float and 0 in every id.
     """
 
-    best_id: jax.Array
-    best_logit: jax.Array
-    logsumexp: jax.Array
-    entropy: jax.Array
-    second_id: jax.Array
-    second_logit: jax.Array
-    given_logit: jax.Array  # 0 where no id was given
-    drawn_id: jax.Array  # the best id where nothing is drawn
-    drawn_logit: jax.Array
+    best_id: Int32[Array, " T"]
+    best_logit: Float32[Array, " T"]
+    logsumexp: Float32[Array, " T"]
+    entropy: Float32[Array, " T"]
+    second_id: Int32[Array, " T"]
+    second_logit: Float32[Array, " T"]
+    given_logit: Float32[Array, " T"]  # 0 where no id was given
+    drawn_id: Int32[Array, " T"]  # the best id where nothing is drawn
+    drawn_logit: Float32[Array, " T"]
 
 
 def choose(
-    implementation: str = "auto", *, dtype, hidden_size: int, forbidden_ids: tuple[int, ...] = ()
+    implementation: str = "auto",
+    *,
+    dtype: DTypeLike,
+    hidden_size: int,
+    forbidden_ids: tuple[int, ...] = (),
 ) -> dispatch.Choice:
     """Returns which implementation serves this shape."""
     reason = gpu_kernel.why_not(
@@ -49,23 +55,23 @@ def choose(
 
 
 def unembed_stats(
-    x: jax.Array,  # [T, D]
-    w: jax.Array,  # [V, D]
+    x: Float[Array, "T D"],
+    w: Float[Array, "V D"],
     *,
     forbidden_ids: tuple[int, ...] = (),
-    given_ids: jax.Array | None = None,  # int32 [T]
-    draw_keys: jax.Array | None = None,  # uint32 [T, 2]
-    temperature: jax.Array | None = None,  # float32 [T]
-    num_rows: jax.Array | None = None,  # int32 []
+    given_ids: Int32[Array, " T"] | None = None,
+    draw_keys: UInt32[Array, "T 2"] | None = None,
+    temperature: Float32[Array, " T"] | None = None,
+    num_rows: Int32[Array, ""] | None = None,
     implementation: str = "auto",
     chunk_size: int | None = None,
 ) -> UnembedStats:
-    """Returns the statistics of x @ w.T; ties go to the lowest id.
+    """Returns the statistics of x @ w.T; of equal logits, the lowest id wins.
 
-    Rows whose temperature is positive draw by their key (`partials.py`); the others, and all
-    rows without keys or temperatures, "draw" the best id. Only the first `num_rows` rows are
-    wanted (all, where it is absent): every field is 0 behind them, and the GPU kernel saves their
-    time.
+    Rows with a positive temperature draw by their key (`partials.py`). The other rows, and all rows
+    if there are no keys or temperatures, "draw" the best id. The caller wants only the first
+    `num_rows` rows (default: all): behind them every field is 0, and the GPU kernel saves the time
+    of these rows.
     """
     checks.check_shapes(x, w, forbidden_ids, given_ids, draw_keys, temperature, num_rows)
     forbidden_ids = tuple(sorted(set(forbidden_ids)))
@@ -78,17 +84,21 @@ def unembed_stats(
     )  # fmt: skip
 
 
-def probability(logit: jax.Array, logsumexp: jax.Array) -> jax.Array:
+def probability(
+    logit: Float32[Array, " T"], logsumexp: Float32[Array, " T"]
+) -> Float32[Array, " T"]:
     """Returns the softmax probability of a logit."""
     return jnp.exp(logit - logsumexp)
 
 
-def penalize(stats: UnembedStats, given_ids: jax.Array, penalty: jax.Array) -> UnembedStats:
-    """Returns the statistics after `penalty` >= 0 is taken off each row's given logit.
+def penalize(
+    stats: UnembedStats, given_ids: Int32[Array, " T"], penalty: Float32[Array, " T"]
+) -> UnembedStats:
+    """Returns the statistics after each row's given logit is lowered by its `penalty` >= 0.
 
-    best and logsumexp are exact; `stats` must come from the same `given_ids`. Where the given id
-    was best or second, the new second is only the better known of the two (the third is not
-    kept). Entropy and the drawn id are left as they were. A zero penalty changes no bit.
+    `stats` must come from the same `given_ids`. best and logsumexp are exact. If the given id was
+    best or second, the new second may be too low: the third best id is not known. Entropy and the
+    drawn id do not change. A zero penalty changes no bit.
     """
     is_best = given_ids == stats.best_id
     given_logit = stats.given_logit - penalty
@@ -98,8 +108,8 @@ def penalize(stats: UnembedStats, given_ids: jax.Array, penalty: jax.Array) -> U
     swap = (second[0] > best[0]) | ((second[0] == best[0]) & (second[1] < best[1]))
     mass = jnp.minimum(probability(stats.given_logit, stats.logsumexp), 1.0)
     logsumexp = stats.logsumexp + jnp.log1p(mass * jnp.expm1(-penalty))
-    # When the given id held nearly all the mass, rounding may leave less than what is known to
-    # remain: the penalised logit and the best other one.
+    # If the given id had nearly all the mass, rounding may leave less mass than the two logits that
+    # are known to remain: the penalised one and the best other one.
     other = jnp.where(is_best, stats.second_logit, stats.best_logit)
     logsumexp = jnp.maximum(logsumexp, jnp.logaddexp(given_logit, other))
     return dataclasses.replace(
@@ -140,7 +150,7 @@ def _unembed_stats(
 
 def _finish(total: PartialStats, cold: jax.Array) -> UnembedStats:
     log_total = jnp.log(total.total)
-    broken = jnp.isnan(log_total)  # implementations keep different logits of a row with a NaN
+    broken = jnp.isnan(log_total)  # implementations treat a row with a NaN differently
 
     def logit(value: jax.Array) -> jax.Array:
         return jnp.where(broken, jnp.nan, value)
@@ -150,7 +160,7 @@ def _finish(total: PartialStats, cold: jax.Array) -> UnembedStats:
 
     best_id, best_logit = token(total.best_id), logit(total.best_logit)
     drawn_id, drawn_logit = best_id, best_logit
-    if total.drawn_id is not None:
+    if total.drawn_id is not None and total.drawn_logit is not None:
         drawn_id = jnp.where(cold, best_id, token(total.drawn_id))
         drawn_logit = jnp.where(cold, best_logit, logit(total.drawn_logit))
     return UnembedStats(

@@ -1,9 +1,19 @@
 """Which arguments statistics of the logits accept."""
 
+import jax
 import jax.numpy as jnp
 
 
-def check_shapes(x, w, forbidden_ids, given_ids, draw_keys, temperature, num_rows) -> None:
+def check_shapes(
+    x: jax.Array,
+    w: jax.Array,
+    forbidden_ids: tuple[int, ...],
+    given_ids: jax.Array | None,
+    draw_keys: jax.Array | None,
+    temperature: jax.Array | None,
+    num_rows: jax.Array | None,
+) -> None:
+    """Raises ValueError if the arrays and ids do not fit together."""
     arrays = {
         "x": x, "w": w, "given_ids": given_ids, "draw_keys": draw_keys, "temperature": temperature,
         "num_rows": num_rows,
@@ -25,8 +35,8 @@ def check_shapes(x, w, forbidden_ids, given_ids, draw_keys, temperature, num_row
         "num_rows must be an int32 scalar": num_rows is not None
         and (num_rows.shape != () or num_rows.dtype != jnp.int32),
     } | {
-        f"{name} must be [T]": arrays[name] is not None and arrays[name].shape != (T,)
-        for name in ("given_ids", "temperature")
+        f"{name} must be [T]": array is not None and array.shape != (T,)
+        for name, array in (("given_ids", given_ids), ("temperature", temperature))
     }
     for problem, found in problems.items():
         if found:

@@ -1,48 +1,55 @@
 """Vocabulary statistics for sm90: x @ w.T tile by tile, reduced before it leaves the registers.
 
-What it does. `x [T, D]` are hidden states, `w [V, D]` the unembedding. Rows come in groups; for
-one group after the other, each persistent CTA walks over its share of the vocabulary tiles. A
+What it does. `x [T, D]` are hidden states, `w [V, D]` is the unembedding. Rows come in groups; for
+one group after the other, each persistent CTA goes through its share of the vocabulary tiles. A
 tile's logits are a wgmma accumulator; the epilogue folds them into running statistics and drops
-them. At the end of a group every CTA writes one partial per row (`PartialStats`) and XLA merges the
-partials of a row: at most one per CTA, whatever V is. With `num_rows` only the groups of the first
-so many rows are computed: the time falls in steps of a group, and without rows nothing is read.
+them. At the end of a group every CTA writes one partial per row (`PartialStats`), and XLA merges
+the partials of a row: at most one per CTA, whatever V is. With `num_rows` only the groups of the
+first `num_rows` rows are computed: the time falls in steps of a group, and for 0 rows nothing is
+read.
 
-Tiling. Two compute warpgroups of 64 rows x `columns` ids, one memory warpgroup with a ring of
-`stages` TMA buffers of 64 hidden columns. The accumulator is [tokens, ids]: in wgmma's layout a
-thread then owns two rows and every fourth pair of columns, so that all running statistics of a
+Tiling. There are two compute warpgroups of 64 rows x `columns` ids, and one memory warpgroup with a
+ring of `stages` TMA buffers of 64 hidden columns. The accumulator is [tokens, ids]: in wgmma's
+layout a thread then owns two rows and every fourth pair of columns. So all running statistics of a
 thread are a few registers (arrays [64, 8] below: 8 slots a row, one per residue of the id modulo
-8), updated element by element without any exchange between threads. Slots are reduced once, when
-a group ends. Up to 64 tokens the warpgroups take different ids of the same rows
-(`split="columns"`), above that different rows of the same ids. With `pair`, two CTAs of a cluster
-take neighbouring blocks of rows and each loads half of the w tile for both (TMA multicast): a 128 x
-256 tile on its own would ask L2 for 9 TB/s. Column counts are evened out over the CTAs, so that
-their last tiles are as full as the others. The ring runs on from group to group: the first loads of
-the next one arrive during the last epilogue. The whole GPU works on `teams` groups at a time, one
-by default: fewer read w more often, more leave some of the GPU idle when few groups are left.
+8), and they are updated element by element, without any exchange between threads. Slots are reduced
+once, when a group ends. Up to 64 tokens the warpgroups take different ids of the same rows
+(`split="columns"`), above that different rows of the same ids. With `pair`, the two CTAs of a
+cluster take neighbouring blocks of rows, and each loads half of the w tile for both (TMA
+multicast): without that, a 128 x 256 tile would ask L2 for 9 TB/s. All CTAs have nearly the same
+number of columns, so their last tiles are as full as the others. The ring does not stop between
+groups: the first loads of the next group arrive during the last epilogue. The whole GPU works on
+`teams` groups at a time, one by default: with fewer teams w is read more often, with more some of
+the GPU is idle when few groups are left.
 
 The epilogue costs about 13 instructions a logit: 8 for the two best with their ids, one exp and 4
-for the two sums. A tile that holds a forbidden or given id, or ends past V, takes a second version
-of it with masks; which tiles do is known before the loop (`flags`), and never changes a bit.
+for the two sums. A tile that holds a forbidden or given id, or that ends past V, runs a second
+version with masks. Which tiles these are is known before the loop (`flags`), and the version never
+changes a bit.
 
-Bound. V * D * 2 bytes of weights, read once per group (x comes from L2), and 2 * T * V * D FLOP:
-the bytes bind up to about 200 tokens on an H200, tensor cores above. The epilogue does not overlap
-with the tensor cores of its own CTA: about a tenth of the time from 256 tokens on.
+Bound. V * D * 2 bytes of weights, read once per group (x comes from L2), and 2 * T * V * D FLOP. On
+an H200 the bytes are the bound up to about 200 tokens, the tensor cores above. The epilogue does
+not overlap with the tensor cores of its own CTA: it takes about a tenth of the time from 256 tokens
+on.
 
-Which tiles a CTA takes, and in which order, depends on static shapes only, and a row's numbers on
-its own hidden state only: neighbours, padding, NaN in another row, the row's place and `num_rows`
+The tiles of a CTA and their order depend on static shapes only, and a row's numbers depend on its
+own hidden state only: neighbours, padding, NaN in another row, the row's place and `num_rows`
 change no bit.
 """
 
 import dataclasses
 import functools
 import math
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int32, Num
 
 from pallas_kernels import dispatch, tiles
 from pallas_kernels.hopper import compat, register_code
@@ -53,9 +60,9 @@ from pallas_kernels.unembed_stats.partials import LOWEST, PartialStats
 ROWS = 64  # accumulator rows of a warpgroup
 SLOTS = 8  # columns after which the accumulator layout repeats
 DEPTH = 64  # hidden columns of a stage: 128 bytes, the widest swizzle
-WARPGROUPS = 2  # computing ones; one more loads
+WARPGROUPS = 2  # that compute; one more loads
 NOISE_COLUMNS = 32  # columns whose noise is written as one array: fewer operations to lower
-MAX_FORBIDDEN = 16  # each costs two instructions a logit in the tiles that have one
+MAX_FORBIDDEN = 16  # in a tile with forbidden ids, each costs two instructions a logit
 
 # Fields of a partial in the order of the kernel's outputs.
 _FLOATS = ("high", "total", "moment", "best_logit", "second_logit", "given_logit")
@@ -73,14 +80,14 @@ _ROW_DTYPES = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class UnembedTile:
-    """Tile parameters; `columns` is an upper bound, evened out over the CTAs."""
+    """Tile parameters; `columns` is an upper bound, so that CTAs can have equal shares."""
 
     columns: int = 256  # ids of one accumulator, a multiple of 16 up to 256
     split: Literal["rows", "columns"] = "rows"  # what the two warpgroups divide
     pair: bool = False  # two CTAs share each w tile
     stages: int = 4
     sms: int = 132  # persistent CTAs
-    teams: int = 1  # groups of rows at a time, each by its share of the CTAs
+    teams: int = 1  # groups of rows at a time; each has its share of the CTAs
 
     def __post_init__(self) -> None:
         if self.columns % 16 or not 16 <= self.columns <= 256:
@@ -99,8 +106,8 @@ class _Plan:
     D: int
     dtype: jnp.dtype
     forbidden_ids: tuple[int, ...]
-    row_names: tuple[str, ...]  # which per-row inputs there are
-    has_num_rows: bool = False  # whether there is an input of that name
+    row_names: tuple[str, ...]  # the names of the per-row inputs
+    has_num_rows: bool = False  # whether `num_rows` is an input
 
     @property
     def draws(self) -> bool:
@@ -143,7 +150,7 @@ class _Plan:
 
     @property
     def columns(self) -> int:
-        """Ids of one accumulator: as even over the workers as 16 divides."""
+        """Ids of one accumulator: a multiple of 16, as equal over the workers as possible."""
         widest = self.tile.columns * self.accumulators
         rounds = -(-self.V // (widest * self._most_workers))
         even = -(-self.V // (rounds * self._most_workers * self.accumulators))
@@ -159,7 +166,7 @@ class _Plan:
 
     @property
     def workers(self) -> int:
-        """Clusters of a team; for each of its groups, one takes every `workers`-th tile."""
+        """Clusters of a team; in each group, a worker takes every `workers`-th tile."""
         return min(self._most_workers, self.num_tiles)
 
     @property
@@ -172,8 +179,8 @@ class _Plan:
         return self.D // DEPTH
 
 
-def why_not(*, dtype, hidden_size: int, num_forbidden: int = 0) -> str | None:
-    """Returns why this kernel cannot serve the shape, None if it can."""
+def why_not(*, dtype: DTypeLike, hidden_size: int, num_forbidden: int = 0) -> str | None:
+    """Returns why this kernel cannot serve the shape, or None."""
     if reason := dispatch.dtype_refusal(dtype):
         return reason
     if hidden_size % DEPTH:
@@ -189,19 +196,20 @@ def table_tile(T: int, *, draws: bool) -> UnembedTile:
 
 
 def partial_stats(
-    x: jax.Array,  # [T, D]
-    w: jax.Array,  # [V, D]
-    rows: dict[str, jax.Array],  # by name, [T] each
+    x: Float[Array, "T D"],
+    w: Float[Array, "V D"],
+    rows: Mapping[str, Num[Array, " T"]],
     *,
     forbidden_ids: tuple[int, ...] = (),
-    num_rows: jax.Array | None = None,  # int32 []
+    num_rows: Int32[Array, ""] | None = None,
     tile: UnembedTile | None = None,
-    interpret=None,
+    interpret: Any = None,
 ) -> PartialStats:
     """Returns the merged statistics of x @ w.T; `rows` may hold the keys of `_ROW_DTYPES`.
 
-    `draw_first`, `draw_second` and `inverse_temperature` come together or not at all. Rows from
-    `num_rows` on may hold anything, NaN too: what was in memory if their group is not computed.
+    `draw_first`, `draw_second` and `inverse_temperature` come together or not at all. Results from
+    row `num_rows` on are arbitrary, also NaN: if a group is not computed, they are what was in
+    memory.
     """
     (T, D), V = x.shape, w.shape[0]
     if reason := why_not(dtype=x.dtype, hidden_size=D, num_forbidden=len(forbidden_ids)):
@@ -234,7 +242,7 @@ def _fields(plan: _Plan) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _masked_tiles(plan: _Plan) -> tuple[int, ...]:
-    """Returns the tiles that need masks whatever the rows are."""
+    """Returns the tiles that need masks for any rows."""
     found = {i // plan.tile_columns for i in plan.forbidden_ids}
     if plan.V % plan.tile_columns:
         found.add(plan.num_tiles - 1)
@@ -247,7 +255,7 @@ def _pad(plan: _Plan, name: str, values: jax.Array) -> jax.Array:
 
 
 def _flags(plan: _Plan, given_ids: jax.Array) -> jax.Array:
-    """Returns int32 [blocks of 64 rows, tiles]: whether the tile needs masks for the block."""
+    """Returns int32 [blocks of 64 rows, tiles]: 1 where a tile needs masks for the block."""
     index = jnp.arange(plan.num_tiles, dtype=jnp.int32)[:, None]
     first_id, blocks = index * plan.tile_columns, given_ids.reshape(-1, 1, ROWS)
     given = (first_id <= blocks) & (blocks < first_id + plan.tile_columns)
@@ -258,7 +266,7 @@ def _flags(plan: _Plan, given_ids: jax.Array) -> jax.Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _RowInputs:
-    """Per-row inputs of a warpgroup, [ROWS] but for the given ids; None where absent."""
+    """Per-row inputs of a warpgroup, [ROWS] except the given ids; None where absent."""
 
     given_ids: jax.Array | None = None  # [ROWS, SLOTS]
     draw_first: jax.Array | None = None
@@ -266,7 +274,8 @@ class _RowInputs:
     inverse_temperature: jax.Array | None = None
 
 
-def _kernel(plan: _Plan, interpret):
+def _kernel(plan: _Plan, interpret: Any) -> Callable[..., Any]:
+    """Returns the kernel, a function of x, w and the inputs; it returns the partials' fields."""
     tile, columns, stages = plan.tile, plan.columns, plan.tile.stages
     floats, ids = _fields(plan)
     has_flags = "given_ids" in plan.row_names
@@ -283,7 +292,7 @@ def _kernel(plan: _Plan, interpret):
         worker = lax.axis_index("worker")
         team = lax.axis_index("team")
         my_groups = plan.groups
-        if plan.has_num_rows:
+        if num_rows_gmem is not None:
             wanted = lax.max(lax.min(num_rows_gmem[0], jnp.int32(plan.T)), jnp.int32(0))
             my_groups = lax.div(wanted + (plan.group_rows - 1), jnp.int32(plan.group_rows))
         if plan.teams > 1:
@@ -306,7 +315,7 @@ def _kernel(plan: _Plan, interpret):
 
             def load_stage(group_step, _, *, base, first_row):
                 step = base + group_step
-                slot = ring.stage_of(step)
+                stage = ring.stage_of(step)
                 turn = lax.div(group_step, jnp.int32(plan.depth_steps))
                 depth = lax.rem(group_step, jnp.int32(plan.depth_steps)) * DEPTH
 
@@ -314,13 +323,13 @@ def _kernel(plan: _Plan, interpret):
                 first_id = (worker + turn * plan.workers) * plan.tile_columns
                 plgpu.copy_gmem_to_smem(
                     x_gmem.at[pl.ds(first_row, plan.cta_rows), pl.ds(depth, DEPTH)],
-                    x_smem.at[slot],
-                    full.at[slot],
+                    x_smem.at[stage],
+                    full.at[stage],
                 )
                 plgpu.copy_gmem_to_smem(
                     w_gmem.at[pl.ds(first_id, plan.tile_columns), pl.ds(depth, DEPTH)],
-                    w_smem.at[slot],
-                    full.at[slot],
+                    w_smem.at[stage],
+                    full.at[stage],
                     collective_axes="cta" if tile.pair else None,
                 )
                 return ()
@@ -329,7 +338,7 @@ def _kernel(plan: _Plan, interpret):
             ring.drain(my_groups * group_steps)
 
         def update(masked, *given):
-            """Returns the statistics after a tile, in the interpreter array by array."""
+            """Returns the statistics after a tile; the interpreter runs the plain function."""
             function = functools.partial(_update, plan, masked)
             return register_code.inline(function, *given) if interpret is None else function(*given)
 
@@ -349,15 +358,15 @@ def _kernel(plan: _Plan, interpret):
 
             def accumulate(acc, base):
                 def one_stage(k, _):
-                    slot = ring.stage_of(base + k)
-                    x_tile, w_tile = x_smem.at[slot], w_smem.at[slot]
+                    stage = ring.stage_of(base + k)
+                    x_tile, w_tile = x_smem.at[stage], w_smem.at[stage]
                     if by_rows:
                         x_tile = x_tile.at[pl.ds(warpgroup * ROWS, ROWS)]
                     else:
                         w_tile = w_tile.at[pl.ds(warpgroup * columns, columns)]
-                    plgpu.barrier_wait(full.at[slot])
+                    plgpu.barrier_wait(full.at[stage])
                     plgpu.wgmma(acc, x_tile, w_tile.T)
-                    # One wgmma stays in flight; the stage before it has been read.
+                    # This wgmma stays in flight; the one before has read its stage.
                     plgpu.wgmma_wait(1)
 
                     pl.when(k > 0)(lambda: ring.release(base + k - 1))
@@ -370,7 +379,7 @@ def _kernel(plan: _Plan, interpret):
 
             def one_tile(turn, state, *, base, my_row, inputs):
                 index = worker + turn * plan.workers
-                if has_flags:
+                if flags_gmem is not None:
                     masked = flags_gmem[lax.div(my_row, ROWS), index] != 0
                 else:
                     masked = index < 0
@@ -378,7 +387,7 @@ def _kernel(plan: _Plan, interpret):
                         masked |= index == masked_tile
                 logits = pl.run_scoped(
                     functools.partial(accumulate, base=base + turn * plan.depth_steps),
-                    plgpu.ACC((ROWS, columns), jnp.float32),
+                    compat.ACC((ROWS, columns), jnp.float32),
                 )
                 first_id = index * plan.tile_columns + my_columns
                 given = (inputs, slots, first_id, logits, state)
@@ -392,9 +401,9 @@ def _kernel(plan: _Plan, interpret):
             lax.fori_loop(0, my_groups, one_group, ())
 
         def load_rows(my_row) -> _RowInputs:
-            # Two words a thread: not worth a detour through shared memory.
+            # Only two words a thread: shared memory would not help.
             found = {
-                name: plgpu.load(
+                name: compat.load(
                     source.at[pl.ds(my_row, ROWS)],
                     layout=plgpu.Layout.WGMMA.reduce(1),
                     optimized=False,
@@ -410,7 +419,7 @@ def _kernel(plan: _Plan, interpret):
             if plan.accumulators > 1:
                 part += warpgroup
             for name, out in zip((*floats, *ids), outs, strict=True):
-                # A word a row, as the merge wants them: a few kilobytes a group.
+                # One word a row, in the order of the merge: a few kilobytes a group.
                 compat.store_narrow(out.at[pl.ds(my_row, ROWS), part], fields[name])
 
         # One branch per role: ptxas honours set_max_registers in no other form.
@@ -444,6 +453,7 @@ def _kernel(plan: _Plan, interpret):
 
 
 def _wide(values: jax.Array) -> jax.Array:
+    """Returns values [ROWS] repeated for each slot."""
     return lax.broadcast_in_dim(values, (ROWS, SLOTS), [0])
 
 
@@ -468,9 +478,10 @@ def _update(
     logits: jax.Array,  # [ROWS, columns]
     state: dict[str, jax.Array],
 ) -> dict[str, jax.Array]:
-    """Returns the running statistics after one tile; ids are kept without their slot.
+    """Returns the running statistics after one tile; they hold ids without their slot.
 
-    Two passes over the accumulator: the best ids, which give the maximum, then the exponentials.
+    There are two passes over the accumulator: the first finds the best ids and so the maximum, the
+    second sums the exponentials.
     """
     state = dict(state)
     high = state["high"]
@@ -524,9 +535,10 @@ def _update(
 
 
 def _scores(inputs: _RowInputs, first_id: jax.Array, logits: jax.Array) -> jax.Array:
-    """Returns logit / temperature + noise of some columns."""
+    """Returns logit / temperature + noise for some columns."""
 
-    def along(values: jax.Array) -> jax.Array:
+    def along(values: jax.Array | None) -> jax.Array:
+        assert values is not None, "a draw has all of its inputs"
         return lax.broadcast_in_dim(values, logits.shape, [0])
 
     ids = first_id + plgpu.broadcasted_iota(jnp.int32, logits.shape, 1, layout=plgpu.Layout.WGMMA)
@@ -549,7 +561,7 @@ def _reduce_slots(
     best_ids, second_ids = state["best_id"] + slots, state["second_id"] + slots
     best = state["best_logit"].max(1)
     best_id = lowest_id(best_ids, state["best_logit"] == _wide(best))
-    # The slot of the best id goes on with its second.
+    # In the slot of the best id, the second best is the candidate for second.
     is_best = best_ids == _wide(best_id)
     rest = jnp.where(is_best, state["second_logit"], state["best_logit"])
     rest_ids = jnp.where(is_best, second_ids, best_ids)

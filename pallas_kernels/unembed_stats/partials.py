@@ -3,9 +3,9 @@
 The chunks of the XLA implementation, the partials of the GPU kernel and (later) the vocabulary
 shards of tensor parallelism are all `PartialStats`, and `merge` is the only rule that joins them.
 It is exact for ids and logits: any order and grouping of ranges gives the same bits. The sums are
-rescaled, so their rounding depends on the grouping; every user fixes it by static shapes.
+rescaled, so their rounding depends on the grouping; static shapes fix the grouping everywhere.
 
-A draw is Gumbel-max: of all allowed ids the one with the highest logit / temperature + noise. The
+A draw is Gumbel-max: it takes the allowed id with the highest logit / temperature + noise. The
 noise is a function of the row's key and the id alone (a counter-based hash), so it does not depend
 on chunk, tile, bucket, row or neighbours, and the implementations agree in every bit of the hash.
 """
@@ -15,34 +15,36 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float32, Int32, UInt32
 
 # Finite: 0 * -inf would be nan in the entropy sum.
 LOWEST = -1e30
-NO_ID = 2**30  # higher than any id: loses every tie
+NO_ID = 2**30  # higher than any id, so it loses every tie
 
 _GOLDEN = 0x9E3779B1  # odd, so that multiplying by it permutes the 32-bit words
-_MIX = (0x21F0AAAD, 0xD35A2D97)  # with shifts 16, 15, 15 a low-bias 32-bit mixer
+_MIX = (0x21F0AAAD, 0xD35A2D97)  # a low-bias 32-bit mixer, with the shifts 16, 15, 15
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PartialStats:
-    """Statistics over a range of ids; every field is [T] (or a scalar inside a reduction).
+    """Statistics over a range of ids.
 
-    The drawn fields are None where nothing is drawn.
+    The shape of every field is [T], [T, ranges] for `merge_all`, or [] inside a reduction. The
+    drawn fields are None if nothing is drawn.
     """
 
-    high: jax.Array  # no logit of the range is higher, forbidden ids included
-    total: jax.Array  # sum of exp(logit - high)
-    moment: jax.Array  # sum of exp(logit - high) * (logit - high)
-    best_id: jax.Array
-    best_logit: jax.Array
-    second_id: jax.Array
-    second_logit: jax.Array
-    given_logit: jax.Array
-    drawn_score: jax.Array | None  # logit / temperature + noise of the drawn id
-    drawn_id: jax.Array | None
-    drawn_logit: jax.Array | None
+    high: Float32[Array, "*T"]  # no logit of the range is higher, forbidden ids included
+    total: Float32[Array, "*T"]  # sum of exp(logit - high)
+    moment: Float32[Array, "*T"]  # sum of exp(logit - high) * (logit - high)
+    best_id: Int32[Array, "*T"]
+    best_logit: Float32[Array, "*T"]
+    second_id: Int32[Array, "*T"]
+    second_logit: Float32[Array, "*T"]
+    given_logit: Float32[Array, "*T"]
+    drawn_score: Float32[Array, "*T"] | None  # logit / temperature + noise of the drawn id
+    drawn_id: Int32[Array, "*T"] | None
+    drawn_logit: Float32[Array, "*T"] | None
 
 
 def empty(shape: tuple[int, ...], *, draws: bool) -> PartialStats:
@@ -74,11 +76,13 @@ def merge(left: PartialStats, right: PartialStats) -> PartialStats:
     if left.drawn_score is None:
         drawn = (None, None, None)
     else:
-        won = _ahead(right.drawn_score, right.drawn_id, left.drawn_score, left.drawn_id)
+        left_score, left_id, left_logit = _drawn(left)
+        right_score, right_id, right_logit = _drawn(right)
+        won = _ahead(right_score, right_id, left_score, left_id)
         drawn = (
-            jnp.where(won, right.drawn_score, left.drawn_score),
-            jnp.where(won, right.drawn_id, left.drawn_id),
-            jnp.where(won, right.drawn_logit, left.drawn_logit),
+            jnp.where(won, right_score, left_score),
+            jnp.where(won, right_id, left_id),
+            jnp.where(won, right_logit, left_logit),
         )
     return PartialStats(
         high=high,
@@ -97,7 +101,7 @@ def merge(left: PartialStats, right: PartialStats) -> PartialStats:
 
 
 def merge_all(partials: PartialStats) -> PartialStats:
-    """Returns the merge over the last axis; one fusion on a GPU."""
+    """Returns the merge over the last axis of every field; it is one fusion on a GPU."""
     leaves, structure = jax.tree.flatten(partials)
     start = jax.tree.leaves(empty((), draws=partials.drawn_score is not None))
 
@@ -108,40 +112,53 @@ def merge_all(partials: PartialStats) -> PartialStats:
     return structure.unflatten(lax.reduce(tuple(leaves), tuple(start), join, (leaves[0].ndim - 1,)))
 
 
-def draw_words(draw_keys: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the two uint32 [T] words that `noise` takes, from keys uint32 [T, 2].
+def draw_words(
+    draw_keys: UInt32[Array, "T 2"],
+) -> tuple[UInt32[Array, " T"], UInt32[Array, " T"]]:
+    """Returns the two words that `draw_counter` and `noise` take.
 
-    Mixed here, once per row, so that neighbouring keys such as (seed, position) do no harm.
+    The keys are mixed here, once per row, so that neighbouring keys, for example (seed, position),
+    do no harm.
     """
     first = _mix(draw_keys[:, 0] + jnp.uint32(_GOLDEN))
     second = _mix(draw_keys[:, 1] ^ first)
     return _mix(first + second), second
 
 
-def noise(counter: jax.Array, word: jax.Array) -> jax.Array:
+def noise(counter: UInt32[Array, "..."], word: UInt32[Array, "..."]) -> Float32[Array, "..."]:
     """Returns standard Gumbel noise of `counter = draw_counter(first word, id)` and second word.
 
-    Only operations that lower on a Mosaic GPU accumulator.
+    It uses only operations that lower on a Mosaic GPU accumulator.
     """
     bits = counter ^ lax.shift_right_logical(counter, jnp.uint32(16))
     bits = bits * jnp.uint32(_MIX[0])
     bits = bits ^ lax.shift_right_logical(bits, jnp.uint32(15))
     bits = (bits + word) * jnp.uint32(_MIX[1])
     bits = bits ^ lax.shift_right_logical(bits, jnp.uint32(15))
-    # The winner has the lowest exponential variate of a whole vocabulary: its low end needs all
-    # 32 bits, which 1 - uniform in float32 does not have.
+    # The winner has the lowest exponential variate of a whole vocabulary. So the low end needs all
+    # 32 bits, and 1 - uniform in float32 does not have them.
     uniform = bits.astype(jnp.float32) * 2.0**-32 + 2.0**-33
     series = uniform + uniform * uniform * (0.5 + uniform * (1 / 3))  # -log(1 - uniform)
     exponential = jnp.where(uniform < 2.0**-7, series, -jnp.log(1.0 - uniform))
     return -jnp.log(exponential)
 
 
-def draw_counter(word: jax.Array, ids: jax.Array) -> jax.Array:
-    """Returns the uint32 that `noise` hashes; linear in the id, so a tile may add its offset."""
+def draw_counter(word: UInt32[Array, "..."], ids: Int32[Array, "..."]) -> UInt32[Array, "..."]:
+    """Returns the number that `noise` hashes; linear in the id, so a tile may add its offset."""
     return ids.astype(jnp.uint32) * jnp.uint32(_GOLDEN) + word
 
 
-def _ahead(logit, token_id, other_logit, other_id) -> jax.Array:
+def _drawn(stats: PartialStats) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns (score, id, logit) of the draw; statistics have all three or none."""
+    assert stats.drawn_score is not None
+    assert stats.drawn_id is not None
+    assert stats.drawn_logit is not None
+    return stats.drawn_score, stats.drawn_id, stats.drawn_logit
+
+
+def _ahead(
+    logit: jax.Array, token_id: jax.Array, other_logit: jax.Array, other_id: jax.Array
+) -> jax.Array:
     return (logit > other_logit) | ((logit == other_logit) & (token_id < other_id))
 
 

@@ -1,4 +1,4 @@
-"""The device is asked in one place, and this place says what may run."""
+"""One file asks for the device's facts, and it decides which kernels can run."""
 
 import dataclasses
 import pathlib

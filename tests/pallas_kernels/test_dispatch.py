@@ -1,4 +1,4 @@
-"""Choosing an implementation: what "auto" takes where, and what a refused choice says."""
+"""The choice of an implementation: what "auto" takes on a device, and the error of a refusal."""
 
 import dataclasses
 

@@ -1,7 +1,7 @@
-"""Every Mosaic GPU kernel, compiled and run on a Hopper GPU, against the XLA references.
+"""Every Mosaic GPU kernel, compiled and run on a Hopper GPU, equals the XLA reference.
 
-The interpreter proves the algorithm and the lowering proves that it compiles; registers, barriers
-and asynchronous copies are real only here. Run by hand on a GPU machine:
+The interpreter proves the algorithm, and the lowering proves that it compiles. Only here registers,
+barriers and asynchronous copies are real. Run it by hand on a GPU machine:
 
     python -m pytest tests/pallas_kernels/test_kernels_on_gpu.py
 """
@@ -38,7 +38,7 @@ def wide(tree):
 
 
 def attention_case(rng, rows, *, N=16, K=4, H=128, page=64, block=32, padding=0, width=None):
-    """`rows` are (context, in-flight) or None; everything that nobody may read is NaN."""
+    """Builds a batch: a row is (context, in-flight) or None; NaN fills what no kernel may read."""
     spans = [row or (0, 0) for row in rows]
     lengths = np.array([new for _, new in spans])
     ends = np.array([context + new for context, new in spans])
@@ -219,7 +219,7 @@ def test_routing(T, E, groups, kept):
         logits, bias, **options, implementation="mosaic_gpu"
     )
     expected = pallas_kernels.top_k_routing(logits, bias, **options, implementation="xla")
-    # A difference of one rounding in a sigmoid may swap two experts of equal score.
+    # One rounding in a sigmoid may swap two experts with nearly equal scores.
     same = np.asarray(ids == expected[0]).all(axis=1)
     assert same.mean() > 0.999
     np.testing.assert_allclose(weights[same], expected[1][same], rtol=1e-5)
@@ -246,7 +246,7 @@ def test_unembed_stats(T, V, D, draws):
             np.asarray(getattr(out, name)), np.asarray(getattr(expected, name)), atol=2e-3,
             err_msg=name,
         )  # fmt: skip
-    # float32 sums in another order decide ids only where two logits nearly tie.
+    # The order of float32 sums changes an id only if two logits are nearly equal.
     for name in ("best_id", "second_id", "drawn_id"):
         same = np.asarray(getattr(out, name) == getattr(expected, name)).mean()
         assert same >= 1 - 2 / T, name
@@ -285,7 +285,7 @@ def test_dense_matmul(T, N, K):
     assert relative_error(activated, expected_activated) < 4e-3
     for part, again in zip(parts, pallas_kernels.dense_matmul(x, w, **forced), strict=True):
         np.testing.assert_array_equal(bits(part), bits(again))
-    # A row's bits are its own, and NaN stays where it is.
+    # A row's bits do not depend on other rows, and NaN stays in its row.
     others = x.at[1:].set(jnp.nan)
     for part, alone in zip(parts, pallas_kernels.dense_matmul(others, w, **forced), strict=True):
         np.testing.assert_array_equal(bits(part[0]), bits(alone[0]))
@@ -309,7 +309,7 @@ def test_dense_matmul(T, N, K):
     ],
 )
 def test_dense_matmul_of_more_tokens(T, N, K, swiglu):
-    """Tiles of the table, whole and past the last token."""
+    """The table's tiles serve whole tiles of tokens and a last tile that is not full."""
     rng = np.random.default_rng(T)
     x = normal(rng, T, K)
     w = jax.random.normal(jax.random.key(1), ((1 + swiglu) * N, K), jnp.bfloat16)
@@ -380,7 +380,7 @@ def test_rotation_and_write_of_the_pool(T, parts, N, K, rotary_dim, has_bias, ha
         np.testing.assert_allclose(
             np.asarray(one, np.float32), np.asarray(other, np.float32), rtol=2**-5, atol=2**-5
         )
-    # Values are exact (but NaN is any NaN); what no token owns keeps its bits.
+    # Values are exact (one NaN equals another); places that no token owns keep their bits.
     np.testing.assert_array_equal(
         *(np.asarray(pool[:, 1], np.float32) for _, pool in (ours, theirs))
     )

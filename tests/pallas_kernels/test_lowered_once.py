@@ -1,4 +1,4 @@
-"""Kernels are exported once for each signature; what a program gets is what the kernel computes."""
+"""Kernels are exported once for each signature, and programs compute the same as the kernel."""
 
 import functools
 import threading
@@ -132,7 +132,7 @@ def test_threads_that_compile_at_once_share_one(kernel):
 
 @pytest.fixture
 def on_hopper(monkeypatch):
-    """Lets ops choose as on a Hopper GPU; what they export is forgotten afterwards."""
+    """Lets ops choose as on a Hopper GPU, and forgets their exported kernels afterwards."""
     if not compat.supported():
         pytest.skip(f"needs jax >= {compat.MIN_JAX_VERSION}")
     devices.pretend(monkeypatch, devices.HOPPER)
@@ -141,14 +141,14 @@ def on_hopper(monkeypatch):
 
 @pytest.mark.usefixtures("on_hopper")
 def test_another_tile_is_another_kernel_once_the_old_one_is_cleared():
-    """As `scripts/tune_kernels.py` times one tile after the other."""
+    """`scripts/tune_kernels.py` relies on it: it times one tile after the other."""
     shapes = [((64, 4, 64), jnp.bfloat16), ((3, 2, 4, 64, 64), jnp.bfloat16)]
     shapes += [((2,), jnp.int32), ((1,), jnp.int32), ((1,), jnp.int32), ((1, 2), jnp.int32)]
     arguments = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
     options = {"visibility": "full", "block_size": 8, "scale": 0.1}
 
     def lookups(kv_tokens):
-        """Returns how often the table was asked for the tile of the lowered kernel."""
+        """Returns how often lowering the kernel looked up its tile."""
         lookup = mock.Mock(return_value={"kv_tokens": kv_tokens, "stages": 2, "persistent": False})
         jax.clear_caches()
         with mock.patch.object(tiles, "lookup", lookup):

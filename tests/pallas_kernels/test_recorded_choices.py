@@ -1,4 +1,4 @@
-"""What a program was traced with is what its ops chose, whatever jax had cached before."""
+"""A record holds every choice of a program's ops, whatever jax had cached before."""
 
 import concurrent.futures
 import dataclasses
@@ -27,7 +27,7 @@ def array(*shape, dtype=jnp.bfloat16):
 
 def traced(function, *arguments) -> dispatch.Choices:
     with pallas_kernels.record_choices() as choices:
-        jax.jit(lambda *args: function(*args)).trace(*arguments)  # a program of its own
+        jax.jit(lambda *args: function(*args)).trace(*arguments)  # a separate program
     return choices
 
 
@@ -61,7 +61,7 @@ CALLS = {
 
 @pytest.mark.parametrize("op", dispatch.IMPLEMENTATIONS)
 def test_every_op_is_recorded_in_every_program(monkeypatch, op):
-    """Also in the second, whose trace of the op's own jit is in jax's cache."""
+    """Also in the second program, where the op's own jit is already in jax's cache."""
     devices.pretend(monkeypatch, devices.CPU)
     width = {"rotate_and_cache": 4 * H}.get(op, 256)
     arguments = array(T, width), array(32, width)
@@ -107,7 +107,7 @@ def test_ops_are_recorded_inside_loops_and_branches(monkeypatch):
 
 
 def test_another_device_is_another_choice_at_known_shapes(monkeypatch):
-    """A100: one block a row is cuDNN's, prefill XLA's; nothing of another device is taken over."""
+    """On an A100 cuDNN serves one block a row, XLA prefill; earlier choices do not matter."""
     arguments = [
         array(64, 4, H), array(2, 2, 2, 32, H), array(3, dtype=INT), array(2, dtype=INT),
         array(2, dtype=INT), array(2, 4, dtype=INT),

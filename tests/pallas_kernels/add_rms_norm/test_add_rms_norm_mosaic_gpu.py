@@ -1,4 +1,4 @@
-"""The fused norm kernel equals its reference to a rounding; it lowers for CUDA."""
+"""The fused norm kernel equals its reference up to one rounding, and lowers for CUDA."""
 
 import functools
 
@@ -28,9 +28,9 @@ def bits(array):
 
 
 def assert_within_one_rounding(ours, expected):
-    """Reductions add in another order: a value may fall on the other side of a bf16 rounding,
+    """Asserts equality up to a bf16 rounding before the weight and one after it.
 
-    before the weight and after it.
+    The two reductions add in different orders, so a value may round to the other side.
     """
     ours, expected = np.asarray(ours, np.float32), np.asarray(expected, np.float32)
     np.testing.assert_allclose(ours, expected, rtol=2**-6, atol=2**-6)
@@ -40,7 +40,7 @@ def assert_within_one_rounding(ours, expected):
 def test_add_rms_norm_equals_the_reference():
     x, added, weight = normal(5, 1024), normal(5, 1024, seed=1), normal(1024, seed=2)
     total, normed = kernel_interpreter.run(norm_kernel.add_rms_norm, x, (added,), weight, eps=EPS)
-    # Op by op: inside one jit XLA may keep the excess precision of a rounded value.
+    # Op by op: inside one jit XLA may skip a rounding.
     np.testing.assert_array_equal(bits(total), bits(x + added))
     assert_within_one_rounding(normed, pallas_kernels.rms_norm(x + added, weight, EPS))
 

@@ -22,7 +22,8 @@ from support.dense_products import (
 )
 
 Tile = gpu_kernel.Tile
-# name: (tokens, result's columns, contraction, swiglu, tile): every way through the kernel.
+# name: (tokens, result's columns, contraction, swiglu, tile); they cover all branches of the
+# kernel.
 WAYS = {
     "one-step": (8, 32, 64, False, Tile(columns=32)),
     "more-steps-than-stages": (16, 128, 640, False, Tile(columns=64, stages=3)),
@@ -50,7 +51,7 @@ def test_equals_numpy(way):
 
 
 def test_stores_in_pieces_where_shared_memory_is_short(monkeypatch):
-    """As for 128 tokens beside 144 columns: an output buffer is filled and stored three times."""
+    """The output buffer is filled and stored three times, as for 128 tokens and 144 columns."""
     tile = Tile(columns=96, stages=2)
     stage, piece = 2 * (96 + 64) * 64, 2 * 64 * 32
     monkeypatch.setattr(limits, "BUFFERS", 2 * stage + piece)
@@ -137,7 +138,7 @@ def test_serving_shapes_have_the_measured_tiles_and_lower_for_cuda(name):
 
 @pytest.mark.parametrize("swiglu", [False, True], ids=["plain", "swiglu"])
 def test_any_shape_has_a_tile_that_fits(swiglu):
-    """In whole waves of the SMs, its stages in shared memory, its accumulators in registers."""
+    """The tile fills whole waves of the SMs; its stages and accumulators fit in an SM."""
     for columns in (16, 48, 512, 2064, 5120, 12304, 25088, 33792, 157184):
         for contraction in (64, 192, 1024, 2048, 4160, 18944):
             for tokens in (8, 24, 64, 128):

@@ -26,8 +26,9 @@ from support.dense_products import (
 )
 
 Tile = gpu_kernel.Tile
-# name: (tokens, result's columns, contraction, swiglu, tile): every way through the kernel. The
-# clusters are small: the interpreter stops where more threads wait for one another than it has.
+# name: (tokens, result's columns, contraction, swiglu, tile); they cover all branches of the
+# kernel. The clusters are small: the interpreter hangs if more threads wait for one another than it
+# has.
 WAYS = {
     "one-step": (192, 32, 64, False, Tile(tokens=192, columns=32)),
     "more-steps-than-stages": (144, 64, 320, False, Tile(tokens=192, columns=32, stages=3)),
@@ -67,7 +68,7 @@ def test_equals_numpy(way):
 
 @pytest.mark.parametrize("way", ["tiles-of-tokens", "share-tokens"])
 def test_few_multiprocessors_walk_many_tiles(monkeypatch, way):
-    """Also where not all of them have as many."""
+    """They may also get different numbers of tiles."""
     tokens, columns, contraction, swiglu, tile = WAYS[way]
     columns *= 3
     few = dataclasses.replace(device.local_device(), num_multiprocessors=2 * tile.cluster)
@@ -171,7 +172,7 @@ def test_every_entry_suits_its_shape_and_lowers_for_cuda(entry):
 
 @pytest.mark.parametrize("tokens", [160, 224, 320])
 def test_tokens_between_the_entries_are_not_copied(tokens):
-    """A padding and a slice of each part would be launches of their own."""
+    """Padding x and slicing each part would be separate launches."""
     arguments = [jax.ShapeDtypeStruct((n, 12288), jnp.bfloat16) for n in (tokens, 4096)]
     traced = jax.jit(gpu_kernel.wide_matmul).trace(*arguments)
     assert [out.shape for out in traced.out_info] == [(tokens, 4096)] * 4

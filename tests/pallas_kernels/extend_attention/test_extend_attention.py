@@ -1,7 +1,7 @@
-"""Paged block attention against loops in float64.
+"""Paged block attention equals loops in float64.
 
-Every page a row does not own, and every slot past its length, holds NaN in these tests, and
-unused table entries hold garbage ids: a leak of either shows in the result.
+In these tests NaN fills all pages that no row owns and all places past a row's length, and unused
+table entries hold wrong ids. So the result shows any use of them.
 """
 
 import dataclasses
@@ -106,7 +106,7 @@ def oracle(case: Case, *, visibility, block_size) -> np.ndarray:
 
 
 def ragged_lengths(block: int) -> list:
-    """Empty context, two blocks in flight, an inactive row, prefill of many blocks, a long row."""
+    """Returns rows without context, with two blocks in flight, inactive, with many blocks, long."""
     longest = MAX_PAGES_TOKENS - block
     return [
         (0, block),
@@ -130,7 +130,7 @@ def test_equals_loops(visibility, page, block):
 
 
 def test_equals_loops_for_random_batches():
-    """Seeded draws of one compiled shape: contexts need not be whole blocks or pages."""
+    """All batches have one compiled shape; contexts need not be whole blocks or pages."""
     block, page, tokens = 8, 16, 96
     rng = np.random.default_rng(11)
     for draw in range(12):
@@ -167,7 +167,7 @@ def test_bfloat16():
 @pytest.mark.parametrize("seed", range(3))
 def test_neighbours_never_change_a_rows_bits(seed):
     block, page, tokens = 8, 16, 96
-    # The watched row, then a batch in which every other row, page id and offset differs.
+    # Both batches have the watched row; every other row, page id and offset differs.
     mine = (40, 2 * block)
     others = [
         [(0, 8), mine, None, (24, 32), (8, 8)],
@@ -200,7 +200,7 @@ def test_row_with_queries_but_no_keys_writes_zeros():
 
 
 def test_gathered_memory_is_bounded_for_prefill():
-    """A prefill of 4096 tokens must not gather its context once per tile at the same time."""
+    """A prefill of 4096 tokens must not hold one gathered copy of its context per tile."""
     tokens, pages = 4096, 64
     spec = {
         "q": jnp.zeros((tokens, N, H)),

@@ -1,4 +1,4 @@
-"""The cuDNN fallback's gather and lengths, with XLA in cuDNN's place; its refusals."""
+"""The gather and lengths of the cuDNN fallback, with XLA instead of cuDNN; its refusals."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -29,7 +29,7 @@ def test_blocks_see_their_rows_keys_and_nothing_else():
     pool = rng.normal(size=(B * M + 1, 2, K, Z, H)).astype(np.float32)
     pages = rng.permutation(B * M).reshape(B, M).astype(np.int32)
     ends = np.array([20, 24, 0], np.int32)
-    for b in range(B):  # whatever lies past a row's end must not matter
+    for b in range(B):  # what is past a row's end must not matter
         for at in range(ends[b], M * Z):
             pool[pages[b, at // Z], :, :, at % Z] = np.nan
     out = cudnn.attend_blocks(

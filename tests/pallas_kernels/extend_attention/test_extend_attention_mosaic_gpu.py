@@ -1,7 +1,7 @@
 """The paged attention kernel equals loops in float64 in the interpreter and lowers for CUDA.
 
-Pages that no row owns, slots past a row's length and padding queries hold NaN, and unused table
-entries hold garbage ids: a leak of any shows in the result.
+NaN fills pages that no row owns, places past a row's length and padding queries, and unused table
+entries hold wrong ids. So the result shows any use of them.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ SMALL = gpu_kernel.AttentionTile(kv_tokens=64, stages=2)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Rows are (context, in-flight) or None, inactive; q_len packs every row at that length."""
+    """A row is (context, in-flight), or None if inactive; with q_len every row has that length."""
 
     rows: tuple
     padding: int = 0
@@ -125,7 +125,7 @@ def oracle(problem: Problem, batch: Batch) -> np.ndarray:
 
 
 PROBLEMS = {
-    # Each warpgroup works on a kv head of its own; three CTAs, so that one runs several items.
+    # Each warpgroup works on another kv head; there are three CTAs, so that one runs several items.
     "decode_two_blocks": Problem(
         rows=((40, 16), None, (100, 16), (0, 16)), q_len=16, multiprocessors=3
     ),
@@ -158,7 +158,7 @@ PROBLEMS = {
         rows=((0, 120), (37, 8)), padding=8, visibility="causal",
         tile=gpu_kernel.AttentionTile(persistent=False),
     ),
-    # One warpgroup an item: a kv head each, though two would fit; more tokens than it has rows.
+    # An item has one warpgroup and one kv head, though two would fit, and more tokens than rows.
     "windows_of_64_rows": Problem(
         rows=((40, 64), None, (8, 16), (0, 72)), padding=16, visibility="full",
         heads=2, tile=dataclasses.replace(SMALL, persistent=False, max_rows=64),

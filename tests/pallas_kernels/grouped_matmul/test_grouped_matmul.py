@@ -1,4 +1,4 @@
-"""Mixture-of-experts matmuls against loops in float64."""
+"""Mixture-of-experts matmuls equal loops in float64."""
 
 import jax
 import jax.numpy as jnp
@@ -101,7 +101,7 @@ def test_invalid_tokens_give_zeros_and_leak_nothing(share, implementation):
     x = np.where(valid[:, None], rng.normal(size=(T, D)), np.nan).astype(np.float32)
     ids, expert_weights = routing("random", rng)
     expert_weights[~valid] = np.nan
-    # Experts only invalid tokens chose hold NaN: they must not show.
+    # Experts that only invalid tokens chose hold NaN, which must not show.
     chosen = np.unique(ids[valid])
     if implementation == "xla":
         for array in (gate, up, down):
@@ -134,7 +134,7 @@ def test_unused_experts_leak_nothing():
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_ids_outside_the_shard_contribute_nothing(implementation):
-    """Two halves of the experts, each run with shifted ids, sum to the whole."""
+    """The results of the two halves of the experts, with shifted ids, sum to the whole."""
     rng = np.random.default_rng(6)
     gate, up, down = weights(0, experts=8)
     x = rng.normal(size=(T, D)).astype(np.float32)
@@ -154,7 +154,7 @@ def test_ids_outside_the_shard_contribute_nothing(implementation):
 
 
 def test_random_routings_and_neighbours():
-    """One compiled shape, larger: values hold, and a token's bits ignore the other tokens."""
+    """At a larger shape: values are right, and a token's bits do not depend on other tokens."""
     tokens, width, size, experts, top = 64, 32, 64, 16, 4
     gate, up, down = weights(1, experts=experts, size=size, width=width)
     gate_up = interleave_gate_up(gate, up)
@@ -210,7 +210,7 @@ def test_memory_does_not_grow_with_experts():
 
 
 def test_gradients_of_dense_match_finite_differences():
-    """Central differences in numpy float64 of a weighted sum of the output."""
+    """They are central differences, in numpy float64, of a weighted sum of the output."""
     rng = np.random.default_rng(9)
     gate, up, down = weights(3, experts=3, size=4, width=5)
     x = rng.normal(size=(6, 5)).astype(np.float32)

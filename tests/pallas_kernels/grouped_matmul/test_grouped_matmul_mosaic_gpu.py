@@ -93,7 +93,7 @@ def test_equals_loops(kind, gathers):
     marks.every(
         2,
         [
-            # Two warpgroups where the sizes allow, one where not; pieces of 8, 16, 32 rows stored.
+            # Two warpgroups if the sizes allow, else one; pieces of 8, 16 and 32 rows stored.
             (gpu_kernel.Tile(rows=24, warpgroups=2, block_k=128, stages=2), 192, 256),
             (gpu_kernel.Tile(rows=48, warpgroups=2, block_k=64, stages=3), 128, 128),
         ],
@@ -140,7 +140,7 @@ def test_invalid_tokens_give_zeros_and_leak_nothing(gathers):
     valid = rng.random(T) < 0.6
     x = jnp.asarray(np.where(valid[:, None], rng.normal(size=(T, D)), np.nan), jnp.bfloat16)
     ids, expert_weights = routing("random", rng)
-    ids[valid] = np.minimum(ids[valid], 3)  # nobody valid chooses the last expert
+    ids[valid] = np.minimum(ids[valid], 3)  # no valid token chooses the last expert
     ids[~valid, 0] = E - 1
     expert_weights[~valid] = np.nan
     w_gate_up, w_down = w_gate_up.at[E - 1].set(jnp.nan), w_down.at[E - 1].set(jnp.nan)

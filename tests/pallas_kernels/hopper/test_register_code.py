@@ -1,4 +1,4 @@
-"""Inlined code computes what the function does, and lowers for CUDA."""
+"""Inlined code computes the same as its function, and lowers for CUDA."""
 
 import dataclasses
 
@@ -22,7 +22,7 @@ def in_registers(shape):
 
 
 def example(x, word, first, carry, columns=in_registers):
-    """Every operation of the table, comparisons and conversions of all kinds."""
+    """Uses every operation of the table, and comparisons and conversions of all kinds."""
     ids = first + columns(x.shape)
     words = jax.lax.broadcast_in_dim(word, x.shape, [0])
     noise = partials.noise(partials.draw_counter(words, ids), words)
@@ -41,7 +41,7 @@ def arguments():
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class NumpyFragment:
-    """Has of `FragmentedArray` what the code under test calls, for whole arrays."""
+    """Has the methods of `FragmentedArray` that the tested code calls; it holds a whole array."""
 
     array: np.ndarray
 

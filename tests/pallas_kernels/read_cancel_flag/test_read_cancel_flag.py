@@ -1,4 +1,4 @@
-"""The cancel flag: without a kernel it is what was given; the kernel lowers for CUDA."""
+"""Without the kernel the cancel flag is the given value; the kernel lowers for CUDA."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The op by XLA, against numpy: bias, norm per head, rotation, K and V in their kv_indices."""
+"""The op by XLA equals numpy: bias, norm per head, rotation, K and V at their kv_indices."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -33,7 +33,7 @@ def run(arguments, **options):
 
 
 def by_hand(qkv, bias, norm_weights, cos, sin, pool, kv_indices):
-    """Token by token, head by head."""
+    """Computes the op in numpy, token by token and head by head."""
     pool, half = pool.copy(), cos.shape[1]
     q = np.zeros((len(kv_indices), N, H), np.float32)
     for t, row in enumerate(sum(qkv) if bias is None else sum(qkv) + bias):

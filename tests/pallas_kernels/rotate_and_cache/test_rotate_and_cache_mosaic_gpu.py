@@ -1,6 +1,6 @@
-"""The kernel that rotates q and k and writes K,V equals the steps apart, and lowers for CUDA.
+"""The kernel that rotates q and k and writes K,V equals separate steps, and lowers for CUDA.
 
-The interpreter runs the kernel around its threads' code: the pool in place, dropped writes, rows.
+The interpreter runs the kernel without its threads' code: the pool in place, dropped writes, rows.
 The threads' code is MLIR; `run_threads` interprets it (`lane_interpreter`), all threads at once.
 """
 
@@ -77,7 +77,7 @@ def make_case(shape, T, *, parts=1, pages=3, page_size=32, seed=0, dropped=()):
 
 
 def expected(arguments, options):
-    """Returns q and pool by the steps apart, op by op: within a jit XLA may round less."""
+    """Returns q and pool by separate steps, op by op: within a jit XLA may round less."""
     qkv, bias, q_weight, k_weight, cos, sin, pool, kv_indices = arguments
     N, K, H = options["num_query_heads"], options["num_kv_heads"], pool.shape[-1]
     total = functools.reduce(jnp.add, qkv)
@@ -98,9 +98,10 @@ def expected(arguments, options):
 
 
 def assert_same(ours, theirs, *, exact=True):
-    """Sums and contractions in another order may move a value by one rounding of bfloat16.
+    """Asserts equality, or without `exact` equality up to one rounding of bfloat16.
 
-    A rotation subtracts two such values of order one.
+    Sums and contractions in another order may move a value by one rounding, and a rotation
+    subtracts two of these values of order one.
     """
     if exact:
         np.testing.assert_array_equal(bits(ours), bits(theirs))
@@ -143,7 +144,7 @@ class Threads(Interpreter):
                 return operands[0].astype(np.float32)
             case "arith.truncf":
                 return operands[0].astype(jnp.bfloat16)
-            case "math.fma":  # all but never rounded twice: a product is exact in 64 bits
+            case "math.fma":  # a product is exact in 64 bits, so two roundings are very rare
                 a, b, c = (operand.astype(np.float64) for operand in operands)
                 return (a * b + c).astype(np.float32)
             case "math.rsqrt":
@@ -181,7 +182,7 @@ class Threads(Interpreter):
 
 
 def run_threads(arguments, options, *, tile=None):
-    """Returns (q, pool) as the kernel's threads write them; what nobody writes of q is NaN."""
+    """Returns (q, pool) as the kernel's threads write them; parts of q that none writes are NaN."""
     qkv, bias, q_weight, k_weight, cos, sin, pool, kv_indices = arguments
     plan = kernel._plan(*arguments, **options, tile=tile)
     q = jnp.full((plan.tokens, plan.num_query_heads, plan.head_dim), jnp.nan, pool.dtype)
@@ -236,7 +237,7 @@ def test_threads_equal_the_steps_apart(shape, T, heads_per_thread, parts):
     expected_q, expected_pool = expected(arguments, options)
     assert_same(q, expected_q, exact=False)
     assert_same(pool, expected_pool, exact=False)
-    # Values pass, and what has no token stays, bit by bit.
+    # Values of v are unchanged, and places without a token keep their bits.
     written = np.zeros(pool.shape[:1] + pool.shape[3:4], bool)
     kv_indices = np.asarray(arguments[-1])
     written.reshape(-1)[kv_indices[kv_indices < written.size]] = True
@@ -340,7 +341,7 @@ def lowered(model, T, *, parts=1, dtype=jnp.bfloat16, tile=None, pages=40, page_
 
 
 def test_the_pool_is_an_output_that_aliases_its_argument():
-    """Whether XLA then copies is the compiler's; a donated pool in a loop was never copied."""
+    """XLA decides whether it copies the pool; it has never copied a donated pool in a loop."""
     text = lowered("LLaDA-8B", 32)
     assert "tf.aliasing_output = 1" in text
     (call,) = [line for line in text.splitlines() if "@mosaic_gpu" in line]

@@ -1,4 +1,4 @@
-"""Group-limited routing by hand: ties, groups, the bias, and shapes that make no sense."""
+"""Group-limited routing equals results by hand: ties, groups, bias; wrong shapes are refused."""
 
 import jax.numpy as jnp
 import numpy as np

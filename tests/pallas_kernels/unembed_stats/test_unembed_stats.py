@@ -1,4 +1,4 @@
-"""Vocabulary statistics against float64 numpy over the whole row of logits."""
+"""Vocabulary statistics equal float64 numpy over the whole row of logits."""
 
 import functools
 import itertools
@@ -46,7 +46,7 @@ def check(stats, expected, **tolerance) -> None:
 
 
 def identity_case(logits) -> tuple[np.ndarray, np.ndarray]:
-    """x and w whose product is exactly `logits` [T, V]: one-hot rows pick a column of w."""
+    """Returns x and w with exactly `logits` [T, V] as product: one-hot rows pick a column of w."""
     logits = np.asarray(logits, np.float32)
     return np.eye(len(logits), dtype=np.float32), logits.T.copy()
 
@@ -81,7 +81,7 @@ def test_all_equal_logits():
 
 @pytest.mark.parametrize("forbidden", [(), tuple(range(16)), tuple(range(48)), (49, 48, 2)])
 def test_forbidden_ids_are_never_best_or_second(forbidden):
-    """Covers a whole forbidden chunk, all but two ids, and the top ones; the mass stays."""
+    """A whole chunk, all ids but two, or the top ids are forbidden; their mass still counts."""
     logits = np.random.default_rng(1).normal(size=(T, V))
     logits[:, list(forbidden)] += 20
     stats = unembed_stats(*identity_case(logits), forbidden_ids=forbidden, chunk_size=16)
@@ -122,7 +122,7 @@ def test_rows_do_not_see_each_other():
 
 
 def test_neither_logits_nor_a_copy_of_the_weights_is_materialised():
-    """float32: XLA:CPU itself keeps a float32 copy of bfloat16 weights, a GPU does not."""
+    """The weights are float32: for bfloat16 XLA:CPU itself keeps a float32 copy, a GPU does not."""
     tokens, width, vocab = 64, 64, 20_011
     x = jax.ShapeDtypeStruct((tokens, width), jnp.float32)
     w = jax.ShapeDtypeStruct((vocab, width), jnp.float32)
@@ -179,7 +179,7 @@ def test_zero_penalty_changes_no_bit():
 
 @pytest.mark.parametrize("penalty", [2.0, 40.0, 1e4])
 def test_penalty_on_a_certain_id_stays_finite(penalty):
-    """All the mass is on the given id: what remains must be found from the second best."""
+    """All the mass is on the given id, so the rest must come from the second best."""
     logits = np.full((1, V), -80.0)
     logits[0, 9], logits[0, 30] = 33.0, 3.0
     x, w = identity_case(logits)
@@ -240,7 +240,7 @@ PARTS = 5
 
 
 def partials_of(logits, keys, temperature) -> list[partials.PartialStats]:
-    """Statistics of consecutive ranges of ids, from numpy loops over the ids of each row."""
+    """Returns the statistics of consecutive ranges of ids, computed in numpy."""
     first, second = partials.draw_words(keys)
     T, V = logits.shape
     scores = logits / temperature[:, None] + np.asarray(
@@ -274,7 +274,7 @@ def partials_of(logits, keys, temperature) -> list[partials.PartialStats]:
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(PARTS)))[::17])
 def test_merging_in_any_order_and_grouping_gives_the_same(order):
-    """Dozens of ties; ids and logits equal in every bit, sums to rounding."""
+    """Despite dozens of ties, ids and logits are equal in every bit, sums up to rounding."""
     rng = np.random.default_rng(7)
     logits = rng.integers(0, 4, (T, V)).astype(np.float32)
     keys = jnp.asarray(rng.integers(0, 2**32, (T, 2)), jnp.uint32)
@@ -305,12 +305,12 @@ def draw(logits, keys, temperature, **options):
 
 
 def sequential_keys(T) -> jax.Array:
-    """Neighbouring keys, as of one request's positions: the hardest for a hash."""
+    """Returns neighbouring keys, like those of one request's positions: the hardest for a hash."""
     return jnp.stack([jnp.full(T, 42, jnp.uint32), jnp.arange(T, dtype=jnp.uint32)], axis=1)
 
 
 def test_draws_follow_the_tempered_softmax():
-    """Chi-square over 20000 draws of 10 ids, forbidden ones never: 40 is far past p = 1e-4."""
+    """Chi-square over 20000 draws of 10 allowed ids: 40 is far past p = 1e-4."""
     draws, ids, temperature = 20_000, 12, 1.7
     row = np.random.default_rng(8).normal(size=ids) * 1.5
     w = np.asarray(row, np.float32)[:, None]
@@ -351,7 +351,7 @@ def test_noise_is_uniform_and_uncorrelated(axis):
 
 
 def test_a_draw_depends_on_its_key_and_logits_alone():
-    """Not on the chunk, the row, the neighbours or how many there are."""
+    """It does not depend on the chunk, the row, or the neighbours and their number."""
     rng = np.random.default_rng(9)
     logits = rng.normal(size=(T, V)).astype(np.float32)
     keys = sequential_keys(T)

@@ -28,7 +28,7 @@ TEAMS = gpu_kernel.UnembedTile(columns=32, split="columns", stages=3, sms=5, tea
 
 
 def problem(T, V, *, seed=0, exact=False):
-    """`exact`: logits are sums without rounding, whose order a CPU chooses by a row's place."""
+    """With `exact` no sum rounds: a CPU chooses the order of the sums by a row's place."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(T, D)) * 0.3
     w = rng.normal(size=(V, D))
@@ -38,7 +38,7 @@ def problem(T, V, *, seed=0, exact=False):
 
 
 def all_rows(rng, T, V):
-    """Every per-row input; the first rows are given the ends of the vocabulary and no id."""
+    """Returns every per-row input; the first rows have the vocabulary's ends and no given id."""
     given = rng.integers(0, V, T)
     given[:4] = 0, V - 1, V, -1
     first, second = partials.draw_words(jnp.asarray(rng.integers(0, 2**32, (T, 2)), jnp.uint32))
@@ -110,7 +110,7 @@ def test_equals_the_xla_implementation(T, V, tile, forbidden):
 
 
 def test_greedy_equals_numpy_with_ties_within_and_across_tiles():
-    """Whole numbers: every logit is exact, and dozens of ids share each value."""
+    """The logits are whole numbers, so they are exact, and dozens of ids share each value."""
     rng = np.random.default_rng(1)
     x = np.eye(5, D)
     w = rng.integers(0, 3, (150, D))
@@ -127,7 +127,7 @@ def test_greedy_equals_numpy_with_ties_within_and_across_tiles():
 
 
 def test_neighbours_and_their_nan_change_no_bit():
-    """Other hidden states, other given ids (so other tiles with masks), more rows, NaN."""
+    """Neighbours have other hidden states, NaN, other given ids (so other tiles have masks)."""
     T, V = 6, 150
     x, w, rng = problem(T, V, exact=True)
     rows = all_rows(rng, T, V)
@@ -148,7 +148,7 @@ def test_neighbours_and_their_nan_change_no_bit():
 
 @pytest.mark.parametrize("num_rows", marks.every(3, [0, 1, 64, 65, 150, 2**31 - 1, -5]))
 def test_place_and_number_of_rows_change_no_bit(num_rows):
-    """Rows of another order, so in other groups; NaN in memory where a group is not computed."""
+    """In another order rows are in other groups; groups that are not computed hold NaN."""
     T, V = 150, 150
     x, w, rng = problem(T, V, exact=True)
     rows = all_rows(rng, T, V)
@@ -170,7 +170,7 @@ def _every_row(tile):
 @pytest.mark.parametrize("tile, T", marks.every(3, [(BY_ROWS, 270), (PAIR, 260), (TEAMS, 200)]))
 @pytest.mark.parametrize("num_rows", [0, 100, 257])
 def test_groups_behind_num_rows_are_not_computed(tile, T, num_rows):
-    """And those before it are as without it. The interpreter fills unwritten memory with NaN."""
+    """The groups before do not change. The interpreter fills unwritten memory with NaN."""
     V = 70
     x, w, rng = problem(T, V)
     rows = {"given_ids": jnp.asarray(rng.integers(0, V, T), jnp.int32)}
@@ -214,8 +214,8 @@ def test_every_tile_of_the_table_lowers_for_cuda(T, draws, has_num_rows):
     num_rows = shape((), jnp.int32) if has_num_rows else None
     arguments = (shape((T, width), jnp.bfloat16), shape((V, width), jnp.bfloat16), rows, num_rows)
     traced = jax.jit(op).trace(*arguments)
-    # In a thread of its own: the thousands of calls of a lowering are three times as slow where
-    # Python's stack happens to cross a chunk of its memory, and under pytest it does.
+    # In a separate thread: a lowering makes thousands of calls. They are three times as slow if
+    # Python's stack crosses a chunk of its memory, and under pytest it does.
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         lowered = pool.submit(traced.lower, lowering_platforms=("cuda",)).result()
     assert "mosaic_gpu" in lowered.as_text()
