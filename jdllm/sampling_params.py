@@ -50,7 +50,7 @@ NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True, init=False, slots=True)
+@dataclasses.dataclass(frozen=True, init=False, repr=False, slots=True)
 class DllmParams:
     """Denoising options of one request, or the server's defaults.
 
@@ -61,7 +61,7 @@ class DllmParams:
     algorithm: str | None
     given: tuple[tuple[str, algorithms.Value], ...]  # in the order of the table
 
-    def __init__(self, *, algorithm: str | None = None, **options: Any):
+    def __init__(self, /, *, algorithm: str | None = None, **options: Any):
         if algorithm is not None and (
             not isinstance(algorithm, str) or algorithm not in algorithms.TABLE
         ):
@@ -85,9 +85,16 @@ class DllmParams:
 
     def __getattr__(self, name: str) -> Any:
         """Returns the option of that name, or None if it is not given."""
+        for option, value in self.given:
+            if option == name:
+                return value
         if name in algorithms.option_names():
-            return self.options.get(name)
+            return None
         raise AttributeError(f"no denoising option {name!r}")
+
+    def __repr__(self) -> str:
+        values = {"algorithm": self.algorithm, **self.options}
+        return f"DllmParams({', '.join(f'{name}={value!r}' for name, value in values.items())})"
 
     @property
     def options(self) -> dict[str, algorithms.Value]:

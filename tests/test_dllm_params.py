@@ -108,3 +108,16 @@ def test_canvas_algorithms_refuse_filters_by_name(name, value):
         with pytest.raises(errors.RequestError, match=f"{name}={value}.*{algorithm}") as raised:
             dataclasses.replace(neutral, **{name: value})
         assert raised.value.param == name
+
+
+@pytest.mark.parametrize("name", ["self", "cls", "given", "options", "thresholds"])
+def test_unknown_names_are_refused_by_name(name):
+    """Names of our own parameters and fields, too."""
+    with pytest.raises(errors.RequestError, match=name) as raised:
+        DllmParams.from_mapping({name: 1})
+    assert raised.value.param == f"dllm.{name}"
+
+
+def test_options_read_as_they_are_given():
+    given = DllmParams(algorithm="LowConfidence", threshold=0.5)
+    assert repr(given) == "DllmParams(algorithm='LowConfidence', threshold=0.5)"

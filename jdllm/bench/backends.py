@@ -87,6 +87,6 @@ def send(client: transport.Client, prompt: prompts.Prompt, options: Options) -> 
         nfe=answer.nfe,
         blocks=answer.blocks,
         cached_tokens=answer.cached_tokens,
-        text=answer.text,
+        text=answer.reasoning + answer.text,
         error=error,
     )

@@ -55,6 +55,7 @@ class Answer:
 
     def __init__(self, kind: Kind):
         self._kind = kind
+        self.reasoning = ""  # what a reasoning parser took out of the text
         self.text = ""
         self.finish_reason: str | None = None
         self.tokens = 0
@@ -80,9 +81,10 @@ class Answer:
             details = counts.get("prompt_tokens_details") or {}
             self.cached_tokens = details.get("cached_tokens", self.cached_tokens)
             choice = next(iter(event.get("choices") or ()), {})
-            piece = self._piece(choice)
-            is_new = bool(piece)
-            self.text += piece
+            reasoning, text = self._pieces(choice)
+            is_new = bool(reasoning or text)
+            self.reasoning += reasoning
+            self.text += text
             reason = choice.get("finish_reason")
         dllm = counts.get("dllm") or {}
         self.prompt_tokens = counts.get("prompt_tokens", self.prompt_tokens)
@@ -99,8 +101,9 @@ class Answer:
         # Without counts, each piece of text counts as one token: nothing better is known.
         self.tokens = max(self.tokens, self.tokens + is_new if counted is None else counted)
 
-    def _piece(self, choice: Mapping[str, Any]) -> str:
+    def _pieces(self, choice: Mapping[str, Any]) -> tuple[str, str]:
+        """Returns the new (reasoning, text)."""
         if self._kind == "completions":
-            return choice.get("text") or ""
+            return "", choice.get("text") or ""
         message = choice.get("delta") or choice.get("message") or {}
-        return (message.get("reasoning_content") or "") + (message.get("content") or "")
+        return message.get("reasoning_content") or "", message.get("content") or ""

@@ -59,6 +59,7 @@ def server_info(built: build.Built) -> dict[str, Any]:
         **dataclasses.asdict(built.config),
         "kernels": built.runner.kernels,
         "device": str(built.device),
+        "device_facts": dataclasses.asdict(built.device),
         "block_size": built.spec.diffusion.block_size,
         "algorithms": list(built.algorithms),
         "internal_states": [dataclasses.asdict(stats(built))],

@@ -122,6 +122,8 @@ def params_per_prompt(
     params: Params | Sequence[Params], count: int
 ) -> list[sampling_params.SamplingParams]:
     """Returns one SamplingParams per prompt, with SGLang's default length."""
+    if not isinstance(params, Sequence):
+        return [as_params(params)] * count
     return [as_params(one) for one in one_each(params, count)]
 
 

@@ -33,11 +33,6 @@ class PoolConfig:
     def layer_shape(self) -> tuple[int, int, int, int, int]:
         return (self.num_pages, 2, self.num_kv_heads, self.page_size, self.head_dim)
 
-    @property
-    def total_bytes(self) -> int:
-        per_page = 2 * self.num_kv_heads * self.page_size * self.head_dim
-        return self.num_layers * self.num_pages * per_page * jnp.dtype(self.dtype).itemsize
-
 
 def create(config: PoolConfig) -> list[Float[Array, "P 2 K Z H"]]:
     """Returns an array of zeros for each layer; not garbage, since padding must never hold NaN."""

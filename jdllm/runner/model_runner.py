@@ -54,7 +54,7 @@ class ModelRunner:
     @property
     def kernels(self) -> dict[str, str]:
         """For each op, a line that says what the compiled programs run."""
-        return self._executables.describe_kernels()
+        return self._executables.kernels
 
     def compile(
         self,

@@ -34,7 +34,8 @@ class Progress:
     product: Any = None
 
     def __bool__(self) -> bool:
-        return bool(self.new_token_ids or self.frames or self.finish is not None)
+        has_ended = self.finish is not None or self.product is not None
+        return bool(self.new_token_ids or self.frames) or has_ended
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

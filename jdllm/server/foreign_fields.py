@@ -95,7 +95,6 @@ GENERATE: Neutral = {
     "incremental_streaming_output": _OFF,
 }
 
-TOKENIZE: Neutral = {}
 
 ANY_OF_TYPE: Mapping[str, type] = {
     "user": str,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from jdllm.engine import tokenizer
     from jdllm.engine.build import startup
 
-Phase = Literal["starting", "ready", "draining"]
+ServerPhase = Literal["starting", "ready", "draining"]
 
 
 @dataclasses.dataclass(slots=True)
@@ -29,7 +29,7 @@ class ServerState:
 
     server_config: config.ServerConfig
     progress: startup.StartupProgress
-    phase: Phase = "starting"
+    phase: ServerPhase = "starting"
     loaded_engine: engine_lib.Engine | None = None
     created_s: int = dataclasses.field(default_factory=lambda: int(time.time()))
     ping_interval_s: float = 15.0

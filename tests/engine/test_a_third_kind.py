@@ -5,6 +5,7 @@ of which can be computed by hand. They run through the real scheduler, engine co
 """
 
 import random
+import types
 
 import jax.numpy as jnp
 import numpy as np
@@ -43,9 +44,10 @@ def build(*, decode_steps=4, overlaps=True, folds=True):
         device=CPU,
     )
     made = KINDS["toy"].rows.build(config)
-    runner = model_runner.ModelRunner(
-        {"weight": jnp.int32(WEIGHT)}, device.ToyKind(ROWS, decode_steps, folds), device=CPU
-    )
+    options = types.SimpleNamespace(num_slots=ROWS, max_launch_steps=decode_steps)
+    kind = KINDS["toy"].device(None, options, CPU)
+    kind.folds = folds
+    runner = model_runner.ModelRunner({"weight": jnp.int32(WEIGHT)}, kind, device=CPU)
     runner.compile(made.buckets())
     return core_lib.EngineCore(
         scheduler.Scheduler(made), runner, max_total_tokens=1, overlaps=overlaps

@@ -72,6 +72,7 @@ def test_launches_that_end_early_lose_no_token(engine, asked_at_random):
     assert often > seldom
 
 
+@pytest.mark.campaign
 def test_launches_of_canvases_that_end_early_lose_no_token(canvases, asked_at_random):
     asks = mixed_asks("llada", seed=9)
     asks = [ask for ask in asks if ask.dllm["algorithm"] == "FullAttnMultiBlock"]

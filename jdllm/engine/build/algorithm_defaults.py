@@ -33,7 +33,8 @@ def choose(
         names = (recommended.get("algorithm", next(iter(fitting))),)
     _check_kind(names, fitting, spec)
     options = config.algorithm_options()
-    if options.pop("block_size", None) is not None and kind == algorithms.CANVAS:
+    has_block_length = any(algorithm.option("block_length") for algorithm in fitting.values())
+    if options.pop("block_size", None) is not None and has_block_length:
         raise errors.ConfigError(
             f"dllm_algorithm_config: {spec.architecture} has no block_size of its own; "
             "block_length is an option of its algorithms"

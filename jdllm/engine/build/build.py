@@ -15,6 +15,7 @@ import time
 import jax
 import jax.numpy as jnp
 
+from jdllm import algorithms as algorithm_table
 from jdllm import config as config_lib
 from jdllm import device as device_lib
 from jdllm import device_facts, errors, sampling_params
@@ -137,7 +138,8 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
         spec=spec,
         tokenizer=tokenizer,
         default_sampling=sampling_defaults.default_sampling(
-            generation_config, filters=spec.diffusion.kind == "block"
+            generation_config,
+            filters=any(algorithm_table.TABLE[name].takes_filters for name in algorithms),
         ),
         default_dllm=default_dllm,
         algorithms=algorithms,

@@ -7,21 +7,21 @@ import threading
 import time
 from typing import Literal
 
-Phase = Literal["load", "compile", "warmup", "ready", "failed"]
+StartupPhase = Literal["load", "compile", "warmup", "ready", "failed"]
 
 
 @dataclasses.dataclass(slots=True)
 class StartupProgress:
     """The current phase and how many of its steps are done; the loading thread writes it."""
 
-    phase: Phase = "load"
+    phase: StartupPhase = "load"
     done: int = 0
     total: int = 0
     error: str | None = None
     _phase_began_s: float = dataclasses.field(default_factory=time.monotonic)
     _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
-    def enter(self, phase: Phase, *, total: int = 0, error: str | None = None) -> None:
+    def enter(self, phase: StartupPhase, *, total: int = 0, error: str | None = None) -> None:
         """Begins a phase of `total` steps."""
         with self._lock:
             self.phase, self.done, self.total, self.error = phase, 0, total, error

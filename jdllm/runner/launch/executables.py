@@ -54,6 +54,7 @@ class Executables:
         self._kind = kind
         self._options = compiler_options(device)
         self.by_bucket: dict[batch_lib.Bucket, Executable] = {}
+        self.kernels: dict[str, str] = {}  # by op, a line on what the programs run
 
     def compile(
         self,
@@ -74,17 +75,20 @@ class Executables:
                 done += 1
                 if on_progress is not None:
                     on_progress(done, len(buckets))
-            logger.info("compiled %s in %.1f s", bucket, time.monotonic() - started)
+            logger.info(
+                "compiled %s: %s in %.1f s", bucket.name, bucket, time.monotonic() - started
+            )
 
         with concurrent.futures.ThreadPoolExecutor(COMPILE_THREADS) as executor:
             # The largest first, so that no long compilation begins last.
             ordered = sorted(buckets, key=lambda bucket: (bucket.rows, bucket.tokens))[::-1]
             for future in [executor.submit(compile_one, bucket) for bucket in ordered]:
                 future.result()
-        for op, line in self.describe_kernels().items():
+        self.kernels = self._describe_kernels()
+        for op, line in self.kernels.items():
             logger.info("kernel %s: %s", op, line)
 
-    def describe_kernels(self) -> dict[str, str]:
+    def _describe_kernels(self) -> dict[str, str]:
         """Returns by op which implementations the programs contain, and why not faster ones."""
         return pallas_kernels.describe_choices([one.choices for one in self.by_bucket.values()])
 

@@ -259,18 +259,19 @@ class CanvasRows:
 
         Tokens that the request has already committed are given on the new canvas.
         """
-        start, end = len(request.prompt_ids), len(request.prompt_ids) + self._written_len(request)
-        places = [request.given.get(place) for place in range(end - start)]
-        places[: len(request.output_ids)] = request.output_ids
-        stay = CanvasStay(
-            slot=self.live.next_slot,
-            canvas_ids=[*request.prompt_ids, *places, *request.suffix_ids],
-            canvas_end=end,
-        )
+        written = self._written_len(request)
+        end = len(request.prompt_ids) + written
+        length = end + len(request.suffix_ids)
         lengths = [len(stay_of(row).canvas_ids) for row in self.live.running]
-        if sum(map(packed_len, [*lengths, len(stay.canvas_ids)])) > self._buckets.tokens:
+        if sum(map(packed_len, [*lengths, length])) > self._buckets.tokens:
             return None
-        return stay if self.live.pages.grow(stay, len(stay.canvas_ids)) else None
+        stay = CanvasStay(slot=self.live.next_slot, canvas_ids=[], canvas_end=end)
+        if not self.live.pages.grow(stay, length):
+            return None
+        places = [request.given.get(place) for place in range(written)]
+        places[: len(request.output_ids)] = request.output_ids
+        stay.canvas_ids = [*request.prompt_ids, *places, *request.suffix_ids]
+        return stay
 
     def plan(self) -> batch_lib.ScheduleBatch | None:
         """Returns a launch of all running requests; None if no request runs."""
