@@ -280,6 +280,7 @@ def test_a_failed_launch_ends_its_requests_and_no_other(engine, plain_engine, mo
     assert_nothing_held(engine)
 
 
+@pytest.mark.campaign
 def test_not_a_number_in_the_context_ends_the_request_too(tmp_path):
     tensors = safetensors.numpy.load_file(GOLDEN / "model.safetensors")
     tensors["model.word_embeddings.weight"][7] = np.nan

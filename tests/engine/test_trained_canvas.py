@@ -15,6 +15,9 @@ MULTI = {"algorithm": "FullAttnMultiBlock"}
 CACHED = {"cache_delay_iter": 1, "refresh_interval": NEVER}
 PROBLEMS = list(itertools.islice(arithmetic.problems("test"), 16))
 
+# A trained model takes longer than all tiny ones together.
+pytestmark = pytest.mark.campaign
+
 
 @pytest.fixture(scope="module")
 def engine():
@@ -43,13 +46,12 @@ def num_solved(engine, dllm):
     )
 
 
-@pytest.mark.parametrize("mode", [pytest.param("delayed", marks=pytest.mark.campaign), "window"])
+@pytest.mark.parametrize("mode", ["delayed", "window"])
 def test_most_problems_are_solved_with_cached_keys(engine, mode):
     # Of 500: 90 % and 83 %, in exact mode 90 %.
     assert num_solved(engine, MULTI | CACHED | {"cache_mode": mode}) >= 0.6 * len(PROBLEMS)
 
 
-@pytest.mark.campaign
 def test_what_early_stop_fills_in_costs_no_answers(engine):
     """Filled with the end of the turn, as it once was, one answer in four is lost.
 
