@@ -37,8 +37,11 @@ def children_bytes() -> int:
 
     Not `RUSAGE_CHILDREN`: a child begins with the peak of the process that started it.
     """
-    lists = [path.read_text() for path in pathlib.Path("/proc/self/task").glob("*/children")]
-    return sum(resident_bytes(child) for child in " ".join(lists).split())
+    children: list[str] = []
+    for path in pathlib.Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # the thread has ended since it was listed
+            children += path.read_text().split()
+    return sum(map(resident_bytes, children))
 
 
 def peak_bytes() -> int:
