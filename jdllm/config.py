@@ -8,6 +8,7 @@ option and names what replaces it; it never ignores one.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import pathlib
 import types
@@ -151,6 +152,9 @@ class ServerConfig:
     port: int = 30000
     api_key: str | None = dataclasses.field(default=None, repr=False)
     admin_api_key: str | None = dataclasses.field(default=None, repr=False)
+    api_key_file: str | None = None
+    admin_api_key_file: str | None = None
+    metrics_require_api_key: bool = False
     enable_metrics: bool = False
     log_level_http: LogLevel = "warning"
     max_body_bytes: int = 8 * 1024 * 1024
@@ -158,6 +162,9 @@ class ServerConfig:
     skip_server_warmup: bool = False
     strict_model_name: bool = False
     cors_allow_origins: str = "*"
+    timeout_keep_alive: float = 5.0
+    timeout_read_request: float = 60.0
+    profile_dir: str | None = None
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -167,11 +174,34 @@ class ServerConfig:
             raise errors.ConfigError(
                 f"drain_timeout_s={self.drain_timeout_s} must be 0 or more seconds"
             )
+        for name in ("timeout_keep_alive", "timeout_read_request"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise errors.ConfigError(f"{name}={getattr(self, name)} must be above 0 seconds")
+        self._check_keys()
+
+    def _check_keys(self) -> None:
+        for name in ("api_key", "admin_api_key"):
+            key = getattr(self, name)
+            # An empty key would be the key of everybody. The message must not show the value.
+            if key is not None and not is_key(key):
+                raise errors.ConfigError(
+                    f"{name} must be printable ASCII without spaces, and not empty"
+                )
+            if key is not None and getattr(self, f"{name}_file") is not None:
+                raise errors.ConfigError(f"give either {name} or {name}_file, not both")
+        keys = (self.api_key, self.api_key_file, self.admin_api_key, self.admin_api_key_file)
+        if self.metrics_require_api_key and not any(keys):
+            raise errors.ConfigError("metrics_require_api_key needs api_key or admin_api_key")
 
     def cors_origins(self) -> list[str]:
         """Returns the origins in `cors_allow_origins` ("A" or "A,B"); none turns CORS off."""
         parts = (part.strip() for part in self.cors_allow_origins.split(","))
         return [part for part in parts if part]
+
+
+def is_key(text: str) -> bool:
+    """Returns whether a text can be an API key: a header must be able to carry it."""
+    return bool(text) and all("!" <= character <= "~" for character in text)
 
 
 def read_yaml(path: str | pathlib.Path) -> dict[str, Any]:

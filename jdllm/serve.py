@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from jdllm import errors
 from jdllm.engine import engine as engine_lib
 from jdllm.engine.build import startup
-from jdllm.server import cli, lifecycle
+from jdllm.server import cli, lifecycle, log_format
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +54,9 @@ def configure_logging(options: cli.Options) -> None:
     """Sends the log to stderr at the levels that the options name."""
     logging.basicConfig(
         level=options.engine.log_level.upper(),
-        format="[%(asctime)s] %(levelname)s %(name)s: %(message)s",
-        datefmt="%Y-%m-%d %H:%M:%S",
         force=True,  # libraries imported above leave handlers of their own on the root logger
     )
+    log_format.install()
     for name in HTTP_LOGGERS:
         logging.getLogger(name).setLevel(options.server.log_level_http.upper())
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from typing import Any
 
 from jdllm import config as config_lib
@@ -145,13 +145,15 @@ class Engine:
 
     # Control
 
-    def abort(self, request_id_prefix: str = "", *, abort_all: bool = False) -> int:
-        """Aborts the requests whose id has this prefix, or all; returns how many."""
-        if not request_id_prefix and not abort_all:
+    def abort(self, request_ids: str | Collection[str] = (), *, abort_all: bool = False) -> int:
+        """Aborts the requests with exactly these ids, or all; returns how many.
+
+        If a prompt has several choices, each is a request: `rid-0`, `rid-1` and so on.
+        """
+        ids = {request_ids} if isinstance(request_ids, str) else frozenset(request_ids)
+        if not ids and not abort_all:
             return 0
-        prefix = "" if abort_all else request_id_prefix
-        aborted = self._loop.abort(lambda request: request.request_id.startswith(prefix))
-        return aborted.result()
+        return self._loop.abort(lambda request: abort_all or request.request_id in ids).result()
 
     def flush_cache(self) -> bool:
         """Empties the prefix cache; while requests run it does nothing and returns False."""
@@ -170,11 +172,26 @@ class Engine:
             time.sleep(0.02)
         return True
 
+    def start_profile(
+        self, output_dir: str, *, num_steps: int | None = None, with_stack: bool = True
+    ) -> None:
+        """Begins a trace of JAX's profiler; it ends after `num_steps` launches or `stop_profile`.
+
+        `with_stack` adds Python's calls. A second trace at the same time is a RequestError.
+        """
+        self._loop.profiler.start(output_dir, num_steps=num_steps, python=with_stack)
+
+    def stop_profile(self) -> str:
+        """Ends the trace and writes it; returns its folder. Without a trace: a RequestError."""
+        return self._loop.profiler.stop()
+
     def shutdown(self) -> None:
         """Stops the engine thread and frees the device's memory."""
         self.stop_admitting()
         self._finalizer()
         self._built.runner.release()
+        with contextlib.suppress(errors.RequestError):  # no trace is being taken
+            self.stop_profile()
 
     def __enter__(self) -> Engine:
         return self

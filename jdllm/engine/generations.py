@@ -10,6 +10,9 @@ from jdllm.engine import loop as loop_lib
 from jdllm.scheduler import commits as commits_lib
 from jdllm.scheduler import request as request_lib
 
+FAULT_STATUS = 500
+MAX_FAULT_MESSAGE = 256
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
@@ -66,7 +69,10 @@ class Collector:
 
 
 def finish_dict(finish: commits_lib.FinishReason | None) -> dict[str, Any] | None:
-    """Returns SGLang's `finish_reason` object, None while the request runs."""
+    """Returns SGLang's `finish_reason` object, None while the request runs.
+
+    An abort that somebody asked for has no `status_code`; an end by a fault has one, as in SGLang.
+    """
     if finish is None:
         return None
     match finish.kind:
@@ -75,7 +81,10 @@ def finish_dict(finish: commits_lib.FinishReason | None) -> dict[str, Any] | Non
         case "length":
             return {"type": "length", "length": finish.finished_len}
         case "abort":
-            return {"type": "abort", "message": finish.message or "aborted"}
+            if finish.message is None:
+                return {"type": "abort", "message": "aborted"}
+            fault = {"status_code": FAULT_STATUS, "err_type": "InternalServerError"}
+            return {"type": "abort", "message": finish.message[:MAX_FAULT_MESSAGE], **fault}
     raise AssertionError(f"unknown finish kind {finish.kind!r}")
 
 

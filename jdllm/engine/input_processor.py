@@ -94,7 +94,7 @@ class InputProcessor:
         seed = self._random.getrandbits(requests.SEED_BITS) if full.seed is None else full.seed
         return [
             request_lib.Request(
-                request_id=name if full.n == 1 else f"{name}-{index}",
+                request_id=requests.choice_id(name, full.n, index),
                 prompt_ids=list(prompt_ids),
                 suffix_ids=list(infill.suffix_ids),
                 given=dict(infill.given),

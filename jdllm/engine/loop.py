@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from jdllm import errors
 from jdllm.engine import core as core_lib
+from jdllm.engine import profiling
 from jdllm.scheduler import commits as commits_lib
 from jdllm.scheduler import request as request_lib
 
@@ -58,6 +59,7 @@ class EngineLoop:
         )
         self._wake = threading.Condition()
         self._is_stopping = False
+        self.profiler = profiling.Profiler()
         self.is_admitting = True
         self.beat_s = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="jdllm-engine", daemon=True)
@@ -185,6 +187,7 @@ class EngineLoop:
     def _step(self) -> None:
         try:
             commits = self.core.step()
+            self.profiler.count_step()
         except core_lib.LaunchFailed as error:
             logger.exception("a launch failed; %d requests end", len(error.requests))
             self._deliver_all(error.commits)

@@ -98,6 +98,11 @@ def new_id() -> str:
     return uuid.uuid4().hex
 
 
+def choice_id(name: str, count: int, index: int) -> str:
+    """Returns the id of a choice; the only choice of a prompt has the prompt's own."""
+    return name if count == 1 else f"{name}-{index}"
+
+
 def request_ids(rid: str | Sequence[str] | None, count: int) -> list[str]:
     if rid is None:
         return [new_id() for _ in range(count)]

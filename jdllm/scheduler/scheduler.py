@@ -181,7 +181,8 @@ class Scheduler:
             self._apply(request, result, commits)
         except Exception as error:  # A fault in one request must never affect another.
             logger.exception("request %s ends by a fault of its own", request.request_id)
-            commits.append(self._give_up(request, f"{type(error).__name__}: {error}"))
+            # The client learns the kind of the fault; its text, which may hold anything, is logged.
+            commits.append(self._give_up(request, f"{type(error).__name__} inside the engine"))
 
     def _apply(
         self,

@@ -4,17 +4,36 @@ from __future__ import annotations
 
 import fastapi
 from starlette import routing
-from starlette.middleware import cors
 
-from jdllm.server import admin, chat, completions, health, middleware, native, responses, state
+from jdllm.server import (
+    admin,
+    chat,
+    completions,
+    docs_page,
+    health,
+    loads,
+    middleware,
+    native,
+    responses,
+    state,
+)
 
-ROUTERS = (health.router, chat.router, completions.router, native.router, admin.router)
+ROUTERS = (
+    health.router,
+    chat.router,
+    completions.router,
+    native.router,
+    admin.router,
+    loads.router,
+    docs_page.router,
+)
 
 
 def create_app(server: state.ServerState) -> fastapi.FastAPI:
     """Returns the ASGI app around `server`; the engine may be ready later."""
     # A redirect for a trailing slash would drop the body; without redirects the path is a 404.
-    app = fastapi.FastAPI(title="jdllm", redirect_slashes=False)
+    # `docs_page` stands in for FastAPI's pages, which load scripts from other servers.
+    app = fastapi.FastAPI(title="jdllm", redirect_slashes=False, docs_url=None, redoc_url=None)
     app.state.server = server
     for router in ROUTERS:
         app.include_router(router)
@@ -25,16 +44,18 @@ def create_app(server: state.ServerState) -> fastapi.FastAPI:
     responses.install_handlers(app, methods)
     # The middleware that is added last is the outermost.
     server_config = server.server_config
-    app.add_middleware(middleware.LimitBody, max_bytes=server_config.max_body_bytes)
+    app.add_middleware(
+        middleware.LimitBody,
+        max_bytes=server_config.max_body_bytes,
+        timeout_s=server_config.timeout_read_request,
+    )
     app.add_middleware(middleware.Gate, server=server)
-    app.add_middleware(middleware.Authenticate, server_config=server_config)
+    app.add_middleware(middleware.Authenticate, server=server)
     app.add_middleware(responses.CatchFaults)
     origins = server_config.cors_origins()
     if origins:
         # Outside `Authenticate`: a preflight request has no key, and a page must be able to read
         # a 401.
-        app.add_middleware(
-            cors.CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
-        )
+        app.add_middleware(middleware.Cors, origins=origins)
     app.add_middleware(middleware.Count, server=server, paths=methods)
     return app

@@ -63,16 +63,24 @@ HELP = {
     "tp_size": "GPUs per replica; only 1 so far",
     "host": "address to listen on",
     "port": "port to listen on; 0 chooses a free one",
-    "api_key": "bearer key for all routes but health and metrics",
-    "admin_api_key": "bearer key for /flush_cache and abort_all",
+    "api_key": "bearer key for all routes but /health and its like and /metrics; every user of the "
+    "machine can see it (ps), so prefer the file",
+    "admin_api_key": "bearer key for /flush_cache, /start_profile, /stop_profile and abort_all",
+    "api_key_file": "file with the API keys, one per line",
+    "admin_api_key_file": "file with the keys of the administrator, one per line",
+    "metrics_require_api_key": "answer /metrics only to requests with a key",
     "enable_metrics": "serve /metrics",
     "log_level_http": "level of the access log; info logs every request",
     "max_body_bytes": "largest request body",
     "drain_timeout_s": "seconds that running requests have to end after SIGTERM",
     "skip_server_warmup": "no warm-up generation before the server is ready",
     "strict_model_name": "answer 404 to requests that name another model",
-    "cors_allow_origins": "origins whose web pages may call, separated by commas; * is any, '' "
-    "none",
+    "cors_allow_origins": "origins whose web pages may read and generate, separated by commas; * "
+    "is any, '' none; admin routes are closed to the pages of other origins in any case",
+    "timeout_keep_alive": "seconds until an idle connection is closed",
+    "timeout_read_request": "seconds in which the head of a request must arrive, and then its body",
+    "profile_dir": "folder that /start_profile may write to (default: the system's folder for "
+    "temporary files)",
 }
 
 

@@ -26,6 +26,8 @@ GENERATE_LIMIT_S = 20.0
 
 @router.get("/health")
 @router.get("/ready")
+@router.get("/readyz")
+@router.get("/ping")
 async def health(request: requests.Request) -> starlette_responses.Response:
     """Answers 200 while requests are served, else 503 and the reason; does not use the device."""
     server = state.of(request)
@@ -33,10 +35,29 @@ async def health(request: requests.Request) -> starlette_responses.Response:
         return _unavailable({"status": "starting"} | server.progress.as_dict())
     if server.phase == "draining":
         return _unavailable({"status": "draining"})
+    return _stuck(server) or responses.json_response({"status": "ok"})
+
+
+@router.get("/livez")
+async def livez(request: requests.Request) -> starlette_responses.Response:
+    """Answers 200 unless only a restart helps; a server that starts or drains is alive."""
+    server = state.of(request)
+    stuck = None if server.loaded_engine is None else _stuck(server)
+    return stuck or responses.json_response({"status": "ok"})
+
+
+def _stuck(server: state.ServerState) -> starlette_responses.Response | None:
+    """Returns the answer of a server whose engine makes no progress, None while it does."""
     age_s = server.engine.heartbeat_age_s()
-    if not server.engine.is_alive or age_s > HEARTBEAT_LIMIT_S:
-        return _unavailable({"status": "stuck", "heartbeat_age_s": round(age_s, 1)})
-    return responses.json_response({"status": "ok"})
+    if server.engine.is_alive and age_s <= HEARTBEAT_LIMIT_S:
+        return None
+    return _unavailable({"status": "stuck", "heartbeat_age_s": round(age_s, 1)})
+
+
+@router.get("/version")
+async def show_version(_: requests.Request) -> starlette_responses.Response:
+    """Returns the version, in vLLM's shape."""
+    return responses.json_response({"version": version.__version__})
 
 
 @router.get("/health_generate")

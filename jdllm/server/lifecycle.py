@@ -23,7 +23,7 @@ import uvicorn
 
 from jdllm import errors
 from jdllm.server import app as app_lib
-from jdllm.server import health, state
+from jdllm.server import connections, health, log_format, state
 
 if TYPE_CHECKING:
     from jdllm import config
@@ -96,6 +96,7 @@ class Lifecycle:
         # Logged only now: from here on a signal is handled.
         host, port = listener.getsockname()[:2]
         logger.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
+        server_config = self._server.server_config
         http = QuietServer(
             uvicorn.Config(
                 app_lib.create_app(self._server),
@@ -103,6 +104,9 @@ class Lifecycle:
                 access_log=False,
                 lifespan="off",
                 timeout_graceful_shutdown=GOODBYE_S,
+                # uvicorn would take another protocol where httptools happens to be installed.
+                http=connections.with_timeout(server_config.timeout_read_request),
+                timeout_keep_alive=server_config.timeout_keep_alive,  # pyright: ignore[reportArgumentType]  # goes to call_later, which takes floats
             )
         )
         serving = asyncio.create_task(http.serve(sockets=[listener]))
@@ -179,5 +183,5 @@ class Lifecycle:
 
 def print_error(message: str) -> None:
     """Writes to stderr, in one line, why the server does not run."""
-    sys.stderr.write(f"jdllm.serve: error: {' '.join(message.split())}\n")
+    sys.stderr.write(f"jdllm.serve: error: {log_format.escaped(' '.join(message.split()))}\n")
     sys.stderr.flush()

@@ -8,13 +8,16 @@ its own registry: two apps in one process (tests, notebooks) do not share counte
 from __future__ import annotations
 
 import dataclasses
+import http
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import prometheus_client
 from prometheus_client import core
+
+from jdllm.server import log_format, request_context, responses
 
 if TYPE_CHECKING:
     from jdllm.engine import engine as engine_lib
@@ -23,6 +26,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PREFIX = "jdllm:"
+# Labels come from closed sets. A client may invent methods without end, and a label lives as long
+# as the process does.
+METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"})
+OTHER_METHOD, OTHER_ENDPOINT, OTHER_STATUS = "OTHER", "other", "other"
+MODEL_CARD = "/v1/models/{id}"
+STATUSES = frozenset({*map(int, http.HTTPStatus), responses.CLIENT_CLOSED_REQUEST})
 # Statistics that exist only for diffusion carry `dllm_` in their metric name.
 DLLM_STATS = {
     "denoising_steps_total",
@@ -80,6 +89,7 @@ class EdgeMetrics:
 
     def __init__(self, find_engine: Callable[[], engine_lib.Engine | None]):
         self._find_engine = find_engine
+        self._endpoints: frozenset[str] = frozenset()
         self._registry = prometheus_client.CollectorRegistry()
         self._registry.register(EngineCollector(find_engine))
         self._histograms = {
@@ -101,11 +111,16 @@ class EdgeMetrics:
             registry=self._registry,
         )
 
-    def count_request(self, endpoint: str, method: str) -> None:
-        self._requests.labels(endpoint, method).inc()
+    def know(self, paths: Iterable[str]) -> None:
+        """Tells which paths are labels of their own; all others share one."""
+        self._endpoints = frozenset(paths)
 
-    def count_response(self, endpoint: str, method: str, status: int) -> None:
-        self._responses.labels(endpoint, method, str(status)).inc()
+    def count_request(self, path: str, method: str) -> None:
+        self._requests.labels(self._endpoint(path), _method(method)).inc()
+
+    def count_response(self, path: str, method: str, status: int) -> None:
+        code = str(status) if status in STATUSES else OTHER_STATUS
+        self._responses.labels(self._endpoint(path), _method(method), code).inc()
 
     def observe(self, name: str, value: float) -> None:
         """Adds one value to a histogram of `HISTOGRAMS`."""
@@ -116,6 +131,15 @@ class EdgeMetrics:
     def render(self) -> bytes:
         """Returns the Prometheus text format."""
         return prometheus_client.generate_latest(self._registry)
+
+    def _endpoint(self, path: str) -> str:
+        if path in self._endpoints:
+            return path
+        return MODEL_CARD if path.startswith("/v1/models/") else OTHER_ENDPOINT
+
+
+def _method(method: str) -> str:
+    return method if method in METHODS else OTHER_METHOD
 
 
 @dataclasses.dataclass(slots=True)
@@ -163,8 +187,8 @@ class Tracker:
             self.metrics.observe("request_time_per_output_token_seconds", each)
         logger.info(
             "Finish: rid=%s, index=%d, reason=%s, prompt=%d, cached=%d, output=%d, nfe=%d, "
-            "tpf=%.2f, e2e=%.3fs",
-            generation.request_id,
+            "tpf=%.2f, e2e=%.3fs, x-request-id=%s",
+            log_format.word(generation.request_id),
             generation.index,
             reason,
             meta["prompt_tokens"],
@@ -173,4 +197,5 @@ class Tracker:
             meta["dllm"]["nfe"],
             meta["dllm"]["tpf"],
             now - self.arrival_s,
+            request_context.REQUEST_ID.get(),
         )

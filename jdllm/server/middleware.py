@@ -1,70 +1,86 @@
-"""Plain ASGI middleware: counting, keys, the start-up and drain gate, the body limit.
+"""Plain ASGI middleware: counting, CORS, keys, the start-up and drain gate, the body's limits.
 
 None of it is a BaseHTTPMiddleware of Starlette, which runs the app in another task and hides
-disconnects from it. The order, outermost first: Count, (CORS), Authenticate, Gate, LimitBody.
+disconnects from it. The order, outermost first: Count, (Cors), CatchFaults, Authenticate,
+Gate, LimitBody.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import logging
 import time
-from collections.abc import Collection, Mapping
+import urllib.parse
+from collections.abc import Collection, Mapping, Sequence
 
 from starlette import datastructures
 from starlette import types as asgi
+from starlette.middleware import cors
 
-from jdllm import config
-from jdllm.server import responses, state
+from jdllm.server import log_format, request_context, responses, state
 
 logger = logging.getLogger(__name__)
 
-OPEN_PATHS = frozenset({"/health", "/health_generate", "/ready", "/metrics"})
-ADMIN_PATHS = frozenset({"/flush_cache"})
+PROBE_PATHS = frozenset({"/health", "/ready", "/ping", "/livez", "/readyz"})
+METRICS_PATH = "/metrics"
+ADMIN_PATHS = frozenset({"/flush_cache", "/start_profile", "/stop_profile"})
 # Routes that answer during start and drain: they report the phase themselves, or show metrics.
-UNGATED_PATHS = frozenset({"/health", "/ready", "/metrics"})
+UNGATED_PATHS = PROBE_PATHS | {METRICS_PATH, "/version"}
+REQUEST_ID_HEADER = b"x-request-id"
+MAX_LOGGED_PATH = 512
 # How many bytes of a refused body are read, and for how many seconds, before the answer is sent.
 DISCARD_BYTES = 64 * 1024 * 1024
 DISCARD_S = 5.0
 
 
-def bearer_matches(headers: Mapping[str, str], *keys: str | None) -> bool:
-    """Says whether the request has one of `keys`; the time this takes reveals nothing of them."""
-    scheme, _, token = headers.get("authorization", "").partition(" ")
-    given = token.strip().encode() if scheme.lower() == "bearer" else b""
-    # A list, not a generator: every key is compared, without an early exit.
-    return any([hmac.compare_digest(given, key.encode()) for key in keys if key is not None])
+def is_from_other_page(headers: Mapping[str, str]) -> bool:
+    """Says whether a browser sent the request for a web page of another origin.
 
-
-def may_administer(headers: Mapping[str, str], server_config: config.ServerConfig) -> bool:
-    """Says whether the caller may flush and abort everything."""
-    key = server_config.admin_api_key
-    return key is None or bearer_matches(headers, key)
+    CORS alone does not keep such requests away: a browser sends simple ones (a form, an image)
+    without asking, and only hides the answers.
+    """
+    origin = headers.get("origin")
+    if origin is not None and origin.partition("://")[2] != headers.get("host"):
+        return True
+    return headers.get("sec-fetch-site") in ("cross-site", "same-site")
 
 
 class Authenticate:
-    """Answers 401 without a valid bearer key, and 403 on an admin route without the admin's key."""
+    """Answers 401 without a valid bearer key, and 403 on an admin route without the admin's key.
 
-    def __init__(self, app: asgi.ASGIApp, *, server_config: config.ServerConfig):
+    Also notes who the caller is. Web pages of other origins may not use the admin routes.
+    """
+
+    def __init__(self, app: asgi.ASGIApp, *, server: state.ServerState):
         self._app = app
-        self._config = server_config
+        self._keys = server.keys
+        is_open = not server.server_config.metrics_require_api_key
+        self._open_paths = PROBE_PATHS | ({METRICS_PATH} if is_open else set())
 
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
         refusal = None
         if scope["type"] == "http":
-            exempt = scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS"
             headers = datastructures.Headers(scope=scope)
-            refusal = None if exempt else self._refusal(scope["path"], headers)
+            caller = self._keys.caller(headers)
+            # Always set: on a connection that is kept alive, a task may inherit the last caller.
+            request_context.CALLER.set(caller or request_context.ANONYMOUS)
+            exempt = scope["path"] in self._open_paths or scope["method"] == "OPTIONS"
+            refusal = None if exempt else self._refusal(scope["path"], headers, caller)
         await (refusal or self._app)(scope, receive, send)
 
-    def _refusal(self, path: str, headers: Mapping[str, str]) -> asgi.ASGIApp | None:
-        keys = (self._config.api_key, self._config.admin_api_key)
-        needs_admin = path in ADMIN_PATHS and self._config.admin_api_key is not None
-        if (keys[0] is None and not needs_admin) or bearer_matches(headers, keys[1]):
+    def _refusal(
+        self, path: str, headers: Mapping[str, str], caller: request_context.Caller | None
+    ) -> asgi.ASGIApp | None:
+        if path in ADMIN_PATHS and is_from_other_page(headers):
+            return responses.error_response(
+                "web pages of other origins may not use this route", status=403
+            )
+        needs_admin = path in ADMIN_PATHS and bool(self._keys.admin)
+        needs_key = needs_admin or bool(self._keys.user) or path == METRICS_PATH
+        if not needs_key or (caller is not None and caller.is_admin):
             return None
-        if bearer_matches(headers, keys[0]):
+        if caller is not None:
             if not needs_admin:
                 return None
             return responses.error_response("this route needs the admin API key", status=403)
@@ -74,6 +90,27 @@ class Authenticate:
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
+
+
+class Cors:
+    """Lets web pages of the given origins read and generate; admin routes have no CORS at all.
+
+    Credentials (cookies) are off: the key travels in a header that a page must set itself.
+    """
+
+    def __init__(self, app: asgi.ASGIApp, *, origins: Sequence[str]):
+        self._app = app
+        self._cors = cors.CORSMiddleware(
+            app,
+            allow_origins=origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID_HEADER.decode()],
+        )
+
+    async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
+        is_admin = scope["type"] == "http" and scope["path"] in ADMIN_PATHS
+        await (self._app if is_admin else self._cors)(scope, receive, send)
 
 
 class Gate:
@@ -98,11 +135,15 @@ class Gate:
 
 
 class LimitBody:
-    """Answers 413 for a body over the limit, by its declared length or, if chunked, its bytes."""
+    """Answers 413 for a body over the limit, by its declared length or, if chunked, its bytes.
 
-    def __init__(self, app: asgi.ASGIApp, *, max_bytes: int):
+    A body that does not arrive within `timeout_s` seconds is answered 408.
+    """
+
+    def __init__(self, app: asgi.ASGIApp, *, max_bytes: int, timeout_s: float):
         self._app = app
         self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
 
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
         if scope["type"] != "http":
@@ -113,14 +154,26 @@ class LimitBody:
             await _discard_body(receive)
             await responses.from_exception(self._too_large())(scope, receive, send)
             return
-        seen = 0
+        seen, is_complete = 0, False
+        deadline_s: float | None = None
 
         async def counted() -> asgi.Message:
-            nonlocal seen
-            message = await receive()
+            nonlocal seen, is_complete, deadline_s
+            if is_complete:  # what follows is a disconnect, for which a route may wait for long
+                return await receive()
+            if deadline_s is None:
+                deadline_s = asyncio.get_running_loop().time() + self._timeout_s
+            try:
+                async with asyncio.timeout_at(deadline_s):
+                    message = await receive()
+            except TimeoutError:
+                raise responses.RequestTimeout(
+                    f"the body did not arrive within {self._timeout_s:g} s"
+                ) from None
+            is_complete = not message.get("more_body", False)
             seen += len(message.get("body", b""))
             if seen > self._max_bytes:
-                if message.get("more_body", False):
+                if not is_complete:
                     await _discard_body(receive)
                 raise self._too_large()
             return message
@@ -146,34 +199,50 @@ async def _discard_body(receive: asgi.Receive) -> None:
 
 
 class Count:
-    """Counts requests and responses by route, and logs one line per request."""
+    """Names, counts and logs requests: the outermost layer, which sees every answer.
+
+    The `x-request-id` of a request comes back with its answer; a request without one, or with
+    one that could not stand in a log line, gets a new one.
+    """
 
     def __init__(self, app: asgi.ASGIApp, *, server: state.ServerState, paths: Collection[str]):
         self._app = app
         self._metrics = server.metrics
-        self._paths = frozenset(paths)
+        self._metrics.know(paths)
 
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        # Unknown paths share one label: a scanner must not grow the registry.
         path, method = scope["path"], scope["method"]
-        model_card = path.startswith("/v1/models/")
-        endpoint = "/v1/models/{id}" if model_card else path if path in self._paths else "other"
+        given = datastructures.Headers(scope=scope).get(REQUEST_ID_HEADER.decode())
+        request_id = request_context.request_id_from(given)
+        request_context.REQUEST_ID.set(request_id)
         status, began_s = responses.CLIENT_CLOSED_REQUEST, time.monotonic()
 
         async def noted(message: asgi.Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                header = (REQUEST_ID_HEADER, request_id.encode())
+                message = {**message, "headers": [*message.get("headers", ()), header]}
             await send(message)
 
-        self._metrics.count_request(endpoint, method)
+        self._metrics.count_request(path, method)
         try:
             await self._app(scope, receive, noted)
         finally:
-            self._metrics.count_response(endpoint, method, status)
+            self._metrics.count_response(path, method, status)
             client = ":".join(str(part) for part in scope["client"] or ("-",))
             took_s = time.monotonic() - began_s
-            logger.info('%s "%s %s" %d %.3fs', client, method, path, status, took_s)
+            # As on the wire: a quote or a space in the path would forge the fields behind it.
+            quoted = urllib.parse.quote(path[:MAX_LOGGED_PATH], errors="replace")
+            logger.info(
+                '%s "%s %s" %d %.3fs %s',
+                client,
+                log_format.word(method),
+                quoted,
+                status,
+                took_s,
+                request_id,
+            )

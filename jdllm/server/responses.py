@@ -19,11 +19,13 @@ from starlette import requests, responses
 from starlette import types as asgi
 
 from jdllm import errors
+from jdllm.server import request_context
 
 logger = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's number; only logs and metrics show it
 START_RETRY_AFTER_S = 5
+MAX_SHOWN = 128  # characters of a method or path in an error
 
 ERROR_TYPES = {
     401: "authentication_error",
@@ -37,6 +39,18 @@ class BodyTooLarge(errors.RequestError):
     """Says that the request body is over the limit."""
 
     status = 413
+
+
+class RequestTimeout(errors.RequestError):
+    """Says that a request did not arrive in time."""
+
+    status = 408
+
+
+class GenerationFault(errors.RequestError):
+    """Says that an answer ended by a fault that befell only this request."""
+
+    status = 500
 
 
 class NotFound(errors.RequestError):
@@ -89,14 +103,17 @@ def error_response(
 def describe(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
     """Returns the status, body and headers for an error; logs it if it is a fault of the engine."""
     if not isinstance(error, errors.RequestError):
-        logger.error("fault while serving a request", exc_info=error)
+        request_id = request_context.REQUEST_ID.get()
+        logger.error("fault while serving request %s", request_id, exc_info=error)
         return 500, error_body("internal server error", status=500, code="internal_error"), {}
     code, headers = error.code, {}
     if isinstance(error, errors.QueueFull | errors.EngineStopped):
         headers["Retry-After"] = str(error.retry_after_s)
     elif isinstance(error, errors.RequestTooLong):
         code = code or "context_length_exceeded"
-    elif isinstance(error, BodyTooLarge):
+    elif isinstance(error, GenerationFault):
+        code = code or "internal_error"
+    elif isinstance(error, BodyTooLarge | RequestTimeout):
         headers["Connection"] = "close"
     body = error_body(str(error), status=error.status, param=error.param, code=code)
     return error.status, body, headers
@@ -119,7 +136,8 @@ def install_handlers(app: fastapi.FastAPI, methods: Mapping[str, Collection[str]
 
     async def on_http(request: requests.Request, error: Exception) -> responses.Response:
         assert isinstance(error, starlette_exceptions.HTTPException), "registered for it below"
-        message = f"{request.method} {request.url.path}: {error.detail}"
+        method, path = request.method[:MAX_SHOWN], request.url.path[:MAX_SHOWN]
+        message = f"{method} {path}: {error.detail}"
         code = "not_found" if error.status_code == 404 else None
         headers = dict(error.headers or {})
         if error.status_code == 405 and request.url.path in methods:

@@ -21,7 +21,7 @@ from starlette import requests
 from starlette import types as asgi
 
 from jdllm import errors, sampling_params
-from jdllm.server import metrics, protocol, state
+from jdllm.server import metrics, protocol, responses, state
 
 if TYPE_CHECKING:
     from jdllm.engine import generations
@@ -69,28 +69,49 @@ def ids_of_prompts(request_id: str, count: int) -> list[str]:
 async def stream(
     server: state.ServerState, prompt_list: PromptList
 ) -> AsyncGenerator[generations.Generation, None]:
-    """Yields the generations of all prompts as they come; errors name the body's fields."""
+    """Yields the generations of all prompts as they come; errors name the body's fields.
+
+    An answer that ends by a fault raises `GenerationFault`.
+    """
     arrival_s = time.monotonic()
     trackers: dict[tuple[int, int], metrics.Tracker] = {}
+    counts = [one.n for one in prompt_list.params]
     try:
-        events = server.engine.stream(
-            prompt_list.prompts,
-            prompt_list.params,
-            request_ids=prompt_list.request_ids,
-            suffix=prompt_list.suffix_ids,
-        )
-        async with contextlib.aclosing(events):
-            async for generation in events:
-                finish = generation.finish_reason
-                if finish and finish["type"] == "abort" and server.phase == "draining":
-                    raise errors.EngineStopped("the server shut down before this request ended")
-                place = (generation.prompt_index, generation.index)
-                if place not in trackers:
-                    trackers[place] = metrics.Tracker(server.metrics, arrival_s)
-                trackers[place].see(generation)
-                yield generation
+        with server.live.hold(prompt_list.request_ids, counts) as live:
+            events = server.engine.stream(
+                prompt_list.prompts,
+                prompt_list.params,
+                request_ids=prompt_list.request_ids,
+                suffix=prompt_list.suffix_ids,
+            )
+            async with contextlib.aclosing(events):
+                async for generation in events:
+                    place = (generation.prompt_index, generation.index)
+                    if place not in trackers:
+                        trackers[place] = metrics.Tracker(server.metrics, arrival_s)
+                    trackers[place].see(generation)
+                    if generation.finish_reason is not None:
+                        live.end(generation.request_id)
+                        _raise_fault(server, generation.finish_reason)
+                    yield generation
     except errors.RequestError as error:
         raise protocol.renamed(error, prompt_list.field_names) from None
+
+
+def _raise_fault(server: state.ServerState, finish: Mapping[str, Any]) -> None:
+    """Raises if an answer has ended by a fault or by the shutdown, and not by its client.
+
+    As in SGLang and vLLM, such an answer is no answer, on every route: the status is 500 with a
+    message that says what happened, or a stream ends with an error frame. The other prompts and
+    choices of the request are given up. An abort that a client asked for is an answer, with
+    `finish_reason` "abort" and the text so far.
+    """
+    if finish["type"] != "abort":
+        return
+    if "status_code" in finish:  # as in SGLang, only a fault has one
+        raise responses.GenerationFault(f"the request ended by a fault: {finish['message']}")
+    if server.phase == "draining":
+        raise errors.EngineStopped("the server shut down before this request ended")
 
 
 async def collect(

@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING, Literal
 
 from jdllm import config, errors
-from jdllm.server import metrics, responses
+from jdllm.server import keys, live_requests, metrics, responses
 
 if TYPE_CHECKING:
     from starlette import requests
@@ -33,9 +33,14 @@ class ServerState:
     loaded_engine: engine_lib.Engine | None = None
     created_s: int = dataclasses.field(default_factory=lambda: int(time.time()))
     ping_interval_s: float = 15.0
+    keys: keys.Keys = dataclasses.field(init=False)
+    live: live_requests.LiveRequests = dataclasses.field(
+        default_factory=live_requests.LiveRequests, init=False
+    )
     metrics: metrics.EdgeMetrics = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
+        self.keys = keys.load(self.server_config)
         self.metrics = metrics.EdgeMetrics(lambda: self.loaded_engine)
 
     @property

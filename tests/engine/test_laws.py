@@ -234,7 +234,7 @@ def test_the_default_length_fits_a_pool_that_ends_inside_a_block():
         assert len(result["output_ids"]) == wanted == 13
 
 
-def test_abort_by_prefix_ends_requests_with_their_partial_output(engine):
+def test_abort_ends_the_named_requests_with_their_partial_output(engine):
     stream = engine.generate(
         input_ids=[[4] * 6, [5] * 6],
         sampling_params={"max_new_tokens": 100, "ignore_eos": True},
@@ -242,7 +242,9 @@ def test_abort_by_prefix_ends_requests_with_their_partial_output(engine):
         stream=True,
     )
     next(stream)
-    assert engine.abort("job-") == 2
+    assert engine.abort("job-") == engine.abort("job") == engine.abort() == 0
+    assert engine.abort("job-a") == 1
+    assert engine.abort(["job-a", "job-b", "job-c"]) == 1
     last = {}
     for item in stream:
         last[item["meta_info"]["id"]] = item["meta_info"]["finish_reason"]

@@ -243,8 +243,10 @@ def test_api_key():
     assert edge.call(server, "/v1/models").status_code == 401
     assert edge.call(server, "/docs").status_code == 401
     assert edge.call(server, CHAT, chat(), headers=bearer("secret")).status_code == 200
-    for path in ("/health", "/ready", "/metrics", "/health_generate"):
+    for path in ("/health", "/ready", "/readyz", "/livez", "/ping", "/metrics"):
         assert edge.call(server, path).status_code == 200
+    assert edge.call(server, "/health_generate").status_code == 401  # it uses the device
+    assert edge.call(server, "/health_generate", headers=bearer("secret")).status_code == 200
     assert edge.call(server, CHAT, method="OPTIONS").status_code == 405
 
 

@@ -137,7 +137,7 @@ def test_a_leaving_client_frees_its_request(slow, path, stream):
 
 
 def test_abort_ends_a_stream_with_its_reason(shared):
-    body = LONG | {"stream": True, "rid": "abort-me-1"}
+    body = LONG | {"stream": True, "rid": "abort-me"}
     with httpx.stream("POST", shared.url + "/v1/completions", json=body) as response:
         lines = response.iter_lines()
         next(lines)

@@ -11,7 +11,7 @@ import asyncio
 import dataclasses
 import threading
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from typing import Any
 
 from jdllm import config, errors, sampling_params, spec
@@ -227,10 +227,9 @@ class FakeEngine:
     def default_max_new_tokens(self, prompt_len: int) -> int:
         return max(1, CONTEXT - prompt_len)
 
-    def abort(self, request_id_prefix: str = "", *, abort_all: bool = False) -> int:
-        found = {
-            r for r in self.open_requests if abort_all or r.startswith(request_id_prefix or "\0")
-        }
+    def abort(self, request_ids: str | Collection[str] = (), *, abort_all: bool = False) -> int:
+        ids = {request_ids} if isinstance(request_ids, str) else set(request_ids)
+        found = {r for r in self.open_requests if abort_all or r in ids}
         self._aborted |= found
         return len(found)
 
