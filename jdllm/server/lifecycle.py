@@ -62,6 +62,22 @@ def serve(
     return asyncio.run(Lifecycle(server, build_engine).run(listener))
 
 
+def http_server(server: state.ServerState) -> QuietServer:
+    """Returns uvicorn around the app of `server`."""
+    return QuietServer(
+        uvicorn.Config(
+            app_lib.create_app(server),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=GOODBYE_S,
+            # uvicorn would take another protocol where httptools happens to be installed.
+            http=connections.with_timeout(server.server_config.timeout_read_request),
+            timeout_keep_alive=server.server_config.timeout_keep_alive,  # pyright: ignore[reportArgumentType]  # goes to call_later, which takes floats
+        )
+    )
+
+
 def bind(host: str, port: int) -> socket.socket:
     """Returns a listening socket; a port in use is a ConfigError."""
     try:
@@ -96,19 +112,7 @@ class Lifecycle:
         # Logged only now: from here on a signal is handled.
         host, port = listener.getsockname()[:2]
         logger.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
-        server_config = self._server.server_config
-        http = QuietServer(
-            uvicorn.Config(
-                app_lib.create_app(self._server),
-                log_config=None,
-                access_log=False,
-                lifespan="off",
-                timeout_graceful_shutdown=GOODBYE_S,
-                # uvicorn would take another protocol where httptools happens to be installed.
-                http=connections.with_timeout(server_config.timeout_read_request),
-                timeout_keep_alive=server_config.timeout_keep_alive,  # pyright: ignore[reportArgumentType]  # goes to call_later, which takes floats
-            )
-        )
+        http = http_server(self._server)
         serving = asyncio.create_task(http.serve(sockets=[listener]))
         # A daemon thread: after a signal the process must not wait for a long compilation.
         threading.Thread(target=self._load, args=(loop,), name="load", daemon=True).start()

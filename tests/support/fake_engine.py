@@ -14,12 +14,14 @@ import time
 from collections.abc import AsyncGenerator, Collection, Sequence
 from typing import Any
 
-from jdllm import config, errors, sampling_params, spec
+from jdllm import config, device_facts, errors, sampling_params, spec
 from jdllm.engine import generations, stats
+from jdllm.scheduler import commits
 
 BLOCK = 4
 VOCAB = 256
 CONTEXT = 512
+FAULT = "the model's logits are not numbers (NaN)"
 SPEC = spec.ModelSpec(
     architecture="Fake",
     model_type="fake",
@@ -82,6 +84,8 @@ class FakeEngine:
         self.model_name = "fake-model"
         self.context_length = CONTEXT
         self.max_running_requests = 8
+        self.device = device_facts.DeviceFacts(platform="cpu", device_kind="cpu")
+        self.profiles: list[tuple[str, dict[str, Any]]] = []
         self.max_total_tokens = 4096
         self.is_alive = True
         self.open_requests: set[str] = set()
@@ -118,6 +122,10 @@ class FakeEngine:
             self.open_requests.add(request_id)
         began = time.monotonic()
         try:
+            if [0, 253] in prompts:
+                await asyncio.sleep(self._block_s)
+                yield self._fault(rows[prompts.index([0, 253])])
+                raise AssertionError("nobody reads on behind a fault")
             if [0, 255] in prompts:
                 raise RuntimeError("secret detail of a fault")
             running = {(i, c) for i, one in enumerate(params) for c in range(one.n)}
@@ -139,6 +147,17 @@ class FakeEngine:
                 before += BLOCK
         finally:
             self.open_requests.difference_update(request_ids)
+
+    def _fault(
+        self, row: tuple[list[int], sampling_params.SamplingParams, str]
+    ) -> generations.Generation:
+        """Returns a choice that ends as one with NaN logits does, after a block."""
+        finish = generations.finish_dict(
+            commits.FinishReason(kind="abort", finished_len=BLOCK, message=FAULT)
+        )
+        one = self._generation(row, (), (0, 0), 0, time.monotonic())
+        meta = one.meta_info | {"finish_reason": finish}
+        return dataclasses.replace(one, finish_reason=finish, meta_info=meta)
 
     def _check(
         self,
@@ -232,6 +251,12 @@ class FakeEngine:
         found = {r for r in self.open_requests if abort_all or r in ids}
         self._aborted |= found
         return len(found)
+
+    def start_profile(self, output_dir: str, **options: Any) -> None:
+        self.profiles.append((output_dir, options))
+
+    def stop_profile(self) -> str:
+        return self.profiles[-1][0]
 
     def flush_cache(self) -> bool:
         return not self.open_requests
