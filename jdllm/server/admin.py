@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import math
 import pathlib
@@ -142,7 +143,12 @@ async def start_profile(request: requests.Request) -> starlette_responses.Respon
         num_steps=body.num_steps,
         with_stack=body.with_stack is not False,
     )
-    await asyncio.to_thread(start)
+    try:
+        await asyncio.to_thread(start)
+    except errors.RequestError:
+        with contextlib.suppress(OSError):  # it was there before, and holds a trace
+            pathlib.Path(folder).rmdir()
+        raise
     return responses.json_response({"success": True, "output_dir": folder})
 
 

@@ -70,6 +70,7 @@ def http_server(server: state.ServerState) -> QuietServer:
             log_config=None,
             access_log=False,
             lifespan="off",
+            ws="none",
             timeout_graceful_shutdown=GOODBYE_S,
             # uvicorn would take another protocol where httptools happens to be installed.
             http=connections.with_timeout(server.server_config.timeout_read_request),

@@ -20,6 +20,7 @@ def test_a_trace_is_taken_and_written(tmp_path):
         again = edge.call(server, "/start_profile", {"output_dir": "other"})
         assert again.status_code == 400
         assert edge.error_of(again)["code"] == "profile_running"
+        assert list(tmp_path.iterdir()) == [folder]
         engine.generate(input_ids=[1, 2], sampling_params={"max_new_tokens": 4})
         stopped = edge.call(server, "/stop_profile", method="POST")
         assert stopped.json() == {"success": True, "output_dir": str(folder)}
