@@ -9,10 +9,14 @@ a prompt, and only for those that the same API key began.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from jdllm.engine import requests as engine_requests
 from jdllm.server import request_context
+
+if TYPE_CHECKING:
+    from jdllm.engine import generations
 
 
 class LiveRequest:
@@ -63,6 +67,20 @@ class LiveRequests:
                 self._by_name[name].discard(live)
                 if not self._by_name[name]:
                     del self._by_name[name]
+
+    async def watch(
+        self,
+        events: AsyncGenerator[generations.Generation, None],
+        request_ids: Sequence[str],
+        counts: Sequence[int],
+    ) -> AsyncGenerator[generations.Generation, None]:
+        """Passes the events of a request on; it is known while they come."""
+        with self.hold(request_ids, counts) as live:
+            async with contextlib.aclosing(events):
+                async for generation in events:
+                    if generation.finish_reason is not None:
+                        live.end(generation.request_id)
+                    yield generation
 
     def named(self, name: str, caller: request_context.Caller) -> set[str]:
         """Returns the ids of the choices that `name` stands for, of those the caller began."""

@@ -10,8 +10,10 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import numbers
 import re
 import unicodedata
+from collections.abc import Mapping
 
 FORMAT = "[%(asctime)s] %(levelname)s %(name)s: %(message)s"
 DATE_FORMAT = "%Y-%m-%d %H:%M:%S"
@@ -50,19 +52,20 @@ def _escape(match: re.Match[str]) -> str:
 
 
 class EscapingFormatter(logging.Formatter):
-    """Formats a record as one line, and a traceback as lines behind a bar."""
+    """Formats a record as one line, and a traceback as lines behind a bar.
+
+    A message may have line breaks only where the code that logs wrote them: in the format, and not
+    in one of its arguments.
+    """
 
     def __init__(self) -> None:
         super().__init__(FORMAT, DATE_FORMAT)
 
     def format(self, record: logging.LogRecord) -> str:
         own = copy.copy(record)
+        own.msg, own.args = _message(record), None
         own.exc_text = None  # else the text of another handler's formatter would be taken
         return super().format(own)
-
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (logging's name)
-        record.message = escaped(record.message)
-        return super().formatMessage(record)
 
     def formatException(self, ei: logging._SysExcInfoType) -> str:  # noqa: N802
         return _behind_bar(super().formatException(ei))
@@ -79,6 +82,34 @@ def install() -> None:
     for logger in loggers:
         for handler in logger.handlers:
             handler.setFormatter(formatter)
+
+
+class _Escaped:
+    """Stands for an argument of a message, and is written in one line of visible characters."""
+
+    def __init__(self, value: object):
+        self._value = value
+
+    def __str__(self) -> str:
+        return escaped(str(self._value))
+
+    def __repr__(self) -> str:
+        return escaped(repr(self._value))
+
+
+def _message(record: logging.LogRecord) -> str:
+    form, args = str(record.msg), record.args
+    if not args:
+        return escaped(form)
+    if isinstance(args, Mapping):
+        text = form % {name: _argument(value) for name, value in args.items()}
+    else:
+        text = form % tuple(_argument(value) for value in args)
+    return "\n".join(escaped(line) for line in text.split("\n"))
+
+
+def _argument(value: object) -> object:
+    return value if isinstance(value, numbers.Number) else _Escaped(value)
 
 
 def _behind_bar(text: str) -> str:

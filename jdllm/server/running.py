@@ -75,30 +75,28 @@ async def stream(
     """
     arrival_s = time.monotonic()
     trackers: dict[tuple[int, int], metrics.Tracker] = {}
-    counts = [one.n for one in prompt_list.params]
     try:
-        with server.live.hold(prompt_list.request_ids, counts) as live:
-            events = server.engine.stream(
-                prompt_list.prompts,
-                prompt_list.params,
-                request_ids=prompt_list.request_ids,
-                suffix=prompt_list.suffix_ids,
-            )
-            async with contextlib.aclosing(events):
-                async for generation in events:
-                    place = (generation.prompt_index, generation.index)
-                    if place not in trackers:
-                        trackers[place] = metrics.Tracker(server.metrics, arrival_s)
-                    trackers[place].see(generation)
-                    if generation.finish_reason is not None:
-                        live.end(generation.request_id)
-                        _raise_fault(server, generation.finish_reason)
-                    yield generation
+        events = server.engine.stream(
+            prompt_list.prompts,
+            prompt_list.params,
+            request_ids=prompt_list.request_ids,
+            suffix=prompt_list.suffix_ids,
+        )
+        counts = [one.n for one in prompt_list.params]
+        events = server.live.watch(events, prompt_list.request_ids, counts)
+        async with contextlib.aclosing(events):
+            async for generation in events:
+                place = (generation.prompt_index, generation.index)
+                if place not in trackers:
+                    trackers[place] = metrics.Tracker(server.metrics, arrival_s)
+                trackers[place].see(generation)
+                _raise_fault(server, generation.finish_reason)
+                yield generation
     except errors.RequestError as error:
         raise protocol.renamed(error, prompt_list.field_names) from None
 
 
-def _raise_fault(server: state.ServerState, finish: Mapping[str, Any]) -> None:
+def _raise_fault(server: state.ServerState, finish: Mapping[str, Any] | None) -> None:
     """Raises if an answer has ended by a fault or by the shutdown, and not by its client.
 
     As in SGLang and vLLM, such an answer is no answer, on every route: the status is 500 with a
@@ -106,7 +104,7 @@ def _raise_fault(server: state.ServerState, finish: Mapping[str, Any]) -> None:
     choices of the request are given up. An abort that a client asked for is an answer, with
     `finish_reason` "abort" and the text so far.
     """
-    if finish["type"] != "abort":
+    if finish is None or finish["type"] != "abort":
         return
     if "status_code" in finish:  # as in SGLang, only a fault has one
         raise responses.GenerationFault(f"the request ended by a fault: {finish['message']}")

@@ -46,11 +46,21 @@ def is_safe(text: str) -> bool:
 def test_a_message_is_one_line_of_visible_characters(log, text):
     log.info("rid=%s end", text)
     log.info("%r %s", text, {"key": text})
+    log.info("%(rid)s end", {"rid": text})
+    log.info("%s end", ValueError(text))
+    log.info(f"{text} end")  # noqa: G004 (as a library may do it)
     written = log.written()
-    assert written.count("\n") == 2 and len(written.splitlines()) == 2
+    assert written.count("\n") == 5 and len(written.splitlines()) == 5
     assert is_safe(written)
     assert all(" INFO jdllm.test: " in line[:50] for line in written.splitlines())
     assert " end\n" in written
+
+
+def test_a_format_may_have_lines_but_its_arguments_may_not(log):
+    log.info("ready; try:\n%s\nport %d, %.1f %%, %5s|", f"curl\n{FORGED}", 30000, 2.5, "é")
+    lines = log.written().split("\n")
+    assert lines[0].endswith("jdllm.test: ready; try:")
+    assert lines[1:] == [f"curl\\n{FORGED}", "port 30000, 2.5 %,     é|", ""]
 
 
 def test_words_of_all_languages_stay_readable(log):
