@@ -317,5 +317,6 @@ def test_logits_that_are_no_numbers_end_the_request_and_say_so(tmp_path):
         result = engine.generate(input_ids=[1, 2], sampling_params={"max_new_tokens": 4})
         reason = result["meta_info"]["finish_reason"]
         assert reason["type"] == "abort" and "NaN" in reason["message"]
+        assert reason["status_code"] == 500
         assert result["output_ids"] == []
         assert_nothing_held(engine)
