@@ -22,12 +22,10 @@ import grain
 import tqdm
 
 from jdllm import errors, version
-from jdllm.eval import backends, store, summary
+from jdllm.eval import backends, sandbox, store, summary
 from jdllm.tasks import registry
-from jdllm.tasks.example import Example
+from jdllm.tasks.example import Example, Score
 
-# With shots the prompt is a list of questions, and a base model would add more questions to it.
-FEW_SHOT_STOP = "Question:"
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "transformers", "grain")
 
 
@@ -58,11 +56,9 @@ def load_questions(
     """
     if name not in registry.TASKS:
         raise errors.ConfigError(f"unknown task {name!r}{errors.nearest(name, registry.TASKS)}")
-    if name == "gsm8k" and data is None:
-        raise errors.ConfigError(
-            "task gsm8k needs --data FILE: GSM8K's test.jsonl (lines with question and answer)"
-        )
     task = registry.TASKS[name]
+    if task.data is not None and data is None:
+        raise errors.ConfigError(f"task {name} needs --data FILE: {task.data}")
     own_shots = num_shots if shots_data is None else 0
     wanted = None if limit is None else limit + own_shots
     shots = [] if shots_data is None else _load(task, shots_data, num_shots)
@@ -89,13 +85,15 @@ def evaluate(
     output_dir: str | pathlib.Path,
     settings: dict[str, Any],
     parallel: int | None = None,
+    programs: sandbox.Sandbox | None = None,
 ) -> dict[str, Any]:
     """Asks the questions without an answer, writes the files and returns `results.json`.
 
     `settings` holds what else identifies the run; a folder with other settings is refused.
+    `programs` runs the programs of a code task.
     """
     if questions.shots:
-        sampling = {**sampling, "stop": [FEW_SHOT_STOP]}
+        sampling = {**sampling, "stop": list(questions.task.few_shot_stop)}
     about = backend.describe()
     settings = {**questions.settings, **settings, "sampling": sampling, "model": about["model"]}
     kept = store.Store(output_dir, settings)
@@ -106,7 +104,7 @@ def evaluate(
         with tqdm.tqdm(
             total=len(asked), initial=len(asked & old), desc=questions.task.name, unit="q"
         ) as bar:
-            for record in _answers(questions, backend, sampling, kept.records, parallel):
+            for record in _answers(questions, backend, sampling, kept.records, parallel, programs):
                 kept.append(record)
                 bar.set_postfix_str(_progress(kept.records, asked))
                 bar.update()
@@ -121,12 +119,14 @@ def evaluate(
                 }
             )
     records = [kept.records[example.id] for example in questions.examples]
+    figures = summary.summarize(records, kept.sessions)
     results = {
-        **summary.summarize(records, kept.sessions),
+        **figures,
         "config": {**settings, "parallel": parallel},
         "backend": about,
         **surroundings(),
     }
+    results |= summary.harness_fields(questions.task, len(questions.shots), figures, results)
     kept.write_results(results)
     return results
 
@@ -154,6 +154,7 @@ def _answers(
     sampling: dict[str, Any],
     finished: Iterable[str],
     parallel: int,
+    programs: sandbox.Sandbox | None,
 ) -> Iterator[store.Record]:
     """Yields records as answers come; the first failure aborts the rest."""
     finished = frozenset(finished)
@@ -166,16 +167,20 @@ def _answers(
     pool = concurrent.futures.ThreadPoolExecutor(max_workers=parallel)
     try:
         waiting = {
-            pool.submit(backend.answer, prompt, sampling): (example, prompt)
+            pool.submit(_ask, backend, prompt, sampling, questions.task, example, programs): (
+                example,
+                prompt,
+            )
             for example, prompt in dataset
         }
         for future in concurrent.futures.as_completed(waiting):
             example, prompt = waiting[future]
             try:
-                answer = future.result()
+                answer, outcome = future.result()
             except backends.BackendError as error:
                 raise backends.BackendError(f"example {example.id}: {error}") from error
-            yield _record(questions.task, example, prompt, answer)
+            score = _score(questions.task, example, answer.text, outcome)
+            yield _record(example, prompt, answer, score)
     except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)
         backend.abort()
@@ -184,10 +189,33 @@ def _answers(
         pool.shutdown()
 
 
-def _record(
-    task: registry.Task, example: Example, prompt: str, answer: backends.Answer
-) -> store.Record:
-    score = task.score(answer.text, example.gold)
+def _ask(
+    backend: backends.Backend,
+    prompt: str,
+    sampling: dict[str, Any],
+    task: registry.Task,
+    example: Example,
+    programs: sandbox.Sandbox | None,
+) -> tuple[backends.Answer, sandbox.Outcome | None]:
+    """Returns the answer, and for a code task what its program did."""
+    answer = backend.answer(prompt, sampling)
+    if task.program is None:
+        return answer, None
+    assert programs is not None, "a code task has a sandbox"
+    return answer, programs.run(task.program(answer.text, example))
+
+
+def _score(
+    task: registry.Task, example: Example, text: str, outcome: sandbox.Outcome | None
+) -> Score:
+    if outcome is None:
+        assert task.score is not None, "a task without programs has a score"
+        return task.score(text, example.gold)
+    predicted = "passed" if outcome.passed else outcome.message
+    return Score(is_correct=outcome.passed, is_invalid=not text.strip(), predicted=predicted)
+
+
+def _record(example: Example, prompt: str, answer: backends.Answer, score: Score) -> store.Record:
     return {
         "id": example.id,
         "prompt": prompt,

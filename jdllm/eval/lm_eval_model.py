@@ -34,7 +34,6 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_SEED = 1234  # lm-eval's, and that of LLaDA's script
 DEFAULT_MAX_GEN_TOKS = 256  # lm-eval's
-PLATFORMS = {"gpu": "gpu", "cpu": "cpu", "tpu": "tpu"}
 OUR_OWN_BATCHES = (None, 1, "1", "auto")
 
 
@@ -217,29 +216,15 @@ class JdllmLM(model.LM):
 
 def _check(args: model_args.ModelArgs) -> None:
     """Refuses what contradicts the rest of the line or the machine."""
-    if "base_url" in args.server:
-        inapt = [*args.engine, *(["mask_id"] if args.mask_id is not None else [])]
-        if inapt:
-            raise errors.ConfigError(
-                f"--model_args: {inapt[0]} is for evaluation in process; the server at base_url "
-                "has its own model and options"
-            )
-    elif args.server:
+    if args.server and "base_url" not in args.server:
         raise errors.ConfigError(f"--model_args: {next(iter(args.server))} needs base_url")
-    if args.device is not None and "base_url" not in args.server:
-        name, platform = str(args.device).partition(":")[0], jax.default_backend()
-        # "cuda:0" is lm-eval's default, so it says nothing.
-        if name != "cuda" and PLATFORMS.get(name) != platform:
-            raise errors.ConfigError(
-                f"device={args.device!r}, but JAX computes on {platform}; set JAX_PLATFORMS"
-            )
+    model_args.check_machine(args, platform=jax.default_backend())
     if args.task is not None and any(name in args.task for name in ("humaneval", "mbpp")):
         raise errors.ConfigError(
             f"task={args.task!r} makes d3LLM's script apply a chat template; "
             "give --apply_chat_template instead"
         )
-    values = {**args.sampling, "stop": []}
-    sampling_params.SamplingParams.from_mapping(values)
+    sampling_params.SamplingParams.from_mapping(args.sampling)
 
 
 def _log_speed(answers: Sequence[backends.Answer], wall_s: float) -> None:

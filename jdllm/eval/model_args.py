@@ -82,6 +82,10 @@ class ModelArgs:
     device: str | None = None
     task: str | None = None
 
+    def parallel_option(self) -> dict[str, int]:
+        """Returns `parallel` as an option, or nothing."""
+        return {} if self.parallel is None else {"parallel": self.parallel}
+
 
 def split(line: str) -> dict[str, Any]:
     """Returns the names and values of `name=value,name=value`; the last of equal names counts."""
@@ -123,11 +127,18 @@ def parse(given: Mapping[str, Any]) -> ModelArgs:
         values["generation_method"] = "generate"
     options = {name: values[name] for name in decoding_names if name in values}
     sampling = {name: values[name] for name in SAMPLING if name in values}
+    server = {name: values[name] for name in SERVER if name in values}
+    of_the_server = [name for name in (*ENGINE, "mask_id") if name in values]
+    if "base_url" in server and of_the_server:
+        raise errors.ConfigError(
+            f"--model_args: {of_the_server[0]} is for evaluation in process; the server at "
+            "base_url has its own model and options"
+        )
     decoding = _decoding(options, {name: values[name] for name in METHOD if name in values})
     return ModelArgs(
         engine={name: values[name] for name in ENGINE if name in values},
         sampling=sampling | ({"dllm": decoding} if decoding else {}),
-        server={name: values[name] for name in SERVER if name in values},
+        server=server,
         likelihood={name: values[name] for name in LIKELIHOOD if name in values},
         parallel=_positive("num_concurrent", values.get("parallel")),
         show_speed=bool(values.get("show_speed", False)),
@@ -135,6 +146,24 @@ def parse(given: Mapping[str, Any]) -> ModelArgs:
         device=values.get("device"),
         task=values.get("task"),
     )
+
+
+def check_machine(args: ModelArgs, *, platform: str) -> None:
+    """Refuses a `device` that is not the one on which JAX computes."""
+    if args.device is None or "base_url" in args.server:
+        return
+    name = str(args.device).partition(":")[0]
+    # "cuda:0" is lm-eval's default, so it says nothing.
+    if name not in ("cuda", platform):
+        raise errors.ConfigError(
+            f"device={args.device!r}, but JAX computes on {platform}; set JAX_PLATFORMS"
+        )
+
+
+def check_mask_id(args: ModelArgs, mask_id: int | None) -> None:
+    """Refuses a `mask_id` that is not the model's."""
+    if args.mask_id is not None and args.mask_id != mask_id:
+        raise errors.ConfigError(f"mask_id={args.mask_id}, but the model's mask id is {mask_id}")
 
 
 def _decoding(options: dict[str, Any], method: dict[str, Any]) -> dict[str, Any]:

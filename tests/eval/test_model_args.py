@@ -79,14 +79,16 @@ def test_a_line_means_what_its_script_means(name):
 def test_other_names_go_where_they_belong():
     line = (
         "pretrained=M,max_length=2048,temperature=1e-1,seed=3,mc_num=64,is_check_greedy=False,"
-        "batch_size=8,base_url=http://h:1,num_concurrent=4,mask_id=126336,device=cuda"
+        "batch_size=8,mask_id=126336,device=cuda"
     )
     found = model_args.parse(model_args.split(line))
     assert found.engine == {"model_path": "M", "context_length": 2048}
     assert found.sampling == {"temperature": 0.1, "seed": 3}
     assert found.likelihood == {"mc_num": 64, "is_check_greedy": False, "batch_size": 8}
+    assert (found.mask_id, found.device) == (126336, "cuda")
+    found = model_args.parse(model_args.split("base_url=http://h:1,num_concurrent=4,threshold=1"))
     assert found.server == {"base_url": "http://h:1"}
-    assert (found.parallel, found.mask_id, found.device) == (4, 126336, "cuda")
+    assert (found.parallel, found.engine) == (4, {})
 
 
 @pytest.mark.parametrize(
@@ -100,6 +102,7 @@ def test_other_names_go_where_they_belong():
         ("use_cache=True,generation_method=generate_multi_block", "Fast_dllm_v1"),
         ("use_cache=True", "needs generation_method"),
         ("num_concurrent=0", "num_concurrent=0"),
+        ("base_url=http://h:1,model_path=M", "model_path is for evaluation in process"),
         ("x" * 500 + "=1", "unknown name"),
     ],
 )
