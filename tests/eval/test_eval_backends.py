@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import http.server
 import json
 import threading
 
 import pytest
+from support import toy_server
 
 from jdllm import device_facts, errors
 from jdllm.engine import generations
@@ -15,60 +15,10 @@ from jdllm.eval import __main__ as cli
 from jdllm.eval import backends, evaluation
 
 
-class ToyServer(http.server.BaseHTTPRequestHandler):
-    """An OpenAI-compatible server that answers `<number of words> ####`."""
-
-    protocol_version = "HTTP/1.1"
-    bodies: list[dict]
-    refuse: list[tuple[int, dict]]
-
-    def do_GET(self):
-        if self.path == "/v1/models":
-            self.reply(200, {"data": [{"id": "toy"}]})
-        elif self.path in ("/health", "/server_info"):
-            self.reply(200, {"device": "toy device"})
-        else:
-            self.reply(404, {})
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self.refuse:
-            self.reply(*self.refuse.pop())
-            return
-        self.bodies.append({**body, "path": self.path, "key": self.headers["Authorization"]})
-        prompt = body["prompt"] if "prompt" in body else body["messages"][0]["content"]
-        text = f"#### {len(prompt.split())}"
-        self.reply(
-            200,
-            {
-                "choices": [{"message": {"content": text}, "text": text, "finish_reason": "stop"}],
-                "usage": {"completion_tokens": 6, "dllm": {"nfe": 3, "tpf": 2.0}},
-            },
-        )
-
-    def reply(self, status: int, content: dict):
-        data = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.send_header("Retry-After", "0")
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_):
-        pass
-
-
 @pytest.fixture
 def server():
-    handler = type("Handler", (ToyServer,), {"bodies": [], "refuse": []})
-    toy = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=toy.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    handler.url = f"http://127.0.0.1:{toy.server_address[1]}"
-    yield handler
-    toy.shutdown()
-    thread.join()
-    toy.server_close()
+    with toy_server.serving() as handler:
+        yield handler
 
 
 @pytest.fixture
