@@ -30,7 +30,7 @@ from jdllm.engine import engine as engine_lib
 from jdllm.eval import backends, likelihood, model_args
 from jdllm.runner import full_forward
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("lm_eval.models.jdllm")  # lm-eval shows the loggers of its name only
 
 DEFAULT_SEED = 1234  # lm-eval's, and that of LLaDA's script
 DEFAULT_MAX_GEN_TOKS = 256  # lm-eval's
