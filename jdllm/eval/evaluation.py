@@ -6,6 +6,7 @@ calling thread writes to the store, so a stop at any moment leaves whole lines.
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import dataclasses
 import hashlib
@@ -68,6 +69,11 @@ def load_questions(
         raise errors.ConfigError(
             f"{num_shots=} with {len(loaded)} examples leaves no question to ask"
         )
+    repeated = [
+        id_ for id_, count in collections.Counter(e.id for e in loaded).items() if count > 1
+    ]
+    if repeated:
+        raise errors.ConfigError(f"{data} has more than one example {repeated[0][:80]!r}")
     settings = {
         "task": name,
         "data_sha256": None if data is None else _sha256(data),

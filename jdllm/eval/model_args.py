@@ -47,6 +47,7 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "save_dir": ((None, "", "null"), "use --output_path and --log_samples"),
     "max_batch_size": ((None,), "the engine forms batches by itself"),
 }
+FLAGS = ("is_check_greedy", "use_cache", "dual_cache", "show_speed")
 NO_CACHE_DELAY = 10_000  # d3LLM: from this delay on nothing is cached
 CACHE = ("cache_mode", "cache_delay_iter", "refresh_interval")
 # The scripts take these with every method, and a method that does not read them drops them.
@@ -122,6 +123,9 @@ def parse(given: Mapping[str, Any]) -> ModelArgs:
                 f"{instead or 'leave it out'}"
             )
     values = {name: value for name, value in values.items() if value is not None}
+    for name in FLAGS:
+        if not isinstance(values.get(name, False), bool):
+            raise errors.ConfigError(f"--model_args: {name}={values[name]!r} must be True or False")
     # d3LLM's scripts name the length `gen_length`, and decode by "generate" if nothing is said.
     if "gen_length" in given and not {"algorithm", "alg", "generation_method"} & values.keys():
         values["generation_method"] = "generate"
@@ -141,7 +145,7 @@ def parse(given: Mapping[str, Any]) -> ModelArgs:
         server=server,
         likelihood={name: values[name] for name in LIKELIHOOD if name in values},
         parallel=_positive("num_concurrent", values.get("parallel")),
-        show_speed=bool(values.get("show_speed", False)),
+        show_speed=values.get("show_speed", False),
         mask_id=values.get("mask_id"),
         device=values.get("device"),
         task=values.get("task"),

@@ -23,6 +23,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 
 from jdllm import errors
@@ -79,7 +80,7 @@ class Outcome:
 
 
 class Sandbox:
-    """Runs programs; several threads may do so at once.
+    """Runs programs, one per CPU at a time; several threads may call `run`.
 
     With `isolates` (the default) this raises a `ConfigError` where the system cannot keep a
     program from the network, from other processes and from files. Without it only the limits hold.
@@ -88,6 +89,8 @@ class Sandbox:
     def __init__(self, *, isolates: bool = True, limits: Limits | None = None):
         self.isolates = isolates
         self._limits = limits or Limits()
+        # More at a time would take memory, and time from one another.
+        self._places = threading.BoundedSemaphore(os.cpu_count() or 1)
         if isolates:
             outcome = self.run(PROBE)
             if not outcome.passed:
@@ -103,7 +106,8 @@ class Sandbox:
         with tempfile.TemporaryDirectory(prefix="jdllm-", ignore_cleanup_errors=True) as folder:
             inner = pathlib.Path(folder, "work")
             inner.mkdir()
-            answer, stopped = self._answer(program, token, inner)
+            with self._places:
+                answer, stopped = self._answer(program, token, inner)
         for line in answer.splitlines():
             said, _, rest = line.partition(" ")
             if secrets.compare_digest(said.encode(), token.encode()):

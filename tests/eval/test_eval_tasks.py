@@ -144,6 +144,13 @@ def test_bad_lines_exit_2(server, gsm8k, tmp_path, capsys, extra, words):
     assert server.bodies == []
 
 
+def test_examples_with_one_id_are_refused(server, tmp_path, capsys):
+    data = tmp_path / "mbpp.jsonl"
+    data.write_text(f"{json.dumps(MBPP[0])}\n" * 2)
+    assert run(server, "mbpp", data, tmp_path / "out") == 2
+    assert "more than one example '0'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("task", ["gsm8k", "math500", "humaneval", "mbpp"])
 def test_a_task_without_its_file_says_which(task, tmp_path, capsys):
     assert cli.main(["--task", task, "--output-dir", str(tmp_path)]) == 2

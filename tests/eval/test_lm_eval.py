@@ -1,5 +1,6 @@
 """The model that lm-eval gets; needs lm_eval, but for the message that says so."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -28,7 +29,7 @@ def test_without_lm_eval_the_command_says_what_to_install():
 def lm_class():
     pytest.importorskip("lm_eval")
     # Not at the top: this file is also collected without lm_eval.
-    return __import__("jdllm.eval.lm_eval_model", fromlist=["JdllmLM"]).JdllmLM
+    return importlib.import_module("jdllm.eval.lm_eval_model").JdllmLM
 
 
 @pytest.fixture
@@ -107,8 +108,8 @@ def test_lm_eval_runs_generation_and_multiple_choice_in_process(lm_class, tmp_pa
     """Through lm-eval itself: its tasks, its metrics, its table."""
     pytest.importorskip("datasets")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    evaluator = __import__("lm_eval.evaluator", fromlist=["simple_evaluate"])
-    tasks = __import__("lm_eval.tasks", fromlist=["TaskManager"])
+    evaluator = importlib.import_module("lm_eval.evaluator")
+    tasks = importlib.import_module("lm_eval.tasks")
     row = {
         "question": "Tom has 7 apples. He buys 5 more apples. How many apples does Tom have now?",
         "choices": [f"Tom has 7 + 5 = <<7+5={n}>>{n} apples.\n#### {n}" for n in (12, 13, 10)],

@@ -102,6 +102,7 @@ def test_other_names_go_where_they_belong():
         ("use_cache=True,generation_method=generate_multi_block", "Fast_dllm_v1"),
         ("use_cache=True", "needs generation_method"),
         ("num_concurrent=0", "num_concurrent=0"),
+        ("is_check_greedy=no", "must be True or False"),
         ("base_url=http://h:1,model_path=M", "model_path is for evaluation in process"),
         ("x" * 500 + "=1", "unknown name"),
     ],
