@@ -19,7 +19,14 @@ def main() -> None:
     assert lm_eval_model.JdllmLM, "importing it registers the model"
     try:
         cli_evaluate()
-    except (errors.ConfigError, errors.RequestError, backends.BackendError) as error:
+    except (
+        errors.ConfigError,
+        errors.RequestError,
+        backends.BackendError,
+        NotImplementedError,
+    ) as error:
+        if not error.args:
+            raise
         sys.exit(f"jdllm.eval.lm_eval: error: {error}")
 
 
