@@ -103,7 +103,7 @@ def test_a_bad_line_is_refused_before_anything_is_loaded(lm_class, given, words)
         lm_class(temperature=-1)
 
 
-@pytest.mark.campaign
+@pytest.mark.long
 def test_lm_eval_runs_generation_and_multiple_choice_in_process(lm_class, tmp_path, monkeypatch):
     """Through lm-eval itself: its tasks, its metrics, its table."""
     pytest.importorskip("datasets")
