@@ -40,6 +40,8 @@ REFUSED_FLAGS: dict[str, str] = {
     "dp_size": "run one process per replica behind a load balancer",
     "ep_size": "experts are not sharded yet; leave it out",
     "enable_lora": "LoRA is not supported",
+    "default_priority_value": "requests without a priority come last; give them one",
+    "priority_scheduling_preemption_threshold": "no running request is stopped for a waiting one",
     "speculative_algorithm": "diffusion models have no draft model; use --dllm-algorithm",
 }
 
@@ -75,6 +77,8 @@ class EngineConfig:
     disable_fused_commit: bool = False
     disable_overlap_schedule: bool = False
     schedule_policy: Literal["fcfs", "lpm"] = "fcfs"
+    enable_priority_scheduling: bool = False
+    schedule_low_priority_values_first: bool = False
     disable_radix_cache: bool = False
     dllm_algorithm: str | None = None
     dllm_algorithm_config: str | Mapping[str, Any] | None = None
@@ -110,6 +114,10 @@ class EngineConfig:
             raise errors.ConfigError(
                 f"tp_size={self.tp_size} is not supported yet; run one process per GPU "
                 "(replicas behind a load balancer) and leave tp_size at 1"
+            )
+        if self.schedule_low_priority_values_first and not self.enable_priority_scheduling:
+            raise errors.ConfigError(
+                "schedule_low_priority_values_first needs enable_priority_scheduling"
             )
         self.algorithms()
         self.algorithm_options()
