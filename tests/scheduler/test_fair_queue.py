@@ -32,7 +32,7 @@ def ask(name, group=None, priority_class=0):
 class Traffic:
     """A queue with rows; `others[r][g]`: first admissions of group g while r waits to begin."""
 
-    def __init__(self, policy="fcfs", seed=0):
+    def __init__(self, policy: waiting.Policy = "fcfs", seed=0):
         self.queue, self.policy = waiting.WaitingQueue(), policy
         self.rng = random.Random(seed)
         self.running, self.waits, self.others = [], [], {}
@@ -73,9 +73,7 @@ class Traffic:
 
     def admit(self):
         one = self.queue.first(self.policy, self.prefix_len)
-        if one is None:
-            assert not self.waits
-            return None
+        assert one is not None
         self.check(one)
         self.queue.remove(one, is_turn=True)
         place = (one.priority_class, one.group)
@@ -116,7 +114,7 @@ class Traffic:
         event = self.rng.random()
         if event < 0.25 and len(self.waits) < 60:
             self.arrive(self.rng.choice([1, 1, 1, 2, 5, 25]), self.rng.choice(classes))
-        elif event < 0.6 and len(self.running) < MAX_ROWS:
+        elif event < 0.6 and self.waits and len(self.running) < MAX_ROWS:
             self.admit()
         elif event < 0.63 and self.waits:
             self.abort(self.rng.choice(self.waits))
