@@ -174,17 +174,17 @@ def test_nobody_starves_while_others_keep_coming(policy, turns):
     assert rounds > 29 * groups, "the questions had their turns"
 
 
-def test_a_question_waits_for_one_member_of_a_long_list():
-    for policy in ("fcfs", "lpm"):
-        traffic = Traffic(policy)
-        traffic.arrive(400)
-        for _ in range(10):
-            traffic.admit()
-        traffic.arrive(1)
-        question = traffic.waits[-1]
-        for _ in range(2):
-            traffic.admit()
-        assert traffic.admitted[-1] is question or traffic.admitted[-2] is question
+@pytest.mark.parametrize("policy", ["fcfs", "lpm"])
+def test_a_question_waits_for_one_member_of_a_long_list(policy):
+    traffic = Traffic(policy)
+    traffic.arrive(400)
+    for _ in range(10):
+        traffic.admit()
+    traffic.arrive(1)
+    question = traffic.waits[-1]
+    for _ in range(2):
+        traffic.admit()
+    assert question in traffic.admitted
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "lpm"])

@@ -156,7 +156,7 @@ def test_every_request_gets_the_tokens_it_gets_alone(
     )
     model = PagedModel(kind, num_pages, page_size, fuses=fuses, interrupts=rng)
     todo = [random_request(rng, str(i)) for i in range(NUM_REQUESTS)]
-    calls = random.Random(page_size)  # lists of several requests, alone, and with priorities
+    calls = random.Random(0)  # lists of several requests, alone, and with priorities
     for one in todo:
         one.group = calls.choice(["list", "other list", one.group, one.group])
         one.priority_class = calls.choice([0, 0, 0, -1])
