@@ -72,7 +72,7 @@ class Traffic:
         return self.members(next(place for place in self.ring if place[0] == best))[0]
 
     def admit(self):
-        one = self.queue.first(self.policy, self.prefix_len)
+        one = self.queue.first(self.policy, self.prefix_len)  # pyright: ignore[reportArgumentType]
         assert one is not None
         self.check(one)
         self.queue.remove(one, is_turn=True)
