@@ -15,8 +15,6 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import yaml
-
 from jdllm import config, errors
 from jdllm.bench import prompts
 
@@ -205,7 +203,7 @@ def dllm_options(pairs: Sequence[str]) -> dict[str, Any]:
         key, equals, value = pair.partition("=")
         if not key or not equals or not value:
             raise errors.ConfigError(f"--dllm {pair!r} is not KEY=VALUE")
-        found[key] = yaml.safe_load(value)
+        found[key] = config.parse_yaml(value, f"--dllm {pair}")
     return found
 
 

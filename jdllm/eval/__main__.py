@@ -10,8 +10,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import yaml
-
 from jdllm import algorithms, errors, sampling_params
 from jdllm import config as config_lib
 from jdllm.engine import engine as engine_lib
@@ -149,7 +147,9 @@ def sweep_points(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     cells = [cell.strip() for cell in values.split(",") if cell.strip()]
     if not cells:
         raise errors.ConfigError(f"--sweep {options.sweep!r} has no values")
-    return {f"{name}={cell}": {name: yaml.safe_load(cell)} for cell in cells}
+    return {
+        f"{name}={cell}": {name: config_lib.parse_yaml(cell, f"--sweep {name}")} for cell in cells
+    }
 
 
 def key_value(text: str, *, as_text: bool = False) -> tuple[str, Any]:
@@ -158,7 +158,7 @@ def key_value(text: str, *, as_text: bool = False) -> tuple[str, Any]:
     if not key or not equals or not value:
         known = ", ".join(("algorithm", *algorithms.option_names()))
         raise errors.ConfigError(f"{text!r} is not KEY=VALUE; keys: {known}")
-    return key, value if as_text else yaml.safe_load(value)
+    return key, value if as_text else config_lib.parse_yaml(value, text)
 
 
 def write_sweep(root: pathlib.Path, results: dict[str, dict[str, Any]]) -> None:
