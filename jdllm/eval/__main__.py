@@ -13,7 +13,7 @@ from typing import Any
 from jdllm import algorithms, errors, sampling_params
 from jdllm import config as config_lib
 from jdllm.engine import engine as engine_lib
-from jdllm.eval import backends, evaluation, summary
+from jdllm.eval import backends, evaluation, store, summary
 from jdllm.tasks import registry
 
 # Options of the engine in this process; with --base-url they belong to the server.
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run(options)
     except (errors.ConfigError, errors.RequestError) as error:
         return _fail(error, 2)
-    except backends.BackendError as error:
+    except (backends.BackendError, store.WriteError) as error:
         return _fail(error, 1)
     except KeyboardInterrupt:
         return _fail("interrupted; answers so far are kept, the same command goes on", 130)
@@ -164,8 +164,8 @@ def key_value(text: str, *, as_text: bool = False) -> tuple[str, Any]:
 def write_sweep(root: pathlib.Path, results: dict[str, dict[str, Any]]) -> None:
     name = next(iter(results)).partition("=")[0]
     points = {label.partition("=")[2]: one for label, one in results.items()}
-    (root / "sweep.csv").write_text(summary.sweep_csv(name, points))
-    (root / "summary.md").write_text(summary.sweep_markdown(name, points))
+    store.write_text(root / "sweep.csv", summary.sweep_csv(name, points))
+    store.write_text(root / "summary.md", summary.sweep_markdown(name, points))
     print(f"\n{summary.sweep_markdown(name, points)}")
 
 
