@@ -52,6 +52,14 @@ REFUSED: dict[str, str] = {
     "log-decode-step": "use --result-filename; it holds the latency of a forward",
 }
 
+# Options of the engine that concern only a server with several clients.
+WITHOUT_EFFECT = (
+    "served_model_name",
+    "max_queued_requests",
+    "enable_priority_scheduling",
+    "schedule_low_priority_values_first",
+)
+
 
 class BenchError(RuntimeError):
     """Says that nothing can be measured: server gone, wrong model, every request failed."""
@@ -176,9 +184,11 @@ def dataset(
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds one flag per field of `EngineConfig`, as `jdllm.serve` has them."""
+    """Adds the flags of `EngineConfig` that can change a measurement, as `jdllm.serve` has them."""
     group = parser.add_argument_group("engine, as for jdllm.serve")
     for name, hint in typing.get_type_hints(config.EngineConfig).items():
+        if name in WITHOUT_EFFECT:
+            continue
         names = [name, *(alias for alias, of in config.ALIASES.items() if of == name)]
         flags = ["--" + spelling.replace("_", "-") for spelling in names]
         options = config.argparse_options(hint)
