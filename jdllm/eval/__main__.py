@@ -11,12 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import yaml
 
 from jdllm import algorithms, errors, sampling_params
 from jdllm import config as config_lib
 from jdllm.engine import engine as engine_lib
-from jdllm.eval import backends, evaluation, model_args, sandbox, summary
+from jdllm.eval import backends, evaluation, model_args, sandbox, store, summary
 from jdllm.tasks import registry
 
 # Options of the engine in this process; with --base-url they belong to the server.
@@ -43,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run(options)
     except (errors.ConfigError, errors.RequestError) as error:
         return _fail(error, 2)
-    except backends.BackendError as error:
+    except (backends.BackendError, store.WriteError) as error:
         return _fail(error, 1)
     except KeyboardInterrupt:
         return _fail("interrupted; answers so far are kept, the same command goes on", 130)
@@ -188,7 +187,9 @@ def sweep_points(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     cells = [cell.strip() for cell in values.split(",") if cell.strip()]
     if not cells:
         raise errors.ConfigError(f"--sweep {options.sweep!r} has no values")
-    return {f"{name}={cell}": {name: yaml.safe_load(cell)} for cell in cells}
+    return {
+        f"{name}={cell}": {name: config_lib.parse_yaml(cell, f"--sweep {name}")} for cell in cells
+    }
 
 
 def key_value(text: str, *, as_text: bool = False) -> tuple[str, Any]:
@@ -197,14 +198,14 @@ def key_value(text: str, *, as_text: bool = False) -> tuple[str, Any]:
     if not key or not equals or not value:
         known = ", ".join(("algorithm", *algorithms.option_names()))
         raise errors.ConfigError(f"{text!r} is not KEY=VALUE; keys: {known}")
-    return key, value if as_text else yaml.safe_load(value)
+    return key, value if as_text else config_lib.parse_yaml(value, text)
 
 
 def write_sweep(root: pathlib.Path, results: dict[str, dict[str, Any]]) -> None:
     name = next(iter(results)).partition("=")[0]
     points = {label.partition("=")[2]: one for label, one in results.items()}
-    (root / "sweep.csv").write_text(summary.sweep_csv(name, points))
-    (root / "summary.md").write_text(summary.sweep_markdown(name, points))
+    store.write_text(root / "sweep.csv", summary.sweep_csv(name, points))
+    store.write_text(root / "summary.md", summary.sweep_markdown(name, points))
     print(f"\n{summary.sweep_markdown(name, points)}")
 
 

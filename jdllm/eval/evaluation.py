@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
@@ -16,13 +17,12 @@ import pathlib
 import platform
 import subprocess
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
 import grain
-import tqdm
 
-from jdllm import errors, version
+from jdllm import errors, progress, version
 from jdllm.eval import backends, sandbox, store, summary
 from jdllm.tasks import registry
 from jdllm.tasks.example import Example, Score
@@ -104,15 +104,20 @@ def evaluate(
     settings = {**questions.settings, **settings, "sampling": sampling, "model": about["model"]}
     kept = store.Store(output_dir, settings)
     asked = {example.id for example in questions.examples}
+    kept.check_asked(asked)
     began, old = time.monotonic(), set(kept.records)
     parallel = parallel or backend.default_parallel
+    answers = _answers(questions, backend, sampling, kept.records, parallel, programs)
     try:
-        with tqdm.tqdm(
-            total=len(asked), initial=len(asked & old), desc=questions.task.name, unit="q"
-        ) as bar:
-            for record in _answers(questions, backend, sampling, kept.records, parallel, programs):
+        with (
+            contextlib.closing(answers),
+            progress.bar(
+                total=len(asked), initial=len(old), desc=questions.task.name, unit="q"
+            ) as bar,
+        ):
+            for record in answers:
                 kept.append(record)
-                bar.set_postfix_str(_progress(kept.records, asked))
+                bar.set_postfix_str(_progress(kept.records))
                 bar.update()
     finally:
         new = [record for id_, record in kept.records.items() if id_ not in old]
@@ -161,7 +166,7 @@ def _answers(
     finished: Iterable[str],
     parallel: int,
     programs: sandbox.Sandbox | None,
-) -> Iterator[store.Record]:
+) -> Generator[store.Record]:
     """Yields records as answers come; the first failure aborts the rest."""
     finished = frozenset(finished)
     dataset = (
@@ -237,8 +242,8 @@ def _record(example: Example, prompt: str, answer: backends.Answer, score: Score
     }
 
 
-def _progress(records: dict[str, store.Record], asked: set[str]) -> str:
-    done = [record for id_, record in records.items() if id_ in asked]
+def _progress(records: dict[str, store.Record]) -> str:
+    done = records.values()
     nfe = sum(record["nfe"] or 0 for record in done)
     tokens = sum(record["completion_tokens"] for record in done)
     correct = sum(record["correct"] for record in done)

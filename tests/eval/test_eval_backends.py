@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import resource
 import threading
 
 import pytest
@@ -101,6 +102,33 @@ def test_other_settings_in_the_same_folder_exit_2(server, data, tmp_path, capsys
     data.write_text(data.read_text().replace("one two", "one  two"))
     assert run(server, data, tmp_path / "out") == 2
     assert "data_sha256" in capsys.readouterr().err
+
+
+def test_a_smaller_limit_in_the_same_folder_exits_2(server, data, tmp_path, capsys):
+    assert run(server, data, tmp_path / "out") == 0
+    before = (tmp_path / "out/results.json").read_text()
+    assert run(server, data, tmp_path / "out", "--limit", "3") == 2
+    assert "answers to 1 questions that this run does not ask" in capsys.readouterr().err
+    assert (tmp_path / "out/results.json").read_text() == before
+
+
+def test_a_full_disk_ends_in_one_line_and_the_same_command_goes_on(server, data, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert run(server, data, out, "--limit", "1") == 0
+    size = (out / "samples.jsonl").stat().st_size
+    capsys.readouterr()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * size + 20, hard))
+    try:
+        assert run(server, data, out, "--parallel", "1") == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1].startswith(f"jdllm.eval: error: cannot write {out}/")
+    assert not any("Traceback" in line for line in lines)
+    assert (out / "samples.jsonl").read_bytes().endswith(b"\n")
+    assert run(server, data, out) == 0
+    assert sorted(samples(out)) == ["0", "1", "2", "3"]
 
 
 def test_a_broken_run_keeps_its_answers_and_goes_on(server, data, tmp_path, capsys):
