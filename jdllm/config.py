@@ -11,6 +11,7 @@ import dataclasses
 import math
 import os
 import pathlib
+import reprlib
 import types
 import typing
 from collections.abc import Mapping
@@ -41,6 +42,8 @@ REFUSED_FLAGS: dict[str, str] = {
     "dp_size": "run one process per replica behind a load balancer",
     "ep_size": "experts are not sharded yet; leave it out",
     "enable_lora": "LoRA is not supported",
+    "default_priority_value": "requests without a priority come last; give them one",
+    "priority_scheduling_preemption_threshold": "no running request is stopped for a waiting one",
     "speculative_algorithm": "diffusion models have no draft model; use --dllm-algorithm",
 }
 
@@ -76,6 +79,8 @@ class EngineConfig:
     disable_fused_commit: bool = False
     disable_overlap_schedule: bool = False
     schedule_policy: Literal["fcfs", "lpm"] = "fcfs"
+    enable_priority_scheduling: bool = False
+    schedule_low_priority_values_first: bool = False
     disable_radix_cache: bool = False
     dllm_algorithm: str | None = None
     dllm_algorithm_config: str | Mapping[str, Any] | None = None
@@ -111,6 +116,10 @@ class EngineConfig:
             raise errors.ConfigError(
                 f"tp_size={self.tp_size} is not supported yet; run one process per GPU "
                 "(replicas behind a load balancer) and leave tp_size at 1"
+            )
+        if self.schedule_low_priority_values_first and not self.enable_priority_scheduling:
+            raise errors.ConfigError(
+                "schedule_low_priority_values_first needs enable_priority_scheduling"
             )
         self.algorithms()
         self.algorithm_options()
@@ -209,7 +218,11 @@ def read_yaml(path: str | pathlib.Path) -> dict[str, Any]:
     path = pathlib.Path(path)
     if not path.is_file():
         raise errors.ConfigError(f"no such file: {path}")
-    content = parse_yaml(path.read_text(encoding="utf-8"), str(path))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise errors.ConfigError(f"{path} cannot be read as UTF-8 text: {error}") from error
+    content = parse_yaml(text, str(path))
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -220,10 +233,26 @@ def read_yaml(path: str | pathlib.Path) -> dict[str, Any]:
 def parse_yaml(text: str, origin: str) -> Any:
     """Returns the value of a YAML text; a ConfigError, on one line, names its `origin`."""
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        return yaml.load(text, _YamlLoader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        # A ValueError: YAML's safe types include dates, and 2026-13-01 is none.
         reason = " ".join(str(error).split())
         raise errors.ConfigError(f"{origin} is not valid YAML: {reason}") from error
+
+
+class _YamlLoader(yaml.SafeLoader):
+    """Refuses a mapping that gives a key twice; YAML itself keeps the last value."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if (key.tag, key.value) in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"duplicate key {reprlib.repr(key.value)}", key.start_mark
+                    )
+                seen.add((key.tag, key.value))
+        return super().construct_mapping(node, deep)
 
 
 def from_mapping(cls: type, values: Mapping[str, Any]) -> Any:

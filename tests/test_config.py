@@ -94,3 +94,39 @@ def test_every_annotation_is_one_the_check_understands(cls):
         assert isinstance(config.matches(None, hint), bool)
     with pytest.raises(TypeError):
         config.matches([], list[int])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("port: 1\nport: 2\n", ["duplicate key 'port'", "line 2"]),
+        ("a:\n  b: 1\n  c: 2\n  b: 3\n", ["duplicate key 'b'", "line 4"]),
+        ("[{x: 1, x: 1}]", ["duplicate key 'x'", "line 1"]),
+        ("a: 2026-13-41", ["month"]),
+        ("[" * 5000, []),
+        ("a: [1", ["line 1"]),
+        ("? [1]\n: 2", ["unhashable"]),
+    ],
+)
+def test_a_broken_yaml_text_names_origin_and_reason(text, words):
+    with pytest.raises(errors.ConfigError, match=r"^serve\.yaml is not valid YAML: ") as caught:
+        config.parse_yaml(text, "serve.yaml")
+    message = str(caught.value)
+    assert all(word in message for word in words)
+    assert "\n" not in message and len(message) < 500
+
+
+def test_yaml_keys_may_repeat_in_different_mappings_and_merges():
+    text = "base: &base {a: 1, b: 2}\nnext: {<<: *base, b: 3}\nlist: [{a: 1}, {a: 2}]"
+    value = config.parse_yaml(text, "x")
+    assert value["next"] == {"a": 1, "b": 3} and value["list"] == [{"a": 1}, {"a": 2}]
+
+
+def test_duplicate_keys_of_an_algorithm_file_name_the_file(tmp_path):
+    path = tmp_path / "algorithm.yaml"
+    path.write_text("threshold: 0.9\nthreshold: 0.8\n")
+    with pytest.raises(errors.ConfigError, match=r"algorithm\.yaml.*duplicate key 'threshold'"):
+        config.EngineConfig(dllm_algorithm_config=str(path))
+    path.write_bytes(b"threshold: \xff")
+    with pytest.raises(errors.ConfigError, match=r"algorithm\.yaml cannot be read"):
+        config.EngineConfig(dllm_algorithm_config=str(path))

@@ -38,6 +38,7 @@ FLOORS: tuple[tuple[str, int, str], ...] = (
     ("jdllm/errors.py", 0, "options"),
     ("jdllm/config.py", 0, "options"),
     ("jdllm/value_checks.py", 0, "options"),
+    ("jdllm/progress.py", 0, "options"),
     ("jdllm/algorithms.py", 0, "options"),
     ("jdllm/sampling_params.py", 0, "options"),
     ("jdllm/spec.py", 0, "options"),

@@ -15,8 +15,6 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import yaml
-
 from jdllm import config, errors
 from jdllm.bench import prompts
 
@@ -53,6 +51,14 @@ REFUSED: dict[str, str] = {
     "cut-len": "use python -m jdllm.eval",
     "log-decode-step": "use --result-filename; it holds the latency of a forward",
 }
+
+# Options of the engine that concern only a server with several clients.
+WITHOUT_EFFECT = (
+    "served_model_name",
+    "max_queued_requests",
+    "enable_priority_scheduling",
+    "schedule_low_priority_values_first",
+)
 
 
 class BenchError(RuntimeError):
@@ -178,9 +184,11 @@ def dataset(
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds one flag per field of `EngineConfig`, as `jdllm.serve` has them."""
+    """Adds the flags of `EngineConfig` that can change a measurement, as `jdllm.serve` has them."""
     group = parser.add_argument_group("engine, as for jdllm.serve")
     for name, hint in typing.get_type_hints(config.EngineConfig).items():
+        if name in WITHOUT_EFFECT:
+            continue
         names = [name, *(alias for alias, of in config.ALIASES.items() if of == name)]
         flags = ["--" + spelling.replace("_", "-") for spelling in names]
         options = config.argparse_options(hint)
@@ -205,7 +213,7 @@ def dllm_options(pairs: Sequence[str]) -> dict[str, Any]:
         key, equals, value = pair.partition("=")
         if not key or not equals or not value:
             raise errors.ConfigError(f"--dllm {pair!r} is not KEY=VALUE")
-        found[key] = yaml.safe_load(value)
+        found[key] = config.parse_yaml(value, f"--dllm {pair}")
     return found
 
 

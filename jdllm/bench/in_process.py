@@ -11,9 +11,8 @@ from typing import Any
 
 import jax
 import numpy as np
-import tqdm
 
-from jdllm import config, sampling_params, version
+from jdllm import config, progress, sampling_params, version
 from jdllm.bench import command_line, stats
 from jdllm.engine import engine as engine_lib
 from jdllm.engine import requests
@@ -59,7 +58,7 @@ def generate(
     commits: list[list[stats.Commit]] = [[] for _ in prompts]
     records: dict[int, stats.Record] = {}
     began = time.perf_counter()
-    bar = tqdm.tqdm(total=len(prompts), disable=not show_progress, unit="req")
+    bar = progress.bar(total=len(prompts), is_shown=show_progress, unit="req")
     try:
         with bar:
             for generation in engine.iterate(prompts, params):

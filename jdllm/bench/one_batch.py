@@ -26,9 +26,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import tqdm
 
-from jdllm import config, errors, sampling_params
+from jdllm import config, errors, progress, sampling_params
 from jdllm.bench import command_line, in_process, stats, tables
 from jdllm.engine import engine as engine_lib
 
@@ -91,8 +90,8 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
         found["distinct_experts"] = in_process.distinct_experts(engine, rng)
         tables.say(in_process.headline(found))
         tables.say(f"# distinct experts per layer, one block: {found['distinct_experts']}")
-        for threshold, batch_size, input_len, output_len in tqdm.tqdm(
-            points, disable=options.disable_tqdm, unit="point"
+        for threshold, batch_size, input_len, output_len in progress.bar(
+            points, is_shown=not options.disable_tqdm, unit="point"
         ):
             one = dllm if threshold is None else dllm | {"threshold": threshold}
             prompts = in_process.random_ids(rng, engine, batch_size, input_len)

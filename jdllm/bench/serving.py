@@ -26,6 +26,7 @@ from jdllm.client import api, failures, retries, transport
 from jdllm.engine import tokenizer as tokenizer_lib
 
 WARMUP_TOKENS = 32  # as SGLang
+TIMEOUT_S = 6 * 3600.0  # as SGLang; of all that are sent at once, the last may wait for hours
 POLL_S = 0.5
 
 
@@ -41,7 +42,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     client = transport.Client(
         serving_options.base_url(options),
         headers=serving_options.headers(options),
-        timeout_s=options.timeout_s,
+        timeout_s=TIMEOUT_S,
     )
     path = options.output_file or serving_options.default_file(options)
     tables.check_writable(path)

@@ -148,12 +148,6 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--tokenizer", metavar="PATH", help="(default: the server's model)")
     group.add_argument("--api-key")
     group.add_argument("--header", nargs="+", default=[], metavar="KEY=VALUE")
-    group.add_argument(
-        "--timeout-s",
-        type=command_line.seconds,
-        default=600.0,
-        help="longest silence of the server; 0 waits for ever",
-    )
 
 
 def _add_prompt_flags(group: argparse._ArgumentGroup) -> None:

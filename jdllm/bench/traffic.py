@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import numpy as np
-import tqdm
 
-from jdllm import errors
+from jdllm import errors, progress
 from jdllm.bench import stats
 
 SPARE_FILES = 64
@@ -61,7 +60,7 @@ def send(
             with lock:
                 bar.update()
 
-    with tqdm.tqdm(total=len(asked), disable=not show_progress, unit="req") as bar:
+    with progress.bar(total=len(asked), is_shown=show_progress, unit="req") as bar:
         began, threads = time.perf_counter(), []
         for index, due_s in enumerate(at_s):
             time.sleep(max(0.0, began + due_s - time.perf_counter()))

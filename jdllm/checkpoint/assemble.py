@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
-import tqdm
 
+from jdllm import progress
 from jdllm.checkpoint import safetensors_source, weight_table
 
 
@@ -24,7 +24,7 @@ def assemble(
 ) -> dict[str, jax.Array]:
     """Returns every parameter of `arrays` (path -> shape, dtype) on the default device."""
     params = {}
-    for path in tqdm.tqdm(arrays, desc="loading weights", disable=not show_progress):
+    for path in progress.bar(arrays, desc="loading weights", is_shown=show_progress):
         staging = np.empty(arrays[path].shape, arrays[path].dtype)
         for fill in fills[path]:
             fill.row.write(staging, source.read(fill.tensor))

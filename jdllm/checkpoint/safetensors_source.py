@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import pathlib
+import reprlib
 from typing import Any
 
 import ml_dtypes
@@ -74,6 +75,12 @@ def _weight_map(directory: pathlib.Path) -> dict[str, str]:
     weight_map = source.read_json(path).get("weight_map")
     if not isinstance(weight_map, dict):
         raise errors.ConfigError(f"{path} has no weight_map")
+    for tensor, name in weight_map.items():
+        # A name, not a path: a checkpoint must not read files outside its folder.
+        if not isinstance(name, str) or not name or pathlib.PurePath(name).name != name:
+            raise errors.ConfigError(
+                f"{path}: weight_map[{reprlib.repr(tensor)}]={reprlib.repr(name)} is no file name"
+            )
     return weight_map
 
 
@@ -106,7 +113,7 @@ def _read_header(path: pathlib.Path) -> tuple[dict[str, dict[str, Any]], int]:
         spans = sorted(_span(path, name, info) for name, info in header.items())
     except errors.ConfigError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise errors.ConfigError(f"{path} has a corrupt safetensors header: {error}") from error
     # Tensors lie end to end, so this check finds a file that lost or gained bytes anywhere.
     ends = [0, *(end for _, end in spans)]
@@ -122,8 +129,15 @@ def _span(path: pathlib.Path, name: str, info: dict[str, Any]) -> tuple[int, int
     begin, end = info["data_offsets"]
     if info["dtype"] not in _DTYPES:
         raise errors.ConfigError(
-            f"{path}: {name} is stored as {info['dtype']}; supported: {', '.join(_DTYPES)}"
+            f"{path}: {reprlib.repr(name)} is stored as {reprlib.repr(info['dtype'])}; supported: "
+            f"{', '.join(_DTYPES)}"
+        )
+    if not all(type(size) is int and size >= 0 for size in (begin, end, *info["shape"])):
+        raise errors.ConfigError(
+            f"{path}: {reprlib.repr(name)} has sizes that are no integers >= 0"
         )
     if end - begin != math.prod(info["shape"]) * _DTYPES[info["dtype"]].itemsize:
-        raise errors.ConfigError(f"{path}: {name} has offsets that do not fit its shape")
+        raise errors.ConfigError(
+            f"{path}: {reprlib.repr(name)} has offsets that do not fit its shape"
+        )
     return begin, end

@@ -70,7 +70,9 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise errors.ConfigError(f"{path} does not exist") from error
-    except ValueError as error:
+    except OSError as error:
+        raise errors.ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
         raise errors.ConfigError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise errors.ConfigError(f"{path} holds no JSON object")

@@ -69,6 +69,7 @@ class Engine:
         stream: bool = False,
         suffix: infilling.Suffixes = None,
         given: infilling.Givens = None,
+        priority: int | None = None,
     ) -> Any:
         """Returns a dict (text, output_ids, meta_info) for one prompt, a list of them for a list.
 
@@ -76,9 +77,12 @@ class Engine:
         blocks commit; for several prompts or choices each dict carries its `index`.
         Models with full attention can write towards a `suffix` (text or ids) and around
         tokens that are `given` at offsets from the prompt's end. Both may be one value for all
-        prompts, or a list with one per prompt.
+        prompts, or a list with one per prompt. `priority` is for all of them, and needs
+        `enable_priority_scheduling`.
         """
-        choices, collector = self._call(prompt, input_ids, sampling_params, rid, suffix, given)
+        choices, collector = self._call(
+            prompt, input_ids, sampling_params, rid, suffix, given, priority
+        )
         if stream:
             return streams.GenerationStream(self._loop, choices, collector.part)
         with contextlib.closing(self._iterate(choices)) as events:
@@ -95,9 +99,12 @@ class Engine:
         rid: str | Sequence[str] | None = None,
         suffix: infilling.Suffixes = None,
         given: infilling.Givens = None,
+        priority: int | None = None,
     ) -> Any:
         """Does what `generate` does without streaming, for an asyncio caller."""
-        choices, collector = self._call(prompt, input_ids, sampling_params, rid, suffix, given)
+        choices, collector = self._call(
+            prompt, input_ids, sampling_params, rid, suffix, given, priority
+        )
         stream = streams.async_stream(self._loop, choices, is_bounded=False)
         async with contextlib.aclosing(stream) as events:
             async for generation in events:
@@ -112,6 +119,7 @@ class Engine:
         request_ids: Sequence[str] | None = None,
         suffix: infilling.Suffixes = None,
         given: infilling.Givens = None,
+        priority: int | None = None,
     ) -> streams.GenerationStream[generations.Generation]:
         """Yields the generations of several prompts as they come, for batch jobs.
 
@@ -119,7 +127,14 @@ class Engine:
         """
         rows = requests.one_each(params, len(prompts))
         return self._iterate(
-            self._inputs.choices(prompts, rows, request_ids=request_ids, suffix=suffix, given=given)
+            self._inputs.choices(
+                prompts,
+                rows,
+                request_ids=request_ids,
+                suffix=suffix,
+                given=given,
+                priority=priority,
+            )
         )
 
     def stream(
@@ -130,6 +145,7 @@ class Engine:
         request_ids: Sequence[str] | None = None,
         suffix: infilling.Suffixes = None,
         given: infilling.Givens = None,
+        priority: int | None = None,
     ) -> AsyncGenerator[generations.Generation, None]:
         """Does what `iterate` does, for an asyncio server: the queue limit applies.
 
@@ -139,7 +155,7 @@ class Engine:
         rows = requests.one_each(params, len(prompts))
         self._check_places(rows)
         choices = self._inputs.choices(
-            prompts, rows, request_ids=request_ids, suffix=suffix, given=given
+            prompts, rows, request_ids=request_ids, suffix=suffix, given=given, priority=priority
         )
         return streams.async_stream(self._loop, choices, is_bounded=True)
 
@@ -248,11 +264,14 @@ class Engine:
         rid: str | Sequence[str] | None,
         suffix: infilling.Suffixes,
         given: infilling.Givens,
+        priority: int | None,
     ) -> tuple[dict[str, requests.Choice], generations.Collector]:
         """Returns the choices that a call of `generate` asks for, and a collector of its answer."""
         prompts, is_single = self._inputs.prompt_ids(prompt, input_ids)
         rows = requests.params_per_prompt(params, len(prompts))
-        choices = self._inputs.choices(prompts, rows, request_ids=rid, suffix=suffix, given=given)
+        choices = self._inputs.choices(
+            prompts, rows, request_ids=rid, suffix=suffix, given=given, priority=priority
+        )
         return choices, generations.Collector(choices, is_single=is_single)
 
     def _iterate(

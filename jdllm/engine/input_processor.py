@@ -30,14 +30,17 @@ class InputProcessor:
         request_ids: str | Sequence[str] | None = None,
         suffix: infilling.Suffixes = None,
         given: infilling.Givens = None,
+        priority: int | None = None,
     ) -> dict[str, requests.Choice]:
         """Returns the choices of all prompts by request id, in the order of the prompts."""
         names = requests.request_ids(request_ids, len(prompts))
         infills = infilling.infills(suffix, given, len(prompts), self._built.tokenizer)
+        group, priority_class = object(), requests.priority_class(priority, self._built.config)
         choices: dict[str, requests.Choice] = {}
         rows = zip(prompts, params, names, infills, strict=True)
         for prompt_index, (prompt_ids, one, name, infill) in enumerate(rows):
             for index, request in enumerate(self._requests(prompt_ids, one, name, infill)):
+                request.group, request.priority_class = group, priority_class
                 if request.request_id in choices:
                     raise errors.RequestError(
                         f"duplicate request id {request.request_id!r}", param="rid"

@@ -8,9 +8,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import tqdm.auto
-
-from jdllm import errors
+from jdllm import errors, progress
 from jdllm.engine import engine as engine_lib
 from jdllm.engine import generations, infilling, requests
 
@@ -117,9 +115,8 @@ class LLM:
         params = requests.params_per_prompt(sampling_params, len(ids))
         choices: dict[tuple[int, int], generations.Generation] = {}
         began, tokens, nfe = time.monotonic(), 0, 0
-        with tqdm.auto.tqdm(
-            total=sum(one.n for one in params), desc="Generating", disable=not use_tqdm
-        ) as bar:
+        total = sum(one.n for one in params)
+        with progress.bar(total=total, desc="Generating", is_shown=use_tqdm) as bar:
             for generation in self.engine.iterate(ids, params, suffix=suffix, given=given):
                 if generation.finish_reason is None:
                     continue

@@ -7,6 +7,7 @@ that callers may use (dicts, one value for all prompts, lists) into one form.
 from __future__ import annotations
 
 import dataclasses
+import math
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 from jaxtyping import Int
 
+from jdllm import config as config_lib
 from jdllm import errors, sampling_params
 from jdllm.engine import detokenizer, generations
 from jdllm.engine import loop as loop_lib
@@ -92,6 +94,25 @@ def seed_of_choice(seed: int, index: int) -> int:
     if index == 0:
         return seed
     return int(np.random.SeedSequence([seed, index]).generate_state(1, np.uint64)[0])
+
+
+def priority_class(priority: int | None, config: config_lib.EngineConfig) -> float:
+    """Returns the class of a request with this priority; lower classes are admitted first."""
+    if priority is not None and (isinstance(priority, bool) or not isinstance(priority, int)):
+        raise errors.RequestError("priority must be an integer", param="priority")
+    if not config.enable_priority_scheduling:
+        if priority:
+            raise errors.RequestError(
+                "priority has no effect on this server; leave it out, or start the server with "
+                "--enable-priority-scheduling",
+                param="priority",
+            )
+        return 0
+    if priority is None:
+        return math.inf  # after every request that has one
+    if not -(1 << 63) <= priority < 1 << 63:
+        raise errors.RequestError("priority must be a signed 64-bit integer", param="priority")
+    return priority if config.schedule_low_priority_values_first else -priority
 
 
 def new_id() -> str:

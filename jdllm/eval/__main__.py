@@ -7,15 +7,15 @@ import contextlib
 import logging
 import pathlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import yaml
+import jax
 
 from jdllm import algorithms, errors, sampling_params
 from jdllm import config as config_lib
 from jdllm.engine import engine as engine_lib
-from jdllm.eval import backends, evaluation, summary
+from jdllm.eval import backends, evaluation, model_args, sandbox, store, summary
 from jdllm.tasks import registry
 
 # Options of the engine in this process; with --base-url they belong to the server.
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run(options)
     except (errors.ConfigError, errors.RequestError) as error:
         return _fail(error, 2)
-    except backends.BackendError as error:
+    except (backends.BackendError, store.WriteError) as error:
         return _fail(error, 1)
     except KeyboardInterrupt:
         return _fail("interrupted; answers so far are kept, the same command goes on", 130)
@@ -52,14 +52,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m jdllm.eval", description=__doc__)
     parser.add_argument("--task", required=True, choices=sorted(registry.TASKS))
-    parser.add_argument("--data", metavar="FILE", help="JSON lines with question and answer")
+    parser.add_argument("--data", metavar="FILE", help="the task's published file")
     parser.add_argument("--limit", type=_positive, metavar="N", help="ask the first N only")
     parser.add_argument("--num-shots", type=_natural, default=0, metavar="K")
     parser.add_argument("--shots-data", metavar="FILE", help="take the shots from this file")
     parser.add_argument("--output-dir", required=True, metavar="D")
+    parser.add_argument(
+        "--allow-unisolated-code",
+        action="store_true",
+        help="code tasks: run programs even where they cannot be kept from network and files",
+    )
+    parser.add_argument(
+        "--model_args",
+        "--model-args",
+        dest="model_args",
+        metavar="NAME=VALUE,...",
+        help="a line of lm-eval or d3LLM; it may not repeat what another option says",
+    )
     group = parser.add_argument_group("decoding")
     group.add_argument("--max-new-tokens", type=_positive, metavar="N")
-    group.add_argument("--temperature", type=float, default=0.0)
+    group.add_argument("--temperature", type=float, help="0 by default")
     group.add_argument("--seed", type=int)
     group.add_argument("--dllm", nargs="+", action="extend", default=[], metavar="KEY=VALUE")
     group.add_argument("--sweep", metavar="KEY=A,B,C", help="one run per value, with a summary")
@@ -68,7 +80,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     group.add_argument("--base-url", metavar="URL", help="http://127.0.0.1:30000")
     group.add_argument("--api", choices=("chat", "completion"), default="chat")
     group.add_argument("--api-key")
-    group.add_argument("--timeout-s", type=float, default=600.0)
+    group.add_argument("--timeout-s", type=float, help="600 by default")
     group = parser.add_argument_group("in process, as for jdllm.serve")
     for name, kind in ENGINE_FLAGS.items():
         group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=kind.__name__.upper())
@@ -77,8 +89,19 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def run(options: argparse.Namespace) -> None:
     """Runs the one point or the sweep that the command line asks for."""
+    line = model_args.parse(model_args.split(options.model_args or ""))
+    if {"mc_num", "is_check_greedy"} & line.likelihood.keys():
+        raise errors.ConfigError(
+            "--model_args: mc_num and is_check_greedy are for likelihoods, which "
+            "python -m jdllm.eval.lm_eval computes"
+        )
+    model_args.check_machine(line, platform=jax.default_backend())
+    flags = vars(options)
+    engine_options = merged({name: flags[name] for name in ENGINE_FLAGS}, line.engine)
+    server = merged({name: flags[name] for name in model_args.SERVER}, line.server)
+    parallel = merged({"parallel": options.parallel}, line.parallel_option()).get("parallel")
     points = sweep_points(options)
-    samplings = {label: sampling(options, changed) for label, changed in points.items()}
+    samplings = {label: sampling(options, changed, line) for label, changed in points.items()}
     questions = evaluation.load_questions(
         options.task,
         data=options.data,
@@ -86,16 +109,19 @@ def run(options: argparse.Namespace) -> None:
         num_shots=options.num_shots,
         shots_data=options.shots_data,
     )
-    given = {name: vars(options)[name] for name in ENGINE_FLAGS if vars(options)[name] is not None}
-    if options.base_url is not None and given:
+    if "base_url" in server and engine_options:
         raise errors.ConfigError(
-            f"--{next(iter(given)).replace('_', '-')} is for evaluation in process; "
+            f"--{next(iter(engine_options)).replace('_', '-')} is for evaluation in process; "
             "with --base-url give it to the server"
         )
-    settings = {**given, "base_url": options.base_url, "api": options.api}
+    settings = {**engine_options, "base_url": server.get("base_url"), "api": options.api}
+    programs = None
+    if questions.task.program is not None:
+        programs = sandbox.Sandbox(isolates=not options.allow_unisolated_code)
+        settings["code_isolation"] = "isolated" if programs.isolates else "limits only"
     root = pathlib.Path(options.output_dir)
     results = {}
-    with open_backend(options, given) as backend:
+    with open_backend(options.api, server, engine_options, line) as backend:
         for label, one in samplings.items():
             results[label] = evaluation.evaluate(
                 questions,
@@ -103,39 +129,51 @@ def run(options: argparse.Namespace) -> None:
                 one,
                 output_dir=root / label if options.sweep else root,
                 settings=settings,
-                parallel=options.parallel,
+                parallel=parallel,
+                programs=programs,
             )
             print(f"\n{label}\n" if options.sweep else "", summary.lines(results[label]), sep="")
     if options.sweep:
         write_sweep(root, results)
 
 
+def merged(flags: Mapping[str, Any], line: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the given flags and the names of `--model_args`; a name in both is an error."""
+    given = {name: value for name, value in flags.items() if value is not None}
+    for name in given.keys() & line.keys():
+        raise errors.ConfigError(f"--model_args and another option both give {name}")
+    return {**given, **line}
+
+
 @contextlib.contextmanager
 def open_backend(
-    options: argparse.Namespace, engine_options: dict[str, Any]
+    api_name: str,
+    server: dict[str, Any],
+    engine_options: dict[str, Any],
+    line: model_args.ModelArgs,
 ) -> Iterator[backends.Backend]:
     """Yields the one backend and shuts it down afterwards."""
-    if options.base_url is not None:
-        yield backends.Http(
-            options.base_url,
-            api_name=options.api,
-            api_key=options.api_key,
-            timeout_s=options.timeout_s,
-        )
+    if "base_url" in server:
+        yield backends.Http(**server, api_name=api_name)
         return
     config = config_lib.from_mapping(config_lib.EngineConfig, engine_options)
     logging.basicConfig(level=logging.WARNING)
     with engine_lib.Engine(config) as engine:
+        model_args.check_mask_id(line, engine.spec.diffusion.mask_token_id)
         yield backends.InProcess(engine)
 
 
-def sampling(options: argparse.Namespace, changed: dict[str, Any]) -> dict[str, Any]:
+def sampling(
+    options: argparse.Namespace, changed: dict[str, Any], line: model_args.ModelArgs
+) -> dict[str, Any]:
     """Returns the sampling parameters of one point, checked by the engine's own rules."""
+    own = {**dict(map(key_value, options.dllm)), **changed}
+    flags = {name: vars(options)[name] for name in ("max_new_tokens", "temperature", "seed")}
     values = {
-        "max_new_tokens": options.max_new_tokens,
-        "temperature": options.temperature,
-        "seed": options.seed,
-        "dllm": {**dict(map(key_value, options.dllm)), **changed},
+        **dict.fromkeys(flags),
+        "temperature": 0.0,
+        **merged(flags, {k: v for k, v in line.sampling.items() if k != "dllm"}),
+        "dllm": merged(own, line.sampling.get("dllm", {})),
     }
     sampling_params.SamplingParams.from_mapping(values)
     return values
@@ -149,7 +187,9 @@ def sweep_points(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     cells = [cell.strip() for cell in values.split(",") if cell.strip()]
     if not cells:
         raise errors.ConfigError(f"--sweep {options.sweep!r} has no values")
-    return {f"{name}={cell}": {name: yaml.safe_load(cell)} for cell in cells}
+    return {
+        f"{name}={cell}": {name: config_lib.parse_yaml(cell, f"--sweep {name}")} for cell in cells
+    }
 
 
 def key_value(text: str, *, as_text: bool = False) -> tuple[str, Any]:
@@ -158,14 +198,14 @@ def key_value(text: str, *, as_text: bool = False) -> tuple[str, Any]:
     if not key or not equals or not value:
         known = ", ".join(("algorithm", *algorithms.option_names()))
         raise errors.ConfigError(f"{text!r} is not KEY=VALUE; keys: {known}")
-    return key, value if as_text else yaml.safe_load(value)
+    return key, value if as_text else config_lib.parse_yaml(value, text)
 
 
 def write_sweep(root: pathlib.Path, results: dict[str, dict[str, Any]]) -> None:
     name = next(iter(results)).partition("=")[0]
     points = {label.partition("=")[2]: one for label, one in results.items()}
-    (root / "sweep.csv").write_text(summary.sweep_csv(name, points))
-    (root / "summary.md").write_text(summary.sweep_markdown(name, points))
+    store.write_text(root / "sweep.csv", summary.sweep_csv(name, points))
+    store.write_text(root / "summary.md", summary.sweep_markdown(name, points))
     print(f"\n{summary.sweep_markdown(name, points)}")
 
 

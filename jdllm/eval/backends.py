@@ -40,11 +40,15 @@ class Answer:
 
 
 class Backend(Protocol):
-    """Answers prompts; `sampling` has the keys of `SamplingParams`."""
+    """Answers prompts; `sampling` has the keys of `SamplingParams`.
+
+    A text is a question: it goes through the chat template, if there is one, or as the API of the
+    server says. Messages of a chat and token ids are taken as they are.
+    """
 
     default_parallel: int
 
-    def answer(self, prompt: str, sampling: Mapping[str, Any]) -> Answer: ...
+    def answer(self, prompt: api.Content, sampling: Mapping[str, Any]) -> Answer: ...
 
     def describe(self) -> dict[str, Any]: ...
 
@@ -61,7 +65,7 @@ class InProcess:
         self._tokenizer = engine.tokenizer
         self.default_parallel = 2 * engine.max_running_requests
 
-    def answer(self, prompt: str, sampling: Mapping[str, Any]) -> Answer:
+    def answer(self, prompt: api.Content, sampling: Mapping[str, Any]) -> Answer:
         ids = self._prompt_ids(prompt)
         params = sampling_params.SamplingParams.from_mapping(sampling)
         if params.max_new_tokens is None:
@@ -94,11 +98,15 @@ class InProcess:
     def abort(self) -> None:
         self._engine.abort(abort_all=True)
 
-    def _prompt_ids(self, prompt: str) -> list[int]:
-        if self._tokenizer.has_chat_template:
-            messages = [{"role": "user", "content": prompt}]
+    def _prompt_ids(self, prompt: api.Content) -> list[int]:
+        if isinstance(prompt, str):
+            if not self._tokenizer.has_chat_template:
+                return self._engine.encode(prompt)
+            return self._tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
+        messages = [one for one in prompt if isinstance(one, dict)]
+        if messages:
             return self._tokenizer.apply_chat_template(messages)
-        return self._engine.encode(prompt)
+        return [one for one in prompt if isinstance(one, int)]
 
 
 class Http:
@@ -126,7 +134,7 @@ class Http:
             raise BackendError(f"the server at {self._client.base_url} lists no model")
         self._model = models[0]["id"]
 
-    def answer(self, prompt: str, sampling: Mapping[str, Any]) -> Answer:
+    def answer(self, prompt: api.Content, sampling: Mapping[str, Any]) -> Answer:
         given = {key: value for key, value in sampling.items() if value not in (None, {}, [], ())}
         max_tokens = given.pop("max_new_tokens", DEFAULT_MAX_NEW_TOKENS)
         body = api.body(

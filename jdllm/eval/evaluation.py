@@ -6,7 +6,9 @@ calling thread writes to the store, so a stop at any moment leaves whole lines.
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
@@ -15,19 +17,16 @@ import pathlib
 import platform
 import subprocess
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
 import grain
-import tqdm
 
-from jdllm import errors, version
-from jdllm.eval import backends, store, summary
+from jdllm import errors, progress, version
+from jdllm.eval import backends, sandbox, store, summary
 from jdllm.tasks import registry
-from jdllm.tasks.example import Example
+from jdllm.tasks.example import Example, Score
 
-# With shots the prompt is a list of questions, and a base model would add more questions to it.
-FEW_SHOT_STOP = "Question:"
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "transformers", "grain")
 
 
@@ -58,11 +57,9 @@ def load_questions(
     """
     if name not in registry.TASKS:
         raise errors.ConfigError(f"unknown task {name!r}{errors.nearest(name, registry.TASKS)}")
-    if name == "gsm8k" and data is None:
-        raise errors.ConfigError(
-            "task gsm8k needs --data FILE: GSM8K's test.jsonl (lines with question and answer)"
-        )
     task = registry.TASKS[name]
+    if task.data is not None and data is None:
+        raise errors.ConfigError(f"task {name} needs --data FILE: {task.data}")
     own_shots = num_shots if shots_data is None else 0
     wanted = None if limit is None else limit + own_shots
     shots = [] if shots_data is None else _load(task, shots_data, num_shots)
@@ -72,6 +69,11 @@ def load_questions(
         raise errors.ConfigError(
             f"{num_shots=} with {len(loaded)} examples leaves no question to ask"
         )
+    repeated = [
+        id_ for id_, count in collections.Counter(e.id for e in loaded).items() if count > 1
+    ]
+    if repeated:
+        raise errors.ConfigError(f"{data} has more than one example {repeated[0][:80]!r}")
     settings = {
         "task": name,
         "data_sha256": None if data is None else _sha256(data),
@@ -89,26 +91,33 @@ def evaluate(
     output_dir: str | pathlib.Path,
     settings: dict[str, Any],
     parallel: int | None = None,
+    programs: sandbox.Sandbox | None = None,
 ) -> dict[str, Any]:
     """Asks the questions without an answer, writes the files and returns `results.json`.
 
     `settings` holds what else identifies the run; a folder with other settings is refused.
+    `programs` runs the programs of a code task.
     """
     if questions.shots:
-        sampling = {**sampling, "stop": [FEW_SHOT_STOP]}
+        sampling = {**sampling, "stop": list(questions.task.few_shot_stop)}
     about = backend.describe()
     settings = {**questions.settings, **settings, "sampling": sampling, "model": about["model"]}
     kept = store.Store(output_dir, settings)
     asked = {example.id for example in questions.examples}
+    kept.check_asked(asked)
     began, old = time.monotonic(), set(kept.records)
     parallel = parallel or backend.default_parallel
+    answers = _answers(questions, backend, sampling, kept.records, parallel, programs)
     try:
-        with tqdm.tqdm(
-            total=len(asked), initial=len(asked & old), desc=questions.task.name, unit="q"
-        ) as bar:
-            for record in _answers(questions, backend, sampling, kept.records, parallel):
+        with (
+            contextlib.closing(answers),
+            progress.bar(
+                total=len(asked), initial=len(old), desc=questions.task.name, unit="q"
+            ) as bar,
+        ):
+            for record in answers:
                 kept.append(record)
-                bar.set_postfix_str(_progress(kept.records, asked))
+                bar.set_postfix_str(_progress(kept.records))
                 bar.update()
     finally:
         new = [record for id_, record in kept.records.items() if id_ not in old]
@@ -121,12 +130,14 @@ def evaluate(
                 }
             )
     records = [kept.records[example.id] for example in questions.examples]
+    figures = summary.summarize(records, kept.sessions)
     results = {
-        **summary.summarize(records, kept.sessions),
+        **figures,
         "config": {**settings, "parallel": parallel},
         "backend": about,
         **surroundings(),
     }
+    results |= summary.harness_fields(questions.task, len(questions.shots), figures, results)
     kept.write_results(results)
     return results
 
@@ -154,7 +165,8 @@ def _answers(
     sampling: dict[str, Any],
     finished: Iterable[str],
     parallel: int,
-) -> Iterator[store.Record]:
+    programs: sandbox.Sandbox | None,
+) -> Generator[store.Record]:
     """Yields records as answers come; the first failure aborts the rest."""
     finished = frozenset(finished)
     dataset = (
@@ -166,16 +178,20 @@ def _answers(
     pool = concurrent.futures.ThreadPoolExecutor(max_workers=parallel)
     try:
         waiting = {
-            pool.submit(backend.answer, prompt, sampling): (example, prompt)
+            pool.submit(_ask, backend, prompt, sampling, questions.task, example, programs): (
+                example,
+                prompt,
+            )
             for example, prompt in dataset
         }
         for future in concurrent.futures.as_completed(waiting):
             example, prompt = waiting[future]
             try:
-                answer = future.result()
+                answer, outcome = future.result()
             except backends.BackendError as error:
                 raise backends.BackendError(f"example {example.id}: {error}") from error
-            yield _record(questions.task, example, prompt, answer)
+            score = _score(questions.task, example, answer.text, outcome)
+            yield _record(example, prompt, answer, score)
     except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)
         backend.abort()
@@ -184,10 +200,33 @@ def _answers(
         pool.shutdown()
 
 
-def _record(
-    task: registry.Task, example: Example, prompt: str, answer: backends.Answer
-) -> store.Record:
-    score = task.score(answer.text, example.gold)
+def _ask(
+    backend: backends.Backend,
+    prompt: str,
+    sampling: dict[str, Any],
+    task: registry.Task,
+    example: Example,
+    programs: sandbox.Sandbox | None,
+) -> tuple[backends.Answer, sandbox.Outcome | None]:
+    """Returns the answer, and for a code task what its program did."""
+    answer = backend.answer(prompt, sampling)
+    if task.program is None:
+        return answer, None
+    assert programs is not None, "a code task has a sandbox"
+    return answer, programs.run(task.program(answer.text, example))
+
+
+def _score(
+    task: registry.Task, example: Example, text: str, outcome: sandbox.Outcome | None
+) -> Score:
+    if outcome is None:
+        assert task.score is not None, "a task without programs has a score"
+        return task.score(text, example.gold)
+    predicted = "passed" if outcome.passed else outcome.message
+    return Score(is_correct=outcome.passed, is_invalid=not text.strip(), predicted=predicted)
+
+
+def _record(example: Example, prompt: str, answer: backends.Answer, score: Score) -> store.Record:
     return {
         "id": example.id,
         "prompt": prompt,
@@ -203,8 +242,8 @@ def _record(
     }
 
 
-def _progress(records: dict[str, store.Record], asked: set[str]) -> str:
-    done = [record for id_, record in records.items() if id_ in asked]
+def _progress(records: dict[str, store.Record]) -> str:
+    done = records.values()
     nfe = sum(record["nfe"] or 0 for record in done)
     tokens = sum(record["completion_tokens"] for record in done)
     correct = sum(record["correct"] for record in done)

@@ -1,19 +1,26 @@
 """The folder of one run: settings and sessions in `run.json`, one line per answer beside it.
 
 A run can be killed at any moment and started again: finished answers are kept, an incomplete
-last line is dropped, and a folder that belongs to other settings is refused.
+last line is dropped, and a folder that belongs to other settings is refused. The same holds when
+the disk is full: what could not be written whole is taken back.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pathlib
-from collections.abc import Mapping
+import reprlib
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from jdllm import errors
 
 Record = dict[str, Any]
+
+
+class WriteError(RuntimeError):
+    """Says that a file of the run could not be written; what was written before is whole."""
 
 
 class Store:
@@ -35,9 +42,25 @@ class Store:
 
     def append(self, record: Record) -> None:
         """Adds one answer; one write per line, so only the last line can be incomplete."""
+        line = (json.dumps(record, ensure_ascii=False) + "\n").encode()
+        try:
+            _append(self._samples, line)
+        except OSError as error:
+            raise _write_error(self._samples, error) from error
         self.records[record["id"]] = record
-        with self._samples.open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+    def check_asked(self, ids: Collection[str]) -> None:
+        """Raises if the folder has answers to questions other than `ids`.
+
+        Results of fewer questions would not describe the answers and the time in the folder.
+        """
+        foreign = [id_ for id_ in self.records if id_ not in ids]
+        if foreign:
+            raise errors.ConfigError(
+                f"{self.folder} has answers to {len(foreign)} questions that this run does not "
+                f"ask, such as {reprlib.repr(foreign[0])}; raise --limit, or choose another "
+                "--output-dir"
+            )
 
     def add_session(self, session: dict[str, float]) -> None:
         """Saves the wall time and tokens of one invocation, so that rates count all of them."""
@@ -57,7 +80,7 @@ class Store:
         try:
             saved = json.loads(self._run.read_text())
             old, sessions = saved["settings"], saved["sessions"]
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise errors.ConfigError(f"{self._run} is damaged: {error}") from error
         changed = difference(old, self._settings)
         if changed:
@@ -77,11 +100,11 @@ class Store:
                 file.truncate(len(whole))
         records = []
         # Not splitlines, which also splits at U+2028: an answer may hold it, and JSON keeps it.
-        for number, line in enumerate(whole.decode().split("\n")[:-1], start=1):
+        for number, line in enumerate(whole.split(b"\n")[:-1], start=1):
             try:
                 record = json.loads(line)
                 record["id"]
-            except (json.JSONDecodeError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise errors.ConfigError(f"{self._samples}:{number} is damaged: {error}") from error
             records.append(record)
         return records
@@ -101,7 +124,35 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 
 def write_json(path: pathlib.Path, content: Mapping[str, Any]) -> None:
+    """Replaces a file by a JSON text, as `write_text` does."""
+    write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_text(path: pathlib.Path, text: str) -> None:
     """Replaces a file in one step: a reader sees the old or the new content, never a part."""
     scratch = path.with_suffix(".part")
-    scratch.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-    scratch.replace(path)
+    try:
+        scratch.write_text(text, encoding="utf-8")
+        scratch.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            scratch.unlink()
+        raise _write_error(path, error) from error
+
+
+def _append(path: pathlib.Path, line: bytes) -> None:
+    """Appends a line, or nothing if there is no room for all of it."""
+    with path.open("ab", buffering=0) as file:
+        start, rest = file.tell(), line
+        try:
+            while rest:
+                rest = rest[file.write(rest) :]
+        except OSError:
+            file.truncate(start)
+            raise
+
+
+def _write_error(path: pathlib.Path, error: OSError) -> WriteError:
+    return WriteError(
+        f"cannot write {path}: {error.strerror}; answers so far are kept, the same command goes on"
+    )

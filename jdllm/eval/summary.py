@@ -13,6 +13,16 @@ from typing import Any
 
 import numpy as np
 
+from jdllm.tasks import registry
+
+# lm-eval's name of a figure -> (our name, whether more is better).
+FIGURES = {
+    "invalid_rate": ("invalid_rate", False),
+    "tpf": ("tpf_mean", True),
+    "nfe": ("nfe_mean", False),
+    "output_tokens_per_s": ("output_tokens_per_s", True),
+}
+
 
 def summarize(
     records: Sequence[Mapping[str, Any]], sessions: Sequence[Mapping[str, float]]
@@ -45,6 +55,43 @@ def summarize(
         "wall_time_s": wall_s,
         "num_sessions": len(sessions),
         "num_cut_by_length": sum(record["finish_reason"] == "length" for record in records),
+    }
+
+
+def harness_fields(
+    task: registry.Task,
+    num_shots: int,
+    figures: Mapping[str, Any],
+    results: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Returns the fields of lm-eval's results, so that its `make_table` prints a run.
+
+    A figure that was not measured is left out. `versions` holds the task's beside the packages'.
+    """
+    shown = {task.metric: figures["accuracy"]}
+    shown |= {name: figures[own] for name, (own, _) in FIGURES.items()}
+    row: dict[str, Any] = {"alias": task.name}
+    row |= {f"{name},none": value for name, value in shown.items() if value is not None}
+    if figures["accuracy"] is not None:
+        stderr = figures["accuracy_stderr"]
+        row[f"{task.metric}_stderr,none"] = "N/A" if stderr is None else stderr
+    better = {task.metric: True} | {name: is_better for name, (_, is_better) in FIGURES.items()}
+    count = figures["num_examples"]
+    return {
+        "results": {task.name: row},
+        "group_subtasks": {task.name: []},
+        "configs": {
+            task.name: {
+                "task": task.name,
+                "output_type": "generate_until",
+                "num_fewshot": num_shots,
+                "metadata": {"version": task.version},
+            }
+        },
+        "versions": {**results["versions"], task.name: task.version},
+        "n-shot": {task.name: num_shots},
+        "higher_is_better": {task.name: better},
+        "n-samples": {task.name: {"original": count, "effective": count}},
     }
 
 

@@ -54,7 +54,7 @@ def read_spec(
         model_type=hf.get("model_type", rules.model_type),
         vocab_size=hf_config.integer(hf, "vocab_size"),
         hidden_size=hf_config.integer(hf, sizes.hidden_size),
-        num_layers=hf_config.integer(hf, sizes.num_layers),
+        num_layers=hf_config.depth(hf, sizes),
         num_query_heads=heads,
         num_kv_heads=hf_config.integer(hf, sizes.num_kv_heads, default=heads),
         head_dim=head_dim,

@@ -6,11 +6,18 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import reprlib
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 from jdllm import errors
 from jdllm import spec as spec_lib
+
+LARGEST_SIZE = 2**31 - 1
+# A bound far above all models: each layer is an object on the host.
+LARGEST_DEPTH = 10_000
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,13 +41,14 @@ def diffusion(
 ) -> spec_lib.DiffusionSpec:
     """Returns `defaults`, updated from the checkpoint's files and the caller's block size."""
     generation = generation or {}
-    blocks = {hf[key] for key in ("block_size", "block_length") if hf.get(key) is not None}
-    if block_size is None and len(blocks) > 1:
-        raise errors.ConfigError(
-            f"config.json: block_size={hf['block_size']!r} and "
-            f"block_length={hf['block_length']!r} disagree; pass a block size"
-        )
     if block_size is None:
+        keys = [key for key in ("block_size", "block_length") if hf.get(key) is not None]
+        blocks = {integer(hf, key) for key in keys}
+        if len(blocks) > 1:
+            raise errors.ConfigError(
+                f"config.json: block_size={hf['block_size']} and "
+                f"block_length={hf['block_length']} disagree; pass a block size"
+            )
         block_size = blocks.pop() if blocks else defaults.block_size
     mask = first(hf.get("mask_token_id"), generation.get("mask_token_id"), defaults.mask_token_id)
     eos = first(generation.get("eos_token_id"), hf.get("eos_token_id"), defaults.eos_token_ids)
@@ -68,14 +76,19 @@ def check_spec(model: spec_lib.ModelSpec, sizes: SizeKeys) -> None:
         is_id = isinstance(token_id, int) and not isinstance(token_id, bool)
         if not (is_id and token_id in range(model.vocab_size)):
             raise errors.ConfigError(
-                f"{key}={token_id!r} is outside the vocabulary of {model.vocab_size} tokens; "
-                f"set {key} in config.json"
+                f"{key}={reprlib.repr(token_id)} is outside the vocabulary of "
+                f"{model.vocab_size} tokens; set {key} in config.json"
             )
     if model.num_query_heads % model.num_kv_heads:
         raise errors.ConfigError(
             f"config.json: {sizes.num_query_heads}={model.num_query_heads} is no multiple of "
             f"{sizes.num_kv_heads}={model.num_kv_heads}"
         )
+
+
+def depth(hf: Mapping[str, Any], sizes: SizeKeys) -> int:
+    """Returns the number of layers."""
+    return integer(hf, sizes.num_layers, high=LARGEST_DEPTH)
 
 
 def head_dim(hf: Mapping[str, Any], sizes: SizeKeys) -> int:
@@ -104,11 +117,13 @@ def shared_head_dim(hf: Mapping[str, Any], sizes: SizeKeys) -> int:
 def rotary_dim(hf: Mapping[str, Any], head_dim: int) -> int:
     """Returns how many dims of a head RoPE rotates, for families whose config must say so."""
     rope = rope_parameters(hf)
-    factor = first(hf.get("partial_rotary_factor"), rope.get("partial_rotary_factor"))
-    explicit = hf.get("rotary_dim")
-    dim = explicit if factor is None else int(head_dim * factor)
+    key, factor = "partial_rotary_factor", None
+    if hf.get(key) is not None or rope.get(key) is not None:
+        factor = number(rope if hf.get(key) is None else hf, key)
+    explicit = None if hf.get("rotary_dim") is None else integer(hf, "rotary_dim")
+    dim = explicit if factor is None else math.floor(head_dim * min(factor, 2.0))
     if dim is None:
-        raise errors.ConfigError("config.json: partial_rotary_factor (or rotary_dim) is missing")
+        raise errors.ConfigError(f"config.json: {key} (or rotary_dim) is missing")
     if explicit is not None and explicit != dim:
         raise errors.ConfigError(
             f"config.json: rotary_dim={explicit} disagrees with partial_rotary_factor={factor} "
@@ -116,7 +131,8 @@ def rotary_dim(hf: Mapping[str, Any], head_dim: int) -> int:
         )
     if not 0 < dim <= head_dim or dim % 2:
         raise errors.ConfigError(
-            f"config.json: rotary_dim={dim} must be even and at most {head_dim}"
+            f"config.json: {'rotary_dim' if factor is None else key} makes rotary_dim={dim}, which "
+            f"must be even and at most {head_dim}"
         )
     return dim
 
@@ -131,7 +147,9 @@ def rope_parameters(hf: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the rotary options of transformers 5, or an empty mapping."""
     value = hf.get("rope_parameters") or {}
     if not isinstance(value, Mapping):
-        raise errors.ConfigError(f"config.json: rope_parameters={value!r} must be an object")
+        raise errors.ConfigError(
+            f"config.json: rope_parameters={reprlib.repr(value)} must be an object"
+        )
     return value
 
 
@@ -140,13 +158,22 @@ def first(*values: Any) -> Any:
     return next((value for value in values if value is not None), None)
 
 
-def integer(hf: Mapping[str, Any], key: str, *, default: int | None = None, low: int = 1) -> int:
-    """Returns an integer of at least `low`."""
+def integer(
+    hf: Mapping[str, Any],
+    key: str,
+    *,
+    default: int | None = None,
+    low: int = 1,
+    high: int = LARGEST_SIZE,
+) -> int:
+    """Returns an integer from `low` to `high`."""
     value = first(hf.get(key), default)
     if value is None:
         raise errors.ConfigError(f"config.json: {key} is missing")
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise errors.ConfigError(f"config.json: {key}={value!r} must be an integer >= {low}")
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise errors.ConfigError(
+            f"config.json: {key}={reprlib.repr(value)} must be an integer from {low} to {high}"
+        )
     return value
 
 
@@ -154,15 +181,19 @@ def flag(hf: Mapping[str, Any], key: str) -> bool:
     """Returns a boolean, or False if the key is missing."""
     value = first(hf.get(key), False)
     if not isinstance(value, bool):
-        raise errors.ConfigError(f"config.json: {key}={value!r} must be true or false")
+        raise errors.ConfigError(f"config.json: {key}={reprlib.repr(value)} must be true or false")
     return value
 
 
 def number(hf: Mapping[str, Any], key: str) -> float:
-    """Returns a positive number."""
+    """Returns a positive and finite number."""
     value = hf.get(key)
     if value is None:
         raise errors.ConfigError(f"config.json: {key} is missing")
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-        raise errors.ConfigError(f"config.json: {key}={value!r} must be a number > 0")
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    # Compared before the conversion: an integer may be too large for a float.
+    if not is_number or not 0 < value <= sys.float_info.max:
+        raise errors.ConfigError(
+            f"config.json: {key}={reprlib.repr(value)} must be a finite number > 0"
+        )
     return float(value)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -137,7 +138,8 @@ class KeyRules:
         for key, neutral in self.neutral.items():
             if hf.get(key) not in (None, neutral):
                 self.refuse(key, hf[key], repr(neutral))
-        if any(kind not in self.layer_types for kind in hf.get("layer_types") or ()):
+        kinds = hf.get("layer_types") or []
+        if not isinstance(kinds, list) or any(kind not in self.layer_types for kind in kinds):
             kinds = " or ".join(map(repr, self.layer_types))
             self.refuse("layer_types", hf["layer_types"], f"{kinds} in every layer")
         rope = hf_config.rope_parameters(hf)
@@ -153,7 +155,7 @@ class KeyRules:
     def refuse(self, key: str, value: Any, supported: str) -> None:
         """Raises the error for a value that is not implemented."""
         raise errors.ConfigError(
-            f"config.json: {key}={value!r} is not supported for {self.architecture}; "
+            f"config.json: {key}={reprlib.repr(value)} is not supported for {self.architecture}; "
             f"supported: {supported}"
         )
 
@@ -167,6 +169,8 @@ class KeyRules:
             for key, value in hf_config.rope_parameters(hf).items()
             if key not in _ROPE_PARAMETERS
         }
-        named = [f"{key}={value!r}" for key, value in unknown.items() if value is not None]
+        named = [
+            f"{key}={reprlib.repr(value)}" for key, value in unknown.items() if value is not None
+        ]
         if named:
             logger.warning("config.json: unknown keys without effect here: %s", ", ".join(named))

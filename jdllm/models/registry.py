@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,10 +31,12 @@ def architecture_of(hf_config: Mapping[str, Any]) -> str:
     names = hf_config.get("architectures") or []
     if not isinstance(names, list) or not names:
         raise errors.ConfigError(
-            f"config.json names no architecture; supported: {', '.join(FAMILIES)}"
+            f"config.json: architectures names no model class; supported: {', '.join(FAMILIES)}"
         )
+    names = [name for name in names if isinstance(name, str)]
     if not any(name in FAMILIES for name in names):
         raise errors.ConfigError(
-            f"architectures={names!r} is not supported; supported: {', '.join(FAMILIES)}"
+            f"config.json: architectures={reprlib.repr(names)} is not supported; supported: "
+            f"{', '.join(FAMILIES)}"
         )
     return next(name for name in names if name in FAMILIES)

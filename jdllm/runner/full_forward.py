@@ -1,11 +1,14 @@
-"""Whole-sequence logits of a checkpoint, without engine, pages or sampling.
+"""Whole-sequence logits and scores of a checkpoint, without engine, pages or sampling.
 
-For parity checks, scoring and notebooks: `load_model(path).logits(ids)`. It needs memory for
-the full `[B, S, V]` float32 result, which serving never builds.
+For parity checks and notebooks: `load_model(path).logits(ids)`. It needs memory for the full
+`[B, S, V]` float32 result, which serving never builds. `token_scores` needs none of that.
+
+Letters: those of the whole project, and P places to score in each row.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 
@@ -13,13 +16,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Float32, Int, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 from numpy.typing import ArrayLike
 
+import pallas_kernels
 from jdllm import spec as spec_lib
 from jdllm.checkpoint import source
 from jdllm.layers import attention
-from jdllm.models import loading
+from jdllm.models import decoder, loading
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TokenScores:
+    """What a model says about single positions; natural logarithms of softmax probabilities.
+
+    No id is left out of the softmax, nor of the best: the mask id is a token as any other.
+    """
+
+    logprob: Float32[Array, "B P"]  # of the given token
+    best_id: Int32[Array, "B P"]
+    best_logprob: Float32[Array, "B P"]
 
 
 class FullModel:
@@ -29,6 +46,7 @@ class FullModel:
         self.model = model
         # A closure, not a static argument: each call would hash the graph.
         self._forward = jax.jit(functools.partial(_logits, model.graphdef, model.spec))
+        self._scores = jax.jit(functools.partial(_token_scores, model.graphdef, model.spec))
 
     @property
     def spec(self) -> spec_lib.ModelSpec:
@@ -38,6 +56,27 @@ class FullModel:
     def logits(self, ids: ArrayLike) -> Float32[Array, "B S V"]:
         """Returns the logits of token ids [B, S], unshifted."""
         return self._forward(self.model.params, self._checked(ids))
+
+    def token_scores(
+        self,
+        ids: ArrayLike,
+        lengths: Int[np.ndarray, " B"],
+        positions: Int[np.ndarray, "B P"],
+        tokens: Int[np.ndarray, "B P"],
+    ) -> TokenScores:
+        """Scores `tokens` at `positions` of the rows `ids` [B, S].
+
+        Tokens from `lengths` on are padding, which no other token sees. A model with shifted logits
+        cannot score position 0. Every new shape (B, S, P) compiles a program.
+        """
+        checked = self._checked(ids)
+        first = 1 if self.spec.diffusion.is_shifted else 0
+        if positions.min() < first or (positions >= lengths[:, None]).any():
+            raise ValueError(f"positions must lie in [{first}, length of the row)")
+        places = positions.astype(np.int32) - first
+        return self._scores(
+            self.model.params, checked, lengths.astype(np.int32), places, tokens.astype(np.int32)
+        )
 
     def _checked(self, ids: ArrayLike) -> Int32[np.ndarray, "B S"]:
         array = np.asarray(ids)
@@ -80,13 +119,55 @@ def _logits(
     ids: Int[Array, "B S"],
 ) -> Float[Array, "B S V"]:
     batch, length = ids.shape
-    diffusion = model_spec.diffusion
-    mask = attention.visibility_mask(length, diffusion.block_size, diffusion.attention_pattern)
     model = loading.merge(graphdef, params)
+    hidden = _hidden(model, model_spec, ids, _visibility(model_spec, length))
+    return model.logits(hidden).reshape(batch, length, -1)
+
+
+def _token_scores(
+    graphdef: nnx.GraphDef,
+    model_spec: spec_lib.ModelSpec,
+    params: loading.Params,
+    ids: Int[Array, "B S"],
+    lengths: Int32[Array, " B"],
+    places: Int32[Array, "B P"],
+    tokens: Int32[Array, "B P"],
+) -> TokenScores:
+    """`places` are the rows of logits that predict `tokens`."""
+    length = ids.shape[1]
+    is_text = jnp.arange(length) < lengths[:, None]  # [B, S]
+    model = loading.merge(graphdef, params)
+    hidden = _hidden(model, model_spec, ids, _visibility(model_spec, length) & is_text[:, None])
+    chosen = jnp.take_along_axis(
+        hidden.reshape(*ids.shape, -1), places[:, :, None], axis=1
+    )  # [B, P, D]
+    stats = pallas_kernels.unembed_stats(
+        chosen.reshape(-1, chosen.shape[-1]), model.unembedding(), given_ids=tokens.reshape(-1)
+    )
+    return TokenScores(
+        logprob=(stats.given_logit - stats.logsumexp).reshape(places.shape),
+        best_id=stats.best_id.reshape(places.shape),
+        best_logprob=(stats.best_logit - stats.logsumexp).reshape(places.shape),
+    )
+
+
+def _visibility(model_spec: spec_lib.ModelSpec, length: int) -> Bool[np.ndarray, "S S"]:
+    diffusion = model_spec.diffusion
+    return attention.visibility_mask(length, diffusion.block_size, diffusion.attention_pattern)
+
+
+def _hidden(
+    model: decoder.Decoder,
+    model_spec: spec_lib.ModelSpec,
+    ids: Int[Array, "B S"],
+    mask: attention.Mask,
+) -> Float[Array, "T D"]:
+    """Returns the hidden states of all rows in one list; T = B * S."""
+    batch, length = ids.shape
     hidden, _ = model(
         ids.reshape(-1),
         jnp.tile(jnp.arange(length, dtype=jnp.int32), batch),
         attend=attention.dense_attend(mask, batch),
         caches=[None] * model_spec.num_layers,
     )
-    return model.logits(hidden).reshape(batch, length, -1)
+    return hidden

@@ -11,15 +11,16 @@ import bisect
 from jdllm.scheduler import pages as pages_lib
 from jdllm.scheduler import request as request_lib
 from jdllm.scheduler import stay as stay_lib
+from jdllm.scheduler import waiting as waiting_lib
 
 RequestState = request_lib.RequestState
 
 
 class LiveRequests:
-    """The `waiting` and the `running` requests, both in order of arrival, and the free slots."""
+    """The `waiting` requests, the `running` ones by rank, and the free slots."""
 
     def __init__(self, *, max_running: int, pages: pages_lib.RequestPages):
-        self.waiting: list[request_lib.Request] = []
+        self.waiting = waiting_lib.WaitingQueue()
         self.running: list[request_lib.Request] = []
         self.by_id: dict[str, request_lib.Request] = {}
         self.pages = pages
@@ -27,6 +28,7 @@ class LiveRequests:
         self.free_slots = list(reversed(range(max_running)))
         self.total_preemptions = 0
         self._num_arrivals = 0
+        self._num_admitted = 0
 
     @property
     def num_free_rows(self) -> int:
@@ -38,12 +40,12 @@ class LiveRequests:
         return num_rows // 8 if self.waiting else None
 
     def add(self, request: request_lib.Request) -> None:
-        """Puts a new request at the end of the queue."""
+        """Puts a new request into the queue."""
         request.arrival = self._num_arrivals
         request.state = RequestState.WAITING
         self._num_arrivals += 1
         self.by_id[request.request_id] = request
-        self.waiting.append(request)
+        self.waiting.add(request)
 
     @property
     def next_slot(self) -> int:
@@ -54,8 +56,11 @@ class LiveRequests:
         """Lets a waiting request run with the stay that admission gave it, in `next_slot`."""
         slot = self.free_slots.pop()
         assert stay.slot == slot, "a stay must have the next slot"
-        self.waiting.remove(request)
-        bisect.insort(self.running, request, key=_arrival)
+        self.waiting.remove(request, is_turn=True)
+        if request.admission is None:
+            request.admission = self._num_admitted
+            self._num_admitted += 1
+        bisect.insort(self.running, request, key=request_lib.Request.rank)
         request.state = RequestState.RUNNING
         request.stay = stay
 
@@ -65,7 +70,7 @@ class LiveRequests:
         request.state = RequestState.WAITING
         request.num_preemptions += 1
         self.total_preemptions += 1
-        bisect.insort(self.waiting, request, key=_arrival)
+        self.waiting.add(request)
 
     def end(self, request: request_lib.Request, *, keep: bool) -> None:
         """Removes a live request in any state; `keep` offers its full pages to the prefix cache."""
@@ -82,7 +87,3 @@ class LiveRequests:
         self.running.remove(request)
         self.pages.release(request, stay, keep=keep)
         self.free_slots.append(stay.slot)
-
-
-def _arrival(request: request_lib.Request) -> int:
-    return request.arrival

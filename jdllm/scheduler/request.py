@@ -43,8 +43,10 @@ class Request:
     """State of one request. `sampling` has every default filled in by the engine.
 
     `eos_token_ids` are the model's; `sampling.stop_token_ids` the request's own.
-    The scheduler sets `arrival`, its place in the order of arrival. `stay` is what the
-    request holds while it runs.
+    Requests of one call have the same `group` (see `waiting.py`). `priority_class` is the class
+    to which its priority leads: lower classes go first. The scheduler sets `arrival` and
+    `admission`, its places in the order of arrival and of first admission. `stay` is what
+    the request holds while it runs.
 
     Only full-attention models use the next two. `suffix_ids` is a text that follows the
     written text. `given` maps places of the written text, counted from the prompt's end, to
@@ -60,7 +62,10 @@ class Request:
     suffix_ids: list[int] = dataclasses.field(default_factory=list)
     given: dict[int, int] = dataclasses.field(default_factory=dict)
     arrival_s: float = dataclasses.field(default_factory=time.monotonic)
+    group: object = dataclasses.field(default_factory=object)
+    priority_class: float = 0
     arrival: int = 0
+    admission: int | None = None
     state: RequestState = RequestState.WAITING
     output_ids: list[int] = dataclasses.field(default_factory=list)
     output_steps: list[int] = dataclasses.field(default_factory=list)
@@ -79,6 +84,15 @@ class Request:
         """Tokens that end the output: the model's unless ignored, and the request's own."""
         sampling = self.sampling
         return end_tokens(sampling.stop_token_ids, self.eos_token_ids, sampling.ignore_eos)
+
+    def rank(self) -> tuple[float, int]:
+        """Returns the place among requests that ran; the highest is preempted first.
+
+        By admission, not by arrival: a question that came after a long list, and ran before most
+        of it, must not be preempted for each member of that list again.
+        """
+        assert self.admission is not None, f"request {self.request_id} has never run"
+        return self.priority_class, self.admission
 
     @property
     def held(self) -> stay_lib.Stay:

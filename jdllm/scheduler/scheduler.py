@@ -11,6 +11,7 @@ does; the caller passes one in. Queue, order, ends and aborts are the same for a
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import time
@@ -18,9 +19,9 @@ import time
 from jdllm import errors
 from jdllm.scheduler import batch as batch_lib
 from jdllm.scheduler import commits as commits_lib
-from jdllm.scheduler import policy as policy_lib
 from jdllm.scheduler import request as request_lib
 from jdllm.scheduler import stats as stats_lib
+from jdllm.scheduler import waiting as waiting_lib
 from jdllm.scheduler.rows import interface
 
 logger = logging.getLogger(__name__)
@@ -29,14 +30,14 @@ RequestState = request_lib.RequestState
 
 
 class Scheduler:
-    """Holds all live requests, `waiting` and `running`, both in order of arrival."""
+    """Holds all live requests, `waiting` and `running`."""
 
     def __init__(
         self,
         rows: interface.Rows,
         *,
         max_queued_requests: int | None = None,
-        policy: policy_lib.Policy = "fcfs",
+        policy: waiting_lib.Policy = "fcfs",
     ):
         self.rows = rows
         self.live = rows.live
@@ -47,12 +48,12 @@ class Scheduler:
                 f"bucket of {rows.max_rows} rows"
             )
         self._max_queued = max_queued_requests
-        self._policy: policy_lib.Policy = policy
+        self._policy: waiting_lib.Policy = policy
         self._total_prompt_tokens = 0
         self._total_cached_tokens = 0
 
     @property
-    def waiting(self) -> list[request_lib.Request]:
+    def waiting(self) -> waiting_lib.WaitingQueue:
         return self.live.waiting
 
     @property
@@ -154,11 +155,11 @@ class Scheduler:
             )
 
     def _admit(self) -> None:
-        free_rows = self.live.num_free_rows
-        if not self.waiting or not free_rows:
-            return
-        order = policy_lib.admission_order(self.waiting, self._policy, self.pages.cached_prefix_len)
-        for request in order[:free_rows]:
+        prefix_len = functools.cache(self.pages.cached_prefix_len)
+        while self.live.num_free_rows:
+            request = self.waiting.first(self._policy, prefix_len)
+            if request is None:
+                return
             # No overtaking: small requests must not delay a large one forever.
             stay = self.rows.admit(request)
             if stay is None:

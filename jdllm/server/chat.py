@@ -53,6 +53,7 @@ async def chat_completions(request: requests.Request) -> starlette_responses.Res
         params=[body.sampling(remaining)],
         request_ids=[answer_id],
         field_names=body.field_names(),
+        priority=body.priority,
     )
     answer = openai_format.Answer(
         server=server, shape=SHAPE, prompt_list=prompt_list, answer_id=answer_id, body=body

@@ -20,7 +20,11 @@ from jdllm.checkpoint import source
 
 ALIASES = config.ALIASES | {"drain_timeout": "drain_timeout_s"}
 # Flags that are accepted and change nothing: the engine always does what they ask for.
-NEUTRAL_FLAGS = {"dllm_fdfo": "rows never wait for one another (always so)"}
+NEUTRAL_FLAGS = {
+    "dllm_fdfo": "rows never wait for one another (always so)",
+    "disable_priority_preemption": "no running request is stopped for a waiting one (always so)",
+    "abort_on_priority_when_disabled": "a priority is refused where it has no effect (always so)",
+}
 SECRETS = ("api_key", "admin_api_key")
 REFUSED_PREFIXES = {"cuda_graph_": "every bucket is compiled at start; use --max-running-requests"}
 
@@ -51,7 +55,11 @@ HELP = {
     "work for the host, fewer steps mean that blocks are sent and requests begin sooner",
     "disable_fused_commit": "write the K,V of a finished block in a forward of its own",
     "disable_overlap_schedule": "read the results of a launch before the next one is planned",
-    "schedule_policy": "order of the queue",
+    "schedule_policy": "order of the queue: by arrival, or the longest cached prefix first; "
+    "requests take turns under both, so that a list of prompts does not hold up others",
+    "enable_priority_scheduling": "requests may carry a priority; the highest is admitted first, "
+    "none comes last, and a low one waits for as long as higher ones do",
+    "schedule_low_priority_values_first": "with --enable-priority-scheduling: the lowest first",
     "disable_radix_cache": "do not share the K,V of common prompt prefixes",
     "dllm_algorithm": "decoding algorithm, or several separated by commas; the first is the "
     "default: "

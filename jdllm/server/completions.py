@@ -37,6 +37,7 @@ async def completions(request: requests.Request) -> starlette_responses.Response
         ],
         request_ids=running.ids_of_prompts(answer_id, len(prompts)),
         field_names=body.field_names(),
+        priority=body.priority,
         suffix_ids=suffix,
     )
     answer = openai_format.Answer(

@@ -35,6 +35,7 @@ async def generate(request: requests.Request) -> starlette_responses.Response:
         params=[_params(server, i, one) for i, one in zip(ids, options, strict=True)],
         request_ids=_request_ids(body, len(prompts)),
         field_names=_field_names(name, options),
+        priority=body.priority,
     )
     is_list = is_list or prompt_list.params[0].n > 1
     if body.stream:

@@ -71,6 +71,7 @@ class OpenAIRequest(RequestModel):
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
     rid: StrictStr | None = None
+    priority: StrictInt | None = None
     return_cached_tokens_details: StrictBool | None = None
     best_of: StrictInt | None = None
 
@@ -173,6 +174,7 @@ class GenerateRequest(RequestModel):
     sampling_params: Any = None
     stream: StrictBool | None = None
     rid: Any = None
+    priority: StrictInt | None = None
     return_logprob: StrictBool | None = None
     return_step_map: StrictBool | None = None
 

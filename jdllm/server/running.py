@@ -46,6 +46,7 @@ class PromptList:
     request_ids: list[str]
     field_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     suffix_ids: Sequence[int] = ()
+    priority: int | None = None
 
     def choice_index(self, generation: generations.Generation) -> int:
         """Returns the place of a choice among the choices of all prompts."""
@@ -81,6 +82,7 @@ async def stream(
             prompt_list.params,
             request_ids=prompt_list.request_ids,
             suffix=prompt_list.suffix_ids,
+            priority=prompt_list.priority,
         )
         counts = [one.n for one in prompt_list.params]
         events = server.live.watch(events, prompt_list.request_ids, counts)

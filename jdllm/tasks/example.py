@@ -12,7 +12,10 @@ AFTER_MARK = re.compile(r"####\s*(-?\$?\d[\d,]*(?:\.\d+)?)")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """A question with its gold number as text; few-shot prompts show the solution, `answer`."""
+    """A question with its gold answer as text; few-shot prompts show the solution, `answer`.
+
+    The gold answer of a code task is the tests that a program must pass.
+    """
 
     id: str
     question: str
@@ -22,7 +25,10 @@ class Example:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """`predicted` is None, and `is_invalid` true, when the output holds no number."""
+    """`predicted` is None, and `is_invalid` true, when the output holds no answer.
+
+    For a code task `predicted` says how the program ended.
+    """
 
     is_correct: bool
     is_invalid: bool

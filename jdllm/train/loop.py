@@ -13,9 +13,8 @@ import pathlib
 import time
 
 import jax
-import tqdm
 
-from jdllm import errors
+from jdllm import errors, progress
 from jdllm.checkpoint import source
 from jdllm.train import checkpoints, evaluate, examples, export, step
 from jdllm.train.config import TrainConfig
@@ -68,21 +67,21 @@ def train(config: TrainConfig, paths: RunPaths) -> dict[str, float]:
         num_workers=config.data_workers,
         prefetch=config.prefetch_batches,
     )
-    progress = tqdm.tqdm(total=config.num_steps, initial=number, mininterval=5.0)
+    bar = progress.bar(total=config.num_steps, initial=number, desc="training", unit="step")
     while number < config.num_steps and not _is_over(config, began):
         state, metrics = run_step(state, jax.device_put(next(batches)))
         number += 1
-        progress.update()
+        bar.update()
         if number % config.log_every == 0:
             numbers = {key: float(value) for key, value in metrics.items()}
             curve.write(number, numbers)
-            progress.set_postfix(loss=f"{numbers['loss']:.4f}", refresh=False)
+            bar.set_postfix(loss=f"{numbers['loss']:.4f}", refresh=False)
         if number % config.checkpoint_every == 0:
             checkpoints.save(saved, state)
         if number % config.eval_every == 0 and number < config.num_steps:
             _save_now(saved, state)
             curve.write(number, evaluate_now(state.average))
-    progress.close()
+    bar.close()
     batches.close()
     _save_now(saved, state)
     final = evaluate_now(state.average)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 
 import pytest
 
@@ -19,7 +21,10 @@ SGLANG = {
     "serving": "--backend sglang --dataset-name random --num-prompts 3000 --random-input 1024 "
     "--random-output 1024 --random-range-ratio 0.5 --request-rate 4 --max-concurrency 16 --seed 1 "
     "--warmup-requests 2 --flush-cache --disable-ignore-eos --output-file f --output-details "
-    "--host 0.0.0.0 --port 30000 --model m --tokenizer t --disable-tqdm --tag x",
+    "--host 0.0.0.0 --port 30000 --model m --tokenizer t --disable-tqdm --tag x "
+    "--served-model-name s --ready-check-timeout-sec 5 --flush-cache-timeout 9 --cache-report "
+    "--disable-stream --temperature 0.5 --top-p 0.9 --header a=b --prompt-suffix p "
+    "--apply-chat-template --sharegpt-output-len 3 --sharegpt-context-len 9 --tokenize-prompt",
     "one_batch": "--model-path m --load-format dummy --batch-size 1 12 14 --input-len 256 512 "
     "--output-len 32 256 --run-name test_run --result-filename r --dtype bfloat16 --tp-size 1",
     "offline_throughput": "--model-path m --num-prompts 10 --dataset-name random "
@@ -58,7 +63,8 @@ def test_unknown_flags_and_wrong_values_are_refused(tool, wrong, capsys):
 
 
 @pytest.mark.parametrize(
-    "wrong", [["--request-rate", "0"], ["--request-rate", "nan"], ["--timeout-s", "inf"]]
+    "wrong",
+    [["--request-rate", "0"], ["--request-rate", "nan"], ["--ready-check-timeout-sec", "inf"]],
 )
 def test_numbers_that_mean_nothing_are_refused(wrong, capsys):
     with pytest.raises(SystemExit):
@@ -67,7 +73,7 @@ def test_numbers_that_mean_nothing_are_refused(wrong, capsys):
 
 
 @pytest.mark.parametrize("tool", ["one_batch", "offline_throughput"])
-def test_every_engine_option_is_a_flag(tool):
+def test_every_engine_option_that_has_an_effect_is_a_flag(tool):
     values = {"load_format": "dummy", "dtype": "bfloat16", "dllm_algorithm": "JointThreshold"}
     values |= {"schedule_policy": "lpm", "log_level": "debug", "mem_fraction_static": 0.5}
     for field in dataclasses.fields(config.EngineConfig):
@@ -77,6 +83,10 @@ def test_every_engine_option_is_a_flag(tool):
         value = values.get(field.name, "text" if is_text else 1)
         if field.name == "dllm_algorithm_config":
             continue  # a file; the engine's own tests read one
+        if field.name in command_line.WITHOUT_EFFECT:
+            with pytest.raises(SystemExit):
+                PARSERS[tool]([flag] if is_switch else [flag, "1"])
+            continue
         options = PARSERS[tool]([flag] if is_switch else [flag, str(value)])
         built = command_line.engine_config(options)
         assert getattr(built, field.name) == (True if is_switch else value)
@@ -135,3 +145,8 @@ def test_wrong_options_end_with_code_2_before_anything_starts(
     url = ["--base-url", "http://127.0.0.1:9", "--ready-check-timeout-sec", "0"]
     assert tool.main([*argv, *file, *(url if tool is serving else [])]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_load_generator_needs_neither_torch_nor_jax():
+    blocked = "import sys; sys.modules.update(torch=None, jax=None); import jdllm.bench.serving"
+    subprocess.run([sys.executable, "-c", blocked], check=True)

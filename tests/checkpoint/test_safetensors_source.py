@@ -115,3 +115,74 @@ def test_broken_json_is_named(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(errors.ConfigError, match=r"config\.json"):
         source.read_json(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize("value", [5, None, ["one.safetensors"], "", ".", "../one.safetensors"])
+def test_an_index_whose_file_is_no_file_name_is_refused(tmp_path, value):
+    write_index(tmp_path, write_shards(tmp_path) | {"a": value})
+    with pytest.raises(errors.ConfigError, match=rf"{safetensors_source.INDEX_NAME}.*\['a'\]="):
+        safetensors_source.SafetensorsSource(tmp_path)
+
+
+def whole_file(directory):
+    """Writes one file with three tensors; returns its path, and the file's bytes."""
+    path = directory / "model.safetensors"
+    safetensors.numpy.save_file({"a": ARRAYS["a"], "b": ARRAYS["b"]}, path)
+    return path, path.read_bytes()
+
+
+def test_a_file_torn_at_any_byte_is_named(tmp_path):
+    path, content = whole_file(tmp_path)
+    for torn in [content[:keep] for keep in range(len(content))] + [content + b"\0"]:
+        path.write_bytes(torn)
+        with pytest.raises(errors.ConfigError, match=r"model\.safetensors"):
+            safetensors_source.SafetensorsSource(tmp_path)
+
+
+@pytest.mark.parametrize("byte", [b"\0", b"-", b"9", b"[", b'"', b"\xff"])
+def test_a_header_with_any_wrong_byte_is_named_or_can_be_read(tmp_path, byte):
+    path, content = whole_file(tmp_path)
+    end = 8 + int.from_bytes(content[:8], "little")
+    refused = 0
+    for place in range(end):
+        path.write_bytes(content[:place] + byte + content[place + 1 :])
+        try:
+            tensors = safetensors_source.SafetensorsSource(tmp_path)
+        except errors.ConfigError as error:
+            assert "model.safetensors" in str(error) and len(str(error)) < 1000
+            refused += 1
+        else:
+            for name, shape in tensors.shapes.items():
+                assert tensors.read(name).shape == shape
+    assert refused > end // 2
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        '"shape": [-2, -1], "data_offsets": [0, 8]',
+        '"shape": [NaN], "data_offsets": [0, 8]',
+        '"shape": [2.0], "data_offsets": [0, 8]',
+        '"shape": [2], "data_offsets": [0.0, 8.0]',
+        '"shape": [true, 2], "data_offsets": [0, 8]',
+        f'"shape": [2, {"[" * 100_000}',
+    ],
+    ids=["negative", "nan", "float", "float offsets", "bool", "nested"],
+)
+def test_sizes_that_are_no_sizes_are_named(tmp_path, info):
+    content = header(f'{{"a": {{"dtype": "F32", {info}}}}}') + bytes(8)
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(errors.ConfigError, match=r"model\.safetensors"):
+        safetensors_source.SafetensorsSource(tmp_path)
+
+
+def test_json_that_cannot_be_read_is_named(tmp_path):
+    path = tmp_path / "config.json"
+    path.mkdir()
+    with pytest.raises(errors.ConfigError, match=r"config\.json cannot be read"):
+        source.read_json(path)
+    nested = tmp_path / "nested.json"
+    for content in (b"[" * 100_000, b'{"a": "\xff"}', b'{"a": ' + b"1" * 5000 + b"}"):
+        nested.write_bytes(content)
+        with pytest.raises(errors.ConfigError, match=r"nested\.json"):
+            source.read_json(nested)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import http.server
 import json
+import resource
 import threading
 
 import pytest
+from support import toy_server
 
 from jdllm import device_facts, errors
 from jdllm.engine import generations
@@ -15,60 +16,10 @@ from jdllm.eval import __main__ as cli
 from jdllm.eval import backends, evaluation
 
 
-class ToyServer(http.server.BaseHTTPRequestHandler):
-    """An OpenAI-compatible server that answers `<number of words> ####`."""
-
-    protocol_version = "HTTP/1.1"
-    bodies: list[dict]
-    refuse: list[tuple[int, dict]]
-
-    def do_GET(self):
-        if self.path == "/v1/models":
-            self.reply(200, {"data": [{"id": "toy"}]})
-        elif self.path in ("/health", "/server_info"):
-            self.reply(200, {"device": "toy device"})
-        else:
-            self.reply(404, {})
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self.refuse:
-            self.reply(*self.refuse.pop())
-            return
-        self.bodies.append({**body, "path": self.path, "key": self.headers["Authorization"]})
-        prompt = body["prompt"] if "prompt" in body else body["messages"][0]["content"]
-        text = f"#### {len(prompt.split())}"
-        self.reply(
-            200,
-            {
-                "choices": [{"message": {"content": text}, "text": text, "finish_reason": "stop"}],
-                "usage": {"completion_tokens": 6, "dllm": {"nfe": 3, "tpf": 2.0}},
-            },
-        )
-
-    def reply(self, status: int, content: dict):
-        data = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.send_header("Retry-After", "0")
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_):
-        pass
-
-
 @pytest.fixture
 def server():
-    handler = type("Handler", (ToyServer,), {"bodies": [], "refuse": []})
-    toy = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=toy.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    handler.url = f"http://127.0.0.1:{toy.server_address[1]}"
-    yield handler
-    toy.shutdown()
-    thread.join()
-    toy.server_close()
+    with toy_server.serving() as handler:
+        yield handler
 
 
 @pytest.fixture
@@ -151,6 +102,33 @@ def test_other_settings_in_the_same_folder_exit_2(server, data, tmp_path, capsys
     data.write_text(data.read_text().replace("one two", "one  two"))
     assert run(server, data, tmp_path / "out") == 2
     assert "data_sha256" in capsys.readouterr().err
+
+
+def test_a_smaller_limit_in_the_same_folder_exits_2(server, data, tmp_path, capsys):
+    assert run(server, data, tmp_path / "out") == 0
+    before = (tmp_path / "out/results.json").read_text()
+    assert run(server, data, tmp_path / "out", "--limit", "3") == 2
+    assert "answers to 1 questions that this run does not ask" in capsys.readouterr().err
+    assert (tmp_path / "out/results.json").read_text() == before
+
+
+def test_a_full_disk_ends_in_one_line_and_the_same_command_goes_on(server, data, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert run(server, data, out, "--limit", "1") == 0
+    size = (out / "samples.jsonl").stat().st_size
+    capsys.readouterr()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * size + 20, hard))
+    try:
+        assert run(server, data, out, "--parallel", "1") == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1].startswith(f"jdllm.eval: error: cannot write {out}/")
+    assert not any("Traceback" in line for line in lines)
+    assert (out / "samples.jsonl").read_bytes().endswith(b"\n")
+    assert run(server, data, out) == 0
+    assert sorted(samples(out)) == ["0", "1", "2", "3"]
 
 
 def test_a_broken_run_keeps_its_answers_and_goes_on(server, data, tmp_path, capsys):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import resource
 
 import pytest
 
@@ -53,4 +55,63 @@ def test_other_settings_are_refused_by_name(tmp_path):
 def test_foreign_answers_are_not_taken_over(tmp_path):
     (tmp_path / "samples.jsonl").write_text('{"id": "a"}\n')
     with pytest.raises(errors.ConfigError, match=r"run.json"):
+        store.Store(tmp_path, SETTINGS)
+
+
+@contextlib.contextmanager
+def largest_file(size):
+    """Writes past `size` bytes of a file fail: like a full disk, after a part of the bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_an_answer_that_finds_no_room_leaves_no_torn_line(tmp_path):
+    made = store.Store(tmp_path, SETTINGS)
+    made.append({"id": "a"})
+    before = (tmp_path / "samples.jsonl").read_bytes()
+    with (
+        largest_file(len(before) + 5),
+        pytest.raises(store.WriteError, match=r"cannot write .*samples\.jsonl: .*the same command"),
+    ):
+        made.append({"id": "b", "output": "x" * 100})
+    assert (tmp_path / "samples.jsonl").read_bytes() == before
+    assert list(made.records) == ["a"]
+    made.append({"id": "b"})
+    assert list(store.Store(tmp_path, SETTINGS).records) == ["a", "b"]
+
+
+def test_a_file_that_finds_no_room_keeps_its_old_content(tmp_path):
+    made = store.Store(tmp_path, SETTINGS)
+    before = (tmp_path / "run.json").read_bytes()
+    session = {"wall_time_s": 2.0, "num_examples": 2, "completion_tokens": 9}
+    with largest_file(20), pytest.raises(store.WriteError, match=r"cannot write .*run\.json"):
+        made.add_session(session)
+    with largest_file(20), pytest.raises(store.WriteError, match=r"cannot write .*results\.json"):
+        made.write_results({"accuracy": 1.0, "wall_time_s": 3.0})
+    assert (tmp_path / "run.json").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"], "a torn file is left"
+
+
+def test_answers_to_other_questions_are_refused(tmp_path):
+    made = store.Store(tmp_path, SETTINGS)
+    for name in "abc":
+        made.append({"id": name})
+    made.check_asked({"a", "b", "c", "d"})
+    with pytest.raises(errors.ConfigError, match="2 questions that this run .*'b'; raise --limit"):
+        made.check_asked({"a", "d"})
+
+
+@pytest.mark.parametrize("content", [b"\xff", b"[" * 100_000, b"[]", b'{"settings": {}}'])
+def test_a_damaged_run_file_is_named(tmp_path, content):
+    (tmp_path / "run.json").write_bytes(content)
+    with pytest.raises(errors.ConfigError, match=r"run\.json is damaged"):
+        store.Store(tmp_path, SETTINGS)
+    (tmp_path / "run.json").unlink()
+    store.Store(tmp_path, SETTINGS)
+    (tmp_path / "samples.jsonl").write_bytes(content + b"\n")
+    with pytest.raises(errors.ConfigError, match=r"samples\.jsonl:1 is damaged"):
         store.Store(tmp_path, SETTINGS)

@@ -148,7 +148,7 @@ def test_after_a_loss_committed_tokens_are_given_and_not_committed_twice():
     made.add_request(one)
     process(made, made.schedule(), settled(4, 5, 6))
     made.drop_kv()
-    assert (one.stay, made.waiting) == (None, [one])
+    assert (one.stay, list(made.waiting)) == (None, [one])
     (row,) = made.schedule().rows
     assert row.is_fresh and one.held.canvas_ids == [7, 4, 5, 6, *[None] * 5]
     # The row begins anew, and so does what it reports.

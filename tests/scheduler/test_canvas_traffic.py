@@ -32,7 +32,7 @@ def check(made):
     slots = [one.held.slot for one in made.running] + made.live.free_slots
     assert sorted(slots) == list(range(len(slots)))
     if made.running and made.waiting:
-        assert made.running[-1].arrival < made.waiting[0].arrival, "one overtook another"
+        assert made.running[-1].arrival < next(iter(made.waiting)).arrival, "one overtook another"
 
 
 class Traffic:

@@ -183,11 +183,29 @@ def test_youngest_is_preempted_keeps_tokens_and_comes_back_first():
     assert names(batch) == ["old"]
     assert young.output_ids == [5] * 7 and young.num_preemptions == 1
     assert young.stay is None
-    assert made.waiting == [young, late]
+    assert list(made.waiting) == [young, late]
     assert made.stats().total_preemptions == 1
     while made.has_work():
         round_of(made, is_done=True)
     assert old.output_ids == young.output_ids == [5] * 15 and late.output_ids == [5]
+
+
+def test_a_question_that_runs_is_not_preempted_for_each_member_of_an_older_list():
+    """Two requests of this size find pages only at first, so one is preempted again and again."""
+    made = make(num_pages=4, max_running_requests=2)
+    members = [ask(f"list {i}", [7], 15) for i in range(8)]
+    for one in members:
+        one.group = "list"
+        made.add_request(one)
+    round_of(made)
+    question = ask("question", [7], 15)
+    made.add_request(question)
+    ends = []
+    while made.has_work():
+        _, outputs = round_of(made, is_done=True)
+        ends += [output.request for output in outputs if output.finish]
+    assert made.stats().total_preemptions >= 8 and question.num_preemptions <= 1
+    assert ends.index(question) <= 4
 
 
 def test_preempted_between_commit_and_persist_commits_no_token_twice():

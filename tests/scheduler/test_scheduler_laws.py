@@ -156,6 +156,10 @@ def test_every_request_gets_the_tokens_it_gets_alone(
     )
     model = PagedModel(kind, num_pages, page_size, fuses=fuses, interrupts=rng)
     todo = [random_request(rng, str(i)) for i in range(NUM_REQUESTS)]
+    calls = random.Random(0)  # lists of several requests, alone, and with priorities
+    for one in todo:
+        one.group = calls.choice(["list", "other list", one.group, one.group])
+        one.priority_class = calls.choice([0, 0, 0, -1])
     streamed, finished, aborted, rounds = serve(made, shapes, model, rng, todo, launches_ahead)
     work = 0
     for one in todo:

@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Collection, Sequence
 from typing import Any
 
 from jdllm import config, device_facts, errors, sampling_params, spec
-from jdllm.engine import generations, stats
+from jdllm.engine import generations, requests, stats
 from jdllm.scheduler import commits
 
 BLOCK = 4
@@ -77,8 +77,9 @@ class FakeEngine:
         skip_tokenizer_init: bool = False,
         refusal: errors.RequestError | None = None,
         model_spec: spec.ModelSpec = SPEC,
+        engine_config: config.EngineConfig | None = None,
     ):
-        self.config = config.EngineConfig()
+        self.config = engine_config or config.EngineConfig()
         self.spec = model_spec
         self.tokenizer = None if skip_tokenizer_init else tokenizer or FakeTokenizer()
         self.model_name = "fake-model"
@@ -92,6 +93,7 @@ class FakeEngine:
         self.seen_params: list[sampling_params.SamplingParams] = []
         self.seen_prompts: list[list[int]] = []
         self.seen_suffixes: list[list[int]] = []
+        self.seen_priorities: list[float] = []  # one per call
         self.shut_down = False
         self._block_s = block_s
         self._refusal = refusal
@@ -107,11 +109,13 @@ class FakeEngine:
         *,
         request_ids: Sequence[str],
         suffix: Sequence[int] = (),
+        priority: int | None = None,
     ) -> AsyncGenerator[generations.Generation, None]:
         if not self._admitting:
             raise errors.EngineStopped("the engine is draining")
         if len(self.open_requests) + len(prompts) > self._max_queued:
             raise errors.QueueFull("The request queue is full.")
+        self.seen_priorities.append(requests.priority_class(priority, self.config))
         rows = list(zip(prompts, params, request_ids, strict=True))
         for prompt_ids, one, request_id in rows:
             self._check(prompt_ids, one, request_id, suffix)

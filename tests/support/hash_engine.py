@@ -84,19 +84,20 @@ class HeldModel(hash_model.PagedModel):
         self.blocks = {}
 
 
-def make_engine():
-    """Returns a running engine; `engine._built.runner` is its `HeldModel`."""
-    with mock.patch.object(build, "build", lambda *_: _built()):
+def make_engine(**options):
+    """Returns a running engine with these options; `engine._built.runner` is its `HeldModel`."""
+    with mock.patch.object(build, "build", lambda *_: built(**options)):
         return jdllm.Engine()
 
 
-def _built():
+def built(**options):
+    """Returns what an engine with these options is built from, without an engine thread."""
     tokenizer = LetterTokenizer()
     scheduler, _ = hash_model.build(B, True, "fcfs", PAGES, ROWS)
     scheduler._max_queued = QUEUE
     model = HeldModel()
     return build.Built(
-        config=config.EngineConfig(max_queued_requests=QUEUE),
+        config=config.EngineConfig(max_queued_requests=QUEUE, **options),
         device=device_facts.DeviceFacts(platform="cpu", device_kind="cpu"),
         core=core.EngineCore(scheduler, model, max_total_tokens=PAGES * B),
         runner=model,

@@ -114,7 +114,7 @@ class LLaDA2Config(decoder_config.DecoderConfig):
 
 def _read(hf: Mapping[str, Any], diffusion: spec_lib.DiffusionSpec) -> LLaDA2Config:
     head_dim = hf_config.head_dim(hf, RULES.sizes)
-    num_layers = hf_config.integer(hf, RULES.sizes.num_layers)
+    num_layers = hf_config.depth(hf, RULES.sizes)
     num_dense = hf_config.integer(hf, "first_k_dense_replace", default=0, low=0)
     experts, is_routed = _experts(hf), num_dense < num_layers
     spec = decoder_config.read_spec(
