@@ -107,6 +107,11 @@ class Tokenizer:
         )
         return self.encode(text, add_special_tokens=add_special_tokens)
 
+    def token_strings(self, ids: Sequence[int]) -> list[str]:
+        """Returns the vocabulary's own entry of each id, as vLLM's `token_strs`."""
+        # An id that has no entry (the vocabulary is padded to a round size) has an empty string.
+        return [one or "" for one in self._hf.convert_ids_to_tokens(list(ids))]
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Returns the text of `ids`; incomplete UTF-8 decodes to replacement characters."""
         return self._hf.decode(
