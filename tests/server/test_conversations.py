@@ -217,6 +217,20 @@ def test_a_request_for_no_tokens_is_checked_as_any_other():
     assert edge.call(edge.make_state(), TEXT, long).status_code == 200
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [CHAT, TEXT, "/generate"])
+def test_an_overflow_has_openais_words_and_code(path, stream):
+    long = "x" * 600
+    bodies = {
+        CHAT: {"messages": [{"role": "user", "content": long}], "max_tokens": 4},
+        TEXT: {"prompt": long, "max_tokens": 4},
+        "/generate": {"text": long, "sampling_params": {"max_new_tokens": 4}},
+    }
+    error = edge.error_of(edge.call(edge.make_state(), path, bodies[path] | {"stream": stream}))
+    assert "This model's maximum context length is 512 tokens" in error["message"]
+    assert error["code"] == "context_length_exceeded"
+
+
 # /tokenize with vLLM's fields
 
 
