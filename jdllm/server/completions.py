@@ -39,6 +39,7 @@ async def completions(request: requests.Request) -> starlette_responses.Response
         field_names=body.field_names(),
         priority=body.priority,
         suffix_ids=suffix,
+        is_prompt_only=body.is_prompt_only,
     )
     answer = openai_format.Answer(
         server=server, shape=SHAPE, prompt_list=prompt_list, answer_id=answer_id, body=body

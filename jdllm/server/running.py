@@ -15,16 +15,15 @@ import itertools
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from starlette import requests
 from starlette import types as asgi
 
 from jdllm import errors, sampling_params
+from jdllm.engine import generations
+from jdllm.engine import requests as engine_requests
 from jdllm.server import metrics, protocol, responses, state
-
-if TYPE_CHECKING:
-    from jdllm.engine import generations
 
 Result = TypeVar("Result")
 
@@ -36,7 +35,8 @@ INLINE_CHARACTERS = 20_000
 class PromptList:
     """The prompts of one HTTP request, with the options and the id of each.
 
-    The output of each prompt stands between the prompt and `suffix_ids`. `field_names` maps the
+    The output of each prompt stands between the prompt and `suffix_ids`. With `is_prompt_only`
+    nothing is written at all (`max_tokens: 0`), whatever `params` say. `field_names` maps the
     engine's names (`prompt`, `max_new_tokens` and so on) to the fields of the body, where the
     two differ.
     """
@@ -47,6 +47,7 @@ class PromptList:
     field_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     suffix_ids: Sequence[int] = ()
     priority: int | None = None
+    is_prompt_only: bool = False
 
     def choice_index(self, generation: generations.Generation) -> int:
         """Returns the place of a choice among the choices of all prompts."""
@@ -77,13 +78,16 @@ async def stream(
     arrival_s = time.monotonic()
     trackers: dict[tuple[int, int], metrics.Tracker] = {}
     try:
-        events = server.engine.stream(
-            prompt_list.prompts,
-            prompt_list.params,
-            request_ids=prompt_list.request_ids,
-            suffix=prompt_list.suffix_ids,
-            priority=prompt_list.priority,
-        )
+        if prompt_list.is_prompt_only:
+            events = _prompt_only(server, prompt_list, arrival_s)
+        else:
+            events = server.engine.stream(
+                prompt_list.prompts,
+                prompt_list.params,
+                request_ids=prompt_list.request_ids,
+                suffix=prompt_list.suffix_ids,
+                priority=prompt_list.priority,
+            )
         counts = [one.n for one in prompt_list.params]
         events = server.live.watch(events, prompt_list.request_ids, counts)
         async with contextlib.aclosing(events):
@@ -112,6 +116,27 @@ def _raise_fault(server: state.ServerState, finish: Mapping[str, Any] | None) ->
         raise responses.GenerationFault(f"the request ended by a fault: {finish['message']}")
     if server.phase == "draining":
         raise errors.EngineStopped("the server shut down before this request ended")
+
+
+async def _prompt_only(
+    server: state.ServerState, prompt_list: PromptList, arrival_s: float
+) -> AsyncGenerator[generations.Generation, None]:
+    """Yields the end of every choice without any work of the engine."""
+    limit = server.engine.context_length
+    for prompt_ids in prompt_list.prompts:
+        count = len(prompt_ids) + len(prompt_list.suffix_ids)
+        if count > limit:
+            raise errors.RequestTooLong(
+                f"{errors.maximum_context(limit)}, but the prompt has {count}; shorten it",
+                param="prompt",
+            )
+    rows = zip(prompt_list.prompts, prompt_list.params, prompt_list.request_ids, strict=True)
+    for i, (prompt_ids, params, request_id) in enumerate(rows):
+        count = len(prompt_ids) + len(prompt_list.suffix_ids)
+        for index in range(params.n):
+            name = engine_requests.choice_id(request_id, params.n, index)
+            latency_s = time.monotonic() - arrival_s
+            yield generations.prompt_only(name, (i, index), count, params, latency_s)
 
 
 async def collect(

@@ -162,7 +162,7 @@ def test_some_failures_are_counted_and_told(bench, tmp_path, capsys):
     code, (row,) = bench(line)
     assert (code, row["completed"], row["failed"]) == (0, 1, 1)
     assert row["total_output_tokens"] == 8
-    assert "exceed the context" in row["errors"][1]
+    assert "maximum context" in row["errors"][1]
     captured = capsys.readouterr()
     assert "Failed requests:" in captured.out
     assert "1 requests failed" in captured.err
@@ -172,7 +172,7 @@ def test_some_failures_are_counted_and_told(bench, tmp_path, capsys):
     ("line", "code", "message"),
     [
         (f"{IDS} --model other", 1, "does not serve 'other' but fake-model"),
-        (f"{IDS} --random-input 600 --random-range-ratio 1", 1, "exceed the context of 512"),
+        (f"{IDS} --random-input 600 --random-range-ratio 1", 1, "maximum context length is 512"),
         (f"{IDS} --random-input 600 --random-range-ratio 1 --warmup-requests 0", 1, "all 1 requ"),
         (f"{IDS} --backend sglang-oai-chat", 2, "--tokenize-prompt does not go with --backend"),
         (f"{IDS} --backend vllm --flush-cache", 2, "--flush-cache does not go with"),

@@ -182,8 +182,8 @@ def test_admission_takes_the_pages_of_the_whole_canvas():
     "wrong,param,words",
     [
         (ask("x", []), "prompt", "empty"),
-        (ask("x", [7] * 40, 25), "max_new_tokens", "65.*64"),
-        (ask("x", [7] * 40, 20, suffix=[1] * 5), "max_new_tokens", "suffix 5.*65.*64"),
+        (ask("x", [7] * 40, 25), "max_new_tokens", "64 tokens.*65"),
+        (ask("x", [7] * 40, 20, suffix=[1] * 5), "max_new_tokens", "64 tokens.*suffix 5.*65"),
         (ask("x", [7] * 30, 29), "max_new_tokens", "8 KV pages.*has 7"),
         (ask("x", [7], 4, given={4: 1}), "given", "place 4.*0 to 3"),
         (ask("x", [7], 4, given={-1: 1}), "given", "place -1"),

@@ -17,6 +17,7 @@ from typing import Any
 from jdllm import config, device_facts, errors, sampling_params, spec
 from jdllm.engine import generations, requests, stats
 from jdllm.scheduler import commits
+from jdllm.templates import chat, conversations
 
 BLOCK = 4
 VOCAB = 256
@@ -50,6 +51,13 @@ def expected_text(prompt: str, count: int, choice: int = 0) -> str:
     return bytes(expected_ids(list(prompt.encode()), count, choice)).decode()
 
 
+# It has no header for answers, so that a test can say what a prompt is.
+TEMPLATE = chat.ChatTemplate(
+    "{% for m in messages %}{% set text = '<' ~ m.role ~ '>' ~ m.content %}"
+    "{{ text | upper if shout else text }}{% endfor %}"
+)
+
+
 class FakeTokenizer:
     """One token per UTF-8 byte."""
 
@@ -62,9 +70,16 @@ class FakeTokenizer:
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         return bytes(ids).decode(errors="replace")
 
-    def apply_chat_template(self, messages: list[dict[str, str]], *, shout: bool = False):
-        text = "".join(f"<{m['role']}>{m['content']}" for m in messages)
-        return list((text.upper() if shout else text).encode())
+    def apply_chat_template(
+        self, messages: list[dict[str, Any]], *, add_special_tokens: bool = False, **options: Any
+    ) -> list[int]:
+        variables = options.pop("chat_template_kwargs", None)
+        turns = conversations.for_template(messages, TEMPLATE.abilities)
+        text = TEMPLATE.render(turns, variables=variables, **options)
+        return self.encode(text, add_special_tokens=add_special_tokens)
+
+    def token_strings(self, ids: list[int]) -> list[str]:
+        return [bytes([token]).decode("latin-1") for token in ids]
 
 
 class FakeEngine:
@@ -181,8 +196,8 @@ class FakeEngine:
         fixed = len(prompt_ids) + len(suffix)
         if fixed + params.max_new_tokens > CONTEXT:
             raise errors.RequestTooLong(
-                f"{fixed} prompt tokens and {params.max_new_tokens} new ones exceed "
-                f"the context of {CONTEXT}; lower max_new_tokens",
+                f"{errors.maximum_context(CONTEXT)}, but the prompt has {fixed} tokens and "
+                f"max_new_tokens={params.max_new_tokens}; lower max_new_tokens",
                 param="prompt" if len(prompt_ids) >= CONTEXT else "max_new_tokens",
             )
 
