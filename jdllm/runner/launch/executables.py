@@ -86,7 +86,7 @@ class Executables:
                 future.result()
         self.kernels = self._describe_kernels()
         for op, line in self.kernels.items():
-            logger.info("kernel %s: %s", op, line)
+            logger.debug("kernel %s: %s", op, line)
 
     def _describe_kernels(self) -> dict[str, str]:
         """Returns by op which implementations the programs contain, and why not faster ones."""
