@@ -136,7 +136,12 @@ def base_url(options: argparse.Namespace) -> str:
 
 
 def _add_server_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--backend", choices=backends.BACKENDS, default="jdllm", help="API")
+    group.add_argument(
+        "--backend",
+        choices=backends.BACKENDS,
+        default="jdllm",
+        help="what answers, and on which route",
+    )
     group.add_argument("--base-url", metavar="URL", help="server (default: of --host, --port)")
     group.add_argument("--host", default="127.0.0.1", help="where the server is")
     group.add_argument(

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from jdllm import config, errors
+from jdllm import config, errors, foreign_flags
 from jdllm.server import cli
 
 FIELDS = {
@@ -91,18 +91,21 @@ def test_a_missing_file_is_named():
         cli.parse(["--config", "/nowhere.yaml"])
 
 
-@pytest.mark.parametrize("name", [*config.REFUSED_FLAGS, "cuda_graph_anything"])
+REFUSED = [n for n in foreign_flags.REFUSED if n not in foreign_flags.NEUTRAL_VALUES]
+
+
+@pytest.mark.parametrize("name", [*REFUSED, "speculative_anything"])
 def test_refused_flags_say_what_replaces_them(name):
     flag = "--" + name.replace("_", "-")
     for argv in ([flag], [flag, "1"], [f"{flag}=1"]):
         with pytest.raises(errors.ConfigError) as caught:
             cli.parse(argv)
-        reason = config.REFUSED_FLAGS.get(name, "every bucket is compiled at start")
+        reason = foreign_flags.REFUSED.get(name, "diffusion models have no draft model")
         assert flag in str(caught.value)
         assert reason in str(caught.value)
 
 
-@pytest.mark.parametrize("argv", [["--nonsense"], ["--port", "x"], ["--dtype", "int3"], ["word"]])
+@pytest.mark.parametrize("argv", [["--nonsense"], ["--port", "x"], ["--dtype", "int3"], ["a", "b"]])
 def test_argparse_refuses_with_code_2(argv, capsys):
     with pytest.raises(SystemExit) as exit_:
         cli.parse(argv)
@@ -134,7 +137,7 @@ def test_the_description_names_sources_and_masks_keys():
 
 @pytest.mark.parametrize(
     ("argv", "text"),
-    [(["--tp-size", "2"], "tp_size=2"), (["--cuda-graph-max-bs", "4"], "--max-running-requests")],
+    [(["--tp-size", "2"], "tp_size=2"), (["--quantization", "fp8"], "use --dtype")],
 )
 def test_the_program_exits_2_with_one_line(argv, text):
     done = subprocess.run(
