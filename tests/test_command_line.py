@@ -193,7 +193,8 @@ def test_a_pasted_command_line_starts(line):
 
 
 def test_each_note_says_what_happens_instead():
-    options = cli.parse("--attention-backend fa3 --dp-size 1 --swap-space=0 --dllm-fdfo".split())
+    argv = ["--attention-backend", "fa3", "--dp-size", "1", "--swap-space=0", "--dllm-fdfo"]
+    options = cli.parse(argv)
     assert set(options.notes) == {
         "--attention-backend: kernels are chosen by device and shape; the log shows the choice",
         "--dp-size 1: so it is anyway",
@@ -275,7 +276,7 @@ def test_what_cannot_be_meant_is_refused(argv, text, capsys):
 
 
 def test_the_benchmarks_in_process_take_the_same_flags(capsys):
-    argv = "--model m --max-model-len 64 --attention-backend fa3 --seed 5 --batch-size 2".split()
+    argv = ["--model=m", "--max-model-len=64", "--attention-backend=fa3", "--seed=5"]
     options = one_batch.parse_args(argv)
     assert (options.model_path, options.context_length, options.seed) == ("m", 64, 5)
     assert "--attention-backend: kernels are chosen" in capsys.readouterr().err
