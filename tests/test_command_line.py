@@ -11,44 +11,20 @@ import sys
 import tomllib
 
 import pytest
+from support import snippets
 
 from jdllm import __main__ as entry
-from jdllm import arguments, config, convert, errors, foreign_flags, version
-from jdllm.bench import offline_throughput, one_batch, serving
-from jdllm.eval import __main__ as eval_main
+from jdllm import arguments, config, errors, foreign_flags, version
+from jdllm.bench import one_batch
 from jdllm.server import cli
-from jdllm.train import __main__ as train_main
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-MAINS = {
-    ("serve",): cli.parse,
-    ("eval",): eval_main.main,
-    ("bench", "serving"): serving.main,
-    ("bench", "one-batch"): one_batch.main,
-    ("bench", "offline-throughput"): offline_throughput.main,
-    ("train",): train_main.main,
-    ("convert",): convert.main,
-}
-
-
-class Found(Exception):
-    """Carries the parser of a command out of it."""
-
-
-def parser_of(main, monkeypatch) -> arguments.Parser:
-    def stop(self, *_):
-        raise Found(self)
-
-    monkeypatch.setattr(arguments.Parser, "parse_known_args", stop)
-    with pytest.raises(Found) as caught:
-        main([])
-    monkeypatch.undo()
-    return caught.value.args[0]
+MAINS = snippets.MAINS
 
 
 @pytest.mark.parametrize("words", MAINS, ids=" ".join)
-def test_every_flag_has_a_help_text_with_its_default(words, monkeypatch):
-    parser = parser_of(MAINS[words], monkeypatch)
+def test_every_flag_has_a_help_text_with_its_default(words):
+    parser = snippets.parser_of(words)
     assert parser.prog == " ".join(("jdllm", *words))
     formatter = arguments.Formatter("")
     shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
@@ -64,8 +40,8 @@ def test_every_flag_has_a_help_text_with_its_default(words, monkeypatch):
             assert f"(default: {action.default}" in text
 
 
-def test_the_default_in_the_help_is_the_one_of_the_dataclass(monkeypatch):
-    texts = {a.dest: a.help for a in parser_of(cli.parse, monkeypatch)._actions}
+def test_the_default_in_the_help_is_the_one_of_the_dataclass():
+    texts = {a.dest: a.help for a in snippets.parser_of(("serve",))._actions}
     for cls in (config.EngineConfig, config.ServerConfig):
         for field in dataclasses.fields(cls):
             if field.default not in (None, "") and not isinstance(field.default, bool):
@@ -130,8 +106,8 @@ def test_the_help_lists_all_commands(argv, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("words", MAINS, ids=" ".join)
-def test_an_unknown_flag_is_answered_with_the_nearest(words, monkeypatch, capsys):
-    parser = parser_of(MAINS[words], monkeypatch)
+def test_an_unknown_flag_is_answered_with_the_nearest(words, capsys):
+    parser = snippets.parser_of(words)
     flag = next(a.option_strings[0] for a in parser._actions if len(a.option_strings[0]) > 8)
     with pytest.raises(SystemExit) as exit_:
         parser.refuse([f"{flag}x", "7"])
