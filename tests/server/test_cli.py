@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 import subprocess
 import sys
 
@@ -147,3 +148,17 @@ def test_the_program_exits_2_with_one_line(argv, text):
     assert "Traceback" not in done.stderr
     (line,) = [x for x in done.stderr.splitlines() if x.startswith("jdllm.serve: error:")]
     assert text in line
+
+
+@pytest.mark.parametrize("level", ["debug", "info"])
+def test_options_are_told_at_debug_level_and_no_key_is(level):
+    with socket.socket() as taken:  # the server ends once it has told its options
+        taken.bind(("127.0.0.1", 0))
+        argv = [f"--port={taken.getsockname()[1]}", f"--log-level={level}", "--api-key=secret"]
+        command = [sys.executable, "-m", "jdllm.serve", *argv, "--attention-backend=fa3"]
+        done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and "cannot listen" in done.stderr
+    told = [line for line in done.stderr.splitlines() if " option " in line]
+    assert len(told) == (len(FIELDS) if level == "debug" else 0)
+    assert "--attention-backend: kernels are chosen by device" in done.stderr
+    assert "secret" not in done.stderr

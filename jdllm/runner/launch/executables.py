@@ -75,9 +75,8 @@ class Executables:
                 done += 1
                 if on_progress is not None:
                     on_progress(done, len(buckets))
-            logger.info(
-                "compiled %s: %s in %.1f s", bucket.name, bucket, time.monotonic() - started
-            )
+                took_s = time.monotonic() - started
+                logger.info("compiled %d of %d: %s in %.1f s", done, len(buckets), bucket, took_s)
 
         with concurrent.futures.ThreadPoolExecutor(COMPILE_THREADS) as executor:
             # The largest first, so that no long compilation begins last.
