@@ -27,8 +27,11 @@ from jdllm.server import lifecycle
 from jdllm.tasks import example
 
 START_S = 300.0
-# Fewer programs to compile, and the same as in `engine/test_bundled_model.py`.
-SHAPES = {"max_running_requests": 4, "chunked_prefill_size": 256}
+# Few programs to compile; of the default model those of `engine/test_bundled_model.py`.
+SHAPES = {
+    None: {"max_running_requests": 4, "chunked_prefill_size": 256},
+    "jdllm-nano-canvas": {"max_running_requests": 1},
+}
 URL = "http://127.0.0.1:30000"
 CANVAS = "docs/algorithms.md"
 needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
@@ -39,7 +42,8 @@ class Server:
 
     def __init__(self, words: tuple[str, ...]):
         assert words[:2] == ("jdllm", "serve")
-        flags = [f"--{name.replace('_', '-')}={value}" for name, value in SHAPES.items()]
+        shapes = SHAPES[words[2] if words[2:] else None]
+        flags = [f"--{name.replace('_', '-')}={value}" for name, value in shapes.items()]
         command = [sys.executable, "-m", "jdllm", *words[1:], "--port=0", *flags]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         self.log: list[str] = []
@@ -89,7 +93,7 @@ def llm():
 
     @functools.cache
     def make(model: str | None = None) -> jdllm.LLM:
-        made.append(kind(model=model, **SHAPES))
+        made.append(kind(model=model, **SHAPES[model]))
         return made[-1]
 
     yield make
