@@ -140,6 +140,14 @@ SPEED: tuple[Group, ...] = (
         instead="statistics are lines of the log; --log-level warning leaves them out",
         switches="disable_log_stats show_time_cost enable_request_time_stats_logging",
     ),
+    Group(
+        instead="no running request is stopped for a waiting one",
+        switches="disable_priority_preemption",
+    ),
+    Group(
+        instead="a priority is refused where it has no effect",
+        switches="abort_on_priority_when_disabled",
+    ),
     Group(instead="x-request-id always comes back", switches="enable_request_id_headers"),
     Group(
         instead="no served model has windows, and prefixes are compared token by token",
@@ -163,6 +171,8 @@ REFUSALS: dict[str, str] = {
     "use --page-size for tokens per KV page; a diffusion block is the model's": "block_size",
     "use --dllm-algorithm and --dllm-algorithm-config": "diffusion_config",
     "use --schedule-policy": "scheduling_policy",
+    "requests without a priority come last; give them one": "default_priority_value",
+    "no running request is stopped for a waiting one": "priority_scheduling_preemption_threshold",
     "use --max-total-tokens": "kv_cache_memory_bytes num_gpu_blocks_override",
     "use --drain-timeout": "shutdown_timeout",
     "use --revision": "tokenizer_revision code_revision",

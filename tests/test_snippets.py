@@ -126,7 +126,7 @@ def test_the_start_is_told_in_a_few_lines(server):
         "device cpu: cpu; kernels: ",
         " tokens, launch ",
         f"listening on {server.url}",
-        f"{server.url} is ready; try:",
+        f"{server.url} is ready; try this:",
     ):
         assert part in text
     assert "compiled " in text, "the slow part of the start is seen"
@@ -136,7 +136,7 @@ def test_the_start_is_told_in_a_few_lines(server):
 
 @needs_curl
 def test_the_request_that_the_start_proposes_is_answered(server):
-    (command,) = [line for line in server.log if line.startswith("curl ")]
+    (command,) = re.findall(r": (curl .+)$", "".join(server.log), re.MULTILINE)
     assert answer(server.ask(command)) == "12"
 
 

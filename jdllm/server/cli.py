@@ -198,14 +198,14 @@ def add_options(
 ) -> None:
     """Adds a flag, its aliases and its help for each field of a config dataclass.
 
-    `only` are the fields that get a flag (all, if it is empty), `without` are aliases that the
-    parser has for something else. A flag that is not given leaves no attribute, so that the
+    `only` are the fields that get a flag (all, if it is empty), `without` are fields and aliases
+    that get none. A flag that is not given leaves no attribute, so that the
     dataclass has the defaults.
     """
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         name = field.name
-        if only and name not in only:
+        if (only and name not in only) or name in without:
             continue
         aliases = [alias for alias, of in ALIASES.items() if of == name and alias not in without]
         how = config.argparse_options(hints[name])

@@ -155,7 +155,8 @@ class Lifecycle:
         self._server.phase = "ready"
         has_chat = engine.tokenizer is not None and engine.tokenizer.has_chat_template
         command = summary.example(self._url, self._server.server_config, has_chat=has_chat)
-        logger.info("%s is ready; try:\n%s", self._url, command)
+        logger.info("%s is ready; try this:", self._url)
+        logger.info("%s", command)
         logger.info(READY_LINE)
 
     def _fail(self, exit_code: int, message: str) -> None:
