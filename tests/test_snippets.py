@@ -158,6 +158,7 @@ def test_clients_of_the_readme_print_an_answer_and_its_cost(server, monkeypatch,
         assert "#### 5" in printed and "nfe" in printed
 
 
+@pytest.mark.campaign  # by default engine/test_bundled_model.py asks the same question
 def test_the_offline_snippet_of_the_readme_prints_an_answer(llm, monkeypatch, capsys):
     blocks = snippets.blocks("README.md", "python")
     (install,) = [text for text in blocks if "%pip install" in text]
