@@ -1,8 +1,7 @@
 """Start-up options: one frozen dataclass for the engine, one for the server.
 
-Names are SGLang's with underscores; `serve.py` derives the command line from the fields.
-`REFUSED_FLAGS` holds options whose feature does not exist here. The server refuses such an
-option and names what replaces it; it never ignores one.
+Names are SGLang's with underscores; `server/cli.py` derives the command line from the fields.
+`foreign_flags.py` knows what becomes of flags of SGLang and vLLM that are no fields.
 """
 
 from __future__ import annotations
@@ -26,26 +25,6 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 LOAD_FORMATS: tuple[str, ...] = typing.get_args(LoadFormat)
 DTYPES: tuple[str, ...] = typing.get_args(Dtype)
-
-# Other spellings that SGLang accepts for options.
-ALIASES: dict[str, str] = {"model": "model_path", "tensor_parallel_size": "tp_size"}
-
-# Flag -> what to do instead. Spellings are SGLang's.
-REFUSED_FLAGS: dict[str, str] = {
-    "attention_backend": "kernels are chosen by device; the choice is logged at start",
-    "cuda_graph_max_bs": "every bucket is compiled at start; use --max-running-requests",
-    "cuda_graph_bs": "every bucket is compiled at start; use --max-running-requests",
-    "disable_cuda_graph": "step functions are always compiled ahead; there is nothing to disable",
-    "no_dllm_fdfo": "there is no lock-step mode: rows never wait for one another",
-    "quantization": "quantised weights are not supported; use --dtype",
-    "kv_cache_dtype": "the KV pool has the dtype of the model; use --dtype",
-    "dp_size": "run one process per replica behind a load balancer",
-    "ep_size": "experts are not sharded yet; leave it out",
-    "enable_lora": "LoRA is not supported",
-    "default_priority_value": "requests without a priority come last; give them one",
-    "priority_scheduling_preemption_threshold": "no running request is stopped for a waiting one",
-    "speculative_algorithm": "diffusion models have no draft model; use --dllm-algorithm",
-}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

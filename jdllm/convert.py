@@ -1,6 +1,6 @@
 """Converts a checkpoint once, so that every later start restores it straight to the device.
 
-    python -m jdllm.convert --model-path SRC --output DST [--dtype bfloat16]
+    jdllm convert --model-path SRC --output DST [--dtype bfloat16]
 
 DST is a complete model directory (config, tokenizer, parameters): serve it with
 `--model-path DST`.
@@ -8,14 +8,13 @@ DST is a complete model directory (config, tokenizer, parameters): serve it with
 
 from __future__ import annotations
 
-import argparse
 import os
 import pathlib
 import shutil
 import sys
 from collections.abc import Sequence
 
-from jdllm import config, errors
+from jdllm import arguments, config, errors
 from jdllm.checkpoint import orbax_checkpoint, safetensors_source, source
 from jdllm.models import loading
 
@@ -55,24 +54,30 @@ def convert(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jdllm.convert", description=(__doc__ or "").partition("\n")[0]
-    )
+    options = make_parser().parse(argv)
+    try:
+        convert(options.model_path, options.output, dtype=options.dtype, revision=options.revision)
+    except (errors.ConfigError, OSError) as error:
+        sys.stderr.write(f"jdllm.convert: error: {error}\n")
+        return 2
+    return 0
+
+
+def make_parser() -> arguments.Parser:
+    parser = arguments.Parser("jdllm convert", (__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--model-path",
         required=True,
         help="model directory, bundled model's name or Hugging Face id",
     )
     parser.add_argument("--output", required=True, help="directory to create")
-    parser.add_argument("--dtype", default="auto", choices=config.DTYPES)
-    parser.add_argument("--revision", default=None, help="branch, tag or commit of the model")
-    options = parser.parse_args(argv)
-    try:
-        convert(options.model_path, options.output, dtype=options.dtype, revision=options.revision)
-    except (errors.ConfigError, OSError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    return 0
+    parser.add_argument(
+        "--dtype", default="auto", choices=config.DTYPES, help="of the weights; auto keeps theirs"
+    )
+    parser.add_argument(
+        "--revision", help="branch, tag or commit of the model (default: the newest)"
+    )
+    return parser
 
 
 if __name__ == "__main__":

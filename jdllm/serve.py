@@ -1,4 +1,4 @@
-"""`python -m jdllm.serve`: the HTTP server.
+"""`jdllm serve`, or `python -m jdllm.serve`: the HTTP server.
 
 This module reads the options, configures logging (no other module does) and calls
 `server.lifecycle`. Exit codes: 0 after a signal, 1 when the engine fails to start,
@@ -17,11 +17,13 @@ from collections.abc import Sequence
 from jdllm import errors
 from jdllm.engine import engine as engine_lib
 from jdllm.engine.build import startup
-from jdllm.server import cli, lifecycle, log_format
+from jdllm.server import cli, lifecycle, log_format, summary
 
 logger = logging.getLogger(__name__)
 
 HTTP_LOGGERS = ("uvicorn", "jdllm.server.middleware")
+# They report at lower levels what nobody asked for, such as a TPU that is not there.
+QUIET_LOGGERS = ("jax", "absl")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,9 +32,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = cli.parse(sys.argv[1:] if argv is None else argv)
         configure_logging(options)
         for line in options.describe():
-            logger.info("option %s", line)
+            logger.debug("option %s", line)
+        for note in options.notes:
+            logger.info("%s", note)
         if options.engine.trust_remote_code:
-            logger.warning("trust_remote_code is accepted, but no remote code is run")
+            logger.info("--trust-remote-code: no remote code is ever run")
         build = functools.partial(build_engine, options)
         return lifecycle.serve(options.server, build, startup.StartupProgress())
     except errors.ConfigError as error:
@@ -41,12 +45,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_engine(options: cli.Options, progress: startup.StartupProgress) -> engine_lib.Engine:
-    """Starts the engine, logs the options that it chose by itself, and returns it."""
+    """Starts the engine, logs what it is and what it chose by itself, and returns it."""
     engine = engine_lib.Engine(options.engine, progress=progress)
     for field in dataclasses.fields(engine.config):
         value = getattr(engine.config, field.name)
         if value != getattr(options.engine, field.name):
-            logger.info("option %s=%r (chosen at start)", field.name, value)
+            logger.debug("option %s=%r (chosen at start)", field.name, value)
+    for line in summary.engine_lines(engine):
+        logger.info("%s", line)
     return engine
 
 
@@ -57,6 +63,8 @@ def configure_logging(options: cli.Options) -> None:
         force=True,  # libraries imported above leave handlers of their own on the root logger
     )
     log_format.install()
+    for name in QUIET_LOGGERS:
+        logging.getLogger(name).setLevel(logging.WARNING)
     for name in HTTP_LOGGERS:
         logging.getLogger(name).setLevel(options.server.log_level_http.upper())
 

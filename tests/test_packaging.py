@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import importlib.metadata
 import pathlib
 import shutil
@@ -11,6 +12,7 @@ import zipfile
 
 import pytest
 
+from jdllm import __main__ as entry
 from jdllm.checkpoint import source
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -69,6 +71,15 @@ def test_nothing_else_is_in_the_wheel(wheel):
     assert any(
         name.endswith("licenses/LICENSE") or name.endswith("LICENSE") for name in wheel.namelist()
     )
+
+
+def test_the_wheel_installs_the_command(wheel):
+    (name,) = [name for name in wheel.namelist() if name.endswith("entry_points.txt")]
+    entries = configparser.ConfigParser()
+    entries.read_string(wheel.read(name).decode())
+    module, _, function = entries["console_scripts"]["jdllm"].partition(":")
+    assert f"{module.replace('.', '/')}.py" in wheel.namelist()
+    assert (module, function) == (entry.main.__module__, entry.main.__name__)
 
 
 @pytest.mark.parametrize("name", source.BUNDLED_MODELS)

@@ -6,14 +6,14 @@ import json
 import math
 import pathlib
 import re
-import subprocess
-import sys
 
 import pytest
 import safetensors
+from support import snippets
 
 from jdllm import algorithms, config, sampling_params
 from jdllm.checkpoint import source
+from jdllm.server import cli
 from jdllm.tasks import registry
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -30,7 +30,7 @@ def test_the_two_commands_stand_on_their_own_lines():
 
 def test_the_readme_is_short_and_its_links_lead_somewhere():
     assert README.count("\n") <= 130
-    for name, text in {"README.md": README, **{f"docs/{k}": v for k, v in DOCS.items()}}.items():
+    for name, text in snippets.PAGES.items():
         for link in re.findall(r"\]\(([^)#:]+)\)", text):
             assert (ROOT / name).parent.joinpath(link).is_file(), f"{name}: {link}"
 
@@ -41,19 +41,19 @@ def test_scripts_that_are_named_exist():
     assert [script for script in scripts if not (ROOT / script).is_file()] == []
 
 
-@pytest.mark.parametrize("module", ["serve", "eval", "train"])
-def test_flags_of_the_commands_exist(module):
-    commands = re.findall(rf"^python -m jdllm\.{module} (.*)$", TEXT, re.MULTILINE)
-    flags = {flag for command in commands for flag in re.findall(r"--[a-z-]+", command)}
-    assert flags
-    done = subprocess.run(
-        [sys.executable, "-m", f"jdllm.{module}", "--help"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert flags - set(re.findall(r"--[a-z-]+", done.stdout)) == set()
+@pytest.mark.parametrize("words", snippets.commands(), ids=" ".join)
+def test_commands_are_understood(words):
+    names = next(names for names in snippets.MAINS if words[1 : 1 + len(names)] == names)
+    rest = list(words[1 + len(names) :])
+    if names == ("serve",):
+        cli.parse(rest)  # also checks the values
+    else:
+        snippets.parser_of(names).parse(rest)
+
+
+def test_every_command_is_shown_somewhere():
+    shown = {names for words in snippets.commands() for names in (words[1:2], words[1:3])}
+    assert set(snippets.MAINS) - shown == {("convert",)}
 
 
 def test_paths_of_the_layout_exist():

@@ -15,8 +15,9 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jdllm import config, errors
+from jdllm import arguments, config, errors, foreign_flags
 from jdllm.bench import prompts
+from jdllm.server import cli
 
 SECRETS = ("--api-key",)
 
@@ -46,9 +47,9 @@ REFUSED: dict[str, str] = {
     "print-requests": "use --output-details",
     "goodput": "compute it from --output-file --output-details",
     "do-not-exit": "the command ends when it is done",
-    "correctness-test": "use python -m jdllm.eval",
-    "correct": "use python -m jdllm.eval",
-    "cut-len": "use python -m jdllm.eval",
+    "correctness-test": "use jdllm eval",
+    "correct": "use jdllm eval",
+    "cut-len": "use jdllm eval",
     "log-decode-step": "use --result-filename; it holds the latency of a forward",
 }
 
@@ -83,17 +84,12 @@ def _fail(name: str, error: object, code: int) -> int:
     return code
 
 
-def make_parser(name: str, description: str | None) -> argparse.ArgumentParser:
-    """Returns a parser that takes no abbreviations, so that no flag is mistaken for another."""
-    return argparse.ArgumentParser(
-        prog=f"python -m jdllm.bench.{name}",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def make_parser(name: str, description: str | None) -> arguments.Parser:
+    """Returns the parser of `jdllm bench NAME`."""
+    return arguments.Parser(f"jdllm bench {name.replace('_', '-')}", description)
 
 
-def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+def parse(parser: arguments.Parser, argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses a command line; a flag that is known but not supported is a ConfigError."""
     argv = sys.argv[1:] if argv is None else argv
     for argument in argv:
@@ -101,10 +97,13 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
         if not flag.startswith("--"):
             continue
         reason = next((why for it, why in REFUSED.items() if flag[2:].startswith(it)), None)
-        reason = reason or config.REFUSED_FLAGS.get(flag[2:].replace("-", "_"))
         if reason is not None:
             raise errors.ConfigError(f"{flag} is not supported: {reason}")
-    return parser.parse_args(argv)
+    cli.refuse_flags(argv)
+    options = parser.parse(argv)
+    for note in foreign_flags.take(vars(options)):
+        sys.stderr.write(f"{note}\n")
+    return options
 
 
 def shown(argv: Sequence[str]) -> str:
@@ -133,23 +132,27 @@ def add_dataset_flags(parser: argparse.ArgumentParser) -> None:
         "random-ids: random tokens; custom, openai: JSON lines; sharegpt: a local JSON file "
         "(default: random, as nothing is downloaded)",
     )
-    group.add_argument("--dataset-path", default="", metavar="FILE")
-    group.add_argument("--num-prompts", "--num-prompt", type=positive, default=1000, metavar="N")
+    group.add_argument("--dataset-path", default="", metavar="FILE", help="holds the prompts")
+    group.add_argument(
+        *("--num-prompts", "--num-prompt"), type=positive, default=1000, metavar="N", help="prompts"
+    )
     for name in ("input", "output"):
         spellings = (f"--random-{name}-len", f"--random-{name}")
-        group.add_argument(*spellings, type=positive, default=1024, metavar="TOKENS")
+        group.add_argument(
+            *spellings, type=positive, default=1024, metavar="TOKENS", help=f"longest {name}"
+        )
     group.add_argument(
         "--random-range-ratio",
         type=share,
         default=0.0,
         metavar="R",
-        help="lengths are drawn from [R * len, len]; 1 makes them all equal (default: 0)",
+        help="lengths are drawn from [R * len, len]; 1 makes them all equal",
     )
     group.add_argument(
         "--sharegpt-output-len",
         type=positive,
         metavar="TOKENS",
-        help="output length of every row of a file, instead of the one it gives",
+        help="output length of every row of a file (default: the one that it gives)",
     )
     group.add_argument(
         "--sharegpt-context-len",
@@ -159,7 +162,19 @@ def add_dataset_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--apply-chat-template", action="store_true", help="to prompts of a file")
     group.add_argument("--prompt-suffix", default="", help="appended to prompts of a file")
-    group.add_argument("--seed", type=natural, default=42)
+    group.add_argument("--seed", type=natural, default=42, help="of prompts and arrivals")
+
+
+def add_dllm_flag(group: argparse._ActionsContainer) -> None:
+    """Adds the flag for denoising options; `dllm_options` reads it."""
+    group.add_argument(
+        "--dllm",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY=VALUE",
+        help="denoising options of every request, such as threshold=0.9",
+    )
 
 
 def dataset(
@@ -184,15 +199,13 @@ def dataset(
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `EngineConfig` that can change a measurement, as `jdllm.serve` has them."""
-    group = parser.add_argument_group("engine, as for jdllm.serve")
-    for name, hint in typing.get_type_hints(config.EngineConfig).items():
-        if name in WITHOUT_EFFECT:
-            continue
-        names = [name, *(alias for alias, of in config.ALIASES.items() if of == name)]
-        flags = ["--" + spelling.replace("_", "-") for spelling in names]
-        options = config.argparse_options(hint)
-        group.add_argument(*flags, dest=name, default=argparse.SUPPRESS, **options)
+    """Adds the flags of `EngineConfig` that can change a measurement, as `jdllm serve` has them."""
+    cli.add_options(
+        parser.add_argument_group("engine, as for jdllm serve (but log_level: warning)"),
+        config.EngineConfig,
+        without=("seed", *WITHOUT_EFFECT),
+    )
+    foreign_flags.add(parser)
 
 
 def engine_config(options: argparse.Namespace, **chosen: Any) -> config.EngineConfig:

@@ -40,16 +40,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command_line.make_parser("offline_throughput", __doc__)
-    parser.add_argument("--backend", choices=("engine",), default="engine")
+    parser.add_argument("--backend", choices=("engine",), default="engine", help="what runs")
     command_line.add_dataset_flags(parser)
     parser.add_argument("--disable-ignore-eos", action="store_true", help="answers may end early")
     parser.add_argument(
         "--extra-request-body", metavar="JSON", help="sampling parameters of every request"
     )
-    parser.add_argument("--dllm", nargs="+", action="extend", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--skip-warmup", action="store_true")
+    command_line.add_dllm_flag(parser)
+    parser.add_argument("--skip-warmup", action="store_true", help="measure from the first launch")
     parser.add_argument("--result-filename", default="", help="JSON lines; one is appended")
-    parser.add_argument("--disable-tqdm", action="store_true")
+    parser.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
     command_line.add_engine_flags(parser)
     return command_line.parse(parser, argv)
 

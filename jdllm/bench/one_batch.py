@@ -43,9 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command_line.make_parser("one_batch", __doc__)
     many = {"type": command_line.positive, "nargs": "+", "metavar": "N"}
-    parser.add_argument("--batch-size", "--batch", default=[1], **many)
-    parser.add_argument("--input-len", default=[1024], help="tokens", **many)
-    parser.add_argument("--output-len", default=[16], help="tokens", **many)
+    parser.add_argument("--batch-size", "--batch", default=[1], help="requests", **many)
+    parser.add_argument("--input-len", default=[1024], help="tokens of a prompt", **many)
+    parser.add_argument("--output-len", default=[16], help="tokens of an output", **many)
     parser.add_argument(
         "--threshold",
         type=command_line.share,
@@ -54,14 +54,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="P",
         help="tokens with this confidence are written (default: the model's)",
     )
-    parser.add_argument("--dllm", nargs="+", action="extend", default=[], metavar="KEY=VALUE")
+    command_line.add_dllm_flag(parser)
     parser.add_argument(
         "--repeats", type=command_line.positive, default=1, help="runs; their median is reported"
     )
     parser.add_argument("--seed", type=command_line.natural, default=42, help="of the prompts")
-    parser.add_argument("--run-name", default="default")
-    parser.add_argument("--result-filename", default="result.jsonl", help="'' for none")
-    parser.add_argument("--disable-tqdm", action="store_true")
+    parser.add_argument("--run-name", default="default", help="put into the result")
+    parser.add_argument("--result-filename", default="result.jsonl", help="JSON lines; '' for none")
+    parser.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
     command_line.add_engine_flags(parser)
     return command_line.parse(parser, argv)
 

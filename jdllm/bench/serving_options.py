@@ -136,18 +136,31 @@ def base_url(options: argparse.Namespace) -> str:
 
 
 def _add_server_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--backend", choices=backends.BACKENDS, default="jdllm")
-    group.add_argument("--base-url", metavar="URL", help="instead of --host and --port")
-    group.add_argument("--host", default="127.0.0.1")
-    group.add_argument("--port", type=command_line.positive, help="(default: by --backend)")
     group.add_argument(
-        "--ready-check-timeout-sec", type=command_line.seconds, default=60.0, metavar="S"
+        "--backend",
+        choices=backends.BACKENDS,
+        default="jdllm",
+        help="what answers, and on which route",
+    )
+    group.add_argument("--base-url", metavar="URL", help="server (default: of --host, --port)")
+    group.add_argument("--host", default="127.0.0.1", help="where the server is")
+    group.add_argument(
+        "--port", type=command_line.positive, help="its port (default: by --backend)"
+    )
+    group.add_argument(
+        "--ready-check-timeout-sec",
+        type=command_line.seconds,
+        default=60.0,
+        metavar="S",
+        help="how long to wait for the server",
     )
     group.add_argument("--model", help="must be what the server lists (default: its first)")
-    group.add_argument("--served-model-name", help="name to send, instead of --model")
-    group.add_argument("--tokenizer", metavar="PATH", help="(default: the server's model)")
-    group.add_argument("--api-key")
-    group.add_argument("--header", nargs="+", default=[], metavar="KEY=VALUE")
+    group.add_argument("--served-model-name", help="name to send (default: --model)")
+    group.add_argument(
+        "--tokenizer", metavar="PATH", help="counts tokens (default: the server's model)"
+    )
+    group.add_argument("--api-key", help="bearer key of the server")
+    group.add_argument("--header", nargs="+", default=[], metavar="KEY=VALUE", help="HTTP headers")
 
 
 def _add_prompt_flags(group: argparse._ArgumentGroup) -> None:
@@ -162,28 +175,50 @@ def _add_load_flags(group: argparse._ArgumentGroup) -> None:
         "--request-rate",
         type=command_line.rate,
         default=math.inf,
-        help="requests per second, Poisson; inf (the default) sends all at once",
+        help="requests per second, Poisson; inf sends all at once",
     )
-    group.add_argument("--max-concurrency", type=command_line.positive, metavar="N")
-    group.add_argument("--warmup-requests", type=command_line.natural, default=1, metavar="N")
-    group.add_argument("--flush-cache", action="store_true", help="after the warm-up")
-    group.add_argument("--flush-cache-timeout", type=command_line.seconds, default=60.0)
+    group.add_argument(
+        "--max-concurrency",
+        type=command_line.positive,
+        metavar="N",
+        help="most requests at a time (default: no limit)",
+    )
+    group.add_argument(
+        "--warmup-requests",
+        type=command_line.natural,
+        default=1,
+        metavar="N",
+        help="short requests before the measured ones",
+    )
+    group.add_argument(
+        "--flush-cache", action="store_true", help="empty the prefix cache after the warm-up"
+    )
+    group.add_argument(
+        "--flush-cache-timeout",
+        type=command_line.seconds,
+        default=60.0,
+        help="seconds that a flush waits for running requests",
+    )
 
 
 def _add_decoding_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--disable-ignore-eos", action="store_true", help="answers may end early")
-    group.add_argument("--disable-stream", action="store_true")
-    group.add_argument("--temperature", type=float, default=0.0)
-    group.add_argument("--top-p", type=float, default=1.0)
-    group.add_argument("--dllm", nargs="+", action="extend", default=[], metavar="KEY=VALUE")
+    group.add_argument("--disable-stream", action="store_true", help="whole answers at once")
+    group.add_argument("--temperature", type=float, default=0.0, help="of every request")
+    group.add_argument("--top-p", type=float, default=1.0, help="of every request")
+    command_line.add_dllm_flag(group)
     group.add_argument(
         "--extra-request-body", metavar="JSON", help="merged into every body, key by key"
     )
 
 
 def _add_output_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--output-file", metavar="JSONL", help="one line is appended")
+    group.add_argument(
+        "--output-file",
+        metavar="JSONL",
+        help="one line is appended (default: named after backend, date and load)",
+    )
     group.add_argument("--output-details", action="store_true", help="every request, too")
     group.add_argument("--cache-report", action="store_true", help="show prefix cache hits")
-    group.add_argument("--disable-tqdm", action="store_true")
+    group.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
     group.add_argument("--tag", help="put into the result")

@@ -1,4 +1,4 @@
-"""`python -m jdllm.eval`: accuracy, TPF and NFE of a task, in process or against a server."""
+"""`jdllm eval`: accuracy, TPF and NFE of a task, in process or against a server."""
 
 from __future__ import annotations
 
@@ -12,32 +12,33 @@ from typing import Any
 
 import jax
 
-from jdllm import algorithms, errors, sampling_params
+from jdllm import algorithms, arguments, errors, sampling_params
 from jdllm import config as config_lib
 from jdllm.engine import engine as engine_lib
 from jdllm.eval import backends, evaluation, model_args, sandbox, store, summary
+from jdllm.server import cli
 from jdllm.tasks import registry
 
 # Options of the engine in this process; with --base-url they belong to the server.
-ENGINE_FLAGS: dict[str, type] = {
-    "model_path": str,
-    "tokenizer_path": str,
-    "revision": str,
-    "load_format": str,
-    "dtype": str,
-    "context_length": int,
-    "mem_fraction_static": float,
-    "max_running_requests": int,
-    "max_total_tokens": int,
-    "page_size": int,
-    "dllm_algorithm": str,
-    "dllm_algorithm_config": str,
-}
+ENGINE_FLAGS = (
+    "model_path",
+    "tokenizer_path",
+    "revision",
+    "load_format",
+    "dtype",
+    "context_length",
+    "mem_fraction_static",
+    "max_running_requests",
+    "max_total_tokens",
+    "page_size",
+    "dllm_algorithm",
+    "dllm_algorithm_config",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0, 1 when the run failed, 2 for a wrong command line, 130 when interrupted."""
-    options = parse_args(argv)
+    options = make_parser().parse(argv)
     try:
         run(options)
     except (errors.ConfigError, errors.RequestError) as error:
@@ -49,14 +50,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m jdllm.eval", description=__doc__)
-    parser.add_argument("--task", required=True, choices=sorted(registry.TASKS))
+def make_parser() -> arguments.Parser:
+    parser = arguments.Parser("jdllm eval", __doc__)
+    parser.add_argument("--task", required=True, choices=sorted(registry.TASKS), help="problems")
     parser.add_argument("--data", metavar="FILE", help="the task's published file")
-    parser.add_argument("--limit", type=_positive, metavar="N", help="ask the first N only")
-    parser.add_argument("--num-shots", type=_natural, default=0, metavar="K")
+    parser.add_argument(
+        "--limit", type=_positive, metavar="N", help="ask the first N only (default: all)"
+    )
+    parser.add_argument(
+        "--num-shots", type=_natural, default=0, metavar="K", help="solved examples in each prompt"
+    )
     parser.add_argument("--shots-data", metavar="FILE", help="take the shots from this file")
-    parser.add_argument("--output-dir", required=True, metavar="D")
+    parser.add_argument("--output-dir", required=True, metavar="D", help="for the results")
     parser.add_argument(
         "--allow-unisolated-code",
         action="store_true",
@@ -70,21 +75,38 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         help="a line of lm-eval or d3LLM; it may not repeat what another option says",
     )
     group = parser.add_argument_group("decoding")
-    group.add_argument("--max-new-tokens", type=_positive, metavar="N")
-    group.add_argument("--temperature", type=float, help="0 by default")
-    group.add_argument("--seed", type=int)
-    group.add_argument("--dllm", nargs="+", action="extend", default=[], metavar="KEY=VALUE")
+    group.add_argument(
+        "--max-new-tokens",
+        type=_positive,
+        metavar="N",
+        help="longest answer (default: what the context leaves)",
+    )
+    group.add_argument("--temperature", type=float, help="0 is greedy (default: 0)")
+    group.add_argument("--seed", type=int, help="of sampling (default: the engine's)")
+    group.add_argument(
+        "--dllm",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY=VALUE",
+        help="denoising options, such as threshold=0.9",
+    )
     group.add_argument("--sweep", metavar="KEY=A,B,C", help="one run per value, with a summary")
-    group.add_argument("--parallel", type=_positive, metavar="N", help="requests at a time")
+    group.add_argument(
+        "--parallel", type=_positive, metavar="N", help="requests at a time (default: by backend)"
+    )
     group = parser.add_argument_group("against a server")
-    group.add_argument("--base-url", metavar="URL", help="http://127.0.0.1:30000")
-    group.add_argument("--api", choices=("chat", "completion"), default="chat")
-    group.add_argument("--api-key")
-    group.add_argument("--timeout-s", type=float, help="600 by default")
-    group = parser.add_argument_group("in process, as for jdllm.serve")
-    for name, kind in ENGINE_FLAGS.items():
-        group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=kind.__name__.upper())
-    return parser.parse_args(argv)
+    group.add_argument(
+        "--base-url", metavar="URL", help="such as http://127.0.0.1:30000 (default: in process)"
+    )
+    group.add_argument("--api", choices=("chat", "completion"), default="chat", help="route")
+    group.add_argument("--api-key", help="bearer key of the server")
+    group.add_argument(
+        "--timeout-s", type=float, help="longest silence of the server (default: 600)"
+    )
+    group = parser.add_argument_group("in process, as for jdllm serve")
+    cli.add_options(group, config_lib.EngineConfig, only=ENGINE_FLAGS)
+    return parser
 
 
 def run(options: argparse.Namespace) -> None:
@@ -97,7 +119,7 @@ def run(options: argparse.Namespace) -> None:
         )
     model_args.check_machine(line, platform=jax.default_backend())
     flags = vars(options)
-    engine_options = merged({name: flags[name] for name in ENGINE_FLAGS}, line.engine)
+    engine_options = merged({name: flags.get(name) for name in ENGINE_FLAGS}, line.engine)
     server = merged({name: flags[name] for name in model_args.SERVER}, line.server)
     parallel = merged({"parallel": options.parallel}, line.parallel_option()).get("parallel")
     points = sweep_points(options)

@@ -1,8 +1,8 @@
-"""The command line of `jdllm.serve`, derived from the config dataclasses.
+"""The command line of `jdllm serve`, derived from the config dataclasses.
 
 A flag is the name of a field, with dashes. A value comes from the default, from `--config
 FILE.yaml` or from the command line (the later one wins), and the options remember its source.
-If SGLang has a flag whose feature does not exist here, the error says what replaces it.
+Flags of SGLang and vLLM that are no fields are in `jdllm/foreign_flags.py`.
 """
 
 from __future__ import annotations
@@ -10,23 +10,21 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import typing
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import pydantic
 
-from jdllm import algorithms, config, errors
+from jdllm import algorithms, arguments, config, errors, foreign_flags
 from jdllm.checkpoint import source
 
-ALIASES = config.ALIASES | {"drain_timeout": "drain_timeout_s"}
-# Flags that are accepted and change nothing: the engine always does what they ask for.
-NEUTRAL_FLAGS = {
-    "dllm_fdfo": "rows never wait for one another (always so)",
-    "disable_priority_preemption": "no running request is stopped for a waiting one (always so)",
-    "abort_on_priority_when_disabled": "a priority is refused where it has no effect (always so)",
-}
+ALIASES = foreign_flags.ALIASES | {"drain_timeout": "drain_timeout_s"}
 SECRETS = ("api_key", "admin_api_key")
-REFUSED_PREFIXES = {"cuda_graph_": "every bucket is compiled at start; use --max-running-requests"}
+DESCRIPTION = """Serves a diffusion language model over HTTP.
+
+Flags are SGLang's, and vLLM's names are known. Flags of either that only concern speed are
+accepted, and the log says what happens instead; docs/flags.md lists them."""
+CONFIG = "options by flag name; flags win (default: none)"
 
 HELP = {
     "model_path": "checkpoint folder, hub id, or a bundled model: "
@@ -94,11 +92,15 @@ HELP = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The resolved configuration, and where each value comes from."""
+    """The resolved configuration, and where each value comes from.
+
+    `notes` say what happens instead of flags that are accepted without effect.
+    """
 
     engine: config.EngineConfig
     server: config.ServerConfig
     sources: dict[str, str]
+    notes: tuple[str, ...] = ()
 
     def describe(self) -> list[str]:
         """Returns one line per option; API keys are masked."""
@@ -118,12 +120,11 @@ def parse(argv: Sequence[str]) -> Options:
     Raises `ConfigError` for wrong values and refused flags. argparse itself ends the process
     for unknown flags (exit code 2) and after --help.
     """
-    _refuse_flags(argv)
-    flags = vars(_parser().parse_args(argv))
-    for name in NEUTRAL_FLAGS:
-        flags.pop(name, None)
+    refuse_flags(argv)
+    flags = _parse_flags(argv)
+    notes = foreign_flags.take(flags)
     path = flags.pop("config", None)
-    from_file = {} if path is None else read_config(path)
+    from_file = {} if path is None else read_config(path, notes)
     values = from_file | flags
     sources = {name: "default" for name in _fields()}
     sources |= {name: "file" for name in from_file} | {name: "flag" for name in flags}
@@ -131,7 +132,20 @@ def parse(argv: Sequence[str]) -> Options:
         engine=config.EngineConfig(**_own(config.EngineConfig, values)),
         server=config.ServerConfig(**_own(config.ServerConfig, values)),
         sources=sources,
+        notes=tuple(notes),
     )
+
+
+def _parse_flags(argv: Sequence[str]) -> dict[str, Any]:
+    """Returns the flags by option name; a lone word is the model, as in `vllm serve MODEL`."""
+    parser = _parser()
+    options, rest = parser.parse_known_args(argv)
+    if len(rest) > 1 or any(word.startswith("-") for word in rest):
+        parser.refuse(rest, also=map(foreign_flags.spelled, foreign_flags.REFUSED))
+    flags = vars(options)
+    if rest and flags.setdefault("model_path", rest[0]) != rest[0]:
+        parser.error(f"the model is both {rest[0]!r} and --model-path {flags['model_path']!r}")
+    return flags
 
 
 def _own(cls: type, values: dict[str, Any]) -> dict[str, Any]:
@@ -139,16 +153,20 @@ def _own(cls: type, values: dict[str, Any]) -> dict[str, Any]:
     return {f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values}
 
 
-def read_config(path: str) -> dict[str, Any]:
-    """Returns the options in a YAML file, whose keys are flag names (dashes or underscores)."""
+def read_config(path: str, notes: list[str]) -> dict[str, Any]:
+    """Returns the options in a YAML file, whose keys are flag names (dashes or underscores).
+
+    Appends to `notes` what happens instead of keys that are accepted without effect.
+    """
     values: dict[str, Any] = {}
     fields = _fields()
     for key, value in config.read_yaml(path).items():
         name = _canonical(str(key))
-        reason = refusal(name)
-        if reason is not None:
-            raise errors.ConfigError(f"{key} in {path} is not supported: {reason}")
-        if name in NEUTRAL_FLAGS:
+        if name in foreign_flags.OPPOSITES and isinstance(value, bool):
+            name, value = foreign_flags.OPPOSITES[name], not value
+        note = None if name in fields else foreign_flags.note(name, value)
+        if note is not None:
+            notes.append(note)
             continue
         if name not in fields:
             hint = errors.nearest(name, {*fields, *ALIASES})
@@ -159,45 +177,89 @@ def read_config(path: str) -> dict[str, Any]:
     return values
 
 
-def refusal(name: str) -> str | None:
-    """Returns what replaces a flag that this server refuses, None for any other flag."""
-    for prefix, reason in REFUSED_PREFIXES.items():
-        if name.startswith(prefix):
-            return config.REFUSED_FLAGS.get(name, reason)
-    return config.REFUSED_FLAGS.get(name)
-
-
-def _refuse_flags(argv: Sequence[str]) -> None:
+def refuse_flags(argv: Sequence[str]) -> None:
+    """Raises a `ConfigError` if a flag of SGLang or vLLM asks for what does not exist here."""
     for argument in argv:
         if not argument.startswith("--"):
             continue
         flag = argument.partition("=")[0]
-        reason = refusal(_canonical(flag[2:]))
+        name = _canonical(flag[2:])
+        reason = None if name in _fields() else foreign_flags.refusal(name)
         if reason is not None:
             raise errors.ConfigError(f"{flag} is not supported: {reason}")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m jdllm.serve",
-        description="Serves a diffusion language model over HTTP.",
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
+def _parser() -> arguments.Parser:
+    parser = arguments.Parser(
+        "jdllm serve", DESCRIPTION, usage="%(prog)s [MODEL] [OPTIONS]   (or --model-path MODEL)"
     )
-    parser.add_argument("--config", metavar="FILE.yaml", help="options by flag name; flags win")
-    spellings = {name: [alias for alias, of in ALIASES.items() if of == name] for name in _fields()}
+    parser.add_argument("--config", metavar="FILE.yaml", default=argparse.SUPPRESS, help=CONFIG)
     for cls in (config.EngineConfig, config.ServerConfig):
         group = parser.add_argument_group((cls.__doc__ or "").partition("\n")[0].rstrip("."))
-        defaults = {field.name: field.default for field in dataclasses.fields(cls)}
-        for name, hint in typing.get_type_hints(cls).items():
-            flags = [_flag(spelling) for spelling in [name, *spellings[name]]]
-            text = HELP[name]
-            if defaults[name] is not None and not isinstance(defaults[name], bool):
-                text += f" (default: {defaults[name]})"
-            group.add_argument(*flags, dest=name, help=text, **config.argparse_options(hint))
-    for name, text in NEUTRAL_FLAGS.items():
-        parser.add_argument(_flag(name), action="store_true", help=text)
+        add_options(group, cls)
+    foreign_flags.add(parser)
     return parser
+
+
+def add_options(
+    group: argparse._ArgumentGroup,
+    cls: type,
+    *,
+    only: Collection[str] = (),
+    without: Collection[str] = (),
+) -> None:
+    """Adds a flag, its aliases and its help for each field of a config dataclass.
+
+    `only` are the fields that get a flag (all, if it is empty), `without` are fields and aliases
+    that get none. A flag that is not given leaves no attribute, so that the
+    dataclass has the defaults.
+    """
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        name = field.name
+        if (only and name not in only) or name in without:
+            continue
+        aliases = [alias for alias, of in ALIASES.items() if of == name and alias not in without]
+        how = config.argparse_options(hints[name])
+        if "type" in how:
+            how["metavar"] = {int: "N", float: "X"}.get(how["type"], name.split("_")[-1].upper())
+        if name == "served_model_name":
+            how |= {"action": OneName, "nargs": "+"}
+        if name in foreign_flags.VALUES:
+            how["type"] = lambda text, known=foreign_flags.VALUES[name]: known.get(text, text)
+        group.add_argument(
+            *map(foreign_flags.spelled, (name, *aliases)),
+            dest=name,
+            default=argparse.SUPPRESS,
+            help=_help(field),
+            **how,
+        )
+        for other in (other for other, of in foreign_flags.OPPOSITES.items() if of == name):
+            hidden: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS}
+            hidden["help"] = argparse.SUPPRESS
+            group.add_argument(foreign_flags.spelled(other), action="store_false", **hidden)
+            group.add_argument(foreign_flags.spelled(f"no_{other}"), action="store_true", **hidden)
+
+
+class OneName(argparse.Action):
+    """Takes the names that vLLM's `--served-model-name` may list, and refuses a second one."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        if len(values) > 1:
+            parser.error(
+                f"{option_string} takes one name, not {len(values)}: requests may name any model "
+                "unless --strict-model-name is set"
+            )
+        setattr(namespace, self.dest, values[0])
+
+
+def _help(field: dataclasses.Field[Any]) -> str:
+    text = HELP[field.name]
+    if "(default" in text:
+        return text
+    is_engines = field.default is None and field.name in _ENGINE_FIELDS
+    default = "chosen at start" if is_engines else arguments.shown_default(field.default)
+    return f"{text} (default: {default})"
 
 
 def _checked(name: str, value: Any, hint: Any, path: str) -> Any:
@@ -207,6 +269,9 @@ def _checked(name: str, value: Any, hint: Any, path: str) -> Any:
     except pydantic.ValidationError as error:
         message = error.errors()[0]["msg"]
         raise errors.ConfigError(f"{name}={value!r} in {path}: {message}") from error
+
+
+_ENGINE_FIELDS = frozenset(typing.get_type_hints(config.EngineConfig))
 
 
 def _fields() -> dict[str, Any]:
@@ -219,7 +284,3 @@ def _fields() -> dict[str, Any]:
 def _canonical(name: str) -> str:
     name = name.replace("-", "_")
     return ALIASES.get(name, name)
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

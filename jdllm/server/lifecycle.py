@@ -23,7 +23,7 @@ import uvicorn
 
 from jdllm import errors
 from jdllm.server import app as app_lib
-from jdllm.server import connections, health, log_format, state
+from jdllm.server import connections, health, log_format, state, summary
 
 if TYPE_CHECKING:
     from jdllm import config
@@ -104,6 +104,7 @@ class Lifecycle:
         self._build_engine = build_engine
         self._stop = asyncio.Event()
         self._exit_code = 0
+        self._url = ""
 
     async def run(self, listener: socket.socket) -> int:
         """Serves on `listener` until a signal or a failed start."""
@@ -111,8 +112,8 @@ class Lifecycle:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
         # Logged only now: from here on a signal is handled.
-        host, port = listener.getsockname()[:2]
-        logger.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
+        self._url = summary.url(*listener.getsockname()[:2])
+        logger.info("listening on %s; /health tells how far the start is", self._url)
         http = http_server(self._server)
         serving = asyncio.create_task(http.serve(sockets=[listener]))
         # A daemon thread: after a signal the process must not wait for a long compilation.
@@ -161,6 +162,10 @@ class Lifecycle:
             return
         self._server.progress.enter("ready")
         self._server.phase = "ready"
+        has_chat = engine.tokenizer is not None and engine.tokenizer.has_chat_template
+        command = summary.example(self._url, self._server.server_config, has_chat=has_chat)
+        logger.info("%s is ready; try this:", self._url)
+        logger.info("%s", command)
         logger.info(READY_LINE)
 
     def _fail(self, exit_code: int, message: str) -> None:

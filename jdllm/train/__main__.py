@@ -1,22 +1,22 @@
-"""Trains a small diffusion language model from scratch: `python -m jdllm.train --config FILE`."""
+"""Trains a small diffusion language model from scratch: `jdllm train --config FILE`."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import pathlib
 import sys
 
-from jdllm import errors
+from jdllm import arguments, errors
 from jdllm.train import config, loop
 
 
 def main(argv: list[str] | None = None) -> int:
     """Trains, prints the final numbers as one JSON line, returns the exit code."""
-    args = _parser().parse_args(argv)
+    args = make_parser().parse(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", force=True)
-    logging.getLogger("absl").setLevel(logging.WARNING)
+    for name in ("absl", "jax"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     paths = loop.RunPaths(
         output_dir=args.output_dir or pathlib.Path("runs") / args.config.stem,
         import_state=args.import_state,
@@ -32,11 +32,11 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="jdllm.train", description=__doc__)
+def make_parser() -> arguments.Parser:
+    parser = arguments.Parser("jdllm train", __doc__)
     parser.add_argument("--config", type=pathlib.Path, required=True, help="YAML of TrainConfig")
     parser.add_argument(
-        "--output-dir", type=pathlib.Path, help="default: runs/NAME for a config NAME.yaml"
+        "--output-dir", type=pathlib.Path, help="folder (default: runs/NAME for a config NAME.yaml)"
     )
     parser.add_argument(
         "--resume",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 import subprocess
 import sys
 
 import pytest
 
-from jdllm import config, errors
+from jdllm import config, errors, foreign_flags
 from jdllm.server import cli
 
 FIELDS = {
@@ -91,18 +92,21 @@ def test_a_missing_file_is_named():
         cli.parse(["--config", "/nowhere.yaml"])
 
 
-@pytest.mark.parametrize("name", [*config.REFUSED_FLAGS, "cuda_graph_anything"])
+REFUSED = [n for n in foreign_flags.REFUSED if n not in foreign_flags.NEUTRAL_VALUES]
+
+
+@pytest.mark.parametrize("name", [*REFUSED, "speculative_anything"])
 def test_refused_flags_say_what_replaces_them(name):
     flag = "--" + name.replace("_", "-")
     for argv in ([flag], [flag, "1"], [f"{flag}=1"]):
         with pytest.raises(errors.ConfigError) as caught:
             cli.parse(argv)
-        reason = config.REFUSED_FLAGS.get(name, "every bucket is compiled at start")
+        reason = foreign_flags.REFUSED.get(name, "diffusion models have no draft model")
         assert flag in str(caught.value)
         assert reason in str(caught.value)
 
 
-@pytest.mark.parametrize("argv", [["--nonsense"], ["--port", "x"], ["--dtype", "int3"], ["word"]])
+@pytest.mark.parametrize("argv", [["--nonsense"], ["--port", "x"], ["--dtype", "int3"], ["a", "b"]])
 def test_argparse_refuses_with_code_2(argv, capsys):
     with pytest.raises(SystemExit) as exit_:
         cli.parse(argv)
@@ -134,7 +138,7 @@ def test_the_description_names_sources_and_masks_keys():
 
 @pytest.mark.parametrize(
     ("argv", "text"),
-    [(["--tp-size", "2"], "tp_size=2"), (["--cuda-graph-max-bs", "4"], "--max-running-requests")],
+    [(["--tp-size", "2"], "tp_size=2"), (["--quantization", "fp8"], "use --dtype")],
 )
 def test_the_program_exits_2_with_one_line(argv, text):
     done = subprocess.run(
@@ -144,3 +148,16 @@ def test_the_program_exits_2_with_one_line(argv, text):
     assert "Traceback" not in done.stderr
     (line,) = [x for x in done.stderr.splitlines() if x.startswith("jdllm.serve: error:")]
     assert text in line
+
+
+def test_options_are_told_at_debug_level_and_no_key_is():
+    with socket.socket() as taken:  # the server ends once it has told its options
+        taken.bind(("127.0.0.1", 0))
+        argv = [f"--port={taken.getsockname()[1]}", "--log-level=debug", "--api-key=secret"]
+        command = [sys.executable, "-m", "jdllm.serve", *argv, "--attention-backend=fa3"]
+        done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and "cannot listen" in done.stderr
+    told = [line for line in done.stderr.splitlines() if " option " in line]
+    assert len(told) == len(FIELDS)
+    assert "--attention-backend: kernels are chosen by device" in done.stderr
+    assert "secret" not in done.stderr

@@ -111,9 +111,9 @@ def live(request) -> Iterator[Live]:
 def test_start_is_told(live):
     log = "".join(live.log)
     assert lifecycle.READY_LINE in log
-    assert "context_length=512 (flag)" in log
-    assert "api_key=*** (flag)" in log
-    assert "served_model_name='jdllm-nano' (chosen at start)" in log
+    assert "model jdllm-nano: LLaDA2MoeModelLM, float32, context of 512 tokens" in log
+    assert "decoding: LowConfidence (threshold 0.95); also JointThreshold" in log
+    assert "Authorization: Bearer $API_KEY" in log, "the request to try has a place for the key"
     assert "live-key" not in log
     assert set(live.phases) <= {"load", "compile", "warmup", "ready"}
     assert "compile" in live.phases

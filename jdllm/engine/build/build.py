@@ -111,7 +111,7 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
     except errors.ConfigError:
         runner.release()
         raise
-    logger.info(
+    logger.debug(
         "memory: weights %.2f GB, KV %.2f GB, the hungriest launch %.2f GB",
         sizes.weight_bytes / 1e9,
         sizes.kv_bytes / 1e9,

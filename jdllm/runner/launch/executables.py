@@ -75,9 +75,8 @@ class Executables:
                 done += 1
                 if on_progress is not None:
                     on_progress(done, len(buckets))
-            logger.info(
-                "compiled %s: %s in %.1f s", bucket.name, bucket, time.monotonic() - started
-            )
+                took_s = time.monotonic() - started
+                logger.info("compiled %d of %d: %s in %.1f s", done, len(buckets), bucket, took_s)
 
         with concurrent.futures.ThreadPoolExecutor(COMPILE_THREADS) as executor:
             # The largest first, so that no long compilation begins last.
@@ -86,7 +85,7 @@ class Executables:
                 future.result()
         self.kernels = self._describe_kernels()
         for op, line in self.kernels.items():
-            logger.info("kernel %s: %s", op, line)
+            logger.debug("kernel %s: %s", op, line)
 
     def _describe_kernels(self) -> dict[str, str]:
         """Returns by op which implementations the programs contain, and why not faster ones."""

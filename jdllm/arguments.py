@@ -1,0 +1,77 @@
+"""The argument parser of every command: no abbreviations, a default beside every flag.
+
+An unknown flag is answered with the nearest one that exists. The help takes each default from the
+flag itself, so that no text can contradict the code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Iterable, Sequence
+from typing import NoReturn
+
+# An argument is quoted in an error up to this many characters.
+MOST_QUOTED = 60
+
+
+class Formatter(argparse.RawDescriptionHelpFormatter):
+    """Adds the default to each help text that does not name it."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        if "(default" in text or action.default is argparse.SUPPRESS:
+            return text
+        if action.required:
+            return f"{text} (required)"
+        return f"{text} (default: {shown_default(action.default)})"
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that takes no abbreviations, so that no flag is mistaken for another."""
+
+    def __init__(self, prog: str, description: str | None, *, usage: str = "%(prog)s [OPTIONS]"):
+        super().__init__(
+            prog=prog,
+            usage=usage,
+            description=description,
+            formatter_class=Formatter,
+            allow_abbrev=False,
+        )
+
+    def parse(self, argv: Sequence[str] | None) -> argparse.Namespace:
+        """Returns the flags; an unknown one ends the process with code 2."""
+        options, rest = self.parse_known_args(argv)
+        if rest:
+            self.refuse(rest)
+        return options
+
+    def refuse(self, rest: Sequence[str], also: Iterable[str] = ()) -> NoReturn:
+        """Ends the process: names the first argument that nobody took, and the nearest flag.
+
+        `also` are flags that may be named and that the parser itself does not have.
+        """
+        flags = [word for word in rest if word.startswith("-")]
+        if not flags:
+            self.error(f"unexpected argument {quoted(rest[0])}")
+        flag = flags[0].partition("=")[0]
+        known = [word for action in self._actions for word in action.option_strings]
+        close = difflib.get_close_matches(flag, sorted({*known, *also}), n=1)
+        hint = f"; did you mean {close[0]}?" if close else "; --help lists the options"
+        self.error(f"unknown option {quoted(flag)}{hint}")
+
+
+def shown_default(value: object) -> str:
+    """Returns a default as the help shows it."""
+    if value is None or value == "" or value == []:
+        return "none"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, list | tuple):
+        return " ".join(map(shown_default, value))
+    return str(value)
+
+
+def quoted(text: str) -> str:
+    """Returns an argument for an error message, cut if it is long."""
+    return repr(text if len(text) <= MOST_QUOTED else text[:MOST_QUOTED] + "...")

@@ -1,0 +1,67 @@
+"""What the log says about a server that is ready: a few lines, and a request to try."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jdllm import config
+    from jdllm.engine import engine as engine_lib
+
+QUESTION = "Tom has 7 apples. He buys 5 more apples. How many apples does he have now?"
+# Addresses to listen on that no client can call -> what a client on this machine calls.
+ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+def engine_lines(engine: engine_lib.Engine) -> list[str]:
+    """Returns lines about model, decoding, device, kernels and memory."""
+    options, stats, info = engine.config, engine.stats(), engine.server_info()
+    algorithms = (options.dllm_algorithm or "").split(",")
+    settings = ", ".join(
+        f"{k} {v}" for k, v in options.algorithm_options().items() if v is not None
+    )
+    others = f"; also {', '.join(algorithms[1:])}" if algorithms[1:] else ""
+    return [
+        f"model {engine.model_name}: {engine.spec.architecture}, {options.dtype}, "
+        f"context of {engine.context_length} tokens",
+        f"decoding: {algorithms[0]}{f' ({settings})' if settings else ''}{others}",
+        f"device {engine.device}; kernels: {kernels(info['kernels'])}",
+        f"memory: weights {stats.weight_memory_usage_gb:.2f} GB, "
+        f"KV {stats.kv_cache_memory_usage_gb:.2f} GB for {engine.max_total_tokens} tokens, "
+        f"launch {stats.launch_memory_usage_gb:.2f} GB; "
+        f"at most {engine.max_running_requests} requests at a time",
+    ]
+
+
+def kernels(lines: Mapping[str, str]) -> str:
+    """Returns which implementation the ops run; `lines` has one line for each op."""
+    ops: dict[str, list[str]] = {}
+    for op, line in lines.items():
+        ops.setdefault(line.partition(" ")[0].rstrip(","), []).append(op)
+    if len(ops) == 1:
+        return next(iter(ops))
+    return "; ".join(f"{name} for {', '.join(found)}" for name, found in ops.items())
+
+
+def url(host: str, port: int) -> str:
+    """Returns the address at which a client on this machine finds the server."""
+    host = ANY_ADDRESS.get(host, host)
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def example(address: str, options: config.ServerConfig, *, has_chat: bool) -> str:
+    """Returns a shell command that asks the server something; a key stands in $API_KEY."""
+    key = (
+        ' -H "Authorization: Bearer $API_KEY"'
+        if (options.api_key or options.api_key_file) is not None
+        else ""
+    )
+    if has_chat:
+        path, body = "/v1/chat/completions", {"messages": [{"role": "user", "content": QUESTION}]}
+    else:
+        path, body = "/generate", {"input_ids": [0], "sampling_params": {"max_new_tokens": 8}}
+    content = "-H 'Content-Type: application/json'"
+    return f"curl -s {address}{path}{key} {content} -d {shlex.quote(json.dumps(body))}"
