@@ -7,8 +7,19 @@ from starlette import routing
 from starlette.middleware import cors
 
 from jdllm.server import admin, chat, completions, health, middleware, native, responses, state
+from jdllm.server.ollama import plain_errors
+from jdllm.server.ollama import routes as ollama_routes
+from jdllm.server.responses_api import route as responses_route
 
-ROUTERS = (health.router, chat.router, completions.router, native.router, admin.router)
+ROUTERS = (
+    health.router,
+    chat.router,
+    completions.router,
+    responses_route.router,
+    native.router,
+    ollama_routes.router,
+    admin.router,
+)
 
 
 def create_app(server: state.ServerState) -> fastapi.FastAPI:
@@ -29,6 +40,7 @@ def create_app(server: state.ServerState) -> fastapi.FastAPI:
     app.add_middleware(middleware.Gate, server=server)
     app.add_middleware(middleware.Authenticate, server_config=server_config)
     app.add_middleware(responses.CatchFaults)
+    app.add_middleware(plain_errors.PlainErrors)
     origins = server_config.cors_origins()
     if origins:
         # Outside `Authenticate`: a preflight request has no key, and a page must be able to read

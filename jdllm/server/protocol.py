@@ -218,6 +218,16 @@ async def read(request: requests.Request, model: type[Body]) -> Body:
         raise _first_problem(error) from error
 
 
+def part(model: type[Body], content: Any, name: str) -> Body:
+    """Returns a part of a body as `model`; errors name the field below `name`."""
+    try:
+        return model.model_validate(content)
+    except pydantic.ValidationError as error:
+        problem = _first_problem(error)
+        param = name if problem.param is None else f"{name}.{problem.param}"
+        raise errors.RequestError(f"{name}: {problem}", param=param, code=problem.code) from error
+
+
 def sampling_from(options: dict[str, Any]) -> sampling_params.SamplingParams:
     """Returns checked options from JSON; a container of the wrong type is a 400, too."""
     for name, kinds in (("stop", (str, list)), ("stop_token_ids", (list,)), ("dllm", (dict,))):
