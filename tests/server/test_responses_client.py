@@ -85,9 +85,11 @@ def test_the_stream_helper(client):
 
 def test_the_async_client(url):
     async def ask() -> str:
-        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
-            async with client.responses.stream(model="m", input="hi", extra_body=STOP) as stream:
-                return (await stream.get_final_response()).output_text
+        async with (
+            openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client,
+            client.responses.stream(model="m", input="hi", extra_body=STOP) as stream,
+        ):
+            return (await stream.get_final_response()).output_text
 
     assert asyncio.run(ask()) == TEXT[:8]
 
