@@ -163,6 +163,7 @@ def test_options_of_loading_change_nothing(name):
         (CHAT, chat(messages=[{"role": "nobody", "content": "hi"}]), "role"),
         (CHAT, chat(messages=[{"content": "hi"}]), "role"),
         (CHAT, chat(messages="hi"), "messages"),
+        (CHAT, chat(messages=[{"role": "user", "content": ""}] * 8193), "messages"),
         (CHAT, chat(options={"bogus": 1}), "bogus"),
         (CHAT, chat(options={"return_logprob": True}), "return_logprob"),
         (CHAT, chat(options={"mirostat": 2}), "mirostat"),

@@ -156,6 +156,7 @@ def test_neutral_fields_change_nothing(name):
         ({"input": 5}, "input"),
         ({"input": "x" * 600}, "input"),
         ({"input": ["hi"]}, "input.0"),
+        ({"input": [{"role": "user", "content": ""}] * 8193}, "input"),
         ({"input": [{"role": "user"}]}, "input.0.content"),
         ({"input": [{"role": "nobody", "content": "x"}]}, "input.0.role"),
         ({"input": [{"role": "user", "content": "x", "mood": 1}]}, "input.0.mood"),

@@ -48,6 +48,7 @@ NEUTRAL_OPTIONS: foreign_fields.Neutral = {
 }
 # Options of samplers that NEUTRAL_OPTIONS keeps switched off.
 MOOT = frozenset({"mirostat_eta", "mirostat_tau"})
+MAX_MESSAGES = 8192
 _NO_LIMIT = (-1, -2)  # until the model stops, and until the context is full: here the same
 
 FOREIGN: foreign_fields.Neutral = {
@@ -116,13 +117,26 @@ class Request(protocol.RequestModel):
 class ChatRequest(Request):
     foreign: ClassVar = FOREIGN | {"tools": (None, [])}
     messages: list[dict[str, Any]] | None = None
+    _chat_messages: list[protocol.Message] = pydantic.PrivateAttr()
 
+    @property
     def chat_messages(self) -> list[protocol.Message]:
-        """Returns the conversation in the form of the OpenAI route."""
-        return [
-            protocol.part(protocol.Message, chat_turn(message, f"messages.{i}"), f"messages.{i}")
-            for i, message in enumerate(self.messages or [])
+        """The conversation in the form of the OpenAI route."""
+        return self._chat_messages
+
+    @pydantic.model_validator(mode="after")
+    def _read_messages(self) -> ChatRequest:
+        messages = self.messages or []
+        if len(messages) > MAX_MESSAGES:
+            raise errors.RequestError(
+                f"{len(messages)} messages; at most {MAX_MESSAGES} are allowed", param="messages"
+            )
+        named = [(f"messages.{i}", message) for i, message in enumerate(messages)]
+        self._chat_messages = [
+            protocol.part(protocol.Message, chat_turn(message, name), name)
+            for name, message in named
         ]
+        return self
 
 
 class GenerateRequest(Request):
@@ -150,8 +164,9 @@ class GenerateRequest(Request):
         """Whether the prompt is the text itself, not a question in a conversation."""
         return bool(self.raw or self.suffix)
 
+    @property
     def chat_messages(self) -> list[protocol.Message]:
-        """Returns the conversation that a prompt stands for."""
+        """The conversation that a prompt stands for."""
         turns = [("system", self.system)] if self.system else []
         turns.append(("user", self.prompt or ""))
         return [

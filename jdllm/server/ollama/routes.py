@@ -27,8 +27,7 @@ async def ollama_chat(request: requests.Request) -> starlette_responses.Response
     form = _form(server, body, "chat")
     if not body.messages:
         return _loaded(body, form)
-    messages = await running.off_loop(len(await request.body()), body.chat_messages)
-    prompt_ids = await chat.template_ids(server.tokenizer, messages, None)
+    prompt_ids = await chat.template_ids(server.tokenizer, body.chat_messages, None)
     prompt_list = _prompt_list(server, body, prompt_ids, "messages")
     return await _respond(request, server, body, form, prompt_list)
 
@@ -45,7 +44,7 @@ async def ollama_generate(request: requests.Request) -> starlette_responses.Resp
     if body.is_plain:
         prompt_ids = await completions.prompt_ids(server, body.prompt, "prompt")
     else:
-        prompt_ids = await chat.template_ids(server.tokenizer, body.chat_messages(), None)
+        prompt_ids = await chat.template_ids(server.tokenizer, body.chat_messages, None)
     prompt_list = _prompt_list(server, body, prompt_ids, "prompt", suffix)
     return await _respond(request, server, body, form, prompt_list)
 

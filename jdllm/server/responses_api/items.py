@@ -17,6 +17,7 @@ from jdllm import errors
 from jdllm.server import foreign_fields, protocol
 
 ChatMessage = dict[str, Any]
+MAX_ITEMS = 8192
 TEXT_PARTS = ("input_text", "output_text", "text")
 # Fields of items that other servers answer with, and that clients send back as they are.
 _ECHOED: foreign_fields.Neutral = {"phase": (None, "final_answer")}
@@ -71,6 +72,10 @@ def turns(value: Any, instructions: str | None) -> list[tuple[str, ChatMessage]]
     if isinstance(value, str) and value:
         found.append(("input", {"role": "user", "content": value}))
     elif isinstance(value, list) and value:
+        if len(value) > MAX_ITEMS:
+            raise errors.RequestError(
+                f"input has {len(value)} items; at most {MAX_ITEMS} are allowed", param="input"
+            )
         for i, item in enumerate(value):
             _append(found, item, f"input.{i}")
     else:

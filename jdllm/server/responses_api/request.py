@@ -14,6 +14,7 @@ from pydantic import StrictBool, StrictInt, StrictStr
 
 from jdllm import errors, sampling_params
 from jdllm.server import foreign_fields, protocol
+from jdllm.server.responses_api import items
 
 _OFF = (None, False)
 # Options that `SamplingParams` obeys or refuses under the same name. OpenAI's own are
@@ -84,7 +85,7 @@ class _TextOptions(protocol.RequestModel):
 
 
 class ResponseRequest(protocol.RequestModel):
-    """What a client asks for; `input` is checked by `items`, the options by `sampling`."""
+    """What a client asks for; `messages` is what `input` and `instructions` say."""
 
     foreign: ClassVar = FOREIGN
     model: StrictStr | None = None
@@ -119,6 +120,12 @@ class ResponseRequest(protocol.RequestModel):
     repetition_penalty: Any = None
     logit_bias: Any = None
     dllm: Any = None
+    _messages: list[protocol.Message] = pydantic.PrivateAttr()
+
+    @property
+    def messages(self) -> list[protocol.Message]:
+        """The conversation to continue, as the chat route has it."""
+        return self._messages
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> ResponseRequest:
@@ -140,6 +147,7 @@ class ResponseRequest(protocol.RequestModel):
                     param="include",
                 )
         self._check_tools()
+        self._messages = items.chat_messages(self.input, self.instructions)
         return self
 
     def _check_tools(self) -> None:

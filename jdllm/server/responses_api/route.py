@@ -9,7 +9,6 @@ from starlette import responses as starlette_responses
 from jdllm import errors
 from jdllm.server import chat, protocol, responses, running, schemas, sse, state
 from jdllm.server.responses_api import answer as answer_lib
-from jdllm.server.responses_api import items
 from jdllm.server.responses_api import request as request_lib
 
 router = fastapi.APIRouter()
@@ -21,10 +20,10 @@ async def create_response(request: requests.Request) -> starlette_responses.Resp
     server = state.of(request)
     body = await protocol.read(request, request_lib.ResponseRequest)
     server.check_model(body.model)
-    size = len(await request.body())
-    messages = await running.off_loop(size, items.chat_messages, body.input, body.instructions)
     try:
-        prompt_ids = await chat.template_ids(server.tokenizer, messages, body.chat_template_kwargs)
+        prompt_ids = await chat.template_ids(
+            server.tokenizer, body.messages, body.chat_template_kwargs
+        )
     except errors.RequestError as error:
         raise protocol.renamed(error, body.field_names()) from error
     remaining = max(1, server.engine.default_max_new_tokens(len(prompt_ids)))
