@@ -306,6 +306,12 @@ def test_a_late_fault_is_the_last_event():
     assert events[-1].response.error.message == "internal server error"
 
 
+def test_the_usage_of_a_stream_may_be_asked_for():
+    """Load generators do, though OpenAI defines this option for the chat route only."""
+    body = ask(stream=True, stream_options={"include_usage": True})
+    assert events_of(edge.call(edge.make_state(), PATH, body))[-1].response.usage.output_tokens == 6
+
+
 def test_silence_is_filled_with_blank_lines():
     server = edge.make_state(fake_engine.FakeEngine(block_s=0.2))
     server.ping_interval_s = 0.01

@@ -67,6 +67,7 @@ FOREIGN: foreign_fields.Neutral = {
 
 class _StreamOptions(protocol.RequestModel):
     foreign: ClassVar = foreign_fields.STREAM_OPTIONS
+    include_usage: StrictBool | None = None  # of the chat route; here the last event always does
 
 
 class _Reasoning(protocol.RequestModel):
