@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jdllm import algorithms, errors, value_checks
+from jdllm import algorithms, errors, neutral_values, value_checks
 
 MAX_STOP_STRINGS = 16
 # Fields that are numbers, their checks and their bounds; None stands for a default.
@@ -220,7 +220,7 @@ class SamplingParams:
 
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any]) -> SamplingParams:
-        """Builds from a request's JSON object; of foreign fields, only neutral values pass."""
+        """Builds from a request's JSON object; foreign fields pass if they ask for nothing."""
         if not isinstance(options, Mapping):
             raise errors.RequestError(
                 f"sampling_params must be an object, got {type(options).__name__}",
@@ -229,28 +229,21 @@ class SamplingParams:
         known = {field.name for field in dataclasses.fields(cls)}
         aliases = {"sampling_seed": "seed"}
         values: dict[str, Any] = {}
+        foreign: dict[str, Any] = {}
         for key, value in options.items():
             name = aliases.get(key, key)
             if name in known:
                 if value is not None:
                     values[name] = value
             else:
-                check_neutral(key, value, known)
+                foreign[key] = value
+        neutral_values.check(foreign, NEUTRAL_ONLY, known)
         return cls(**values)
 
 
 def check_neutral(key: str, value: Any, known: Sequence[str] | set[str]) -> None:
-    """Raises unless `key` is a known foreign field with a neutral value."""
-    if key not in NEUTRAL_ONLY:
-        raise errors.RequestError(
-            f"unknown parameter {key!r}{errors.nearest(key, set(known) | set(NEUTRAL_ONLY))}",
-            param=key,
-        )
-    allowed = NEUTRAL_ONLY[key]
-    if not any(value == neutral and type(value) is type(neutral) for neutral in allowed):
-        raise errors.RequestError(
-            f"{key}={value!r} is not supported by this engine; leave it out", param=key
-        )
+    """Raises if `key` is no field of this engine and `value` asks for something."""
+    neutral_values.check({key: value}, NEUTRAL_ONLY, known)
 
 
 def _tuple(value: Any, param: str) -> tuple[Any, ...]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jdllm.engine import loop as loop_lib
-from jdllm.scheduler import commits as commits_lib
-from jdllm.scheduler import request as request_lib
+if TYPE_CHECKING:
+    from jdllm import sampling_params
+    from jdllm.engine import loop as loop_lib
+    from jdllm.scheduler import commits as commits_lib
+    from jdllm.scheduler import request as request_lib
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +79,49 @@ def finish_dict(finish: commits_lib.FinishReason | None) -> dict[str, Any] | Non
         case "abort":
             return {"type": "abort", "message": finish.message or "aborted"}
     raise AssertionError(f"unknown finish kind {finish.kind!r}")
+
+
+def prompt_only(
+    request_id: str,
+    place: tuple[int, int],
+    prompt_tokens: int,
+    params: sampling_params.SamplingParams,
+    latency_s: float,
+) -> Generation:
+    """Returns the end of a choice that writes no tokens; `place` is (prompt, choice).
+
+    Nothing runs for it, so there is nothing that could be cached or queued.
+    """
+    finish = {"type": "length", "length": 0}
+    dllm = {
+        **dict.fromkeys(("nfe", "blocks", "edited_tokens", "discarded_tokens"), 0),
+        "tpf": 0.0,
+        "algorithm": params.dllm.algorithm,
+        "threshold": params.dllm.threshold,
+    }
+    return Generation(
+        request_id=request_id,
+        prompt_index=place[0],
+        index=place[1],
+        text="",
+        delta_text="",
+        output_ids=[],
+        delta_ids=[],
+        finish_reason=finish,
+        meta_info={
+            "id": request_id,
+            "finish_reason": finish,
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": 0,
+            "cached_tokens": 0,
+            "e2e_latency": latency_s,
+            "queue_time": 0.0,
+            "weight_version": "default",
+            "nfe": 0,
+            "tpf": 0.0,
+            "dllm": dllm,
+        },
+    )
 
 
 def meta_info(

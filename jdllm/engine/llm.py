@@ -82,8 +82,10 @@ class LLM:
         tokenizer = self.engine.tokenizer
         if tokenizer is None:
             raise errors.RequestError("chat needs a tokenizer", param="messages")
-        options = dict(chat_template_kwargs or {})
-        ids = [tokenizer.apply_chat_template(one, **options) for one in conversations]
+        ids = [
+            tokenizer.apply_chat_template(one, chat_template_kwargs=chat_template_kwargs)
+            for one in conversations
+        ]
         return self._run([None] * len(ids), ids, sampling_params, use_tqdm)
 
     def shutdown(self) -> None:

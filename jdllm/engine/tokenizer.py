@@ -2,8 +2,8 @@
 
 No remote code is ever run. If a checkpoint brings a tokenizer class of its own, a class of
 transformers that makes the same ids from the same files replaces it (`STAND_INS`); without
-one, the checkpoint is refused. The tokenizer applies the chat template; the resulting text is
-tokenised without further special tokens.
+one, the checkpoint is refused. The text that the chat template makes is tokenised without further
+special tokens.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jinja2
-
 from jdllm import errors
+from jdllm.templates import chat, conversations
 
 # On import, transformers warns that PyTorch is missing; only its tokenizers are used here.
 logging.getLogger("transformers").disabled = True
@@ -57,11 +56,12 @@ class Tokenizer:
             raise errors.ConfigError(f"no usable tokenizer at {path}: {error}") from error
         if chat_template is not None:
             self._hf.chat_template = _read_template(chat_template)
+        self._template = _chat_template(self._hf.chat_template, self._hf.special_tokens_map)
         self.path = str(path)
 
     @property
     def has_chat_template(self) -> bool:
-        return bool(self._hf.chat_template)
+        return self._template is not None
 
     @property
     def eos_token_id(self) -> int | None:
@@ -79,29 +79,38 @@ class Tokenizer:
         return list(self._hf.encode(text, add_special_tokens=add_special_tokens))
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], **template_options: Any
+        self,
+        messages: chat.Messages,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        add_special_tokens: bool = False,
     ) -> list[int]:
-        """Returns the ids of a conversation, followed by the generation prompt."""
-        if not self.has_chat_template:
+        """Returns the ids of a conversation, followed by the generation prompt.
+
+        `chat_template_kwargs` are further variables of the template. For `continue_final_message`
+        see `ChatTemplate.render`, and for what a template does not know `conversations`.
+        """
+        if self._template is None:
             raise errors.RequestError(
                 "this model has no chat template; start the server with --chat-template",
                 param="messages",
             )
-        for i, message in enumerate(messages):
-            is_message = isinstance(message, Mapping) and isinstance(message.get("role"), str)
-            if not is_message or not isinstance(message.get("content"), str):
-                raise errors.RequestError(
-                    f"a message needs a role and text content, got {message!r}",
-                    param=f"messages.{i}",
-                )
-        options = {"add_generation_prompt": True} | template_options
-        try:
-            text = self._hf.apply_chat_template(list(messages), tokenize=False, **options)
-        except (jinja2.TemplateError, TypeError) as error:
-            raise errors.RequestError(
-                f"the chat template refuses these messages: {error}", param="messages"
-            ) from error
-        return self.encode(text, add_special_tokens=False)
+        text = self._template.render(
+            conversations.for_template(messages, self._template.abilities),
+            variables=chat_template_kwargs,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
+        return self.encode(text, add_special_tokens=add_special_tokens)
+
+    def token_strings(self, ids: Sequence[int]) -> list[str]:
+        """Returns the vocabulary's own entry of each id, as vLLM's `token_strs`."""
+        # An id that has no entry (the vocabulary is padded to a round size) has an empty string.
+        return [one or "" for one in self._hf.convert_ids_to_tokens(list(ids))]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Returns the text of `ids`; incomplete UTF-8 decodes to replacement characters."""
@@ -127,6 +136,22 @@ def _load(path: str, hub: Mapping[str, Any]) -> transformers.PreTrainedTokenizer
                 f"{token['content']!r} the id {got}, but tokenizer_config.json says {token_id}"
             )
     return loaded
+
+
+def _chat_template(
+    source: str | Mapping[str, str] | None, special_tokens: Mapping[str, Any]
+) -> chat.ChatTemplate | None:
+    """Returns the compiled template; of several, the one that is named `default`."""
+    if isinstance(source, Mapping):
+        if "default" not in source:
+            raise errors.ConfigError(
+                f"the tokenizer has chat templates {sorted(source)}, but none is named 'default'; "
+                "give one with chat_template"
+            )
+        source = source["default"]
+    if not source:
+        return None
+    return chat.ChatTemplate(source, special_tokens={k: str(v) for k, v in special_tokens.items()})
 
 
 def _read_template(source: str) -> str:

@@ -26,6 +26,11 @@ class Limits:
     def pool_tokens(self) -> int:
         return self.num_pages * self.page_size
 
+    @property
+    def _context(self) -> str:
+        # OpenAI's words: clients such as litellm know by them that another model may do.
+        return f"This model's maximum context length is {self.context_length} tokens"
+
     def check(self, request: request_lib.Request) -> None:
         """Raises a `RequestError` if `request` is empty or exceeds the context."""
         prompt, wanted = len(request.prompt_ids), request.max_new_tokens
@@ -43,15 +48,15 @@ class Limits:
             )
         if prompt >= self.context_length:
             raise errors.RequestTooLong(
-                f"the prompt has {prompt} tokens, which leaves no room in the context length of "
-                f"{self.context_length}; shorten it",
+                f"{self._context}, but the prompt has {prompt} tokens, which leaves no room to "
+                "write; shorten it",
                 param="prompt",
                 code="context_length_exceeded",
             )
         if total > self.context_length:
             raise errors.RequestTooLong(
-                f"{_asked(request)}, together {total}, but the context length is "
-                f"{self.context_length}; shorten the prompt or lower max_new_tokens",
+                f"{self._context}, but {_asked(request)}, together {total}; shorten the prompt "
+                "or lower max_new_tokens",
                 param="max_new_tokens",
                 code="context_length_exceeded",
             )
@@ -61,8 +66,9 @@ class Limits:
         needed = -(-num_tokens // self.page_size)
         if needed > self.num_pages:
             raise errors.RequestTooLong(
-                f"{_asked(request)}, which takes {needed} KV pages, but the pool has "
-                f"{self.num_pages}; shorten the prompt, lower max_new_tokens or enlarge the pool",
+                f"{self._context} if the KV pool can hold them, but {_asked(request)}, which takes "
+                f"{needed} KV pages, and the pool has {self.num_pages}; shorten the prompt, lower "
+                "max_new_tokens or enlarge the pool",
                 param="max_new_tokens",
                 code="context_length_exceeded",
             )

@@ -11,32 +11,12 @@ from starlette import responses as starlette_responses
 
 from jdllm import errors
 from jdllm.server import openai_format, protocol, running, schemas, state
+from jdllm.templates import budget
 
 if TYPE_CHECKING:
     from jdllm.engine import generations, tokenizer
 
 router = fastapi.APIRouter()
-
-# Options of `apply_chat_template` that only the server sets. A template from a request would be
-# code that the server runs.
-RESERVED_TEMPLATE_OPTIONS = frozenset(
-    {
-        "add_generation_prompt",
-        "chat_template",
-        "continue_final_message",
-        "conversation",
-        "documents",
-        "max_length",
-        "padding",
-        "return_assistant_tokens_mask",
-        "return_dict",
-        "return_tensors",
-        "tokenize",
-        "tokenizer_kwargs",
-        "tools",
-        "truncation",
-    }
-)
 
 
 @router.post("/v1/chat/completions", openapi_extra=schemas.body(protocol.ChatRequest))
@@ -45,7 +25,14 @@ async def chat_completions(request: requests.Request) -> starlette_responses.Res
     server = state.of(request)
     body = await protocol.read(request, protocol.ChatRequest)
     server.check_model(body.model)
-    prompt_ids = await template_ids(server.tokenizer, body.messages, body.chat_template_kwargs)
+    prompt_ids = await template_ids(
+        server.tokenizer,
+        body.messages,
+        body.chat_template_kwargs,
+        add_generation_prompt=body.writes_generation_prompt,
+        continue_final_message=body.continue_final_message is True,
+        add_special_tokens=body.add_special_tokens is True,
+    )
     remaining = max(1, server.engine.default_max_new_tokens(len(prompt_ids)))
     answer_id = body.rid or running.new_request_id("chatcmpl")
     prompt_list = running.PromptList(
@@ -53,6 +40,7 @@ async def chat_completions(request: requests.Request) -> starlette_responses.Res
         params=[body.sampling(remaining)],
         request_ids=[answer_id],
         field_names=body.field_names(),
+        is_prompt_only=body.is_prompt_only,
     )
     answer = openai_format.Answer(
         server=server, shape=SHAPE, prompt_list=prompt_list, answer_id=answer_id, body=body
@@ -63,23 +51,21 @@ async def chat_completions(request: requests.Request) -> starlette_responses.Res
 async def template_ids(
     tokenizer: tokenizer.Tokenizer,
     messages: Sequence[protocol.Message],
-    options: Mapping[str, Any] | None,
+    chat_template_kwargs: Mapping[str, Any] | None,
+    **layout: Any,
 ) -> list[int]:
-    """Returns the ids of a conversation, followed by the generation prompt."""
+    """Returns the ids of a conversation; `layout` are options of `apply_chat_template`."""
     if not tokenizer.has_chat_template:
         raise errors.RequestError(
             "this model has no chat template; start the server with --chat-template",
             param="messages",
         )
-    for name in options or {}:
-        if name in RESERVED_TEMPLATE_OPTIONS:
-            raise errors.RequestError(
-                f"{name!r} is set by the server", param=f"chat_template_kwargs.{name}"
-            )
-    turns = [{"role": message.role, "content": message.content} for message in messages]
-    size = sum(len(turn["content"]) for turn in turns)
+    turns = [message.turn() for message in messages]
+    size = budget.text_size([turns, chat_template_kwargs or {}, layout], running.INLINE_CHARACTERS)
     apply = tokenizer.apply_chat_template
-    return await running.off_loop(size, lambda: apply(turns, **(options or {})))
+    return await running.off_loop(
+        size, lambda: apply(turns, chat_template_kwargs=chat_template_kwargs, **layout)
+    )
 
 
 def _choice(index: int, generation: generations.Generation) -> openai_format.Choice:

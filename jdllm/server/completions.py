@@ -38,6 +38,7 @@ async def completions(request: requests.Request) -> starlette_responses.Response
         request_ids=running.ids_of_prompts(answer_id, len(prompts)),
         field_names=body.field_names(),
         suffix_ids=suffix,
+        is_prompt_only=body.is_prompt_only,
     )
     answer = openai_format.Answer(
         server=server, shape=SHAPE, prompt_list=prompt_list, answer_id=answer_id, body=body

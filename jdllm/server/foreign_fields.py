@@ -1,130 +1,102 @@
-"""Fields that other servers know and this one does not serve.
+"""Fields of other servers' requests that this server does not serve, with their defaults.
 
-A field of these tables is accepted with a neutral value (one that asks for nothing) and refused
-by name with any other value. Nothing is dropped silently. `ANY_OF_TYPE` lists labels and hints
-that change no output, whatever their value is; any value of the right type is accepted.
+`neutral_values` says what passes: the empty values and these defaults. Fields whose only default
+is an empty value need no line here. `LABELS` are labels and hints that change no output.
 """
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jdllm import errors, sampling_params
+from jdllm import neutral_values, sampling_params
 
-Neutral = Mapping[str, tuple[Any, ...]]
+Neutral = neutral_values.Defaults
 
-_OFF = (None, False)
+# Names that are refused as "not supported" rather than as unknown.
+_NEVER: Neutral = dict.fromkeys(
+    (
+        "audio", "audio_data", "background", "cache_salt", "chat_template", "custom_labels",
+        "custom_logit_processor", "documents", "echo", "extra_key", "functions", "image_data",
+        "include_stop_str_in_output", "input_embeds", "input_ids", "kv_transfer_params",
+        "lora_path", "mm_processor_kwargs", "prediction", "prompt_embeds", "request_id",
+        "return_bytes", "return_hidden_states", "return_meta_info", "return_prompt_token_ids",
+        "return_routed_experts", "return_token_ids", "session_params", "store",
+        "structured_outputs", "thinking_token_budget", "token_ids_logprob", "tools",
+        "truncate_prompt_tokens", "video_data", "web_search_options",
+    ),
+    (),
+)  # fmt: skip
+
+COMMON: Neutral = {
+    **_NEVER,
+    "data_parallel_rank": (0,),
+    "mm_payload": ("tensors",),
+    "priority": (0,),
+    "return_flat_raw_top_logprobs_b64": (True, False),  # the form of something not asked for
+    "routed_dp_rank": (0,),
+    "routed_experts_prompt_start": (0,),
+    "routed_experts_start_len": (0,),
+}
 
 # Shared by /v1/chat/completions and /v1/completions.
 OPENAI: Neutral = {
     **sampling_params.NEUTRAL_ONLY,
-    "logprobs": _OFF,
-    "top_logprobs": (None, 0),
-    "response_format": (None, {"type": "text"}),
-    "store": _OFF,
-    "service_tier": (None, "auto", "default"),
-    "echo": _OFF,
-    "priority": (None, 0),
-    "lora_path": (None, ""),
-    "session_params": (None, {}),
-    "return_hidden_states": _OFF,
-    "return_token_ids": _OFF,
-    "return_meta_info": _OFF,
-    "return_routed_experts": _OFF,
-    "include_stop_str_in_output": _OFF,
-    "input_ids": (None,),
-    "custom_logit_processor": (None,),
-    "prompt_cache_retention": (None, "in_memory"),
+    **COMMON,
+    "add_special_tokens": (True,),
+    "logprobs": (),  # 0 asks for those of the chosen tokens
+    "prompt_cache_retention": ("in_memory",),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "top_logprobs": (0,),
 }
 
 CHAT: Neutral = {
     **OPENAI,
-    "suffix": (None,),
-    "tools": (None, []),
-    "tool_choice": (None, "none"),
-    "functions": (None, []),
-    "function_call": (None, "none"),
-    "modalities": (None, ["text"]),
-    "audio": (None,),
-    "prediction": (None,),
-    "reasoning_effort": (None,),
-    "verbosity": (None, "medium"),
-    "web_search_options": (None,),
-    "continue_final_message": _OFF,
-    "add_generation_prompt": (None, True),
+    "function_call": ("none",),
+    "modalities": (["text"],),
+    "reasoning_effort": ("none",),
+    "suffix": (),
+    "thinking": ({"type": "disabled"},),
+    "verbosity": ("medium",),
 }
 
-MESSAGE: Neutral = {
-    "name": (None,),
-    "tool_calls": (None, []),
-    "tool_call_id": (None,),
-    "function_call": (None,),
-    "reasoning_content": (None, ""),
-    "refusal": (None,),
-    "audio": (None,),
-    "annotations": (None, []),
-}
+MESSAGE: Neutral = dict.fromkeys(("annotations", "audio", "function_call", "refusal"), ())
 
-STREAM_OPTIONS: Neutral = {"include_obfuscation": _OFF}
+STREAM_OPTIONS: Neutral = {"include_obfuscation": ()}
 
 GENERATE: Neutral = {
-    "logprob_start_len": (None, -1),
-    "top_logprobs_num": (None, 0),
-    "token_ids_logprob": (None, []),
-    "return_text_in_logprobs": (None, False, True),
-    "return_hidden_states": _OFF,
-    "return_routed_experts": _OFF,
-    "image_data": (None, []),
-    "video_data": (None, []),
-    "audio_data": (None, []),
-    "modalities": (None, ["text"]),
-    "input_embeds": (None,),
-    "lora_path": (None, ""),
-    "session_params": (None, {}),
-    "session_id": (None,),
-    "custom_logit_processor": (None,),
-    "background": _OFF,
-    "priority": (None, 0),
-    "extra_key": (None,),
-    "bootstrap_host": (None,),
-    "bootstrap_port": (None,),
-    "bootstrap_room": (None,),
-    "data_parallel_rank": (None, 0),
-    "incremental_streaming_output": _OFF,
+    **COMMON,
+    "logprob_start_len": (-1,),
+    "modalities": (["text"],),
+    "return_text_in_logprobs": (False, True),
+    "top_logprobs_num": (0,),
 }
 
+TOKENIZE: Neutral = {
+    **dict.fromkeys(("chat_template", "media_io_kwargs", "mm_processor_kwargs"), ()),
+    "reasoning_effort": ("none",),
+}
 
-ANY_OF_TYPE: Mapping[str, type] = {
-    "user": str,
-    "safety_identifier": str,
-    "prompt_cache_key": str,
+LABELS: Mapping[str, type] = {
     "conversation_id": str,
-    "metadata": dict,
-    "parallel_tool_calls": bool,
-    "separate_reasoning": bool,
-    "stream_reasoning": bool,
+    "external_trace_header": dict,
+    "include_reasoning": bool,
     "log_metrics": bool,
+    "metadata": dict,
+    "model": str,
     "no_logs": bool,
+    "parallel_tool_calls": bool,
+    "prompt_cache_key": str,
+    "routing_key": str,
+    "safety_identifier": str,
+    "separate_reasoning": bool,
+    "session_id": str,
+    "stream_reasoning": bool,
+    "user": str,
 }
 
 
 def check(extra: Mapping[str, Any], neutral: Neutral, known: Iterable[str]) -> None:
-    """Raises a `RequestError` for the first field that is unknown or has no neutral value."""
-    for name, value in extra.items():
-        if name in neutral:
-            if not any(value == v and type(value) is type(v) for v in neutral[name]):
-                raise errors.RequestError(
-                    f"{name}={reprlib.repr(value)} is not supported by this engine; leave it out",
-                    param=name,
-                )
-        elif name in ANY_OF_TYPE:
-            if value is not None and not isinstance(value, ANY_OF_TYPE[name]):
-                raise errors.RequestError(
-                    f"{name} must be a {ANY_OF_TYPE[name].__name__}, got {reprlib.repr(value)}",
-                    param=name,
-                )
-        else:
-            hint = errors.nearest(name, {*known, *neutral, *ANY_OF_TYPE})
-            raise errors.RequestError(f"unknown parameter {name!r}{hint}", param=name)
+    """Raises a `RequestError` for the first field that asks for what is not served."""
+    neutral_values.check(extra, neutral, known, LABELS)

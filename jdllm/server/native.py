@@ -135,8 +135,16 @@ async def tokenize(request: requests.Request) -> starlette_responses.Response:
     if (body.prompt is None) == (body.messages is None):
         raise errors.RequestError("give exactly one of prompt and messages", param="prompt")
     if body.messages is not None:
-        ids = await chat.template_ids(server.tokenizer, body.messages, body.chat_template_kwargs)
-        return _tokens(server, ids, len(ids))
+        ids = await chat.template_ids(
+            server.tokenizer,
+            body.messages,
+            body.chat_template_kwargs,
+            tools=body.listed_tools,
+            add_generation_prompt=body.writes_generation_prompt,
+            continue_final_message=body.continue_final_message is True,
+            add_special_tokens=body.add_special_tokens is True,
+        )
+        return _tokens(server, ids, len(ids), body.return_token_strs)
     texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise errors.RequestError("prompt must be a string or a list of strings", param="prompt")
@@ -147,14 +155,19 @@ async def tokenize(request: requests.Request) -> starlette_responses.Response:
         for t in texts
     ]
     if isinstance(body.prompt, str):
-        return _tokens(server, each[0], len(each[0]))
-    return _tokens(server, each, [len(ids) for ids in each])
+        return _tokens(server, each[0], len(each[0]), body.return_token_strs)
+    return _tokens(server, each, [len(ids) for ids in each], body.return_token_strs)
 
 
-def _tokens(server: state.ServerState, tokens: Any, count: Any) -> starlette_responses.Response:
-    return responses.json_response(
-        {"tokens": tokens, "count": count, "max_model_len": server.engine.context_length}
-    )
+def _tokens(
+    server: state.ServerState, tokens: Any, count: Any, has_strings: bool | None
+) -> starlette_responses.Response:
+    content = {"tokens": tokens, "count": count, "max_model_len": server.engine.context_length}
+    if has_strings:
+        names = server.tokenizer.token_strings
+        is_one = isinstance(count, int)
+        content["token_strs"] = names(tokens) if is_one else [names(ids) for ids in tokens]
+    return responses.json_response(content)
 
 
 @router.post("/detokenize", openapi_extra=schemas.body(protocol.DetokenizeRequest))

@@ -74,9 +74,16 @@ class OpenAIRequest(RequestModel):
     return_cached_tokens_details: StrictBool | None = None
     best_of: StrictInt | None = None
 
+    @property
+    def is_prompt_only(self) -> bool:
+        """Whether no token is to be written: usage is counted, nothing runs."""
+        return self.wanted_tokens()[1] == 0
+
     @pydantic.model_validator(mode="after")
     def _check_together(self) -> OpenAIRequest:
-        if self.stream_options is not None and not self.stream:
+        options = self.stream_options
+        asks = options is not None and (options.include_usage or options.continuous_usage_stats)
+        if asks and not self.stream:
             raise errors.RequestError(
                 "stream_options is only allowed with stream=true", param="stream_options"
             )
@@ -101,7 +108,8 @@ class OpenAIRequest(RequestModel):
         """Returns the checked options; errors use the names of this body's fields."""
         _, wanted = self.wanted_tokens()
         options = {key: getattr(self, key) for key in SAMPLING_FIELDS}
-        options["max_new_tokens"] = default_max_tokens if wanted is None else wanted
+        # No token (0) is a matter of the server alone; the other options are checked all the same.
+        options["max_new_tokens"] = default_max_tokens if wanted in (None, 0) else wanted
         try:
             return sampling_from(options)
         except errors.RequestError as error:
@@ -113,26 +121,73 @@ class TextPart(RequestModel):
     text: StrictStr
 
 
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+
 class Message(RequestModel):
+    """A message of a conversation; `templates.conversations` says what becomes of its fields."""
+
     foreign: ClassVar = foreign_fields.MESSAGE
     role: StrictStr
     content: Any = None
+    name: StrictStr | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: StrictStr | None = None
+    reasoning_content: StrictStr | None = None
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> Message:
-        if self.role not in ("system", "user", "assistant"):
+        if self.role not in ROLES:
             raise errors.RequestError(
-                f"role={self.role!r} must be system, user or assistant", param="role"
+                f"role={reprlib.repr(self.role)} must be one of {', '.join(ROLES)}", param="role"
             )
-        self.content = _content_text(self.content)
+        if self.content is not None or not self.tool_calls:
+            self.content = _content_text(self.content)
         return self
 
+    def turn(self) -> dict[str, Any]:
+        """Returns the fields that say something, as a chat template takes them."""
+        fields = {name: getattr(self, name) for name in type(self).model_fields}
+        given = {name: value for name, value in fields.items() if value not in (None, [], "")}
+        return given | {"content": self.content or ""}
 
-class ChatRequest(OpenAIRequest):
+
+class TemplateFields(RequestModel):
+    """How a conversation becomes a prompt."""
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: StrictBool | None = None
+    continue_final_message: StrictBool | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+
+    @pydantic.model_validator(mode="after")
+    def _check_layout(self) -> TemplateFields:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise errors.RequestError(
+                "continue_final_message and add_generation_prompt exclude one another",
+                param="continue_final_message",
+            )
+        return self
+
+    @property
+    def writes_generation_prompt(self) -> bool:
+        """Whether a header for the assistant's answer follows the conversation."""
+        if self.add_generation_prompt is None:
+            return not self.continue_final_message
+        return self.add_generation_prompt
+
+
+class ChatRequest(OpenAIRequest, TemplateFields):
+    """A conversation. With `tool_choice: "none"` tools are not listed in the prompt, as in SGLang.
+
+    Any other choice would have to find calls in the output, which this engine does not do.
+    """
+
     foreign: ClassVar = foreign_fields.CHAT
     messages: list[Message]
     max_completion_tokens: StrictInt | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: StrictBool | None = None
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> ChatRequest:
@@ -145,6 +200,18 @@ class ChatRequest(OpenAIRequest):
                 f"max_tokens={self.max_tokens} and max_completion_tokens="
                 f"{self.max_completion_tokens} disagree; give one",
                 param="max_completion_tokens",
+            )
+        # Without tools there is nothing to choose from, and "auto" is the default.
+        if self.tool_choice not in (None, "none", "auto", "", {}, []):
+            raise errors.RequestError(
+                f"tool_choice={reprlib.repr(self.tool_choice)} is not supported by this engine; "
+                'leave it out or give "none"',
+                param="tool_choice",
+            )
+        if self.tools and self.tool_choice != "none":
+            raise errors.RequestError(
+                'tools are not supported by this engine, except with tool_choice="none"',
+                param="tools",
             )
         return self
 
@@ -182,12 +249,28 @@ class AbortRequest(RequestModel):
     abort_all: StrictBool | None = None
 
 
-class TokenizeRequest(RequestModel):
+class TokenizeRequest(TemplateFields):
+    """Text or a conversation. Tools are listed in the prompt unless `tool_choice` is "none"."""
+
+    foreign: ClassVar = foreign_fields.TOKENIZE
     model: StrictStr | None = None
     prompt: Any = None
     messages: list[Message] | None = None
     add_special_tokens: StrictBool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: StrictBool | None = None
+
+    @property
+    def listed_tools(self) -> list[dict[str, Any]] | None:
+        """The tools that the template writes into the prompt."""
+        return None if self.tool_choice == "none" else self.tools
+
+    @pydantic.model_validator(mode="after")
+    def _check_kind(self) -> TokenizeRequest:
+        if self.messages is None:
+            for name in ("tools", "continue_final_message", "chat_template_kwargs"):
+                if getattr(self, name):
+                    raise errors.RequestError(f"{name} needs messages", param=name)
+        return self
 
 
 class DetokenizeRequest(RequestModel):

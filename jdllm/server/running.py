@@ -15,16 +15,14 @@ import itertools
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from starlette import requests
 from starlette import types as asgi
 
 from jdllm import errors, sampling_params
+from jdllm.engine import generations
 from jdllm.server import metrics, protocol, state
-
-if TYPE_CHECKING:
-    from jdllm.engine import generations
 
 Result = TypeVar("Result")
 
@@ -36,7 +34,8 @@ INLINE_CHARACTERS = 20_000
 class PromptList:
     """The prompts of one HTTP request, with the options and the id of each.
 
-    The output of each prompt stands between the prompt and `suffix_ids`. `field_names` maps the
+    The output of each prompt stands between the prompt and `suffix_ids`. With `is_prompt_only`
+    nothing is written at all (`max_tokens: 0`), whatever `params` say. `field_names` maps the
     engine's names (`prompt`, `max_new_tokens` and so on) to the fields of the body, where the
     two differ.
     """
@@ -46,6 +45,7 @@ class PromptList:
     request_ids: list[str]
     field_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     suffix_ids: Sequence[int] = ()
+    is_prompt_only: bool = False
 
     def choice_index(self, generation: generations.Generation) -> int:
         """Returns the place of a choice among the choices of all prompts."""
@@ -73,12 +73,15 @@ async def stream(
     arrival_s = time.monotonic()
     trackers: dict[tuple[int, int], metrics.Tracker] = {}
     try:
-        events = server.engine.stream(
-            prompt_list.prompts,
-            prompt_list.params,
-            request_ids=prompt_list.request_ids,
-            suffix=prompt_list.suffix_ids,
-        )
+        if prompt_list.is_prompt_only:
+            events = _prompt_only(server, prompt_list, arrival_s)
+        else:
+            events = server.engine.stream(
+                prompt_list.prompts,
+                prompt_list.params,
+                request_ids=prompt_list.request_ids,
+                suffix=prompt_list.suffix_ids,
+            )
         async with contextlib.aclosing(events):
             async for generation in events:
                 finish = generation.finish_reason
@@ -91,6 +94,28 @@ async def stream(
                 yield generation
     except errors.RequestError as error:
         raise protocol.renamed(error, prompt_list.field_names) from None
+
+
+async def _prompt_only(
+    server: state.ServerState, prompt_list: PromptList, arrival_s: float
+) -> AsyncGenerator[generations.Generation, None]:
+    """Yields the end of every choice without any work of the engine."""
+    limit = server.engine.context_length
+    for prompt_ids in prompt_list.prompts:
+        count = len(prompt_ids) + len(prompt_list.suffix_ids)
+        if count > limit:
+            raise errors.RequestTooLong(
+                f"This model's maximum context length is {limit} tokens, but the prompt has "
+                f"{count} tokens; shorten it",
+                param="prompt",
+            )
+    rows = zip(prompt_list.prompts, prompt_list.params, prompt_list.request_ids, strict=True)
+    for i, (prompt_ids, params, request_id) in enumerate(rows):
+        count = len(prompt_ids) + len(prompt_list.suffix_ids)
+        for index in range(params.n):
+            name = request_id if params.n == 1 else f"{request_id}-{index}"
+            latency_s = time.monotonic() - arrival_s
+            yield generations.prompt_only(name, (i, index), count, params, latency_s)
 
 
 async def collect(

@@ -12,7 +12,6 @@ import pathlib
 from collections.abc import Sequence
 
 import grain
-import jinja2
 import numpy as np
 import tokenizers
 from absl import flags
@@ -20,6 +19,7 @@ from jaxtyping import Int32
 
 from jdllm import errors
 from jdllm.tasks import arithmetic
+from jdllm.templates import chat
 
 Batch = dict[str, Int32[np.ndarray, "B ..."]]  # see `pad_rows`
 TURN_END = "<|role_end|>"
@@ -52,12 +52,9 @@ class ChatFormat:
     def __init__(self, model_path: pathlib.Path):
         self.tokenizer = tokenizers.Tokenizer.from_file(str(model_path / "tokenizer.json"))
         template = (model_path / "chat_template.jinja").read_text(encoding="utf-8")
-        rendered = (
-            jinja2.Environment(autoescape=False)
-            .from_string(template)
-            .render(messages=[{"role": "user", "content": "\0"}], add_generation_prompt=True)
+        self._before, self._after = _around_question(
+            chat.ChatTemplate(template, special_tokens=_special_tokens(model_path))
         )
-        self._before, self._after = rendered.split("\0")
         hf = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
         self.pad_id: int = hf["pad_token_id"]
         turn_end_id = self.tokenizer.token_to_id(TURN_END)
@@ -80,6 +77,30 @@ class ChatFormat:
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         return [e.ids for e in self.tokenizer.encode_batch(texts, add_special_tokens=False)]
+
+
+def _special_tokens(model_path: pathlib.Path) -> dict[str, str]:
+    """Returns what `bos_token` and alike are in templates, as transformers reads them."""
+    path = model_path / "tokenizer_config.json"
+    options = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    tokens = {name: value for name, value in options.items() if name.endswith("_token") and value}
+    return {
+        name: value["content"] if isinstance(value, dict) else value
+        for name, value in tokens.items()
+        if isinstance(value, str | dict)
+    }
+
+
+def _around_question(template: chat.ChatTemplate) -> tuple[str, str]:
+    """Returns what a template writes before and after the question of a conversation's user."""
+    try:
+        rendered = template.render([{"role": "user", "content": "\0"}])
+    except errors.RequestError as error:
+        raise errors.ConfigError(str(error)) from error
+    parts = rendered.split("\0")
+    if len(parts) != 2:
+        raise errors.ConfigError("the chat template must write the user's question once")
+    return parts[0], parts[1]
 
 
 class ProblemBatches(grain.sources.RandomAccessDataSource):

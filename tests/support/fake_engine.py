@@ -16,6 +16,7 @@ from typing import Any
 
 from jdllm import config, errors, sampling_params, spec
 from jdllm.engine import generations, stats
+from jdllm.templates import chat, conversations
 
 BLOCK = 4
 VOCAB = 256
@@ -48,6 +49,13 @@ def expected_text(prompt: str, count: int, choice: int = 0) -> str:
     return bytes(expected_ids(list(prompt.encode()), count, choice)).decode()
 
 
+# It has no header for answers, so that a test can say what a prompt is.
+TEMPLATE = chat.ChatTemplate(
+    "{% for m in messages %}{% set text = '<' ~ m.role ~ '>' ~ m.content %}"
+    "{{ text | upper if shout else text }}{% endfor %}"
+)
+
+
 class FakeTokenizer:
     """One token per UTF-8 byte."""
 
@@ -60,9 +68,16 @@ class FakeTokenizer:
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         return bytes(ids).decode(errors="replace")
 
-    def apply_chat_template(self, messages: list[dict[str, str]], *, shout: bool = False):
-        text = "".join(f"<{m['role']}>{m['content']}" for m in messages)
-        return list((text.upper() if shout else text).encode())
+    def apply_chat_template(
+        self, messages: list[dict[str, Any]], *, add_special_tokens: bool = False, **options: Any
+    ) -> list[int]:
+        variables = options.pop("chat_template_kwargs", None)
+        turns = conversations.for_template(messages, TEMPLATE.abilities)
+        text = TEMPLATE.render(turns, variables=variables, **options)
+        return self.encode(text, add_special_tokens=add_special_tokens)
+
+    def token_strings(self, ids: list[int]) -> list[str]:
+        return [bytes([token]).decode("latin-1") for token in ids]
 
 
 class FakeEngine:

@@ -1,0 +1,102 @@
+"""The rule for fields of other servers: what asks for nothing passes, all else is refused by name.
+
+Clients, routers and SDKs send whole records of fields, most of them unset. A list of the names
+that happen to be sent would never be complete, so the value decides:
+
+- `null` asks for nothing, under any name.
+- `""`, `[]`, `{}` and `false` ask for nothing, under any name, with one exception: `false` switches
+  something off where the default is `true`. Fields of that kind are listed (`ON_BY_DEFAULT`, and a
+  table that gives `True` as a default), and under an unknown name that looks like one of them,
+  `false` is refused: `skip_special_token: false` is a misspelt request, not an empty one.
+- A number asks for something, `0` included: it is an instruction for most fields (`temperature`,
+  `seed`, `max_tokens`, `logprobs`), so `temprature: 0` must not pass. It passes only for a known
+  field that lists it as a default (`min_tokens: 0`).
+- Any other value passes only if a known field lists it as its documented default.
+
+Everything else is an error that names the field, with the nearest known name if it is unknown.
+"""
+
+from __future__ import annotations
+
+import difflib
+import reprlib
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from jdllm import errors
+
+# name -> values, besides the empty ones, that ask for nothing: the documented defaults
+Defaults = Mapping[str, Collection[Any]]
+
+ON_BY_DEFAULT = frozenset(
+    {
+        "add_generation_prompt",
+        "add_special_tokens",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+    }
+)
+# More unknown names than any client sends. Each of them may be compared with all known names.
+MAX_UNKNOWN = 100
+_SHOWN_CHARACTERS = 80
+
+
+def check(
+    extra: Mapping[str, Any],
+    defaults: Defaults,
+    known: Iterable[str],
+    labels: Mapping[str, type] | None = None,
+) -> None:
+    """Raises a `RequestError` for the first field of `extra` that asks for something.
+
+    `known` are the names of the fields that are served, `defaults` those that are not. `labels`
+    change no output, so they pass with any value of their type.
+    """
+    labels = labels or {}
+    unknown = 0
+    for name, value in extra.items():
+        if value is None:
+            continue
+        if name in labels:
+            if type(value) is not labels[name]:
+                wanted = labels[name].__name__
+                raise errors.RequestError(
+                    f"{name} must be a {wanted}, got {reprlib.repr(value)}", param=name
+                )
+        elif name in defaults:
+            if not _is_default(value, defaults[name]):
+                raise errors.RequestError(
+                    f"{name}={reprlib.repr(value)} is not supported by this engine; leave it out",
+                    param=name,
+                )
+        else:
+            unknown += 1
+            names = {*known, *defaults, *labels}
+            if unknown > MAX_UNKNOWN or not _is_empty(value) or _misspelt(name, value, names):
+                shown = name[:_SHOWN_CHARACTERS]
+                raise errors.RequestError(
+                    f"unknown parameter {shown!r}{errors.nearest(shown, names)}", param=shown
+                )
+
+
+def _is_default(value: Any, defaults: Collection[Any]) -> bool:
+    if value is False and any(default is True for default in defaults):
+        return any(default is False for default in defaults)
+    return _is_empty(value) or any(_same(value, default) for default in defaults)
+
+
+def _is_empty(value: Any) -> bool:
+    return value is False or (isinstance(value, str | list | tuple | dict) and not value)
+
+
+def _same(value: Any, default: Any) -> bool:
+    """Says whether two values of JSON are equal; 1 and 1.0 are, 1 and true are not."""
+    return value == default and isinstance(value, bool) == isinstance(default, bool)
+
+
+def _misspelt(name: str, value: Any, names: Collection[str]) -> bool:
+    """Says whether `name` looks like a known field that `value` would switch off."""
+    if value is not False:
+        return False
+    near = difflib.get_close_matches(name[:_SHOWN_CHARACTERS], names, n=1, cutoff=0.8)
+    return bool(near) and near[0] in ON_BY_DEFAULT
