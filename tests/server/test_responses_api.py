@@ -46,7 +46,7 @@ NEUTRAL = {
 class FaultyTokenizer(fake_engine.FakeTokenizer):
     """Makes a prompt whose answer fails after its first block."""
 
-    def apply_chat_template(self, messages):
+    def apply_chat_template(self, messages, **options):
         return [0, 254]
 
 
@@ -148,7 +148,7 @@ def test_neutral_fields_change_nothing(name):
         ({"dllm": {"thresold": 1}}, "dllm.thresold"),
         ({"dllm": [1]}, "dllm"),
         ({"max_tokens": 5}, "max_tokens"),
-        ({"messages": []}, "messages"),
+        ({"messages": [{}]}, "messages"),
         ({"rid": ""}, "rid"),
         ({"input": None}, "input"),
         ({"input": ""}, "input"),
@@ -329,3 +329,35 @@ def test_the_name_of_another_model_is_refused_if_names_are_strict():
 @pytest.mark.parametrize(("method", "path"), [("GET", PATH + "/resp_1"), ("DELETE", PATH + "/x")])
 def test_stored_answers_do_not_exist(method, path):
     assert edge.call(edge.make_state(), path, method=method).status_code == 404
+
+
+def test_the_history_of_tools_is_that_of_the_chat_route():
+    function = {"name": "add", "arguments": "{}"}
+    messages = [
+        {"role": "developer", "content": "be"},
+        {
+            "role": "assistant",
+            "tool_calls": [{"id": "c", "type": "function", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": "c", "content": "3"},
+    ]
+    conversation = [
+        messages[0],
+        {"type": "function_call", "call_id": "c", **function},
+        {"type": "function_call_output", "call_id": "c", "output": "3"},
+    ]
+    engine = fake_engine.FakeEngine()
+    server = edge.make_state(engine)
+    chat = {"messages": messages, "max_tokens": 6}
+    assert edge.call(server, "/v1/chat/completions", chat).status_code == 200
+    answer_of(ask(input=conversation), engine)
+    assert engine.seen_prompts[0] == engine.seen_prompts[1]
+    assert b"add" in bytes(engine.seen_prompts[1])
+
+
+def test_a_refusal_of_the_template_names_the_input():
+    server = edge.make_state(
+        fake_engine.FakeEngine(tokenizer=fake_engine.FakeTokenizer(has_chat_template=False))
+    )
+    response = edge.call(server, PATH, ask())
+    assert (response.status_code, edge.error_of(response)["param"]) == (400, "input")

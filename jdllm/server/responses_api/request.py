@@ -177,5 +177,4 @@ class ResponseRequest(protocol.RequestModel):
 
     def field_names(self) -> dict[str, str]:
         """Maps the engine's names of fields, which its errors use, to this body's names."""
-        prompt = dict.fromkeys(("prompt", "input_ids", "messages"), "input")
-        return {"max_new_tokens": "max_output_tokens"} | prompt
+        return {"max_new_tokens": "max_output_tokens", "prompt": "input", "input_ids": "input"}
