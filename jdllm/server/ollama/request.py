@@ -105,6 +105,7 @@ class Request(protocol.RequestModel):
 
     def _check_window(self, window: Any) -> None:
         """Refuses a window of the repetition penalty, unless there is no such penalty."""
+        _check_hint("repeat_last_n", window)
         penalty = (self.options or {}).get("repeat_penalty")
         if penalty not in (None, 1) and window != -1:
             raise errors.RequestError(
