@@ -44,6 +44,14 @@ class ConfigError(ValueError):
     """Says that a start-up option, config file or checkpoint is wrong."""
 
 
+def maximum_context(limit: int) -> str:
+    """Returns how every message about too long a request begins.
+
+    The words are OpenAI's; clients such as litellm know by them that a larger model may do.
+    """
+    return f"This model's maximum context length is {limit} tokens"
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Returns a hint such as `; did you mean 'threshold'?`, or the list of known names."""
     known = sorted(known)

@@ -27,9 +27,8 @@ class Limits:
         return self.num_pages * self.page_size
 
     @property
-    def _context(self) -> str:
-        # OpenAI's words: clients such as litellm know by them that another model may do.
-        return f"This model's maximum context length is {self.context_length} tokens"
+    def _most(self) -> str:
+        return errors.maximum_context(self.context_length)
 
     def check(self, request: request_lib.Request) -> None:
         """Raises a `RequestError` if `request` is empty or exceeds the context."""
@@ -48,14 +47,14 @@ class Limits:
             )
         if prompt >= self.context_length:
             raise errors.RequestTooLong(
-                f"{self._context}, but the prompt has {prompt} tokens, which leaves no room to "
+                f"{self._most}, but the prompt has {prompt} tokens, which leaves no room to "
                 "write; shorten it",
                 param="prompt",
                 code="context_length_exceeded",
             )
         if total > self.context_length:
             raise errors.RequestTooLong(
-                f"{self._context}, but {_asked(request)}, together {total}; shorten the prompt "
+                f"{self._most}, but {_asked(request)}, together {total}; shorten the prompt "
                 "or lower max_new_tokens",
                 param="max_new_tokens",
                 code="context_length_exceeded",
@@ -66,7 +65,7 @@ class Limits:
         needed = -(-num_tokens // self.page_size)
         if needed > self.num_pages:
             raise errors.RequestTooLong(
-                f"{self._context} if the KV pool can hold them, but {_asked(request)}, which takes "
+                f"{self._most} if the KV pool can hold them, but {_asked(request)}, which takes "
                 f"{needed} KV pages, and the pool has {self.num_pages}; shorten the prompt, lower "
                 "max_new_tokens or enlarge the pool",
                 param="max_new_tokens",

@@ -105,8 +105,7 @@ async def _prompt_only(
         count = len(prompt_ids) + len(prompt_list.suffix_ids)
         if count > limit:
             raise errors.RequestTooLong(
-                f"This model's maximum context length is {limit} tokens, but the prompt has "
-                f"{count} tokens; shorten it",
+                f"{errors.maximum_context(limit)}, but the prompt has {count}; shorten it",
                 param="prompt",
             )
     rows = zip(prompt_list.prompts, prompt_list.params, prompt_list.request_ids, strict=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import itertools
 import re
 import string
 import time
@@ -80,24 +81,33 @@ def charge_size(result: Any) -> None:
         charge(len(result))
 
 
-def text_size(value: Any, limit: int, *, indent: int = 0, depth: int = 1) -> int:
+def text_size(value: Any, limit: int, *, indent: int = 0) -> int:
     """Returns about how many characters `value` has as text, or a little more than `limit`.
 
-    `indent` is the number of spaces before an entry for each level it is nested.
+    `indent` is the number of spaces before an entry for each level it is nested. The values may
+    be nested to any depth.
     """
-    if isinstance(value, str | bytes):
-        return len(value)
-    if isinstance(value, int):
-        return 1 + value.bit_length() // 3
-    if not isinstance(value, Mapping | list | tuple | set | frozenset):
-        return 16
-    entries = value.items() if isinstance(value, Mapping) else value
-    total = 2
-    for entry in entries:
-        total += 2 + indent * depth
-        total += text_size(entry, limit - total, indent=indent, depth=depth + 1)
-        if total > limit:
-            break
+    total = 0
+    waiting: list[Iterator[Any]] = [iter((value,))]
+    while waiting and total <= limit:
+        for entry in waiting[-1]:
+            total += 2 + indent * (len(waiting) - 1)
+            if isinstance(entry, str | bytes):
+                total += len(entry)
+            elif isinstance(entry, int):
+                total += entry.bit_length() // 3
+            elif isinstance(entry, Mapping):
+                waiting.append(itertools.chain(entry, entry.values()))
+                break
+            elif isinstance(entry, list | tuple | set | frozenset):
+                waiting.append(iter(entry))
+                break
+            else:
+                total += 16
+            if total > limit:
+                break
+        else:
+            waiting.pop()
     return total
 
 

@@ -173,8 +173,8 @@ class FakeEngine:
         fixed = len(prompt_ids) + len(suffix)
         if fixed + params.max_new_tokens > CONTEXT:
             raise errors.RequestTooLong(
-                f"{fixed} prompt tokens and {params.max_new_tokens} new ones exceed "
-                f"the context of {CONTEXT}; lower max_new_tokens",
+                f"{errors.maximum_context(CONTEXT)}, but the prompt has {fixed} tokens and "
+                f"max_new_tokens={params.max_new_tokens}; lower max_new_tokens",
                 param="prompt" if len(prompt_ids) >= CONTEXT else "max_new_tokens",
             )
 
