@@ -81,7 +81,7 @@ def test_support_matrix_names_what_exists():
 
 def test_routes_exist():
     row = next(line for line in README.splitlines() if line.startswith("| Endpoints"))
-    code = "".join(path.read_text() for path in (ROOT / "jdllm" / "server").glob("*.py"))
+    code = "".join(path.read_text() for path in (ROOT / "jdllm" / "server").rglob("*.py"))
     routes = re.findall(r"`(/[\w/]+)`", row)
     assert len(routes) > 10
     assert [route for route in routes if f'"{route}"' not in code] == []

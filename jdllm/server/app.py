@@ -17,12 +17,17 @@ from jdllm.server import (
     responses,
     state,
 )
+from jdllm.server.ollama import plain_errors
+from jdllm.server.ollama import routes as ollama_routes
+from jdllm.server.responses_api import route as responses_route
 
 ROUTERS = (
     health.router,
     chat.router,
     completions.router,
+    responses_route.router,
     native.router,
+    ollama_routes.router,
     admin.router,
     loads.router,
     docs_page.router,
@@ -52,6 +57,7 @@ def create_app(server: state.ServerState) -> fastapi.FastAPI:
     app.add_middleware(middleware.Gate, server=server)
     app.add_middleware(middleware.Authenticate, server=server)
     app.add_middleware(responses.CatchFaults)
+    app.add_middleware(plain_errors.PlainErrors)
     origins = server_config.cors_origins()
     if origins:
         # Outside `Authenticate`: a preflight request has no key, and a page must be able to read

@@ -67,7 +67,6 @@ STREAM_OPTIONS: Neutral = {"include_obfuscation": ()}
 
 GENERATE: Neutral = {
     **COMMON,
-    "logprob_start_len": (-1,),
     "modalities": (["text"],),
     "return_text_in_logprobs": (False, True),
     "top_logprobs_num": (0,),

@@ -244,6 +244,25 @@ class GenerateRequest(RequestModel):
     priority: StrictInt | None = None
     return_logprob: StrictBool | None = None
     return_step_map: StrictBool | None = None
+    logprob_start_len: StrictInt | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _refuse_likelihoods(self) -> GenerateRequest:
+        """Refuses what SGLang's `select` sends, and says why no such answer would be right."""
+        params = self.sampling_params
+        each = params if isinstance(params, list) else [params]
+        writes_nothing = any(
+            isinstance(one, dict) and one.get("max_new_tokens") == 0 for one in each
+        )
+        scores_prompt = self.logprob_start_len not in (None, -1)
+        if writes_nothing or scores_prompt:
+            raise errors.RequestError(
+                "a diffusion model has no chain-rule likelihood of a prompt, so prompts are not "
+                "scored here and `select` of SGLang's language cannot choose; a request must ask "
+                "for at least one new token and for log-probabilities of the output only",
+                param="logprob_start_len" if scores_prompt else "sampling_params.max_new_tokens",
+            )
+        return self
 
 
 class AbortRequest(RequestModel):
@@ -301,6 +320,16 @@ async def read(request: requests.Request, model: type[Body]) -> Body:
         return model.model_validate(content)
     except pydantic.ValidationError as error:
         raise _first_problem(error) from error
+
+
+def part(model: type[Body], content: Any, name: str) -> Body:
+    """Returns a part of a body as `model`; errors name the field below `name`."""
+    try:
+        return model.model_validate(content)
+    except pydantic.ValidationError as error:
+        problem = _first_problem(error)
+        param = name if problem.param is None else f"{name}.{problem.param}"
+        raise errors.RequestError(f"{name}: {problem}", param=param, code=problem.code) from error
 
 
 def sampling_from(options: dict[str, Any]) -> sampling_params.SamplingParams:

@@ -1,4 +1,4 @@
-"""Server-sent events: frames, keep-alive lines, and a response that notices a disconnect.
+"""Streams: frames, what fills a silence, and a response that notices a disconnect.
 
 Starlette's own streaming response notices a disconnect only if the server's `send` raises, and
 not every server does that; this response watches `receive`. It also waits briefly for the first
@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import enum
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from starlette import responses as starlette_responses
@@ -27,11 +28,7 @@ DONE_FRAME = b"data: [DONE]\n\n"
 PING_FRAME = b"\n\n"
 # A refusal comes at once. After this wait the headers are sent, and errors become frames.
 FIRST_EVENT_WAIT_S = 1.0
-HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
+HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
 
 class _Signal(enum.Enum):
@@ -44,13 +41,39 @@ def frame(content: Any) -> bytes:
     return b"data: " + responses.json_bytes(content) + b"\n\n"
 
 
-class EventStream(starlette_responses.Response):
-    """Sends the frames of an async generator, then `[DONE]`; closes it on disconnect."""
+def error_frame(error: Exception) -> bytes:
+    """Returns the frame of an error that came after the headers."""
+    _, body, _ = responses.describe(error)
+    return frame(body)
 
-    def __init__(self, frames: AsyncGenerator[bytes], *, ping_interval_s: float):
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Framing:
+    """How a stream is written: its media type, pings, errors, and what stands at its end.
+
+    The default is that of OpenAI's chat and of SGLang. An error ends a stream, too.
+    """
+
+    media_type: bytes = b"text/event-stream; charset=utf-8"
+    ping: bytes = PING_FRAME
+    error: Callable[[Exception], bytes] = error_frame
+    end: bytes = DONE_FRAME
+
+
+class EventStream(starlette_responses.Response):
+    """Sends the frames of an async generator, then the end; closes it on disconnect."""
+
+    def __init__(
+        self,
+        frames: AsyncGenerator[bytes],
+        *,
+        ping_interval_s: float,
+        framing: Framing | None = None,
+    ):
         super().__init__()
         self._frames = frames
         self._ping_interval_s = ping_interval_s
+        self._framing = framing or Framing()
 
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
         queue: asyncio.Queue[bytes | Exception | _Signal] = asyncio.Queue()
@@ -63,7 +86,8 @@ class EventStream(starlette_responses.Response):
             if isinstance(first, Exception):
                 await responses.from_exception(first)(scope, receive, send)
             else:
-                await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+                headers = [(b"content-type", self._framing.media_type), *HEADERS]
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
                 await self._forward(first, queue, send)
         finally:
             await running.cancel(*tasks)
@@ -76,15 +100,14 @@ class EventStream(starlette_responses.Response):
     ) -> None:
         while not isinstance(item, _Signal):
             if isinstance(item, Exception):
-                _, body, _ = responses.describe(item)
-                await _send(send, frame(body))
+                await _send(send, self._framing.error(item))
                 break
             await _send(send, item)
             item = await self._next(queue, self._ping_interval_s)
         if item is _Signal.CLIENT_GONE:
             logger.info("client left during a stream; its requests are closed")
         else:
-            await _send(send, DONE_FRAME)
+            await _send(send, self._framing.end)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _next(
@@ -93,7 +116,7 @@ class EventStream(starlette_responses.Response):
         try:
             return await asyncio.wait_for(queue.get(), wait_s)
         except TimeoutError:
-            return PING_FRAME
+            return self._framing.ping
 
     async def _pump(self, queue: asyncio.Queue[bytes | Exception | _Signal]) -> None:
         try:

@@ -265,6 +265,27 @@ def test_errors_reach_the_stock_client(live):
     assert httpx.get(live.url + "/health").status_code == 200
 
 
+def test_every_api_gives_the_same_answer(live):
+    """One question, greedily: chat, responses and Ollama, whole and in a stream."""
+    chat = live.openai.chat.completions.create(model="any", messages=MESSAGES, max_tokens=24)
+    text, count = chat.choices[0].message.content, chat.usage.completion_tokens
+    answer = live.openai.responses.create(model="any", input=MESSAGES, max_output_tokens=24)
+    assert (answer.output_text, answer.usage.output_tokens) == (text, count)
+    assert answer.usage.input_tokens == chat.usage.prompt_tokens
+    events = live.openai.responses.create(
+        model="any", input=MESSAGES[0]["content"], max_output_tokens=24, stream=True
+    )
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == text
+    body = {"model": "any", "messages": MESSAGES, "options": {"num_predict": 24}}
+    lines = live.http.post("/api/chat", json=body).text.splitlines()
+    parts = [json.loads(line) for line in lines]
+    assert "".join(part["message"]["content"] for part in parts) == text
+    assert (parts[-1]["eval_count"], parts[-1]["done"]) == (count, True)
+    without_key = httpx.post(live.url + "/api/chat", json=body)
+    assert (without_key.status_code, list(without_key.json())) == (401, ["error"])
+
+
 def test_information(live):
     (model,) = live.openai.models.list().data
     assert live.openai.models.retrieve(model.id).model_extra["max_model_len"] == CONTEXT

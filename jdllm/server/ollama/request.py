@@ -1,0 +1,240 @@
+"""The bodies of Ollama's routes, brought into this server's own terms.
+
+What only says how a model is loaded asks nothing of a server that has loaded its model, so any
+value of the right type passes. What would change the text is honoured or refused by name.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from typing import Any, ClassVar
+
+import orjson
+import pydantic
+from pydantic import StrictBool, StrictFloat, StrictInt, StrictStr
+
+from jdllm import errors, sampling_params
+from jdllm.server import foreign_fields, protocol
+
+# Options that change the text, and their names in `SamplingParams`, which obeys or refuses them.
+SAMPLING = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "seed": "seed",
+    "stop": "stop",
+    "num_predict": "max_new_tokens",
+    "repeat_penalty": "repetition_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "dllm": "dllm",
+}
+FIELD_NAMES = {ours: theirs for theirs, ours in SAMPLING.items()}
+# Options that say how a model is loaded, or what to do when the context is full: this server
+# refuses a request that is too long, whatever these are.
+NUMBER_HINTS = frozenset(
+    {"main_gpu", "num_batch", "num_ctx", "num_gpu", "num_gqa", "num_keep", "num_thread"}
+)
+FLAG_HINTS = frozenset({"f16_kv", "low_vram", "numa", "use_mlock", "use_mmap"})
+NEUTRAL_OPTIONS: foreign_fields.Neutral = {
+    "embedding_only": (None, False),
+    "logits_all": (None, False),
+    "mirostat": (None, 0),
+    "penalize_newline": (None, True),
+    "tfs_z": (None, 1, 1.0),
+    "typical_p": (None, 1, 1.0),
+    "vocab_only": (None, False),
+}
+# Options of samplers that NEUTRAL_OPTIONS keeps switched off.
+MOOT = frozenset({"mirostat_eta", "mirostat_tau"})
+MAX_MESSAGES = 8192
+_NO_LIMIT = (-1, -2)  # until the model stops, and until the context is full: here the same
+
+FOREIGN: foreign_fields.Neutral = {
+    "format": (None, ""),
+    "images": (None, []),
+    "logprobs": (None, False),
+    "shift": (None, False),
+    "template": (None, ""),
+    "think": (None, False),
+    "top_logprobs": (None, 0),
+    "truncate": (None, False),
+}
+
+
+class Request(protocol.RequestModel):
+    """What /api/chat and /api/generate share."""
+
+    foreign: ClassVar = FOREIGN
+    model: StrictStr | None = None
+    stream: StrictBool | None = None
+    options: dict[str, Any] | None = None
+    keep_alive: StrictStr | StrictInt | StrictFloat | None = None
+
+    def model_name(self) -> str | None:
+        """Returns the name of the model without the tag that stands for no tag."""
+        return None if self.model is None else self.model.removesuffix(":latest")
+
+    def sampling(self, default_max_tokens: int) -> sampling_params.SamplingParams:
+        """Returns the checked options; errors use Ollama's names."""
+        try:
+            return protocol.sampling_from(self._sampling_options(default_max_tokens))
+        except errors.RequestError as error:
+            raise protocol.renamed(error, FIELD_NAMES) from error
+
+    def _sampling_options(self, default_max_tokens: int) -> dict[str, Any]:
+        options: dict[str, Any] = {}
+        for name, value in (self.options or {}).items():
+            if value is None or name in MOOT:
+                continue
+            if name in SAMPLING:
+                options[SAMPLING[name]] = value
+            elif name in NUMBER_HINTS or name in FLAG_HINTS:
+                _check_hint(name, value)
+            elif name == "repeat_last_n":
+                self._check_window(value)
+            else:
+                known = (*SAMPLING, *NUMBER_HINTS, *FLAG_HINTS)
+                foreign_fields.check({name: value}, NEUTRAL_OPTIONS, known)
+        if options.get("max_new_tokens") in (None, *_NO_LIMIT):
+            options["max_new_tokens"] = default_max_tokens
+        if options.get("seed") == -1:  # a seed of Ollama's own choice
+            del options["seed"]
+        return options
+
+    def _check_window(self, window: Any) -> None:
+        """Refuses a window of the repetition penalty, unless there is no such penalty."""
+        _check_hint("repeat_last_n", window)
+        penalty = (self.options or {}).get("repeat_penalty")
+        if penalty not in (None, 1) and window != -1:
+            raise errors.RequestError(
+                f"repeat_last_n={reprlib.repr(window)} is not supported; the penalty counts the "
+                "whole context, which is -1",
+                param="repeat_last_n",
+            )
+
+
+class ChatRequest(Request):
+    foreign: ClassVar = FOREIGN | {"tools": (None, [])}
+    messages: list[dict[str, Any]] | None = None
+    _chat_messages: list[protocol.Message] = pydantic.PrivateAttr()
+
+    @property
+    def chat_messages(self) -> list[protocol.Message]:
+        """The conversation in the form of the OpenAI route."""
+        return self._chat_messages
+
+    @pydantic.model_validator(mode="after")
+    def _read_messages(self) -> ChatRequest:
+        messages = self.messages or []
+        if len(messages) > MAX_MESSAGES:
+            raise errors.RequestError(
+                f"{len(messages)} messages; at most {MAX_MESSAGES} are allowed", param="messages"
+            )
+        named = [(f"messages.{i}", message) for i, message in enumerate(messages)]
+        self._chat_messages = [
+            protocol.part(protocol.Message, chat_turn(message, name), name)
+            for name, message in named
+        ]
+        return self
+
+
+class GenerateRequest(Request):
+    foreign: ClassVar = FOREIGN | {
+        "context": (None, []),
+        "height": (None, 0),
+        "steps": (None, 0),
+        "width": (None, 0),
+    }
+    prompt: StrictStr | None = None
+    suffix: StrictStr | None = None
+    system: StrictStr | None = None
+    raw: StrictBool | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> GenerateRequest:
+        if self.system and (self.raw or self.suffix):
+            raise errors.RequestError(
+                "system is part of a conversation; raw and suffix have none", param="system"
+            )
+        return self
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the prompt is the text itself, not a question in a conversation."""
+        return bool(self.raw or self.suffix)
+
+    @property
+    def chat_messages(self) -> list[protocol.Message]:
+        """The conversation that a prompt stands for."""
+        turns = [("system", self.system)] if self.system else []
+        turns.append(("user", self.prompt or ""))
+        return [
+            protocol.part(protocol.Message, {"role": role, "content": content}, "prompt")
+            for role, content in turns
+        ]
+
+
+class ShowRequest(protocol.RequestModel):
+    model: StrictStr | None = None
+    name: StrictStr | None = None
+    verbose: StrictBool | None = None
+
+
+class _Message(protocol.RequestModel):
+    foreign: ClassVar = {"images": (None, []), "thinking": (None, "")}
+    role: StrictStr
+    content: StrictStr | None = None
+    tool_calls: list[_ToolCall] | None = None
+    tool_call_id: StrictStr | None = None
+    tool_name: StrictStr | None = None
+
+
+class _ToolCall(protocol.RequestModel):
+    id: StrictStr | None = None
+    type: StrictStr | None = None
+    function: _Function
+
+
+class _Function(protocol.RequestModel):
+    index: StrictInt | None = None
+    name: StrictStr
+    description: StrictStr | None = None
+    arguments: dict[str, Any]
+
+
+_Message.model_rebuild()
+
+
+def chat_turn(content: dict[str, Any], name: str) -> dict[str, Any]:
+    """Returns a message in OpenAI's form; calls of tools have their arguments as JSON there."""
+    message = protocol.part(_Message, content, name)
+    turn: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        turn["tool_calls"] = [
+            {
+                "id": call.id or f"call_{i}",
+                "type": "function",
+                "function": {
+                    "name": call.function.name,
+                    "arguments": orjson.dumps(call.function.arguments).decode(),
+                },
+            }
+            for i, call in enumerate(message.tool_calls)
+        ]
+    elif message.content is None:
+        turn["content"] = ""
+    if message.tool_call_id is not None:
+        turn["tool_call_id"] = message.tool_call_id
+    if message.tool_name is not None:
+        turn["name"] = message.tool_name
+    return turn
+
+
+def _check_hint(name: str, value: Any) -> None:
+    wanted = bool if name in FLAG_HINTS else int
+    if type(value) is not wanted:
+        raise errors.RequestError(
+            f"{name} must be a {wanted.__name__}, got {reprlib.repr(value)}", param=name
+        )

@@ -1,0 +1,180 @@
+"""The body of POST /v1/responses.
+
+The server stores nothing, so what needs an earlier answer is refused by name. `store` itself is
+not: clients leave it at its default of true, and the answer says `"store": false`, as in vLLM.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from typing import Any, ClassVar
+
+import pydantic
+from pydantic import StrictBool, StrictInt, StrictStr
+
+from jdllm import errors, sampling_params
+from jdllm.server import foreign_fields, protocol
+from jdllm.server.responses_api import items
+
+_OFF = (None, False)
+# Options that `SamplingParams` obeys or refuses under the same name. OpenAI's own are
+# temperature and top_p; the others stand beside them, as in vLLM.
+SAMPLING_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "skip_special_tokens",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "dllm",
+)
+# Additions to an answer about things that no answer of this server has.
+EMPTY_ADDITIONS = frozenset(
+    {
+        "code_interpreter_call.outputs",
+        "computer_call_output.output.image_url",
+        "file_search_call.results",
+        "message.input_image.image_url",
+        "reasoning.encrypted_content",
+        "web_search_call.action.sources",
+        "web_search_call.results",
+    }
+)
+FOREIGN: foreign_fields.Neutral = {
+    "access_programs": (None,),
+    "background": _OFF,
+    "background_options": (None,),
+    "context_management": (None, []),
+    "conversation": (None,),
+    "image": (None,),
+    "moderation": (None,),
+    "previous_response_id": (None,),
+    "prompt": (None,),
+    "prompt_cache_options": (None, {}),
+    "prompt_cache_retention": (None, "in_memory", "in-memory"),
+    "service_tier": (None, "auto", "default"),
+    "top_logprobs": (None, 0),
+    "truncation": (None, "disabled"),
+}
+
+
+class _StreamOptions(protocol.RequestModel):
+    foreign: ClassVar = foreign_fields.STREAM_OPTIONS
+    include_usage: StrictBool | None = None  # of the chat route; here the last event always does
+
+
+class _Reasoning(protocol.RequestModel):
+    foreign: ClassVar = {
+        "effort": (None, "none"),
+        "summary": (None,),
+        "generate_summary": (None,),
+    }
+
+
+class _TextOptions(protocol.RequestModel):
+    foreign: ClassVar = {
+        "format": (None, {"type": "text"}),
+        "verbosity": (None, "medium"),
+    }
+
+
+class ResponseRequest(protocol.RequestModel):
+    """What a client asks for; `messages` is what `input` and `instructions` say."""
+
+    foreign: ClassVar = FOREIGN
+    model: StrictStr | None = None
+    input: Any = None
+    instructions: StrictStr | None = None
+    max_output_tokens: StrictInt | None = None
+    stream: StrictBool | None = None
+    stream_options: _StreamOptions | None = None
+    store: StrictBool | None = None
+    metadata: dict[str, Any] | None = None
+    include: list[StrictStr] | None = None
+    text: _TextOptions | None = None
+    reasoning: _Reasoning | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    max_tool_calls: StrictInt | None = None  # no answer has a call, so every limit is kept
+    parallel_tool_calls: StrictBool | None = None
+    user: StrictStr | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    rid: StrictStr | None = None
+    temperature: Any = None
+    top_p: Any = None
+    top_k: Any = None
+    min_p: Any = None
+    seed: Any = None
+    stop: Any = None
+    stop_token_ids: Any = None
+    ignore_eos: Any = None
+    skip_special_tokens: Any = None
+    frequency_penalty: Any = None
+    presence_penalty: Any = None
+    repetition_penalty: Any = None
+    logit_bias: Any = None
+    dllm: Any = None
+    _messages: list[protocol.Message] = pydantic.PrivateAttr()
+
+    @property
+    def messages(self) -> list[protocol.Message]:
+        """The conversation to continue, as the chat route has it."""
+        return self._messages
+
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> ResponseRequest:
+        if self.stream_options is not None and not self.stream:
+            raise errors.RequestError(
+                "stream_options is only allowed with stream=true", param="stream_options"
+            )
+        if self.max_output_tokens is not None and self.max_output_tokens < 1:
+            raise errors.RequestError(
+                f"max_output_tokens={self.max_output_tokens} must be at least 1",
+                param="max_output_tokens",
+            )
+        if self.rid == "":
+            raise errors.RequestError("rid must not be empty", param="rid")
+        for name in self.include or ():
+            if name not in EMPTY_ADDITIONS:
+                raise errors.RequestError(
+                    f"include: {reprlib.repr(name)} is not supported; leave it out",
+                    param="include",
+                )
+        self._check_tools()
+        self._messages = items.chat_messages(self.input, self.instructions)
+        return self
+
+    def _check_tools(self) -> None:
+        if self.tools and self.tool_choice != "none":
+            raise errors.RequestError(
+                'tools are not supported; leave them out or set tool_choice to "none"',
+                param="tools",
+            )
+        if self.tool_choice not in (None, "none", "auto"):
+            raise errors.RequestError(
+                f"tool_choice={reprlib.repr(self.tool_choice)} is not supported; this server "
+                "calls no tools",
+                param="tool_choice",
+            )
+
+    def sampling(self, default_max_tokens: int) -> sampling_params.SamplingParams:
+        """Returns the checked options; errors use the names of this body's fields."""
+        given = {name: getattr(self, name) for name in SAMPLING_FIELDS}
+        options = {name: value for name, value in given.items() if value is not None}
+        wanted = self.max_output_tokens
+        options["max_new_tokens"] = default_max_tokens if wanted is None else wanted
+        try:
+            return protocol.sampling_from(options)
+        except errors.RequestError as error:
+            raise protocol.renamed(error, self.field_names()) from error
+
+    def field_names(self) -> dict[str, str]:
+        """Maps the engine's names of fields, which its errors use, to this body's names."""
+        return {"max_new_tokens": "max_output_tokens", "prompt": "input", "input_ids": "input"}

@@ -1,0 +1,48 @@
+"""POST /v1/responses: OpenAI's newer API for the same question as a chat; stateless."""
+
+from __future__ import annotations
+
+import fastapi
+from starlette import requests
+from starlette import responses as starlette_responses
+
+from jdllm import errors
+from jdllm.server import chat, protocol, responses, running, schemas, sse, state
+from jdllm.server.responses_api import answer as answer_lib
+from jdllm.server.responses_api import request as request_lib
+
+router = fastapi.APIRouter()
+
+
+@router.post("/v1/responses", openapi_extra=schemas.body(request_lib.ResponseRequest))
+async def create_response(request: requests.Request) -> starlette_responses.Response:
+    """Answers a text or a conversation, as one object or as a stream of events."""
+    server = state.of(request)
+    body = await protocol.read(request, request_lib.ResponseRequest)
+    server.check_model(body.model)
+    try:
+        prompt_ids = await chat.template_ids(
+            server.tokenizer, body.messages, body.chat_template_kwargs
+        )
+    except errors.RequestError as error:
+        # The items of `input` and the messages of the template are not numbered alike.
+        name = "input" if (error.param or "").startswith("messages") else error.param
+        raise type(error)(str(error), param=name, code=error.code) from error
+    remaining = max(1, server.engine.default_max_new_tokens(len(prompt_ids)))
+    answer_id = body.rid or answer_lib.new_id("resp")
+    prompt_list = running.PromptList(
+        prompts=[prompt_ids],
+        params=[body.sampling(remaining)],
+        request_ids=[answer_id],
+        field_names=body.field_names(),
+    )
+    answer = answer_lib.Answer(
+        server=server, body=body, prompt_list=prompt_list, answer_id=answer_id
+    )
+    if body.stream:
+        return sse.EventStream(
+            answer.frames(), ping_interval_s=server.ping_interval_s, framing=answer.framing()
+        )
+    work = running.collect(server, prompt_list)
+    (final,) = await running.unless_client_leaves(request, work)
+    return responses.json_response(answer.response(final))
