@@ -154,6 +154,7 @@ class ServerConfig:
     enable_metrics: bool = False
     log_level_http: LogLevel = "warning"
     max_body_bytes: int = 8 * 1024 * 1024
+    max_choices_per_request: int = 4096
     drain_timeout_s: float = 30.0
     skip_server_warmup: bool = False
     strict_model_name: bool = False
@@ -163,6 +164,10 @@ class ServerConfig:
         _check_types(self)
         if not 0 <= self.port <= 65535:
             raise errors.ConfigError(f"port={self.port} must be between 0 and 65535")
+        if self.max_choices_per_request < 1:
+            raise errors.ConfigError(
+                f"max_choices_per_request={self.max_choices_per_request} must be 1 or more"
+            )
         if not self.drain_timeout_s >= 0:  # written so that NaN is refused
             raise errors.ConfigError(
                 f"drain_timeout_s={self.drain_timeout_s} must be 0 or more seconds"

@@ -7,6 +7,7 @@ that callers may use (dicts, one value for all prompts, lists) into one form.
 from __future__ import annotations
 
 import dataclasses
+import typing
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -21,6 +22,7 @@ from jdllm.engine import tokenizer as tokenizer_lib
 from jdllm.scheduler import request as request_lib
 
 P = TypeVar("P")
+Prompt = str | Sequence[int]  # text, or token ids
 Params = sampling_params.SamplingParams | Mapping[str, object] | None
 
 DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's default for /generate and Engine.generate
@@ -127,6 +129,15 @@ def params_per_prompt(
     return [as_params(one) for one in one_each(params, count)]
 
 
+def prompt_rows(prompts: str | Sequence[int] | Sequence[Prompt]) -> Sequence[Prompt]:
+    """Returns a list of prompts; `prompts` may be one, as text or as ids."""
+    if isinstance(prompts, str):
+        return [prompts]
+    is_ids = len(prompts) > 0 and isinstance(prompts[0], int | np.integer)
+    # A cast: the first element decides, which no checker follows.
+    return typing.cast(Sequence[Prompt], [prompts] if is_ids else prompts)
+
+
 def id_rows(
     input_ids: Sequence[int] | Sequence[Sequence[int]] | Int[np.ndarray, "*B T"],
 ) -> tuple[list[list[int]], bool]:
@@ -135,7 +146,8 @@ def id_rows(
     rows: Any = input_ids.tolist() if isinstance(input_ids, np.ndarray) else input_ids
     if not isinstance(rows, list | tuple):
         raise errors.RequestError(
-            f"input_ids must be a list of ids or of lists, got {rows!r}", param="input_ids"
+            f"input_ids must be a list of ids or of lists, got {errors.quote(rows)}",
+            param="input_ids",
         )
     nested = [isinstance(row, list | tuple | np.ndarray) for row in rows]
     if any(nested) and not all(nested):

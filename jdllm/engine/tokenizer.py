@@ -91,7 +91,7 @@ class Tokenizer:
             is_message = isinstance(message, Mapping) and isinstance(message.get("role"), str)
             if not is_message or not isinstance(message.get("content"), str):
                 raise errors.RequestError(
-                    f"a message needs a role and text content, got {message!r}",
+                    f"a message needs a role and text content, got {errors.quote(message)}",
                     param=f"messages.{i}",
                 )
         options = {"add_generation_prompt": True} | template_options

@@ -9,13 +9,16 @@ import fastapi
 from starlette import requests
 from starlette import responses as starlette_responses
 
-from jdllm import errors
+from jdllm import errors, offload
 from jdllm.server import openai_format, protocol, running, schemas, state
 
 if TYPE_CHECKING:
     from jdllm.engine import generations, tokenizer
 
 router = fastapi.APIRouter()
+
+# Rendering a message takes about as long as tokenising so many characters.
+SIZE_OF_A_TURN = 50
 
 # Options of `apply_chat_template` that only the server sets. A template from a request would be
 # code that the server runs.
@@ -79,7 +82,8 @@ async def template_ids(
     turns = [{"role": message.role, "content": message.content} for message in messages]
     size = sum(len(turn["content"]) for turn in turns)
     apply = tokenizer.apply_chat_template
-    return await running.off_loop(size, lambda: apply(turns, **(options or {})))
+    size += len(turns) * SIZE_OF_A_TURN
+    return await offload.off_loop(size, lambda: apply(turns, **(options or {})))
 
 
 def _choice(index: int, generation: generations.Generation) -> openai_format.Choice:

@@ -7,7 +7,6 @@ that change no output, whatever their value is; any value of the right type is a
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -116,15 +115,15 @@ def check(extra: Mapping[str, Any], neutral: Neutral, known: Iterable[str]) -> N
         if name in neutral:
             if not any(value == v and type(value) is type(v) for v in neutral[name]):
                 raise errors.RequestError(
-                    f"{name}={reprlib.repr(value)} is not supported by this engine; leave it out",
+                    f"{name}={errors.quote(value)} is not supported by this engine; leave it out",
                     param=name,
                 )
         elif name in ANY_OF_TYPE:
             if value is not None and not isinstance(value, ANY_OF_TYPE[name]):
                 raise errors.RequestError(
-                    f"{name} must be a {ANY_OF_TYPE[name].__name__}, got {reprlib.repr(value)}",
+                    f"{name} must be a {ANY_OF_TYPE[name].__name__}, got {errors.quote(value)}",
                     param=name,
                 )
         else:
             hint = errors.nearest(name, {*known, *neutral, *ANY_OF_TYPE})
-            raise errors.RequestError(f"unknown parameter {name!r}{hint}", param=name)
+            raise errors.RequestError(f"unknown parameter {errors.quote(name)}{hint}", param=name)

@@ -7,17 +7,24 @@ one place, `SamplingParams`.
 
 from __future__ import annotations
 
-import reprlib
-from collections.abc import Mapping
-from typing import Any, ClassVar, TypeVar
+import logging
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import orjson
 import pydantic
 from pydantic import StrictBool, StrictFloat, StrictInt, StrictStr
 from starlette import requests
 
-from jdllm import errors, sampling_params
-from jdllm.server import foreign_fields
+from jdllm import errors, offload, sampling_params
+from jdllm.server import body_limits, foreign_fields
+
+logger = logging.getLogger(__name__)
+
+MAX_MESSAGES = 8192
+MAX_RID_CHARACTERS = 256
+# Parsing is that much faster than tokenising.
+BYTES_PER_CHARACTER_OF_WORK = 4
 
 SAMPLING_FIELDS = (
     "temperature",
@@ -52,6 +59,12 @@ class StreamOptions(RequestModel):
     continuous_usage_stats: StrictBool | None = None
 
 
+StopTokenIds = Annotated[
+    list[StrictInt],
+    pydantic.Field(max_length=sampling_params.MAX_STOP_TOKEN_IDS, fail_fast=True),
+]
+
+
 class OpenAIRequest(RequestModel):
     """What chat and text completions share."""
 
@@ -63,7 +76,7 @@ class OpenAIRequest(RequestModel):
     seed: StrictInt | None = None
     n: StrictInt | None = None
     stop: Any = None
-    stop_token_ids: list[StrictInt] | None = None
+    stop_token_ids: StopTokenIds | None = None
     ignore_eos: StrictBool | None = None
     skip_special_tokens: StrictBool | None = None
     no_stop_trim: StrictBool | None = None
@@ -85,8 +98,8 @@ class OpenAIRequest(RequestModel):
                 f"best_of={self.best_of} is not supported; leave it out or equal to n",
                 param="best_of",
             )
-        if self.rid == "":
-            raise errors.RequestError("rid must not be empty", param="rid")
+        if self.rid is not None:
+            check_rid(self.rid)
         return self
 
     def wanted_tokens(self) -> tuple[str, int | None]:
@@ -122,15 +135,18 @@ class Message(RequestModel):
     def _check(self) -> Message:
         if self.role not in ("system", "user", "assistant"):
             raise errors.RequestError(
-                f"role={self.role!r} must be system, user or assistant", param="role"
+                f"role={errors.quote(self.role)} must be system, user or assistant", param="role"
             )
         self.content = _content_text(self.content)
         return self
 
 
+Messages = Annotated[list[Message], pydantic.Field(max_length=MAX_MESSAGES, fail_fast=True)]
+
+
 class ChatRequest(OpenAIRequest):
     foreign: ClassVar = foreign_fields.CHAT
-    messages: list[Message]
+    messages: Messages
     max_completion_tokens: StrictInt | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -161,6 +177,19 @@ class CompletionRequest(OpenAIRequest):
     foreign: ClassVar = foreign_fields.OPENAI
     prompt: Any = None
     suffix: StrictStr | None = None
+    echo: StrictBool | None = None
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _check_echo(cls, content: Any) -> Any:
+        wants_both = content.get("echo") is True and content.get("logprobs") not in (None, False)
+        if wants_both:
+            raise errors.RequestError(
+                "echo with logprobs is not supported: a diffusion model has no chain-rule "
+                "likelihood of the prompt; leave one of them out",
+                param="echo",
+            )
+        return content
 
     def field_names(self) -> dict[str, str]:
         return super().field_names() | {"input_ids": "prompt"}
@@ -185,7 +214,7 @@ class AbortRequest(RequestModel):
 class TokenizeRequest(RequestModel):
     model: StrictStr | None = None
     prompt: Any = None
-    messages: list[Message] | None = None
+    messages: Messages | None = None
     add_special_tokens: StrictBool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -197,6 +226,7 @@ class DetokenizeRequest(RequestModel):
 
 
 Body = TypeVar("Body", bound=RequestModel)
+Result = TypeVar("Result")
 
 
 async def read(request: requests.Request, model: type[Body]) -> Body:
@@ -204,16 +234,23 @@ async def read(request: requests.Request, model: type[Body]) -> Body:
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise errors.RequestError(
-            f"Content-Type must be application/json, got {content_type or 'none'!r}"
+            f"Content-Type must be application/json, got {errors.quote(content_type or 'none')}"
         )
+    body = await request.body()
+    return await offload.off_loop(len(body) // BYTES_PER_CHARACTER_OF_WORK, parse, body, model)
+
+
+def parse(body: bytes, model: type[Body]) -> Body:
+    """Returns a body as a checked `model`, or raises a `RequestError` naming the field."""
+    body_limits.check(body)
     try:
-        content = orjson.loads(await request.body())
+        content = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise errors.RequestError(f"the body is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise errors.RequestError(f"the body must be an object, got {type(content).__name__}")
     try:
-        return model.model_validate(content)
+        return naming_the_field(model.model_validate, content)
     except pydantic.ValidationError as error:
         raise _first_problem(error) from error
 
@@ -225,9 +262,46 @@ def sampling_from(options: dict[str, Any]) -> sampling_params.SamplingParams:
         if value is not None and not isinstance(value, kinds):
             wanted = " or ".join(kind.__name__ for kind in kinds)
             raise errors.RequestError(
-                f"{name} must be a {wanted}, got {reprlib.repr(value)}", param=name
+                f"{name} must be a {wanted}, got {errors.quote(value)}", param=name
             )
-    return sampling_params.SamplingParams.from_mapping(options)
+    return naming_the_field(sampling_params.SamplingParams.from_mapping, options)
+
+
+def naming_the_field(build: Callable[[dict[str, Any]], Result], fields: dict[str, Any]) -> Result:
+    """Returns build(fields). What fails unforeseen is a 400, too, and names the field at fault.
+
+    `build` only checks and converts: a fault in it lies in the request, never in the engine.
+    """
+    try:
+        return build(fields)
+    except (errors.RequestError, pydantic.ValidationError, MemoryError):
+        raise
+    except Exception as error:
+        logger.exception("a check of a request failed")
+        raise unreadable(error, _field_at_fault(build, fields, type(error))) from error
+
+
+def unreadable(error: Exception, param: str | None) -> errors.RequestError:
+    """Returns the 400 for a field on which a check itself failed."""
+    what = param or "the body"
+    return errors.RequestError(f"{what} cannot be read ({type(error).__name__})", param=param)
+
+
+def _field_at_fault(
+    build: Callable[[dict[str, Any]], object], fields: dict[str, Any], failure: type[Exception]
+) -> str | None:
+    """Returns the field without which `build` does not fail as it does with all of them."""
+    fallback = None
+    for name in fields:
+        try:
+            build({key: value for key, value in fields.items() if key != name})
+        except failure:
+            continue
+        except Exception:  # The name of a required field, or one that hides the failure.
+            fallback = fallback or name
+        else:
+            return name
+    return fallback
 
 
 def renamed(error: errors.RequestError, names: Mapping[str, str]) -> errors.RequestError:
@@ -239,13 +313,17 @@ def renamed(error: errors.RequestError, names: Mapping[str, str]) -> errors.Requ
     return type(error)(message, param=names.get(error.param, error.param), code=error.code)
 
 
+def check_rid(rid: str) -> None:
+    """Raises a `RequestError` for an id that is empty or too long: every choice has a copy."""
+    if not 1 <= len(rid) <= MAX_RID_CHARACTERS:
+        raise errors.RequestError(
+            f"rid must have 1 to {MAX_RID_CHARACTERS} characters, got {len(rid)}", param="rid"
+        )
+
+
 def is_ids(value: Any) -> bool:
     """Says whether `value` is a non-empty list of integers."""
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(x, int) and not isinstance(x, bool) for x in value)
-    )
+    return isinstance(value, list) and set(map(type, value)) == {int}
 
 
 def _content_text(content: Any) -> str:
@@ -261,7 +339,7 @@ def _content_text(content: Any) -> str:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         if kind != "text":
             raise errors.RequestError(
-                f"content part {kind!r} is not supported; use text parts",
+                f"content part {errors.quote(kind)} is not supported; use text parts",
                 param=f"content.{i}",
             )
         try:
@@ -282,5 +360,5 @@ def _first_problem(error: pydantic.ValidationError) -> errors.RequestError:
     name = ".".join(path)
     if first["type"] == "missing":
         return errors.RequestError(f"{name} is required", param=name)
-    got = reprlib.repr(first["input"])
+    got = errors.quote(first["input"])
     return errors.RequestError(f"{name}: {first['msg']}, got {got}", param=name)

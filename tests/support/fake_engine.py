@@ -106,8 +106,7 @@ class FakeEngine:
     ) -> AsyncGenerator[generations.Generation, None]:
         if not self._admitting:
             raise errors.EngineStopped("the engine is draining")
-        if len(self.open_requests) + len(prompts) > self._max_queued:
-            raise errors.QueueFull("The request queue is full.")
+        self.check_places(len(prompts))
         rows = list(zip(prompts, params, request_ids, strict=True))
         for prompt_ids, one, request_id in rows:
             self._check(prompt_ids, one, request_id, suffix)
@@ -139,6 +138,10 @@ class FakeEngine:
                 before += BLOCK
         finally:
             self.open_requests.difference_update(request_ids)
+
+    def check_places(self, num_choices: int, num_prompts: int = 1) -> None:
+        if len(self.open_requests) + num_choices > self._max_queued:
+            raise errors.QueueFull("The request queue is full.")
 
     def _check(
         self,
