@@ -27,7 +27,7 @@ def check(body: bytes) -> None:
     """
     # Too many by any count, as characters inside of strings count here. Few bodies go on.
     if (
-        body.count(b"[") + body.count(b"{") <= MAX_DEPTH
+        body.count(b"[") + body.count(b"{") <= min(MAX_DEPTH, MAX_CONTAINERS)
         and body.count(b'"') <= 2 * MAX_STRINGS
         and body.count(b",") <= MAX_VALUES
     ):

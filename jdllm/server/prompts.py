@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from jdllm import errors, offload
-from jdllm.server import protocol, state
+from jdllm.server import field_at_fault, protocol, state
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ def _encoded(server: state.ServerState, prompt: Prompt, param: str) -> list[int]
         found = tokenizer.encode(prompt)
     except Exception as error:  # about this text, as the tokenizer itself is tried at start
         logger.exception("the tokenizer failed")
-        raise protocol.unreadable(error, param) from error
+        raise field_at_fault.unreadable(error, param) from error
     if not found:
         raise errors.RequestError(f"{param} has no tokens", param=param)
     return found

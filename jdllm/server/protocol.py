@@ -7,8 +7,7 @@ one place, `SamplingParams`.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import orjson
@@ -17,9 +16,7 @@ from pydantic import StrictBool, StrictFloat, StrictInt, StrictStr
 from starlette import requests
 
 from jdllm import errors, offload, sampling_params
-from jdllm.server import body_limits, foreign_fields
-
-logger = logging.getLogger(__name__)
+from jdllm.server import body_limits, field_at_fault, foreign_fields
 
 MAX_MESSAGES = 8192
 MAX_RID_CHARACTERS = 256
@@ -226,7 +223,6 @@ class DetokenizeRequest(RequestModel):
 
 
 Body = TypeVar("Body", bound=RequestModel)
-Result = TypeVar("Result")
 
 
 async def read(request: requests.Request, model: type[Body]) -> Body:
@@ -250,7 +246,7 @@ def parse(body: bytes, model: type[Body]) -> Body:
     if not isinstance(content, dict):
         raise errors.RequestError(f"the body must be an object, got {type(content).__name__}")
     try:
-        return naming_the_field(model.model_validate, content)
+        return field_at_fault.naming(model.model_validate, content)
     except pydantic.ValidationError as error:
         raise _first_problem(error) from error
 
@@ -264,44 +260,7 @@ def sampling_from(options: dict[str, Any]) -> sampling_params.SamplingParams:
             raise errors.RequestError(
                 f"{name} must be a {wanted}, got {errors.quote(value)}", param=name
             )
-    return naming_the_field(sampling_params.SamplingParams.from_mapping, options)
-
-
-def naming_the_field(build: Callable[[dict[str, Any]], Result], fields: dict[str, Any]) -> Result:
-    """Returns build(fields). What fails unforeseen is a 400, too, and names the field at fault.
-
-    `build` only checks and converts: a fault in it lies in the request, never in the engine.
-    """
-    try:
-        return build(fields)
-    except (errors.RequestError, pydantic.ValidationError, MemoryError):
-        raise
-    except Exception as error:
-        logger.exception("a check of a request failed")
-        raise unreadable(error, _field_at_fault(build, fields, type(error))) from error
-
-
-def unreadable(error: Exception, param: str | None) -> errors.RequestError:
-    """Returns the 400 for a field on which a check itself failed."""
-    what = param or "the body"
-    return errors.RequestError(f"{what} cannot be read ({type(error).__name__})", param=param)
-
-
-def _field_at_fault(
-    build: Callable[[dict[str, Any]], object], fields: dict[str, Any], failure: type[Exception]
-) -> str | None:
-    """Returns the field without which `build` does not fail as it does with all of them."""
-    fallback = None
-    for name in fields:
-        try:
-            build({key: value for key, value in fields.items() if key != name})
-        except failure:
-            continue
-        except Exception:  # The name of a required field, or one that hides the failure.
-            fallback = fallback or name
-        else:
-            return name
-    return fallback
+    return field_at_fault.naming(sampling_params.SamplingParams.from_mapping, options)
 
 
 def renamed(error: errors.RequestError, names: Mapping[str, str]) -> errors.RequestError:
