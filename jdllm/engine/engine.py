@@ -156,7 +156,7 @@ class Engine:
         build = functools.partial(
             self._inputs.choices, rows, each, request_ids=request_ids, suffix=suffix, given=given
         )
-        size = sum(map(len, rows)) + input_processor.SIZE_OF_A_CHOICE * num_choices
+        size = input_processor.size(rows) + input_processor.SIZE_OF_A_CHOICE * num_choices
         return streams.async_stream(self._loop, build, size=size, is_bounded=True)
 
     def check_places(self, num_choices: int, num_prompts: int = 1) -> None:

@@ -41,10 +41,16 @@ class InputProcessor:
         names = requests.request_ids(request_ids, len(prompts))
         infills = infilling.infills(suffix, given, len(prompts), self._built.tokenizer)
         choices: dict[str, requests.Choice] = {}
+        # The prompts of a list mostly share their params, by identity, and many have one length.
+        completed: dict[tuple[int, int], sampling_params.SamplingParams] = {}
         rows = zip(prompts, params, names, infills, strict=True)
         for prompt_index, (prompt, one, name, infill) in enumerate(rows):
             prompt_ids = self._ids(prompt)
-            for index, request in enumerate(self._requests(prompt_ids, one, name, infill)):
+            key = (id(one), len(prompt_ids) + len(infill.suffix_ids))
+            if key not in completed:
+                completed[key] = self._complete(one, key[1])
+            made = self._requests(prompt_ids, completed[key], name, infill)
+            for index, request in enumerate(made):
                 if request.request_id in choices:
                     raise errors.RequestError(
                         f"duplicate request id {errors.quote(request.request_id)}", param="rid"
@@ -94,15 +100,14 @@ class InputProcessor:
     def _requests(
         self,
         prompt_ids: list[int],
-        params: sampling_params.SamplingParams,
+        full: sampling_params.SamplingParams,
         name: str,
         infill: infilling.Infill,
     ) -> list[request_lib.Request]:
         """Returns the requests of one prompt, one for each of its `n` choices.
 
-        They share the ids, which nobody changes.
+        `full` has every default filled in. The requests share the ids, which nobody changes.
         """
-        full = self._complete(params, len(prompt_ids) + len(infill.suffix_ids))
         assert full.max_new_tokens is not None, "_complete fills it in"
         self._check_ids(
             input_ids=prompt_ids,
@@ -167,3 +172,8 @@ class InputProcessor:
                         f"{V - 1}",
                         param=name,
                     )
+
+
+def size(prompts: Sequence[requests.Prompt]) -> int:
+    """Returns how many characters or ids the prompts have, also if some are no prompts at all."""
+    return sum(len(one) for one in prompts if isinstance(one, str | list | tuple | np.ndarray))

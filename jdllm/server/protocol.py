@@ -179,8 +179,9 @@ class CompletionRequest(OpenAIRequest):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _check_echo(cls, content: Any) -> Any:
-        wants_both = content.get("echo") is True and content.get("logprobs") not in (None, False)
-        if wants_both:
+        logprobs = content.get("logprobs")
+        has_logprobs = logprobs is not None and logprobs is not False  # 0 asks for the chosen ones
+        if content.get("echo") is True and has_logprobs:
             raise errors.RequestError(
                 "echo with logprobs is not supported: a diffusion model has no chain-rule "
                 "likelihood of the prompt; leave one of them out",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
 import httpx
 import orjson
@@ -26,7 +27,7 @@ def nested(depth, leaf="x", *, name=None):
     return leaf
 
 
-def message(content="hi"):
+def message(content: Any = "hi"):
     return {"role": "user", "content": content}
 
 
