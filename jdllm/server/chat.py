@@ -10,7 +10,7 @@ from starlette import requests
 from starlette import responses as starlette_responses
 
 from jdllm import errors, offload
-from jdllm.server import openai_format, protocol, running, schemas, state
+from jdllm.server import openai_format, prompts, protocol, running, schemas, state
 
 if TYPE_CHECKING:
     from jdllm.engine import generations, tokenizer
@@ -82,6 +82,12 @@ async def template_ids(
     turns = [{"role": message.role, "content": message.content} for message in messages]
     size = sum(len(turn["content"]) for turn in turns)
     apply = tokenizer.apply_chat_template
+    if size > prompts.MAX_CHARACTERS:
+        raise errors.RequestTooLong(
+            f"messages have {size} characters, and at most {prompts.MAX_CHARACTERS} are taken; "
+            "shorten them",
+            param="messages",
+        )
     size += len(turns) * SIZE_OF_A_TURN
     return await offload.off_loop(size, lambda: apply(turns, **(options or {})))
 

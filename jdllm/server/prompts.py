@@ -44,12 +44,19 @@ def split(prompt: Any) -> list[Prompt]:
 async def all_ids(
     server: state.ServerState, prompts: Sequence[Prompt], param: str
 ) -> list[list[int]]:
-    """Returns the checked token ids of each prompt; `param` names their field in errors."""
+    """Returns the checked token ids of each prompt; `param` names their field in errors.
+
+    It stops at the first prompt that is too long for the context.
+    """
+
+    def made(prompt: Prompt) -> list[int]:
+        found = checked_ids(server, _encoded(server, prompt, param), param)
+        check_length(server, found, param)
+        return found
+
     for prompt in prompts:
         check_length(server, prompt, param)
-    return await mapped(
-        lambda one: checked_ids(server, _encoded(server, one, param), param), prompts
-    )
+    return await mapped(made, prompts)
 
 
 async def ids(server: state.ServerState, prompt: Prompt, param: str) -> list[int]:
