@@ -13,7 +13,6 @@ padding; default, range and words may differ.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -253,7 +252,6 @@ def of_kind(kind: str) -> dict[str, Algorithm]:
     return {name: algorithm for name, algorithm in TABLE.items() if algorithm.kind == kind}
 
 
-@functools.cache
 def option_names() -> tuple[str, ...]:
     """Returns the names of all options of all algorithms."""
     names = (option.name for algorithm in TABLE.values() for option in algorithm.options)

@@ -125,11 +125,12 @@ class Engine:
     ) -> streams.GenerationStream[generations.Generation]:
         """Yields the generations of several prompts as they come, for batch jobs.
 
-        A prompt is text or token ids; `params` are what `generate` takes. If one prompt is refused,
-        all are, and this call raises. Closing the iterator aborts them.
+        A prompt is text or token ids, and params may be dicts; without a length a prompt gets the
+        rest of the context. If one prompt is refused, all are, and this call raises. Closing the
+        iterator aborts them.
         """
         rows = requests.prompt_rows(prompts)
-        each = requests.params_per_prompt(params, len(rows))
+        each = requests.params_per_prompt(params, len(rows), requests.as_params)
         return self._iterate(
             self._inputs.choices(rows, each, request_ids=request_ids, suffix=suffix, given=given)
         )
@@ -150,7 +151,7 @@ class Engine:
         work in a thread.
         """
         rows = requests.prompt_rows(prompts)
-        each = requests.params_per_prompt(params, len(rows))
+        each = requests.params_per_prompt(params, len(rows), requests.as_params)
         num_choices = sum(one.n for one in each)
         self.check_places(num_choices, len(rows))
         build = functools.partial(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import typing
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -78,14 +78,20 @@ class Choice:
 
 
 def as_params(params: Params) -> sampling_params.SamplingParams:
-    """Returns the params of one prompt; without a length they get SGLang's default."""
+    """Returns the params of one prompt, which may be a dict or None."""
     if params is None:
-        params = sampling_params.SamplingParams()
-    elif isinstance(params, Mapping):
-        params = sampling_params.SamplingParams.from_mapping(params)
-    if params.max_new_tokens is None:
-        params = dataclasses.replace(params, max_new_tokens=DEFAULT_MAX_NEW_TOKENS)
+        return sampling_params.SamplingParams()
+    if isinstance(params, Mapping):
+        return sampling_params.SamplingParams.from_mapping(params)
     return params
+
+
+def with_length(params: Params) -> sampling_params.SamplingParams:
+    """Returns the params of one prompt; without a length they get SGLang's default."""
+    made = as_params(params)
+    if made.max_new_tokens is None:
+        return dataclasses.replace(made, max_new_tokens=DEFAULT_MAX_NEW_TOKENS)
+    return made
 
 
 def seed_of_choice(seed: int, index: int) -> int:
@@ -121,12 +127,14 @@ def one_each(params: P | Sequence[P], count: int) -> Sequence[P]:
 
 
 def params_per_prompt(
-    params: Params | Sequence[Params], count: int
+    params: Params | Sequence[Params],
+    count: int,
+    convert: Callable[[Params], sampling_params.SamplingParams] = with_length,
 ) -> list[sampling_params.SamplingParams]:
-    """Returns one SamplingParams per prompt, with SGLang's default length."""
+    """Returns one SamplingParams per prompt, converted from each or from the one for all."""
     if not isinstance(params, Sequence):
-        return [as_params(params)] * count
-    return [as_params(one) for one in one_each(params, count)]
+        return [convert(params)] * count
+    return [convert(one) for one in one_each(params, count)]
 
 
 def prompt_rows(prompts: str | Sequence[int] | Sequence[Prompt]) -> Sequence[Prompt]:
