@@ -10,7 +10,6 @@ import dataclasses
 import math
 import os
 import pathlib
-import reprlib
 import types
 import typing
 from collections.abc import Mapping
@@ -146,6 +145,7 @@ class ServerConfig:
     enable_metrics: bool = False
     log_level_http: LogLevel = "warning"
     max_body_bytes: int = 8 * 1024 * 1024
+    max_choices_per_request: int = 4096
     drain_timeout_s: float = 30.0
     skip_server_warmup: bool = False
     strict_model_name: bool = False
@@ -158,6 +158,10 @@ class ServerConfig:
         _check_types(self)
         if not 0 <= self.port <= 65535:
             raise errors.ConfigError(f"port={self.port} must be between 0 and 65535")
+        if self.max_choices_per_request < 1:
+            raise errors.ConfigError(
+                f"max_choices_per_request={self.max_choices_per_request} must be 1 or more"
+            )
         if not self.drain_timeout_s >= 0:  # written so that NaN is refused
             raise errors.ConfigError(
                 f"drain_timeout_s={self.drain_timeout_s} must be 0 or more seconds"
@@ -228,7 +232,7 @@ class _YamlLoader(yaml.SafeLoader):
             if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
                 if (key.tag, key.value) in seen:
                     raise yaml.constructor.ConstructorError(
-                        None, None, f"duplicate key {reprlib.repr(key.value)}", key.start_mark
+                        None, None, f"duplicate key {errors.quote(key.value)}", key.start_mark
                     )
                 seen.add((key.tag, key.value))
         return super().construct_mapping(node, deep)

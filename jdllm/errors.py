@@ -8,17 +8,30 @@ errors on as they are.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import itertools
+import numbers
+from collections.abc import Iterable, Mapping
+
+QUOTED_CHARACTERS = 80
+QUOTED_ITEMS = 3
+QUOTED_DEPTH = 2
+QUOTED_BITS = 256
+# A bound for what is not quoted by `quote`, such as lists of known names.
+MESSAGE_CHARACTERS = 4000
+NAME_CHARACTERS = 80
 
 
 class RequestError(ValueError):
-    """Says that one request cannot be served; never affects another request."""
+    """Says that one request cannot be served; never affects another request.
+
+    `param` names the field at fault. Names come from requests too, so both texts are cut.
+    """
 
     status = 400
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None):
-        super().__init__(message)
-        self.param = param
+        super().__init__(_cut(message, MESSAGE_CHARACTERS))
+        self.param = None if param is None else _cut(param, NAME_CHARACTERS)
         self.code = code
 
 
@@ -52,8 +65,52 @@ def maximum_context(limit: int) -> str:
     return f"This model's maximum context length is {limit} tokens"
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: object, known: Iterable[str]) -> str:
     """Returns a hint such as `; did you mean 'threshold'?`, or the list of known names."""
     known = sorted(known)
-    close = difflib.get_close_matches(name, known, n=1)
+    close = []
+    if isinstance(name, str) and len(name) <= NAME_CHARACTERS:
+        close = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
+
+
+def described_choices(num_choices: int, num_prompts: int) -> str:
+    """Returns what a request asks for, as the errors about too many choices call it."""
+    if num_prompts == 1:
+        return f"n={num_choices}"
+    return f"a list of {num_prompts} prompts with {num_choices} choices"
+
+
+def quote(value: object) -> str:
+    """Returns `value` as Python writes it, cut to a part of a line.
+
+    The time is bounded too, whatever the size of `value`, its depth and its number of digits.
+    """
+    return _cut(_shown(value, QUOTED_DEPTH), QUOTED_CHARACTERS)
+
+
+def _shown(value: object, depth: int) -> str:
+    """Returns the beginning of `repr(value)`, with containers up to a depth."""
+    match value:
+        case str() | bytes():
+            return repr(value[:QUOTED_CHARACTERS])
+        case int() if value.bit_length() > QUOTED_BITS:
+            return f"<an integer of {value.bit_length()} bits>"
+        case None | numbers.Number():
+            return repr(value)
+        case Mapping():
+            pairs = itertools.islice(value.items(), QUOTED_ITEMS if depth else 0)
+            shown = [f"{_shown(key, 0)}: {_shown(item, depth - 1)}" for key, item in pairs]
+            brackets = "{}"
+        case list() | tuple():
+            shown = [_shown(item, depth - 1) for item in value[: QUOTED_ITEMS if depth else 0]]
+            brackets = "[]" if isinstance(value, list) else "()"
+        case _:
+            return f"<{type(value).__name__}>"
+    if len(shown) < len(value):
+        shown.append("...")
+    return f"{', '.join(shown)}".join(brackets)
+
+
+def _cut(text: str, size: int) -> str:
+    return text if len(text) <= size else f"{text[: size - 3]}..."

@@ -19,7 +19,6 @@ Everything else is an error that names the field, with the nearest known name if
 from __future__ import annotations
 
 import difflib
-import reprlib
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -61,12 +60,12 @@ def check(
             if type(value) is not labels[name]:
                 wanted = labels[name].__name__
                 raise errors.RequestError(
-                    f"{name} must be a {wanted}, got {reprlib.repr(value)}", param=name
+                    f"{name} must be a {wanted}, got {errors.quote(value)}", param=name
                 )
         elif name in defaults:
             if not _is_default(value, defaults[name]):
                 raise errors.RequestError(
-                    f"{name}={reprlib.repr(value)} is not supported by this engine; leave it out",
+                    f"{name}={errors.quote(value)} is not supported by this engine; leave it out",
                     param=name,
                 )
         else:

@@ -14,7 +14,10 @@ from typing import Any
 
 from jdllm import algorithms, errors, neutral_values, value_checks
 
-MAX_STOP_STRINGS = 16
+# SGLang's number. What is longer than an output never matches.
+MAX_STOP_STRINGS = 32
+MAX_STOP_CHARACTERS = 2048
+MAX_STOP_TOKEN_IDS = 1024
 # Fields that are numbers, their checks and their bounds; None stands for a default.
 _NUMBERS: tuple[tuple[str, Callable[..., None], dict[str, Any]], ...] = (
     ("max_new_tokens", value_checks.check_integer, {"low": 1}),
@@ -65,16 +68,16 @@ class DllmParams:
         if algorithm is not None and (
             not isinstance(algorithm, str) or algorithm not in algorithms.TABLE
         ):
-            hint = errors.nearest(str(algorithm), algorithms.TABLE)
+            hint = errors.nearest(algorithm, algorithms.TABLE)
             raise errors.RequestError(
-                f"unknown dLLM algorithm {algorithm!r}{hint}", param="dllm.algorithm"
+                f"unknown dLLM algorithm {errors.quote(algorithm)}{hint}", param="dllm.algorithm"
             )
         known = algorithms.option_names()
         for name in options:
             if name not in known:
                 raise errors.RequestError(
-                    f"unknown dLLM option {name!r}"
-                    f"{errors.nearest(str(name), ('algorithm', *known))}",
+                    f"unknown dLLM option {errors.quote(name)}"
+                    f"{errors.nearest(name, ('algorithm', *known))}",
                     param=f"dllm.{name}",
                 )
         given = tuple((name, options[name]) for name in known if options.get(name) is not None)
@@ -201,6 +204,17 @@ class SamplingParams:
             )
         if any(not isinstance(s, str) or not s for s in self.stop):
             raise errors.RequestError("stop strings must be non-empty strings", param="stop")
+        longest = max(map(len, self.stop), default=0)
+        if longest > MAX_STOP_CHARACTERS:
+            raise errors.RequestError(
+                f"a stop string has at most {MAX_STOP_CHARACTERS} characters, got {longest}",
+                param="stop",
+            )
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise errors.RequestError(
+                f"at most {MAX_STOP_TOKEN_IDS} stop_token_ids, got {len(self.stop_token_ids)}",
+                param="stop_token_ids",
+            )
         for token_id in self.stop_token_ids:
             value_checks.check_integer(token_id, "stop_token_ids", low=0)
         self._check_filters()
@@ -250,7 +264,7 @@ def _tuple(value: Any, param: str) -> tuple[Any, ...]:
     if value is None:
         return ()
     if not isinstance(value, list | tuple):
-        raise errors.RequestError(f"{param} must be a list, got {value!r}", param=param)
+        raise errors.RequestError(f"{param} must be a list, got {errors.quote(value)}", param=param)
     return tuple(value)
 
 

@@ -19,33 +19,39 @@ def check_number(
 ) -> None:
     """Raises unless `value` is a finite number in [low, high], or in (low, high]."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise errors.RequestError(f"{param} must be a finite number, got {value!r}", param=param)
+        raise errors.RequestError(
+            f"{param} must be a finite number, got {errors.quote(value)}", param=param
+        )
     if not low <= value <= high or (open_low and value == low):
         bracket = "(" if open_low else "["
         raise errors.RequestError(
-            f"{param}={value!r} is outside {bracket}{low:g}, {high:g}]", param=param
+            f"{param}={errors.quote(value)} is outside {bracket}{low:g}, {high:g}]", param=param
         )
 
 
 def check_integer(value: Any, param: str, *, low: int, high: int = LARGEST_INTEGER) -> None:
     """Raises unless `value` is an integer from `low` to `high`."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise errors.RequestError(f"{param} must be an integer, got {value!r}", param=param)
+        raise errors.RequestError(
+            f"{param} must be an integer, got {errors.quote(value)}", param=param
+        )
     if not low <= value <= high:
         raise errors.RequestError(
-            f"{param}={value!r} must be between {low} and {high}", param=param
+            f"{param}={errors.quote(value)} must be between {low} and {high}", param=param
         )
 
 
 def check_flag(value: Any, param: str) -> None:
     """Raises unless `value` is true or false."""
     if not isinstance(value, bool):
-        raise errors.RequestError(f"{param} must be true or false, got {value!r}", param=param)
+        raise errors.RequestError(
+            f"{param} must be true or false, got {errors.quote(value)}", param=param
+        )
 
 
 def check_word(value: Any, param: str, *, words: Sequence[str]) -> None:
     """Raises unless `value` is one of `words`; the message names the nearest one."""
     if value not in words:
         raise errors.RequestError(
-            f"unknown {param}={value!r}{errors.nearest(str(value), words)}", param=param
+            f"unknown {param}={errors.quote(value)}{errors.nearest(value, words)}", param=param
         )

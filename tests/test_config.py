@@ -54,6 +54,7 @@ def test_a_wrong_engine_option_names_field_and_value(name, value):
         ("drain_timeout_s", math.nan),
         ("log_level_http", "loud"),
         ("max_body_bytes", 1e6),
+        ("max_choices_per_request", 0),
     ],
 )
 def test_a_wrong_server_option_names_field_and_value(name, value):

@@ -26,7 +26,7 @@ from jdllm.sampling_params import DllmParams, SamplingParams
         ({"n": 0}, "n"),
         ({"stop": 5}, "stop"),
         ({"stop": [""]}, "stop"),
-        ({"stop": ["x"] * 17}, "stop"),
+        ({"stop": ["x"] * 33}, "stop"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
         ({"stop_token_ids": "12"}, "stop_token_ids"),
         ({"ignore_eos": "yes"}, "ignore_eos"),

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import pathlib
-import reprlib
 from typing import Any
 
 import ml_dtypes
@@ -79,7 +78,7 @@ def _weight_map(directory: pathlib.Path) -> dict[str, str]:
         # A name, not a path: a checkpoint must not read files outside its folder.
         if not isinstance(name, str) or not name or pathlib.PurePath(name).name != name:
             raise errors.ConfigError(
-                f"{path}: weight_map[{reprlib.repr(tensor)}]={reprlib.repr(name)} is no file name"
+                f"{path}: weight_map[{errors.quote(tensor)}]={errors.quote(name)} is no file name"
             )
     return weight_map
 
@@ -129,15 +128,15 @@ def _span(path: pathlib.Path, name: str, info: dict[str, Any]) -> tuple[int, int
     begin, end = info["data_offsets"]
     if info["dtype"] not in _DTYPES:
         raise errors.ConfigError(
-            f"{path}: {reprlib.repr(name)} is stored as {reprlib.repr(info['dtype'])}; supported: "
+            f"{path}: {errors.quote(name)} is stored as {errors.quote(info['dtype'])}; supported: "
             f"{', '.join(_DTYPES)}"
         )
     if not all(type(size) is int and size >= 0 for size in (begin, end, *info["shape"])):
         raise errors.ConfigError(
-            f"{path}: {reprlib.repr(name)} has sizes that are no integers >= 0"
+            f"{path}: {errors.quote(name)} has sizes that are no integers >= 0"
         )
     if end - begin != math.prod(info["shape"]) * _DTYPES[info["dtype"]].itemsize:
         raise errors.ConfigError(
-            f"{path}: {reprlib.repr(name)} has offsets that do not fit its shape"
+            f"{path}: {errors.quote(name)} has offsets that do not fit its shape"
         )
     return begin, end

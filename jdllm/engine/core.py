@@ -60,6 +60,8 @@ class EngineCore:
         """
         if not self.has_work:  # the last request may have ended without a step after it
             self.clock.pause()
+        if is_bounded:
+            self.scheduler.check_room(len(requests))
         added: list[str] = []
         try:
             for request in requests:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jdllm import sampling_params
+from jdllm.engine import prefix_match
 from jdllm.engine import tokenizer as tokenizer_lib
 from jdllm.scheduler import commits as commits_lib
 
@@ -24,6 +25,8 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._params = params
         self.text = ""
+        self._stops = [prefix_match.PrefixMatch(stop) for stop in dict.fromkeys(params.stop)]
+        self._settled = ""  # what the matches of `_stops` have been fed
 
     def update(self, output_ids: Sequence[int], finish: commits_lib.FinishReason | None) -> str:
         """Returns the text that became certain; `self.text` is all text so far."""
@@ -52,14 +55,12 @@ class Detokenizer:
     def _held_back(self, text: str) -> int:
         """Returns how many characters at the end may still change or be trimmed."""
         settled = text.rstrip(REPLACEMENT)
+        if not settled.startswith(self._settled):
+            self._settled = ""
+            for stop in self._stops:
+                stop.reset()
+        for stop in self._stops:
+            stop.feed(settled[len(self._settled) :])
+        self._settled = settled
         held = len(text) - len(settled)
-        longest = max(
-            (
-                size
-                for stop in self._params.stop
-                for size in range(1, len(stop))
-                if settled.endswith(stop[:size])
-            ),
-            default=0,
-        )
-        return held + longest
+        return held + max((stop.size for stop in self._stops), default=0)

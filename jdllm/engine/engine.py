@@ -6,14 +6,16 @@ text (templates, tokenising, detokenising) happens on the caller's side.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
 import time
 import weakref
 from collections.abc import AsyncGenerator, Collection, Sequence
 from typing import Any
 
 from jdllm import config as config_lib
-from jdllm import errors, sampling_params
+from jdllm import errors
 from jdllm.engine import generations, infilling, info, input_processor, requests, streams
 from jdllm.engine import loop as loop_lib
 from jdllm.engine import stats as stats_lib
@@ -97,24 +99,30 @@ class Engine:
         *,
         input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         rid: str | Sequence[str] | None = None,
+        stream: bool = False,
         suffix: infilling.Suffixes = None,
         given: infilling.Givens = None,
         priority: int | None = None,
     ) -> Any:
-        """Does what `generate` does without streaming, for an asyncio caller."""
-        choices, collector = self._call(
-            prompt, input_ids, sampling_params, rid, suffix, given, priority
+        """Does what `generate` does, for an asyncio caller; the input is prepared in a thread.
+
+        With `stream=True` it returns an async iterator of what `generate(stream=True)` yields.
+        """
+        choices, collector = await asyncio.to_thread(
+            self._call, prompt, input_ids, sampling_params, rid, suffix, given, priority
         )
-        stream = streams.async_stream(self._loop, choices, is_bounded=False)
-        async with contextlib.aclosing(stream) as events:
+        events = streams.async_stream(self._loop, lambda: choices, size=0, is_bounded=False)
+        if stream:
+            return streams.transformed(events, collector.part)
+        async with contextlib.aclosing(events):
             async for generation in events:
                 collector.add(generation)
         return collector.answer()
 
     def iterate(
         self,
-        prompts: Sequence[Sequence[int]],
-        params: sampling_params.SamplingParams | Sequence[sampling_params.SamplingParams],
+        prompts: str | Sequence[int] | Sequence[requests.Prompt],
+        params: requests.Params | Sequence[requests.Params] = None,
         *,
         request_ids: Sequence[str] | None = None,
         suffix: infilling.Suffixes = None,
@@ -123,24 +131,22 @@ class Engine:
     ) -> streams.GenerationStream[generations.Generation]:
         """Yields the generations of several prompts as they come, for batch jobs.
 
-        If one prompt is refused, all are, and this call raises. Closing the iterator aborts them.
+        A prompt is text or token ids, and params may be dicts; without a length a prompt gets the
+        rest of the context. If one prompt is refused, all are, and this call raises. Closing the
+        iterator aborts them.
         """
-        rows = requests.one_each(params, len(prompts))
+        rows = requests.prompt_rows(prompts)
+        each = requests.params_per_prompt(params, len(rows), requests.as_params)
         return self._iterate(
             self._inputs.choices(
-                prompts,
-                rows,
-                request_ids=request_ids,
-                suffix=suffix,
-                given=given,
-                priority=priority,
+                rows, each, request_ids=request_ids, suffix=suffix, given=given, priority=priority
             )
         )
 
     def stream(
         self,
-        prompts: Sequence[Sequence[int]],
-        params: sampling_params.SamplingParams | Sequence[sampling_params.SamplingParams],
+        prompts: str | Sequence[int] | Sequence[requests.Prompt],
+        params: requests.Params | Sequence[requests.Params] = None,
         *,
         request_ids: Sequence[str] | None = None,
         suffix: infilling.Suffixes = None,
@@ -149,15 +155,41 @@ class Engine:
     ) -> AsyncGenerator[generations.Generation, None]:
         """Does what `iterate` does, for an asyncio server: the queue limit applies.
 
-        If there are more choices than can ever run and wait, this call raises. If the scheduler
-        refuses a request, the first step of the iterator raises.
+        If there are more choices than can run and wait, this call raises, before it has looked at
+        the prompts. If a prompt is refused, the first step of the iterator raises; it does large
+        work in a thread.
         """
-        rows = requests.one_each(params, len(prompts))
-        self._check_places(rows)
-        choices = self._inputs.choices(
-            prompts, rows, request_ids=request_ids, suffix=suffix, given=given, priority=priority
+        rows = requests.prompt_rows(prompts)
+        each = requests.params_per_prompt(params, len(rows), requests.as_params)
+        num_choices = sum(one.n for one in each)
+        self.check_places(num_choices, len(rows))
+        build = functools.partial(
+            self._inputs.choices,
+            rows,
+            each,
+            request_ids=request_ids,
+            suffix=suffix,
+            given=given,
+            priority=priority,
         )
-        return streams.async_stream(self._loop, choices, is_bounded=True)
+        size = input_processor.size(rows) + input_processor.SIZE_OF_A_CHOICE * num_choices
+        return streams.async_stream(self._loop, build, size=size, is_bounded=True)
+
+    def check_places(self, num_choices: int, num_prompts: int = 1) -> None:
+        """Raises if so many choices can never run and wait, or `QueueFull` if they cannot now.
+
+        While other requests arrive, this is a forecast: `stream` decides, for all or none of them.
+        """
+        assert self.config.max_queued_requests is not None, "build.build gives it a value"
+        places = self.max_running_requests + self.config.max_queued_requests
+        if num_choices > places:
+            what = errors.described_choices(num_choices, num_prompts)
+            raise errors.RequestError(
+                f"{what} can never fit: "
+                f"max_running_requests and max_queued_requests allow {places} together",
+                param="n" if num_prompts == 1 else "prompt",
+            )
+        self._built.core.scheduler.check_room(num_choices)
 
     # Control
 
@@ -278,18 +310,3 @@ class Engine:
         self, choices: dict[str, requests.Choice]
     ) -> streams.GenerationStream[generations.Generation]:
         return streams.GenerationStream(self._loop, choices, lambda generation: generation)
-
-    def _check_places(self, params: Sequence[sampling_params.SamplingParams]) -> None:
-        """Refuses more choices than can ever run and wait, before any of them is built."""
-        count = sum(one.n for one in params)
-        assert self.config.max_queued_requests is not None, "build.build gives it a value"
-        places = self.max_running_requests + self.config.max_queued_requests
-        if count <= places:
-            return
-        is_list = len(params) > 1
-        what = f"a list of {len(params)} prompts with {count} choices" if is_list else f"n={count}"
-        raise errors.RequestError(
-            f"{what} can never fit: max_running_requests and max_queued_requests allow "
-            f"{places} together",
-            param="prompt" if is_list else "n",
-        )

@@ -76,7 +76,7 @@ def _suffix_ids(suffix: Any, tokenizer: tokenizer_lib.Tokenizer | None) -> list[
     if not _is_ids(ids):
         raise errors.RequestError(
             f"suffix must be text or a list of token ids, or a list with one of these or None "
-            f"for each prompt, got {suffix!r}",
+            f"for each prompt, got {errors.quote(suffix)}",
             param="suffix",
         )
     return [int(one) for one in ids]
@@ -88,7 +88,8 @@ def _given_ids(given: Any, tokenizer: tokenizer_lib.Tokenizer | None) -> dict[in
     if not isinstance(given, Mapping) or not all(_is_integer(offset) for offset in given):
         raise errors.RequestError(
             f"given must map offsets from the prompt's end to token ids or to texts of one token, "
-            f"or be a list with one such mapping or None for each prompt, got {given!r}",
+            "or be a list with one such mapping or None for each prompt, got "
+            f"{errors.quote(given)}",
             param="given",
         )
     return {int(offset): _token_id(token, tokenizer) for offset, token in given.items()}
@@ -100,7 +101,8 @@ def _token_id(token: Any, tokenizer: tokenizer_lib.Tokenizer | None) -> int:
     ids = _encode(token, "given", tokenizer)
     if len(ids) != 1:
         raise errors.RequestError(
-            f"given holds {token!r}, which is {len(ids)} tokens, not one; give each its offset",
+            f"given holds {errors.quote(token)}, which is {len(ids)} tokens, not one; give each "
+            "its offset",
             param="given",
         )
     return ids[0]

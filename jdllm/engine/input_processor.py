@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,9 @@ from jdllm import errors, sampling_params
 from jdllm.engine import infilling, requests
 from jdllm.engine.build import build
 from jdllm.scheduler import request as request_lib
+
+# Making a choice takes about as long as looking at so many token ids.
+SIZE_OF_A_CHOICE = 500
 
 
 class InputProcessor:
@@ -24,7 +27,7 @@ class InputProcessor:
 
     def choices(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[requests.Prompt],
         params: Sequence[sampling_params.SamplingParams],
         *,
         request_ids: str | Sequence[str] | None = None,
@@ -32,18 +35,28 @@ class InputProcessor:
         given: infilling.Givens = None,
         priority: int | None = None,
     ) -> dict[str, requests.Choice]:
-        """Returns the choices of all prompts by request id, in the order of the prompts."""
+        """Returns the choices of all prompts by request id, in the order of the prompts.
+
+        The time grows with the number of tokens, of characters and of choices.
+        """
         names = requests.request_ids(request_ids, len(prompts))
         infills = infilling.infills(suffix, given, len(prompts), self._built.tokenizer)
         group, priority_class = object(), requests.priority_class(priority, self._built.config)
         choices: dict[str, requests.Choice] = {}
+        # The prompts of a list mostly share their params, by identity, and many have one length.
+        completed: dict[tuple[int, int], sampling_params.SamplingParams] = {}
         rows = zip(prompts, params, names, infills, strict=True)
-        for prompt_index, (prompt_ids, one, name, infill) in enumerate(rows):
-            for index, request in enumerate(self._requests(prompt_ids, one, name, infill)):
+        for prompt_index, (prompt, one, name, infill) in enumerate(rows):
+            prompt_ids = self._ids(prompt)
+            key = (id(one), len(prompt_ids) + len(infill.suffix_ids))
+            if key not in completed:
+                completed[key] = self._complete(one, key[1])
+            made = self._requests(prompt_ids, completed[key], name, infill)
+            for index, request in enumerate(made):
                 request.group, request.priority_class = group, priority_class
                 if request.request_id in choices:
                     raise errors.RequestError(
-                        f"duplicate request id {request.request_id!r}", param="rid"
+                        f"duplicate request id {errors.quote(request.request_id)}", param="rid"
                     )
                 choices[request.request_id] = requests.Choice(
                     request, prompt_index, index, self._built.tokenizer
@@ -78,15 +91,26 @@ class InputProcessor:
         """Returns how many tokens a request writes if it sets no limit; its kind of rows knows."""
         return self._built.core.scheduler.rows.default_new_tokens(prompt_len, block_length)
 
+    def _ids(self, prompt: requests.Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return self.encode(prompt)
+        if isinstance(prompt, list | tuple | np.ndarray):
+            return list(prompt)
+        raise errors.RequestError(
+            f"a prompt is text or a list of token ids, not {errors.quote(prompt)}", param="prompt"
+        )
+
     def _requests(
         self,
-        prompt_ids: Sequence[int],
-        params: sampling_params.SamplingParams,
+        prompt_ids: list[int],
+        full: sampling_params.SamplingParams,
         name: str,
         infill: infilling.Infill,
     ) -> list[request_lib.Request]:
-        """Returns the requests of one prompt, one for each of its `n` choices."""
-        full = self._complete(params, len(prompt_ids) + len(infill.suffix_ids))
+        """Returns the requests of one prompt, one for each of its `n` choices.
+
+        `full` has every default filled in. The requests share the ids, which nobody changes.
+        """
         assert full.max_new_tokens is not None, "_complete fills it in"
         self._check_ids(
             input_ids=prompt_ids,
@@ -94,13 +118,14 @@ class InputProcessor:
             suffix=infill.suffix_ids,
             given=infill.given.values(),
         )
+        suffix_ids, given = list(infill.suffix_ids), dict(infill.given)
         seed = self._random.getrandbits(requests.SEED_BITS) if full.seed is None else full.seed
         return [
             request_lib.Request(
                 request_id=requests.choice_id(name, full.n, index),
-                prompt_ids=list(prompt_ids),
-                suffix_ids=list(infill.suffix_ids),
-                given=dict(infill.given),
+                prompt_ids=prompt_ids,
+                suffix_ids=suffix_ids,
+                given=given,
                 sampling=full,
                 max_new_tokens=full.max_new_tokens,
                 eos_token_ids=self._built.eos_token_ids,
@@ -136,13 +161,22 @@ class InputProcessor:
             dllm=dllm,
         )
 
-    def _check_ids(self, **named: Iterable[Any]) -> None:
+    def _check_ids(self, **named: Collection[Any]) -> None:
         V = self._built.spec.vocab_size
         for name, ids in named.items():
+            # Much faster than the loop, for what nearly all callers pass.
+            if set(map(type, ids)) <= {int} and 0 <= min(ids, default=0) <= max(ids, default=0) < V:
+                continue
             for token_id in ids:
                 is_id = isinstance(token_id, int | np.integer) and not isinstance(token_id, bool)
                 if not is_id or not 0 <= token_id < V:
                     raise errors.RequestError(
-                        f"{name} holds {token_id!r}, not a token id between 0 and {V - 1}",
+                        f"{name} holds {errors.quote(token_id)}, not a token id between 0 and "
+                        f"{V - 1}",
                         param=name,
                     )
+
+
+def size(prompts: Sequence[requests.Prompt]) -> int:
+    """Returns how many characters or ids the prompts have, also if some are no prompts at all."""
+    return sum(len(one) for one in prompts if isinstance(one, str | list | tuple | np.ndarray))

@@ -101,7 +101,8 @@ class LLM:
                 if is_single:
                     return None, ids
         raise errors.RequestError(
-            f'a prompt is text, {{"prompt": text}} or {{"prompt_token_ids": ids}}, not {prompt!r}',
+            f'a prompt is text, {{"prompt": text}} or {{"prompt_token_ids": ids}}, not '
+            f"{errors.quote(prompt)}",
             param="prompt",
         )
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import typing
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,6 +24,7 @@ from jdllm.engine import tokenizer as tokenizer_lib
 from jdllm.scheduler import request as request_lib
 
 P = TypeVar("P")
+Prompt = str | Sequence[int]  # text, or token ids
 Params = sampling_params.SamplingParams | Mapping[str, object] | None
 
 DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's default for /generate and Engine.generate
@@ -78,14 +80,20 @@ class Choice:
 
 
 def as_params(params: Params) -> sampling_params.SamplingParams:
-    """Returns the params of one prompt; without a length they get SGLang's default."""
+    """Returns the params of one prompt, which may be a dict or None."""
     if params is None:
-        params = sampling_params.SamplingParams()
-    elif isinstance(params, Mapping):
-        params = sampling_params.SamplingParams.from_mapping(params)
-    if params.max_new_tokens is None:
-        params = dataclasses.replace(params, max_new_tokens=DEFAULT_MAX_NEW_TOKENS)
+        return sampling_params.SamplingParams()
+    if isinstance(params, Mapping):
+        return sampling_params.SamplingParams.from_mapping(params)
     return params
+
+
+def with_length(params: Params) -> sampling_params.SamplingParams:
+    """Returns the params of one prompt; without a length they get SGLang's default."""
+    made = as_params(params)
+    if made.max_new_tokens is None:
+        return dataclasses.replace(made, max_new_tokens=DEFAULT_MAX_NEW_TOKENS)
+    return made
 
 
 def seed_of_choice(seed: int, index: int) -> int:
@@ -145,12 +153,23 @@ def one_each(params: P | Sequence[P], count: int) -> Sequence[P]:
 
 
 def params_per_prompt(
-    params: Params | Sequence[Params], count: int
+    params: Params | Sequence[Params],
+    count: int,
+    convert: Callable[[Params], sampling_params.SamplingParams] = with_length,
 ) -> list[sampling_params.SamplingParams]:
-    """Returns one SamplingParams per prompt, with SGLang's default length."""
+    """Returns one SamplingParams per prompt, converted from each or from the one for all."""
     if not isinstance(params, Sequence):
-        return [as_params(params)] * count
-    return [as_params(one) for one in one_each(params, count)]
+        return [convert(params)] * count
+    return [convert(one) for one in one_each(params, count)]
+
+
+def prompt_rows(prompts: str | Sequence[int] | Sequence[Prompt]) -> Sequence[Prompt]:
+    """Returns a list of prompts; `prompts` may be one, as text or as ids."""
+    if isinstance(prompts, str):
+        return [prompts]
+    is_ids = len(prompts) > 0 and isinstance(prompts[0], int | np.integer)
+    # A cast: the first element decides, which no checker follows.
+    return typing.cast(Sequence[Prompt], [prompts] if is_ids else prompts)
 
 
 def id_rows(
@@ -161,7 +180,8 @@ def id_rows(
     rows: Any = input_ids.tolist() if isinstance(input_ids, np.ndarray) else input_ids
     if not isinstance(rows, list | tuple):
         raise errors.RequestError(
-            f"input_ids must be a list of ids or of lists, got {rows!r}", param="input_ids"
+            f"input_ids must be a list of ids or of lists, got {errors.quote(rows)}",
+            param="input_ids",
         )
     nested = [isinstance(row, list | tuple | np.ndarray) for row in rows]
     if any(nested) and not all(nested):

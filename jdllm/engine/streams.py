@@ -9,16 +9,18 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import itertools
 import queue
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from typing import Generic, TypeVar
 
-from jdllm import errors
+from jdllm import errors, offload
 from jdllm.engine import generations, requests
 from jdllm.engine import loop as loop_lib
 
 Item = TypeVar("Item")
 Choices = Mapping[str, requests.Choice]
+EVENTS_PER_TURN = 32
 NamedEvent = tuple[str, loop_lib.Event]  # (id of the request, its event)
 
 
@@ -91,12 +93,18 @@ class GenerationStream(Iterator[Item], Generic[Item]):
 
 
 async def async_stream(
-    loop: loop_lib.EngineLoop, choices: Choices, *, is_bounded: bool
+    loop: loop_lib.EngineLoop,
+    build: Callable[[], Choices],
+    *,
+    size: int,
+    is_bounded: bool,
 ) -> AsyncGenerator[generations.Generation, None]:
     """Yields generations as blocks commit, on the caller's asyncio loop.
 
-    If a request is refused, the first step raises; closing the iterator aborts the rest.
+    The first step builds the choices, in a thread if their `size` is large (`offload`). If one is
+    refused, this step raises; closing the iterator aborts the rest.
     """
+    choices = await offload.off_loop(size, build)
     events: asyncio.Queue[NamedEvent] = asyncio.Queue()
     event_loop = asyncio.get_running_loop()
 
@@ -106,7 +114,21 @@ async def async_stream(
     submission = _Submission(loop, choices)
     try:
         await asyncio.wrap_future(submission.submit(put, is_bounded=is_bounded))
-        while submission.unfinished:
+        for count in itertools.count(1):
+            if not submission.unfinished:
+                return
             yield submission.update(*await events.get())
+            if count % EVENTS_PER_TURN == 0:
+                await asyncio.sleep(0)  # `get` gives no turn to others while there are events
     finally:
         submission.leave()
+
+
+async def transformed(
+    events: AsyncGenerator[generations.Generation, None],
+    transform: Callable[[generations.Generation], Item],
+) -> AsyncGenerator[Item, None]:
+    """Yields `transform(generation)` for each; closing it closes `events`."""
+    async with contextlib.aclosing(events):
+        async for generation in events:
+            yield transform(generation)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import pathlib
-import reprlib
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -58,7 +57,7 @@ class Store:
         if foreign:
             raise errors.ConfigError(
                 f"{self.folder} has answers to {len(foreign)} questions that this run does not "
-                f"ask, such as {reprlib.repr(foreign[0])}; raise --limit, or choose another "
+                f"ask, such as {errors.quote(foreign[0])}; raise --limit, or choose another "
                 "--output-dir"
             )
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import reprlib
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -76,7 +75,7 @@ def check_spec(model: spec_lib.ModelSpec, sizes: SizeKeys) -> None:
         is_id = isinstance(token_id, int) and not isinstance(token_id, bool)
         if not (is_id and token_id in range(model.vocab_size)):
             raise errors.ConfigError(
-                f"{key}={reprlib.repr(token_id)} is outside the vocabulary of "
+                f"{key}={errors.quote(token_id)} is outside the vocabulary of "
                 f"{model.vocab_size} tokens; set {key} in config.json"
             )
     if model.num_query_heads % model.num_kv_heads:
@@ -148,7 +147,7 @@ def rope_parameters(hf: Mapping[str, Any]) -> Mapping[str, Any]:
     value = hf.get("rope_parameters") or {}
     if not isinstance(value, Mapping):
         raise errors.ConfigError(
-            f"config.json: rope_parameters={reprlib.repr(value)} must be an object"
+            f"config.json: rope_parameters={errors.quote(value)} must be an object"
         )
     return value
 
@@ -172,7 +171,7 @@ def integer(
         raise errors.ConfigError(f"config.json: {key} is missing")
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise errors.ConfigError(
-            f"config.json: {key}={reprlib.repr(value)} must be an integer from {low} to {high}"
+            f"config.json: {key}={errors.quote(value)} must be an integer from {low} to {high}"
         )
     return value
 
@@ -181,7 +180,7 @@ def flag(hf: Mapping[str, Any], key: str) -> bool:
     """Returns a boolean, or False if the key is missing."""
     value = first(hf.get(key), False)
     if not isinstance(value, bool):
-        raise errors.ConfigError(f"config.json: {key}={reprlib.repr(value)} must be true or false")
+        raise errors.ConfigError(f"config.json: {key}={errors.quote(value)} must be true or false")
     return value
 
 
@@ -194,6 +193,6 @@ def number(hf: Mapping[str, Any], key: str) -> float:
     # Compared before the conversion: an integer may be too large for a float.
     if not is_number or not 0 < value <= sys.float_info.max:
         raise errors.ConfigError(
-            f"config.json: {key}={reprlib.repr(value)} must be a finite number > 0"
+            f"config.json: {key}={errors.quote(value)} must be a finite number > 0"
         )
     return float(value)

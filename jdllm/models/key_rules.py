@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -155,7 +154,7 @@ class KeyRules:
     def refuse(self, key: str, value: Any, supported: str) -> None:
         """Raises the error for a value that is not implemented."""
         raise errors.ConfigError(
-            f"config.json: {key}={reprlib.repr(value)} is not supported for {self.architecture}; "
+            f"config.json: {key}={errors.quote(value)} is not supported for {self.architecture}; "
             f"supported: {supported}"
         )
 
@@ -170,7 +169,7 @@ class KeyRules:
             if key not in _ROPE_PARAMETERS
         }
         named = [
-            f"{key}={reprlib.repr(value)}" for key, value in unknown.items() if value is not None
+            f"{key}={errors.quote(value)}" for key, value in unknown.items() if value is not None
         ]
         if named:
             logger.warning("config.json: unknown keys without effect here: %s", ", ".join(named))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
-import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -136,7 +135,7 @@ def resolve_dtype(dtype: DTypeLike, hf_config: Mapping[str, Any]) -> jnp.dtype:
         name = hf_config.get("dtype") or hf_config.get("torch_dtype") or "bfloat16"
     if name not in config_lib.DTYPES or name == "auto":
         raise errors.ConfigError(
-            f"dtype={reprlib.repr(name)} is not supported; choose {', '.join(config_lib.DTYPES)}"
+            f"dtype={errors.quote(name)} is not supported; choose {', '.join(config_lib.DTYPES)}"
         )
     return jnp.dtype(name)
 

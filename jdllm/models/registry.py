@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,7 +35,7 @@ def architecture_of(hf_config: Mapping[str, Any]) -> str:
     names = [name for name in names if isinstance(name, str)]
     if not any(name in FAMILIES for name in names):
         raise errors.ConfigError(
-            f"config.json: architectures={reprlib.repr(names)} is not supported; supported: "
+            f"config.json: architectures={errors.quote(names)} is not supported; supported: "
             f"{', '.join(FAMILIES)}"
         )
     return next(name for name in names if name in FAMILIES)

@@ -37,7 +37,7 @@ def check(
     """
     num_old = len(output_ids) - num_new
     limit = min(len(output_ids), max_new_tokens)
-    ends = request_lib.end_tokens(stop_token_ids, eos_token_ids, ignore_eos)
+    ends = set(request_lib.end_tokens(stop_token_ids, eos_token_ids, ignore_eos))
     end_at = next((i for i in range(num_old, limit) if output_ids[i] in ends), None)
     if stop and detokenize is not None:
         bound = limit if end_at is None else end_at + 1
@@ -74,13 +74,13 @@ def _first_stop_string(
     output_ids: Sequence[int], num_old: int, stop: Sequence[str], detokenize: Detokenize
 ) -> commits.FinishReason | None:
     """Returns the end at the shortest prefix of more than `num_old` tokens with a stop string."""
-    start = _window_start(output_ids, num_old, max(map(len, stop)), detokenize)
-    if _earliest(detokenize(output_ids[start:]), stop) is None:
-        return None  # A block that does not end costs one decode of a bounded window.
+    start, num_known = _window(output_ids, num_old, max(map(len, stop)), detokenize)
+    if _earliest(detokenize(output_ids[start:]), num_known, stop) is None:
+        return None  # A block that does not end costs two decodes of a bounded window.
     lengths = range(num_old + 1, len(output_ids) + 1)
 
     def match(length: int) -> str | None:
-        return _earliest(detokenize(output_ids[start:length]), stop)
+        return _earliest(detokenize(output_ids[start:length]), num_known, stop)
 
     # A longer text still holds the stop string, so a binary search needs few decodes.
     place = bisect.bisect_left(lengths, True, key=lambda length: match(length) is not None)
@@ -91,23 +91,33 @@ def _first_stop_string(
     )
 
 
-def _window_start(
+def _window(
     output_ids: Sequence[int], num_old: int, longest: int, detokenize: Detokenize
-) -> int:
-    """Returns the token to decode from, so that the window cuts no match that ends in new tokens.
+) -> tuple[int, int]:
+    """Returns (the token to decode from, the length of the text from there to the new tokens).
 
-    The text before the new tokens must have `longest` characters, plus a few that may be
-    wrong because the window starts inside a character or at a leading space. Tokens
-    without text (special tokens that the tokenizer skips) widen the window.
+    The window cuts no match that ends in new tokens: its old text has `longest` characters, and
+    a few that may be wrong, because the window starts inside a character or at a leading space,
+    and the new tokens may complete the last character. Tokens of several characters make
+    the window shorter than its text, tokens without text (special tokens that the tokenizer
+    skips) make it longer.
     """
-    wanted = longest + MAX_BYTES_PER_CHARACTER
-    span = wanted * MAX_BYTES_PER_CHARACTER
-    while span < num_old and len(detokenize(output_ids[num_old - span : num_old])) < wanted:
+    wanted = longest + 2 * MAX_BYTES_PER_CHARACTER
+    span = wanted
+    while True:
+        start = max(0, num_old - span)
+        num_known = len(detokenize(output_ids[start:num_old]))
+        if start == 0 or num_known >= wanted:
+            return start, num_known
         span *= 2
-    return max(0, num_old - span)
 
 
-def _earliest(text: str, stop: Sequence[str]) -> str | None:
-    """Returns the stop string that begins first in `text`; of several, the first listed."""
-    places = [(text.find(string), string) for string in stop]
+def _earliest(text: str, num_known: int, stop: Sequence[str]) -> str | None:
+    """Returns the stop string that begins first in `text`; of several, the first listed.
+
+    The first `num_known` characters hold none. A search begins where a match can reach beyond
+    them, so its time does not grow with the window.
+    """
+    known = num_known - MAX_BYTES_PER_CHARACTER  # new tokens may change the last character
+    places = [(text.find(string, max(0, known - len(string))), string) for string in stop]
     return min((p for p in places if p[0] >= 0), key=lambda p: p[0], default=(-1, None))[1]

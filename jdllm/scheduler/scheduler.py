@@ -66,11 +66,24 @@ class Scheduler:
         `is_bounded`: the queue limit applies (for a server's traffic, not for an offline list).
         """
         if request.request_id in self.live.by_id:
-            raise errors.RequestError(f"request id {request.request_id!r} is in use", param="rid")
+            raise errors.RequestError(
+                f"request id {errors.quote(request.request_id)} is in use", param="rid"
+            )
         self.rows.prepare(request)
         if is_bounded:
-            self._check_queue()
+            self.check_room(1)
         self.live.add(request)
+
+    def check_room(self, count: int) -> None:
+        """Raises `QueueFull` unless the queue has room for `count` more requests now."""
+        if self._max_queued is None:
+            return
+        # A request that gets a free row in the next round does not count as queued.
+        if len(self.waiting) + count > self._max_queued + self.live.num_free_rows:
+            raise errors.QueueFull(
+                f"the queue is full: {len(self.waiting)} requests wait and {self._max_queued} may; "
+                f"there is no room for {count} more, retry later"
+            )
 
     def abort(self, request_id: str) -> bool:
         """Ends a request in any state and frees what it holds; False if it is not live."""
@@ -144,15 +157,6 @@ class Scheduler:
             total_cached_tokens=self._total_cached_tokens,
             total_preemptions=self.live.total_preemptions,
         )
-
-    def _check_queue(self) -> None:
-        # A request that gets a free row in the next round does not count as queued.
-        free_rows = self.live.num_free_rows
-        if self._max_queued is not None and len(self.waiting) >= self._max_queued + free_rows:
-            raise errors.QueueFull(
-                f"the queue is full: {len(self.waiting)} requests wait and {self._max_queued} may; "
-                "retry later"
-            )
 
     def _admit(self) -> None:
         prefix_len = functools.cache(self.pages.cached_prefix_len)

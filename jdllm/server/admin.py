@@ -18,7 +18,15 @@ from starlette import requests
 from starlette import responses as starlette_responses
 
 from jdllm import errors
-from jdllm.server import middleware, protocol, request_context, responses, schemas, state
+from jdllm.server import (
+    middleware,
+    protocol,
+    request_context,
+    request_model,
+    responses,
+    schemas,
+    state,
+)
 
 router = fastapi.APIRouter()
 
@@ -27,7 +35,7 @@ MAX_SHOWN = 256
 ACTIVITIES = ("CPU", "GPU")  # JAX records both, always
 
 
-class ProfileRequest(protocol.RequestModel):
+class ProfileRequest(request_model.RequestModel):
     """SGLang's fields; those that JAX's profiler has no counterpart for must ask for nothing."""
 
     output_dir: StrictStr | None = None

@@ -9,14 +9,25 @@ import fastapi
 from starlette import requests
 from starlette import responses as starlette_responses
 
-from jdllm import errors
-from jdllm.server import openai_format, protocol, running, schemas, state
+from jdllm import errors, offload
+from jdllm.server import (
+    conversation_fields,
+    openai_format,
+    prompts,
+    protocol,
+    running,
+    schemas,
+    state,
+)
 from jdllm.templates import budget
 
 if TYPE_CHECKING:
     from jdllm.engine import generations, tokenizer
 
 router = fastapi.APIRouter()
+
+# Rendering a message takes about as long as tokenising so many characters.
+SIZE_OF_A_TURN = 50
 
 
 @router.post("/v1/chat/completions", openapi_extra=schemas.body(protocol.ChatRequest))
@@ -51,7 +62,7 @@ async def chat_completions(request: requests.Request) -> starlette_responses.Res
 
 async def template_ids(
     tokenizer: tokenizer.Tokenizer,
-    messages: Sequence[protocol.Message],
+    messages: Sequence[conversation_fields.Message],
     chat_template_kwargs: Mapping[str, Any] | None,
     **layout: Any,
 ) -> list[int]:
@@ -62,9 +73,16 @@ async def template_ids(
             param="messages",
         )
     turns = [message.turn() for message in messages]
-    size = budget.text_size([turns, chat_template_kwargs or {}, layout], running.INLINE_CHARACTERS)
+    size = budget.text_size([turns, chat_template_kwargs or {}, layout], prompts.MAX_CHARACTERS)
     apply = tokenizer.apply_chat_template
-    return await running.off_loop(
+    if size > prompts.MAX_CHARACTERS:
+        raise errors.RequestTooLong(
+            f"messages have {size} characters, and at most {prompts.MAX_CHARACTERS} are taken; "
+            "shorten them",
+            param="messages",
+        )
+    size += len(turns) * SIZE_OF_A_TURN
+    return await offload.off_loop(
         size, lambda: apply(turns, chat_template_kwargs=chat_template_kwargs, **layout)
     )
 

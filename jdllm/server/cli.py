@@ -78,6 +78,8 @@ HELP = {
     "enable_metrics": "serve /metrics",
     "log_level_http": "level of the access log; info logs every request",
     "max_body_bytes": "largest request body",
+    "max_choices_per_request": "most choices of one request: prompts times n (each has at most "
+    "context_length tokens); also the longest list that /tokenize takes",
     "drain_timeout_s": "seconds that running requests have to end after SIGTERM",
     "skip_server_warmup": "no warm-up generation before the server is ready",
     "strict_model_name": "answer 404 to requests that name another model",

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import fastapi
 from starlette import requests
 from starlette import responses as starlette_responses
 
-from jdllm import errors
-from jdllm.server import openai_format, protocol, running, schemas, state
+from jdllm.server import openai_format, prompts, protocol, running, schemas, state
 
 if TYPE_CHECKING:
     from jdllm.engine import generations
@@ -26,68 +27,50 @@ async def completions(request: requests.Request) -> starlette_responses.Response
     server = state.of(request)
     body = await protocol.read(request, protocol.CompletionRequest)
     server.check_model(body.model)
-    prompts = [await prompt_ids(server, prompt, "prompt") for prompt in split_prompt(body.prompt)]
-    suffix = await suffix_ids(server, body.suffix)
+    given = prompts.split(body.prompt)
+    names = body.field_names()
+    running.check_places(server, len(given) * max(1, body.n or 1), len(given), names)
+    ids = await prompts.all_ids(server, given, "prompt")
+    suffix = await prompts.suffix_ids(server, body.suffix)
     answer_id = body.rid or running.new_request_id("cmpl")
+    # Most prompts leave room for the same number of tokens, and then share their options.
+    params = functools.cache(body.sampling)
+    room = functools.partial(prompts.default_tokens, server, default=DEFAULT_MAX_TOKENS)
     prompt_list = running.PromptList(
-        prompts=prompts,
-        params=[
-            body.sampling(default_tokens(server, len(ids) + len(suffix), DEFAULT_MAX_TOKENS))
-            for ids in prompts
-        ],
-        request_ids=running.ids_of_prompts(answer_id, len(prompts)),
-        field_names=body.field_names(),
+        prompts=ids,
+        params=[params(room(len(one) + len(suffix))) for one in ids],
+        request_ids=running.ids_of_prompts(answer_id, len(ids)),
+        field_names=names,
         priority=body.priority,
         suffix_ids=suffix,
         is_prompt_only=body.is_prompt_only,
     )
+    shape = SHAPE
+    if body.echo:
+        skips = body.skip_special_tokens is not False
+        shape = _echoing(await prompts.texts(server, given, skip_special_tokens=skips))
     answer = openai_format.Answer(
-        server=server, shape=SHAPE, prompt_list=prompt_list, answer_id=answer_id, body=body
+        server=server, shape=shape, prompt_list=prompt_list, answer_id=answer_id, body=body
     )
     return await answer.respond(request)
 
 
-def split_prompt(prompt: Any) -> list[str | list[int]]:
-    """Returns the prompts of a `prompt` field, which is str, [str], [int] or [[int]]."""
-    if isinstance(prompt, str) or protocol.is_ids(prompt):
-        return [prompt]
-    if isinstance(prompt, list) and prompt:
-        all_text = all(isinstance(item, str) for item in prompt)
-        if all_text or all(protocol.is_ids(item) for item in prompt):
-            return prompt
-    raise errors.RequestError(
-        "prompt must be a string, a list of strings, a list of token ids or a list of those, "
-        "and not empty",
-        param="prompt",
-    )
+def _echoing(texts: Sequence[str]) -> openai_format.Shape:
+    """Returns a shape whose outputs begin with the texts of their prompts."""
 
+    def choice(index: int, generation: generations.Generation) -> openai_format.Choice:
+        plain = _choice(index, generation)
+        return plain | {"text": texts[generation.prompt_index] + plain["text"]}
 
-async def prompt_ids(server: state.ServerState, prompt: str | list[int], param: str) -> list[int]:
-    """Returns the checked token ids of one prompt."""
-    if isinstance(prompt, str):
-        prompt = await running.off_loop(len(prompt), server.tokenizer.encode, prompt)
-        if not prompt:
-            raise errors.RequestError(f"{param} has no tokens", param=param)
-    vocab_size = server.engine.spec.vocab_size
-    for token_id in prompt:
-        if not 0 <= token_id < vocab_size:
-            raise errors.RequestError(
-                f"token id {token_id} is outside the vocabulary of {vocab_size}", param=param
-            )
-    return prompt
+    def chunk_choices(
+        index: int, generation: generations.Generation, is_first: bool
+    ) -> list[openai_format.Choice]:
+        chunks = _chunk_choices(index, generation, is_first)
+        if is_first:
+            chunks[0]["text"] = texts[generation.prompt_index] + chunks[0]["text"]
+        return chunks
 
-
-async def suffix_ids(server: state.ServerState, suffix: str | None) -> list[int]:
-    """Returns the ids of a suffix, without a token that marks its beginning; [] without one."""
-    if not suffix:
-        return []
-    encode = functools.partial(server.tokenizer.encode, add_special_tokens=False)
-    return await running.off_loop(len(suffix), encode, suffix)
-
-
-def default_tokens(server: state.ServerState, prompt_len: int, default: int) -> int:
-    """Returns the default output limit, or what is left of the context if that is less."""
-    return max(1, min(default, server.engine.default_max_new_tokens(prompt_len)))
+    return dataclasses.replace(SHAPE, choice=choice, chunk_choices=chunk_choices)
 
 
 def _choice(index: int, generation: generations.Generation) -> openai_format.Choice:

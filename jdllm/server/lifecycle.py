@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
 import logging
 import os
 import signal
@@ -141,6 +142,10 @@ class Lifecycle:
                 self._server.progress.enter("warmup", total=1)
                 prompt = health.probe_ids(engine.tokenizer)
                 engine.generate(input_ids=prompt, sampling_params={"max_new_tokens": WARMUP_TOKENS})
+            # What exists now stays. A look at all of it, by the collector, stops every thread for
+            # half a second.
+            gc.collect()
+            gc.freeze()
         except errors.ConfigError as error:
             self._call(loop, self._fail, CONFIG_EXIT_CODE, str(error))
         except Exception as error:  # the edge of the process: log the fault, exit with 1

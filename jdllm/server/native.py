@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
@@ -10,12 +11,15 @@ import fastapi
 from starlette import requests
 from starlette import responses as starlette_responses
 
-from jdllm import errors, sampling_params
-from jdllm.server import chat, completions, protocol, responses, running, schemas, sse, state
+from jdllm import errors, offload, sampling_params
+from jdllm.server import chat, prompts, protocol, responses, running, schemas, sse, state
 
 router = fastapi.APIRouter()
 
 DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's
+MAX_DETOKENIZED = 1 << 20
+# Checking the options of a prompt takes about as long as tokenising so many characters.
+SIZE_OF_OPTIONS = 50
 
 
 @router.post("/generate", openapi_extra=schemas.body(protocol.GenerateRequest))
@@ -24,17 +28,21 @@ async def generate(request: requests.Request) -> starlette_responses.Response:
     """Generates from one prompt and returns an object, or from a list and returns a list."""
     server = state.of(request)
     body = await protocol.read(request, protocol.GenerateRequest)
-    prompts, name, is_list = _prompts(body)
-    options = _sampling_options(body.sampling_params, len(prompts))
+    given, name, is_list = _prompts(body)
+    count = len(given)
+    options = _sampling_options(body.sampling_params, count)
+    names = _field_names(name, options)
+    running.check_places(server, _num_choices(options, count), count, names)
     extras = {"return_logprob": body.return_logprob, "return_step_map": body.return_step_map}
     extras = {name: value for name, value in extras.items() if value is not None}
-    options = [extras | one for one in options]
-    ids = [await completions.prompt_ids(server, prompt, name) for prompt in prompts]
+    ids = await prompts.all_ids(server, given, name)
+    lengths = [len(one) for one in ids]
+    size = len(options) * SIZE_OF_OPTIONS
     prompt_list = running.PromptList(
         prompts=ids,
-        params=[_params(server, i, one) for i, one in zip(ids, options, strict=True)],
-        request_ids=_request_ids(body, len(prompts)),
-        field_names=_field_names(name, options),
+        params=await offload.off_loop(size, _params, server, lengths, options, extras),
+        request_ids=_request_ids(body, count),
+        field_names=names,
         priority=body.priority,
     )
     is_list = is_list or prompt_list.params[0].n > 1
@@ -64,23 +72,23 @@ def _prompts(body: protocol.GenerateRequest) -> tuple[list[str | list[int]], str
     if body.text is not None:
         value, name = body.text, "text"
         is_one = isinstance(value, str)
-        is_many = isinstance(value, list) and all(isinstance(item, str) for item in value)
+        is_many = isinstance(value, list) and set(map(type, value)) == {str}
     else:
         value, name = body.input_ids, "input_ids"
         is_one = protocol.is_ids(value)
-        is_many = isinstance(value, list) and all(protocol.is_ids(item) for item in value)
+        is_many = isinstance(value, list) and value and all(map(protocol.is_ids, value))
     if is_one:
         return [value], name, False
-    if is_many and value:
+    if is_many:
         return value, name, True
     kind = "a string or a list of strings" if name == "text" else "token ids or a list of them"
     raise errors.RequestError(f"{name} must be {kind}, and not empty", param=name)
 
 
 def _sampling_options(value: Any, count: int) -> list[dict[str, Any]]:
-    """Returns one object per prompt; `value` is one object for all prompts, or a list."""
-    options = value if isinstance(value, list) else [{} if value is None else value] * count
-    if len(options) != count:
+    """Returns one object per prompt, or a single one for all."""
+    options = value if isinstance(value, list) else [{} if value is None else value]
+    if isinstance(value, list) and len(options) != count:
         raise errors.RequestError(
             f"sampling_params has {len(options)} entries for {count} prompts",
             param="sampling_params",
@@ -94,13 +102,32 @@ def _sampling_options(value: Any, count: int) -> list[dict[str, Any]]:
     return options
 
 
+def _num_choices(options: Sequence[dict[str, Any]], num_prompts: int) -> int:
+    """Returns how many choices are asked for; a wrong `n` counts as 1 and is refused later."""
+    asked = (one.get("n") for one in options)
+    total = sum(n if isinstance(n, int) and n > 1 else 1 for n in asked)
+    return total if len(options) == num_prompts else total * num_prompts
+
+
 def _params(
-    server: state.ServerState, prompt_ids: list[int], options: dict[str, Any]
-) -> sampling_params.SamplingParams:
-    if options.get("max_new_tokens") is None and options.get("max_tokens") is None:
-        default = completions.default_tokens(server, len(prompt_ids), DEFAULT_MAX_NEW_TOKENS)
-        options = options | {"max_new_tokens": default}
-    return protocol.sampling_from(options)
+    server: state.ServerState,
+    prompt_lengths: Sequence[int],
+    options: Sequence[dict[str, Any]],
+    extras: dict[str, Any],
+) -> list[sampling_params.SamplingParams]:
+    """Returns the options of each prompt; prompts with the same options and limit share them."""
+    made: dict[tuple[int, int], sampling_params.SamplingParams] = {}
+    params = []
+    for i, prompt_len in enumerate(prompt_lengths):
+        place = i if len(options) > 1 else 0
+        default = prompts.default_tokens(server, prompt_len, DEFAULT_MAX_NEW_TOKENS)
+        if (place, default) not in made:
+            one = extras | options[place]
+            if one.get("max_new_tokens") is None and one.get("max_tokens") is None:
+                one["max_new_tokens"] = default
+            made[place, default] = protocol.sampling_from(one)
+        params.append(made[place, default])
+    return params
 
 
 def _field_names(prompt_field: str, options: Sequence[dict[str, Any]]) -> dict[str, str]:
@@ -114,13 +141,13 @@ def _request_ids(body: protocol.GenerateRequest, count: int) -> list[str]:
     rid = body.rid
     if rid is None:
         return running.ids_of_prompts(running.new_request_id("gen"), count)
-    if isinstance(rid, str) and rid:
+    if isinstance(rid, str):
+        protocol.check_rid(rid)
         return running.ids_of_prompts(rid, count)
-    if (
-        isinstance(rid, list)
-        and len(rid) == count == len(set(map(str, rid)))
-        and all(isinstance(item, str) and item for item in rid)
-    ):
+    is_list = isinstance(rid, list) and set(map(type, rid)) == {str}
+    if is_list and len(rid) == count == len(set(rid)):
+        for one in rid:
+            protocol.check_rid(one)
         return rid
     raise errors.RequestError(
         f"rid must be a non-empty string or a list of {count} different ones", param="rid"
@@ -145,30 +172,37 @@ async def tokenize(request: requests.Request) -> starlette_responses.Response:
             continue_final_message=body.continue_final_message is True,
             add_special_tokens=body.add_special_tokens is True,
         )
-        return _tokens(server, ids, len(ids), body.return_token_strs)
+        return await _tokens(server, ids, len(ids), body.return_token_strs)
     texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+    if not isinstance(texts, list) or not set(map(type, texts)) <= {str}:
         raise errors.RequestError("prompt must be a string or a list of strings", param="prompt")
+    limit = server.server_config.max_choices_per_request
+    if len(texts) > limit or max(map(len, texts), default=0) > prompts.MAX_CHARACTERS:
+        raise errors.RequestError(
+            f"prompt may have {limit} texts (--max-choices-per-request), each of at most "
+            f"{prompts.MAX_CHARACTERS} characters",
+            param="prompt",
+        )
     special = body.add_special_tokens is not False
-    encode = server.tokenizer.encode
-    each = [
-        await running.off_loop(len(t), lambda t=t: encode(t, add_special_tokens=special))
-        for t in texts
-    ]
+    encode = functools.partial(server.tokenizer.encode, add_special_tokens=special)
+    each = await prompts.mapped(encode, texts)
     if isinstance(body.prompt, str):
-        return _tokens(server, each[0], len(each[0]), body.return_token_strs)
-    return _tokens(server, each, [len(ids) for ids in each], body.return_token_strs)
+        return await _tokens(server, each[0], len(each[0]), body.return_token_strs)
+    return await _tokens(server, each, [len(ids) for ids in each], body.return_token_strs)
 
 
-def _tokens(
+async def _tokens(
     server: state.ServerState, tokens: Any, count: Any, has_strings: bool | None
 ) -> starlette_responses.Response:
     content = {"tokens": tokens, "count": count, "max_model_len": server.engine.context_length}
+    size = count if isinstance(count, int) else sum(count)
     if has_strings:
         names = server.tokenizer.token_strings
         is_one = isinstance(count, int)
-        content["token_strs"] = names(tokens) if is_one else [names(ids) for ids in tokens]
-    return responses.json_response(content)
+        content["token_strs"] = await offload.off_loop(
+            size, lambda: names(tokens) if is_one else [names(ids) for ids in tokens]
+        )
+    return await offload.off_loop(size, responses.json_response, content)
 
 
 @router.post("/detokenize", openapi_extra=schemas.body(protocol.DetokenizeRequest))
@@ -177,8 +211,11 @@ async def detokenize(request: requests.Request) -> starlette_responses.Response:
     """Returns the text of ids."""
     server = state.of(request)
     body = await protocol.read(request, protocol.DetokenizeRequest)
-    if not protocol.is_ids(body.tokens):
-        raise errors.RequestError("tokens must be a non-empty list of token ids", param="tokens")
-    ids = await completions.prompt_ids(server, body.tokens, "tokens")
+    if not protocol.is_ids(body.tokens) or len(body.tokens) > MAX_DETOKENIZED:
+        raise errors.RequestError(
+            f"tokens must be a list of 1 to {MAX_DETOKENIZED} token ids", param="tokens"
+        )
+    ids = prompts.checked_ids(server, body.tokens, "tokens")
     skip = body.skip_special_tokens is not False
-    return responses.json_response({"text": server.tokenizer.decode(ids, skip_special_tokens=skip)})
+    decode = functools.partial(server.tokenizer.decode, skip_special_tokens=skip)
+    return responses.json_response({"text": await offload.off_loop(len(ids), decode, ids)})

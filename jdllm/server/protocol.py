@@ -7,17 +7,22 @@ one place, `SamplingParams`.
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import orjson
 import pydantic
 from pydantic import StrictBool, StrictFloat, StrictInt, StrictStr
 from starlette import requests
 
-from jdllm import errors, sampling_params
-from jdllm.server import foreign_fields
+from jdllm import errors, offload, sampling_params
+from jdllm.server import body_limits, field_at_fault, foreign_fields
+from jdllm.server.conversation_fields import Messages, TemplateFields
+from jdllm.server.request_model import RequestModel, first_problem
+
+MAX_RID_CHARACTERS = 256
+# Parsing is that much faster than tokenising.
+BYTES_PER_CHARACTER_OF_WORK = 4
 
 SAMPLING_FIELDS = (
     "temperature",
@@ -34,22 +39,16 @@ SAMPLING_FIELDS = (
 )
 
 
-class RequestModel(pydantic.BaseModel):
-    """A body; further fields must be in `foreign` with a neutral value, or they are refused."""
-
-    model_config = pydantic.ConfigDict(extra="allow", protected_namespaces=())
-    foreign: ClassVar[foreign_fields.Neutral] = {}
-
-    @pydantic.model_validator(mode="after")
-    def _refuse_foreign(self) -> RequestModel:
-        foreign_fields.check(self.model_extra or {}, self.foreign, type(self).model_fields)
-        return self
-
-
 class StreamOptions(RequestModel):
     foreign: ClassVar = foreign_fields.STREAM_OPTIONS
     include_usage: StrictBool | None = None
     continuous_usage_stats: StrictBool | None = None
+
+
+StopTokenIds = Annotated[
+    list[StrictInt],
+    pydantic.Field(max_length=sampling_params.MAX_STOP_TOKEN_IDS, fail_fast=True),
+]
 
 
 class OpenAIRequest(RequestModel):
@@ -63,7 +62,7 @@ class OpenAIRequest(RequestModel):
     seed: StrictInt | None = None
     n: StrictInt | None = None
     stop: Any = None
-    stop_token_ids: list[StrictInt] | None = None
+    stop_token_ids: StopTokenIds | None = None
     ignore_eos: StrictBool | None = None
     skip_special_tokens: StrictBool | None = None
     no_stop_trim: StrictBool | None = None
@@ -93,8 +92,8 @@ class OpenAIRequest(RequestModel):
                 f"best_of={self.best_of} is not supported; leave it out or equal to n",
                 param="best_of",
             )
-        if self.rid == "":
-            raise errors.RequestError("rid must not be empty", param="rid")
+        if self.rid is not None:
+            check_rid(self.rid)
         return self
 
     def wanted_tokens(self) -> tuple[str, int | None]:
@@ -117,68 +116,6 @@ class OpenAIRequest(RequestModel):
             raise renamed(error, self.field_names()) from error
 
 
-class TextPart(RequestModel):
-    type: StrictStr
-    text: StrictStr
-
-
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-
-
-class Message(RequestModel):
-    """A message of a conversation; `templates.conversations` says what becomes of its fields."""
-
-    foreign: ClassVar = foreign_fields.MESSAGE
-    role: StrictStr
-    content: Any = None
-    name: StrictStr | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    tool_call_id: StrictStr | None = None
-    reasoning_content: StrictStr | None = None
-
-    @pydantic.model_validator(mode="after")
-    def _check(self) -> Message:
-        if self.role not in ROLES:
-            raise errors.RequestError(
-                f"role={reprlib.repr(self.role)} must be one of {', '.join(ROLES)}", param="role"
-            )
-        if self.content is not None or not self.tool_calls:
-            self.content = _content_text(self.content)
-        return self
-
-    def turn(self) -> dict[str, Any]:
-        """Returns the fields that say something, as a chat template takes them."""
-        fields = {name: getattr(self, name) for name in type(self).model_fields}
-        given = {name: value for name, value in fields.items() if value not in (None, [], "")}
-        return given | {"content": self.content or ""}
-
-
-class TemplateFields(RequestModel):
-    """How a conversation becomes a prompt."""
-
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: StrictBool | None = None
-    continue_final_message: StrictBool | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Any = None
-
-    @pydantic.model_validator(mode="after")
-    def _check_layout(self) -> TemplateFields:
-        if self.continue_final_message and self.add_generation_prompt:
-            raise errors.RequestError(
-                "continue_final_message and add_generation_prompt exclude one another",
-                param="continue_final_message",
-            )
-        return self
-
-    @property
-    def writes_generation_prompt(self) -> bool:
-        """Whether a header for the assistant's answer follows the conversation."""
-        if self.add_generation_prompt is None:
-            return not self.continue_final_message
-        return self.add_generation_prompt
-
-
 class ChatRequest(OpenAIRequest, TemplateFields):
     """A conversation. With `tool_choice: "none"` tools are not listed in the prompt, as in SGLang.
 
@@ -186,7 +123,7 @@ class ChatRequest(OpenAIRequest, TemplateFields):
     """
 
     foreign: ClassVar = foreign_fields.CHAT
-    messages: list[Message]
+    messages: Messages
     max_completion_tokens: StrictInt | None = None
     add_special_tokens: StrictBool | None = None
 
@@ -205,7 +142,7 @@ class ChatRequest(OpenAIRequest, TemplateFields):
         # Without tools there is nothing to choose from, and "auto" is the default.
         if self.tool_choice not in (None, "none", "auto", "", {}, []):
             raise errors.RequestError(
-                f"tool_choice={reprlib.repr(self.tool_choice)} is not supported by this engine; "
+                f"tool_choice={errors.quote(self.tool_choice)} is not supported by this engine; "
                 'leave it out or give "none"',
                 param="tool_choice",
             )
@@ -229,6 +166,20 @@ class CompletionRequest(OpenAIRequest):
     foreign: ClassVar = foreign_fields.OPENAI
     prompt: Any = None
     suffix: StrictStr | None = None
+    echo: StrictBool | None = None
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _check_echo(cls, content: Any) -> Any:
+        logprobs = content.get("logprobs")
+        has_logprobs = logprobs is not None and logprobs is not False  # 0 asks for the chosen ones
+        if content.get("echo") is True and has_logprobs:
+            raise errors.RequestError(
+                "echo with logprobs is not supported: a diffusion model has no chain-rule "
+                "likelihood of the prompt; leave one of them out",
+                param="echo",
+            )
+        return content
 
     def field_names(self) -> dict[str, str]:
         return super().field_names() | {"input_ids": "prompt"}
@@ -276,7 +227,7 @@ class TokenizeRequest(TemplateFields):
     foreign: ClassVar = foreign_fields.TOKENIZE
     model: StrictStr | None = None
     prompt: Any = None
-    messages: list[Message] | None = None
+    messages: Messages | None = None
     add_special_tokens: StrictBool | None = None
     return_token_strs: StrictBool | None = None
 
@@ -308,18 +259,25 @@ async def read(request: requests.Request, model: type[Body]) -> Body:
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise errors.RequestError(
-            f"Content-Type must be application/json, got {content_type or 'none'!r}"
+            f"Content-Type must be application/json, got {errors.quote(content_type or 'none')}"
         )
+    body = await request.body()
+    return await offload.off_loop(len(body) // BYTES_PER_CHARACTER_OF_WORK, parse, body, model)
+
+
+def parse(body: bytes, model: type[Body]) -> Body:
+    """Returns a body as a checked `model`, or raises a `RequestError` naming the field."""
+    body_limits.check(body)
     try:
-        content = orjson.loads(await request.body())
+        content = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise errors.RequestError(f"the body is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise errors.RequestError(f"the body must be an object, got {type(content).__name__}")
     try:
-        return model.model_validate(content)
+        return field_at_fault.naming(model.model_validate, content)
     except pydantic.ValidationError as error:
-        raise _first_problem(error) from error
+        raise first_problem(error) from error
 
 
 def part(model: type[Body], content: Any, name: str) -> Body:
@@ -327,7 +285,7 @@ def part(model: type[Body], content: Any, name: str) -> Body:
     try:
         return model.model_validate(content)
     except pydantic.ValidationError as error:
-        problem = _first_problem(error)
+        problem = first_problem(error)
         param = name if problem.param is None else f"{name}.{problem.param}"
         raise errors.RequestError(f"{name}: {problem}", param=param, code=problem.code) from error
 
@@ -339,9 +297,9 @@ def sampling_from(options: dict[str, Any]) -> sampling_params.SamplingParams:
         if value is not None and not isinstance(value, kinds):
             wanted = " or ".join(kind.__name__ for kind in kinds)
             raise errors.RequestError(
-                f"{name} must be a {wanted}, got {reprlib.repr(value)}", param=name
+                f"{name} must be a {wanted}, got {errors.quote(value)}", param=name
             )
-    return sampling_params.SamplingParams.from_mapping(options)
+    return field_at_fault.naming(sampling_params.SamplingParams.from_mapping, options)
 
 
 def renamed(error: errors.RequestError, names: Mapping[str, str]) -> errors.RequestError:
@@ -353,48 +311,14 @@ def renamed(error: errors.RequestError, names: Mapping[str, str]) -> errors.Requ
     return type(error)(message, param=names.get(error.param, error.param), code=error.code)
 
 
+def check_rid(rid: str) -> None:
+    """Raises a `RequestError` for an id that is empty or too long: every choice has a copy."""
+    if not 1 <= len(rid) <= MAX_RID_CHARACTERS:
+        raise errors.RequestError(
+            f"rid must have 1 to {MAX_RID_CHARACTERS} characters, got {len(rid)}", param="rid"
+        )
+
+
 def is_ids(value: Any) -> bool:
     """Says whether `value` is a non-empty list of integers."""
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(x, int) and not isinstance(x, bool) for x in value)
-    )
-
-
-def _content_text(content: Any) -> str:
-    """Returns the text of a message; its parts are joined by a space, as in SGLang."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list) or not content:
-        raise errors.RequestError(
-            "content must be a string or a non-empty list of text parts", param="content"
-        )
-    texts = []
-    for i, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        if kind != "text":
-            raise errors.RequestError(
-                f"content part {kind!r} is not supported; use text parts",
-                param=f"content.{i}",
-            )
-        try:
-            texts.append(TextPart.model_validate(part).text)
-        except pydantic.ValidationError as error:
-            problem = _first_problem(error)
-            raise errors.RequestError(str(problem), param=f"content.{i}.{problem.param}") from error
-    return " ".join(texts)
-
-
-def _first_problem(error: pydantic.ValidationError) -> errors.RequestError:
-    first = error.errors()[0]
-    path = [str(part) for part in first["loc"]]
-    cause = first.get("ctx", {}).get("error")
-    if isinstance(cause, errors.RequestError):
-        path += [cause.param] if cause.param else []
-        return errors.RequestError(str(cause), param=".".join(path) or None, code=cause.code)
-    name = ".".join(path)
-    if first["type"] == "missing":
-        return errors.RequestError(f"{name} is required", param=name)
-    got = reprlib.repr(first["input"])
-    return errors.RequestError(f"{name}: {first['msg']}, got {got}", param=name)
+    return isinstance(value, list) and set(map(type, value)) == {int}

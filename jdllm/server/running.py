@@ -14,7 +14,7 @@ import functools
 import itertools
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from starlette import requests
@@ -26,9 +26,6 @@ from jdllm.engine import requests as engine_requests
 from jdllm.server import metrics, protocol, responses, state
 
 Result = TypeVar("Result")
-
-# Tokenising more characters than this would block the event loop, so a thread does it.
-INLINE_CHARACTERS = 20_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,6 +65,29 @@ def ids_of_prompts(request_id: str, count: int) -> list[str]:
     return [request_id] if count == 1 else [f"{request_id}-{i}" for i in range(count)]
 
 
+def check_places(
+    server: state.ServerState,
+    num_choices: int,
+    num_prompts: int = 1,
+    field_names: Mapping[str, str] | None = None,
+) -> None:
+    """Raises for more choices than one request may have, or than the engine has places for.
+
+    Routes call this first, when nothing has been tokenised or built yet.
+    """
+    limit = server.server_config.max_choices_per_request
+    try:
+        if num_choices > limit:
+            raise errors.RequestError(
+                f"{errors.described_choices(num_choices, num_prompts)} is too much for one "
+                f"request: this server takes {limit} (--max-choices-per-request)",
+                param="n" if num_prompts == 1 else "prompt",
+            )
+        server.engine.check_places(num_choices, num_prompts)
+    except errors.RequestError as error:
+        raise protocol.renamed(error, field_names or {}) from None
+
+
 async def stream(
     server: state.ServerState, prompt_list: PromptList
 ) -> AsyncGenerator[generations.Generation, None]:
@@ -77,6 +97,8 @@ async def stream(
     """
     arrival_s = time.monotonic()
     trackers: dict[tuple[int, int], metrics.Tracker] = {}
+    num_choices = sum(one.n for one in prompt_list.params)
+    check_places(server, num_choices, len(prompt_list.prompts), prompt_list.field_names)
     try:
         if prompt_list.is_prompt_only:
             events = _prompt_only(server, prompt_list, arrival_s)
@@ -176,10 +198,3 @@ async def cancel(*tasks: asyncio.Task[Any]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def off_loop(size: int, function: Callable[..., Result], *arguments: Any) -> Result:
-    """Returns function(*arguments); computes it in a thread if there are many characters."""
-    if size <= INLINE_CHARACTERS:
-        return function(*arguments)
-    return await asyncio.to_thread(function, *arguments)

@@ -2,12 +2,13 @@
 
 import functools
 import random
+import time
 
 import pytest
 
 from jdllm import sampling_params
 from jdllm.checkpoint import source
-from jdllm.engine import detokenizer, tokenizer
+from jdllm.engine import detokenizer, prefix_match, tokenizer
 from jdllm.scheduler import commits, finish
 
 ALPHABET = "ab c\u00e4\u4e2d\U0001f600<|1+="
@@ -100,3 +101,64 @@ def test_a_skipped_special_token_does_not_move_the_cut(nano_tokenizer):
     incremental.update(one + two, reason)
     assert first == "ab one"
     assert incremental.text == "ab one two "
+
+
+def naive_size(stop, text):
+    """Returns the length of the longest proper prefix of `stop` that `text` ends with."""
+    return max((size for size in range(1, len(stop)) if text.endswith(stop[:size])), default=0)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_prefix_match_agrees_with_trying_every_size(seed):
+    rng = random.Random(seed)
+    for _ in range(40):
+        letters = "ab" if rng.random() < 0.7 else "abc\N{GRINNING FACE}"
+        stop = "".join(rng.choices(letters, k=rng.randint(1, 9)))
+        match, text = prefix_match.PrefixMatch(stop), ""
+        for _ in range(rng.randint(1, 12)):
+            if rng.random() < 0.05:
+                match.reset()
+                text = ""
+            more = rng.choice([stop, "".join(rng.choices(letters, k=rng.randint(0, 6)))])
+            match.feed(more)
+            text += more
+            assert match.size == naive_size(stop, text)
+
+
+class OneLetterTokenizer:
+    """Token i is the letter chr(i); what follows a 0 is not known to be whole yet."""
+
+    def decode(self, ids, *, skip_special_tokens=True):
+        return "".join(chr(i) if i else detokenizer.REPLACEMENT for i in ids)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_held_back_agrees_with_trying_every_size(seed):
+    """Also where the end of the text is replaced by the next tokens."""
+    rng = random.Random(seed)
+    stops = ["".join(rng.choices("ab", k=rng.randint(1, 6))) for _ in range(rng.randint(1, 4))]
+    params = sampling_params.SamplingParams(stop=stops)
+    incremental, ids, shown = detokenizer.Detokenizer(OneLetterTokenizer(), params), [], ""
+    for _ in range(40):
+        while ids and ids[-1] == 0:
+            ids.pop()
+        ids += [ord(letter) for letter in rng.choices("ab", k=rng.randint(1, 4))]
+        ids += [0] * rng.choice([0, 0, 1, 2])
+        text = OneLetterTokenizer().decode(ids)
+        settled = text.rstrip(detokenizer.REPLACEMENT)
+        certain = settled[: len(settled) - max(naive_size(stop, settled) for stop in stops)]
+        incremental.update(ids, None)
+        shown += certain[len(shown) :]
+        assert incremental.text == shown
+
+
+def test_a_stop_string_of_a_megabyte_costs_no_more_than_the_text():
+    """It took minutes: each of its prefixes was compared with the end of the text."""
+    params = sampling_params.SamplingParams()
+    object.__setattr__(params, "stop", ("a" * 2**20 + "b", "ab" * 2**19))
+    incremental = detokenizer.Detokenizer(OneLetterTokenizer(), params)
+    began = time.monotonic()
+    for size in range(100, 2000, 100):
+        assert incremental.update([ord("a")] * size, None) == ""
+    assert time.monotonic() - began < 2.0
+    assert incremental.update([ord("a")] * 2000 + [ord("c")], None) == "a" * 2000 + "c"

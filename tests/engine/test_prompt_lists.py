@@ -111,7 +111,7 @@ def test_one_refused_prompt_refuses_the_list_and_nothing_runs(engine, place):
         engine.generate(input_ids=prompts, sampling_params=PARAMS)
     prompts[place] = [99]
     with pytest.raises(errors.RequestError, match="99, not a token id"):
-        engine.stream(prompts, PARAMS)
+        asyncio.run(collected(engine.stream(prompts, PARAMS)))
     assert_nothing_ran(engine)
 
 
@@ -179,6 +179,6 @@ def test_params_and_ids_are_one_for_each_prompt(engine):
         ({"params": PARAMS, "request_ids": ["a", "b", "a"]}, "rid"),
     ):
         with pytest.raises(errors.RequestError) as raised:
-            engine.stream(PROMPTS, **kwargs)
+            asyncio.run(collected(engine.stream(PROMPTS, **kwargs)))
         assert raised.value.param == param
     assert_nothing_ran(engine)

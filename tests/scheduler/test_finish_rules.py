@@ -1,6 +1,7 @@
 """Finish rules: the specified cases, and random outputs against a token-by-token scan."""
 
 import random
+import time
 
 import pytest
 
@@ -163,6 +164,36 @@ def test_decoding_work_per_block_does_not_grow_with_the_output():
         lengths.clear()
         assert check([0] * old, 32, stop=("bb",), max_new_tokens=10**6, detokenize=counting) is None
         assert sum(lengths) < 200
+
+
+def test_the_window_of_long_stop_strings_is_as_long_as_they_are():
+    lengths = []
+
+    def counting(ids):
+        lengths.append(len(ids))
+        return decode(ids)
+
+    stops = ("a" * 2000 + "b", "b" * 2047)
+    assert check([0] * 50_000, 32, stop=stops, max_new_tokens=10**6, detokenize=counting) is None
+    assert sum(lengths) < 3 * 2047
+    output = [1] + [0] * 2000 + [1]
+    assert triple(check(output, 1, stop=stops, max_new_tokens=10**6)) == (
+        "stop",
+        len(output),
+        stops[0],
+    )
+
+
+@pytest.mark.parametrize("shape", ["many", "one"])
+def test_64_kb_of_stop_strings_are_searched_in_linear_time(shape):
+    """Each nearly matches at every place, which took 50 ms and more per block."""
+    sizes = [65_536] if shape == "one" else [2048 - i for i in range(32)]
+    stops = tuple("a" * (size // 2) + "b" + "a" * (size - size // 2 - 1) for size in sizes)
+    output = [0] * 4000
+    began = time.monotonic()
+    for _ in range(100):
+        assert check(output, 32, stop=stops, max_new_tokens=10**6) is None
+    assert time.monotonic() - began < 4.0
 
 
 def test_a_match_in_many_new_tokens_takes_few_decodes():

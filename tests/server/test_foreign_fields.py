@@ -18,12 +18,12 @@ from openai.types.chat import completion_create_params as chat_create_params
 from support import edge, fake_engine
 
 from jdllm import errors, neutral_values, sampling_params
-from jdllm.server import foreign_fields, protocol
+from jdllm.server import conversation_fields, foreign_fields, protocol, request_model
 
 LISTED = json.loads((pathlib.Path(__file__).parents[1] / "data/request_fields.json").read_text())
 MESSAGES = [{"role": "user", "content": "hi"}]
 # kind of body -> (path, model, the least that it needs)
-BODIES: dict[str, tuple[str, type[protocol.RequestModel], dict[str, Any]]] = {
+BODIES: dict[str, tuple[str, type[request_model.RequestModel], dict[str, Any]]] = {
     "chat": ("/v1/chat/completions", protocol.ChatRequest, {"messages": MESSAGES}),
     "completions": ("/v1/completions", protocol.CompletionRequest, {"prompt": "hi"}),
     "generate": ("/generate", protocol.GenerateRequest, {"text": "hi"}),
@@ -58,7 +58,7 @@ OPENAI = {
 EACH = [(kind, name) for kind in BODIES for name in sorted(fields_of(kind))]
 
 
-def parse(kind: str, extra: dict[str, Any]) -> protocol.RequestModel:
+def parse(kind: str, extra: dict[str, Any]) -> request_model.RequestModel:
     """Parses a body as the route does, down to the decoding options; raises `RequestError`."""
     _, model, least = BODIES[kind]
     try:
@@ -224,12 +224,12 @@ def roles() -> dict[str, Any]:
 
 @pytest.mark.parametrize("role", sorted(roles()))
 def test_fields_of_messages_pass_empty_and_are_served_or_refused(role):
-    assert role in protocol.ROLES
+    assert role in conversation_fields.ROLES
     for name in roles()[role].__annotations__:
         if name in ("role", "content"):
             continue
         parse("chat", {"messages": [{"role": role, "content": "x", name: None}]})
-        if name in protocol.Message.model_fields:
+        if name in conversation_fields.Message.model_fields:
             continue
         with pytest.raises(errors.RequestError) as refused:
             parse("chat", {"messages": [{"role": role, "content": "x", name: "full"}]})

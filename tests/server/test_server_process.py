@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
-from support import edge
+from support import edge, stalls
 
 from jdllm.server import lifecycle
 
@@ -270,3 +270,41 @@ def test_a_port_in_use_is_a_clear_error(shared):
     assert done.returncode == 2
     assert f":{shared.port}: Address already in use" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+HOSTILE = {
+    "4,096 prompts with 128 choices": ("/v1/completions", {"prompt": ["a"] * 4096, "n": 128}, 400),
+    "a million prompts": ("/v1/completions", {"prompt": ["a"] * 10**6}, 400),
+    "a long stop string": ("/v1/completions", {"prompt": "a", "stop": "a" * 2**20}, 400),
+    "1.5 million texts": ("/tokenize", {"prompt": ["a"] * 1_500_000}, 400),
+    "long texts": ("/tokenize", {"prompt": ["words " * 300_000] * 3}, 200),
+    "many messages": ("/v1/chat/completions", {"messages": [{"role": "user"}] * 200_000}, 400),
+    "a long key": ("/v1/completions", {"prompt": "a", "k" * 7_000_000: 1}, 400),
+    "lists": ("/generate", {"text": [[]] * 2_000_000}, 400),
+}
+
+
+def test_hostile_bodies_keep_neither_health_nor_a_client_waiting(shared):
+    """All at once, twice. The client asks the same all the time and gets the same answer."""
+    bodies = [(path, json.dumps(body), status) for path, body, status in HOSTILE.values()] * 2
+    headers = {"content-type": "application/json"}
+    waits, answers, statuses = [], set(), []
+
+    def attack(path: str, content: str) -> None:
+        reply = httpx.post(shared.url + path, content=content, headers=headers, timeout=WAIT_S)
+        statuses.append(reply.status_code)
+        assert reply.status_code == 200 or len(reply.content) < 6000
+
+    threads = [threading.Thread(target=attack, args=body[:2]) for body in bodies]
+    for thread in threads:
+        thread.start()
+    with httpx.Client(base_url=shared.url, timeout=WAIT_S) as client:
+        while any(thread.is_alive() for thread in threads):
+            began = time.monotonic()
+            assert client.get("/health").status_code == 200
+            waits.append(time.monotonic() - began)
+            body = {"prompt": "hi", "max_tokens": 4}
+            answers.add(client.post("/v1/completions", json=body).json()["choices"][0]["text"])
+    assert sorted(statuses) == sorted(status for _, _, status in bodies)
+    assert max(waits) < stalls.LONGEST_STALL_S
+    assert len(answers) == 1

@@ -128,8 +128,7 @@ class FakeEngine:
     ) -> AsyncGenerator[generations.Generation, None]:
         if not self._admitting:
             raise errors.EngineStopped("the engine is draining")
-        if len(self.open_requests) + len(prompts) > self._max_queued:
-            raise errors.QueueFull("The request queue is full.")
+        self.check_places(len(prompts))
         self.seen_priorities.append(requests.priority_class(priority, self.config))
         rows = list(zip(prompts, params, request_ids, strict=True))
         for prompt_ids, one, request_id in rows:
@@ -166,6 +165,10 @@ class FakeEngine:
                 before += BLOCK
         finally:
             self.open_requests.difference_update(request_ids)
+
+    def check_places(self, num_choices: int, num_prompts: int = 1) -> None:
+        if len(self.open_requests) + num_choices > self._max_queued:
+            raise errors.QueueFull("The request queue is full.")
 
     def _fault(
         self, row: tuple[list[int], sampling_params.SamplingParams, str]

@@ -6,7 +6,6 @@ value of the right type passes. What would change the text is honoured or refuse
 
 from __future__ import annotations
 
-import reprlib
 from typing import Any, ClassVar
 
 import orjson
@@ -14,7 +13,7 @@ import pydantic
 from pydantic import StrictBool, StrictFloat, StrictInt, StrictStr
 
 from jdllm import errors, sampling_params
-from jdllm.server import foreign_fields, protocol
+from jdllm.server import conversation_fields, foreign_fields, protocol, request_model
 
 # Options that change the text, and their names in `SamplingParams`, which obeys or refuses them.
 SAMPLING = {
@@ -48,7 +47,6 @@ NEUTRAL_OPTIONS: foreign_fields.Neutral = {
 }
 # Options of samplers that NEUTRAL_OPTIONS keeps switched off.
 MOOT = frozenset({"mirostat_eta", "mirostat_tau"})
-MAX_MESSAGES = 8192
 _NO_LIMIT = (-1, -2)  # until the model stops, and until the context is full: here the same
 
 FOREIGN: foreign_fields.Neutral = {
@@ -63,7 +61,7 @@ FOREIGN: foreign_fields.Neutral = {
 }
 
 
-class Request(protocol.RequestModel):
+class Request(request_model.RequestModel):
     """What /api/chat and /api/generate share."""
 
     foreign: ClassVar = FOREIGN
@@ -109,7 +107,7 @@ class Request(protocol.RequestModel):
         penalty = (self.options or {}).get("repeat_penalty")
         if penalty not in (None, 1) and window != -1:
             raise errors.RequestError(
-                f"repeat_last_n={reprlib.repr(window)} is not supported; the penalty counts the "
+                f"repeat_last_n={errors.quote(window)} is not supported; the penalty counts the "
                 "whole context, which is -1",
                 param="repeat_last_n",
             )
@@ -118,23 +116,24 @@ class Request(protocol.RequestModel):
 class ChatRequest(Request):
     foreign: ClassVar = FOREIGN | {"tools": (None, [])}
     messages: list[dict[str, Any]] | None = None
-    _chat_messages: list[protocol.Message] = pydantic.PrivateAttr()
+    _chat_messages: list[conversation_fields.Message] = pydantic.PrivateAttr()
 
     @property
-    def chat_messages(self) -> list[protocol.Message]:
+    def chat_messages(self) -> list[conversation_fields.Message]:
         """The conversation in the form of the OpenAI route."""
         return self._chat_messages
 
     @pydantic.model_validator(mode="after")
     def _read_messages(self) -> ChatRequest:
         messages = self.messages or []
-        if len(messages) > MAX_MESSAGES:
+        if len(messages) > conversation_fields.MAX_MESSAGES:
             raise errors.RequestError(
-                f"{len(messages)} messages; at most {MAX_MESSAGES} are allowed", param="messages"
+                f"{len(messages)} messages; at most {conversation_fields.MAX_MESSAGES} are allowed",
+                param="messages",
             )
         named = [(f"messages.{i}", message) for i, message in enumerate(messages)]
         self._chat_messages = [
-            protocol.part(protocol.Message, chat_turn(message, name), name)
+            protocol.part(conversation_fields.Message, chat_turn(message, name), name)
             for name, message in named
         ]
         return self
@@ -166,23 +165,23 @@ class GenerateRequest(Request):
         return bool(self.raw or self.suffix)
 
     @property
-    def chat_messages(self) -> list[protocol.Message]:
+    def chat_messages(self) -> list[conversation_fields.Message]:
         """The conversation that a prompt stands for."""
         turns = [("system", self.system)] if self.system else []
         turns.append(("user", self.prompt or ""))
         return [
-            protocol.part(protocol.Message, {"role": role, "content": content}, "prompt")
+            protocol.part(conversation_fields.Message, {"role": role, "content": content}, "prompt")
             for role, content in turns
         ]
 
 
-class ShowRequest(protocol.RequestModel):
+class ShowRequest(request_model.RequestModel):
     model: StrictStr | None = None
     name: StrictStr | None = None
     verbose: StrictBool | None = None
 
 
-class _Message(protocol.RequestModel):
+class _Message(request_model.RequestModel):
     foreign: ClassVar = {"images": (None, []), "thinking": (None, "")}
     role: StrictStr
     content: StrictStr | None = None
@@ -191,13 +190,13 @@ class _Message(protocol.RequestModel):
     tool_name: StrictStr | None = None
 
 
-class _ToolCall(protocol.RequestModel):
+class _ToolCall(request_model.RequestModel):
     id: StrictStr | None = None
     type: StrictStr | None = None
     function: _Function
 
 
-class _Function(protocol.RequestModel):
+class _Function(request_model.RequestModel):
     index: StrictInt | None = None
     name: StrictStr
     description: StrictStr | None = None
@@ -236,5 +235,5 @@ def _check_hint(name: str, value: Any) -> None:
     wanted = bool if name in FLAG_HINTS else int
     if type(value) is not wanted:
         raise errors.RequestError(
-            f"{name} must be a {wanted.__name__}, got {reprlib.repr(value)}", param=name
+            f"{name} must be a {wanted.__name__}, got {errors.quote(value)}", param=name
         )

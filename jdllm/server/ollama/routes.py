@@ -11,7 +11,16 @@ from starlette import requests
 from starlette import responses as starlette_responses
 
 from jdllm import errors, version
-from jdllm.server import chat, completions, protocol, responses, running, schemas, sse, state
+from jdllm.server import (
+    chat,
+    prompts,
+    protocol,
+    responses,
+    running,
+    schemas,
+    sse,
+    state,
+)
 from jdllm.server.ollama import answer as answer_lib
 from jdllm.server.ollama import model_cards
 from jdllm.server.ollama import request as request_lib
@@ -40,9 +49,9 @@ async def ollama_generate(request: requests.Request) -> starlette_responses.Resp
     form = _form(server, body, "generate")
     if not body.prompt:
         return _loaded(body, form)
-    suffix = await completions.suffix_ids(server, body.suffix)
+    suffix = await prompts.suffix_ids(server, body.suffix)
     if body.is_plain:
-        prompt_ids = await completions.prompt_ids(server, body.prompt, "prompt")
+        prompt_ids = await prompts.ids(server, body.prompt, "prompt")
     else:
         prompt_ids = await chat.template_ids(server.tokenizer, body.chat_messages, None)
     prompt_list = _prompt_list(server, body, prompt_ids, "prompt", suffix)

@@ -7,23 +7,21 @@ that both routes build the same prompt from the same conversation.
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from pydantic import StrictStr
 
 from jdllm import errors
-from jdllm.server import foreign_fields, protocol
+from jdllm.server import conversation_fields, foreign_fields, protocol, request_model
 
 ChatMessage = dict[str, Any]
-MAX_ITEMS = 8192
 TEXT_PARTS = ("input_text", "output_text", "text")
 # Fields of items that other servers answer with, and that clients send back as they are.
 _ECHOED: foreign_fields.Neutral = {"phase": (None, "final_answer")}
 
 
-class _Item(protocol.RequestModel):
+class _Item(request_model.RequestModel):
     """What items share: how far an earlier exchange got says nothing about its text."""
 
     type: StrictStr | None = None
@@ -57,10 +55,11 @@ class _Reasoning(_Item):
     content: Any = None
 
 
-def chat_messages(value: Any, instructions: str | None) -> list[protocol.Message]:
+def chat_messages(value: Any, instructions: str | None) -> list[conversation_fields.Message]:
     """Returns the checked messages of `input`, after the instructions if there are some."""
     return [
-        protocol.part(protocol.Message, turn, name) for name, turn in turns(value, instructions)
+        protocol.part(conversation_fields.Message, turn, name)
+        for name, turn in turns(value, instructions)
     ]
 
 
@@ -72,9 +71,10 @@ def turns(value: Any, instructions: str | None) -> list[tuple[str, ChatMessage]]
     if isinstance(value, str) and value:
         found.append(("input", {"role": "user", "content": value}))
     elif isinstance(value, list) and value:
-        if len(value) > MAX_ITEMS:
+        if len(value) > conversation_fields.MAX_MESSAGES:
             raise errors.RequestError(
-                f"input has {len(value)} items; at most {MAX_ITEMS} are allowed", param="input"
+                f"input has {len(value)} items; at most {conversation_fields.MAX_MESSAGES} are allowed",
+                param="input",
             )
         for i, item in enumerate(value):
             _append(found, item, f"input.{i}")
@@ -115,7 +115,7 @@ def _append(turns: list[tuple[str, ChatMessage]], item: Any, name: str) -> None:
             )
         case kind:
             raise errors.RequestError(
-                f"{name}: an item of type {reprlib.repr(kind)} is not supported; use message, "
+                f"{name}: an item of type {errors.quote(kind)} is not supported; use message, "
                 "function_call and function_call_output",
                 param=f"{name}.type",
             )
@@ -144,14 +144,14 @@ def _part(part: Any, name: str) -> Mapping[str, Any]:
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
     if kind not in TEXT_PARTS:
         raise errors.RequestError(
-            f"{name}: a content part of type {reprlib.repr(kind)} is not supported; use "
+            f"{name}: a content part of type {errors.quote(kind)} is not supported; use "
             "input_text and output_text",
             param=name,
         )
     return {"type": "text", "text": protocol.part(_TextPart, part, name).text}
 
 
-class _TextPart(protocol.RequestModel):
+class _TextPart(request_model.RequestModel):
     foreign: ClassVar = {"prompt_cache_breakpoint": (None,)}
     type: StrictStr
     text: StrictStr

@@ -6,14 +6,13 @@ not: clients leave it at its default of true, and the answer says `"store": fals
 
 from __future__ import annotations
 
-import reprlib
 from typing import Any, ClassVar
 
 import pydantic
 from pydantic import StrictBool, StrictInt, StrictStr
 
 from jdllm import errors, sampling_params
-from jdllm.server import foreign_fields, protocol
+from jdllm.server import conversation_fields, foreign_fields, protocol, request_model
 from jdllm.server.responses_api import items
 
 _OFF = (None, False)
@@ -65,12 +64,12 @@ FOREIGN: foreign_fields.Neutral = {
 }
 
 
-class _StreamOptions(protocol.RequestModel):
+class _StreamOptions(request_model.RequestModel):
     foreign: ClassVar = foreign_fields.STREAM_OPTIONS
     include_usage: StrictBool | None = None  # of the chat route; here the last event always does
 
 
-class _Reasoning(protocol.RequestModel):
+class _Reasoning(request_model.RequestModel):
     foreign: ClassVar = {
         "effort": (None, "none"),
         "summary": (None,),
@@ -78,14 +77,14 @@ class _Reasoning(protocol.RequestModel):
     }
 
 
-class _TextOptions(protocol.RequestModel):
+class _TextOptions(request_model.RequestModel):
     foreign: ClassVar = {
         "format": (None, {"type": "text"}),
         "verbosity": (None, "medium"),
     }
 
 
-class ResponseRequest(protocol.RequestModel):
+class ResponseRequest(request_model.RequestModel):
     """What a client asks for; `messages` is what `input` and `instructions` say."""
 
     foreign: ClassVar = FOREIGN
@@ -121,10 +120,10 @@ class ResponseRequest(protocol.RequestModel):
     repetition_penalty: Any = None
     logit_bias: Any = None
     dllm: Any = None
-    _messages: list[protocol.Message] = pydantic.PrivateAttr()
+    _messages: list[conversation_fields.Message] = pydantic.PrivateAttr()
 
     @property
-    def messages(self) -> list[protocol.Message]:
+    def messages(self) -> list[conversation_fields.Message]:
         """The conversation to continue, as the chat route has it."""
         return self._messages
 
@@ -144,7 +143,7 @@ class ResponseRequest(protocol.RequestModel):
         for name in self.include or ():
             if name not in EMPTY_ADDITIONS:
                 raise errors.RequestError(
-                    f"include: {reprlib.repr(name)} is not supported; leave it out",
+                    f"include: {errors.quote(name)} is not supported; leave it out",
                     param="include",
                 )
         self._check_tools()
@@ -159,7 +158,7 @@ class ResponseRequest(protocol.RequestModel):
             )
         if self.tool_choice not in (None, "none", "auto"):
             raise errors.RequestError(
-                f"tool_choice={reprlib.repr(self.tool_choice)} is not supported; this server "
+                f"tool_choice={errors.quote(self.tool_choice)} is not supported; this server "
                 "calls no tools",
                 param="tool_choice",
             )

@@ -1,0 +1,37 @@
+"""The base of all request bodies, and how an error of pydantic becomes one that names a field."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import pydantic
+
+from jdllm import errors
+from jdllm.server import foreign_fields
+
+
+class RequestModel(pydantic.BaseModel):
+    """A body; further fields must be in `foreign` with a neutral value, or they are refused."""
+
+    model_config = pydantic.ConfigDict(extra="allow", protected_namespaces=())
+    foreign: ClassVar[foreign_fields.Neutral] = {}
+
+    @pydantic.model_validator(mode="after")
+    def _refuse_foreign(self) -> RequestModel:
+        foreign_fields.check(self.model_extra or {}, self.foreign, type(self).model_fields)
+        return self
+
+
+def first_problem(error: pydantic.ValidationError) -> errors.RequestError:
+    """Returns the first problem of a body, with the path of its field."""
+    first = error.errors()[0]
+    path = [str(part) for part in first["loc"]]
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, errors.RequestError):
+        path += [cause.param] if cause.param else []
+        return errors.RequestError(str(cause), param=".".join(path) or None, code=cause.code)
+    name = ".".join(path)
+    if first["type"] == "missing":
+        return errors.RequestError(f"{name} is required", param=name)
+    got = errors.quote(first["input"])
+    return errors.RequestError(f"{name}: {first['msg']}, got {got}", param=name)
