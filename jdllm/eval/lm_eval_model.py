@@ -171,9 +171,8 @@ class JdllmLM(model.LM):
             return self._engine.encode(context)
         chat = json.loads(context)
         adds = chat["add_generation_prompt"]
-        goes_on = {} if adds else {"continue_final_message": True}
         return self._engine.tokenizer.apply_chat_template(
-            chat["messages"], add_generation_prompt=adds, **goes_on
+            chat["messages"], add_generation_prompt=adds, continue_final_message=not adds
         )
 
     def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
