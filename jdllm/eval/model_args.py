@@ -97,7 +97,7 @@ def split(line: str) -> dict[str, Any]:
             continue
         name, equals, text = part.partition("=")
         if not equals or not name.strip():
-            raise errors.ConfigError(f"--model_args: {part[:80]!r} is not NAME=VALUE")
+            raise errors.ConfigError(f"--model_args: {errors.quote(part)} is not NAME=VALUE")
         values[name.strip()] = _value(text.strip())
     return values
 
@@ -111,7 +111,8 @@ def parse(given: Mapping[str, Any]) -> ModelArgs:
     for spelled, value in given.items():
         if spelled not in known:
             raise errors.ConfigError(
-                f"--model_args: unknown name {spelled[:80]!r}{errors.nearest(spelled, known)}"
+                f"--model_args: unknown name {errors.quote(spelled)}"
+                f"{errors.nearest(spelled, known)}"
             )
         name = ALIASES.get(spelled, spelled)
         if name in values and values[name] != value:
