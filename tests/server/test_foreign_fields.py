@@ -11,6 +11,7 @@ import json
 import pathlib
 from typing import Any
 
+import pydantic
 import pytest
 from openai.types import chat as openai_chat
 from openai.types import completion_create_params
@@ -63,8 +64,8 @@ def parse(kind: str, extra: dict[str, Any]) -> request_model.RequestModel:
     _, model, least = BODIES[kind]
     try:
         body = model.model_validate(least | extra)
-    except protocol.pydantic.ValidationError as error:
-        raise protocol._first_problem(error) from error
+    except pydantic.ValidationError as error:
+        raise request_model.first_problem(error) from error
     if isinstance(body, protocol.OpenAIRequest):
         body.sampling(8)
     return body
