@@ -129,6 +129,7 @@ def prompt_only(
             "nfe": 0,
             "tpf": 0.0,
             "dllm": dllm,
+            **({"step_map": []} if params.return_step_map else {}),
         },
     )
 

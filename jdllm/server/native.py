@@ -17,6 +17,7 @@ from jdllm.server import chat, prompts, protocol, responses, running, schemas, s
 router = fastapi.APIRouter()
 
 DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's
+LIMITS = ("max_new_tokens", "max_tokens")
 MAX_DETOKENIZED = 1 << 20
 # Checking the options of a prompt takes about as long as tokenising so many characters.
 SIZE_OF_OPTIONS = 50
@@ -32,18 +33,23 @@ async def generate(request: requests.Request) -> starlette_responses.Response:
     count = len(given)
     options = _sampling_options(body.sampling_params, count)
     names = _field_names(name, options)
+    is_prompt_only = _is_prompt_only(options, names["max_new_tokens"])
     running.check_places(server, _num_choices(options, count), count, names)
     extras = {"return_logprob": body.return_logprob, "return_step_map": body.return_step_map}
     extras = {name: value for name, value in extras.items() if value is not None}
     ids = await prompts.all_ids(server, given, name)
     lengths = [len(one) for one in ids]
     size = len(options) * SIZE_OF_OPTIONS
+    params = await offload.off_loop(size, _params, server, lengths, options, extras)
+    if is_prompt_only and any(one.return_logprob for one in params):
+        raise protocol.no_likelihood("return_logprob")
     prompt_list = running.PromptList(
         prompts=ids,
-        params=await offload.off_loop(size, _params, server, lengths, options, extras),
+        params=params,
         request_ids=_request_ids(body, count),
         field_names=names,
         priority=body.priority,
+        is_prompt_only=is_prompt_only,
     )
     is_list = is_list or prompt_list.params[0].n > 1
     if body.stream:
@@ -109,6 +115,24 @@ def _num_choices(options: Sequence[dict[str, Any]], num_prompts: int) -> int:
     return total if len(options) == num_prompts else total * num_prompts
 
 
+def _is_prompt_only(options: Sequence[dict[str, Any]], name: str) -> bool:
+    """Says whether no token is to be written (a limit of 0): tokens are counted, nothing runs."""
+    asking = {_writes_nothing(one) for one in options}
+    if len(asking) > 1:
+        raise errors.RequestError(f"{name}: give 0 for all prompts or for none", param=name)
+    return asking == {True}
+
+
+def _writes_nothing(options: dict[str, Any]) -> bool:
+    limits = _limits(options)
+    return bool(limits) and all(type(limit) is int and limit == 0 for limit in limits)
+
+
+def _limits(options: dict[str, Any]) -> list[Any]:
+    """Returns the limits of the output that are given; whether they agree is checked later."""
+    return [options[name] for name in LIMITS if options.get(name) is not None]
+
+
 def _params(
     server: state.ServerState,
     prompt_lengths: Sequence[int],
@@ -123,8 +147,8 @@ def _params(
         default = prompts.default_tokens(server, prompt_len, DEFAULT_MAX_NEW_TOKENS)
         if (place, default) not in made:
             one = extras | options[place]
-            if one.get("max_new_tokens") is None and one.get("max_tokens") is None:
-                one["max_new_tokens"] = default
+            if not _limits(one) or _writes_nothing(one):
+                one |= {"max_new_tokens": default, "max_tokens": None}
             made[place, default] = protocol.sampling_from(one)
         params.append(made[place, default])
     return params
@@ -164,7 +188,7 @@ async def tokenize(request: requests.Request) -> starlette_responses.Response:
         raise errors.RequestError("give exactly one of prompt and messages", param="prompt")
     if body.messages is not None:
         ids = await chat.template_ids(
-            server.tokenizer,
+            server,
             body.messages,
             body.chat_template_kwargs,
             tools=body.listed_tools,

@@ -17,7 +17,7 @@ from starlette import requests
 
 from jdllm import errors, offload, sampling_params
 from jdllm.server import body_limits, field_at_fault, foreign_fields
-from jdllm.server.conversation_fields import Messages, TemplateFields
+from jdllm.server.conversation_fields import Messages, TemplateFields, refuse_tool_use
 from jdllm.server.request_model import RequestModel, first_problem
 
 MAX_RID_CHARACTERS = 256
@@ -117,11 +117,6 @@ class OpenAIRequest(RequestModel):
 
 
 class ChatRequest(OpenAIRequest, TemplateFields):
-    """A conversation. With `tool_choice: "none"` tools are not listed in the prompt, as in SGLang.
-
-    Any other choice would have to find calls in the output, which this engine does not do.
-    """
-
     foreign: ClassVar = foreign_fields.CHAT
     messages: Messages
     max_completion_tokens: StrictInt | None = None
@@ -139,18 +134,7 @@ class ChatRequest(OpenAIRequest, TemplateFields):
                 f"{self.max_completion_tokens} disagree; give one",
                 param="max_completion_tokens",
             )
-        # Without tools there is nothing to choose from, and "auto" is the default.
-        if self.tool_choice not in (None, "none", "auto", "", {}, []):
-            raise errors.RequestError(
-                f"tool_choice={errors.quote(self.tool_choice)} is not supported by this engine; "
-                'leave it out or give "none"',
-                param="tool_choice",
-            )
-        if self.tools and self.tool_choice != "none":
-            raise errors.RequestError(
-                'tools are not supported by this engine, except with tool_choice="none"',
-                param="tools",
-            )
+        refuse_tool_use(self.tools, self.tool_choice)
         return self
 
     def wanted_tokens(self) -> tuple[str, int | None]:
@@ -200,19 +184,8 @@ class GenerateRequest(RequestModel):
     @pydantic.model_validator(mode="after")
     def _refuse_likelihoods(self) -> GenerateRequest:
         """Refuses what SGLang's `select` sends, and says why no such answer would be right."""
-        params = self.sampling_params
-        each = params if isinstance(params, list) else [params]
-        writes_nothing = any(
-            isinstance(one, dict) and one.get("max_new_tokens") == 0 for one in each
-        )
-        scores_prompt = self.logprob_start_len not in (None, -1)
-        if writes_nothing or scores_prompt:
-            raise errors.RequestError(
-                "a diffusion model has no chain-rule likelihood of a prompt, so prompts are not "
-                "scored here and `select` of SGLang's language cannot choose; a request must ask "
-                "for at least one new token and for log-probabilities of the output only",
-                param="logprob_start_len" if scores_prompt else "sampling_params.max_new_tokens",
-            )
+        if self.logprob_start_len not in (None, -1):
+            raise no_likelihood("logprob_start_len")
         return self
 
 
@@ -309,6 +282,16 @@ def renamed(error: errors.RequestError, names: Mapping[str, str]) -> errors.Requ
     limit = "max_new_tokens"
     message = str(error).replace(limit, names.get(limit, limit))
     return type(error)(message, param=names.get(error.param, error.param), code=error.code)
+
+
+def no_likelihood(param: str) -> errors.RequestError:
+    """Returns the error for a field that asks for log-probabilities of a prompt."""
+    return errors.RequestError(
+        "a diffusion model has no chain-rule likelihood of a prompt, so prompts are not scored "
+        "here and `select` of SGLang's language cannot choose; only new tokens have "
+        "log-probabilities",
+        param=param,
+    )
 
 
 def check_rid(rid: str) -> None:
