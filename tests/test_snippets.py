@@ -34,6 +34,10 @@ SHAPES = {
 }
 URL = "http://127.0.0.1:30000"
 CANVAS = "docs/algorithms.md"
+CLIENTS = "docs/clients.md"
+# Pages with Python, and how many snippets each has. Two are not run here, as their packages are no
+# dependencies of the tests: Ollama's client, and lm-eval's table (`eval/test_eval_tasks.py`).
+PYTHON = {"README.md": 3, CANVAS: 1, CLIENTS: 2, "docs/evaluation.md": 1}
 needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 
 
@@ -158,6 +162,19 @@ def test_clients_of_the_readme_print_an_answer_and_its_cost(server, monkeypatch,
         assert "#### 5" in printed and "nfe" in printed
 
 
+@needs_curl
+def test_the_request_for_a_response_is_answered(server):
+    (text,) = [text for text in snippets.blocks(CLIENTS, "bash") if text.startswith("curl")]
+    (message,) = server.ask(text)["output"]
+    assert example.extract_answer(message["content"][0]["text"]) == "12"
+
+
+def test_the_client_of_the_responses_api_prints_an_answer_twice(server, monkeypatch, capsys):
+    (text,) = [text for text in snippets.blocks(CLIENTS, "python") if "openai" in text]
+    printed = run(text.replace(URL, server.url), monkeypatch, capsys)
+    assert printed.count("#### 12") == 2
+
+
 @pytest.mark.campaign  # by default engine/test_bundled_model.py asks the same question
 def test_the_offline_snippet_of_the_readme_prints_an_answer(llm, monkeypatch, capsys):
     blocks = snippets.blocks("README.md", "python")
@@ -187,8 +204,11 @@ def test_the_request_about_infilling_is_answered():
 def test_what_is_not_run_is_known():
     """A new snippet is run here, or is a command whose flags `test_readme.py` checks."""
     checked = ("jdllm ", "pip install ", "docker ", "kubectl ", "python scripts/")
+    lm_eval = ("python -m jdllm.eval.lm_eval run ", "lm_eval run ")  # its own command line
     for page in snippets.PAGES:
-        assert len(snippets.blocks(page, "python")) == {"README.md": 3, CANVAS: 1}.get(page, 0)
+        assert len(snippets.blocks(page, "python")) == PYTHON.get(page, 0)
         for text in snippets.blocks(page, "bash"):
-            others = [line for line in text.splitlines() if not line.startswith(checked)]
+            others = [
+                line for line in text.splitlines() if not line.startswith((*checked, *lm_eval))
+            ]
             assert others == [] or text.startswith("curl "), page
