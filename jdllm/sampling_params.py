@@ -15,6 +15,9 @@ from typing import Any
 from jdllm import algorithms, errors, value_checks
 
 MAX_STOP_STRINGS = 16
+# A temperature below the first is greedy (SGLang's rule); one between the two counts as the second,
+# at which 16-bit states can still be divided by it (vLLM's rule).
+GREEDY_BELOW, LEAST_TEMPERATURE = 1e-6, 0.01
 # Fields that are numbers, their checks and their bounds; None stands for a default.
 _NUMBERS: tuple[tuple[str, Callable[..., None], dict[str, Any]], ...] = (
     ("max_new_tokens", value_checks.check_integer, {"low": 1}),
@@ -65,17 +68,18 @@ class DllmParams:
         if algorithm is not None and (
             not isinstance(algorithm, str) or algorithm not in algorithms.TABLE
         ):
-            hint = errors.nearest(str(algorithm), algorithms.TABLE)
+            shown = value_checks.quoted(algorithm)
             raise errors.RequestError(
-                f"unknown dLLM algorithm {algorithm!r}{hint}", param="dllm.algorithm"
+                f"unknown dLLM algorithm {shown}{errors.nearest(shown, algorithms.TABLE)}",
+                param="dllm.algorithm",
             )
         known = algorithms.option_names()
         for name in options:
             if name not in known:
                 raise errors.RequestError(
-                    f"unknown dLLM option {name!r}"
-                    f"{errors.nearest(str(name), ('algorithm', *known))}",
-                    param=f"dllm.{name}",
+                    f"unknown dLLM option {value_checks.quoted(name)}"
+                    f"{errors.nearest(value_checks.cut(name), ('algorithm', *known))}",
+                    param=f"dllm.{value_checks.cut(name)}",
                 )
         given = tuple((name, options[name]) for name in known if options.get(name) is not None)
         for name, value in given:
@@ -189,6 +193,8 @@ class SamplingParams:
         for name, check, bounds in _NUMBERS:
             if getattr(self, name) is not None:
                 check(getattr(self, name), name, **bounds)
+        if self.temperature is not None:
+            put("temperature", _steady(self.temperature))
         value_checks.check_integer(self.n, "n", low=1, high=128)
         for name in (
             "ignore_eos", "skip_special_tokens", "no_stop_trim", "return_logprob",
@@ -213,7 +219,7 @@ class SamplingParams:
             value = getattr(self, name)
             if value not in neutral:
                 raise errors.RequestError(
-                    f"{name}={value!r} is not supported by {self.dllm.algorithm}; leave it out, "
+                    f"{name}={value_checks.quoted(value)} is not supported by {self.dllm.algorithm}; leave it out, "
                     "temperature and seed are supported",
                     param=name,
                 )
@@ -242,22 +248,33 @@ class SamplingParams:
 def check_neutral(key: str, value: Any, known: Sequence[str] | set[str]) -> None:
     """Raises unless `key` is a known foreign field with a neutral value."""
     if key not in NEUTRAL_ONLY:
+        name = value_checks.cut(str(key))
         raise errors.RequestError(
-            f"unknown parameter {key!r}{errors.nearest(key, set(known) | set(NEUTRAL_ONLY))}",
-            param=key,
+            f"unknown parameter {name!r}{errors.nearest(name, set(known) | set(NEUTRAL_ONLY))}",
+            param=name,
         )
     allowed = NEUTRAL_ONLY[key]
     if not any(value == neutral and type(value) is type(neutral) for neutral in allowed):
         raise errors.RequestError(
-            f"{key}={value!r} is not supported by this engine; leave it out", param=key
+            f"{key}={value_checks.quoted(value)} is not supported by this engine; leave it out",
+            param=key,
         )
+
+
+def _steady(temperature: float) -> float:
+    """Returns a temperature that logits can be divided by: 0 is greedy."""
+    if temperature < GREEDY_BELOW:
+        return 0.0
+    return max(float(temperature), LEAST_TEMPERATURE)
 
 
 def _tuple(value: Any, param: str) -> tuple[Any, ...]:
     if value is None:
         return ()
     if not isinstance(value, list | tuple):
-        raise errors.RequestError(f"{param} must be a list, got {value!r}", param=param)
+        raise errors.RequestError(
+            f"{param} must be a list, got {value_checks.quoted(value)}", param=param
+        )
     return tuple(value)
 
 
