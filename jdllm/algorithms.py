@@ -32,10 +32,10 @@ class Option:
     """One option of an algorithm.
 
     A number lies in [low, high], where float32 computes with it without overflow and without
-    rounding it to 0. A word is one of `words`; the device gets its index there. A `default` of None means that the option is not set; `unset`
-    says what happens then. `padding` is the value in the array for rows without the option.
-    `counts_positions`: the value is a number of positions, so the algorithm treats a value above
-    the length of the row like that length.
+    rounding it to 0. A word is one of `words`; the device gets its index there. A `default` of
+    None means that the option is not set; `unset` says what happens then. `padding` is the value
+    in the array for rows without the option. `counts_positions`: the value is a number of
+    positions, so the algorithm treats a value above the length of the row like that length.
     """
 
     name: str

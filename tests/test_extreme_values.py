@@ -50,7 +50,7 @@ def test_an_option_is_refused_or_is_finite_and_nonzero_in_32_bits(algorithm, opt
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_a_field_is_refused_or_fits_into_its_array(name):
-    field = "max_new_tokens" if name == "max_tokens" else name
+    field = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}.get(name, name)
     for value in EVERYTHING:
         params = outcome(lambda value=value: SamplingParams.from_mapping({name: value}), field)
         if params is None:
