@@ -37,7 +37,7 @@ def biases(value: Any) -> Biases:
         )
     found: dict[int, float] = {}
     for key, bias in pairs:
-        token_id = int(key) if isinstance(key, str) and _is_short_number(key) else key
+        token_id: Any = int(key) if isinstance(key, str) and _is_short_number(key) else key
         value_checks.check_integer(token_id, name, low=0)
         value_checks.check_number(bias, name, low=-MOST_BIAS, high=MOST_BIAS)
         found[token_id] = float(bias)

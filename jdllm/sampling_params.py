@@ -180,7 +180,8 @@ class SamplingParams:
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: Mapping[int | str, float] | logit_options.Biases = ()
+    # A mapping of ids, or of their digits; kept as sorted pairs.
+    logit_bias: Any = ()
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] = ()
     seed: int | None = None

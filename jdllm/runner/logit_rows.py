@@ -133,9 +133,7 @@ def _fill(rows: LogitRows, i: int, request: request_lib.Request, vocab_size: int
     rows.frequency[i] = sampling.frequency_penalty or 0.0
     rows.presence[i] = sampling.presence_penalty or 0.0
     rows.min_p[i] = sampling.min_p or 0.0
-    biases = sampling.logit_bias
-    assert isinstance(biases, tuple), "the params have brought them into this form"
-    for at, (token_id, bias) in enumerate(biases):
+    for at, (token_id, bias) in enumerate(sampling.logit_bias):
         rows.bias_ids[i, at], rows.bias[i, at] = token_id, bias
     if sampling.allowed_token_ids is not None:
         rows.banned[i] = ~_bits(sampling.allowed_token_ids, vocab_size)

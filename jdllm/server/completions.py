@@ -10,7 +10,7 @@ from starlette import requests
 from starlette import responses as starlette_responses
 
 from jdllm import errors
-from jdllm.server import openai_format, protocol, running, schemas, state
+from jdllm.server import openai_format, protocol, running, schemas, state, token_logprobs
 
 if TYPE_CHECKING:
     from jdllm.engine import generations
@@ -111,4 +111,5 @@ SHAPE = openai_format.Shape(
     chunk_object_name="text_completion",
     choice=_choice,
     chunk_choices=_chunk_choices,
+    logprobs=token_logprobs.of_completion,
 )

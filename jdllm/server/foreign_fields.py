@@ -20,7 +20,6 @@ _OFF = (None, False)
 # Shared by /v1/chat/completions and /v1/completions.
 OPENAI: Neutral = {
     **sampling_params.NEUTRAL_ONLY,
-    "logprobs": _OFF,
     "top_logprobs": (None, 0),
     "response_format": (None, {"type": "text"}),
     "store": _OFF,
@@ -71,9 +70,7 @@ STREAM_OPTIONS: Neutral = {"include_obfuscation": _OFF}
 
 GENERATE: Neutral = {
     "logprob_start_len": (None, -1),
-    "top_logprobs_num": (None, 0),
     "token_ids_logprob": (None, []),
-    "return_text_in_logprobs": (None, False, True),
     "return_hidden_states": _OFF,
     "return_routed_experts": _OFF,
     "image_data": (None, []),

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import fastapi
 from starlette import requests
 from starlette import responses as starlette_responses
 
 from jdllm import errors, sampling_params
-from jdllm.server import chat, completions, protocol, responses, running, schemas, sse, state
+from jdllm.server import (
+    chat,
+    completions,
+    protocol,
+    responses,
+    running,
+    schemas,
+    sse,
+    state,
+    token_logprobs,
+)
+
+if TYPE_CHECKING:
+    from jdllm.engine import generations
 
 router = fastapi.APIRouter()
 
@@ -26,7 +39,11 @@ async def generate(request: requests.Request) -> starlette_responses.Response:
     body = await protocol.read(request, protocol.GenerateRequest)
     prompts, name, is_list = _prompts(body)
     options = _sampling_options(body.sampling_params, len(prompts))
-    extras = {"return_logprob": body.return_logprob, "return_step_map": body.return_step_map}
+    extras = {
+        "return_logprob": body.return_logprob,
+        "top_logprobs": body.top_logprobs_num,
+        "return_step_map": body.return_step_map,
+    }
     extras = {name: value for name, value in extras.items() if value is not None}
     options = [extras | one for one in options]
     ids = [await completions.prompt_ids(server, prompt, name) for prompt in prompts]
@@ -37,20 +54,30 @@ async def generate(request: requests.Request) -> starlette_responses.Response:
         field_names=_field_names(name, options),
     )
     is_list = is_list or prompt_list.params[0].n > 1
+
+    def shown(generation: generations.Generation) -> dict[str, Any]:
+        reply = generation.as_dict()
+        if not body.return_text_in_logprobs:
+            return reply
+        return token_logprobs.with_texts(reply, server.token_texts)
+
     if body.stream:
-        frames = _frames(server, prompt_list, is_list)
+        frames = _frames(server, prompt_list, is_list, shown)
         return sse.EventStream(frames, ping_interval_s=server.ping_interval_s)
     finals = await running.unless_client_leaves(request, running.collect(server, prompt_list))
-    replies = [generation.as_dict() for generation in finals]
+    replies = [shown(generation) for generation in finals]
     return responses.json_response(replies if is_list else replies[0])
 
 
 async def _frames(
-    server: state.ServerState, prompt_list: running.PromptList, is_list: bool
+    server: state.ServerState,
+    prompt_list: running.PromptList,
+    is_list: bool,
+    shown: Callable[[generations.Generation], dict[str, Any]],
 ) -> AsyncGenerator[bytes, None]:
     async with contextlib.aclosing(running.stream(server, prompt_list)) as events:
         async for generation in events:
-            reply = generation.as_dict()
+            reply = shown(generation)
             if is_list:
                 reply["index"] = prompt_list.choice_index(generation)
             yield sse.frame(reply)

@@ -16,13 +16,22 @@ import pydantic
 from pydantic import StrictBool, StrictFloat, StrictInt, StrictStr
 from starlette import requests
 
-from jdllm import errors, sampling_params
+from jdllm import errors, sampling_params, value_checks
 from jdllm.server import foreign_fields
 
+MAX_COMPLETION_LOGPROBS = 5  # OpenAI's
 SAMPLING_FIELDS = (
     "temperature",
     "top_p",
     "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "min_tokens",
     "seed",
     "n",
     "stop",
@@ -60,6 +69,15 @@ class OpenAIRequest(RequestModel):
     temperature: StrictFloat | None = None
     top_p: StrictFloat | None = None
     top_k: StrictInt | None = None
+    min_p: StrictFloat | None = None
+    frequency_penalty: StrictFloat | None = None
+    presence_penalty: StrictFloat | None = None
+    repetition_penalty: StrictFloat | None = None
+    logit_bias: Any = None
+    allowed_token_ids: list[StrictInt] | None = None
+    bad_words: Any = None
+    min_tokens: StrictInt | None = None
+    logprobs: Any = None
     seed: StrictInt | None = None
     n: StrictInt | None = None
     stop: Any = None
@@ -93,15 +111,22 @@ class OpenAIRequest(RequestModel):
         """Returns the field that limits the output, and its value."""
         return "max_tokens", self.max_tokens
 
+    def num_top_logprobs(self) -> int | None:
+        """Returns how many tokens to list beside each output token; None: no log-probabilities."""
+        raise NotImplementedError
+
     def field_names(self) -> dict[str, str]:
         """Maps the engine's names of fields, which its errors use, to this body's names."""
-        return {"max_new_tokens": self.wanted_tokens()[0]}
+        return {"max_new_tokens": self.wanted_tokens()[0], "min_new_tokens": "min_tokens"}
 
     def sampling(self, default_max_tokens: int) -> sampling_params.SamplingParams:
         """Returns the checked options; errors use the names of this body's fields."""
         _, wanted = self.wanted_tokens()
         options = {key: getattr(self, key) for key in SAMPLING_FIELDS}
         options["max_new_tokens"] = default_max_tokens if wanted is None else wanted
+        count = self.num_top_logprobs()
+        if count is not None:
+            options |= {"return_logprob": True, "top_logprobs": count}
         try:
             return sampling_from(options)
         except errors.RequestError as error:
@@ -131,6 +156,7 @@ class Message(RequestModel):
 class ChatRequest(OpenAIRequest):
     foreign: ClassVar = foreign_fields.CHAT
     messages: list[Message]
+    top_logprobs: StrictInt | None = None
     max_completion_tokens: StrictInt | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -148,6 +174,13 @@ class ChatRequest(OpenAIRequest):
             )
         return self
 
+    def num_top_logprobs(self) -> int | None:
+        if self.logprobs is not None:
+            value_checks.check_flag(self.logprobs, "logprobs")
+        if self.top_logprobs and not self.logprobs:
+            raise errors.RequestError("top_logprobs needs logprobs=true", param="top_logprobs")
+        return (self.top_logprobs or 0) if self.logprobs else None
+
     def wanted_tokens(self) -> tuple[str, int | None]:
         if self.max_completion_tokens is not None:
             return "max_completion_tokens", self.max_completion_tokens
@@ -162,6 +195,12 @@ class CompletionRequest(OpenAIRequest):
     prompt: Any = None
     suffix: StrictStr | None = None
 
+    def num_top_logprobs(self) -> int | None:
+        if self.logprobs is None or self.logprobs is False:
+            return None
+        value_checks.check_integer(self.logprobs, "logprobs", low=0, high=MAX_COMPLETION_LOGPROBS)
+        return self.logprobs
+
     def field_names(self) -> dict[str, str]:
         return super().field_names() | {"input_ids": "prompt"}
 
@@ -174,6 +213,8 @@ class GenerateRequest(RequestModel):
     stream: StrictBool | None = None
     rid: Any = None
     return_logprob: StrictBool | None = None
+    top_logprobs_num: StrictInt | None = None
+    return_text_in_logprobs: StrictBool | None = None
     return_step_map: StrictBool | None = None
 
 

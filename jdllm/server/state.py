@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING, Literal
 
 from jdllm import config, errors
-from jdllm.server import metrics, responses
+from jdllm.server import metrics, responses, token_logprobs
 
 if TYPE_CHECKING:
     from starlette import requests
@@ -34,6 +34,7 @@ class ServerState:
     created_s: int = dataclasses.field(default_factory=lambda: int(time.time()))
     ping_interval_s: float = 15.0
     metrics: metrics.EdgeMetrics = dataclasses.field(init=False)
+    _token_texts: token_logprobs.TokenTexts | None = None
 
     def __post_init__(self) -> None:
         self.metrics = metrics.EdgeMetrics(lambda: self.loaded_engine)
@@ -55,6 +56,13 @@ class ServerState:
                 "input_ids only"
             )
         return found
+
+    @property
+    def token_texts(self) -> token_logprobs.TokenTexts:
+        """The texts of single tokens; raises a 400 if the server runs without a tokenizer."""
+        if self._token_texts is None:
+            self._token_texts = token_logprobs.TokenTexts(self.tokenizer)
+        return self._token_texts
 
     def check_model(self, name: str | None) -> None:
         """Refuses the name of another model if `strict_model_name` is set."""

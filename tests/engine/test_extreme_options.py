@@ -25,6 +25,12 @@ def accepted_options(algorithm):
             yield {option.name: value}
 
 
+def params(temperature, dllm):
+    return SamplingParams(
+        max_new_tokens=TOKENS, return_logprob=True, seed=1, temperature=temperature, dllm=dllm
+    )
+
+
 def asks(engine):
     for name in engine._built.algorithms:
         algorithm = algorithms.TABLE[name]
@@ -33,11 +39,9 @@ def asks(engine):
             plain["block_length"] = TOKENS
         for given in accepted_options(algorithm):
             more = {"alg": "entropy"} if "alg_temp" in given else {}
-            yield SamplingParams(max_new_tokens=TOKENS, return_logprob=True, seed=1,
-                                 temperature=0.5 * bool(more), dllm=plain | more | given)  # fmt: skip
+            yield params(0.5 * bool(more), plain | more | given)
         for temperature in (1e-7, 1e-6, 100.0):
-            yield SamplingParams(max_new_tokens=TOKENS, return_logprob=True, seed=1,
-                                 temperature=temperature, dllm=plain)  # fmt: skip
+            yield params(temperature, plain)
 
 
 def answer(engine, params):

@@ -52,6 +52,7 @@ def empty_slots(num_slots: int, config: config_lib.StepConfig) -> AskedState:
 
 def enter(inputs: inputs_lib.DenoiseInputs, slots: AskedState) -> AskedState:
     """Returns the rows' states at the start of a launch: those of their slots, or new ones."""
+    assert inputs.history is not None, "only launches with logits come here"
     last = slots.history.shape[0] - 1
     kept = jax.tree.map(lambda leaf: leaf[jnp.minimum(inputs.slot, last)], slots)
     history = jnp.where(inputs.is_fresh[:, None], inputs.history, kept.history)
