@@ -275,8 +275,9 @@ def renamed(error: errors.RequestError, names: Mapping[str, str]) -> errors.Requ
     """Returns `error` with the names that its fields have in the request's body."""
     if error.param is None:
         return error
-    limit = "max_new_tokens"
-    message = str(error).replace(limit, names.get(limit, limit))
+    message = str(error)
+    for limit in ("max_new_tokens", "min_new_tokens"):
+        message = message.replace(limit, names.get(limit, limit))
     return type(error)(message, param=names.get(error.param, error.param), code=error.code)
 
 

@@ -117,9 +117,10 @@ def test_lists_change_no_token(engine):
     assert [r["meta_info"]["nfe"] for r in listed] == [r["meta_info"]["nfe"] for r in plain]
 
 
+@pytest.mark.campaign
 def test_a_preempted_row_counts_what_it_wrote_before():
     cases = [case(name, dllm, seed=2) for name, dllm in CASES[:12]]
-    with make_engine(max_total_tokens=10 * 16) as small:
+    with make_engine(with_logits=True, max_total_tokens=10 * 16) as small:
         results = generate(small, cases)
         assert small.stats().preemptions_total > 0
         assert_nothing_held(small)

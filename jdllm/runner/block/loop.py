@@ -83,13 +83,18 @@ class DenoiseOutputs:
     real_blocks: Int32[Any, ""]
 
 
-def commit_rows(rows: int, config: config_lib.StepConfig) -> tuple[int, ...]:
-    """Returns the compiled numbers C of committed blocks in a step of `rows` rows, ascending."""
+def commit_rows(
+    rows: int, config: config_lib.StepConfig, *, is_coarse: bool = False
+) -> tuple[int, ...]:
+    """Returns the compiled numbers C of committed blocks in a step of `rows` rows, ascending.
+
+    `is_coarse`: as few as possible, for launches that are rare.
+    """
     needs = any(decoding.BLOCK_ALGORITHMS[name].persists_apart for name in config.algorithms)
     if not config.fuses_commits or not needs:
         return (0,)
     # A small C serves rows that finish blocks at different steps, the largest C rows in lockstep.
-    return (0, rows) if rows < 8 else (0, max(4, rows // 8), rows)
+    return (0, rows) if rows < 8 or is_coarse else (0, max(4, rows // 8), rows)
 
 
 def denoise_launch(
@@ -120,7 +125,7 @@ def denoise_launch(
         model=loading.merge(graphdef, params),
         inputs=inputs,
         is_row=is_row,
-        variants=commit_rows(R, config),
+        variants=commit_rows(R, config, is_coarse=asked is not None),
     )
     begin = driver.Carry.begin(
         inputs.limits,
