@@ -24,7 +24,7 @@ class Bucket:
     """A compiled shape: `rows` of a launch and `tokens` of its largest forward.
 
     `name` is for logs. Launches of a bucket that `denoises` write output; other launches prepare
-    rows for that.
+    rows for that. `with_logits`: some of the rows may need their logits.
     """
 
     name: ClassVar[str]
@@ -32,6 +32,7 @@ class Bucket:
 
     rows: int
     tokens: int
+    with_logits: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

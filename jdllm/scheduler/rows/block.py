@@ -37,16 +37,10 @@ class PrefillBucket(batch_lib.Bucket):
     denoises = False
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeBucket(batch_lib.Bucket):
-    """Denoising steps of `rows` rows, one block each.
+    """Denoising steps of `rows` rows, one block each."""
 
-    `with_logits`: some of the rows may need their logits.
-    """
-
-    name: ClassVar[str] = "decode"
-
-    with_logits: bool = False
+    name = "decode"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -68,14 +68,12 @@ def forward_sizes(rows: int, most: int, *, is_coarse: bool) -> tuple[int, ...]:
 class CanvasBucket(batch_lib.Bucket):
     """Canvases of up to `rows` rows, whose `packed_len` together is at most `tokens`.
 
-    With `is_whole` every forward has `tokens` tokens, however few the rows need. `with_logits`:
-    some of the rows may need their logits.
+    With `is_whole` every forward has `tokens` tokens, however few the rows need.
     """
 
     name: ClassVar[str] = "canvas"
 
     is_whole: bool = False
-    with_logits: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
