@@ -17,7 +17,8 @@ def accepted_options(algorithm):
     for option in algorithm.options:
         if option.type not in ("number", "integer"):
             continue
-        for value in [*NUMBERS, option.low, option.high]:
+        distinct = {float(v): v for v in [*NUMBERS, option.low, option.high] if abs(v) < 1e300}
+        for value in distinct.values():
             try:
                 DllmParams(algorithm=algorithm.name, **{option.name: value})
             except errors.RequestError:
@@ -39,7 +40,9 @@ def asks(engine):
             plain["block_length"] = TOKENS
         for given in accepted_options(algorithm):
             more = {"alg": "entropy"} if "alg_temp" in given else {}
-            yield params(0.5 * bool(more), plain | more | given)
+            if "max_post_edit_steps" in given:
+                more = {"edit_threshold": 1.0}  # or edits that oscillate take all of the steps
+            yield params(0.5 * ("alg" in more), plain | more | given)
         for temperature in (1e-7, 1e-6, 100.0):
             yield params(temperature, plain)
 
