@@ -89,8 +89,8 @@ def test_launches_with_logits_have_every_other_size():
 def test_canvas_buckets_hold_their_rows_up_to_the_tokens_of_a_forward():
     made = canvas.CanvasBuckets.default(16, 8192, 4096)
     assert sizes_of(made) == [(1, 4096), (4, 8192), (16, 8192)]
-    assert sizes_of(made, with_logits=True) == [(1, 4096), (16, 8192)]
-    assert made.with_logits(1).rows == 1 and made.with_logits(2).rows == 16
+    assert sizes_of(made, with_logits=True) == [(16, 8192)]
+    assert made.with_logits(1) == made.with_logits(16) == made.all()[-1]
     assert made.canvas(5, 8192) == made.canvas(16, 16) == made.all()[2]
     assert {type(bucket) for bucket in made.all()} == {canvas.CanvasBucket}
     # The longest canvas fits whatever the budget, and no more is compiled than rows can use.

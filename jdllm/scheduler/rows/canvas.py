@@ -152,8 +152,8 @@ class CanvasBuckets:
 
     @property
     def logit_rows(self) -> tuple[int, ...]:
-        """Rows of launches with logits: one, and all; few requests need them."""
-        return tuple(sorted({self.rows[0], self.rows[-1]}))
+        """Rows of launches with logits: the most. Rows that are padding take no tokens."""
+        return self.rows[-1:]
 
     def canvas(self, rows: int, tokens: int) -> batch_lib.Bucket:
         """Returns the smallest bucket that holds `rows` canvases of together `tokens` tokens."""
