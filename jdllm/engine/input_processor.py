@@ -117,7 +117,7 @@ class InputProcessor:
             stop_token_ids=full.stop_token_ids,
             suffix=infill.suffix_ids,
             given=infill.given.values(),
-            logit_bias=(token_id for token_id, _ in full.logit_bias),
+            logit_bias=[token_id for token_id, _ in full.logit_bias],
             allowed_token_ids=full.allowed_token_ids or (),
         )
         banned_ids = candidates.banned_ids(full.bad_words, self._built.tokenizer)
