@@ -60,8 +60,8 @@ class JdllmLM(model.LM):
         """Returns nothing, since the template is applied later; refuses the name of one."""
         if isinstance(chat_template, str):
             raise errors.ConfigError(
-                f"--apply_chat_template {chat_template[:80]!r}: a checkpoint has one template; "
-                "leave out the name, or give chat_template=FILE in --model_args"
+                f"--apply_chat_template {errors.quote(chat_template)}: a checkpoint has one "
+                "template; leave out the name, or give chat_template=FILE in --model_args"
             )
         return ""
 

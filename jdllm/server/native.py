@@ -211,6 +211,7 @@ async def tokenize(request: requests.Request) -> starlette_responses.Response:
     """Returns the ids of a prompt, of several prompts, or of a conversation."""
     server = state.of(request)
     body = await protocol.read(request, protocol.TokenizeRequest)
+    server.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise errors.RequestError("give exactly one of prompt and messages", param="prompt")
     if body.messages is not None:
@@ -262,6 +263,7 @@ async def detokenize(request: requests.Request) -> starlette_responses.Response:
     """Returns the text of ids."""
     server = state.of(request)
     body = await protocol.read(request, protocol.DetokenizeRequest)
+    server.check_model(body.model)
     if not protocol.is_ids(body.tokens) or len(body.tokens) > MAX_DETOKENIZED:
         raise errors.RequestError(
             f"tokens must be a list of 1 to {MAX_DETOKENIZED} token ids", param="tokens"

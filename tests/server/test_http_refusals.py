@@ -213,6 +213,9 @@ def test_unknown_model():
     assert edge.error_of(edge.call(strict, CHAT, chat()))["code"] == "model_not_found"
     assert edge.call(strict, TEXT, text()).status_code == 404
     assert edge.call(strict, CHAT, chat(model="fake-model")).status_code == 200
+    for path, body in (("/tokenize", {"prompt": "hi"}), ("/detokenize", {"tokens": [104]})):
+        assert edge.call(strict, path, body).status_code == 200
+        assert edge.call(strict, path, body | {"model": "other"}).status_code == 404
 
 
 def test_body_over_the_limit_is_413_declared_or_chunked():
