@@ -70,7 +70,7 @@ class ServerState:
 def model_not_found(name: str) -> responses.NotFound:
     """Returns OpenAI's error for a model that is not served here."""
     return responses.NotFound(
-        f"The model '{name}' does not exist", param="model", code="model_not_found"
+        f"The model {errors.quote(name)} does not exist", param="model", code="model_not_found"
     )
 
 

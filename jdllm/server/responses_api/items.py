@@ -73,7 +73,8 @@ def turns(value: Any, instructions: str | None) -> list[tuple[str, ChatMessage]]
     elif isinstance(value, list) and value:
         if len(value) > conversation_fields.MAX_MESSAGES:
             raise errors.RequestError(
-                f"input has {len(value)} items; at most {conversation_fields.MAX_MESSAGES} are allowed",
+                f"input has {len(value)} items; at most {conversation_fields.MAX_MESSAGES} are "
+                "allowed",
                 param="input",
             )
         for i, item in enumerate(value):

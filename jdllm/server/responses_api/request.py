@@ -138,8 +138,8 @@ class ResponseRequest(request_model.RequestModel):
                 f"max_output_tokens={self.max_output_tokens} must be at least 1",
                 param="max_output_tokens",
             )
-        if self.rid == "":
-            raise errors.RequestError("rid must not be empty", param="rid")
+        if self.rid is not None:
+            protocol.check_rid(self.rid)
         for name in self.include or ():
             if name not in EMPTY_ADDITIONS:
                 raise errors.RequestError(

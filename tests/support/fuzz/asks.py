@@ -14,8 +14,8 @@ from typing import Any
 CHAT, TEXT, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 RESPONSES, OLLAMA_CHAT, OLLAMA_GENERATE = "/v1/responses", "/api/chat", "/api/generate"
 ROUTES = (CHAT, TEXT, GENERATE, RESPONSES, OLLAMA_CHAT, OLLAMA_GENERATE)
-CHAT_ONLY = (CHAT, RESPONSES, OLLAMA_CHAT)
 WITHOUT_CHOICES = (RESPONSES, OLLAMA_CHAT, OLLAMA_GENERATE)
+NUM_PROMPTS = (1, 1, 1, 1, 1, 1, 2, 4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +86,7 @@ def wrap(one: Ask, route: str, rng: random.Random, prompt_ids: list[int]) -> Ask
     body: dict[str, Any] = {"model": rng.choice(["m", "any/thing", "gpt-4o"])}
     if rng.random() < 0.5:
         body["stream"] = rng.random() < 0.7
-    if route not in WITHOUT_CHOICES and "seed" not in options and rng.random() < 0.2:
+    if route not in WITHOUT_CHOICES and "seed" not in options and rng.random() < 0.1:
         num_choices = rng.randint(2, 3)
         options["n"] = num_choices
     turns = [{"role": "user", "content": one.prompt}]
@@ -94,13 +94,13 @@ def wrap(one: Ask, route: str, rng: random.Random, prompt_ids: list[int]) -> Ask
         case "/v1/chat/completions":
             body |= {"messages": turns}
         case "/v1/completions":
-            num_prompts = rng.choice([1, 1, 1, 2, 4])
+            num_prompts = rng.choice(NUM_PROMPTS)
             prompt = prompt_ids if one.is_chat or rng.random() < 0.3 else one.prompt
             body["prompt"] = prompt if num_prompts == 1 else [prompt] * num_prompts
             if isinstance(prompt, str) and rng.random() < 0.2:
                 body["echo"], before = True, prompt
         case "/generate":
-            num_prompts = rng.choice([1, 1, 1, 2, 4])
+            num_prompts = rng.choice(NUM_PROMPTS)
             is_ids = one.is_chat or rng.random() < 0.3
             prompt = prompt_ids if is_ids else one.prompt
             name = "input_ids" if is_ids else "text"

@@ -13,6 +13,7 @@ from support.fuzz import asks, bodies, hostile_http, wire
 
 JSON = {"Content-Type": "application/json"}
 OK = frozenset({200, 503})
+MOST_CHOICES = 68  # what may run and wait in the server of `process`
 REFUSED = frozenset({400, 413})
 ANY = frozenset({200, 400, 413, 503})
 
@@ -40,9 +41,11 @@ BAD_GETS = {
     "/v1/loads?include=%0a%1b[31m": "include",
     "/v1/loads?format=%ff": "format",
 }
-MISSING = ("/", "/v1", "/v1/", "/v1/chat/completions/", "/v1/embeddings", "/api", "/api/", "/api/pull",
-           "/metrics/", "/../etc/passwd", "/v1/models/another", "/v1/models/%0a%1b", "/%2e%2e/",
-           "/v1/models/" + "m" * 9000, "/health%00", "/HEALTH", "//health", "/generate?/")  # fmt: skip
+MISSING = (
+    "/", "/v1", "/v1/", "/v1/chat/completions/", "/v1/embeddings", "/api", "/api/", "/api/pull",
+    "/metrics/", "/../etc/passwd", "/v1/models/another", "/v1/models/%0a%1b", "/%2e%2e/",
+    "/v1/models/" + "m" * 9000, "/health%00", "/HEALTH", "//health", "/generate?/",
+)  # fmt: skip
 METHODS = (
     "GET",
     "HEAD",
@@ -61,9 +64,9 @@ METHODS = (
 class Case:
     """One request, and what its answer must be.
 
-    `ask` is the question that it asks, if it is served: then its choices are known. `param` is the
-    field that a 400 must name. `leaves_after` is the number of bytes of the answer after which the
-    client goes. `sent` replaces all of it by bytes on a connection of its own.
+    `ask` is the question that it asks, if it is served: then its choices are known. A 400 must
+    name one of the fields `params`. `leaves_after` is the number of bytes of the answer after
+    which the client goes. `sent` replaces all of it by bytes on a connection of its own.
     """
 
     kind: str
@@ -72,7 +75,7 @@ class Case:
     body: bytes = b""
     headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
     statuses: frozenset[int] = ANY
-    param: str | None = None
+    params: tuple[str, ...] = ()
     ask: asks.Ask | None = None
     asked: asks.Asked | None = None
     leaves_after: int | None = None
@@ -138,9 +141,11 @@ class Maker:
         if path == asks.TEXT and rng.random() < 0.9:
             body.pop("echo", None)
         wrong, name = bodies.with_wrong_field(path, body, rng)
+        # Choices are counted first, prompts times n.
+        counted = ("prompt", "text", "input_ids") if name.endswith("n") else ()
         return Case(
             kind="wrong field", path=path, body=bodies.dumps(wrong), headers=JSON,
-            statuses=REFUSED, param=name[:80],
+            statuses=REFUSED, params=(name[:80], *counted),
         )  # fmt: skip
 
     def _damaged(self, rng: random.Random) -> Case:
@@ -188,7 +193,7 @@ class Maker:
 
     def _leaves(self, rng: random.Random) -> Case:
         path, body = self._body(rng)
-        body["stream"] = rng.random() < 0.8
+        body["stream"] = rng.random() < 0.8 or "stream_options" in body
         return Case(
             kind="leaves", path=path, body=bodies.dumps(body), headers=JSON, statuses=OK,
             leaves_after=rng.choice([0, 1, 200, 1000]),
@@ -202,7 +207,9 @@ class Maker:
     def _get(self, rng: random.Random) -> Case:
         if rng.random() < 0.3:
             path, param = rng.choice([*BAD_GETS.items()])
-            return Case(kind="get", method="GET", path=path, statuses=frozenset({400}), param=param)
+            return Case(
+                kind="get", method="GET", path=path, statuses=frozenset({400}), params=(param,)
+            )
         path = rng.choice(GET_PATHS)
         if "?" not in path and not path.startswith("/v1/loads") and rng.random() < 0.3:
             path += rng.choice(ODD_QUERIES)
@@ -240,16 +247,16 @@ class Maker:
         else:
             body = {"messages": turns}
         statuses = frozenset({200})
-        param = None
+        params: tuple[str, ...] = ()
         if rng.random() < 0.4:
             name = rng.choice([*body])
             wrong = {"return_token_strs": bodies.WRONG_FLAG, "messages": bodies.WRONG_MESSAGES}
             value = rng.choice(wrong.get(name, ("5", "true", "{}", "[null]", "[[5]]")))
             body |= {name: bodies.Raw(value)}
-            statuses, param = frozenset({400}), name
+            statuses, params = frozenset({400}), (name,)
         return Case(
             kind="tokens", path=path, body=bodies.dumps(body), headers=JSON, statuses=statuses,
-            param=param,
+            params=params,
         )  # fmt: skip
 
     def _keys(self, rng: random.Random) -> Case:
@@ -294,7 +301,7 @@ class Maker:
             path = asks.GENERATE
             options = {"n": n, "max_new_tokens": 1, "temperature": 0}
             body = {"text": body["prompt"], "sampling_params": options}
-        statuses = REFUSED if count * n > 4096 else OK
+        statuses = REFUSED if count * n > MOST_CHOICES else OK
         return Case(
             kind="many", path=path, body=json.dumps(body).encode(), headers=JSON, statuses=statuses
         )

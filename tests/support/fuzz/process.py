@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pathlib
 import re
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from support import waiting
 from support.fuzz import campaign
@@ -35,7 +36,7 @@ FLAGS = (
 class Server:
     """A running server; `log` grows while it runs."""
 
-    def __init__(self, folder: pathlib.Path):
+    def __init__(self, folder: pathlib.Path, env: Mapping[str, str]):
         keys = folder / "keys"
         keys.write_text(f"{campaign.ATTACKER}\n{campaign.CLIENT}\n")
         keys.chmod(0o600)
@@ -43,7 +44,7 @@ class Server:
         bundled = (source.bundled_model() / "model.safetensors").is_file()
         load = () if bundled else ("--load-format=dummy",)
         command = [sys.executable, "-m", "jdllm.serve", *FLAGS, *own, *load]
-        self.popen = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        self.popen = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
         self.log: list[str] = []
         self._reader = threading.Thread(target=lambda: self.log.extend(self.popen.stderr))
         self._reader.start()
@@ -68,9 +69,9 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(folder: pathlib.Path) -> Iterator[tuple[Server, int]]:
-    """Yields a server and its port."""
-    server = Server(folder)
+def serving(folder: pathlib.Path, **env: str) -> Iterator[tuple[Server, int]]:
+    """Yields a server and its port; `env` replaces variables of the environment."""
+    server = Server(folder, os.environ | env)
     try:
         yield server, server.wait_ready()
     finally:

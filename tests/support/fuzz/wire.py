@@ -32,7 +32,7 @@ def request_bytes(
 
 
 class Client:
-    """Sends one request after the other on one connection, and on a new one where that has ended."""
+    """Sends requests on one connection, and on a new one where that has ended."""
 
     def __init__(self, port: int):
         self._port = port
