@@ -143,7 +143,11 @@ class Campaign:
                 checks.need(response.status in case.statuses, f"status {response.status}")
                 response.read(case.leaves_after)
                 return [response.status]
-        reply = client.ask(case.raw(), case.method)
+        reply = (
+            client.ask(case.raw(), case.method)
+            if case.aborts is None
+            else self._abort(client, case)
+        )
         path = case.path.partition("?")[0]
         error = checks.shape(reply, path, case.method)
         checks.need(reply.status in case.statuses, f"{reply.status}: {reply.body[:300]!r}")
@@ -155,6 +159,17 @@ class Campaign:
             self.report.num_right += 1
         return [reply.status]
 
+    def _abort(self, client: wire.Client, case: cases.Case) -> wire.Reply:
+        """Returns the answer to a request that is ended as soon as it has begun."""
+        other = wire.Client(self._port)
+        headers = {name: case.headers[name] for name in ("Authorization", "Content-Type")}
+        body = bodies.dumps({"rid": case.aborts})
+        with client.opened(case.raw(), case.method) as response:
+            ended = other.ask(wire.request_bytes("POST", "/abort_request", body, headers))
+            other.close()
+            checks.need(ended.status == 200, f"abort: {ended.status} {ended.body!r}")
+            return wire.Reply(response.status, wire.headers_of(response), response.read())
+
     def _control(self) -> None:
         """Asks as if nobody else was there; nothing ends its requests, nothing changes them."""
         client = wire.Client(self._port)
@@ -162,6 +177,9 @@ class Campaign:
         for index in itertools.cycle(range(len(asks.ASKS))):
             if self._ended.is_set():
                 break
+            if index == 0:  # what is cached may go at any time
+                flushed = self.admin("POST", "/flush_cache")
+                checks.need(flushed.status in (200, 400), f"flush: {flushed.status}")
             one, began = asks.ASKS[index], time.monotonic()
             body = {
                 "input_ids": self.prompt_ids[one],

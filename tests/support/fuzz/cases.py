@@ -66,7 +66,8 @@ class Case:
 
     `ask` is the question that it asks, if it is served: then its choices are known. A 400 must
     name one of the fields `params`. `leaves_after` is the number of bytes of the answer after
-    which the client goes. `sent` replaces all of it by bytes on a connection of its own.
+    which the client goes, `aborts` the request that it ends instead. `sent` replaces all of it by
+    bytes on a connection of its own.
     """
 
     kind: str
@@ -79,6 +80,7 @@ class Case:
     ask: asks.Ask | None = None
     asked: asks.Asked | None = None
     leaves_after: int | None = None
+    aborts: str | None = None
     sent: hostile_http.Sent | None = None
 
     def raw(self) -> bytes:
@@ -107,7 +109,7 @@ class Maker:
             self._valid: 20, self._wrong_field: 25, self._damaged: 10, self._no_object: 8,
             self._twice: 4, self._anything: 8, self._large: 2, self._leaves: 3, self._http: 8,
             self._get: 6, self._missing: 4, self._abort: 4, self._tokens: 4, self._keys: 2,
-            self._headers: 3, self._many: 0.3,
+            self._headers: 3, self._many: 0.3, self._aborted: 2,
         }  # fmt: skip
 
     def case(self, number: int) -> Case:
@@ -141,11 +143,12 @@ class Maker:
         if path == asks.TEXT and rng.random() < 0.9:
             body.pop("echo", None)
         wrong, name = bodies.with_wrong_field(path, body, rng)
-        # Choices are counted first, prompts times n.
-        counted = ("prompt", "text", "input_ids") if name.endswith("n") else ()
+        # Choices are counted first, prompts times n; two limits may only be the same one.
+        others = {"n": ("prompt", "text", "input_ids"), "max_tokens": ("max_completion_tokens",)}
+        named = (name[:80], *others.get(name.rpartition(".")[2], ()))
         return Case(
             kind="wrong field", path=path, body=bodies.dumps(wrong), headers=JSON,
-            statuses=REFUSED, params=(name[:80], *counted),
+            statuses=REFUSED, params=named,
         )  # fmt: skip
 
     def _damaged(self, rng: random.Random) -> Case:
@@ -197,6 +200,15 @@ class Maker:
         return Case(
             kind="leaves", path=path, body=bodies.dumps(body), headers=JSON, statuses=OK,
             leaves_after=rng.choice([0, 1, 200, 1000]),
+        )  # fmt: skip
+
+    def _aborted(self, rng: random.Random) -> Case:
+        """A stream that its own client ends through /abort_request."""
+        ask, asked = self._asked(rng, (asks.CHAT, asks.TEXT, asks.GENERATE, asks.RESPONSES))
+        body = asked.body | {"stream": True, "rid": f"aborted {rng.getrandbits(64)}"}
+        return Case(
+            kind="aborted", path=asked.path, body=bodies.dumps(body), headers=JSON, statuses=OK,
+            ask=ask, asked=dataclasses.replace(asked, body=body), aborts=body["rid"],
         )  # fmt: skip
 
     def _http(self, rng: random.Random) -> Case:

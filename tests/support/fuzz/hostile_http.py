@@ -99,6 +99,7 @@ def random_one(post: bytes, rng: random.Random) -> Sent:
         "HTTP/0.9": Sent(b"GET /health\r\n\r\n", waits_s=0.01),
         "empty lines": Sent(b"\r\n\r\n\r\n" + HEALTH, frozenset({200, 400}), ends="half"),
         "nothing": Sent(b"", waits_s=brief),
+        "an unread stream": Sent(post * 20, waits_s=2 * long),
     }
     return rng.choice([*kinds.values()])
 

@@ -42,7 +42,7 @@ class Client:
         """Returns the whole answer."""
         with self.opened(raw, method) as response:
             body = response.read()
-            return Reply(response.status, _headers(response), body)
+            return Reply(response.status, headers_of(response), body)
 
     @contextlib.contextmanager
     def opened(self, raw: bytes, method: str = "POST"):
@@ -95,7 +95,7 @@ def replies(connection: socket.socket, count: int, method: str = "GET") -> list[
             response.begin()
         except (http.client.BadStatusLine, ConnectionError):
             break
-        found.append(Reply(response.status, _headers(response), response.read()))
+        found.append(Reply(response.status, headers_of(response), response.read()))
         if response.will_close:
             break
     stream.close()
@@ -121,5 +121,6 @@ class _Shared:
         return getattr(self._stream, name)
 
 
-def _headers(response: http.client.HTTPResponse) -> dict[str, str]:
+def headers_of(response: http.client.HTTPResponse) -> dict[str, str]:
+    """Returns the headers of an answer, their names in lower case."""
     return {name.lower(): value for name, value in response.getheaders()}
