@@ -23,7 +23,7 @@ from jdllm.server import metrics
 SEED = 18
 DEFAULT, LONG = 300, 100_000
 WARM_UP = 0.2  # of the requests come before memory is measured: all threads, all sizes
-GROWTH_BYTES = 64 << 20
+GROWTH_BYTES = 128 << 20  # what sizes and threads that come later may add
 # Twice what is in use after a long campaign: the labels of a series come from closed sets.
 MAX_SERIES = 1200
 NO_IDS = {one: [5, 6, 7] for one in asks.ASKS}
