@@ -252,6 +252,8 @@ class TokenizeRequest(TemplateFields):
 
     @pydantic.model_validator(mode="after")
     def _check_kind(self) -> TokenizeRequest:
+        if self.messages == []:
+            raise errors.RequestError("messages must not be empty", param="messages")
         if self.messages is None:
             for name in ("tools", "continue_final_message", "chat_template_kwargs"):
                 if getattr(self, name):
