@@ -43,6 +43,7 @@ FLOORS: tuple[tuple[str, int, str], ...] = (
     ("jdllm/progress.py", 0, "options"),
     ("jdllm/algorithms.py", 0, "options"),
     ("jdllm/neutral_values.py", 0, "options"),
+    ("jdllm/logit_options.py", 0, "options"),
     ("jdllm/sampling_params.py", 0, "options"),
     ("jdllm/spec.py", 0, "options"),
     ("jdllm/offload.py", 0, "options"),

@@ -18,6 +18,7 @@ from jdllm.server import (
     running,
     schemas,
     state,
+    token_logprobs,
 )
 from jdllm.templates import budget
 
@@ -120,4 +121,5 @@ SHAPE = openai_format.Shape(
     chunk_object_name="chat.completion.chunk",
     choice=_choice,
     chunk_choices=_chunk_choices,
+    logprobs=token_logprobs.of_chat,
 )

@@ -24,7 +24,7 @@ import uvicorn
 
 from jdllm import errors
 from jdllm.server import app as app_lib
-from jdllm.server import connections, health, log_format, state, summary
+from jdllm.server import connections, health, log_format, open_files, state, summary
 
 if TYPE_CHECKING:
     from jdllm import config
@@ -45,7 +45,15 @@ EngineBuilder = Callable[["startup.StartupProgress"], "engine_lib.Engine"]
 
 
 class QuietServer(uvicorn.Server):
-    """uvicorn without its signal handlers, which would stop the server before the drain."""
+    """uvicorn without its signal handlers, which would stop the server before the drain.
+
+    Its `backlog` is only how many connections asyncio accepts at a time; more of them may wait.
+    """
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(BACKLOG)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -65,6 +73,8 @@ def serve(
 
 def http_server(server: state.ServerState) -> QuietServer:
     """Returns uvicorn around the app of `server`."""
+    read_timeout_s = server.server_config.timeout_read_request
+    limits = open_files.limits()
     return QuietServer(
         uvicorn.Config(
             app_lib.create_app(server),
@@ -74,7 +84,8 @@ def http_server(server: state.ServerState) -> QuietServer:
             ws="none",
             timeout_graceful_shutdown=GOODBYE_S,
             # uvicorn would take another protocol where httptools happens to be installed.
-            http=connections.with_timeout(server.server_config.timeout_read_request),
+            http=connections.with_limits(read_timeout_s, limits.max_connections),
+            backlog=limits.accepted_at_once,
             timeout_keep_alive=server.server_config.timeout_keep_alive,  # pyright: ignore[reportArgumentType]  # goes to call_later, which takes floats
         )
     )

@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import AsyncGenerator, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import fastapi
 from starlette import requests
 from starlette import responses as starlette_responses
 
 from jdllm import errors, offload, sampling_params
-from jdllm.server import chat, prompts, protocol, responses, running, schemas, sse, state
+from jdllm.server import (
+    chat,
+    prompts,
+    protocol,
+    responses,
+    running,
+    schemas,
+    sse,
+    state,
+    token_logprobs,
+)
+
+if TYPE_CHECKING:
+    from jdllm.engine import generations
 
 router = fastapi.APIRouter()
 
@@ -35,7 +48,11 @@ async def generate(request: requests.Request) -> starlette_responses.Response:
     names = _field_names(name, options)
     is_prompt_only = _is_prompt_only(options, names["max_new_tokens"])
     running.check_places(server, _num_choices(options, count), count, names)
-    extras = {"return_logprob": body.return_logprob, "return_step_map": body.return_step_map}
+    extras = {
+        "return_logprob": body.return_logprob,
+        "top_logprobs": body.top_logprobs_num,
+        "return_step_map": body.return_step_map,
+    }
     extras = {name: value for name, value in extras.items() if value is not None}
     ids = await prompts.all_ids(server, given, name)
     lengths = [len(one) for one in ids]
@@ -52,20 +69,30 @@ async def generate(request: requests.Request) -> starlette_responses.Response:
         is_prompt_only=is_prompt_only,
     )
     is_list = is_list or prompt_list.params[0].n > 1
+
+    def shown(generation: generations.Generation) -> dict[str, Any]:
+        reply = generation.as_dict()
+        if not body.return_text_in_logprobs:
+            return reply
+        return token_logprobs.with_texts(reply, server.token_texts)
+
     if body.stream:
-        frames = _frames(server, prompt_list, is_list)
+        frames = _frames(server, prompt_list, is_list, shown)
         return sse.EventStream(frames, ping_interval_s=server.ping_interval_s)
     finals = await running.unless_client_leaves(request, running.collect(server, prompt_list))
-    replies = [generation.as_dict() for generation in finals]
+    replies = [shown(generation) for generation in finals]
     return responses.json_response(replies if is_list else replies[0])
 
 
 async def _frames(
-    server: state.ServerState, prompt_list: running.PromptList, is_list: bool
+    server: state.ServerState,
+    prompt_list: running.PromptList,
+    is_list: bool,
+    shown: Callable[[generations.Generation], dict[str, Any]],
 ) -> AsyncGenerator[bytes, None]:
     async with contextlib.aclosing(running.stream(server, prompt_list)) as events:
         async for generation in events:
-            reply = generation.as_dict()
+            reply = shown(generation)
             if is_list:
                 reply["index"] = prompt_list.choice_index(generation)
             yield sse.frame(reply)

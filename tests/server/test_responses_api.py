@@ -150,6 +150,7 @@ def test_neutral_fields_change_nothing(name):
         ({"max_tokens": 5}, "max_tokens"),
         ({"messages": [{}]}, "messages"),
         ({"rid": ""}, "rid"),
+        ({"rid": "r" * 257}, "rid"),
         ({"input": None}, "input"),
         ({"input": ""}, "input"),
         ({"input": []}, "input"),
