@@ -325,6 +325,8 @@ def renamed(error: errors.RequestError, names: Mapping[str, str]) -> errors.Requ
     message = str(error)
     for limit in ("max_new_tokens", "min_new_tokens"):
         message = message.replace(limit, names.get(limit, limit))
+    # Only where a value follows: "the prompt has 9 tokens" is about no field.
+    message = message.replace(f"{error.param}=", f"{names.get(error.param, error.param)}=")
     return type(error)(message, param=names.get(error.param, error.param), code=error.code)
 
 

@@ -294,3 +294,9 @@ def test_history_with_calls_of_tools():
     turn = request.chat_turn(body["messages"][0], "messages.0")
     function = {"name": "add", "arguments": '{"a":1}'}
     assert turn["tool_calls"] == [{"id": "call_0", "type": "function", "function": function}]
+
+
+def test_a_value_out_of_range_has_ollamas_name():
+    response = edge.call(edge.make_state(), CHAT, chat(options={"repeat_penalty": 1000}))
+    assert response.status_code == 400
+    assert response.json()["error"].startswith("repeat_penalty=1000 is outside")
