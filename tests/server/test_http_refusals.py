@@ -123,6 +123,7 @@ BAD_FIELDS = [
     ("/abort_request", {"rid": ""}, "rid"),
     ("/tokenize", {"prompt": "a", "messages": MESSAGES}, "prompt"),
     ("/tokenize", {"prompt": 5}, "prompt"),
+    ("/tokenize", {"messages": []}, "messages"),
     ("/detokenize", {"tokens": ["a"]}, "tokens"),
     ("/detokenize", {"tokens": [-1]}, "tokens"),
 ]
