@@ -45,7 +45,7 @@ def main() -> None:
         parser.refuse(rest)
     asked = " ".join(rest[: 2 if rest[0] == "bench" else 1])
     known = map(" ".join, COMMANDS)
-    parser.error(f"unknown command {arguments.quoted(asked)}{errors.nearest(asked, known)}")
+    parser.error(f"unknown command {errors.quote(asked)}{errors.nearest(asked, known)}")
 
 
 def description() -> str:

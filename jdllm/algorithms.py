@@ -13,7 +13,6 @@ padding; default, range and words may differ.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -32,11 +31,11 @@ _DTYPES = {"number": np.float32, "integer": np.int32, "flag": np.bool_, "word": 
 class Option:
     """One option of an algorithm.
 
-    A number lies in [low, high], or in (low, high] with `open_low`. A word is one of `words`; the
-    device gets its index there. A `default` of None means that the option is not set; `unset`
-    says what happens then. `padding` is the value in the array for rows without the option.
-    `counts_positions`: the value is a number of positions, so the algorithm treats a value above
-    the length of the row like that length.
+    A number lies in [low, high], where float32 computes with it without overflow and without
+    rounding it to 0. A word is one of `words`; the device gets its index there. A `default` of
+    None means that the option is not set; `unset` says what happens then. `padding` is the value
+    in the array for rows without the option. `counts_positions`: the value is a number of
+    positions, so the algorithm treats a value above the length of the row like that length.
     """
 
     name: str
@@ -44,8 +43,7 @@ class Option:
     default: Value | None
     help: str
     low: float = 0
-    high: float = math.inf
-    open_low: bool = False
+    high: float = 1
     words: tuple[str, ...] = ()
     unset: str = ""
     padding: int = 0
@@ -56,9 +54,7 @@ class Option:
         param = f"dllm.{self.name}"
         match self.type:
             case "number":
-                value_checks.check_number(
-                    value, param, low=self.low, high=self.high, open_low=self.open_low
-                )
+                value_checks.check_number(value, param, low=self.low, high=self.high)
             case "integer":
                 value_checks.check_integer(value, param, low=int(self.low), high=int(self.high))
             case "flag":
@@ -102,8 +98,12 @@ class Algorithm:
         return cache_mode in self.exact_modes
 
 
-def _number(name: str, default: float | None, help: str, **bounds: Any) -> Option:
-    return Option(name=name, type="number", default=default, help=help, **bounds)
+def _number(
+    name: str, default: float | None, help: str, *, low: float = 0, high: float, unset: str = ""
+) -> Option:
+    return Option(
+        name=name, type="number", default=default, help=help, low=low, high=high, unset=unset
+    )
 
 
 def _share(name: str, default: float, help: str) -> Option:
@@ -126,6 +126,8 @@ _BLOCK_LENGTH = _integer(
     "block_length", 32, "positions per block", low=1, padding=1, counts_positions=True
 )
 _STEPS = "number of steps for the whole output"
+# Nats; no vocabulary has so much entropy.
+_MOST_ENTROPY = 100
 
 # Defaults of SGLang 0.5.23 (low_confidence.py, joint_threshold.py) and of the papers' releases.
 # The first algorithm of a kind is its default.
@@ -150,7 +152,12 @@ TABLE: dict[str, Algorithm] = {
                 "most steps of a block after its last mask is written",
                 high=4096,
             ),
-            _number("penalty_lambda", 0.0, "subtracted from the logit of the token to the left"),
+            _number(
+                "penalty_lambda",
+                0.0,
+                "subtracted from the logit of the token to the left",
+                high=100,
+            ),
         ),
         takes_filters=True,
     ),
@@ -160,7 +167,7 @@ TABLE: dict[str, Algorithm] = {
         writes="several blocks at once: positions with an entropy (nats) of at most `threshold` "
         "(d3LLM)",
         options=(
-            _number("threshold", 0.5, _ENTROPY),
+            _number("threshold", 0.5, _ENTROPY, high=_MOST_ENTROPY),
             _share(
                 "block_add_threshold",
                 0.1,
@@ -193,7 +200,7 @@ TABLE: dict[str, Algorithm] = {
         name="EntropyThreshold",
         kind=CANVAS,
         writes="one block after the other, by entropy",
-        options=(_number("threshold", 0.95, _ENTROPY), _BLOCK_LENGTH),
+        options=(_number("threshold", 0.95, _ENTROPY, high=_MOST_ENTROPY), _BLOCK_LENGTH),
     ),
     "LLaDA": Algorithm(
         name="LLaDA",
@@ -203,7 +210,7 @@ TABLE: dict[str, Algorithm] = {
             _integer("steps", None, _STEPS, low=1, unset="as many as positions"),
             _BLOCK_LENGTH,
             _word("remasking", ("low_confidence", "random"), "which positions are written first"),
-            _number("cfg_scale", 0.0, "weight of classifier-free guidance; 0 is none"),
+            _number("cfg_scale", 0.0, "weight of classifier-free guidance; 0 is none", high=100),
         ),
         whole_blocks=True,
     ),
@@ -218,7 +225,12 @@ TABLE: dict[str, Algorithm] = {
                 ("origin", "maskgit_plus", "topk_margin", "entropy"),
                 "how a step chooses its positions: by chance, or by a measure of confidence",
             ),
-            _number("alg_temp", 0.0, "temperature of the choice by confidence; 0 takes the best"),
+            _number(
+                "alg_temp",
+                0.0,
+                "temperature of the choice by confidence; 0 takes the best",
+                high=100,
+            ),
             _share("eps", 1e-3, "the time at which the schedule ends"),
         ),
     ),
@@ -234,7 +246,8 @@ TABLE: dict[str, Algorithm] = {
                 None,
                 "f: the n-th most probable position is written if its probability is at least "
                 "1 - f / (n + 1)",
-                open_low=True,
+                low=0.001,
+                high=10000,
                 unset="unused",
             ),
             _integer("steps", None, _STEPS, low=1, unset="unused"),
@@ -290,7 +303,6 @@ def _widest(name: str) -> Option:
         options[0],
         low=min(option.low for option in options),
         high=max(option.high for option in options),
-        open_low=all(option.open_low for option in options),
         words=tuple(words),
     )
 
@@ -381,7 +393,6 @@ def _values(option: Option) -> str:
         return ", ".join(option.words)
     if option.type == "flag":
         return "true, false"
-    low = f"above {option.low:g}" if option.open_low else f"{option.low:g}"
-    if option.high in (math.inf, value_checks.LARGEST_INTEGER):
-        return low if option.open_low else f"{low} and above"
-    return f"{low} to {option.high:g}"
+    if option.high == value_checks.LARGEST_INTEGER:
+        return f"{option.low:g} and above"
+    return f"{option.low:g} to {option.high:g}"

@@ -11,8 +11,7 @@ import difflib
 from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
-# An argument is quoted in an error up to this many characters.
-MOST_QUOTED = 60
+from jdllm import errors
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter):
@@ -53,12 +52,12 @@ class Parser(argparse.ArgumentParser):
         """
         flags = [word for word in rest if word.startswith("-")]
         if not flags:
-            self.error(f"unexpected argument {quoted(rest[0])}")
+            self.error(f"unexpected argument {errors.quote(rest[0])}")
         flag = flags[0].partition("=")[0]
         known = [word for action in self._actions for word in action.option_strings]
         close = difflib.get_close_matches(flag, sorted({*known, *also}), n=1)
         hint = f"; did you mean {close[0]}?" if close else "; --help lists the options"
-        self.error(f"unknown option {quoted(flag)}{hint}")
+        self.error(f"unknown option {errors.quote(flag)}{hint}")
 
 
 def shown_default(value: object) -> str:
@@ -70,8 +69,3 @@ def shown_default(value: object) -> str:
     if isinstance(value, list | tuple):
         return " ".join(map(shown_default, value))
     return str(value)
-
-
-def quoted(text: str) -> str:
-    """Returns an argument for an error message, cut if it is long."""
-    return repr(text if len(text) <= MOST_QUOTED else text[:MOST_QUOTED] + "...")

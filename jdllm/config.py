@@ -183,7 +183,9 @@ class ServerConfig:
                 raise errors.ConfigError(f"give either {name} or {name}_file, not both")
         keys = (self.api_key, self.api_key_file, self.admin_api_key, self.admin_api_key_file)
         if self.metrics_require_api_key and not any(keys):
-            raise errors.ConfigError("metrics_require_api_key needs api_key or admin_api_key")
+            raise errors.ConfigError(
+                "metrics_require_api_key needs a key: api_key_file or admin_api_key_file"
+            )
 
     def cors_origins(self) -> list[str]:
         """Returns the origins in `cors_allow_origins` ("A" or "A,B"); none turns CORS off."""

@@ -37,7 +37,6 @@ ON_BY_DEFAULT = frozenset(
 )
 # More unknown names than any client sends. Each of them may be compared with all known names.
 MAX_UNKNOWN = 100
-_SHOWN_CHARACTERS = 80
 
 
 def check(
@@ -72,9 +71,9 @@ def check(
             unknown += 1
             names = {*known, *defaults, *labels}
             if unknown > MAX_UNKNOWN or not _is_empty(value) or _misspelt(name, value, names):
-                shown = name[:_SHOWN_CHARACTERS]
                 raise errors.RequestError(
-                    f"unknown parameter {shown!r}{errors.nearest(shown, names)}", param=shown
+                    f"unknown parameter {errors.quote(name)}{errors.nearest(name, names)}",
+                    param=name,
                 )
 
 
@@ -95,7 +94,7 @@ def _same(value: Any, default: Any) -> bool:
 
 def _misspelt(name: str, value: Any, names: Collection[str]) -> bool:
     """Says whether `name` looks like a known field that `value` would switch off."""
-    if value is not False:
+    if value is not False or len(name) > errors.NAME_CHARACTERS:
         return False
-    near = difflib.get_close_matches(name[:_SHOWN_CHARACTERS], names, n=1, cutoff=0.8)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.8)
     return bool(near) and near[0] in ON_BY_DEFAULT

@@ -12,12 +12,16 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jdllm import algorithms, errors, neutral_values, value_checks
+from jdllm import algorithms, errors, logit_options, neutral_values, value_checks
 
 # SGLang's number. What is longer than an output never matches.
 MAX_STOP_STRINGS = 32
 MAX_STOP_CHARACTERS = 2048
 MAX_STOP_TOKEN_IDS = 1024
+# A temperature below the first is greedy (SGLang's rule); one between the two counts as the second,
+# at which 16-bit states can still be divided by it (vLLM's rule).
+GREEDY_BELOW, LEAST_TEMPERATURE = 1e-6, 0.01
+MAX_TOP_LOGPROBS = 20  # OpenAI's
 # Fields that are numbers, their checks and their bounds; None stands for a default.
 _NUMBERS: tuple[tuple[str, Callable[..., None], dict[str, Any]], ...] = (
     ("max_new_tokens", value_checks.check_integer, {"low": 1}),
@@ -25,17 +29,16 @@ _NUMBERS: tuple[tuple[str, Callable[..., None], dict[str, Any]], ...] = (
     ("top_p", value_checks.check_number, {"low": 0.0, "high": 1.0, "open_low": True}),
     ("top_k", value_checks.check_integer, {"low": -1}),
     ("seed", value_checks.check_integer, {"low": -(2**63), "high": 2**64 - 1}),
+    ("min_p", value_checks.check_number, {"low": 0.0, "high": 1.0}),
+    ("frequency_penalty", value_checks.check_number, {"low": -2.0, "high": 2.0}),
+    ("presence_penalty", value_checks.check_number, {"low": -2.0, "high": 2.0}),
+    ("repetition_penalty", value_checks.check_number, {"low": 0.01, "high": 100.0}),
+    ("min_new_tokens", value_checks.check_integer, {"low": 0}),
+    ("top_logprobs", value_checks.check_integer, {"low": 0, "high": MAX_TOP_LOGPROBS}),
 )
 
 # Fields of other engines; an error that names the field refuses every value but the neutral ones.
 NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
-    "min_p": (None, 0, 0.0),
-    "frequency_penalty": (None, 0, 0.0),
-    "presence_penalty": (None, 0, 0.0),
-    "repetition_penalty": (None, 1, 1.0),
-    "min_new_tokens": (None, 0),
-    "min_tokens": (None, 0),
-    "logit_bias": (None, {}),
     "json_schema": (None,),
     "regex": (None,),
     "ebnf": (None,),
@@ -46,7 +49,6 @@ NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (None, False),
     "length_penalty": (None, 1, 1.0),
     "lora_path": (None,),
-    "logprobs": (None, False, 0),
     "prompt_logprobs": (None, False, 0),
     "stream_interval": (None, 1),
     "spaces_between_special_tokens": (None, True),
@@ -159,17 +161,31 @@ class DllmParams:
 class SamplingParams:
     """Options of one request. `max_tokens` is an alias of `max_new_tokens`.
 
-    None means the default of the model (temperature, top_p, top_k) or of the caller
-    (`max_new_tokens`: the rest of the context). `return_logprob` asks for the log-probability of
-    each output token in the step that wrote it. `return_step_map` asks for the number of that
-    step within its block, counted from 1.
+    None means the default of the model (temperature, top_p, top_k, min_p, repetition_penalty) or of
+    the caller (`max_new_tokens`: the rest of the context). `return_logprob` asks for the
+    log-probability of each output token in the step that wrote it, `top_logprobs` also for the
+    most probable tokens of that step. `return_step_map` asks for the number of that step within
+    its block, counted from 1.
+
+    docs/algorithms.md defines what edits the logits: penalties, `logit_bias`, `allowed_token_ids`,
+    `bad_words` and `min_new_tokens` (alias `min_tokens`).
     """
 
     max_new_tokens: int | None = None
     max_tokens: int | None = None
+    min_new_tokens: int | None = None
+    min_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    # A mapping of ids, or of their digits; kept as sorted pairs.
+    logit_bias: Any = ()
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()
     seed: int | None = None
     n: int = 1
     stop: Sequence[str] = ()
@@ -178,13 +194,15 @@ class SamplingParams:
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
     return_logprob: bool = False
+    top_logprobs: int = 0
     return_step_map: bool = False
     dllm: DllmParams = dataclasses.field(default_factory=DllmParams)
 
     def __post_init__(self) -> None:
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
-        put("max_new_tokens", _one_of(self.max_new_tokens, self.max_tokens))
-        put("max_tokens", None)
+        for name, alias in (("max_new_tokens", "max_tokens"), ("min_new_tokens", "min_tokens")):
+            put(name, _one_of(self, name, alias))
+            put(alias, None)
         put("stop", (self.stop,) if isinstance(self.stop, str) else _tuple(self.stop, "stop"))
         put("stop_token_ids", _tuple(self.stop_token_ids, "stop_token_ids"))
         if not isinstance(self.dllm, DllmParams):
@@ -192,6 +210,8 @@ class SamplingParams:
         for name, check, bounds in _NUMBERS:
             if getattr(self, name) is not None:
                 check(getattr(self, name), name, **bounds)
+        if self.temperature is not None:
+            put("temperature", _steady(self.temperature))
         value_checks.check_integer(self.n, "n", low=1, high=128)
         for name in (
             "ignore_eos", "skip_special_tokens", "no_stop_trim", "return_logprob",
@@ -217,7 +237,39 @@ class SamplingParams:
             )
         for token_id in self.stop_token_ids:
             value_checks.check_integer(token_id, "stop_token_ids", low=0)
+        put("logit_bias", logit_options.biases(self.logit_bias))
+        if self.allowed_token_ids is not None:
+            put("allowed_token_ids", logit_options.allowed_ids(self.allowed_token_ids))
+        put("bad_words", logit_options.bad_words(self.bad_words))
+        if self.top_logprobs and not self.return_logprob:
+            raise errors.RequestError(
+                f"top_logprobs={self.top_logprobs} needs return_logprob", param="top_logprobs"
+            )
+        least, most = self.min_new_tokens or 0, self.max_new_tokens
+        if most is not None and least > most:
+            raise errors.RequestError(
+                f"min_new_tokens={least} exceeds max_new_tokens={most}", param="min_new_tokens"
+            )
         self._check_filters()
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether a step changes the row's logits before it proposes tokens."""
+        return bool(
+            self.frequency_penalty
+            or self.presence_penalty
+            or (self.repetition_penalty or 1) != 1
+            or self.logit_bias
+            or self.allowed_token_ids is not None
+            or self.bad_words
+            or self.min_new_tokens
+            or (self.min_p and self.temperature)  # narrows a draw; the best token always passes
+        )
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether the launches of the row must compute its logits, not only their statistics."""
+        return self.edits_logits or self.top_logprobs > 0
 
     def _check_filters(self) -> None:
         """Raises if top_p or top_k is set and the algorithm draws from the whole distribution."""
@@ -227,8 +279,8 @@ class SamplingParams:
             value = getattr(self, name)
             if value not in neutral:
                 raise errors.RequestError(
-                    f"{name}={value!r} is not supported by {self.dllm.algorithm}; leave it out, "
-                    "temperature and seed are supported",
+                    f"{name}={errors.quote(value)} is not supported by "
+                    f"{self.dllm.algorithm}; leave it out, temperature and seed are supported",
                     param=name,
                 )
 
@@ -241,10 +293,10 @@ class SamplingParams:
                 param="sampling_params",
             )
         known = {field.name for field in dataclasses.fields(cls)}
-        aliases = {"sampling_seed": "seed"}
+        aliases = {"sampling_seed": "seed", "top_logprobs_num": "top_logprobs"}
         values: dict[str, Any] = {}
         foreign: dict[str, Any] = {}
-        for key, value in options.items():
+        for key, value in _with_vllm_logprobs(options).items():
             name = aliases.get(key, key)
             if name in known:
                 if value is not None:
@@ -260,6 +312,26 @@ def check_neutral(key: str, value: Any, known: Sequence[str] | set[str]) -> None
     neutral_values.check({key: value}, NEUTRAL_ONLY, known)
 
 
+def _with_vllm_logprobs(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options with vLLM's `logprobs`, a number of tokens or a flag, as our two."""
+    options = dict(options)
+    wanted = options.pop("logprobs", None)
+    if wanted is None or wanted is False:
+        return options
+    count = 0
+    if wanted is not True:
+        value_checks.check_integer(wanted, "logprobs", low=0, high=MAX_TOP_LOGPROBS)
+        count = wanted
+    return {"return_logprob": True, "top_logprobs": count} | options
+
+
+def _steady(temperature: float) -> float:
+    """Returns a temperature that logits can be divided by: 0 is greedy."""
+    if temperature < GREEDY_BELOW:
+        return 0.0
+    return max(float(temperature), LEAST_TEMPERATURE)
+
+
 def _tuple(value: Any, param: str) -> tuple[Any, ...]:
     if value is None:
         return ()
@@ -268,10 +340,11 @@ def _tuple(value: Any, param: str) -> tuple[Any, ...]:
     return tuple(value)
 
 
-def _one_of(first: int | None, second: int | None) -> int | None:
+def _one_of(params: SamplingParams, name: str, alias: str) -> int | None:
+    first, second = getattr(params, name), getattr(params, alias)
     if first is not None and second is not None and first != second:
+        shown = [errors.quote(value) for value in (first, second)]
         raise errors.RequestError(
-            f"max_new_tokens={first} and max_tokens={second} disagree; give one",
-            param="max_tokens",
+            f"{name}={shown[0]} and {alias}={shown[1]} disagree; give one", param=alias
         )
     return first if first is not None else second

@@ -1,6 +1,7 @@
 """Checks of single values of a request: each raises a `RequestError` that names the parameter.
 
-A bool is no number here, although Python counts it as one. Callers never pass None.
+A bool is no number here, although Python counts it as one. Callers never pass None. A message
+quotes a part of a line of a value (`errors.quote`).
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ LARGEST_INTEGER = 2**31 - 1  # of an int32 array on the device
 
 
 def check_number(
-    value: Any, param: str, *, low: float, high: float = math.inf, open_low: bool = False
+    value: Any, param: str, *, low: float, high: float, open_low: bool = False
 ) -> None:
     """Raises unless `value` is a finite number in [low, high], or in (low, high]."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    # An integer is finite, but may be too long for the float that `isfinite` would make of it.
+    if not is_number or (isinstance(value, float) and not math.isfinite(value)):
         raise errors.RequestError(
             f"{param} must be a finite number, got {errors.quote(value)}", param=param
         )
@@ -51,7 +54,7 @@ def check_flag(value: Any, param: str) -> None:
 
 def check_word(value: Any, param: str, *, words: Sequence[str]) -> None:
     """Raises unless `value` is one of `words`; the message names the nearest one."""
-    if value not in words:
+    if not isinstance(value, str) or value not in words:
         raise errors.RequestError(
             f"unknown {param}={errors.quote(value)}{errors.nearest(value, words)}", param=param
         )

@@ -19,7 +19,13 @@ from pallas_kernels.read_cancel_flag.api import read_cancel_flag
 from pallas_kernels.rotate_and_cache.api import rotate_and_cache
 from pallas_kernels.rotate_and_cache.reference import apply_rope, rotated_heads
 from pallas_kernels.top_k_routing.api import top_k_routing
-from pallas_kernels.unembed_stats.api import UnembedStats, penalize, probability, unembed_stats
+from pallas_kernels.unembed_stats.api import (
+    UnembedStats,
+    logits_stats,
+    penalize,
+    probability,
+    unembed_stats,
+)
 
 __all__ = [
     "AttentionTiling",
@@ -35,6 +41,7 @@ __all__ = [
     "gate_up_group",
     "grouped_matmul",
     "interleave_gate_up",
+    "logits_stats",
     "penalize",
     "probability",
     "read_cancel_flag",

@@ -111,7 +111,11 @@ def launch_of(args: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
             max_prefill_tokens=R * length,
         )
     )
-    denoising = [bucket for bucket in rows.buckets() if bucket.denoises]
+    denoising = [
+        bucket
+        for bucket in rows.buckets()
+        if bucket.denoises and bucket.with_logits == args.with_logits
+    ]
     largest = max(denoising, key=lambda bucket: (bucket.rows, bucket.tokens))
     program, batch = built.program(largest), batch_lib.ScheduleBatch(rows=(), bucket=largest)
     memory = jax.eval_shape(built.create_memory)
@@ -201,6 +205,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--context-length", type=int, default=384)
     parser.add_argument("--dllm-algorithm", help="default: LowConfidence or FullAttnMultiBlock")
+    parser.add_argument(
+        "--with-logits", action="store_true", help="the launch of rows that need their logits"
+    )
     parser.add_argument("--list", action="store_true", help="every kernel, with its origin")
     args = parser.parse_args()
     text = compiled_text(*launch_of(args))

@@ -43,6 +43,7 @@ FLOORS: tuple[tuple[str, int, str], ...] = (
     ("jdllm/progress.py", 0, "options"),
     ("jdllm/algorithms.py", 0, "options"),
     ("jdllm/neutral_values.py", 0, "options"),
+    ("jdllm/logit_options.py", 0, "options"),
     ("jdllm/sampling_params.py", 0, "options"),
     ("jdllm/spec.py", 0, "options"),
     ("jdllm/offload.py", 0, "options"),
@@ -79,24 +80,10 @@ FLOORS: tuple[tuple[str, int, str], ...] = (
     ("jdllm/__init__.py", 8, "public"),
 )
 HOST = (
-    "jdllm/version.py",
-    "jdllm/errors.py",
-    "jdllm/config.py",
-    "jdllm/arguments.py",
-    "jdllm/foreign_flags.py",
-    "jdllm/value_checks.py",
-    "jdllm/algorithms.py",
-    "jdllm/neutral_values.py",
-    "jdllm/sampling_params.py",
-    "jdllm/spec.py",
-    "jdllm/offload.py",
-    "jdllm/device_facts.py",
-    "jdllm/tasks/",
-    "jdllm/templates/",
+    *(path for path, _, group in FLOORS if group in ("options", "tasks", "templates", "client")),
     "jdllm/kv_cache/allocator.py",
     "jdllm/kv_cache/prefix_cache.py",
     "jdllm/scheduler/",
-    "jdllm/client/",
 )
 # grain imports jax, so it counts as jax here.
 DEVICE_LIBRARIES = {"jax", "jaxlib", "flax", "optax", "orbax", "grain", "pallas_kernels"}

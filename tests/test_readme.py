@@ -71,7 +71,7 @@ def test_algorithms_and_options_are_those_of_the_table(kind):
 
 
 def test_support_matrix_names_what_exists():
-    for name in ("logit_bias", "logprobs", "min_p"):
+    for name in ("regex", "json_schema", "structural_tag"):
         assert name in sampling_params.NEUTRAL_ONLY
     with pytest.raises(ValueError, match="tp_size"):
         config.EngineConfig(tp_size=2)

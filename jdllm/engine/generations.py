@@ -129,6 +129,7 @@ def prompt_only(
             "nfe": 0,
             "tpf": 0.0,
             "dllm": dllm,
+            **({"step_map": []} if params.return_step_map else {}),
         },
     )
 
@@ -141,8 +142,9 @@ def meta_info(
     """Returns SGLang's `meta_info` with the dLLM statistics beside it.
 
     NFE counts the decode forwards that this request took part in; TPF is completion tokens
-    per NFE. A suffix counts as prompt. Times are seconds. `output_token_logprobs` and
-    `step_map` have one entry per output token and are there only if the request asks for them.
+    per NFE. A suffix counts as prompt. Times are seconds. `output_token_logprobs`,
+    `output_top_logprobs` and `step_map` have one entry per output token and are there only if the
+    request asks for them.
     """
     tpf = event.commit.num_output / event.commit.nfe if event.commit.nfe else 0.0
     started = request.first_scheduled_s
@@ -164,6 +166,10 @@ def meta_info(
         # SGLang's triple; the text of a token is left out.
         logprobs = zip(request.output_logprobs[:count], request.output_ids, strict=False)
         asked["output_token_logprobs"] = [(value, token, None) for value, token in logprobs]
+    if request.sampling.top_logprobs:
+        asked["output_top_logprobs"] = [
+            [(value, token, None) for token, value in best] for best in request.output_top[:count]
+        ]
     if request.sampling.return_step_map:
         asked["step_map"] = request.output_steps[:count]
     return {

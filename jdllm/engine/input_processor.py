@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jdllm import errors, sampling_params
-from jdllm.engine import infilling, requests
+from jdllm.engine import candidates, infilling, requests
 from jdllm.engine.build import build
 from jdllm.scheduler import request as request_lib
 
@@ -117,6 +117,12 @@ class InputProcessor:
             stop_token_ids=full.stop_token_ids,
             suffix=infill.suffix_ids,
             given=infill.given.values(),
+            logit_bias=[token_id for token_id, _ in full.logit_bias],
+            allowed_token_ids=full.allowed_token_ids or (),
+        )
+        banned_ids = candidates.banned_ids(full.bad_words, self._built.tokenizer)
+        candidates.check(
+            full, banned_ids, self._built.spec, eos_token_ids=self._built.eos_token_ids
         )
         suffix_ids, given = list(infill.suffix_ids), dict(infill.given)
         seed = self._random.getrandbits(requests.SEED_BITS) if full.seed is None else full.seed
@@ -129,6 +135,7 @@ class InputProcessor:
                 sampling=full,
                 max_new_tokens=full.max_new_tokens,
                 eos_token_ids=self._built.eos_token_ids,
+                banned_ids=banned_ids,
                 seed=requests.seed_of_choice(seed, index),
             )
             for index in range(full.n)
@@ -158,6 +165,8 @@ class InputProcessor:
             temperature=pick(params.temperature, default.temperature),
             top_p=pick(params.top_p, default.top_p),
             top_k=pick(params.top_k, default.top_k),
+            min_p=pick(params.min_p, default.min_p),
+            repetition_penalty=pick(params.repetition_penalty, default.repetition_penalty),
             dllm=dllm,
         )
 

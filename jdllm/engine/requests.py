@@ -29,6 +29,7 @@ Params = sampling_params.SamplingParams | Mapping[str, object] | None
 
 DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's default for /generate and Engine.generate
 SEED_BITS = 64
+MAX_PRIORITY = (1 << 63) - 1
 
 
 class EngineFault(RuntimeError):
@@ -118,9 +119,16 @@ def priority_class(priority: int | None, config: config_lib.EngineConfig) -> flo
         return 0
     if priority is None:
         return math.inf  # after every request that has one
-    if not -(1 << 63) <= priority < 1 << 63:
+    if not -MAX_PRIORITY - 1 <= priority <= MAX_PRIORITY:
         raise errors.RequestError("priority must be a signed 64-bit integer", param="priority")
     return priority if config.schedule_low_priority_values_first else -priority
+
+
+def best_priority(config: config_lib.EngineConfig) -> int | None:
+    """Returns the priority of what must not wait for others; None where there are no priorities."""
+    if not config.enable_priority_scheduling:
+        return None
+    return -MAX_PRIORITY - 1 if config.schedule_low_priority_values_first else MAX_PRIORITY
 
 
 def new_id() -> str:

@@ -8,6 +8,7 @@ special tokens.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import pathlib
@@ -29,6 +30,7 @@ logging.getLogger("transformers").disabled = False
 logging.getLogger("transformers.configuration_utils").setLevel(logging.ERROR)
 logging.getLogger("transformers.modeling_rope_utils").setLevel(logging.ERROR)
 
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # Dream's class is Qwen2's byte-level BPE; its own special tokens are data in its files.
 STAND_INS = {"DreamTokenizer": transformers.Qwen2Tokenizer}
 
@@ -112,11 +114,39 @@ class Tokenizer:
         # An id that has no entry (the vocabulary is padded to a round size) has an empty string.
         return [one or "" for one in self._hf.convert_ids_to_tokens(list(ids))]
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Returns the UTF-8 of one token, which may be a part of a character."""
+        text = self.decode([token_id], skip_special_tokens=False)
+        if REPLACEMENT not in text:
+            return text.encode()
+        piece = self._hf.convert_ids_to_tokens(token_id)
+        if piece is None:
+            return text.encode()
+        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+            return bytes([int(piece[3:5], 16)])  # SentencePiece's form of a byte
+        table = _bytes_of_letters()
+        if all(letter in table for letter in piece):
+            return bytes(table[letter] for letter in piece)
+        return text.encode()
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Returns the text of `ids`; incomplete UTF-8 decodes to replacement characters."""
         return self._hf.decode(
             list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
+
+
+@functools.cache
+def _bytes_of_letters() -> dict[str, int]:
+    """Returns the byte that each letter stands for in a byte-level vocabulary (GPT-2's table).
+
+    Bytes that are printable Latin-1 letters stand for themselves, the others for U+0100 and on.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {
+        chr(0x100 + i): byte for i, byte in enumerate(others)
+    }
 
 
 def _load(path: str, hub: Mapping[str, Any]) -> transformers.PreTrainedTokenizerBase:

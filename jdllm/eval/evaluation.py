@@ -73,7 +73,7 @@ def load_questions(
         id_ for id_, count in collections.Counter(e.id for e in loaded).items() if count > 1
     ]
     if repeated:
-        raise errors.ConfigError(f"{data} has more than one example {repeated[0][:80]!r}")
+        raise errors.ConfigError(f"{data} has more than one example {errors.quote(repeated[0])}")
     settings = {
         "task": name,
         "data_sha256": None if data is None else _sha256(data),

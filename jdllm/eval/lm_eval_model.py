@@ -60,8 +60,8 @@ class JdllmLM(model.LM):
         """Returns nothing, since the template is applied later; refuses the name of one."""
         if isinstance(chat_template, str):
             raise errors.ConfigError(
-                f"--apply_chat_template {chat_template[:80]!r}: a checkpoint has one template; "
-                "leave out the name, or give chat_template=FILE in --model_args"
+                f"--apply_chat_template {errors.quote(chat_template)}: a checkpoint has one "
+                "template; leave out the name, or give chat_template=FILE in --model_args"
             )
         return ""
 
@@ -171,9 +171,8 @@ class JdllmLM(model.LM):
             return self._engine.encode(context)
         chat = json.loads(context)
         adds = chat["add_generation_prompt"]
-        goes_on = {} if adds else {"continue_final_message": True}
         return self._engine.tokenizer.apply_chat_template(
-            chat["messages"], add_generation_prompt=adds, **goes_on
+            chat["messages"], add_generation_prompt=adds, continue_final_message=not adds
         )
 
     def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:

@@ -4,8 +4,9 @@ The names are those of LLaDA's, Dream's and d3LLM's evaluation scripts, beside o
 the engine, of sampling, and of the algorithms. An unknown name is an error with the nearest one,
 and so is a value that asks for what is not done here.
 
-Without `algorithm`, the name `generation_method` (d3LLM), `alg` (Dream) or `gen_length` (d3LLM's
-default method) says which algorithm decodes, and which names it reads, as in those scripts.
+Without `algorithm`, the name `generation_method` (d3LLM) or `alg` (Dream), or `gen_length` together
+with `steps` (d3LLM's default method), says which algorithm decodes, and which names it reads, as in
+those scripts.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def split(line: str) -> dict[str, Any]:
             continue
         name, equals, text = part.partition("=")
         if not equals or not name.strip():
-            raise errors.ConfigError(f"--model_args: {part[:80]!r} is not NAME=VALUE")
+            raise errors.ConfigError(f"--model_args: {errors.quote(part)} is not NAME=VALUE")
         values[name.strip()] = _value(text.strip())
     return values
 
@@ -110,7 +111,8 @@ def parse(given: Mapping[str, Any]) -> ModelArgs:
     for spelled, value in given.items():
         if spelled not in known:
             raise errors.ConfigError(
-                f"--model_args: unknown name {spelled[:80]!r}{errors.nearest(spelled, known)}"
+                f"--model_args: unknown name {errors.quote(spelled)}"
+                f"{errors.nearest(spelled, known)}"
             )
         name = ALIASES.get(spelled, spelled)
         if name in values and values[name] != value:
@@ -126,8 +128,10 @@ def parse(given: Mapping[str, Any]) -> ModelArgs:
     for name in FLAGS:
         if not isinstance(values.get(name, False), bool):
             raise errors.ConfigError(f"--model_args: {name}={values[name]!r} must be True or False")
-    # d3LLM's scripts name the length `gen_length`, and decode by "generate" if nothing is said.
-    if "gen_length" in given and not {"algorithm", "alg", "generation_method"} & values.keys():
+    # Lines of d3LLM's scripts have both names, and decode by "generate" if nothing is said. A
+    # length alone says nothing about how to decode, and many models have no such method.
+    is_script = "gen_length" in given and "steps" in values
+    if is_script and not {"algorithm", "alg", "generation_method"} & values.keys():
         values["generation_method"] = "generate"
     options = {name: values[name] for name in decoding_names if name in values}
     sampling = {name: values[name] for name in SAMPLING if name in values}

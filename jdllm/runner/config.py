@@ -45,7 +45,11 @@ class StepConfig:
         return () if mask_id is None else (mask_id,)
 
     @property
+    def block_context(self) -> int:
+        """Tokens of the longest row; if the context ends inside a block, the block counts whole."""
+        return -(-self.context_length // self.block_size) * self.block_size
+
+    @property
     def pages_per_row(self) -> int:
-        """Pages of the longest row; if the context ends inside a block, the block counts whole."""
-        longest = -(-self.context_length // self.block_size) * self.block_size
-        return -(-longest // self.pool.page_size)
+        """Pages of the longest row."""
+        return -(-self.block_context // self.pool.page_size)

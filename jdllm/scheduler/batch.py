@@ -16,13 +16,15 @@ from jaxtyping import Float32, Int32
 from jdllm.scheduler import request as request_lib
 from jdllm.scheduler import stay as stay_lib
 
+NO_ID = -1  # in `CommittedBlock.top_ids`, where a list has no more tokens
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
     """A compiled shape: `rows` of a launch and `tokens` of its largest forward.
 
     `name` is for logs. Launches of a bucket that `denoises` write output; other launches prepare
-    rows for that.
+    rows for that. `with_logits`: some of the rows may need their logits.
     """
 
     name: ClassVar[str]
@@ -30,6 +32,7 @@ class Bucket:
 
     rows: int
     tokens: int
+    with_logits: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,13 +80,38 @@ class CommittedBlock:
 
     For each token, `steps` says which step of the block wrote it, counted from 1, and `logprobs`
     the model's log-probability of the token in that step. For tokens of the prompt both are
-    meaningless.
+    meaningless. `top_ids` and `top_logprobs` list the most probable tokens of that step, if a row
+    of the launch needs its logits.
     """
 
     tokens: Int32[np.ndarray, " T"]
     nfe: int
     steps: Int32[np.ndarray, " T"]
     logprobs: Float32[np.ndarray, " T"]
+    top_ids: Int32[np.ndarray, "T K"] | None = None
+    top_logprobs: Float32[np.ndarray, "T K"] | None = None
+
+    def top_tokens(self, part: slice, count: int) -> list[list[tuple[int, float]]]:
+        """Returns up to `count` (id, log-probability) for each token of a part of the block.
+
+        The token itself has the log-probability that `logprobs` says. The lists come from another
+        pass over the vocabulary, which may round differently.
+        """
+        if count == 0:
+            return []
+        assert self.top_ids is not None and self.top_logprobs is not None, "the row needs logits"
+        columns = (
+            self.tokens[part], self.logprobs[part],
+            self.top_ids[part, :count], self.top_logprobs[part, :count],
+        )  # fmt: skip
+        return [
+            [
+                (i, own if i == token else p)
+                for i, p in zip(ids, logprobs, strict=True)
+                if i != NO_ID
+            ]
+            for token, own, ids, logprobs in zip(*(c.tolist() for c in columns), strict=True)
+        ]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ token over the limit. Text after an end token is never searched.
 from __future__ import annotations
 
 import bisect
+import dataclasses
 from collections.abc import Callable, Collection, Sequence
 
 from jdllm.scheduler import commits
@@ -29,11 +30,13 @@ def check(
     stop: Sequence[str],
     max_new_tokens: int,
     detokenize: Detokenize | None,
+    min_new_tokens: int = 0,
 ) -> commits.FinishReason | None:
     """Returns why the output ends within its last `num_new` tokens, or None if it goes on.
 
     Earlier tokens count as checked. `ignore_eos` concerns the model's `eos_token_ids`,
-    not the `stop_token_ids` of the request itself.
+    not the `stop_token_ids` of the request itself. Stop strings are looked for behind the first
+    `min_new_tokens` tokens; end tokens are not written before.
     """
     num_old = len(output_ids) - num_new
     limit = min(len(output_ids), max_new_tokens)
@@ -41,9 +44,11 @@ def check(
     end_at = next((i for i in range(num_old, limit) if output_ids[i] in ends), None)
     if stop and detokenize is not None:
         bound = limit if end_at is None else end_at + 1
-        found = _first_stop_string(output_ids[:bound], num_old, stop, detokenize)
+        searched = output_ids[min_new_tokens:bound]
+        found = _first_stop_string(searched, max(0, num_old - min_new_tokens), stop, detokenize)
         if found is not None:
-            return found
+            kept = found.finished_len + min_new_tokens
+            return dataclasses.replace(found, finished_len=kept)
     if end_at is not None:
         return commits.FinishReason(
             kind="stop", finished_len=end_at + 1, matched=output_ids[end_at]
@@ -67,6 +72,7 @@ def check_request(
         stop=sampling.stop,
         max_new_tokens=request.max_new_tokens,
         detokenize=detokenize,
+        min_new_tokens=sampling.min_new_tokens or 0,
     )
 
 

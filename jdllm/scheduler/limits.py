@@ -101,3 +101,31 @@ def _asked(request: request_lib.Request) -> str:
         f"the prompt has {len(request.prompt_ids)} tokens{suffix} and "
         f"max_new_tokens={request.max_new_tokens}"
     )
+
+
+def check_schedule(request: request_lib.Request, written: int, most_steps: int) -> None:
+    """Raises unless a fixed number of steps is within bounds and divides among whole blocks."""
+    dllm = request.sampling.dllm
+    if dllm.steps is not None and dllm.steps > most_steps:
+        raise errors.RequestError(
+            f"dllm.steps={dllm.steps} exceeds the context length of {most_steps}",
+            param="dllm.steps",
+        )
+    if dllm.block_length is None or (not dllm.writes_whole_blocks and dllm.steps is None):
+        return
+    if dllm.writes_whole_blocks and written % dllm.block_length:
+        why = "before a suffix" if request.suffix_ids else "up to the end of context or pool"
+        raise errors.RequestError(
+            f"max_new_tokens={request.max_new_tokens} makes {written} tokens to write {why}, but "
+            f"{dllm.algorithm} writes whole blocks of dllm.block_length={dllm.block_length}; "
+            "change one of them",
+            param="max_new_tokens",
+        )
+    num_blocks = -(-written // dllm.block_length)
+    if dllm.steps is not None and dllm.steps % num_blocks:
+        raise errors.RequestError(
+            f"dllm.steps={dllm.steps} must be a multiple of the {num_blocks} blocks of "
+            f"dllm.block_length={dllm.block_length} that max_new_tokens={request.max_new_tokens} "
+            "makes",
+            param="dllm.steps",
+        )

@@ -1,8 +1,9 @@
 """One request as the host sees it, from arrival to its last token.
 
 `output_ids` holds only committed tokens; `output_steps` and `output_logprobs` have one entry
-for each of them. The block that is being denoised lies on the device, in the slot of the
-request's `stay`. Preemption loses that block, but never committed tokens.
+for each of them, and so has `output_top` (the most probable tokens) if the request asks for it.
+The block that is being denoised lies on the device, in the slot of the request's `stay`.
+Preemption loses that block, but never committed tokens.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import numpy as np
 from jaxtyping import Float32, Int32
@@ -43,10 +44,10 @@ class Request:
     """State of one request. `sampling` has every default filled in by the engine.
 
     `eos_token_ids` are the model's; `sampling.stop_token_ids` the request's own.
-    Requests of one call have the same `group` (see `waiting.py`). `priority_class` is the class
-    to which its priority leads: lower classes go first. The scheduler sets `arrival` and
-    `admission`, its places in the order of arrival and of first admission. `stay` is what
-    the request holds while it runs.
+    `banned_ids` are tokens that it never writes (its bad words). Requests of one call have the same
+    `group` (see `waiting.py`). `priority_class` is the class to which its priority leads: lower
+    classes go first. The scheduler sets `arrival` and `admission`, its places in the order of
+    arrival and of first admission. `stay` is what the request holds while it runs.
 
     Only full-attention models use the next two. `suffix_ids` is a text that follows the
     written text. `given` maps places of the written text, counted from the prompt's end, to
@@ -58,6 +59,7 @@ class Request:
     sampling: sampling_params.SamplingParams
     max_new_tokens: int
     eos_token_ids: tuple[int, ...] = ()
+    banned_ids: tuple[int, ...] = ()
     seed: int = 0
     suffix_ids: list[int] = dataclasses.field(default_factory=list)
     given: dict[int, int] = dataclasses.field(default_factory=dict)
@@ -70,6 +72,7 @@ class Request:
     output_ids: list[int] = dataclasses.field(default_factory=list)
     output_steps: list[int] = dataclasses.field(default_factory=list)
     output_logprobs: list[float] = dataclasses.field(default_factory=list)
+    output_top: list[list[tuple[int, float]]] = dataclasses.field(default_factory=list)
     stay: stay_lib.Stay | None = None
     cached_tokens: int = 0
     nfe: int = 0
@@ -121,17 +124,19 @@ class Request:
         tokens: Int32[np.ndarray, " T"],
         steps: Int32[np.ndarray, " T"],
         logprobs: Float32[np.ndarray, " T"],
+        top: Sequence[list[tuple[int, float]]] = (),
     ) -> list[int]:
-        """Appends committed tokens with their steps and log-probabilities; returns the tokens."""
+        """Appends committed tokens with what is known of them; returns the tokens."""
         new = tokens.tolist()
         self.output_ids += new
         self.output_steps += steps.tolist()
         self.output_logprobs += logprobs.tolist()
+        self.output_top += top
         return new
 
     def truncate(self, length: int) -> None:
         """Keeps the first `length` tokens of the output."""
-        for kept in (self.output_ids, self.output_steps, self.output_logprobs):
+        for kept in (self.output_ids, self.output_steps, self.output_logprobs, self.output_top):
             del kept[length:]
 
     def whole_len(self, block_size: int) -> int:

@@ -31,7 +31,6 @@ from jdllm.server import (
 router = fastapi.APIRouter()
 
 FLUSH_POLL_S = 0.05
-MAX_SHOWN = 256
 ACTIVITIES = ("CPU", "GPU")  # JAX records both, always
 
 
@@ -183,6 +182,6 @@ def _profile_folder(profile_dir: str | None, output_dir: str | None) -> str:
             f"the folder of the profile cannot be made: {type(error).__name__}", param="output_dir"
         ) from error
     raise errors.RequestError(
-        f"output_dir={output_dir[:MAX_SHOWN]!r} must lie in {str(base)!r} (--profile-dir)",
+        f"output_dir={errors.quote(output_dir)} must lie in {str(base)!r} (--profile-dir)",
         param="output_dir",
     )

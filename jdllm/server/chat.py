@@ -18,11 +18,12 @@ from jdllm.server import (
     running,
     schemas,
     state,
+    token_logprobs,
 )
 from jdllm.templates import budget
 
 if TYPE_CHECKING:
-    from jdllm.engine import generations, tokenizer
+    from jdllm.engine import generations
 
 router = fastapi.APIRouter()
 
@@ -36,8 +37,10 @@ async def chat_completions(request: requests.Request) -> starlette_responses.Res
     server = state.of(request)
     body = await protocol.read(request, protocol.ChatRequest)
     server.check_model(body.model)
+    names = body.field_names()
+    running.check_places(server, max(1, body.n or 1), field_names=names)
     prompt_ids = await template_ids(
-        server.tokenizer,
+        server,
         body.messages,
         body.chat_template_kwargs,
         add_generation_prompt=body.writes_generation_prompt,
@@ -50,7 +53,7 @@ async def chat_completions(request: requests.Request) -> starlette_responses.Res
         prompts=[prompt_ids],
         params=[body.sampling(remaining)],
         request_ids=[answer_id],
-        field_names=body.field_names(),
+        field_names=names,
         priority=body.priority,
         is_prompt_only=body.is_prompt_only,
     )
@@ -61,12 +64,13 @@ async def chat_completions(request: requests.Request) -> starlette_responses.Res
 
 
 async def template_ids(
-    tokenizer: tokenizer.Tokenizer,
+    server: state.ServerState,
     messages: Sequence[conversation_fields.Message],
     chat_template_kwargs: Mapping[str, Any] | None,
     **layout: Any,
 ) -> list[int]:
     """Returns the ids of a conversation; `layout` are options of `apply_chat_template`."""
+    tokenizer = server.tokenizer
     if not tokenizer.has_chat_template:
         raise errors.RequestError(
             "this model has no chat template; start the server with --chat-template",
@@ -77,8 +81,8 @@ async def template_ids(
     apply = tokenizer.apply_chat_template
     if size > prompts.MAX_CHARACTERS:
         raise errors.RequestTooLong(
-            f"messages have {size} characters, and at most {prompts.MAX_CHARACTERS} are taken; "
-            "shorten them",
+            f"{errors.maximum_context(server.engine.context_length)}, but messages have {size} "
+            f"characters, and at most {prompts.MAX_CHARACTERS} are taken; shorten them",
             param="messages",
         )
     size += len(turns) * SIZE_OF_A_TURN
@@ -117,4 +121,5 @@ SHAPE = openai_format.Shape(
     chunk_object_name="chat.completion.chunk",
     choice=_choice,
     chunk_choices=_chunk_choices,
+    logprobs=token_logprobs.of_chat,
 )

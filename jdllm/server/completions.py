@@ -11,7 +11,15 @@ import fastapi
 from starlette import requests
 from starlette import responses as starlette_responses
 
-from jdllm.server import openai_format, prompts, protocol, running, schemas, state
+from jdllm.server import (
+    openai_format,
+    prompts,
+    protocol,
+    running,
+    schemas,
+    state,
+    token_logprobs,
+)
 
 if TYPE_CHECKING:
     from jdllm.engine import generations
@@ -96,4 +104,5 @@ SHAPE = openai_format.Shape(
     chunk_object_name="text_completion",
     choice=_choice,
     chunk_choices=_chunk_choices,
+    logprobs=token_logprobs.of_completion,
 )

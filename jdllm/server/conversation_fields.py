@@ -79,6 +79,25 @@ class TemplateFields(RequestModel):
         return self.add_generation_prompt
 
 
+def refuse_tool_use(tools: list[dict[str, Any]] | None, tool_choice: Any) -> None:
+    """Raises if an answer could have to call tools; with "none" they are not listed, as in SGLang.
+
+    To find calls in the output is beyond this engine.
+    """
+    # Without tools there is nothing to choose from, and "auto" is the default.
+    if tool_choice not in (None, "none", "auto", "", {}, []):
+        raise errors.RequestError(
+            f"tool_choice={errors.quote(tool_choice)} is not supported by this engine; "
+            'leave it out or give "none"',
+            param="tool_choice",
+        )
+    if tools and tool_choice != "none":
+        raise errors.RequestError(
+            'tools are not supported by this engine, except with tool_choice="none"',
+            param="tools",
+        )
+
+
 def content_text(content: Any) -> str:
     """Returns the text of a message; its parts are joined by a space, as in SGLang."""
     if isinstance(content, str):

@@ -44,7 +44,6 @@ OPENAI: Neutral = {
     **sampling_params.NEUTRAL_ONLY,
     **COMMON,
     "add_special_tokens": (True,),
-    "logprobs": (),  # 0 asks for those of the chosen tokens
     "prompt_cache_retention": ("in_memory",),
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
@@ -68,8 +67,6 @@ STREAM_OPTIONS: Neutral = {"include_obfuscation": ()}
 GENERATE: Neutral = {
     **COMMON,
     "modalities": (["text"],),
-    "return_text_in_logprobs": (False, True),
-    "top_logprobs_num": (0,),
 }
 
 TOKENIZE: Neutral = {

@@ -12,6 +12,7 @@ from starlette import requests
 from starlette import responses as starlette_responses
 
 from jdllm import sampling_params, version
+from jdllm.engine import requests as engine_requests
 from jdllm.server import responses, running, state
 
 if TYPE_CHECKING:
@@ -62,12 +63,13 @@ async def show_version(_: requests.Request) -> starlette_responses.Response:
 
 @router.get("/health_generate")
 async def health_generate(request: requests.Request) -> starlette_responses.Response:
-    """Generates one block; answers 200, or 503 when that takes too long."""
+    """Generates one block, before all that waits; answers 200, or 503 when that takes too long."""
     server = state.of(request)
     probe = running.PromptList(
         prompts=[probe_ids(server.engine.tokenizer)],
         params=[sampling_params.SamplingParams(max_new_tokens=1)],
         request_ids=[running.new_request_id("health")],
+        priority=engine_requests.best_priority(server.engine.config),
     )
     work = asyncio.wait_for(running.collect(server, probe), GENERATE_LIMIT_S)
     try:

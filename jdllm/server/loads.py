@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 router = fastapi.APIRouter()
 
 SECTIONS = ("all", "core", "disagg", "lora", "memory", "queues", "spec")
-MAX_SHOWN = 64
 
 
 @router.get("/v1/loads")
@@ -46,7 +45,7 @@ async def loads(
     unknown = sorted(sections - set(SECTIONS))
     if unknown:
         raise errors.RequestError(
-            f"include: {unknown[0][:MAX_SHOWN]!r} is none of {', '.join(SECTIONS)}",
+            f"include: {errors.quote(unknown[0])} is none of {', '.join(SECTIONS)}",
             param="include",
         )
     engine = state.of(request).engine

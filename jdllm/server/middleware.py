@@ -1,8 +1,8 @@
 """Plain ASGI middleware: counting, CORS, keys, the start-up and drain gate, the body's limits.
 
 None of it is a BaseHTTPMiddleware of Starlette, which runs the app in another task and hides
-disconnects from it. The order, outermost first: Count, (Cors), CatchFaults, Authenticate,
-Gate, LimitBody.
+disconnects from it. The order, outermost first: Count, (Cors), `ollama.PlainErrors`,
+`responses.CatchFaults`, Authenticate, Gate, LimitBody.
 """
 
 from __future__ import annotations

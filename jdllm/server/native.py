@@ -4,19 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import AsyncGenerator, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import fastapi
 from starlette import requests
 from starlette import responses as starlette_responses
 
 from jdllm import errors, offload, sampling_params
-from jdllm.server import chat, prompts, protocol, responses, running, schemas, sse, state
+from jdllm.server import (
+    chat,
+    prompts,
+    protocol,
+    responses,
+    running,
+    schemas,
+    sse,
+    state,
+    token_logprobs,
+)
+
+if TYPE_CHECKING:
+    from jdllm.engine import generations
 
 router = fastapi.APIRouter()
 
 DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's
+LIMITS = ("max_new_tokens", "max_tokens")
 MAX_DETOKENIZED = 1 << 20
 # Checking the options of a prompt takes about as long as tokenising so many characters.
 SIZE_OF_OPTIONS = 50
@@ -32,34 +46,53 @@ async def generate(request: requests.Request) -> starlette_responses.Response:
     count = len(given)
     options = _sampling_options(body.sampling_params, count)
     names = _field_names(name, options)
+    is_prompt_only = _is_prompt_only(options, names["max_new_tokens"])
     running.check_places(server, _num_choices(options, count), count, names)
-    extras = {"return_logprob": body.return_logprob, "return_step_map": body.return_step_map}
+    extras = {
+        "return_logprob": body.return_logprob,
+        "top_logprobs": body.top_logprobs_num,
+        "return_step_map": body.return_step_map,
+    }
     extras = {name: value for name, value in extras.items() if value is not None}
     ids = await prompts.all_ids(server, given, name)
     lengths = [len(one) for one in ids]
     size = len(options) * SIZE_OF_OPTIONS
+    params = await offload.off_loop(size, _params, server, lengths, options, extras)
+    if is_prompt_only and any(one.return_logprob for one in params):
+        raise protocol.no_likelihood("return_logprob")
     prompt_list = running.PromptList(
         prompts=ids,
-        params=await offload.off_loop(size, _params, server, lengths, options, extras),
+        params=params,
         request_ids=_request_ids(body, count),
         field_names=names,
         priority=body.priority,
+        is_prompt_only=is_prompt_only,
     )
     is_list = is_list or prompt_list.params[0].n > 1
+
+    def shown(generation: generations.Generation) -> dict[str, Any]:
+        reply = generation.as_dict()
+        if not body.return_text_in_logprobs:
+            return reply
+        return token_logprobs.with_texts(reply, server.token_texts)
+
     if body.stream:
-        frames = _frames(server, prompt_list, is_list)
+        frames = _frames(server, prompt_list, is_list, shown)
         return sse.EventStream(frames, ping_interval_s=server.ping_interval_s)
     finals = await running.unless_client_leaves(request, running.collect(server, prompt_list))
-    replies = [generation.as_dict() for generation in finals]
+    replies = [shown(generation) for generation in finals]
     return responses.json_response(replies if is_list else replies[0])
 
 
 async def _frames(
-    server: state.ServerState, prompt_list: running.PromptList, is_list: bool
+    server: state.ServerState,
+    prompt_list: running.PromptList,
+    is_list: bool,
+    shown: Callable[[generations.Generation], dict[str, Any]],
 ) -> AsyncGenerator[bytes, None]:
     async with contextlib.aclosing(running.stream(server, prompt_list)) as events:
         async for generation in events:
-            reply = generation.as_dict()
+            reply = shown(generation)
             if is_list:
                 reply["index"] = prompt_list.choice_index(generation)
             yield sse.frame(reply)
@@ -109,6 +142,24 @@ def _num_choices(options: Sequence[dict[str, Any]], num_prompts: int) -> int:
     return total if len(options) == num_prompts else total * num_prompts
 
 
+def _is_prompt_only(options: Sequence[dict[str, Any]], name: str) -> bool:
+    """Says whether no token is to be written (a limit of 0): tokens are counted, nothing runs."""
+    asking = {_writes_nothing(one) for one in options}
+    if len(asking) > 1:
+        raise errors.RequestError(f"{name}: give 0 for all prompts or for none", param=name)
+    return asking == {True}
+
+
+def _writes_nothing(options: dict[str, Any]) -> bool:
+    limits = _limits(options)
+    return bool(limits) and all(type(limit) is int and limit == 0 for limit in limits)
+
+
+def _limits(options: dict[str, Any]) -> list[Any]:
+    """Returns the limits of the output that are given; whether they agree is checked later."""
+    return [options[name] for name in LIMITS if options.get(name) is not None]
+
+
 def _params(
     server: state.ServerState,
     prompt_lengths: Sequence[int],
@@ -123,8 +174,8 @@ def _params(
         default = prompts.default_tokens(server, prompt_len, DEFAULT_MAX_NEW_TOKENS)
         if (place, default) not in made:
             one = extras | options[place]
-            if one.get("max_new_tokens") is None and one.get("max_tokens") is None:
-                one["max_new_tokens"] = default
+            if not _limits(one) or _writes_nothing(one):
+                one |= {"max_new_tokens": default, "max_tokens": None}
             made[place, default] = protocol.sampling_from(one)
         params.append(made[place, default])
     return params
@@ -160,11 +211,12 @@ async def tokenize(request: requests.Request) -> starlette_responses.Response:
     """Returns the ids of a prompt, of several prompts, or of a conversation."""
     server = state.of(request)
     body = await protocol.read(request, protocol.TokenizeRequest)
+    server.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise errors.RequestError("give exactly one of prompt and messages", param="prompt")
     if body.messages is not None:
         ids = await chat.template_ids(
-            server.tokenizer,
+            server,
             body.messages,
             body.chat_template_kwargs,
             tools=body.listed_tools,
@@ -211,6 +263,7 @@ async def detokenize(request: requests.Request) -> starlette_responses.Response:
     """Returns the text of ids."""
     server = state.of(request)
     body = await protocol.read(request, protocol.DetokenizeRequest)
+    server.check_model(body.model)
     if not protocol.is_ids(body.tokens) or len(body.tokens) > MAX_DETOKENIZED:
         raise errors.RequestError(
             f"tokens must be a list of 1 to {MAX_DETOKENIZED} token ids", param="tokens"

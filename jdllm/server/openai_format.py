@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from starlette import requests
 from starlette import responses as starlette_responses
 
-from jdllm.server import protocol, responses, running, sse, state
+from jdllm.server import protocol, responses, running, sse, state, token_logprobs
 
 if TYPE_CHECKING:
     from jdllm.engine import generations
@@ -34,6 +34,8 @@ class Shape:
     choice: Callable[[int, generations.Generation], Choice]
     # (choice index, event, whether it is the choice's first) -> choices, one per chunk
     chunk_choices: Callable[[int, generations.Generation, bool], list[Choice]]
+    # (event, number of its first token, texts) -> the object of a choice
+    logprobs: Callable[[generations.Generation, int, token_logprobs.TokenTexts], dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +56,9 @@ class Answer:
         work = running.collect(self.server, self.prompt_list)
         finals = await running.unless_client_leaves(request, work)
         choices = [self.shape.choice(index, one) for index, one in enumerate(finals)]
+        if self._has_logprobs:
+            for choice, one in zip(choices, finals, strict=True):
+                choice["logprobs"] = self.shape.logprobs(one, 0, self.server.token_texts)
         content = self._object(self.shape.object_name, choices)
         if self.body.return_cached_tokens_details:
             content |= cached_tokens(finals)
@@ -62,12 +67,19 @@ class Answer:
     async def _frames(self) -> AsyncGenerator[bytes, None]:
         options = self.body.stream_options or protocol.StreamOptions()
         last: dict[int, generations.Generation] = {}
+        num_listed: dict[int, int] = {}
         async with contextlib.aclosing(running.stream(self.server, self.prompt_list)) as events:
             async for one in events:
                 index = self.prompt_list.choice_index(one)
                 is_first = index not in last
                 last[index] = one
-                for choice in self.shape.chunk_choices(index, one, is_first):
+                choices = self.shape.chunk_choices(index, one, is_first)
+                if self._has_logprobs and choices:
+                    first = num_listed.get(index, 0)
+                    num_listed[index] = len(one.output_ids)
+                    logprobs = self.shape.logprobs(one, first, self.server.token_texts)
+                    _with_text(choices)["logprobs"] = logprobs
+                for choice in choices:
                     chunk = self._object(self.shape.chunk_object_name, [choice])
                     if options.continuous_usage_stats:
                         chunk["usage"] = usage([one])
@@ -82,6 +94,10 @@ class Answer:
             chunk = self._object(self.shape.chunk_object_name, [])
             yield sse.frame(chunk | {"usage": usage(finals)})
 
+    @property
+    def _has_logprobs(self) -> bool:
+        return self.body.num_top_logprobs() is not None
+
     def _object(self, name: str, choices: list[Choice]) -> dict[str, Any]:
         return {
             "id": self.answer_id,
@@ -90,6 +106,12 @@ class Answer:
             "model": self.server.engine.model_name,
             "choices": choices,
         }
+
+
+def _with_text(choices: list[Choice]) -> Choice:
+    """Returns the choice of an event's chunks that has its text, or else the last one."""
+    texts = (one for one in choices if one.get("text") or one.get("delta", {}).get("content"))
+    return next(texts, choices[-1])
 
 
 def ending(generation: generations.Generation) -> dict[str, Any]:

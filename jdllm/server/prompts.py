@@ -81,8 +81,8 @@ def check_length(server: state.ServerState, prompt: Prompt, param: str) -> None:
     limit = min(context * MAX_CHARACTERS_PER_TOKEN, MAX_CHARACTERS) if is_text else context
     if len(prompt) > limit:
         raise errors.RequestTooLong(
-            f"{param} has {len(prompt)} {'characters' if is_text else 'tokens'}, which do not fit "
-            f"into the maximum context length of {context} tokens; shorten it",
+            f"{errors.maximum_context(context)}, but {param} has {len(prompt)} "
+            f"{'characters' if is_text else 'tokens'}; shorten it",
             param=param,
         )
 

@@ -15,19 +15,28 @@ import pydantic
 from pydantic import StrictBool, StrictFloat, StrictInt, StrictStr
 from starlette import requests
 
-from jdllm import errors, offload, sampling_params
+from jdllm import errors, offload, sampling_params, value_checks
 from jdllm.server import body_limits, field_at_fault, foreign_fields
-from jdllm.server.conversation_fields import Messages, TemplateFields
+from jdllm.server.conversation_fields import Messages, TemplateFields, refuse_tool_use
 from jdllm.server.request_model import RequestModel, first_problem
 
 MAX_RID_CHARACTERS = 256
 # Parsing is that much faster than tokenising.
 BYTES_PER_CHARACTER_OF_WORK = 4
 
+MAX_COMPLETION_LOGPROBS = 5  # OpenAI's
 SAMPLING_FIELDS = (
     "temperature",
     "top_p",
     "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "min_tokens",
     "seed",
     "n",
     "stop",
@@ -59,6 +68,15 @@ class OpenAIRequest(RequestModel):
     temperature: StrictFloat | None = None
     top_p: StrictFloat | None = None
     top_k: StrictInt | None = None
+    min_p: StrictFloat | None = None
+    frequency_penalty: StrictFloat | None = None
+    presence_penalty: StrictFloat | None = None
+    repetition_penalty: StrictFloat | None = None
+    logit_bias: Any = None
+    allowed_token_ids: list[StrictInt] | None = None
+    bad_words: Any = None
+    min_tokens: StrictInt | None = None
+    logprobs: Any = None
     seed: StrictInt | None = None
     n: StrictInt | None = None
     stop: Any = None
@@ -100,9 +118,13 @@ class OpenAIRequest(RequestModel):
         """Returns the field that limits the output, and its value."""
         return "max_tokens", self.max_tokens
 
+    def num_top_logprobs(self) -> int | None:
+        """Returns how many tokens to list beside each output token; None: no log-probabilities."""
+        raise NotImplementedError
+
     def field_names(self) -> dict[str, str]:
         """Maps the engine's names of fields, which its errors use, to this body's names."""
-        return {"max_new_tokens": self.wanted_tokens()[0]}
+        return {"max_new_tokens": self.wanted_tokens()[0], "min_new_tokens": "min_tokens"}
 
     def sampling(self, default_max_tokens: int) -> sampling_params.SamplingParams:
         """Returns the checked options; errors use the names of this body's fields."""
@@ -110,6 +132,9 @@ class OpenAIRequest(RequestModel):
         options = {key: getattr(self, key) for key in SAMPLING_FIELDS}
         # No token (0) is a matter of the server alone; the other options are checked all the same.
         options["max_new_tokens"] = default_max_tokens if wanted in (None, 0) else wanted
+        count = self.num_top_logprobs()
+        if count is not None:
+            options |= {"return_logprob": True, "top_logprobs": count}
         try:
             return sampling_from(options)
         except errors.RequestError as error:
@@ -117,13 +142,9 @@ class OpenAIRequest(RequestModel):
 
 
 class ChatRequest(OpenAIRequest, TemplateFields):
-    """A conversation. With `tool_choice: "none"` tools are not listed in the prompt, as in SGLang.
-
-    Any other choice would have to find calls in the output, which this engine does not do.
-    """
-
     foreign: ClassVar = foreign_fields.CHAT
     messages: Messages
+    top_logprobs: StrictInt | None = None
     max_completion_tokens: StrictInt | None = None
     add_special_tokens: StrictBool | None = None
 
@@ -139,19 +160,15 @@ class ChatRequest(OpenAIRequest, TemplateFields):
                 f"{self.max_completion_tokens} disagree; give one",
                 param="max_completion_tokens",
             )
-        # Without tools there is nothing to choose from, and "auto" is the default.
-        if self.tool_choice not in (None, "none", "auto", "", {}, []):
-            raise errors.RequestError(
-                f"tool_choice={errors.quote(self.tool_choice)} is not supported by this engine; "
-                'leave it out or give "none"',
-                param="tool_choice",
-            )
-        if self.tools and self.tool_choice != "none":
-            raise errors.RequestError(
-                'tools are not supported by this engine, except with tool_choice="none"',
-                param="tools",
-            )
+        refuse_tool_use(self.tools, self.tool_choice)
         return self
+
+    def num_top_logprobs(self) -> int | None:
+        if self.logprobs is not None:
+            value_checks.check_flag(self.logprobs, "logprobs")
+        if self.top_logprobs and not self.logprobs:
+            raise errors.RequestError("top_logprobs needs logprobs=true", param="top_logprobs")
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     def wanted_tokens(self) -> tuple[str, int | None]:
         if self.max_completion_tokens is not None:
@@ -181,6 +198,12 @@ class CompletionRequest(OpenAIRequest):
             )
         return content
 
+    def num_top_logprobs(self) -> int | None:
+        if self.logprobs is None or self.logprobs is False:
+            return None
+        value_checks.check_integer(self.logprobs, "logprobs", low=0, high=MAX_COMPLETION_LOGPROBS)
+        return self.logprobs
+
     def field_names(self) -> dict[str, str]:
         return super().field_names() | {"input_ids": "prompt"}
 
@@ -194,25 +217,16 @@ class GenerateRequest(RequestModel):
     rid: Any = None
     priority: StrictInt | None = None
     return_logprob: StrictBool | None = None
+    top_logprobs_num: StrictInt | None = None
+    return_text_in_logprobs: StrictBool | None = None
     return_step_map: StrictBool | None = None
     logprob_start_len: StrictInt | None = None
 
     @pydantic.model_validator(mode="after")
     def _refuse_likelihoods(self) -> GenerateRequest:
         """Refuses what SGLang's `select` sends, and says why no such answer would be right."""
-        params = self.sampling_params
-        each = params if isinstance(params, list) else [params]
-        writes_nothing = any(
-            isinstance(one, dict) and one.get("max_new_tokens") == 0 for one in each
-        )
-        scores_prompt = self.logprob_start_len not in (None, -1)
-        if writes_nothing or scores_prompt:
-            raise errors.RequestError(
-                "a diffusion model has no chain-rule likelihood of a prompt, so prompts are not "
-                "scored here and `select` of SGLang's language cannot choose; a request must ask "
-                "for at least one new token and for log-probabilities of the output only",
-                param="logprob_start_len" if scores_prompt else "sampling_params.max_new_tokens",
-            )
+        if self.logprob_start_len not in (None, -1):
+            raise no_likelihood("logprob_start_len")
         return self
 
 
@@ -308,9 +322,20 @@ def renamed(error: errors.RequestError, names: Mapping[str, str]) -> errors.Requ
     """Returns `error` with the names that its fields have in the request's body."""
     if error.param is None:
         return error
-    limit = "max_new_tokens"
-    message = str(error).replace(limit, names.get(limit, limit))
+    message = str(error)
+    for limit in ("max_new_tokens", "min_new_tokens"):
+        message = message.replace(limit, names.get(limit, limit))
     return type(error)(message, param=names.get(error.param, error.param), code=error.code)
+
+
+def no_likelihood(param: str) -> errors.RequestError:
+    """Returns the error for a field that asks for log-probabilities of a prompt."""
+    return errors.RequestError(
+        "a diffusion model has no chain-rule likelihood of a prompt, so prompts are not scored "
+        "here and `select` of SGLang's language cannot choose; only new tokens have "
+        "log-probabilities",
+        param=param,
+    )
 
 
 def check_rid(rid: str) -> None:

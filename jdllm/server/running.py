@@ -61,7 +61,7 @@ def new_request_id(prefix: str) -> str:
 
 
 def ids_of_prompts(request_id: str, count: int) -> list[str]:
-    """Returns one id per prompt; an abort of the common prefix aborts them all."""
+    """Returns one id per prompt; `request_id` stays the name of them all."""
     return [request_id] if count == 1 else [f"{request_id}-{i}" for i in range(count)]
 
 
@@ -144,6 +144,7 @@ async def _prompt_only(
     server: state.ServerState, prompt_list: PromptList, arrival_s: float
 ) -> AsyncGenerator[generations.Generation, None]:
     """Yields the end of every choice without any work of the engine."""
+    engine_requests.priority_class(prompt_list.priority, server.engine.config)  # or it is refused
     limit = server.engine.context_length
     for prompt_ids in prompt_list.prompts:
         count = len(prompt_ids) + len(prompt_list.suffix_ids)

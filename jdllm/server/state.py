@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING, Literal
 
 from jdllm import config, errors
-from jdllm.server import keys, live_requests, metrics, responses
+from jdllm.server import keys, live_requests, metrics, responses, token_logprobs
 
 if TYPE_CHECKING:
     from starlette import requests
@@ -38,6 +38,7 @@ class ServerState:
         default_factory=live_requests.LiveRequests, init=False
     )
     metrics: metrics.EdgeMetrics = dataclasses.field(init=False)
+    _token_texts: token_logprobs.TokenTexts | None = None
 
     def __post_init__(self) -> None:
         self.keys = keys.load(self.server_config)
@@ -60,6 +61,13 @@ class ServerState:
                 "input_ids only"
             )
         return found
+
+    @property
+    def token_texts(self) -> token_logprobs.TokenTexts:
+        """The texts of single tokens; raises a 400 if the server runs without a tokenizer."""
+        if self._token_texts is None:
+            self._token_texts = token_logprobs.TokenTexts(self.tokenizer)
+        return self._token_texts
 
     def check_model(self, name: str | None) -> None:
         """Refuses the name of another model if `strict_model_name` is set."""

@@ -84,6 +84,31 @@ def unembed_stats(
     )  # fmt: skip
 
 
+def logits_stats(
+    logits: Float32[Array, "T V"],
+    *,
+    forbidden_ids: tuple[int, ...] = (),
+    draw_keys: UInt32[Array, "T 2"] | None = None,
+    temperature: Float32[Array, " T"] | None = None,
+    min_p: Float32[Array, " T"] | None = None,
+) -> UnembedStats:
+    """Returns what `unembed_stats` returns, of logits that the caller has computed and edited.
+
+    An id with the logit `partials.LOWEST` has no probability at all. With `min_p`, no id is drawn
+    whose tempered probability is less than `min_p` times that of the best id. XLA computes this on
+    every device: the logits are in memory already.
+    """
+    forbidden_ids = tuple(sorted(set(forbidden_ids)))
+    rows, cold = _draw_rows(draw_keys, temperature, logits.shape[0])
+    lowest = None
+    if min_p is not None and temperature is not None:
+        allowed = (
+            logits.at[:, list(forbidden_ids)].set(partials.LOWEST) if forbidden_ids else logits
+        )
+        lowest = jnp.max(allowed, axis=1) + temperature * jnp.log(min_p)
+    return _finish(reference.statistics_of(logits, rows, forbidden_ids, lowest), cold)
+
+
 def probability(
     logit: Float32[Array, " T"], logsumexp: Float32[Array, " T"]
 ) -> Float32[Array, " T"]:
@@ -127,14 +152,9 @@ def penalize(
 def _unembed_stats(
     x, w, *, given_ids, draw_keys, temperature, num_rows, forbidden_ids, implementation, chunk_size
 ) -> UnembedStats:
-    rows = {} if given_ids is None else {"given_ids": given_ids}
-    if draw_keys is not None and temperature is not None:
-        cold = temperature <= 0
-        inverse = 1.0 / jnp.where(cold, 1.0, jnp.maximum(temperature, 1e-6))
-        first, second = partials.draw_words(draw_keys)
-        rows |= {"draw_first": first, "draw_second": second, "inverse_temperature": inverse}
-    else:
-        cold = jnp.ones(x.shape[0], bool)
+    rows, cold = _draw_rows(draw_keys, temperature, x.shape[0])
+    if given_ids is not None:
+        rows = {"given_ids": given_ids} | rows
     if implementation == "mosaic_gpu":
         total = lowered_once.call(
             gpu_kernel.partial_stats, x, w, rows, forbidden_ids=forbidden_ids, num_rows=num_rows
@@ -146,6 +166,18 @@ def _unembed_stats(
         return stats
     wanted = jnp.arange(x.shape[0], dtype=jnp.int32) < num_rows
     return jax.tree.map(lambda field: jnp.where(wanted, field, 0), stats)
+
+
+def _draw_rows(
+    draw_keys: jax.Array | None, temperature: jax.Array | None, count: int
+) -> tuple[dict[str, jax.Array], jax.Array]:
+    """Returns what implementations need to draw, and which of the `count` rows draw nothing."""
+    if draw_keys is None or temperature is None:
+        return {}, jnp.ones(count, bool)
+    cold = temperature <= 0
+    inverse = 1.0 / jnp.where(cold, 1.0, jnp.maximum(temperature, 1e-6))
+    first, second = partials.draw_words(draw_keys)
+    return {"draw_first": first, "draw_second": second, "inverse_temperature": inverse}, cold
 
 
 def _finish(total: PartialStats, cold: jax.Array) -> UnembedStats:

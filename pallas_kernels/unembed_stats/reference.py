@@ -34,7 +34,7 @@ def partial_stats(
         fresh = ids >= first_new
         allowed = fresh & ~_is_any_of(ids, forbidden_ids)
         logits = jnp.einsum("td,vd->tv", x, chunk, preferred_element_type=jnp.float32)
-        return _chunk_statistics(logits, ids, fresh, allowed, rows)
+        return _chunk_statistics(logits, ids, fresh, allowed, allowed, rows)
 
     def step(state: PartialStats, index: jax.Array) -> tuple[PartialStats, None]:
         # The last chunk starts early and masks the ids already seen: padding w would copy it.
@@ -49,7 +49,20 @@ def partial_stats(
     return lax.scan(step, start, chunks)[0]
 
 
-def _chunk_statistics(logits, ids, fresh, allowed, rows) -> PartialStats:
+def statistics_of(
+    logits: Float[Array, "T V"],
+    rows: Mapping[str, Num[Array, " T"]],
+    forbidden_ids: tuple[int, ...],
+    lowest_drawn: Float[Array, " T"] | None,
+) -> PartialStats:
+    """Returns the statistics of given logits; ids below `lowest_drawn` are not drawn."""
+    ids = jnp.arange(logits.shape[1], dtype=jnp.int32)
+    every, allowed = jnp.ones(ids.shape, bool), ~_is_any_of(ids, forbidden_ids)
+    drawable = allowed if lowest_drawn is None else allowed & (logits >= lowest_drawn[:, None])
+    return _chunk_statistics(logits, ids, every, allowed, drawable, rows)
+
+
+def _chunk_statistics(logits, ids, fresh, allowed, drawable, rows) -> PartialStats:
     T, size = logits.shape
     given_logit = jnp.zeros(T, jnp.float32)
     if "given_ids" in rows:
@@ -67,7 +80,7 @@ def _chunk_statistics(logits, ids, fresh, allowed, rows) -> PartialStats:
         counter = partials.draw_counter(rows["draw_first"][:, None], ids)
         scores = candidates * rows["inverse_temperature"][:, None]
         scores += partials.noise(counter, rows["draw_second"][:, None])
-        drawn, drawn_score = _first_highest(jnp.where(allowed, scores, LOWEST))
+        drawn, drawn_score = _first_highest(jnp.where(drawable, scores, LOWEST))
         drawn_id = ids[drawn]
         drawn_logit = jnp.take_along_axis(logits, drawn[:, None], axis=1)[:, 0]
     return PartialStats(

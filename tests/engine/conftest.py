@@ -12,7 +12,7 @@ def engine():
     with pytest.MonkeyPatch.context() as patch:
         # Batches of two rows and more gather the positions that can still change.
         patch.setattr(proposal, "ROWS_OF_A_PASS", BLOCK)
-        engine = make_engine()
+        engine = make_engine(with_logits=True)
     with engine:
         yield engine
 
@@ -20,6 +20,7 @@ def engine():
 @pytest.fixture(scope="session")
 def plain_engine():
     with make_engine(
+        with_logits=True,
         disable_radix_cache=True,
         max_running_requests=1,
         num_continuous_decode_steps=1,

@@ -30,11 +30,11 @@ def warnings_of(caplog):
 
 
 def test_sampling_keys_that_are_not_honoured_are_named_in_one_warning(caplog):
-    options = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": None}
-    ignored = {"repetition_penalty": 1.05, "min_p": 0.1, "typical_p": 0.9}
+    options = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": None, "min_p": 0.1}
+    ignored = {"length_penalty": 1.05, "typical_p": 0.9}
     ids = {"eos_token_id": [1, 5], "mask_token_id": 2, "transformers_version": "4.50"}
     params = sampling_defaults.default_sampling(options | ignored | ids)
-    assert (params.temperature, params.top_p, params.top_k) == (0.7, 1.0, 20)
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.7, 1.0, 20, 0.1)
     (message,) = warnings_of(caplog)
     assert "generation_config.json" in message
     for key, value in ignored.items():
@@ -53,9 +53,10 @@ def test_neutral_sampling_keys_give_no_warning(do_sample, caplog):
     assert not warnings_of(caplog)
 
 
-def test_a_penalty_is_named_without_do_sample_too(caplog):
-    assert sampling_defaults.default_sampling({"repetition_penalty": 1.2}).temperature == 0.0
-    assert "repetition_penalty=1.2" in warnings_of(caplog)[0]
+def test_a_penalty_holds_without_do_sample_too(caplog):
+    params = sampling_defaults.default_sampling({"repetition_penalty": 1.2, "min_p": 0.1})
+    assert (params.temperature, params.repetition_penalty, params.min_p) == (0.0, 1.2, 0.0)
+    assert not warnings_of(caplog)
 
 
 def test_the_bundled_generation_config_gives_no_warning(caplog):

@@ -47,6 +47,17 @@ def test_a_ragged_batch_gives_what_each_gets_alone(family):
     assert_nothing_held(shared(family))
 
 
+@pytest.mark.campaign
+def test_noisy_scores_choose_the_same_positions_in_every_bucket():
+    """A score that is not equal to itself, computed in two ways, left steps without a write."""
+    family = "dream"
+    asks = [ask for seed in range(6) for ask in mixed_asks(family, seed) if "alg_temp" in ask.dllm]
+    assert len(asks) == 6
+    for ask in asks:
+        single = told(alone(shared(family), [ask]))
+        assert told(generate(shared(family), [ask, ask])) == 2 * single
+
+
 @every_family
 @pytest.mark.parametrize(
     ("steps", "overlaps"), [(1, False), (1, True), (64, False)], ids=["plain", "overlap", "whole"]

@@ -107,7 +107,9 @@ def test_nothing_compiles_after_start_up(engine):
 
 
 def test_the_pool_is_never_copied():
-    with make_engine(max_total_tokens=512 * 1024, max_running_requests=1) as large:
+    with make_engine(
+        with_logits=True, max_total_tokens=512 * 1024, max_running_requests=1
+    ) as large:
         runner = large._built.core.runner
         pool_bytes = sum(pool.nbytes for pool in runner._memory["pools"])
         for bucket, compiled in runner.compiled.items():

@@ -48,7 +48,7 @@ def test_ids_of_a_wrong_shape_are_refused(engine, input_ids):
             {"input_ids": [1], "sampling_params": {"dllm": {"edit_threshold": 0.5}}},
             "dllm.edit_threshold",
         ),
-        ({"input_ids": [1], "sampling_params": {"frequency_penalty": 1.0}}, "frequency_penalty"),
+        ({"input_ids": [1], "sampling_params": {"frequency_penalty": 3.0}}, "frequency_penalty"),
         ({"input_ids": [1], "sampling_params": {"json_schema": "{}"}}, "json_schema"),
         ({"input_ids": [1], "sampling_params": {"tempratur": 1.0}}, "tempratur"),
     ],

@@ -64,7 +64,7 @@ def test_a_chat_is_sent_as_messages_and_a_length_of_the_line_wins(lm_class, serv
     assert body["path"] == "/v1/chat/completions"
     assert body["messages"] == [{"role": "user", "content": "three words here"}]
     assert (body["temperature"], body["max_tokens"]) == (0.2, 64)
-    assert body["dllm"] == {"algorithm": "EntropyThreshold", "threshold": 0.5}
+    assert body["dllm"] == {"threshold": 0.5}
 
 
 def test_sampling_of_the_task_and_unknown_names(lm_class, server):

@@ -54,6 +54,7 @@ LINES = {
         "pretrained=M,max_new_tokens=256,diffusion_steps=256,temperature=0.1,alg=entropy",
         {"algorithm": "Dream", "steps": 256, "alg": "entropy"},
     ),
+    "a length, for any model": ("model_path=M,gen_length=256,threshold=0.9", {"threshold": 0.9}),
     "our own names": (
         "model_path=M,max_new_tokens=256,algorithm=LowConfidence,threshold=0.9",
         {"algorithm": "LowConfidence", "threshold": 0.9},

@@ -72,17 +72,32 @@ def test_wrong_sizes_are_config_errors(wrong):
         block.BlockBuckets(**(right | wrong))
 
 
+def sizes_of(made, *, with_logits=False):
+    found = [bucket for bucket in made.all() if bucket.with_logits == with_logits]
+    return [(bucket.rows, bucket.tokens) for bucket in found]
+
+
+def test_launches_with_logits_have_every_other_size():
+    for rows, expected in ((1, (1,)), (2, (2,)), (4, (1, 4)), (8, (2, 8)), (100, (2, 8, 32, 100))):
+        made = block.BlockBuckets.default(rows, 512, 4)
+        assert made.logit_rows == expected
+        found = [made.decode(n, with_logits=True) for n in range(1, rows + 1)]
+        assert {bucket.rows for bucket in found} == set(expected)
+        assert all(bucket.with_logits and bucket in made.all() for bucket in found)
+
+
 def test_canvas_buckets_hold_their_rows_up_to_the_tokens_of_a_forward():
     made = canvas.CanvasBuckets.default(16, 8192, 4096)
-    sizes = [(bucket.rows, bucket.tokens) for bucket in made.all()]
-    assert sizes == [(1, 4096), (4, 8192), (16, 8192)]
+    assert sizes_of(made) == [(1, 4096), (4, 8192), (16, 8192)]
+    assert sizes_of(made, with_logits=True) == [(16, 8192)]
+    assert made.with_logits(1) == made.with_logits(16) == made.all()[-1]
     assert made.canvas(5, 8192) == made.canvas(16, 16) == made.all()[2]
     assert {type(bucket) for bucket in made.all()} == {canvas.CanvasBucket}
     # The longest canvas fits whatever the budget, and no more is compiled than rows can use.
     made = canvas.CanvasBuckets.default(6, 8, 20)
-    assert [(b.rows, b.tokens) for b in made.all()] == [(1, 24), (4, 24), (6, 24)]
+    assert sizes_of(made) == [(1, 24), (4, 24), (6, 24)]
     made = canvas.CanvasBuckets.default(2, 512, 20)
-    assert [(b.rows, b.tokens) for b in made.all()] == [(1, 24), (2, 48)]
+    assert sizes_of(made) == [(1, 24), (2, 48)]
     with pytest.raises(ValueError, match="3 rows"):
         made.canvas(3, 24)
     with pytest.raises(ValueError, match="56 tokens"):
@@ -91,20 +106,20 @@ def test_canvas_buckets_hold_their_rows_up_to_the_tokens_of_a_forward():
 
 def test_short_canvases_have_launches_without_the_sizes_of_longer_ones():
     made = canvas.CanvasBuckets.default(16, 8192, 4096, short_row_tokens=512)
-    sizes = [(bucket.rows, bucket.tokens) for bucket in made.all()]
-    assert sizes == [(1, 512), (1, 4096), (4, 2048), (4, 8192), (16, 8192)]
+    assert sizes_of(made) == [(1, 512), (1, 4096), (4, 2048), (4, 8192), (16, 8192)]
     asked = {(1, 512): (1, 512), (1, 520): (1, 4096), (3, 2048): (4, 2048), (2, 2056): (4, 8192)}
     for (rows, tokens), expected in asked.items():
         found = made.canvas(rows, tokens)
         assert (found.rows, found.tokens) == expected and found in made.all()
     # Where hardly a size would be left out there is one bucket.
     made = canvas.CanvasBuckets.default(1, 512, 1024, short_row_tokens=512)
-    assert [bucket.tokens for bucket in made.all()] == [1024]
+    assert sizes_of(made) == [(1, 1024)]
 
 
 def test_a_whole_canvas_has_the_smallest_size_that_holds_it():
     made = canvas.CanvasBuckets.default(4, 512, 256, whole_tokens=(64, 128, 256))
-    assert [b.is_whole for b in made.all()] == [False, False, True, True, True]
+    plain = [bucket for bucket in made.all() if not bucket.with_logits]
+    assert [b.is_whole for b in plain] == [False, False, True, True, True]
     found = [made.whole_canvas(tokens) for tokens in (1, 64, 65, 256)]
     assert [(b.rows, b.tokens) for b in found] == [(1, 64), (1, 64), (1, 128), (1, 256)]
     assert all(bucket in made.all() and bucket.is_whole for bucket in found)

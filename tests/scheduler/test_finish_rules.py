@@ -212,3 +212,16 @@ def test_a_match_in_many_new_tokens_takes_few_decodes():
 def test_the_models_end_tokens_come_before_the_requests():
     assert request.end_tokens([1, 2, EOS], [EOS, 3], False) == (EOS, 3, 1, 2)
     assert request.end_tokens([1, 2], [EOS], True) == (1, 2)
+
+
+def test_stop_strings_count_behind_the_minimum_only():
+    output = [0, 1, 0, 1, 0]  # "ababa"
+    for minimum, length in ((0, 2), (1, 4), (2, 4)):
+        found = check(output, 5, stop=("ab",), min_new_tokens=minimum)
+        assert (found.kind, found.finished_len, found.matched) == ("stop", length, "ab")
+    assert check(output, 5, stop=("ab",), min_new_tokens=3) is None
+    assert check(output, 2, stop=("ab",), min_new_tokens=9) is None
+    found = check(output, 1, stop=("ba",), min_new_tokens=2, max_new_tokens=5)
+    assert (found.kind, found.finished_len) == ("stop", 5)
+    # End tokens are kept out by the device; one that is given all the same ends the output.
+    assert check([0, EOS, 0], 3, min_new_tokens=3).finished_len == 2

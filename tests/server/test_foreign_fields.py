@@ -11,14 +11,17 @@ import json
 import pathlib
 from typing import Any
 
+import pydantic
 import pytest
 from openai.types import chat as openai_chat
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.responses import response_create_params
 from support import edge, fake_engine
 
 from jdllm import errors, neutral_values, sampling_params
 from jdllm.server import conversation_fields, foreign_fields, protocol, request_model
+from jdllm.server.responses_api import request as responses_request
 
 LISTED = json.loads((pathlib.Path(__file__).parents[1] / "data/request_fields.json").read_text())
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -26,6 +29,7 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 BODIES: dict[str, tuple[str, type[request_model.RequestModel], dict[str, Any]]] = {
     "chat": ("/v1/chat/completions", protocol.ChatRequest, {"messages": MESSAGES}),
     "completions": ("/v1/completions", protocol.CompletionRequest, {"prompt": "hi"}),
+    "responses": ("/v1/responses", responses_request.ResponseRequest, {"input": "hi"}),
     "generate": ("/generate", protocol.GenerateRequest, {"text": "hi"}),
     "tokenize": ("/tokenize", protocol.TokenizeRequest, {"messages": MESSAGES}),
     "detokenize": ("/detokenize", protocol.DetokenizeRequest, {"tokens": [104]}),
@@ -54,6 +58,10 @@ OPENAI = {
         **completion_create_params.CompletionCreateParamsBase.__annotations__,
         **completion_create_params.CompletionCreateParamsStreaming.__annotations__,
     },
+    "responses": {
+        **response_create_params.ResponseCreateParamsBase.__annotations__,
+        **response_create_params.ResponseCreateParamsStreaming.__annotations__,
+    },
 }
 EACH = [(kind, name) for kind in BODIES for name in sorted(fields_of(kind))]
 
@@ -63,9 +71,9 @@ def parse(kind: str, extra: dict[str, Any]) -> request_model.RequestModel:
     _, model, least = BODIES[kind]
     try:
         body = model.model_validate(least | extra)
-    except protocol.pydantic.ValidationError as error:
-        raise protocol._first_problem(error) from error
-    if isinstance(body, protocol.OpenAIRequest):
+    except pydantic.ValidationError as error:
+        raise request_model.first_problem(error) from error
+    if isinstance(body, protocol.OpenAIRequest | responses_request.ResponseRequest):
         body.sampling(8)
     return body
 
@@ -167,7 +175,7 @@ def test_values_of_another_type_are_not_the_default():
         with pytest.raises(errors.RequestError) as refused:
             parse("completions", {name: value})
         assert refused.value.param == name
-    parse("completions", {"priority": 0.0})
+    parse("completions", {"data_parallel_rank": 0.0})
 
 
 def test_many_or_long_unknown_names_cost_little():
@@ -193,6 +201,13 @@ ROUTED = {
         "model": "m", "prompt": "hi", "max_tokens": 6, "stream": False, "echo": False,
         "no_stop_trim": False, "ignore_eos": False, "skip_special_tokens": True,
         "return_hidden_states": False,
+    },
+    "responses": {
+        "input": [{"content": [{"type": "input_text", "text": "x"}], "role": "user"}],
+        "model": "m", "max_output_tokens": 6, "parallel_tool_calls": True, "store": True,
+        "stream": None, "temperature": 1.0, "top_p": 1.0, "tool_choice": "none", "priority": 0,
+        "tools": [{"type": "function", "name": "f", "parameters": {}}], "top_k": -1, "min_p": 0.0,
+        "repetition_penalty": 1.0,
     },
     "generate": {
         "text": "hi", "model": None, "sampling_params": {"max_new_tokens": 6},

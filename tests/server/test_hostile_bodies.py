@@ -91,8 +91,8 @@ REFUSED = {
     "two million keys": (TEXT, b"{" + b'"a":1,' * 10**6 + b'"a":1}', None),
     "100,000 keys": (
         TEXT,
-        {"prompt": "a"} | {f"key{i}": None for i in range(100_000)},
-        "key0",
+        {"prompt": "a"} | {f"key{i}": False for i in range(100_000)},
+        "key100",
     ),
     "an algorithm that is a list": (TEXT, {"prompt": "a", "dllm": {"algorithm": ["x"]}}, None),
 }
@@ -133,6 +133,10 @@ REFUSED |= {
 
 # What is large, but within the limits, is served.
 SERVED = {
+    "100,000 keys without a value": (
+        TEXT,
+        {"prompt": "a"} | {f"key{i}": None for i in range(100_000)},
+    ),
     "1,000 texts": ("/tokenize", {"prompt": ["some words " * 600] * 1000}),
     "texts of 6 MB": ("/tokenize", {"prompt": ["words " * 300_000] * 3}),
     "8,000 messages": ("/tokenize", {"messages": [message("a")] * 8000}),

@@ -26,18 +26,22 @@ def gen(**fields):
 
 
 BAD_FIELDS = [
-    (CHAT, chat(frequency_penalty=0.5), "frequency_penalty"),
-    (CHAT, chat(presence_penalty=1), "presence_penalty"),
-    (CHAT, chat(repetition_penalty=1.1), "repetition_penalty"),
-    (CHAT, chat(logprobs=True), "logprobs"),
+    (CHAT, chat(frequency_penalty=2.5), "frequency_penalty"),
+    (CHAT, chat(presence_penalty="1"), "presence_penalty"),
+    (CHAT, chat(repetition_penalty=0), "repetition_penalty"),
+    (CHAT, chat(logprobs=3), "logprobs"),
+    (CHAT, chat(logprobs=True, top_logprobs=21), "top_logprobs"),
     (CHAT, chat(top_logprobs=2), "top_logprobs"),
-    (CHAT, chat(logit_bias={"5": 1}), "logit_bias"),
+    (CHAT, chat(logit_bias={"x": 1}), "logit_bias"),
+    (CHAT, chat(allowed_token_ids=[]), "allowed_token_ids"),
+    (CHAT, chat(bad_words="x"), "bad_words"),
     (CHAT, chat(response_format={"type": "json_object"}), "response_format"),
     (CHAT, chat(tools=[{"type": "function"}]), "tools"),
     (CHAT, chat(tool_choice="required"), "tool_choice"),
     (CHAT, chat(regex="a+"), "regex"),
-    (CHAT, chat(min_tokens=3), "min_tokens"),
-    (CHAT, chat(min_p=0.1), "min_p"),
+    (CHAT, chat(min_tokens=-1), "min_tokens"),
+    (CHAT, chat(min_tokens=9, max_tokens=8), "min_tokens"),
+    (CHAT, chat(min_p=1.1), "min_p"),
     (CHAT, chat(user=5), "user"),
     (CHAT, chat(n=0), "n"),
     (CHAT, chat(n="2"), "n"),
@@ -94,7 +98,9 @@ BAD_FIELDS = [
     (CHAT, chat(echo=True), "echo"),
     (TEXT, text(suffix="x"), "suffix"),
     (TEXT, text(best_of=3), "best_of"),
-    (TEXT, text(logprobs=0), "logprobs"),
+    (TEXT, text(logprobs=6), "logprobs"),
+    (TEXT, text(logprobs=True), "logprobs"),
+    (TEXT, text(top_logprobs=1), "top_logprobs"),
     (TEXT, text(prompt=[]), "prompt"),
     (TEXT, text(prompt=""), "prompt"),
     (TEXT, text(prompt=["a", 5]), "prompt"),
@@ -208,6 +214,9 @@ def test_unknown_model():
     assert edge.error_of(edge.call(strict, CHAT, chat()))["code"] == "model_not_found"
     assert edge.call(strict, TEXT, text()).status_code == 404
     assert edge.call(strict, CHAT, chat(model="fake-model")).status_code == 200
+    for path, body in (("/tokenize", {"prompt": "hi"}), ("/detokenize", {"tokens": [104]})):
+        assert edge.call(strict, path, body).status_code == 200
+        assert edge.call(strict, path, body | {"model": "other"}).status_code == 404
 
 
 def test_body_over_the_limit_is_413_declared_or_chunked():

@@ -248,8 +248,8 @@ def test_a_leaving_client_frees_its_request(live):
 
 def test_errors_reach_the_stock_client(live):
     with pytest.raises(openai.BadRequestError) as caught:
-        live.openai.chat.completions.create(model="any", messages=MESSAGES, logprobs=True)
-    assert caught.value.param == "logprobs"
+        live.openai.chat.completions.create(model="any", messages=MESSAGES, tool_choice="required")
+    assert caught.value.param == "tool_choice"
     with pytest.raises(openai.BadRequestError) as caught:
         live.openai.completions.create(model="any", prompt="x", max_tokens=CONTEXT + 1)
     assert str(CONTEXT) in str(caught.value)

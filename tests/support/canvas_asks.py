@@ -9,7 +9,10 @@ MASK, VOCAB, CONTEXT = 240, 256, 64  # of the tiny checkpoints, and of engines o
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ask:
-    """One request. `dllm` names the algorithm and its options; `ends` are its end tokens."""
+    """One request. `dllm` names the algorithm and its options; `ends` are its end tokens.
+
+    `more` are further sampling options.
+    """
 
     prompt: list
     wanted: int
@@ -19,6 +22,7 @@ class Ask:
     ends: tuple = ()
     temperature: float = 0.0
     seed: int = 0
+    more: dict = dataclasses.field(default_factory=dict)
 
     @property
     def params(self):
@@ -31,7 +35,7 @@ class Ask:
             "return_logprob": True,
             "return_step_map": True,
             "dllm": self.dllm,
-        }
+        } | self.more
 
     @property
     def canvas(self):

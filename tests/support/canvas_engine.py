@@ -49,14 +49,18 @@ def shared(family):
         return make(
             family,
             short_row_tokens=SHORT_CANVAS[family],
+            with_logits=True,
             tokenizer_path=directory,
             skip_tokenizer_init=False,
             max_total_tokens=1 << 15,
         )
 
 
-def make(family, whole_tokens=(32, CONTEXT), short_row_tokens=0, **options):
-    """Returns an engine; it also has launches of a whole canvas, as on a GPU."""
+def make(family, whole_tokens=(32, CONTEXT), short_row_tokens=0, with_logits=False, **options):
+    """Returns an engine; it also has launches of a whole canvas, as on a GPU.
+
+    Only `with_logits` serves requests that need their logits: their launches take time to compile.
+    """
     defaults = {
         "model_path": str(GOLDENS / family),
         "dtype": "float32",
@@ -80,7 +84,9 @@ def make(family, whole_tokens=(32, CONTEXT), short_row_tokens=0, **options):
         return cls(config, buckets)
 
     sized = mock.patch.object(canvas.CanvasRows, "build", classmethod(rows))
-    with sized, jax.default_matmul_precision("highest"):
+    no_sizes = mock.patch.object(canvas.CanvasBuckets, "logit_rows", ())
+    more = contextlib.nullcontext() if with_logits else no_sizes
+    with sized, more, jax.default_matmul_precision("highest"):
         return jdllm.Engine(**defaults | options)
 
 
@@ -270,16 +276,24 @@ def statistics(logits):
 
 @dataclasses.dataclass
 class Decoded:
-    """What a row writes: its output, and what it took to write it."""
+    """What a row writes: its output, and what it took to write it.
+
+    `logprobs` has the log-probabilities of all tokens of every position in the step that wrote it.
+    """
 
     output_ids: list
     nfe: int
     num_full: int
     num_forwarded: int
+    logprobs: dict = dataclasses.field(default_factory=dict)
 
 
-def decoded(family, ask):
-    """Returns what `ask` gives when it runs alone, forward after forward, greedily."""
+def decoded(family, ask, edit=None):
+    """Returns what `ask` gives when it runs alone, forward after forward, greedily.
+
+    `edit(logits, position, tokens)` changes the logits of a position before everything else; of the
+    tokens of the canvas, those that are not written are None.
+    """
     algorithm = ask.dllm["algorithm"]
     # Compiled once per algorithm: FastDLLM and others have one rule for both families.
     is_shifted = family == "dream" and algorithm == "FullAttnMultiBlock"
@@ -311,11 +325,18 @@ def decoded(family, ask):
             name: np.zeros((1, CONTEXT), values.dtype)
             for name, values in statistics(np.zeros((1, VOCAB))).items()
         }
-        for name, values in statistics(own.logits(sources[known])).items():
+        logits = own.logits(sources)
+        if edit is not None:
+            text = [None if masked[p] else int(tokens[p]) for p in range(length)]
+            for p in np.flatnonzero(shown.wanted[0, :length]):
+                logits[p] = edit(logits[p], p, text)
+        for name, values in statistics(logits[known]).items():
             fields[name][0, :length][known] = values
         assert not (shown.wanted[0, :length] & ~known).any(), "a prediction from nowhere"
         written = update(planned, canvas_rows.made_proposal(seen, shown, fields))
         canvas = dataclasses.replace(written, step=written.step + 1)
+        for p in np.flatnonzero(masked & ~np.asarray(written.masked[0])):
+            done.logprobs[int(p) - start] = log_softmax(logits[p])
         done.nfe += 1
         done.num_full += int(shown.is_full[0])
         done.num_forwarded += high - low

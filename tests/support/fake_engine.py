@@ -70,6 +70,9 @@ class FakeTokenizer:
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         return bytes(ids).decode(errors="replace")
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id])
+
     def apply_chat_template(
         self, messages: list[dict[str, Any]], *, add_special_tokens: bool = False, **options: Any
     ) -> list[int]:
@@ -250,6 +253,13 @@ class FakeEngine:
             "tpf": dllm["tpf"],
             "dllm": dllm,
         }
+        if params.return_logprob:
+            meta["output_token_logprobs"] = [(-i / 8, token, None) for i, token in enumerate(ids)]
+        if params.top_logprobs:
+            meta["output_top_logprobs"] = [
+                [(-i / 8 - k, token + k, None) for k in range(params.top_logprobs)]
+                for i, token in enumerate(ids)
+            ]
         return generations.Generation(
             request_id=meta["id"],
             index=index,

@@ -1,16 +1,23 @@
 """An engine over the tiny reference checkpoint (random weights, block 8)."""
 
+import contextlib
 import pathlib
+from unittest import mock
 
 import jax
 
 import jdllm
+from jdllm.scheduler.rows import block
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "data" / "goldens" / "llada2"
 VOCAB, BLOCK = 320, 8
 
 
-def make_engine(**options):
+def make_engine(*, with_logits=False, **options):
+    """Returns an engine; only `with_logits` serves requests that need their logits.
+
+    Their launches have programs of their own, which take time to compile.
+    """
     defaults = {
         "model_path": str(GOLDEN),
         "dtype": "float32",
@@ -25,7 +32,9 @@ def make_engine(**options):
         "max_total_tokens": 4 * 128,
     }
     # The default matmul precision is read when steps are traced, in Engine().
-    with jax.default_matmul_precision("highest"):
+    no_sizes = mock.patch.object(block.BlockBuckets, "logit_rows", ())
+    sizes = contextlib.nullcontext() if with_logits else no_sizes
+    with sizes, jax.default_matmul_precision("highest"):
         return jdllm.Engine(**defaults | options)
 
 

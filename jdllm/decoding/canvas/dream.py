@@ -77,5 +77,7 @@ def _score(
         proposal.margin,
         jnp.where(alg == ENTROPY, -proposal.entropy, proposal.prob),
     )
-    noisy = confidence / jnp.where(temperature > 0, temperature, 1.0) - jnp.log(-jnp.log(drawn))
+    # Not less than this, so that the quotients stay finite and different.
+    divisor = jnp.where(temperature > 0, jnp.maximum(temperature, 1e-6), 1.0)
+    noisy = confidence / divisor - jnp.log(-jnp.log(drawn))
     return jnp.where(temperature > 0, noisy, confidence)

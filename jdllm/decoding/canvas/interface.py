@@ -199,7 +199,10 @@ def ranks(score: Float[Array, "R S"], eligible: Bool[Array, "R S"]) -> Int32[Arr
     place = jnp.arange(S, dtype=jnp.int32)
     higher = score[:, None, :] > score[:, :, None]
     earlier = (score[:, None, :] == score[:, :, None]) & (place[None, :] < place[:, None])
-    before = jnp.sum(eligible[:, None, :] & (higher | earlier), axis=2, dtype=jnp.int32)
+    # XLA may compute the two sides of the comparison in different ways. A score that rounds
+    # differently must not be higher than itself, or nothing would have rank 0.
+    other = place[None, :] != place[:, None]
+    before = jnp.sum(eligible[:, None, :] & (higher & other | earlier), axis=2, dtype=jnp.int32)
     return jnp.where(eligible, before, S)
 
 

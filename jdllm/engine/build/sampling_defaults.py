@@ -16,7 +16,8 @@ logger = logging.getLogger(__name__)
 # Keys of generation_config.json that are used, or do not change the output.
 _HONOURED = frozenset(
     """
-    do_sample temperature top_p top_k dllm mask_token_id eos_token_id bos_token_id pad_token_id
+    do_sample temperature top_p top_k min_p repetition_penalty dllm
+    mask_token_id eos_token_id bos_token_id pad_token_id
     decoder_start_token_id max_length use_cache cache_implementation cache_config
     transformers_version _from_model_config output_attentions output_hidden_states
     output_scores output_logits return_dict_in_generate
@@ -61,10 +62,17 @@ def default_sampling(
     do_sample = generation_config.get("do_sample") or False
     if not isinstance(do_sample, bool):
         raise errors.ConfigError(f"generation_config.json: {do_sample=} must be true or false")
-    values: dict[str, Any] = {"temperature": float(do_sample), "top_p": 1.0, "top_k": 0}
-    if do_sample:
-        given = {key: generation_config.get(key) for key in values}
-        values |= {key: value for key, value in given.items() if value is not None}
+    values: dict[str, Any] = {
+        "temperature": float(do_sample),
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+    }
+    # The penalty also changes what a greedy request writes.
+    used = values if do_sample else ("repetition_penalty",)
+    given = {key: generation_config.get(key) for key in used}
+    values |= {key: value for key, value in given.items() if value is not None}
     try:
         return sampling_params.SamplingParams(**values)
     except errors.RequestError as error:

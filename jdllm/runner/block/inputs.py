@@ -4,7 +4,8 @@ Shapes depend on the bucket alone. Padding rows have `kv_lens` 0 and write nowhe
 padding tokens lie past `cu_q_lens[-1]`. The arrays are numpy's on the host and traced in the
 launch, hence `Any` in their types.
 
-Letters: R rows, L tokens of a block, T packed tokens, M pages of the longest row, E end tokens.
+Letters: R rows, L tokens of a block, T packed tokens, S tokens of the longest row, M its pages, E
+end tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from jaxtyping import Bool, Int32
 from jdllm import algorithms, sampling_params
 from jdllm.decoding.block import interface
 from jdllm.runner import config as config_lib
-from jdllm.runner import paging, row_options
+from jdllm.runner import logit_rows, paging, row_options
 from jdllm.runner.block import sampling
 from jdllm.runner.launch import driver, interrupts
 from jdllm.scheduler import batch as batch_lib
@@ -46,7 +47,8 @@ class DenoiseInputs:
     first block, whose leading `head_lens` tokens belong to the prompt. Padding rows have a slot
     past the last. `capacity` is the number of tokens that the row's pages hold. `end_ids` holds
     end tokens, -1 where there is none. `algorithm` is an index into the compiled
-    algorithms.
+    algorithms. Launches without rows that need their logits have no `logits` and no `history`.
+    `history` holds all tokens of a fresh row that needs its logits.
     """
 
     slot: Int32[Any, " R"]
@@ -62,6 +64,8 @@ class DenoiseInputs:
     params: interface.BlockParams
     sampling: sampling.SamplingRows
     limits: driver.LaunchLimits
+    logits: logit_rows.LogitRows | None = None
+    history: Int32[Any, "R S"] | None = None
 
 
 def build_prefill(batch: batch_lib.ScheduleBatch, config: config_lib.StepConfig) -> PrefillInputs:
@@ -90,6 +94,8 @@ def build_denoise(
     batch: batch_lib.ScheduleBatch,
     config: config_lib.StepConfig,
     interrupt: interrupts.Interrupt,
+    *,
+    with_logits: bool,
 ) -> DenoiseInputs:
     """Stacks the rows' slots, first blocks and options and pads to the bucket."""
     R, L = batch.bucket.rows, config.block_size
@@ -136,7 +142,19 @@ def build_denoise(
             temperature=temperature, top_p=top_p, top_k=top_k, seed=seed
         ),
         limits=driver.LaunchLimits.of(batch, interrupt),
+        logits=logit_rows.build(batch, config.spec.vocab_size) if with_logits else None,
+        history=_history(batch, config) if with_logits else None,
     )
+
+
+def _history(
+    batch: batch_lib.ScheduleBatch, config: config_lib.StepConfig
+) -> Int32[np.ndarray, "R S"]:
+    history = np.zeros((batch.bucket.rows, config.block_context), np.int32)
+    for i, row in enumerate(batch.rows):
+        if row.is_fresh and row.request.sampling.needs_logits:
+            history[i, : row.request.num_tokens] = row.request.token_ids
+    return history
 
 
 def _sampling_of(options: sampling_params.SamplingParams) -> tuple[float, float, int]:

@@ -9,7 +9,7 @@ from flax import nnx
 from jdllm import device_facts
 from jdllm.kv_cache import pool as pool_lib
 from jdllm.runner import config as config_lib
-from jdllm.runner.block import forward, loop, results, state
+from jdllm.runner.block import asked, forward, loop, results, state
 from jdllm.runner.block import inputs as inputs_lib
 from jdllm.runner.launch import program
 from jdllm.scheduler import batch as batch_lib
@@ -35,6 +35,7 @@ class BlockKind:
         return {
             "pools": pool_lib.create(config.pool),
             "slots": state.empty_slots(config.num_slots, config),
+            "logit_slots": asked.empty_slots(config.num_slots, config),
         }
 
     def program(self, bucket: batch_lib.Bucket) -> program.Program:
@@ -49,11 +50,12 @@ class BlockKind:
                     results=results.of_prefill,
                 )
             case block_rows.DecodeBucket():
+                with_logits = bucket.with_logits
                 return program.Program(
                     step=functools.partial(loop.denoise_launch, graphdef, config),
-                    uses=("pools", "slots"),
+                    uses=("pools", "slots", *(["logit_slots"] if with_logits else [])),
                     inputs=lambda batch, interrupt: inputs_lib.build_denoise(
-                        batch, config, interrupt
+                        batch, config, interrupt, with_logits=with_logits
                     ),
                     results=functools.partial(results.of_denoise, block_size=config.block_size),
                 )

@@ -35,9 +35,11 @@ from jdllm import decoding
 from jdllm.decoding.block import interface
 from jdllm.models import decoder, loading
 from jdllm.runner import config as config_lib
+from jdllm.runner import logit_rows
+from jdllm.runner.block import asked as asked_lib
 from jdllm.runner.block import forward, proposal
 from jdllm.runner.block import inputs as inputs_lib
-from jdllm.runner.block.state import RowState, advance, enter, is_active
+from jdllm.runner.block.state import RowState, advance, enter, has_ended, is_active
 from jdllm.runner.launch import driver, program
 from jdllm.runner.launch.rows import select
 
@@ -51,13 +53,15 @@ FORWARD_TOKENS = 3072
 class FinishedBlocks:
     """The blocks of each row that became final in the launch, and the row's `nfe` at that moment.
 
-    The arrays are traced in the launch and numpy's on the host, hence `Any`.
+    `top` has the lists of launches with rows that need their logits. The arrays are traced in the
+    launch and numpy's on the host, hence `Any`.
     """
 
     tokens: Int32[Any, "R K L"]
     steps: Int32[Any, "R K L"]
     logprobs: Float32[Any, "R K L"]
     nfe: Int32[Any, "R K"]
+    top: logit_rows.TopTokens | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -79,13 +83,18 @@ class DenoiseOutputs:
     real_blocks: Int32[Any, ""]
 
 
-def commit_rows(rows: int, config: config_lib.StepConfig) -> tuple[int, ...]:
-    """Returns the compiled numbers C of committed blocks in a step of `rows` rows, ascending."""
+def commit_rows(
+    rows: int, config: config_lib.StepConfig, *, is_coarse: bool = False
+) -> tuple[int, ...]:
+    """Returns the compiled numbers C of committed blocks in a step of `rows` rows, ascending.
+
+    `is_coarse`: as few as possible, for launches that are rare.
+    """
     needs = any(decoding.BLOCK_ALGORITHMS[name].persists_apart for name in config.algorithms)
     if not config.fuses_commits or not needs:
         return (0,)
     # A small C serves rows that finish blocks at different steps, the largest C rows in lockstep.
-    return (0, rows) if rows < 8 else (0, max(4, rows // 8), rows)
+    return (0, rows) if rows < 8 or is_coarse else (0, max(4, rows // 8), rows)
 
 
 def denoise_launch(
@@ -101,33 +110,37 @@ def denoise_launch(
     """
     slots: RowState = memory["slots"]
     R, L = inputs.tokens.shape
+    K = config.max_launch_steps
     is_row = inputs.slot < slots.step.shape[0]
+    asked = None if inputs.logits is None else asked_lib.enter(inputs, memory["logit_slots"])
     blocks = FinishedBlocks(
-        tokens=jnp.zeros((R, config.max_launch_steps, L), jnp.int32),
-        steps=jnp.zeros((R, config.max_launch_steps, L), jnp.int32),
-        logprobs=jnp.zeros((R, config.max_launch_steps, L), jnp.float32),
-        nfe=jnp.zeros((R, config.max_launch_steps), jnp.int32),
+        tokens=jnp.zeros((R, K, L), jnp.int32),
+        steps=jnp.zeros((R, K, L), jnp.int32),
+        logprobs=jnp.zeros((R, K, L), jnp.float32),
+        nfe=jnp.zeros((R, K), jnp.int32),
+        top=None if asked is None else logit_rows.no_tokens(R, K, L),
     )
     body = _Body(
         config=config,
         model=loading.merge(graphdef, params),
         inputs=inputs,
         is_row=is_row,
-        variants=commit_rows(R, config),
+        variants=commit_rows(R, config, is_coarse=asked is not None),
     )
     begin = driver.Carry.begin(
         inputs.limits,
         memory=memory["pools"],
         rows=enter(config, inputs, slots, is_row),
-        gathered=blocks,
+        gathered=(blocks, asked),
         num_counts=2,
     )
     carry = driver.run(body, begin, inputs.limits, implementation=config.implementation)
     state: RowState = carry.rows
     slots = jax.tree.map(lambda old, new: old.at[inputs.slot].set(new, mode="drop"), slots, state)
     computed_blocks, real_blocks = carry.counts
+    blocks, asked = carry.gathered
     outputs = DenoiseOutputs(
-        blocks=carry.gathered,
+        blocks=blocks,
         num_blocks=state.num_blocks,
         context_lens=state.context_lens,
         nfe=state.nfe,
@@ -137,7 +150,12 @@ def denoise_launch(
         computed_blocks=computed_blocks,
         real_blocks=real_blocks,
     )
-    return {"pools": carry.memory, "slots": slots}, outputs
+    memory = {"pools": carry.memory, "slots": slots} | (
+        {}
+        if asked is None
+        else {"logit_slots": asked_lib.leave(inputs, memory["logit_slots"], asked)}
+    )
+    return memory, outputs
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +184,9 @@ class _Body:
     def step(self, variant: int, carry: driver.Carry) -> driver.Carry:
         config, inputs, state = self.config, self.inputs, carry.rows
         computed_blocks, real_blocks = carry.counts
+        blocks, asked = carry.gathered
+        if asked is not None:
+            asked = asked_lib.remember(asked, state)
         wants = _wants_commit(inputs, state)
         granted = wants & (jnp.cumsum(wants) <= variant)
         advanced = advance(config, state, granted)
@@ -175,12 +196,12 @@ class _Body:
         real_blocks += jnp.sum(is_active(inputs, advanced), dtype=jnp.int32)
         real_blocks += jnp.sum(granted, dtype=jnp.int32)
         lm_head = self.model.unembedding()
-        state, blocks = _update(config, inputs, lm_head, hidden, advanced, carry.gathered)
+        state, blocks, asked = _update(config, inputs, lm_head, hidden, advanced, blocks, asked)
         return dataclasses.replace(
             carry,
             memory=pools,
             rows=state,
-            gathered=blocks,
+            gathered=(blocks, asked),
             num_steps=carry.num_steps + 1,
             counts=(computed_blocks + self.is_row.shape[0] + variant, real_blocks),
         )
@@ -247,14 +268,16 @@ def _update(
     hidden: Float[Array, "R L D"],
     state: RowState,
     blocks: FinishedBlocks,
-) -> tuple[RowState, FinishedBlocks]:
+    asked: asked_lib.AskedState | None,
+) -> tuple[RowState, FinishedBlocks, asked_lib.AskedState | None]:
     """Returns states and finished blocks after each active row's algorithm saw its proposal."""
-    R, L = state.tokens.shape
     active = is_active(inputs, state)
-    seen = _denoise(config, inputs, lm_head, hidden, state, active)
+    seen = _denoise(config, inputs, lm_head, hidden, state, asked, active)
+    if asked is not None and seen.top is not None:
+        asked = dataclasses.replace(asked, top=seen.top.where(seen.written, asked.top))
     after, is_broken = seen.block, active & seen.is_invalid
     works = active & ~is_broken
-    ended = works & ~state.is_final & _has_ended(inputs, state, after.tokens, seen.settled)
+    ended = works & ~state.is_final & has_ended(inputs, state, after.tokens, seen.settled)
     commits = works & ~state.is_final & (seen.is_final | ended)
     steps_of = jnp.where(seen.written, state.step[:, None] + 1, state.steps)
     logprobs = jnp.where(seen.written, seen.logprobs, state.logprobs)
@@ -268,6 +291,7 @@ def _update(
             steps=steps_of[:, None],
             logprobs=logprobs[:, None],
             nfe=nfe[:, None],
+            top=None if asked is None else jax.tree.map(lambda one: one[:, None], asked.top),
         ),
     )
     updated = dataclasses.replace(
@@ -287,15 +311,15 @@ def _update(
         num_edited=state.num_edited + jnp.where(works, seen.num_edited, 0),
         nfe=nfe,
     )
-    return advance(config, updated, works & after.done & ~ended), blocks
+    return advance(config, updated, works & after.done & ~ended), blocks, asked
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Denoised:
     """What a step's proposal changed in the rows.
 
-    `written`: positions whose token this step wrote, with the log-probabilities `logprobs`.
-    `is_invalid`: numbers of the row are NaN.
+    `written`: positions whose token this step wrote, with the log-probabilities `logprobs`; `top`
+    are the lists of rows that ask. `is_invalid`: numbers of the row are NaN.
     """
 
     block: interface.BlockState
@@ -305,6 +329,7 @@ class _Denoised:
     logprobs: Float32[Array, "R L"]
     num_edited: Int32[Array, " R"]
     is_invalid: Bool[Array, " R"]
+    top: logit_rows.TopTokens | None
 
 
 def _denoise(
@@ -313,6 +338,7 @@ def _denoise(
     lm_head: Float[Array, "V D"],
     hidden: Float[Array, "R L D"],
     state: RowState,
+    asked: asked_lib.AskedState | None,
     active: Bool[Array, " R"],
 ) -> _Denoised:
     """Proposes once, runs every compiled algorithm, and keeps for each row its own result."""
@@ -329,17 +355,23 @@ def _denoise(
     for i, name in enumerate(config.algorithms):
         settled = decoding.BLOCK_ALGORITHMS[name].settled(before)
         can_change |= (inputs.algorithm == i)[:, None] & ~settled
-    proposed = proposal.propose(
-        hidden,
-        lm_head,
-        before,
-        state.context_lens[:, None] + jnp.arange(L, dtype=jnp.int32),
-        state.step,
-        inputs.sampling,
-        can_change & state.editable & active[:, None],
-        forbidden_ids=config.forbidden_ids,
-        implementation=config.implementation,
-    )
+    wanted, top = can_change & state.editable & active[:, None], None
+    if asked is None:
+        proposed = proposal.propose(
+            hidden,
+            lm_head,
+            before,
+            state.context_lens[:, None] + jnp.arange(L, dtype=jnp.int32),
+            state.step,
+            inputs.sampling,
+            wanted,
+            forbidden_ids=config.forbidden_ids,
+            implementation=config.implementation,
+        )
+    else:
+        proposed, top = asked_lib.propose(
+            config, inputs, asked, lm_head, hidden, state, before, wanted
+        )
     after, extras = before, []
     is_final, settled = jnp.zeros_like(active), jnp.zeros_like(state.masked)
     for i, name in enumerate(config.algorithms):
@@ -363,22 +395,5 @@ def _denoise(
         # Also by the hidden states: a forward that only persists K,V proposes nothing.
         is_invalid=jnp.any(jnp.isnan(proposed.best_prob), axis=1)
         | jnp.any(jnp.isnan(hidden), axis=(1, 2)),
+        top=top,
     )
-
-
-def _has_ended(
-    inputs: inputs_lib.DenoiseInputs,
-    state: RowState,
-    tokens: Int32[Array, "R L"],
-    settled: Bool[Array, "R L"],
-) -> Bool[Array, " R"]:
-    """Returns whether all positions up to the first end token or the token limit are settled."""
-    L = tokens.shape[1]
-    place = jnp.arange(L, dtype=jnp.int32)
-    head = L - jnp.sum(state.editable, axis=1, dtype=jnp.int32)
-    limit = (head + state.tokens_left)[:, None]
-    shown = state.editable & (place < limit)
-    is_end = shown & settled & jnp.any(tokens[..., None] == inputs.end_ids[:, None], axis=2)
-    first_end = jnp.min(jnp.where(is_end, place, L), axis=1, keepdims=True)
-    is_open = jnp.any(shown & (place < first_end) & ~settled, axis=1)
-    return ~is_open & ((first_end < L) | (limit <= L))[:, 0]

@@ -44,6 +44,8 @@ def _row_result(outputs: loop.DenoiseOutputs, i: int) -> batch_lib.RowResult:
                 nfe=int(blocks.nfe[i, place]),
                 steps=blocks.steps[i, place],
                 logprobs=blocks.logprobs[i, place],
+                top_ids=None if blocks.top is None else blocks.top.ids[i, place],
+                top_logprobs=None if blocks.top is None else blocks.top.logprobs[i, place],
             )
             for place in range(outputs.num_blocks[i])
         ),

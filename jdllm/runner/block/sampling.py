@@ -92,14 +92,19 @@ def draw_row(
     positions: Int32[Array, " T"],
     step: Int32[Array, ""],
     row: SamplingRows,
+    min_p: Float32[Array, ""] | None = None,
 ) -> tuple[Int32[Array, " T"], Float32[Array, " T"]]:
     """Returns the drawn ids of one row, and exp((z_drawn - z_best) / temperature).
 
-    The logits of forbidden ids are `NEVER`; `row` has the fields of one row, without B.
+    The logits of forbidden ids are `NEVER`; `row` has the fields of one row, without B. With
+    `min_p`, no id is drawn whose tempered probability is less than `min_p` times the best one's.
     """
     temperature = jnp.maximum(row.temperature, 1e-6)
     scaled = jnp.where(logits <= NEVER / 2, NEVER, logits / temperature)
     allowed = filter_logits(scaled, row.top_k, row.top_p)
+    if min_p is not None:
+        lowest = jnp.max(scaled, axis=-1, keepdims=True) + jnp.log(min_p)
+        allowed = jnp.where(scaled >= lowest, allowed, NEVER)
     key = jax.random.wrap_key_data(row.seed)
 
     def noise(position: Int32[Array, ""]) -> Float32[Array, " V"]:

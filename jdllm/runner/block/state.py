@@ -115,6 +115,24 @@ def is_active(inputs: inputs_lib.DenoiseInputs, state: RowState) -> Bool[Array, 
     return ~state.is_finished & (state.context_lens + L <= inputs.capacity)
 
 
+def has_ended(
+    inputs: inputs_lib.DenoiseInputs,
+    state: RowState,
+    tokens: Int32[Array, "R L"],
+    settled: Bool[Array, "R L"],
+) -> Bool[Array, " R"]:
+    """Returns whether all positions up to the first end token or the token limit are settled."""
+    L = tokens.shape[1]
+    place = jnp.arange(L, dtype=jnp.int32)
+    head = L - jnp.sum(state.editable, axis=1, dtype=jnp.int32)
+    limit = (head + state.tokens_left)[:, None]
+    shown = state.editable & (place < limit)
+    is_end = shown & settled & jnp.any(tokens[..., None] == inputs.end_ids[:, None], axis=2)
+    first_end = jnp.min(jnp.where(is_end, place, L), axis=1, keepdims=True)
+    is_open = jnp.any(shown & (place < first_end) & ~settled, axis=1)
+    return ~is_open & ((first_end < L) | (limit <= L))[:, 0]
+
+
 def advance(config: config_lib.StepConfig, state: RowState, where: Bool[Array, " R"]) -> RowState:
     """Returns the state in which the rows of `where` have moved on to a fresh block."""
     L = state.tokens.shape[1]

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Int32
 from jdllm import algorithms
 from jdllm.decoding.canvas import interface as canvas
 from jdllm.runner import config as config_lib
-from jdllm.runner import paging, row_options
+from jdllm.runner import logit_rows, paging, row_options
 from jdllm.runner.launch import driver, interrupts
 from jdllm.scheduler import batch as batch_lib
 from jdllm.scheduler.rows import canvas as canvas_rows
@@ -33,7 +33,8 @@ class CanvasInputs:
     A fresh row begins with `canvas`: its given tokens, -1 where one is to be written, and
     arbitrary values from `length` on. See `canvas.Canvas` for `start`, `end` and `length`. Nobody
     reads positions from `shown` on. Padding rows have a slot past the last. `end_ids` is -1 where
-    there is none. `algorithm` is an index into the compiled algorithms.
+    there is none. `algorithm` is an index into the compiled algorithms. Launches without rows that
+    need their logits have no `logits`.
     """
 
     slot: Int32[Any, " R"]
@@ -48,12 +49,15 @@ class CanvasInputs:
     algorithm: Int32[Any, " R"]
     params: canvas.CanvasParams
     limits: driver.LaunchLimits
+    logits: logit_rows.LogitRows | None = None
 
 
 def build(
     batch: batch_lib.ScheduleBatch,
     config: config_lib.StepConfig,
     interrupt: interrupts.Interrupt,
+    *,
+    with_logits: bool,
 ) -> CanvasInputs:
     """Stacks the rows' slots, canvases and options and pads to the bucket."""
     inputs = padding(
@@ -86,6 +90,7 @@ def build(
         inputs,
         page_table=paging.page_table(batch, config),
         params=canvas.CanvasParams(**params),
+        logits=logit_rows.build(batch, config.spec.vocab_size) if with_logits else None,
     )
 
 

@@ -9,8 +9,8 @@ from flax import nnx
 from jdllm import device_facts
 from jdllm.kv_cache import pool as pool_lib
 from jdllm.runner import config as config_lib
+from jdllm.runner.canvas import asked, loop, results, state
 from jdllm.runner.canvas import inputs as inputs_lib
-from jdllm.runner.canvas import loop, results, state
 from jdllm.runner.launch import program
 from jdllm.scheduler import batch as batch_lib
 from jdllm.scheduler.rows import canvas as canvas_rows
@@ -35,6 +35,7 @@ class CanvasKind:
         return {
             "pools": pool_lib.create(config.pool),
             "slots": state.empty_slots(config.num_slots, config),
+            "logit_slots": asked.empty_slots(config.num_slots, config),
         }
 
     def program(self, bucket: batch_lib.Bucket) -> program.Program:
@@ -42,14 +43,17 @@ class CanvasKind:
         assert isinstance(bucket, canvas_rows.CanvasBucket), (
             f"{bucket=} is not a bucket of canvases"
         )
-        config, sizes = self._config, (bucket.tokens,)
+        config, sizes, with_logits = self._config, (bucket.tokens,), bucket.with_logits
         if not bucket.is_whole:
+            # Few launches have rows that need their logits: they make do with few sizes.
             sizes = canvas_rows.forward_sizes(
-                bucket.rows, bucket.tokens, is_coarse=self._has_coarse_sizes
+                bucket.rows, bucket.tokens, is_coarse=self._has_coarse_sizes or with_logits
             )
         return program.Program(
             step=functools.partial(loop.canvas_launch, self._graphdef, config, sizes),
-            uses=("pools", "slots"),
-            inputs=lambda batch, interrupt: inputs_lib.build(batch, config, interrupt),
+            uses=("pools", "slots", *(["logit_slots"] if with_logits else [])),
+            inputs=lambda batch, interrupt: inputs_lib.build(
+                batch, config, interrupt, with_logits=with_logits
+            ),
             results=results.of_canvases,
         )

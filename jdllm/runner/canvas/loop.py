@@ -39,7 +39,8 @@ from jdllm.decoding.canvas import interface as canvas
 from jdllm.layers import attention
 from jdllm.models import decoder, loading
 from jdllm.runner import config as config_lib
-from jdllm.runner import paging
+from jdllm.runner import logit_rows, paging
+from jdllm.runner.canvas import asked
 from jdllm.runner.canvas import inputs as inputs_lib
 from jdllm.runner.canvas import packing as packing_lib
 from jdllm.runner.canvas import proposal as proposal_lib
@@ -54,8 +55,9 @@ class CanvasOutputs:
     """What the host reads after a launch; `scheduler.batch` says what the fields mean.
 
     Positions [settled_before, num_settled) of a row became final in the launch. `num_forwarded`
-    counts the row's tokens; `num_tokens` those of all forwards, padding included. The arrays are
-    traced in the launch and numpy's on the host, hence `Any`.
+    counts the row's tokens; `num_tokens` those of all forwards, padding included. `top` has the
+    lists of launches with rows that need their logits. The arrays are traced in the launch and
+    numpy's on the host, hence `Any`.
     """
 
     tokens: Int32[Any, "R S"]
@@ -69,6 +71,7 @@ class CanvasOutputs:
     is_invalid: Bool[Any, " R"]
     num_steps: Int32[Any, ""]
     num_tokens: Int32[Any, ""]
+    top: logit_rows.TopTokens | None = None
 
 
 def canvas_launch(
@@ -93,10 +96,12 @@ def canvas_launch(
         variants=sizes,
         chunk=proposal_lib.positions_of_a_pass(is_row.shape[0], sizes[-1]),
     )
+    has_logits = inputs.logits is not None
     begin = driver.Carry.begin(
         inputs.limits,
         memory=memory["pools"],
         rows=state_lib.enter(config, inputs, slots, is_row),
+        gathered=asked.enter(inputs, memory["logit_slots"]) if has_logits else None,
         num_counts=1,
     )
     # Folded: each array that a step changes costs a kernel or a copy of its own, however short.
@@ -115,8 +120,12 @@ def canvas_launch(
         is_invalid=state.is_invalid,
         num_steps=carry.num_steps,
         num_tokens=num_tokens,
+        top=carry.gathered,
     )
-    return {"pools": carry.memory, "slots": slots.write(inputs.slot, state)}, outputs
+    after = {"pools": carry.memory, "slots": slots.write(inputs.slot, state)}
+    if has_logits:
+        after["logit_slots"] = asked.leave(inputs, memory["logit_slots"], carry.gathered)
+    return after, outputs
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,14 +157,22 @@ class _Body:
         return jnp.sum(smaller, dtype=jnp.int32)
 
     def step(self, variant: int, carry: driver.Carry) -> driver.Carry:
-        state, pools, forwards = _step(
-            self.config, self.model, self.inputs, carry.rows, carry.memory, variant, self.chunk
+        state, pools, forwards, top = _step(
+            self.config,
+            self.model,
+            self.inputs,
+            carry.rows,
+            carry.memory,
+            carry.gathered,
+            variant,
+            self.chunk,
         )
         (num_tokens,) = carry.counts
         return dataclasses.replace(
             carry,
             memory=pools,
             rows=state,
+            gathered=top,
             num_steps=carry.num_steps + forwards,
             counts=(num_tokens + forwards * variant,),
         )
@@ -167,14 +184,14 @@ def _step(
     inputs: inputs_lib.CanvasInputs,
     state: state_lib.CanvasState,
     pools: list[Array],
+    top: logit_rows.TopTokens | None,
     size: int,
     chunk: int,
-) -> tuple[state_lib.CanvasState, list[Array], Int32[Array, ""]]:
-    """Returns the state and the pool after one step, and its number of forwards.
+) -> tuple[state_lib.CanvasState, list[Array], Int32[Array, ""], logit_rows.TopTokens | None]:
+    """Returns the state and the pool after one step, its number of forwards, and the lists.
 
-    Each forward has `size` packed tokens.
-
-    The vocabulary is streamed for `chunk` positions at a time.
+    Each forward has `size` packed tokens. The vocabulary is streamed for `chunk` positions at a
+    time.
     """
     window, active = state.window, ~state.is_finished
     packing = packing_lib.pack(window, size)
@@ -184,13 +201,15 @@ def _step(
     if any(algorithm.guides for algorithm in state_lib.algorithms(config)):
         guided = active & (inputs.params.cfg_scale > 0)
         hidden, pools = _guide(config, inputs, state, packing, forward, guided, hidden, pools)
-    proposal, is_nan = proposal_lib.propose(
+    proposal, is_nan, listed = proposal_lib.propose(
         config, inputs, model.unembedding(), state, packing, hidden, chunk=chunk
     )
     is_nan |= packing.any_of_row(jnp.any(jnp.isnan(hidden), axis=1))
     broken = active & is_nan
     tokens, masked, extras = _update(config, inputs, state, proposal, active & ~broken)
     written = state.masked & ~masked
+    if top is not None and listed is not None:
+        top = listed.where(written, top)
     updated = dataclasses.replace(
         state,
         tokens=tokens,
@@ -214,7 +233,7 @@ def _step(
         planned = dataclasses.replace(
             planned, edge=jnp.where(was_forwarded[:, None], new, state.edge)
         )
-    return planned, pools, 1 + jnp.any(guided).astype(jnp.int32)
+    return planned, pools, 1 + jnp.any(guided).astype(jnp.int32), top
 
 
 def _forward(

@@ -10,20 +10,21 @@ Letters: R rows, S positions of the longest canvas, T packed tokens, C positions
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from typing import TypedDict
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped, UInt32
+from jaxtyping import Array, Bool, Float, Int32, Shaped
 
 import pallas_kernels
 from jdllm.decoding.canvas import interface as canvas
 from jdllm.runner import config as config_lib
+from jdllm.runner import logit_rows
+from jdllm.runner.canvas import asked
 from jdllm.runner.canvas import inputs as inputs_lib
 from jdllm.runner.canvas import packing as packing_lib
 from jdllm.runner.canvas import state as state_lib
+from jdllm.runner.canvas.sources import DrawOptions, Draws, Sources
 from jdllm.scheduler.rows import canvas as canvas_rows
 
 # Positions of a pass in launches of one row, and of several rows. A pass reads the whole LM head,
@@ -48,10 +49,11 @@ def propose(
     hidden: Float[Array, "T D"],
     *,
     chunk: int,
-) -> tuple[canvas.CanvasProposal, Bool[Array, " R"]]:
+) -> tuple[canvas.CanvasProposal, Bool[Array, " R"], logit_rows.TopTokens | None]:
     """Returns the proposal for the wanted positions, and which rows have NaN in their statistics.
 
-    `chunk` is the result of `positions_of_a_pass`.
+    The lists of the best tokens come with it in launches with rows that need their logits. `chunk`
+    is the result of `positions_of_a_pass`.
     """
     params, window = inputs.params, state.window
     samples = params.temperature > 0
@@ -60,17 +62,33 @@ def propose(
         if algorithm.tempers:
             tempers |= (inputs.algorithm == i) & samples
             scale = 1.0 / jnp.where(tempers, params.temperature, 1.0)
-    draws = _Draws(
+    draws = Draws(
         temperature=jnp.where(tempers, 1.0, params.temperature), seed=params.seed, step=state.step
     )
-    sources = _Sources(hidden=hidden, edge=state.edge, packing=packing, low=window.low, scale=scale)
+    sources = Sources(hidden=hidden, edge=state.edge, packing=packing, low=window.low, scale=scale)
     take = functools.partial(_statistics, config, lm_head, sources, chunk=chunk)
+    streamed = window.wanted
+    if inputs.logits is not None:
+        streamed &= ~inputs.logits.edits[:, None]
     # Separate passes for rows that sample: they change no bit of the other rows.
-    of_kind = jnp.stack([window.wanted & ~samples[:, None], window.wanted & samples[:, None]])
+    of_kind = jnp.stack([streamed & ~samples[:, None], streamed & samples[:, None]])
     greedy, drawn = jnp.cumsum(of_kind.reshape(2, -1), axis=1, dtype=jnp.int32)
     found = take(greedy, jnp.zeros((len(_FIELDS), *window.wanted.shape), jnp.int32), None)
     found = take(drawn, found, draws)
     tokens, logprob, entropy, margin = _from_words(found)
+    top = None
+    if inputs.logits is not None:
+        seen = asked.Found(
+            tokens=tokens,
+            logprob=logprob,
+            entropy=entropy,
+            margin=margin,
+            top=logit_rows.no_tokens(*tokens.shape),
+        )
+        seen = asked.find(config, inputs, lm_head, state, sources, draws, seen)
+        tokens, logprob, entropy, margin, top = (
+            seen.tokens, seen.logprob, seen.entropy, seen.margin, seen.top
+        )  # fmt: skip
     is_wanted = window.wanted
     proposal = canvas.CanvasProposal(
         tokens=jnp.where(is_wanted, tokens, state.tokens),
@@ -79,61 +97,7 @@ def propose(
         entropy=jnp.where(is_wanted, entropy, jnp.inf),
         margin=jnp.where(is_wanted, margin, 0.0),
     )
-    return proposal, jnp.any(is_wanted & jnp.isnan(logprob), axis=1)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Sources:
-    """The hidden states from which positions are predicted, and the factor that scales them.
-
-    `edge` is [R, 0] unless logits are shifted; `scale` is None where no algorithm tempers.
-    """
-
-    hidden: Float[Array, "T D"]
-    edge: Float[Array, "R D"]
-    packing: packing_lib.Packing
-    low: Int32[Array, " R"]
-    scale: Float32[Array, " R"] | None
-
-    def of(self, row: Int32[Array, " C"], position: Int32[Array, " C"]) -> Float[Array, "C D"]:
-        """Returns the scaled states that predict `position` of `row`."""
-        is_shifted = self.edge.shape[1] > 0
-        offset = position - is_shifted - self.low[row]
-        token = jnp.clip(self.packing.cu_q_lens[row] + offset, 0, self.hidden.shape[0] - 1)
-        x = self.hidden[token]
-        if is_shifted:
-            x = jnp.where(offset[:, None] < 0, self.edge[row].astype(x.dtype), x)
-        if self.scale is None:
-            return x
-        return (x.astype(jnp.float32) * self.scale[row, None]).astype(x.dtype)
-
-
-class _DrawOptions(TypedDict, total=False):
-    """The arguments of `unembed_stats` that make it draw."""
-
-    draw_keys: UInt32[Array, "C 2"]
-    temperature: Float32[Array, " C"]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Draws:
-    """What a draw depends on, besides its position."""
-
-    temperature: Float32[Array, " R"]
-    seed: UInt32[Array, "R 2"]
-    step: Int32[Array, " R"]
-
-    def options(self, row: Int32[Array, " C"], position: Int32[Array, " C"]) -> _DrawOptions:
-        """Returns the temperature of each position, and its key from seed, position and step."""
-
-        def key(
-            seed: UInt32[Array, " 2"], position: Int32[Array, ""], step: Int32[Array, ""]
-        ) -> UInt32[Array, " 2"]:
-            of_position = jax.random.fold_in(jax.random.wrap_key_data(seed), position)
-            return jax.random.key_data(jax.random.fold_in(of_position, step))
-
-        keys = jax.vmap(key)(self.seed[row], position, self.step[row])
-        return {"draw_keys": keys, "temperature": self.temperature[row]}
+    return proposal, jnp.any(is_wanted & jnp.isnan(logprob), axis=1), top
 
 
 def _to_words(*fields: Shaped[Array, " C"]) -> Int32[Array, "4 C"]:
@@ -152,10 +116,10 @@ def _from_words(words: Int32[Array, "4 R S"]) -> list[Shaped[Array, "R S"]]:
 def _statistics(
     config: config_lib.StepConfig,
     lm_head: Float[Array, "V D"],
-    sources: _Sources,
+    sources: Sources,
     rank: Int32[Array, " R*S"],
     found: Int32[Array, "4 R S"],
-    draws: _Draws | None,
+    draws: Draws | None,
     *,
     chunk: int,
 ) -> Int32[Array, "4 R S"]:
@@ -176,7 +140,7 @@ def _statistics(
         # 4,096.
         at = jnp.sum(rank <= place[:, None], axis=1, dtype=jnp.int32)
         row, position = jnp.divmod(jnp.minimum(at, R * S - 1), S)
-        options: _DrawOptions = {} if draws is None else draws.options(row, position)
+        options: DrawOptions = {} if draws is None else draws.options(row, position)
         stats = pallas_kernels.unembed_stats(
             sources.of(row, position),
             lm_head,

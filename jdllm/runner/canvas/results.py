@@ -31,6 +31,8 @@ def _row_result(outputs: loop.CanvasOutputs, i: int) -> batch_lib.RowResult:
         nfe=nfe,
         steps=outputs.steps[i, settled],
         logprobs=outputs.logprobs[i, settled],
+        top_ids=None if outputs.top is None else outputs.top.ids[i, settled],
+        top_logprobs=None if outputs.top is None else outputs.top.logprobs[i, settled],
     )
     return batch_lib.RowResult(
         committed=(committed,) if len(committed.tokens) else (),

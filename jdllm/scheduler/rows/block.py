@@ -105,12 +105,18 @@ class BlockBuckets:
     def all(self) -> list[batch_lib.Bucket]:
         """Returns every bucket to compile."""
         prefill = [self.prefill(1, tokens) for tokens in self.prefill_tokens]
-        return prefill + [self.decode(rows) for rows in self.decode_rows]
+        decode = [self.decode(rows) for rows in self.decode_rows]
+        return prefill + decode + [self.decode(n, with_logits=True) for n in self.logit_rows]
 
-    def decode(self, rows: int) -> batch_lib.Bucket:
+    @property
+    def logit_rows(self) -> tuple[int, ...]:
+        """Rows of decode launches with logits: every other size, since few requests need them."""
+        return self.decode_rows[::-2][::-1]
+
+    def decode(self, rows: int, *, with_logits: bool = False) -> batch_lib.Bucket:
         """Returns the smallest bucket that holds `rows` rows of one block each."""
-        rows = sizes.smallest(self.decode_rows, rows, "rows")
-        return DecodeBucket(rows=rows, tokens=rows * self.block_size)
+        rows = sizes.smallest(self.logit_rows if with_logits else self.decode_rows, rows, "rows")
+        return DecodeBucket(rows=rows, tokens=rows * self.block_size, with_logits=with_logits)
 
     def prefill(self, rows: int, tokens: int) -> batch_lib.Bucket:
         """Returns the smallest bucket that holds `tokens` tokens of `rows` requests."""
@@ -217,7 +223,12 @@ class BlockRows:
         # Earlier blocks are persisted, otherwise this one could not be final.
         request.held.context_len = start
         request.num_blocks += 1
-        return request.extend(block.tokens[head:], block.steps[head:], block.logprobs[head:])
+        return request.extend(
+            block.tokens[head:],
+            block.steps[head:],
+            block.logprobs[head:],
+            block.top_tokens(slice(head, None), request.sampling.top_logprobs),
+        )
 
     def _prefill(self) -> batch_lib.ScheduleBatch | None:
         """Packs whole committed blocks of the oldest requests, up to the token budget."""
@@ -270,7 +281,9 @@ class BlockRows:
         self._look_ahead([row.request for row in rows])
         return batch_lib.ScheduleBatch(
             rows=tuple(rows),
-            bucket=self._buckets.decode(len(rows)),
+            bucket=self._buckets.decode(
+                len(rows), with_logits=any(row.request.sampling.needs_logits for row in rows)
+            ),
             # Only one step where a prompt waits: rows without their prefill leave places empty.
             max_steps=1 if any(map(self._needs_prefill, running)) else self._decode_steps,
             max_finished=self.live.max_finished(len(rows)),

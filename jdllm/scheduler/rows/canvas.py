@@ -148,7 +148,12 @@ class CanvasBuckets:
         """Returns every bucket to compile."""
         whole = [self.whole_canvas(tokens) for tokens in self.whole_tokens]
         windows = [self.canvas(n, tokens) for n in self.rows for tokens in self._tokens_of(n)]
-        return windows + whole
+        return windows + whole + [self.with_logits(n) for n in self.logit_rows]
+
+    @property
+    def logit_rows(self) -> tuple[int, ...]:
+        """Rows of launches with logits: the most. Rows that are padding take no tokens."""
+        return self.rows[-1:]
 
     def canvas(self, rows: int, tokens: int) -> batch_lib.Bucket:
         """Returns the smallest bucket that holds `rows` canvases of together `tokens` tokens."""
@@ -157,6 +162,11 @@ class CanvasBuckets:
             rows=rows,
             tokens=sizes.smallest(self._tokens_of(rows), tokens, "tokens"),
         )
+
+    def with_logits(self, rows: int) -> batch_lib.Bucket:
+        """Returns the smallest bucket for `rows` canvases of which some need their logits."""
+        rows = sizes.smallest(self.logit_rows, rows, "rows")
+        return CanvasBucket(rows=rows, tokens=self._tokens_of(rows)[-1], with_logits=True)
 
     def _tokens_of(self, rows: int) -> tuple[int, ...]:
         """Returns the tokens of the buckets with `rows` rows: for short canvases, and for all."""
@@ -250,7 +260,7 @@ class CanvasRows:
         self._limits.check(request)
         limits_lib.check_given(request)
         written = self._written_len(request)
-        _check_schedule(request, written, self._limits.context_length)
+        limits_lib.check_schedule(request, written, self._limits.context_length)
         total = len(request.prompt_ids) + written + len(request.suffix_ids)
         self._limits.check_pages(request, total)
 
@@ -305,6 +315,8 @@ class CanvasRows:
         its tokens after it.
         """
         total = sum(packed_len(row.num_tokens) for row in rows)
+        if any(row.request.sampling.needs_logits for row in rows):
+            return self._buckets.with_logits(len(rows)), self._decode_steps
         if len(rows) == 1 and self._buckets.whole_tokens:
             (row,) = rows
             whole = self._buckets.whole_canvas(total)
@@ -346,7 +358,12 @@ class CanvasRows:
         stay.num_settled += len(block.tokens)
         (ends,) = np.nonzero(np.isin(block.tokens, request.end_token_ids))
         shown = slice(known, ends[0] + 1 if len(ends) else None)
-        new = request.extend(block.tokens[shown], block.steps[shown], block.logprobs[shown])
+        new = request.extend(
+            block.tokens[shown],
+            block.steps[shown],
+            block.logprobs[shown],
+            block.top_tokens(shown, request.sampling.top_logprobs),
+        )
         length = request.sampling.dllm.block_length or self._limits.block_size
         request.num_blocks = -(-len(request.output_ids) // length)
         return new
@@ -369,31 +386,3 @@ def stay_of(request: request_lib.Request) -> CanvasStay:
     stay = request.held
     assert isinstance(stay, CanvasStay)
     return stay
-
-
-def _check_schedule(request: request_lib.Request, written: int, most_steps: int) -> None:
-    """Raises unless a fixed number of steps is within bounds and divides among whole blocks."""
-    dllm = request.sampling.dllm
-    if dllm.steps is not None and dllm.steps > most_steps:
-        raise errors.RequestError(
-            f"dllm.steps={dllm.steps} exceeds the context length of {most_steps}",
-            param="dllm.steps",
-        )
-    if dllm.block_length is None or (not dllm.writes_whole_blocks and dllm.steps is None):
-        return
-    if dllm.writes_whole_blocks and written % dllm.block_length:
-        why = "before a suffix" if request.suffix_ids else "up to the end of context or pool"
-        raise errors.RequestError(
-            f"max_new_tokens={request.max_new_tokens} makes {written} tokens to write {why}, but "
-            f"{dllm.algorithm} writes whole blocks of dllm.block_length={dllm.block_length}; "
-            "change one of them",
-            param="max_new_tokens",
-        )
-    num_blocks = -(-written // dllm.block_length)
-    if dllm.steps is not None and dllm.steps % num_blocks:
-        raise errors.RequestError(
-            f"dllm.steps={dllm.steps} must be a multiple of the {num_blocks} blocks of "
-            f"dllm.block_length={dllm.block_length} that max_new_tokens={request.max_new_tokens} "
-            "makes",
-            param="dllm.steps",
-        )

@@ -37,27 +37,21 @@ NUMBER_HINTS = frozenset(
 )
 FLAG_HINTS = frozenset({"f16_kv", "low_vram", "numa", "use_mlock", "use_mmap"})
 NEUTRAL_OPTIONS: foreign_fields.Neutral = {
-    "embedding_only": (None, False),
-    "logits_all": (None, False),
-    "mirostat": (None, 0),
-    "penalize_newline": (None, True),
-    "tfs_z": (None, 1, 1.0),
-    "typical_p": (None, 1, 1.0),
-    "vocab_only": (None, False),
+    "embedding_only": (),
+    "logits_all": (),
+    "mirostat": (0,),
+    "penalize_newline": (True,),
+    "tfs_z": (1,),
+    "typical_p": (1,),
+    "vocab_only": (),
 }
 # Options of samplers that NEUTRAL_OPTIONS keeps switched off.
 MOOT = frozenset({"mirostat_eta", "mirostat_tau"})
 _NO_LIMIT = (-1, -2)  # until the model stops, and until the context is full: here the same
 
 FOREIGN: foreign_fields.Neutral = {
-    "format": (None, ""),
-    "images": (None, []),
-    "logprobs": (None, False),
-    "shift": (None, False),
-    "template": (None, ""),
-    "think": (None, False),
-    "top_logprobs": (None, 0),
-    "truncate": (None, False),
+    **dict.fromkeys(("format", "images", "logprobs", "shift", "template", "think", "truncate"), ()),
+    "top_logprobs": (0,),
 }
 
 
@@ -114,7 +108,7 @@ class Request(request_model.RequestModel):
 
 
 class ChatRequest(Request):
-    foreign: ClassVar = FOREIGN | {"tools": (None, [])}
+    foreign: ClassVar = FOREIGN | {"tools": ()}
     messages: list[dict[str, Any]] | None = None
     _chat_messages: list[conversation_fields.Message] = pydantic.PrivateAttr()
 
@@ -141,10 +135,10 @@ class ChatRequest(Request):
 
 class GenerateRequest(Request):
     foreign: ClassVar = FOREIGN | {
-        "context": (None, []),
-        "height": (None, 0),
-        "steps": (None, 0),
-        "width": (None, 0),
+        "context": (),
+        "height": (0,),
+        "steps": (0,),
+        "width": (0,),
     }
     prompt: StrictStr | None = None
     suffix: StrictStr | None = None
@@ -182,7 +176,7 @@ class ShowRequest(request_model.RequestModel):
 
 
 class _Message(request_model.RequestModel):
-    foreign: ClassVar = {"images": (None, []), "thinking": (None, "")}
+    foreign: ClassVar = {"images": (), "thinking": ()}
     role: StrictStr
     content: StrictStr | None = None
     tool_calls: list[_ToolCall] | None = None

@@ -36,7 +36,8 @@ async def ollama_chat(request: requests.Request) -> starlette_responses.Response
     form = _form(server, body, "chat")
     if not body.messages:
         return _loaded(body, form)
-    prompt_ids = await chat.template_ids(server.tokenizer, body.chat_messages, None)
+    running.check_places(server, 1)
+    prompt_ids = await chat.template_ids(server, body.chat_messages, None)
     prompt_list = _prompt_list(server, body, prompt_ids, "messages")
     return await _respond(request, server, body, form, prompt_list)
 
@@ -49,11 +50,12 @@ async def ollama_generate(request: requests.Request) -> starlette_responses.Resp
     form = _form(server, body, "generate")
     if not body.prompt:
         return _loaded(body, form)
+    running.check_places(server, 1)
     suffix = await prompts.suffix_ids(server, body.suffix)
     if body.is_plain:
         prompt_ids = await prompts.ids(server, body.prompt, "prompt")
     else:
-        prompt_ids = await chat.template_ids(server.tokenizer, body.chat_messages, None)
+        prompt_ids = await chat.template_ids(server, body.chat_messages, None)
     prompt_list = _prompt_list(server, body, prompt_ids, "prompt", suffix)
     return await _respond(request, server, body, form, prompt_list)
 

@@ -18,7 +18,7 @@ from jdllm.server import conversation_fields, foreign_fields, protocol, request_
 ChatMessage = dict[str, Any]
 TEXT_PARTS = ("input_text", "output_text", "text")
 # Fields of items that other servers answer with, and that clients send back as they are.
-_ECHOED: foreign_fields.Neutral = {"phase": (None, "final_answer")}
+_ECHOED: foreign_fields.Neutral = {"phase": ("final_answer",)}
 
 
 class _Item(request_model.RequestModel):
@@ -36,21 +36,21 @@ class _Message(_Item):
 
 
 class _FunctionCall(_Item):
-    foreign: ClassVar = {"namespace": (None,), "caller": (None,)}
+    foreign: ClassVar = {"namespace": (), "caller": ()}
     call_id: StrictStr
     name: StrictStr
     arguments: StrictStr
 
 
 class _FunctionCallOutput(_Item):
-    foreign: ClassVar = {"namespace": (None,), "caller": (None,)}
+    foreign: ClassVar = {"namespace": (), "caller": ()}
     call_id: StrictStr
     output: Any
     name: StrictStr | None = None
 
 
 class _Reasoning(_Item):
-    foreign: ClassVar = {"encrypted_content": (None, "")}
+    foreign: ClassVar = {"encrypted_content": ()}
     summary: Any = None
     content: Any = None
 
@@ -153,7 +153,7 @@ def _part(part: Any, name: str) -> Mapping[str, Any]:
 
 
 class _TextPart(request_model.RequestModel):
-    foreign: ClassVar = {"prompt_cache_breakpoint": (None,)}
+    foreign: ClassVar = {"prompt_cache_breakpoint": ()}
     type: StrictStr
     text: StrictStr
     # What stands beside an answer's own text; a prompt is made of the text alone.

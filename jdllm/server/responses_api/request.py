@@ -15,7 +15,6 @@ from jdllm import errors, sampling_params
 from jdllm.server import conversation_fields, foreign_fields, protocol, request_model
 from jdllm.server.responses_api import items
 
-_OFF = (None, False)
 # Options that `SamplingParams` obeys or refuses under the same name. OpenAI's own are
 # temperature and top_p; the others stand beside them, as in vLLM.
 SAMPLING_FIELDS = (
@@ -47,21 +46,21 @@ EMPTY_ADDITIONS = frozenset(
     }
 )
 FOREIGN: foreign_fields.Neutral = {
-    "access_programs": (None,),
-    "background": _OFF,
-    "background_options": (None,),
-    "context_management": (None, []),
-    "conversation": (None,),
-    "image": (None,),
-    "moderation": (None,),
-    "previous_response_id": (None,),
-    "prompt": (None,),
-    "prompt_cache_options": (None, {}),
-    "prompt_cache_retention": (None, "in_memory", "in-memory"),
-    "service_tier": (None, "auto", "default"),
-    "top_logprobs": (None, 0),
-    "truncation": (None, "disabled"),
-}
+    **foreign_fields.COMMON,
+    **dict.fromkeys(
+        (
+            "access_programs", "background_options", "context_management", "conversation",
+            "enable_response_messages", "image", "moderation", "previous_input_messages",
+            "previous_response_id", "prompt", "prompt_cache_options",
+        ),
+        (),
+    ),
+    "prompt_cache_retention": ("in_memory", "in-memory"),
+    "service_tier": ("auto", "default"),
+    "spaces_between_special_tokens": (True,),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+}  # fmt: skip
 
 
 class _StreamOptions(request_model.RequestModel):
@@ -70,18 +69,11 @@ class _StreamOptions(request_model.RequestModel):
 
 
 class _Reasoning(request_model.RequestModel):
-    foreign: ClassVar = {
-        "effort": (None, "none"),
-        "summary": (None,),
-        "generate_summary": (None,),
-    }
+    foreign: ClassVar = {"effort": ("none",), "summary": (), "generate_summary": ()}
 
 
 class _TextOptions(request_model.RequestModel):
-    foreign: ClassVar = {
-        "format": (None, {"type": "text"}),
-        "verbosity": (None, "medium"),
-    }
+    foreign: ClassVar = {"format": ({"type": "text"},), "verbosity": ("medium",)}
 
 
 # OpenAI's limits. Three events of a stream repeat it.
@@ -116,6 +108,7 @@ class ResponseRequest(request_model.RequestModel):
     user: StrictStr | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     rid: StrictStr | None = None
+    priority: StrictInt | None = None
     temperature: Any = None
     top_p: Any = None
     top_k: Any = None
@@ -156,22 +149,9 @@ class ResponseRequest(request_model.RequestModel):
                     f"include: {errors.quote(name)} is not supported; leave it out",
                     param="include",
                 )
-        self._check_tools()
+        conversation_fields.refuse_tool_use(self.tools, self.tool_choice)
         self._messages = items.chat_messages(self.input, self.instructions)
         return self
-
-    def _check_tools(self) -> None:
-        if self.tools and self.tool_choice != "none":
-            raise errors.RequestError(
-                'tools are not supported; leave them out or set tool_choice to "none"',
-                param="tools",
-            )
-        if self.tool_choice not in (None, "none", "auto"):
-            raise errors.RequestError(
-                f"tool_choice={errors.quote(self.tool_choice)} is not supported; this server "
-                "calls no tools",
-                param="tool_choice",
-            )
 
     def sampling(self, default_max_tokens: int) -> sampling_params.SamplingParams:
         """Returns the checked options; errors use the names of this body's fields."""

@@ -20,10 +20,10 @@ async def create_response(request: requests.Request) -> starlette_responses.Resp
     server = state.of(request)
     body = await protocol.read(request, request_lib.ResponseRequest)
     server.check_model(body.model)
+    names = body.field_names()
+    running.check_places(server, 1, field_names=names)
     try:
-        prompt_ids = await chat.template_ids(
-            server.tokenizer, body.messages, body.chat_template_kwargs
-        )
+        prompt_ids = await chat.template_ids(server, body.messages, body.chat_template_kwargs)
     except errors.RequestError as error:
         # The items of `input` and the messages of the template are not numbered alike.
         name = "input" if (error.param or "").startswith("messages") else error.param
@@ -34,7 +34,8 @@ async def create_response(request: requests.Request) -> starlette_responses.Resp
         prompts=[prompt_ids],
         params=[body.sampling(remaining)],
         request_ids=[answer_id],
-        field_names=body.field_names(),
+        field_names=names,
+        priority=body.priority,
     )
     answer = answer_lib.Answer(
         server=server, body=body, prompt_list=prompt_list, answer_id=answer_id
