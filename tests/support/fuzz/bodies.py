@@ -172,7 +172,7 @@ FIELDS[asks.OLLAMA_GENERATE] = _OLLAMA | {
     "context": ("[5]", "5", '"x"'),
 }
 for _wrong in FIELDS.values():
-    _wrong |= {"zzz": ("5", "0", '"x"', "[1]", '{"a": 1}', "true"), "k" * 90: ("1", '"x"')}
+    _wrong |= {"zzz": ("5", "0", '"x"', "[1]", '{"a": 1}', "true"), "k" * 70: ("1", '"x"')}
 
 # Text that is no JSON, or no object. `%s` stands for a body without its first brace.
 NO_OBJECT = (
