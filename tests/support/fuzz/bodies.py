@@ -124,7 +124,7 @@ FIELDS: dict[str, dict[str, tuple[str, ...]]] = {
         "sampling_params": ("5", '"x"', "true", "[5]", "[{}, {}, {}, {}, {}]", '""'),
         **{f"sampling_params.{name}": wrong for name, wrong in (SAMPLING | OWN).items()},
         "sampling_params.n": (*WRONG_INTEGER, "0", "-1", "129"),
-        "sampling_params.max_new_tokens": (*LIMIT, "0"),
+        "sampling_params.max_new_tokens": LIMIT,
         "top_logprobs_num": (*WRONG_INTEGER, "-1", "21"),
         "sampling_params.regex": ('"a+"', "5"),
         "sampling_params.zzz": ("5", '"x"', "[1]"),
