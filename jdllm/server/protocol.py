@@ -229,6 +229,14 @@ class GenerateRequest(RequestModel):
             raise no_likelihood("logprob_start_len")
         return self
 
+    @pydantic.model_validator(mode="after")
+    def _check_top_logprobs(self) -> GenerateRequest:
+        """Checks the range here, where the field has this name."""
+        if self.top_logprobs_num is not None:
+            most = sampling_params.MAX_TOP_LOGPROBS
+            value_checks.check_integer(self.top_logprobs_num, "top_logprobs_num", low=0, high=most)
+        return self
+
 
 class AbortRequest(RequestModel):
     rid: StrictStr | None = None

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import pydantic
+from pydantic import StrictStr
 
 from jdllm import errors
 from jdllm.server import foreign_fields
+
+# What an answer repeats, some in every part of a stream, must not make it many times the request.
+ModelName = Annotated[StrictStr, pydantic.Field(max_length=1024)]  # a path on a disk at the longest
 
 
 class RequestModel(pydantic.BaseModel):

@@ -24,6 +24,8 @@ SEED = 18
 DEFAULT, LONG = 300, 100_000
 WARM_UP = 0.2  # of the requests come before memory is measured: all threads, all sizes
 GROWTH_BYTES = 128 << 20  # what sizes and threads that come later may add
+# The whole suite may run beside it. By hand, on a quiet machine, the bound is that of `stalls`.
+ON_A_BUSY_MACHINE_S = 5.0
 # Twice what is in use after a long campaign: the labels of a series come from closed sets.
 MAX_SERIES = 1200
 NO_IDS = {one: [5, 6, 7] for one in asks.ASKS}
@@ -42,7 +44,9 @@ def fast_server(tmp_path) -> Iterator[tuple[process.Server, int]]:
         yield found
 
 
-def attack(server: tuple[process.Server, int], seed: int, count: int) -> None:
+def attack(
+    server: tuple[process.Server, int], seed: int, count: int, longest_probe_s: float
+) -> None:
     """Sends `count` cases and checks all that the server must keep."""
     running, port = server
     one = campaign.Campaign(port, running.popen.pid, seed)
@@ -53,7 +57,7 @@ def attack(server: tuple[process.Server, int], seed: int, count: int) -> None:
     sys.stdout.write(text + "\n")
     assert report.num_wrong == 0, text
     assert report.num_right > count / 10 and report.num_control > 0, text
-    assert report.longest_probe_s < stalls.LONGEST_STALL_S, text
+    assert report.longest_probe_s < longest_probe_s, text
     assert report.resident_bytes[-1] - warm_bytes < GROWTH_BYTES, text
     shown = one.admin("GET", "/metrics").body.decode()
     assert len(campaign.series(shown)) < MAX_SERIES
@@ -63,14 +67,14 @@ def attack(server: tuple[process.Server, int], seed: int, count: int) -> None:
 
 
 def test_no_request_is_answered_wrongly_and_nothing_is_left_of_any(server):
-    attack(server, SEED, DEFAULT)
+    attack(server, SEED, DEFAULT, ON_A_BUSY_MACHINE_S)
 
     check_log(server)
 
 
 @pytest.mark.long
 def test_the_same_with_a_hundred_thousand_requests(fast_server):
-    attack(fast_server, SEED + 1, LONG)
+    attack(fast_server, SEED + 1, LONG, stalls.LONGEST_STALL_S)
     check_log(fast_server)
 
 

@@ -129,6 +129,9 @@ BAD_FIELDS = [
     ("/abort_request", {"rid": ""}, "rid"),
     ("/tokenize", {"prompt": "a", "messages": MESSAGES}, "prompt"),
     ("/tokenize", {"prompt": 5}, "prompt"),
+    ("/tokenize", {"messages": []}, "messages"),
+    ("/generate", {"text": "a", "top_logprobs_num": 21}, "top_logprobs_num"),
+    ("/generate", {"text": "a", "top_logprobs_num": -1}, "top_logprobs_num"),
     ("/detokenize", {"tokens": ["a"]}, "tokens"),
     ("/detokenize", {"tokens": [-1]}, "tokens"),
 ]

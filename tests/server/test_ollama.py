@@ -181,6 +181,9 @@ def test_options_of_loading_change_nothing(name):
         (GENERATE, generate(raw=True, system="be"), "system"),
         (GENERATE, generate(prompt=5), "prompt"),
         (GENERATE, {"model": "m", "keep_alive": 0}, "keep_alive"),
+        # Every line of a stream repeats the name of the model.
+        (CHAT, chat(model="m" * 1025), "model"),
+        (GENERATE, generate(model="m" * 1025), "model"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

@@ -59,7 +59,7 @@ class Request(request_model.RequestModel):
     """What /api/chat and /api/generate share."""
 
     foreign: ClassVar = FOREIGN
-    model: StrictStr | None = None
+    model: request_model.ModelName | None = None
     stream: StrictBool | None = None
     options: dict[str, Any] | None = None
     keep_alive: StrictStr | StrictInt | StrictFloat | None = None
@@ -170,8 +170,8 @@ class GenerateRequest(Request):
 
 
 class ShowRequest(request_model.RequestModel):
-    model: StrictStr | None = None
-    name: StrictStr | None = None
+    model: request_model.ModelName | None = None
+    name: request_model.ModelName | None = None
     verbose: StrictBool | None = None
 
 

@@ -6,7 +6,7 @@ not: clients leave it at its default of true, and the answer says `"store": fals
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import pydantic
 from pydantic import StrictBool, StrictInt, StrictStr
@@ -76,6 +76,16 @@ class _TextOptions(request_model.RequestModel):
     foreign: ClassVar = {"format": ({"type": "text"},), "verbosity": ("medium",)}
 
 
+# OpenAI's limits. Three events of a stream repeat it.
+Metadata = Annotated[
+    dict[
+        Annotated[StrictStr, pydantic.Field(max_length=64)],
+        Annotated[StrictStr, pydantic.Field(max_length=512)],
+    ],
+    pydantic.Field(max_length=16),
+]
+
+
 class ResponseRequest(request_model.RequestModel):
     """What a client asks for; `messages` is what `input` and `instructions` say."""
 
@@ -87,7 +97,7 @@ class ResponseRequest(request_model.RequestModel):
     stream: StrictBool | None = None
     stream_options: _StreamOptions | None = None
     store: StrictBool | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: Metadata | None = None
     include: list[StrictStr] | None = None
     text: _TextOptions | None = None
     reasoning: _Reasoning | None = None

@@ -140,6 +140,12 @@ def _neutral(route: str, rng: random.Random) -> dict[str, Any]:
         {"audio": None, "regex": None},
         {"metadata": {"key": "value"}},
     ]
+    # Who asks for log-probabilities gets the same text.
+    logprobs: dict[str, dict[str, Any]] = {
+        CHAT: {"logprobs": True, "top_logprobs": rng.randrange(3)},
+        GENERATE: {"return_logprob": True, "top_logprobs_num": rng.randrange(3)},
+    }
+    choices.append(logprobs.get(route, {}))
     if not route.startswith("/api/"):
         choices += [{"tools": []}, {"rid": _rid(rng)}, {"dllm": None} if route == CHAT else {}]
     fields = rng.choice(choices)

@@ -71,9 +71,18 @@ SAMPLING = {
     "seed": WRONG_INTEGER,
     "stop": WRONG_STOP,
     "dllm": WRONG_DLLM,
+    "min_p": (*WRONG_NUMBER, "1.5"),
+    "frequency_penalty": (*WRONG_NUMBER[:-2], "2.5"),
+    "presence_penalty": (*WRONG_NUMBER[:-2], "-2.5"),
 }
 # Options that only the server's own names have.
-OWN = {"stop_token_ids": WRONG_IDS, "ignore_eos": WRONG_FLAG, "skip_special_tokens": WRONG_FLAG}
+OWN = {
+    "logit_bias": ("5", '"x"', '{"a": 1}', '{"5": "x"}', '{"5": 1e9}', '{"5": true}', '{"-1": 1}'),
+    "repetition_penalty": (*WRONG_NUMBER, "0"),
+    "stop_token_ids": WRONG_IDS,
+    "ignore_eos": WRONG_FLAG,
+    "skip_special_tokens": WRONG_FLAG,
+}
 LIMIT = (*WRONG_INTEGER, "-1", "513", "1000000")
 COMMON = {"model": WRONG_TEXT, "stream": WRONG_FLAG}
 OPENAI = SAMPLING | OWN | COMMON | {
@@ -88,6 +97,10 @@ OPENAI = SAMPLING | OWN | COMMON | {
     "best_of": ("7", *WRONG_INTEGER[:4]),
     "response_format": ('{"type": "json_object"}', "5", '{"type": "json_schema"}'),
     "regex": ('"a+"', "5"),
+    "bad_words": ("5", "true", "[5]", '[""]', "{}"),
+    "allowed_token_ids": ("5", '"x"', "[true]", '["a"]', "[-1]", "[99999999]", "{}"),
+    "logprobs": ('"x"', "[1]", '{"a": 1}', "-1", "1.5", "1000"),
+    "min_tokens": (*WRONG_INTEGER[:4], "-1"),
 }  # fmt: skip
 TOOLS = ("5", "[5]", '"x"', "{}", '[{"type": "function"}]')
 FIELDS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -111,7 +124,8 @@ FIELDS: dict[str, dict[str, tuple[str, ...]]] = {
         "sampling_params": ("5", '"x"', "true", "[5]", "[{}, {}, {}, {}, {}]", '""'),
         **{f"sampling_params.{name}": wrong for name, wrong in (SAMPLING | OWN).items()},
         "sampling_params.n": (*WRONG_INTEGER, "0", "-1", "129"),
-        "sampling_params.max_new_tokens": (*LIMIT, "0"),
+        "sampling_params.max_new_tokens": LIMIT,
+        "top_logprobs_num": (*WRONG_INTEGER, "-1", "21"),
         "sampling_params.regex": ('"a+"', "5"),
         "sampling_params.zzz": ("5", '"x"', "[1]"),
     },
@@ -158,7 +172,7 @@ FIELDS[asks.OLLAMA_GENERATE] = _OLLAMA | {
     "context": ("[5]", "5", '"x"'),
 }
 for _wrong in FIELDS.values():
-    _wrong |= {"zzz": ("5", "0", '"x"', "[1]", '{"a": 1}', "true"), "k" * 90: ("1", '"x"')}
+    _wrong |= {"zzz": ("5", "0", '"x"', "[1]", '{"a": 1}', "true"), "k" * 70: ("1", '"x"')}
 
 # Text that is no JSON, or no object. `%s` stands for a body without its first brace.
 NO_OBJECT = (

@@ -14,7 +14,8 @@ from support.fuzz import asks, bodies, hostile_http, wire
 JSON = {"Content-Type": "application/json"}
 OK = frozenset({200, 503})
 MOST_CHOICES = 68  # what may run and wait in the server of `process`
-REFUSED = frozenset({400, 413})
+# Places are counted before most fields are looked at: a full queue is told first.
+REFUSED = frozenset({400, 413, 503})
 ANY = frozenset({200, 400, 413, 503})
 
 GET_PATHS = (
