@@ -78,7 +78,9 @@ class Executables:
                 took_s = time.monotonic() - started
                 logger.info("compiled %d of %d: %s in %.1f s", done, len(buckets), bucket, took_s)
 
-        with concurrent.futures.ThreadPoolExecutor(COMPILE_THREADS) as executor:
+        # Each compilation takes up to a GB: more at once than cores cost memory and save no time.
+        num_threads = max(1, min(COMPILE_THREADS, os.cpu_count() or 1))
+        with concurrent.futures.ThreadPoolExecutor(num_threads) as executor:
             # The largest first, so that no long compilation begins last.
             ordered = sorted(buckets, key=lambda bucket: (bucket.rows, bucket.tokens))[::-1]
             for future in [executor.submit(compile_one, bucket) for bucket in ordered]:
