@@ -29,10 +29,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
-import tqdm
 from jaxtyping import Bool, Float64, Int, Int32
 
-from jdllm import errors
+from jdllm import errors, progress
 from jdllm import spec as spec_lib
 from jdllm.runner import full_forward
 
@@ -129,7 +128,7 @@ class Likelihood:
         # Summed exactly, so that the order in which rows come back does not matter.
         terms: list[list[float]] = [[] for _ in pairs]
         total = sum(self._num_rows(len(piece.tokens)) for parts in pieces for piece in parts)
-        with tqdm.tqdm(total=total, desc="likelihood", unit="row", disable=None) as bar:
+        with progress.bar(total=total, desc="likelihood", unit="row") as bar:
             for row, logprobs, _, _ in self._forwards(self._sampled_rows(pieces)):
                 terms[row.request].append(row.weight * float(logprobs[row.masked].sum()))
                 bar.update()

@@ -18,13 +18,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import tqdm
 
 # lm_eval is an optional dependency, which the type checker's environment does not have.
 from lm_eval.api import instance, model, registry  # pyright: ignore[reportMissingImports]
 from lm_eval.models import utils as models_utils  # pyright: ignore[reportMissingImports]
 
-from jdllm import algorithms, errors, sampling_params
+from jdllm import algorithms, errors, progress, sampling_params
 from jdllm import config as config_lib
 from jdllm.engine import engine as engine_lib
 from jdllm.eval import backends, likelihood, model_args
@@ -86,7 +85,7 @@ class JdllmLM(model.LM):
                 pool.submit(backend.answer, self._prompt(request.args[0]), sampling)
                 for request, (sampling, _) in zip(requests, samplings, strict=True)
             ]
-            for future in tqdm.tqdm(futures, desc="generate_until", unit="q", disable=None):
+            for future in progress.bar(futures, desc="generate_until", unit="q"):
                 answers.append(future.result())
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
