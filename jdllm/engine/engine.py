@@ -263,7 +263,7 @@ class Engine:
         return time.monotonic() - self._loop.beat_s
 
     def default_max_new_tokens(self, prompt_len: int, block_length: int | None = None) -> int:
-        """Returns the tokens left in the context; in whole blocks if the model has a canvas."""
+        """Returns the tokens left in the context, 1 or more; a canvas gives whole blocks."""
         return self._inputs.default_max_new_tokens(prompt_len, block_length)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:

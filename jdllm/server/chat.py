@@ -47,7 +47,7 @@ async def chat_completions(request: requests.Request) -> starlette_responses.Res
         continue_final_message=body.continue_final_message is True,
         add_special_tokens=body.add_special_tokens is True,
     )
-    remaining = max(1, server.engine.default_max_new_tokens(len(prompt_ids)))
+    remaining = server.engine.default_max_new_tokens(len(prompt_ids))
     answer_id = body.rid or running.new_request_id("chatcmpl")
     prompt_list = running.PromptList(
         prompts=[prompt_ids],

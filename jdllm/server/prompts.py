@@ -131,7 +131,7 @@ async def texts(
 
 def default_tokens(server: state.ServerState, prompt_len: int, default: int) -> int:
     """Returns the default output limit, or what is left of the context if that is less."""
-    return max(1, min(default, server.engine.default_max_new_tokens(prompt_len)))
+    return min(default, server.engine.default_max_new_tokens(prompt_len))
 
 
 def _encoded(server: state.ServerState, prompt: Prompt, param: str) -> list[int]:

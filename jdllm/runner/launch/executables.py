@@ -79,7 +79,7 @@ class Executables:
                 logger.info("compiled %d of %d: %s in %.1f s", done, len(buckets), bucket, took_s)
 
         # Each compilation takes up to a GB: more at once than cores cost memory and save no time.
-        num_threads = max(1, min(COMPILE_THREADS, os.cpu_count() or 1))
+        num_threads = min(COMPILE_THREADS, os.cpu_count() or 1)
         with concurrent.futures.ThreadPoolExecutor(num_threads) as executor:
             # The largest first, so that no long compilation begins last.
             ordered = sorted(buckets, key=lambda bucket: (bucket.rows, bucket.tokens))[::-1]

@@ -76,7 +76,7 @@ def _prompt_list(
     suffix: list[int] | None = None,
 ) -> running.PromptList:
     suffix = suffix or []
-    remaining = max(1, server.engine.default_max_new_tokens(len(prompt_ids) + len(suffix)))
+    remaining = server.engine.default_max_new_tokens(len(prompt_ids) + len(suffix))
     prompt_names = {"prompt": prompt_field, "input_ids": prompt_field}
     return running.PromptList(
         prompts=[prompt_ids],

@@ -28,7 +28,7 @@ async def create_response(request: requests.Request) -> starlette_responses.Resp
         # The items of `input` and the messages of the template are not numbered alike.
         name = "input" if (error.param or "").startswith("messages") else error.param
         raise type(error)(str(error), param=name, code=error.code) from error
-    remaining = max(1, server.engine.default_max_new_tokens(len(prompt_ids)))
+    remaining = server.engine.default_max_new_tokens(len(prompt_ids))
     answer_id = body.rid or answer_lib.new_id("resp")
     prompt_list = running.PromptList(
         prompts=[prompt_ids],
