@@ -185,18 +185,15 @@ class CompletionRequest(OpenAIRequest):
     suffix: StrictStr | None = None
     echo: StrictBool | None = None
 
-    @pydantic.model_validator(mode="before")
-    @classmethod
-    def _check_echo(cls, content: Any) -> Any:
-        logprobs = content.get("logprobs")
-        has_logprobs = logprobs is not None and logprobs is not False  # 0 asks for the chosen ones
-        if content.get("echo") is True and has_logprobs:
+    @pydantic.model_validator(mode="after")
+    def _check_echo(self) -> CompletionRequest:
+        if self.echo and self.num_top_logprobs() is not None:  # 0 asks for the chosen ones
             raise errors.RequestError(
                 "echo with logprobs is not supported: a diffusion model has no chain-rule "
                 "likelihood of the prompt; leave one of them out",
                 param="echo",
             )
-        return content
+        return self
 
     def num_top_logprobs(self) -> int | None:
         if self.logprobs is None or self.logprobs is False:

@@ -45,7 +45,7 @@ def test_without_echo_there_is_none(echo):
     assert answer["choices"][0]["text"] == fake_engine.expected_text("hi", 6)
 
 
-@pytest.mark.parametrize("logprobs", [0, 1, True])
+@pytest.mark.parametrize("logprobs", [0, 1, 5])
 def test_echo_with_logprobs_is_refused_with_the_reason(logprobs):
     response = edge.call(edge.make_state(), TEXT, body("hi", echo=True, logprobs=logprobs))
     assert response.status_code == 400
@@ -54,3 +54,9 @@ def test_echo_with_logprobs_is_refused_with_the_reason(logprobs):
     assert "no chain-rule likelihood" in error["message"]
     neutral = body("hi", echo=True, logprobs=None)
     assert edge.call(edge.make_state(), TEXT, neutral).status_code == 200
+
+
+def test_logprobs_of_a_wrong_type_are_named_before_echo_is():
+    response = edge.call(edge.make_state(), TEXT, body("hi", echo=True, logprobs=[1]))
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "logprobs"
