@@ -65,6 +65,7 @@ FLOORS: tuple[tuple[str, int, str], ...] = (
     ("jdllm/runner/block/", 5, "block"),
     ("jdllm/runner/canvas/", 5, "canvas"),
     ("jdllm/runner/model_runner.py", 5, "model runner"),
+    ("jdllm/imagegen/", 5, "imagegen"),
     ("jdllm/runner/", 4, "steps"),
     ("jdllm/train/", 4, "train"),
     ("jdllm/client/", 6, "client"),
