@@ -28,6 +28,7 @@ FLOORS: tuple[tuple[str, int, str], ...] = (
     ("pallas_kernels/dense_matmul/", -1, "dense_matmul"),
     ("pallas_kernels/extend_attention/", -1, "extend_attention"),
     ("pallas_kernels/grouped_matmul/", -1, "grouped_matmul"),
+    ("pallas_kernels/padded_attention/", -1, "padded_attention"),
     ("pallas_kernels/read_cancel_flag/", -1, "read_cancel_flag"),
     ("pallas_kernels/rotate_and_cache/", -1, "rotate_and_cache"),
     ("pallas_kernels/top_k_routing/", -1, "top_k_routing"),
