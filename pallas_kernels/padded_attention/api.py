@@ -1,7 +1,8 @@
-"""Full attention inside rows that are padded to one length.
+"""Attention inside rows that are padded to one length.
 
-No pages and no mask: each row has a length, and every query sees the keys before it. cuDNN reads
-the lengths itself; a mask would cost it a third of its speed.
+No pages and no mask: each row has a length, and every query sees the keys before it, or those of
+them that do not follow the query (`is_causal`). cuDNN reads the lengths itself; a mask would cost
+it a third of its speed.
 
 Shape letters: B rows, T tokens of a padded row.
 """
@@ -28,27 +29,40 @@ def choose(implementation: str = "auto", *, dtype: jnp.dtype, head_dim: int) -> 
 
 def padded_attention(
     q: Float[Array, "B T N H"],
-    k: Float[Array, "B T N H"],
-    v: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
     lengths: Int32[Array, " B"] | None = None,  # 1 to T; None: no row has padding
     *,
+    is_causal: bool = False,
     implementation: str = "auto",
 ) -> Float[Array, "B T N H"]:
     """Returns `softmax(q @ k.T / sqrt(H)) @ v` of each row and head, over its first keys.
 
+    N is a multiple of K: neighbouring heads of q share one of k and v.
     What stands past a row's length changes nothing before it, if it is finite. The output there is
     finite and means nothing.
     """
-    if not q.shape == k.shape == v.shape or q.ndim != 4:
-        raise ValueError(f"q, k and v must be [B, T, N, H]: {q.shape=} {k.shape=} {v.shape=}")
+    is_whole = q.ndim == k.ndim == 4 and k.shape == v.shape
+    if not is_whole or q.shape != (*k.shape[:2], q.shape[2], k.shape[3]) or q.shape[2] % k.shape[2]:
+        raise ValueError(
+            "q must be [B, T, N, H], k and v [B, T, K, H], N a multiple of K: "
+            f"{q.shape=} {k.shape=} {v.shape=}"
+        )
     chosen = choose(implementation, dtype=q.dtype, head_dim=q.shape[-1])
-    return _padded_attention(q, k, v, lengths, implementation=chosen.implementation)
+    return _padded_attention(
+        q, k, v, lengths, is_causal=is_causal, implementation=chosen.implementation
+    )
 
 
-@functools.partial(jax.jit, static_argnames=("implementation",))
-def _padded_attention(q, k, v, lengths, *, implementation) -> jax.Array:
+@functools.partial(jax.jit, static_argnames=("is_causal", "implementation"))
+def _padded_attention(q, k, v, lengths, *, is_causal, implementation) -> jax.Array:
     return jax.nn.dot_product_attention(
-        q, k, v, key_value_seq_lengths=lengths, implementation=implementation
+        q,
+        k,
+        v,
+        key_value_seq_lengths=lengths,
+        is_causal=is_causal,
+        implementation=implementation,
     )
 
 

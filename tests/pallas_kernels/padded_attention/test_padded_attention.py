@@ -16,10 +16,12 @@ A100 = dataclasses.replace(devices.HOPPER, kind="NVIDIA A100", compute_capabilit
 T4 = dataclasses.replace(devices.HOPPER, kind="Tesla T4", compute_capability=(7, 5))
 
 
-def attend_by_loops(q, k, v, lengths):
+def attend_by_loops(q, k, v, lengths, *, is_causal=False):
     out = np.zeros(q.shape, np.float64)
     for b, t, n in np.ndindex(q.shape[:3]):
-        keys, values = k[b, : lengths[b], n], v[b, : lengths[b], n]
+        end = min(lengths[b], t + 1) if is_causal else lengths[b]
+        head = n * k.shape[2] // q.shape[2]
+        keys, values = k[b, :end, head], v[b, :end, head]
         scores = keys.astype(np.float64) @ q[b, t, n] / np.sqrt(q.shape[-1])
         weights = np.exp(scores - scores.max())
         out[b, t, n] = weights @ values / weights.sum()
@@ -35,6 +37,18 @@ def test_queries_see_the_first_keys_of_their_row(lengths):
         k[b, length:], v[b, length:] = 1e4, -1e4
     given = None if lengths is None else jnp.asarray(lengths, jnp.int32)
     out = pallas_kernels.padded_attention(*map(jnp.asarray, (q, k, v)), given, implementation="xla")
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_heads_share_keys_and_causal_queries_see_no_later_ones(is_causal):
+    rng = np.random.default_rng(1)
+    q = rng.normal(size=(2, 9, 6, 8)).astype(np.float32)
+    k, v = rng.normal(size=(2, 2, 9, 2, 8)).astype(np.float32)
+    expected = attend_by_loops(q, k, v, [9, 4], is_causal=is_causal)
+    out = pallas_kernels.padded_attention(
+        *map(jnp.asarray, (q, k, v)), jnp.asarray([9, 4]), is_causal=is_causal, implementation="xla"
+    )
     np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
@@ -63,10 +77,11 @@ def test_what_is_forced_and_cannot_run_is_an_error():
         pallas_kernels.padded_attention(q, q, q, implementation="cudnn")
 
 
-def test_shapes_must_agree():
-    q = jnp.zeros((1, 8, 2, 16))
-    with pytest.raises(ValueError, match=r"k.shape=\(1, 8, 1, 16\)"):
-        pallas_kernels.padded_attention(q, q[:, :, :1], q)
+@pytest.mark.parametrize("k_heads, v_heads", [(1, 2), (3, 3)])
+def test_shapes_must_agree(k_heads, v_heads):
+    q, k, v = (jnp.zeros((1, 8, heads, 16)) for heads in (2, k_heads, v_heads))
+    with pytest.raises(ValueError, match=rf"k.shape=\(1, 8, {k_heads}, 16\)"):
+        pallas_kernels.padded_attention(q, k, v)
 
 
 def test_cudnn_gets_lengths_and_no_mask(monkeypatch):
@@ -87,7 +102,7 @@ def test_cudnn_gets_lengths_and_no_mask(monkeypatch):
     assert [call["implementation"] for call in calls] == ["xla", "cudnn"]
     for call in calls:
         assert call["key_value_seq_lengths"].shape == (2,)
-        assert set(call) == {"implementation", "key_value_seq_lengths"}
+        assert set(call) == {"implementation", "is_causal", "key_value_seq_lengths"}
 
 
 @pytest.mark.gpu
