@@ -46,8 +46,9 @@ class Component(Generic[Config]):
 
     `read` turns the component's config.json into a config and raises a ConfigError that names
     a key it cannot serve. `build` makes the module, `weights` gives the table's text.
-    `is_unused` tells which tensors of a checkpoint no forward pass reads. `example` is the
-    config.json of a tiny model with every parameter that the class may have.
+    `is_unused` tells which tensors of a checkpoint no forward pass reads. Tensors of a checkpoint
+    may have names that begin with `optional_prefix`; the table and `is_unused` leave it out.
+    `example` is the config.json of a tiny model with every parameter that the class may have.
     """
 
     class_names: tuple[str, ...]
@@ -56,6 +57,7 @@ class Component(Generic[Config]):
     weights: Callable[[Config], str]
     example: Mapping[str, Any]
     is_unused: Callable[[Config, str], bool] = _uses_all
+    optional_prefix: str = ""
 
     def __post_init__(self) -> None:
         config = self.read(self.example)
@@ -75,6 +77,20 @@ class Component(Generic[Config]):
         """Returns a row for every tensor that a checkpoint of this model holds for use."""
         shapes = self.abstract(config, jnp.dtype(jnp.float32))[1]
         return tuple(row for line in _lines(self.weights(config)) for row in _expand(line, shapes))
+
+    def match(
+        self, config: Config, shapes: Mapping[str, tuple[int, ...]]
+    ) -> dict[str, list[weight_table.Fill]]:
+        """Returns which tensors of a checkpoint (name -> shape) fill each parameter.
+
+        Raises a ConfigError with every tensor that is missing, unknown or of another shape.
+        """
+        return weight_table.match(
+            self.weight_rows(config),
+            shapes,
+            optional_prefix=self.optional_prefix,
+            is_unused=functools.partial(self.is_unused, config),
+        )
 
 
 def _lines(text: str) -> list[str]:
