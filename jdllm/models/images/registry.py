@@ -1,0 +1,12 @@
+"""The classes of image components that this engine builds: one readable dict, no discovery."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jdllm.models.images import component, qwen3
+
+# By the class name in `model_index.json`.
+COMPONENTS: dict[str, component.Component[Any]] = {
+    name: one for one in (qwen3.COMPONENT,) for name in one.class_names
+}
