@@ -149,7 +149,7 @@ class ZImageTransformer(nnx.Module):
         captions: Float[Array, "B L cap_feat_dim"],
         caption_lens: Int32[Array, " B"],  # 1 to L; what stands past them is not read
     ) -> Float32[Array, "B C h w"]:
-        """Returns the velocity towards clean latents (the negative of what an Euler step adds).
+        """Returns `clean - noise`, the negative of the velocity that an Euler step takes.
 
         h and w are even, L is a multiple of 32. Raises ValueError for other shapes, and for more
         tokens than config.json has positions for.
