@@ -12,6 +12,7 @@ It is static, or dynamic: then it depends on the number of image tokens.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import typing
 from collections.abc import Mapping
@@ -28,14 +29,14 @@ FILE_NAME = "scheduler_config.json"
 TimeShift = Literal["exponential", "linear"]
 
 # Other ways to space the levels or to step, which no published text-to-image model uses.
-_MUST_BE_OFF = (
-    "use_karras_sigmas",
-    "use_exponential_sigmas",
-    "use_beta_sigmas",
-    "stochastic_sampling",
-    "invert_sigmas",
-)
-_NUM_TRAIN_TIMESTEPS = 1000
+_ONLY: Mapping[str, Any] = {
+    "num_train_timesteps": 1000,
+    "use_karras_sigmas": False,
+    "use_exponential_sigmas": False,
+    "use_beta_sigmas": False,
+    "stochastic_sampling": False,
+    "invert_sigmas": False,
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,29 +104,23 @@ def read(values: Mapping[str, Any]) -> FlowSchedule:
     """
     if values.get("_class_name") != CLASS_NAME:
         _refuse("_class_name", values.get("_class_name"), CLASS_NAME)
+    for key, only in _ONLY.items():
+        if values.get(key) not in (None, only):
+            _refuse(key, values[key], json.dumps(only))
     known = {field.name for field in dataclasses.fields(FlowSchedule)}
-    for key, value in values.items():
-        if key.startswith("_") or key in known or value is None:
-            continue
-        if key in _MUST_BE_OFF:
-            if value is not False:
-                _refuse(key, value, "false")
-        elif key == "num_train_timesteps":
-            if value != _NUM_TRAIN_TIMESTEPS:
-                _refuse(key, value, _NUM_TRAIN_TIMESTEPS)
-        else:
-            names = (*known, *_MUST_BE_OFF, "num_train_timesteps")
+    given = {key: value for key, value in values.items() if value is not None}
+    for key in given.keys() - known - _ONLY.keys():
+        if not key.startswith("_"):
             raise errors.ConfigError(
-                f"{FILE_NAME}: unknown key {key}={errors.quote(value)}{errors.nearest(key, names)}"
+                f"{FILE_NAME}: unknown key {key}={errors.quote(given[key])}"
+                f"{errors.nearest(key, known | _ONLY.keys())}"
             )
+    # diffusers writes "no terminal level" as null and as 0.
+    if given.get("shift_terminal") == 0:
+        del given["shift_terminal"]
     types = typing.get_type_hints(FlowSchedule)
     return FlowSchedule(
-        **{
-            key: _checked(key, values[key], types[key])
-            for key in known
-            # diffusers writes "no terminal level" as null and as 0.
-            if values.get(key) is not None and (key != "shift_terminal" or values[key] != 0)
-        }
+        **{key: _checked(key, given[key], types[key]) for key in given.keys() & known}
     )
 
 

@@ -95,6 +95,11 @@ def test_shift_terminal_zero_is_none():
     assert plain == zero
 
 
+def test_null_means_the_default():
+    empty = dict.fromkeys(("shift", "invert_sigmas", "num_train_timesteps", "not_invented_yet"))
+    assert flow_schedule.read(PUBLISHED | empty) == flow_schedule.FlowSchedule()
+
+
 def test_no_steps_is_an_error():
     with pytest.raises(ValueError, match="num_steps=0"):
         flow_schedule.FlowSchedule().sigmas(0, 1024)
@@ -110,7 +115,7 @@ def test_no_steps_is_an_error():
         ({"use_beta_sigmas": True}, "use_beta_sigmas=True"),
         ({"stochastic_sampling": True}, "stochastic_sampling=True"),
         ({"invert_sigmas": True}, "invert_sigmas=True"),
-        ({"invert_sigmas": 0}, "invert_sigmas=0"),
+        ({"invert_sigmas": "no"}, "invert_sigmas='no'.*supported: false"),
         ({"num_train_timesteps": 500}, "num_train_timesteps=500"),
         ({"time_shift_type": "cosine"}, "time_shift_type='cosine'.*exponential or linear"),
         ({"time_shift_type": ["linear"]}, "time_shift_type="),
