@@ -63,6 +63,8 @@ class Decoder(nnx.Module):
         self.conv_out = Conv(widths[-1], 3, dtype)
 
     def __call__(self, z: Picture, *, tile: int = TILE) -> Picture:
+        if tile < 2 or tile % 2:
+            raise ValueError(f"{tile=} must be an even number of at least 2 positions")
         x = self.mid_block(self.conv_in(z))
         for i in range(len(self.up_blocks)):
             x = self._tiled_level(i, x, tile)
