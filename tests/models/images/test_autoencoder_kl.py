@@ -168,7 +168,7 @@ def test_queries_in_turns_attend_alike(monkeypatch):
     rng = np.random.RandomState(0)
     attention = layers.Attention(8, 2, FLOAT32)
     for param in (attention.w_qkv, attention.w_out, attention.b_qkv):
-        param[...] = jnp.asarray(rng.standard_normal(param.shape), jnp.float32)
+        param[...] = jnp.asarray(rng.standard_normal(param.shape) / 8**0.5, jnp.float32)
     x = jnp.asarray(rng.standard_normal((2, 5, 7, 8)), jnp.float32)
     whole = attention(x)
     monkeypatch.setattr(layers, "MOST_LOGITS", 35 * 8)  # turns of 7, 7, 7, 7 and 7 queries

@@ -4,7 +4,8 @@ A convolution sees few neighbours, so a tile with a margin gives its part exactl
 whole picture. So there is a pass over all tiles for each norm: it runs the block up to that norm,
 with the moments of earlier norms, and pools this norm's moments over the tiles. The last pass
 writes the result. So tiles differ from the whole picture by rounding only: there are no seams to
-blend, and the price is time (a block of 7 norms takes about 6 times as long).
+blend. The price is time: at 2048 x 2048 pixels the published decoder does 2.8 times the work.
+Memory beyond a tile is the input and the output of the block.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ Block = Callable[[Picture, Activate], Picture]
 class Grid:
     """Tiles of a picture: the input has `size` positions, the output twice as many a side.
 
-    Tiles at the end begin earlier than `places` times their size, so that all have one shape.
+    All tiles have one shape. So the last tile of a row or column may overlap the one before it.
+    A place is the (row, column) of a tile in the grid.
     """
 
     size: tuple[int, int]
@@ -55,7 +57,11 @@ class Grid:
         return y, x
 
     def masks(self, place: tuple[Array, Array]) -> tuple[Bool[Array, "H W"], Float32[Array, "H W"]]:
-        """Returns where a tile with margin lies in the picture, and what it alone counts."""
+        """Returns two masks over the output of a tile with its margin.
+
+        The first is true inside the picture. The second is 1 where this tile counts for the
+        moments: each position of the picture counts in one tile.
+        """
         inside, counted = [], []
         for at, begin, tile, side in zip(place, self.begins(place), self.tile, self.size):
             index = 2 * (begin - self.margin) + jnp.arange(2 * (tile + 2 * self.margin))
@@ -76,31 +82,31 @@ def run(
 
     `num_convolutions` counts those of size 3 that follow each other after the doubling.
     """
-    B, height, width, _ = x.shape
+    B, height, width, C = x.shape
     grid = Grid(size=(height, width), largest=largest, margin=-(-num_convolutions // 2))
     margins = (grid.margin, grid.margin)
     padded = jnp.pad(x, ((0, 0), margins, margins, (0, 0)))
 
-    def decode(place: tuple[Array, Array], known: Sequence[Moments]) -> tuple[Picture, Moments]:
+    shape = (B, *(side + 2 * grid.margin for side in grid.tile), C)
+
+    def run_tile(place: tuple[Array, Array], known: Sequence[Moments]) -> tuple[Picture, Moments]:
         """Returns the output of a tile, margin included, and the moments at the next norm."""
-        y, x = grid.begins(place)
-        shape = (B, *(side + 2 * grid.margin for side in grid.tile), padded.shape[-1])
-        return _in_tile(
-            block, jax.lax.dynamic_slice(padded, (0, y, x, 0), shape), known, *grid.masks(place)
-        )
+        row, column = grid.begins(place)
+        tile = jax.lax.dynamic_slice(padded, (0, row, column, 0), shape)
+        return _in_tile(block, tile, known, *grid.masks(place))
 
     places = tuple(axis.ravel() for axis in jnp.indices(grid.count))
     known: list[Moments] = []
     while len(known) < num_norms:
         # XLA leaves out what follows the norm, since only its moments are used.
-        _, parts = jax.lax.scan(lambda _, place: (None, decode(place, known)[1]), None, places)
+        _, parts = jax.lax.scan(lambda _, place: (None, run_tile(place, known)[1]), None, places)
         known.append(parts.pooled())
 
     def write(whole: Picture, place: tuple[Array, Array]) -> tuple[Picture, None]:
-        y, x = grid.begins(place)
-        tile = decode(place, known)[0]
-        inner = tile[:, *(slice(2 * grid.margin, -2 * grid.margin) for _ in range(2))]
-        return jax.lax.dynamic_update_slice(whole, inner, (0, 2 * y, 2 * x, 0)), None
+        row, column = grid.begins(place)
+        inner = slice(2 * grid.margin, -2 * grid.margin)
+        part = run_tile(place, known)[0][:, inner, inner]
+        return jax.lax.dynamic_update_slice(whole, part, (0, 2 * row, 2 * column, 0)), None
 
     out = jax.eval_shape(lambda x: block(x, layers.activate), x)
     return jax.lax.scan(write, jnp.zeros(out.shape, out.dtype), places)[0]
