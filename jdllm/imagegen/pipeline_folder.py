@@ -29,8 +29,6 @@ from jdllm.imagegen import flow_schedule, prompts
 from jdllm.models import hf_config, loading
 from jdllm.models.images import component, registry
 
-Components = Mapping[str, component.Component[Any]]
-
 _SCHEDULER = "scheduler"
 _CLASS_KEY = "_class_name"
 # The libraries that write pipelines, and what each calls the weights of a model.
@@ -95,15 +93,19 @@ class Checkpoint:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFolder:
-    """A component with weights; `checkpoint` is None unless `load_format` is "safetensors"."""
+    """A component with weights; `checkpoint` is None unless `load_format` is "safetensors".
+
+    `base_name` is what the library that wrote the component calls its safetensors files.
+    """
 
     name: str
+    base_name: str
     path: pathlib.Path
     component: component.Component[Any]
     config: Any
     hf_config: Mapping[str, Any]
     load_format: str
-    checkpoint: Checkpoint | None
+    checkpoint: Checkpoint | None = None
 
     @property
     def stored_dtype(self) -> str:
@@ -149,6 +151,11 @@ class PipelineFolder:
     models: Mapping[str, ModelFolder]
     tokenizers: Mapping[str, prompts.PromptTokenizer]
 
+    @property
+    def component_names(self) -> tuple[str, ...]:
+        """The folders of all components."""
+        return (*self.models, *self.tokenizers, _SCHEDULER)
+
     def load(
         self, dtypes: Mapping[str, DTypeLike], *, seed: int = 0, show_progress: bool = True
     ) -> dict[str, LoadedComponent]:
@@ -159,13 +166,7 @@ class PipelineFolder:
         }
 
 
-def read(
-    directory: pathlib.Path,
-    *,
-    load_format: str = "auto",
-    layouts: Mapping[str, Layout] = LAYOUTS,
-    components: Components = registry.COMPONENTS,
-) -> PipelineFolder:
+def read(directory: pathlib.Path, *, load_format: str = "auto") -> PipelineFolder:
     """Returns what a folder holds; reads configs, tokenizers and the headers of weight files.
 
     Raises one ConfigError with the faults of all components, each with component, file and key.
@@ -173,17 +174,18 @@ def read(
     """
     index = source.read_json(directory / source.MODEL_INDEX_NAME)
     class_name = index.get(_CLASS_KEY)
-    if not isinstance(class_name, str) or class_name not in layouts:
+    if not isinstance(class_name, str) or class_name not in LAYOUTS:
         raise errors.ConfigError(
             f"{directory / source.MODEL_INDEX_NAME}: {_CLASS_KEY}={errors.quote(class_name)} is "
-            f"not supported; supported: {', '.join(layouts)}"
+            f"not supported; supported: {', '.join(LAYOUTS)}"
         )
-    layout = layouts[class_name]
-    reader = _Reader(directory, index, load_format, components)
+    layout = LAYOUTS[class_name]
+    reader = _Reader(directory, index, load_format)
     reader.check_names({*layout.models, *layout.tokenizers, _SCHEDULER})
-    models = {name: reader.model(name, classes) for name, classes in layout.models.items()}
+    bare = {name: reader.model(name, classes) for name, classes in layout.models.items()}
+    models = [reader.with_weights(model) for model in bare.values() if model is not None]
     tokenizers = {
-        name: reader.tokenizer(name, place, models[place.encoder])
+        name: reader.tokenizer(name, place, bare[place.encoder])
         for name, place in layout.tokenizers.items()
     }
     schedule = reader.schedule()
@@ -193,7 +195,7 @@ def read(
         path=directory,
         class_name=class_name,
         schedule=schedule,
-        models={name: model for name, model in models.items() if model is not None},
+        models={model.name: model for model in models if model is not None},
         tokenizers={name: one for name, one in tokenizers.items() if one is not None},
     )
 
@@ -201,17 +203,10 @@ def read(
 class _Reader:
     """Reads one component after the other and collects the faults of all."""
 
-    def __init__(
-        self,
-        directory: pathlib.Path,
-        index: Mapping[str, Any],
-        load_format: str,
-        components: Components,
-    ):
+    def __init__(self, directory: pathlib.Path, index: Mapping[str, Any], load_format: str):
         self._directory = directory
         self._index = index
         self._load_format = load_format
-        self._components = components
         self._faults: list[str] = []
 
     def report(self) -> None:
@@ -233,35 +228,39 @@ class _Reader:
                 )
 
     def model(self, name: str, class_names: tuple[str, ...]) -> ModelFolder | None:
-        """Returns a component with weights, None after a fault."""
+        """Returns a component without its checkpoint, None after a fault."""
         with self._collect(name):
             library, class_name = self._class_of(name, class_names)
-            if class_name not in self._components:
-                known = ", ".join(sorted(self._components))
-                raise errors.ConfigError(f"{class_name} is not supported; supported: {known}")
-            one, path = self._components[class_name], self._directory / name
+            one, path = registry.COMPONENTS[class_name], self._directory / name
             hf = source.read_json(path / source.CONFIG_NAME)
             _check_class(hf, one.class_names)
-            config = one.read(hf)
-            checkpoint = None
-            match chosen := loading.resolve_load_format(path, self._load_format):
-                case "safetensors":
-                    base_name = _BASE_NAMES[library]
-                    tensors = safetensors_source.SafetensorsSource(path, base_name=base_name)
-                    fills = one.match(config, tensors.shapes)
-                    checkpoint = Checkpoint(tensors=tensors, fills=fills)
-                case "orbax":
-                    arrays = one.abstract(config, jnp.dtype(jnp.float32))[1]
-                    orbax_checkpoint.check(path, arrays)
             return ModelFolder(
                 name=name,
+                base_name=_BASE_NAMES[library],
                 path=path,
                 component=one,
-                config=config,
+                config=one.read(hf),
                 hf_config=hf,
-                load_format=chosen,
-                checkpoint=checkpoint,
+                load_format=loading.resolve_load_format(path, self._load_format),
             )
+        return None
+
+    def with_weights(self, model: ModelFolder) -> ModelFolder | None:
+        """Returns a component whose weights on disk fit it, None after a fault."""
+        with self._collect(model.name):
+            match model.load_format:
+                case "safetensors":
+                    tensors = safetensors_source.SafetensorsSource(
+                        model.path, base_name=model.base_name
+                    )
+                    fills = model.component.match(model.config, tensors.shapes)
+                    checkpoint = Checkpoint(tensors=tensors, fills=fills)
+                    return dataclasses.replace(model, checkpoint=checkpoint)
+                case "orbax":
+                    dtype = jnp.dtype(jnp.float32)  # only names and shapes are compared
+                    arrays = model.component.abstract(model.config, dtype)[1]
+                    orbax_checkpoint.check(model.path, arrays)
+            return model
         return None
 
     def tokenizer(
