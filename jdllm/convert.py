@@ -3,7 +3,7 @@
     jdllm convert --model-path SRC --output DST [--dtype bfloat16]
 
 DST is a complete model directory (config, tokenizer, parameters): serve it with
-`--model-path DST`.
+`--model-path DST`. Of an image pipeline every component with weights is converted.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from collections.abc import Sequence
 
 from jdllm import arguments, config, errors
 from jdllm.checkpoint import orbax_checkpoint, safetensors_source, source
+from jdllm.imagegen import pipeline_folder
 from jdllm.models import loading
 
 # Files beside the weights that are copied: configuration, tokenizer and chat template.
 _COPIED_SUFFIXES = frozenset({".json", ".jinja", ".txt", ".model"})
-_NOT_COPIED = frozenset({safetensors_source.INDEX_NAME, orbax_checkpoint.MARKER_NAME})
+_NOT_COPIED = (safetensors_source.INDEX_SUFFIX, orbax_checkpoint.MARKER_NAME)
 
 
 def convert(
@@ -36,20 +37,46 @@ def convert(
     if output.exists():
         raise errors.ConfigError(f"{output} exists; give a directory that does not exist yet")
     directory = source.resolve(model_path, revision=revision)
-    model = loading.load(
-        directory, dtype=dtype, load_format="safetensors", show_progress=show_progress
-    )
+    convert_into = _convert_pipeline if source.is_pipeline(directory) else _convert_model
     # The files go to another directory, which is renamed at the end: an interrupted run leaves
     # no incomplete model at `output`.
     partial = output.with_name(f"{output.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    for path in sorted(directory.iterdir()):
-        if path.suffix in _COPIED_SUFFIXES and path.name not in _NOT_COPIED:
-            shutil.copyfile(path, partial / path.name)
-    orbax_checkpoint.save(partial, model.params, dtype=str(model.params["norm.weight"].dtype))
+    convert_into(directory, partial, dtype, show_progress)
     partial.rename(output)
     return output
+
+
+def _convert_model(
+    directory: pathlib.Path, output: pathlib.Path, dtype: str, show_progress: bool
+) -> None:
+    model = loading.load(
+        directory, dtype=dtype, load_format="safetensors", show_progress=show_progress
+    )
+    _copy_files(directory, output)
+    orbax_checkpoint.save(output, model.params, dtype=str(model.params["norm.weight"].dtype))
+
+
+def _convert_pipeline(
+    directory: pathlib.Path, output: pathlib.Path, dtype: str, show_progress: bool
+) -> None:
+    """Converts one component after the other, so that one at a time is in memory."""
+    folder = pipeline_folder.read(directory, load_format="safetensors")
+    _copy_files(directory, output)
+    for name in folder.component_names:
+        _copy_files(directory / name, output / name)
+    for name, model in folder.models.items():
+        params = model.load(dtype, show_progress=show_progress).params
+        stored = model.stored_dtype if dtype == "auto" else dtype
+        orbax_checkpoint.save(output / name, params, dtype=stored)
+
+
+def _copy_files(directory: pathlib.Path, output: pathlib.Path) -> None:
+    """Copies what lies beside the weights, without folders, into a new directory."""
+    output.mkdir(parents=True)
+    for path in sorted(directory.iterdir()):
+        if path.suffix in _COPIED_SUFFIXES and not path.name.endswith(_NOT_COPIED):
+            shutil.copyfile(path, output / path.name)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

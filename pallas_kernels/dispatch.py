@@ -26,6 +26,7 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "dense_matmul": ("mosaic_gpu", "xla"),
     "extend_attention": ("mosaic_gpu", "cudnn", "xla"),
     "grouped_matmul": ("mosaic_gpu", "xla", "dense"),
+    "padded_attention": ("cudnn", "xla"),
     "read_cancel_flag": ("mosaic_gpu", "xla"),
     "rotate_and_cache": ("mosaic_gpu", "xla"),
     "top_k_routing": ("mosaic_gpu", "xla"),

@@ -21,10 +21,11 @@ def assemble(
     arrays: Mapping[str, jax.ShapeDtypeStruct],
     *,
     show_progress: bool = True,
+    desc: str = "loading weights",
 ) -> dict[str, jax.Array]:
     """Returns every parameter of `arrays` (path -> shape, dtype) on the default device."""
     params = {}
-    for path in progress.bar(arrays, desc="loading weights", is_shown=show_progress):
+    for path in progress.bar(arrays, desc=desc, is_shown=show_progress):
         staging = np.empty(arrays[path].shape, arrays[path].dtype)
         for fill in fills[path]:
             fill.row.write(staging, source.read(fill.tensor))

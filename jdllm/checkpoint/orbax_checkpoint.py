@@ -48,16 +48,21 @@ def stored_dtype(directory: pathlib.Path) -> str:
     return _marker(directory)["dtype"]
 
 
+def check(directory: pathlib.Path, arrays: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+    """Raises unless the files are complete and hold these parameters; reads no array."""
+    marker = _marker(directory)
+    _check_files(directory.absolute() / _PARAMS_DIR, marker["files"])
+    _check_parameters(directory, marker["parameters"], arrays)
+
+
 def restore(
     directory: pathlib.Path,
     arrays: Mapping[str, jax.ShapeDtypeStruct],
     device: jax.Device,  # pyright: ignore[reportInvalidTypeForm]  # a class that jax assigns
 ) -> dict[str, jax.Array]:
     """Returns the parameters on `device`, cast to the dtypes of `arrays`."""
-    marker = _marker(directory)
+    check(directory, arrays)
     stored = directory.absolute() / _PARAMS_DIR
-    _check_files(stored, marker["files"])
-    _check_parameters(directory, marker["parameters"], arrays)
     sharding = jax.sharding.SingleDeviceSharding(device)
     targets = {
         path: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)

@@ -18,7 +18,8 @@ import numpy as np
 from jdllm import errors
 from jdllm.checkpoint import source
 
-INDEX_NAME = "model.safetensors.index.json"
+INDEX_SUFFIX = ".safetensors.index.json"
+INDEX_NAME = f"model{INDEX_SUFFIX}"
 
 _DTYPES: dict[str, np.dtype] = {
     "F32": np.dtype(np.float32),
@@ -29,18 +30,24 @@ _LENGTH_BYTES = 8
 
 
 class SafetensorsSource:
-    """The tensors of a checkpoint directory: `shapes` gives all shapes, `read` one tensor."""
+    """The tensors of a checkpoint directory: `shapes` gives all shapes, `read` one tensor.
 
-    def __init__(self, directory: pathlib.Path):
-        weight_map = _weight_map(directory)
+    The index, `{base_name}.safetensors.index.json`, names the files. Without one, the checkpoint is
+    `{base_name}.safetensors` or else its shards; with no `base_name` it is every safetensors file,
+    and the index is that of `model`.
+    """
+
+    def __init__(self, directory: pathlib.Path, *, base_name: str | None = None):
+        index = directory / f"{base_name or 'model'}{INDEX_SUFFIX}"
+        weight_map = _weight_map(index)
         self._tensors: dict[str, tuple[np.ndarray, dict[str, Any]]] = {}
         self._files: dict[str, pathlib.Path] = {}
-        for path in _files(directory, weight_map):
+        for path in _files(index, weight_map, base_name):
             self._add_file(path, weight_map)
         lost = sorted(weight_map.keys() - self._tensors.keys())
         if lost:
             raise errors.ConfigError(
-                f"{directory / INDEX_NAME} names tensors that their files lack: "
+                f"{index} names tensors that their files lack: "
                 f"{', '.join(lost[:20])} ({len(lost)} in all)"
             )
 
@@ -48,6 +55,14 @@ class SafetensorsSource:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of every tensor by name."""
         return {name: tuple(info["shape"]) for name, (_, info) in self._tensors.items()}
+
+    @property
+    def main_dtype(self) -> np.dtype:
+        """The dtype in which most values are stored."""
+        values: dict[str, int] = {}
+        for _, info in self._tensors.values():
+            values[info["dtype"]] = values.get(info["dtype"], 0) + math.prod(info["shape"])
+        return _DTYPES[max(values, key=values.__getitem__)]
 
     def read(self, name: str) -> np.ndarray:
         """Returns a read-only view of one tensor in its stored dtype."""
@@ -67,8 +82,7 @@ class SafetensorsSource:
             self._files[name] = path
 
 
-def _weight_map(directory: pathlib.Path) -> dict[str, str]:
-    path = directory / INDEX_NAME
+def _weight_map(path: pathlib.Path) -> dict[str, str]:
     if not path.is_file():
         return {}
     weight_map = source.read_json(path).get("weight_map")
@@ -83,18 +97,22 @@ def _weight_map(directory: pathlib.Path) -> dict[str, str]:
     return weight_map
 
 
-def _files(directory: pathlib.Path, weight_map: dict[str, str]) -> list[pathlib.Path]:
+def _files(
+    index: pathlib.Path, weight_map: dict[str, str], base_name: str | None
+) -> list[pathlib.Path]:
+    directory = index.parent
     if not weight_map:
-        files = sorted(directory.glob("*.safetensors"))
-        if not files:
-            raise errors.ConfigError(f"{directory} holds no *.safetensors file")
-        return files
+        # Files of other precisions may lie beside those of a base name (`{base_name}.fp16...`).
+        names = ["*"] if base_name is None else [base_name, f"{base_name}-*-of-*"]
+        patterns = [f"{name}.safetensors" for name in names]
+        for pattern in patterns:
+            if files := sorted(directory.glob(pattern)):
+                return files
+        raise errors.ConfigError(f"{directory} holds no {' or '.join(patterns)} file")
     files = [directory / name for name in sorted(set(weight_map.values()))]
     lost = [path.name for path in files if not path.is_file()]
     if lost:
-        raise errors.ConfigError(
-            f"{directory / INDEX_NAME} names shards that do not exist: {', '.join(lost)}"
-        )
+        raise errors.ConfigError(f"{index} names shards that do not exist: {', '.join(lost)}")
     return files
 
 

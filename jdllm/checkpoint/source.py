@@ -13,6 +13,7 @@ import huggingface_hub
 from jdllm import errors
 
 CONFIG_NAME = "config.json"
+MODEL_INDEX_NAME = "model_index.json"  # of a pipeline folder, which has a folder per component
 BUNDLED_MODEL = "jdllm-nano"  # the default model
 BUNDLED_MODELS = (BUNDLED_MODEL, "jdllm-nano-canvas")
 
@@ -39,9 +40,17 @@ def resolve(
         directory = bundled_model(str(model_path))
     if not directory.is_dir():
         directory = _download(str(model_path), revision, download_dir)
-    if not (directory / CONFIG_NAME).is_file():
-        raise errors.ConfigError(f"{directory} is no model directory: it holds no {CONFIG_NAME}")
+    if not (directory / CONFIG_NAME).is_file() and not is_pipeline(directory):
+        raise errors.ConfigError(
+            f"{directory} is no model directory: it holds no {CONFIG_NAME} and no "
+            f"{MODEL_INDEX_NAME}"
+        )
     return directory
+
+
+def is_pipeline(directory: pathlib.Path) -> bool:
+    """Returns whether a model directory is an image pipeline, with a folder per component."""
+    return (directory / MODEL_INDEX_NAME).is_file()
 
 
 def _download(

@@ -61,14 +61,20 @@ class Fill:
 
 
 def match(
-    rows: Iterable[WeightRow], shapes: Mapping[str, tuple[int, ...]]
+    rows: Iterable[WeightRow],
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    optional_prefix: str = "",
+    is_unused: Callable[[str], bool] | None = None,
 ) -> dict[str, list[Fill]]:
     """Returns, per parameter, the tensors that fill it completely.
 
     `shapes` (name -> shape) describes the checkpoint. If it does not fit, one `ConfigError` lists
-    all its missing, unexpected, doubly matched and wrongly shaped tensors.
+    all its missing, unexpected, doubly matched and wrongly shaped tensors. The names of the
+    checkpoint may begin with `optional_prefix`, which those of the rows and those that `is_unused`
+    gets lack; a tensor that `is_unused` may be there or not.
     """
-    sources, doubled = _sources(shapes)
+    sources, doubled = _sources(shapes, optional_prefix, is_unused or _none_unused)
     by_target: dict[str, dict[str, list[WeightRow]]] = {}
     for row in rows:
         by_target.setdefault(row.target, {}).setdefault(row.form, []).append(row)
@@ -94,7 +100,13 @@ def match(
     return fills
 
 
-def _sources(shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, str], list[str]]:
+def _none_unused(_: str) -> bool:
+    return False
+
+
+def _sources(
+    shapes: Mapping[str, tuple[int, ...]], optional_prefix: str, is_unused: Callable[[str], bool]
+) -> tuple[dict[str, str], list[str]]:
     sources: dict[str, str] = {}
     doubled = []
     for raw in shapes:
@@ -104,6 +116,9 @@ def _sources(shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, str], lis
         for prefix, plain in _PREFIXES:
             if raw.startswith(prefix):
                 name = plain + raw.removeprefix(prefix)
+        name = name.removeprefix(optional_prefix)
+        if is_unused(name):
+            continue
         if name in sources:
             doubled.append(f"{name} by {sources[name]} and {raw}")
         sources[name] = raw

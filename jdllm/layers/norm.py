@@ -1,7 +1,8 @@
-"""RMSNorm: statistics in float32, and the multiplication by the weight in the activation dtype."""
+"""Norms: statistics in float32, and the multiplication by a weight in the activation dtype."""
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
@@ -30,3 +31,11 @@ class RMSNorm(nnx.Module):
         return pallas_kernels.add_rms_norm(
             x, added, self.weight[...], eps=self.eps, implementation=implementation
         )
+
+
+def layer_norm(x: Float[Array, "... D"], *, eps: float) -> Float[Array, "... D"]:
+    """Returns `x` with mean 0 and variance 1 over its last axis, without weights."""
+    x32 = x.astype(jnp.float32)
+    centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+    variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
+    return (centred * jax.lax.rsqrt(variance + eps)).astype(x.dtype)

@@ -8,6 +8,7 @@ target name in the weight tables.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import pathlib
 from collections.abc import Mapping
@@ -65,7 +66,7 @@ def load(
     directory = pathlib.Path(directory)
     hf_config, architecture, config = _parse(directory, block_size)
     family = registry.family(architecture)
-    chosen = _load_format(directory, load_format)
+    chosen = resolve_load_format(directory, load_format)
     if chosen == "orbax" and dtype == "auto":
         dtype = orbax_checkpoint.stored_dtype(directory)
     graphdef, arrays = family.abstract(
@@ -150,7 +151,8 @@ def export_safetensors(
     export.export(path, registry.family(architecture).weight_rows(config), params)
 
 
-def _load_format(directory: pathlib.Path, load_format: str) -> str:
+def resolve_load_format(directory: pathlib.Path, load_format: str) -> str:
+    """Returns what to load from a directory: "safetensors", "orbax" or "dummy"."""
     if load_format not in config_lib.LOAD_FORMATS:
         raise errors.ConfigError(
             f"{load_format=} is unknown; choose {', '.join(config_lib.LOAD_FORMATS)}"
@@ -188,8 +190,9 @@ def apply(
 def random_params(shapes: Mapping[str, jax.ShapeDtypeStruct], *, seed: int = 0) -> Params:
     """Returns random weights that give activations of variance 1, one array at a time.
 
-    Embeddings have variance 1, linear weights have a standard deviation of 1/sqrt(fan_in), norms
-    are one and biases zero. So activations keep their scale at any depth.
+    Embeddings have variance 1, linear weights and convolutions [height, width, in, out] have a
+    standard deviation of 1/sqrt(fan_in), norms are one and biases zero. So activations keep their
+    scale at any depth.
     """
     key = jax.random.key(seed)
     return {
@@ -199,13 +202,18 @@ def random_params(shapes: Mapping[str, jax.ShapeDtypeStruct], *, seed: int = 0) 
 
 
 def _random_array(path: str, array: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
-    if path.endswith(("expert_bias", "b_qkv")):
+    if path.endswith("bias") or path.rpartition(".")[2].startswith("b_"):
         return jnp.zeros(array.shape, array.dtype)
     if len(array.shape) == 1:
         return jnp.ones(array.shape, array.dtype)
     draw = jax.random.normal(key, array.shape, array.dtype)
     if path == "word_embeddings":
         return draw
+    return draw * jnp.asarray(_fan_in(path, array.shape) ** -0.5, array.dtype)
+
+
+def _fan_in(path: str, shape: tuple[int, ...]) -> int:
+    if len(shape) == 4:  # a convolution
+        return math.prod(shape[:-1])
     # The contracted axis is the last one, except in routers, which are [in, out].
-    fan_in = array.shape[0 if path.endswith("router.weight") else -1]
-    return draw * jnp.asarray(fan_in**-0.5, array.dtype)
+    return shape[0 if path.endswith("router.weight") else -1]

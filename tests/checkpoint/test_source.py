@@ -20,3 +20,12 @@ def test_a_directory_comes_before_the_bundled_model_of_its_name(tmp_path, monkey
         source.resolve("jdllm-nano")
     (tmp_path / "jdllm-nano" / "config.json").write_text("{}")
     assert source.resolve("jdllm-nano").resolve() == tmp_path / "jdllm-nano"
+
+
+def test_a_pipeline_has_an_index_in_place_of_a_config(tmp_path):
+    with pytest.raises(errors.ConfigError, match=r"no config\.json and no model_index\.json"):
+        source.resolve(tmp_path)
+    (tmp_path / "model_index.json").write_text("{}")
+    assert source.resolve(tmp_path) == tmp_path
+    assert source.is_pipeline(tmp_path)
+    assert not source.is_pipeline(source.bundled_model())

@@ -1,4 +1,4 @@
-"""RMSNorm and rotary positions against numpy loops written from the formulas."""
+"""Norms and rotary positions against numpy loops written from the formulas."""
 
 import math
 
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import pallas_kernels
-from jdllm.layers import rope
+from jdllm.layers import norm, rope
 
 ATOL = 1e-5  # float32 rounding of a few operations on values of order one
 
@@ -22,6 +22,18 @@ def test_rms_norm_equals_the_formula():
         expected[t] = [v / math.sqrt(mean_square + 1e-6) * w for v, w in zip(x[t], weight)]
     out = pallas_kernels.rms_norm(jnp.asarray(x), jnp.asarray(weight), 1e-6)
     np.testing.assert_allclose(out, expected, atol=ATOL)
+
+
+def test_layer_norm_equals_the_formula():
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(3, 8)).astype(np.float32) * 3 + 100
+    expected = np.empty_like(x)
+    for t in range(3):
+        mean = sum(map(float, x[t])) / 8
+        variance = sum((float(v) - mean) ** 2 for v in x[t]) / 8
+        expected[t] = [(v - mean) / math.sqrt(variance + 1e-6) for v in x[t]]
+    # Values near 100 are known to 8e-6, and float32 sums of them no better.
+    np.testing.assert_allclose(norm.layer_norm(jnp.asarray(x), eps=1e-6), expected, atol=5 * ATOL)
 
 
 def test_rms_norm_takes_bfloat16_statistics_in_float32():

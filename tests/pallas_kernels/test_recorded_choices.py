@@ -45,6 +45,9 @@ CALLS = {
         x, jnp.zeros((4, 16, 256), x.dtype), jnp.zeros((4, 256, 8), x.dtype),
         jnp.zeros((T, 2), INT), jnp.ones((T, 2), jnp.float32),
     ),
+    "padded_attention": lambda x, w: pallas_kernels.padded_attention(
+        *[x.reshape(2, T // 2, 4, H)] * 3, jnp.full(2, T // 2)
+    ),
     "read_cancel_flag": lambda x, w: pallas_kernels.read_cancel_flag(
         jnp.zeros(2, INT), jnp.int32(0), x
     ),
@@ -69,7 +72,8 @@ def test_every_op_is_recorded_in_every_program(monkeypatch, op):
     assert list(first) == [op]
     (choice,) = first[op]
     assert choice.implementation == "xla"
-    assert "needs an NVIDIA GPU, this is cpu" in choice.refusals["mosaic_gpu"]
+    best = dispatch.IMPLEMENTATIONS[op][0]
+    assert "needs an NVIDIA GPU, this is cpu" in choice.refusals[best]
     assert first == second
 
 

@@ -1,0 +1,146 @@
+"""The noise levels of flow matching with Euler steps: `FlowMatchEulerDiscreteScheduler`.
+
+A latent at noise level sigma is `(1 - sigma) * clean + sigma * noise`, and the transformer
+predicts its velocity, `noise - clean`. N steps go from sigma 1 to 0:
+
+    x <- x + (sigma[i + 1] - sigma[i]) * v(x, sigma[i])
+
+A shift moves the levels towards 1, because larger images need more of their steps at high noise.
+It is static, or dynamic: then it depends on the number of image tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import typing
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+from jaxtyping import Float32
+
+from jdllm import errors
+
+CLASS_NAME = "FlowMatchEulerDiscreteScheduler"
+FILE_NAME = "scheduler_config.json"
+
+TimeShift = Literal["exponential", "linear"]
+
+# Other ways to space the levels or to step, which no published text-to-image model uses.
+_ONLY: Mapping[str, Any] = {
+    "num_train_timesteps": 1000,
+    "use_karras_sigmas": False,
+    "use_exponential_sigmas": False,
+    "use_beta_sigmas": False,
+    "stochastic_sampling": False,
+    "invert_sigmas": False,
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FlowSchedule:
+    """A schedule; the names and defaults of the fields are those of scheduler_config.json.
+
+    `shift` counts without `use_dynamic_shifting`, the four bounds and `time_shift_type` with it.
+    With `shift_terminal` the last level before 0 has this value.
+    """
+
+    shift: float = 1.0
+    use_dynamic_shifting: bool = False
+    base_shift: float = 0.5
+    max_shift: float = 1.15
+    base_image_seq_len: int = 256
+    max_image_seq_len: int = 4096
+    time_shift_type: TimeShift = "exponential"
+    shift_terminal: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_image_seq_len <= self.base_image_seq_len:
+            raise errors.ConfigError(
+                f"{FILE_NAME}: max_image_seq_len={self.max_image_seq_len} must be larger than "
+                f"base_image_seq_len={self.base_image_seq_len}"
+            )
+        if self.shift_terminal is not None and self.shift_terminal >= 1:
+            raise errors.ConfigError(
+                f"{FILE_NAME}: shift_terminal={self.shift_terminal} must be less than 1"
+            )
+
+    def sigmas(self, num_steps: int, image_tokens: int) -> Float32[np.ndarray, " num_steps+1"]:
+        """Returns the noise level before each step and after the last one, which is 0.
+
+        `image_tokens` is the number of patches of the latent, without padding.
+        """
+        if num_steps < 1:
+            raise ValueError(f"{num_steps=} must be at least 1")
+        levels = np.linspace(1, 1 / num_steps, num_steps).astype(np.float32)
+        levels = self._shifted(levels, image_tokens)
+        # One step has the level 1 alone, which nothing can stretch.
+        if self.shift_terminal is not None and num_steps > 1:
+            rest = 1 - levels
+            levels = 1 - rest * ((1 - self.shift_terminal) / rest[-1])
+        return np.append(levels, np.float32(0))
+
+    def _shifted(self, levels: np.ndarray, image_tokens: int) -> np.ndarray:
+        if not self.use_dynamic_shifting:
+            return self.shift * levels / (1 + (self.shift - 1) * levels)
+        mu = self._mu(image_tokens)
+        strength = math.exp(mu) if self.time_shift_type == "exponential" else mu
+        return strength / (strength + (1 / levels - 1))
+
+    def _mu(self, image_tokens: int) -> float:
+        """Returns the line through both bounds, also outside them."""
+        tokens = self.max_image_seq_len - self.base_image_seq_len
+        slope = (self.max_shift - self.base_shift) / tokens
+        return self.base_shift + slope * (image_tokens - self.base_image_seq_len)
+
+
+def read(values: Mapping[str, Any]) -> FlowSchedule:
+    """Returns the schedule of a parsed scheduler_config.json.
+
+    Raises a ConfigError that names the key for another class, for an option that is not
+    implemented, for a wrong value and for an unknown key.
+    """
+    if values.get("_class_name") != CLASS_NAME:
+        _refuse("_class_name", values.get("_class_name"), CLASS_NAME)
+    for key, only in _ONLY.items():
+        if values.get(key) not in (None, only):
+            _refuse(key, values[key], json.dumps(only))
+    known = {field.name for field in dataclasses.fields(FlowSchedule)}
+    given = {key: value for key, value in values.items() if value is not None}
+    for key in given.keys() - known - _ONLY.keys():
+        if not key.startswith("_"):
+            raise errors.ConfigError(
+                f"{FILE_NAME}: unknown key {key}={errors.quote(given[key])}"
+                f"{errors.nearest(key, known | _ONLY.keys())}"
+            )
+    # diffusers writes "no terminal level" as null and as 0.
+    if given.get("shift_terminal") == 0:
+        del given["shift_terminal"]
+    types = typing.get_type_hints(FlowSchedule)
+    return FlowSchedule(
+        **{key: _checked(key, given[key], types[key]) for key in given.keys() & known}
+    )
+
+
+def _checked(key: str, value: Any, wanted: object) -> Any:
+    """Returns the value of a field if it has the type that the field has."""
+    if wanted is bool:
+        if not isinstance(value, bool):
+            _refuse(key, value, "true or false")
+        return value
+    if wanted is TimeShift:
+        if value not in typing.get_args(TimeShift):
+            _refuse(key, value, " or ".join(typing.get_args(TimeShift)))
+        return value
+    is_number = isinstance(value, int if wanted is int else int | float)
+    if isinstance(value, bool) or not is_number or not 0 < value < math.inf:
+        _refuse(key, value, f"a positive {'integer' if wanted is int else 'number'}")
+    return value
+
+
+def _refuse(key: str, value: object, supported: object) -> typing.NoReturn:
+    raise errors.ConfigError(
+        f"{FILE_NAME}: {key}={errors.quote(value)} is not supported; supported: {supported}"
+    )

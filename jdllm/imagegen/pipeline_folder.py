@@ -1,0 +1,317 @@
+"""Reads the folder of an image pipeline: which components it has, their configs and weights.
+
+    model_index.json                       the class of the pipeline, and of each component
+    scheduler/scheduler_config.json
+    tokenizer/                             tokenizer.json, tokenizer_config.json
+    text_encoder/                          config.json, model*.safetensors
+    transformer/, vae/                     config.json, diffusion_pytorch_model*.safetensors
+
+`read` finds all faults of a folder and reports them in one error, before any weight is read: a
+checkpoint's header tells whether it fits. A component may also be a converted checkpoint
+(`jdllm.convert`), or have no weights at all (`load_format="dummy"`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pathlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jdllm import device, errors
+from jdllm.checkpoint import assemble, orbax_checkpoint, safetensors_source, source, weight_table
+from jdllm.imagegen import flow_schedule, prompts
+from jdllm.models import hf_config, loading
+from jdllm.models.images import component, registry
+
+_SCHEDULER = "scheduler"
+_CLASS_KEY = "_class_name"
+# The libraries that write pipelines, and what each calls the weights of a model.
+_BASE_NAMES = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerPlace:
+    """The place of a tokenizer: its classes, and the model whose vocabulary its ids are of."""
+
+    class_names: tuple[str, ...]
+    encoder: str
+    read: Callable[..., prompts.PromptTokenizer] = prompts.ChatTokenizer
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """What a folder of one pipeline class holds: the classes that may stand in each place."""
+
+    models: Mapping[str, tuple[str, ...]]
+    tokenizers: Mapping[str, TokenizerPlace]
+
+
+LAYOUTS: dict[str, Layout] = {
+    "ZImagePipeline": Layout(
+        models={
+            "text_encoder": ("Qwen3Model", "Qwen3ForCausalLM"),
+            "transformer": ("ZImageTransformer2DModel",),
+            "vae": ("AutoencoderKL",),
+        },
+        tokenizers={
+            "tokenizer": TokenizerPlace(
+                class_names=(
+                    "Qwen2Tokenizer",
+                    "Qwen2TokenizerFast",
+                    "PreTrainedTokenizerFast",
+                    "TokenizersBackend",
+                ),
+                encoder="text_encoder",
+            )
+        },
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedComponent:
+    """A component as `loading.merge` takes it, and its config."""
+
+    graphdef: nnx.GraphDef
+    params: loading.Params
+    config: Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """Safetensors files that fit a component: which tensors fill each parameter."""
+
+    tensors: safetensors_source.SafetensorsSource
+    fills: Mapping[str, list[weight_table.Fill]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFolder:
+    """A component with weights; `checkpoint` is None unless `load_format` is "safetensors".
+
+    `base_name` is what the library that wrote the component calls its safetensors files.
+    """
+
+    name: str
+    base_name: str
+    path: pathlib.Path
+    component: component.Component[Any]
+    config: Any
+    hf_config: Mapping[str, Any]
+    load_format: str
+    checkpoint: Checkpoint | None = None
+
+    @property
+    def stored_dtype(self) -> str:
+        """The dtype of the weights on disk; of a dummy, the one in config.json or bfloat16."""
+        if self.checkpoint is not None:
+            return self.checkpoint.tensors.main_dtype.name
+        if self.load_format == "orbax":
+            return orbax_checkpoint.stored_dtype(self.path)
+        return loading.resolve_dtype("auto", self.hf_config).name
+
+    def load(
+        self, dtype: DTypeLike = "auto", *, seed: int = 0, show_progress: bool = True
+    ) -> LoadedComponent:
+        """Returns the component with its parameters on the default device.
+
+        "auto" is the dtype of the weights on disk. The weights of a dummy are drawn from `seed`.
+        """
+        is_auto = isinstance(dtype, str) and dtype == "auto"
+        resolved = loading.resolve_dtype(self.stored_dtype if is_auto else dtype, {})
+        graphdef, arrays = self.component.abstract(self.config, resolved)
+        if self.checkpoint is not None:
+            params = assemble.assemble(
+                self.checkpoint.tensors,
+                self.checkpoint.fills,
+                arrays,
+                show_progress=show_progress,
+                desc=f"loading {self.name}",
+            )
+        elif self.load_format == "orbax":
+            params = orbax_checkpoint.restore(self.path, arrays, device.used())
+        else:
+            params = loading.random_params(arrays, seed=seed)
+        return LoadedComponent(graphdef=graphdef, params=params, config=self.config)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineFolder:
+    """A folder without faults; `models` and `tokenizers` have the names of `model_index.json`."""
+
+    path: pathlib.Path
+    class_name: str
+    schedule: flow_schedule.FlowSchedule
+    models: Mapping[str, ModelFolder]
+    tokenizers: Mapping[str, prompts.PromptTokenizer]
+
+    @property
+    def component_names(self) -> tuple[str, ...]:
+        """The folders of all components."""
+        return (*self.models, *self.tokenizers, _SCHEDULER)
+
+    def load(
+        self, dtypes: Mapping[str, DTypeLike], *, seed: int = 0, show_progress: bool = True
+    ) -> dict[str, LoadedComponent]:
+        """Returns the components that `dtypes` names, each in its dtype or "auto"."""
+        return {
+            name: self.models[name].load(dtype, seed=seed, show_progress=show_progress)
+            for name, dtype in dtypes.items()
+        }
+
+
+def read(directory: pathlib.Path, *, load_format: str = "auto") -> PipelineFolder:
+    """Returns what a folder holds; reads configs, tokenizers and the headers of weight files.
+
+    Raises one ConfigError with the faults of all components, each with component, file and key.
+    With load_format "dummy" no weight file is read, and a missing tokenizer folder has a stand-in.
+    """
+    index = source.read_json(directory / source.MODEL_INDEX_NAME)
+    class_name = index.get(_CLASS_KEY)
+    if not isinstance(class_name, str) or class_name not in LAYOUTS:
+        raise errors.ConfigError(
+            f"{directory / source.MODEL_INDEX_NAME}: {_CLASS_KEY}={errors.quote(class_name)} is "
+            f"not supported; supported: {', '.join(LAYOUTS)}"
+        )
+    layout = LAYOUTS[class_name]
+    reader = _Reader(directory, index, load_format)
+    reader.check_names({*layout.models, *layout.tokenizers, _SCHEDULER})
+    bare = {name: reader.model(name, classes) for name, classes in layout.models.items()}
+    models = [reader.with_weights(model) for model in bare.values() if model is not None]
+    tokenizers = {
+        name: reader.tokenizer(name, place, bare[place.encoder])
+        for name, place in layout.tokenizers.items()
+    }
+    schedule = reader.schedule()
+    reader.report()
+    assert schedule is not None, "a missing schedule is a fault"
+    return PipelineFolder(
+        path=directory,
+        class_name=class_name,
+        schedule=schedule,
+        models={model.name: model for model in models if model is not None},
+        tokenizers={name: one for name, one in tokenizers.items() if one is not None},
+    )
+
+
+class _Reader:
+    """Reads one component after the other and collects the faults of all."""
+
+    def __init__(self, directory: pathlib.Path, index: Mapping[str, Any], load_format: str):
+        self._directory = directory
+        self._index = index
+        self._load_format = load_format
+        self._faults: list[str] = []
+
+    def report(self) -> None:
+        """Raises if there was any fault."""
+        if self._faults:
+            count = f"{len(self._faults)} fault{'s' if len(self._faults) > 1 else ''}"
+            lines = [fault.replace("\n", "\n    ") for fault in self._faults]
+            raise errors.ConfigError(
+                "\n  ".join([f"{self._directory} is no complete pipeline, {count}:", *lines])
+            )
+
+    def check_names(self, known: set[str]) -> None:
+        """Finds components that the pipeline class does not have; [null, null] means none."""
+        for name, value in self._index.items():
+            if not name.startswith("_") and name not in known and value not in (None, [None, None]):
+                self._faults.append(
+                    f"{source.MODEL_INDEX_NAME}: {errors.quote(name)}={errors.quote(value)} is no "
+                    f"component of this pipeline{errors.nearest(name, known)}"
+                )
+
+    def model(self, name: str, class_names: tuple[str, ...]) -> ModelFolder | None:
+        """Returns a component without its checkpoint, None after a fault."""
+        with self._collect(name):
+            library, class_name = self._class_of(name, class_names)
+            one, path = registry.COMPONENTS[class_name], self._directory / name
+            hf = source.read_json(path / source.CONFIG_NAME)
+            _check_class(hf, one.class_names)
+            return ModelFolder(
+                name=name,
+                base_name=_BASE_NAMES[library],
+                path=path,
+                component=one,
+                config=one.read(hf),
+                hf_config=hf,
+                load_format=loading.resolve_load_format(path, self._load_format),
+            )
+        return None
+
+    def with_weights(self, model: ModelFolder) -> ModelFolder | None:
+        """Returns a component whose weights on disk fit it, None after a fault."""
+        with self._collect(model.name):
+            match model.load_format:
+                case "safetensors":
+                    tensors = safetensors_source.SafetensorsSource(
+                        model.path, base_name=model.base_name
+                    )
+                    fills = model.component.match(model.config, tensors.shapes)
+                    checkpoint = Checkpoint(tensors=tensors, fills=fills)
+                    return dataclasses.replace(model, checkpoint=checkpoint)
+                case "orbax":
+                    dtype = jnp.dtype(jnp.float32)  # only names and shapes are compared
+                    arrays = model.component.abstract(model.config, dtype)[1]
+                    orbax_checkpoint.check(model.path, arrays)
+            return model
+        return None
+
+    def tokenizer(
+        self, name: str, place: TokenizerPlace, encoder: ModelFolder | None
+    ) -> prompts.PromptTokenizer | None:
+        """Returns a tokenizer, None after a fault."""
+        path = self._directory / name
+        # The faults of a tokenizer are found even if those of its encoder hide its vocabulary.
+        vocab_size = hf_config.LARGEST_SIZE if encoder is None else encoder.config.vocab_size
+        with self._collect(name):
+            self._class_of(name, place.class_names)
+            if self._load_format == "dummy" and not path.is_dir():
+                return prompts.ByteTokenizer(vocab_size=vocab_size)
+            return place.read(path, vocab_size=vocab_size)
+        return None
+
+    def schedule(self) -> flow_schedule.FlowSchedule | None:
+        """Returns the schedule, None after a fault."""
+        with self._collect(_SCHEDULER):
+            self._class_of(_SCHEDULER, (flow_schedule.CLASS_NAME,))
+        with self._collect(_SCHEDULER):
+            path = self._directory / _SCHEDULER / flow_schedule.FILE_NAME
+            return flow_schedule.read(source.read_json(path))
+        return None
+
+    def _class_of(self, name: str, class_names: tuple[str, ...]) -> tuple[str, str]:
+        """Returns library and class of a component; the class is one of `class_names`."""
+        match self._index.get(name):
+            case [str(library), str(class_name)]:
+                if class_name in class_names and library in _BASE_NAMES:
+                    return library, class_name
+        raise errors.ConfigError(
+            f"{source.MODEL_INDEX_NAME}: {name}={errors.quote(self._index.get(name))} must be a "
+            f"class of {' or '.join(_BASE_NAMES)}: {' or '.join(class_names)}"
+        )
+
+    @contextlib.contextmanager
+    def _collect(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except (errors.ConfigError, OSError) as error:
+            self._faults.append(f"{name}: {error}")
+
+
+def _check_class(hf: Mapping[str, Any], class_names: tuple[str, ...]) -> None:
+    """Raises if config.json is that of another class than `model_index.json` says."""
+    for key in (_CLASS_KEY, "architectures"):
+        named = hf.get(key)
+        names = named if isinstance(named, list) else [named]
+        if named is not None and not set(class_names).intersection(map(str, names)):
+            raise errors.ConfigError(
+                f"{source.CONFIG_NAME}: {key}={errors.quote(named)} must name "
+                f"{' or '.join(class_names)}"
+            )

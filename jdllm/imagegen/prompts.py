@@ -1,0 +1,145 @@
+"""From the text of a prompt to the ids that the text encoder reads.
+
+The prompt is the one message of a user, which the chat template of the tokenizer folder writes. Ids
+past `max_sequence_length` are cut from the end, as the published pipelines do, so a long prompt
+loses what the template writes after it. The caller learns how many, and can say so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from typing import Protocol
+
+import tokenizers
+
+from jdllm import errors, value_checks
+from jdllm.checkpoint import source
+from jdllm.templates import chat
+
+TOKENIZER_NAME = "tokenizer.json"
+_CONFIG_NAME = "tokenizer_config.json"
+_TEMPLATE_NAME = "chat_template.jinja"
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+_BYTES = 256
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PromptIds:
+    """The ids of a prompt without padding, and how many more there were before the cut."""
+
+    ids: tuple[int, ...]
+    num_cut: int
+
+
+class PromptTokenizer(Protocol):
+    """What encodes the prompts of a pipeline."""
+
+    def encode(self, prompt: str, *, max_sequence_length: int) -> PromptIds:
+        """Returns 1 to `max_sequence_length` ids; a RequestError names what cannot be encoded."""
+        ...
+
+
+class ChatTokenizer:
+    """The tokenizer folder of a pipeline: `tokenizer.json` and a chat template.
+
+    Raises a ConfigError that names the file, also if an id is outside the encoder's vocabulary.
+    """
+
+    def __init__(self, directory: pathlib.Path, *, vocab_size: int):
+        path = directory / TOKENIZER_NAME
+        self._tokenizer = _load(path)
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        largest = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        if largest not in range(vocab_size):
+            raise errors.ConfigError(
+                f"{path}: the largest id is {largest}, but the text encoder has a vocabulary of "
+                f"{vocab_size}"
+            )
+        self._template = _chat_template(directory)
+
+    def encode(self, prompt: str, *, max_sequence_length: int) -> PromptIds:
+        """Returns the ids of the templated prompt."""
+        text = self._template.render(
+            [{"role": "user", "content": _checked(prompt)}],
+            variables={"enable_thinking": True},
+            add_generation_prompt=True,
+        )
+        return _cut(self._tokenizer.encode(text).ids, max_sequence_length)
+
+
+class ByteTokenizer:
+    """A stand-in for pipelines without tokenizer files: UTF-8 and a line end, no template.
+
+    The id of a byte is the byte plus `offset`.
+    """
+
+    def __init__(self, *, vocab_size: int, offset: int = 0):
+        if offset < 0 or offset + _BYTES > vocab_size:
+            raise errors.ConfigError(
+                f"vocab_size={vocab_size} of the text encoder is too small for the stand-in "
+                f"tokenizer, whose ids are {offset} to {offset + _BYTES - 1}"
+            )
+        self._offset = offset
+
+    def encode(self, prompt: str, *, max_sequence_length: int) -> PromptIds:
+        """Returns the ids of the prompt's bytes; the line end gives an empty prompt an id too."""
+        encoded = f"{_checked(prompt)}\n".encode()
+        return _cut([byte + self._offset for byte in encoded], max_sequence_length)
+
+
+def _checked(prompt: str) -> str:
+    if not isinstance(prompt, str):
+        raise errors.RequestError(
+            f"prompt must be a string, got {errors.quote(prompt)}", param="prompt"
+        )
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise errors.RequestError(
+            f"prompt is no valid Unicode at character {error.start}", param="prompt"
+        ) from error
+    return prompt
+
+
+def _cut(ids: list[int], max_sequence_length: int) -> PromptIds:
+    value_checks.check_integer(max_sequence_length, "max_sequence_length", low=1)
+    if not ids:
+        raise errors.RequestError("prompt gives no token", param="prompt")
+    kept = ids[:max_sequence_length]
+    return PromptIds(ids=tuple(kept), num_cut=len(ids) - len(kept))
+
+
+def _load(path: pathlib.Path) -> tokenizers.Tokenizer:
+    if not path.is_file():
+        raise errors.ConfigError(f"{path} does not exist")
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exceptions
+        raise errors.ConfigError(f"{path} is no usable tokenizer: {error}") from error
+
+
+def _chat_template(directory: pathlib.Path) -> chat.ChatTemplate:
+    config = source.read_optional_json(directory / _CONFIG_NAME)
+    try:
+        file = directory / _TEMPLATE_NAME
+        template = file.read_text(encoding="utf-8") if file.is_file() else None
+    except (OSError, UnicodeDecodeError) as error:
+        raise errors.ConfigError(f"{directory / _TEMPLATE_NAME} cannot be read: {error}") from error
+    template = template or config.get("chat_template")
+    if not isinstance(template, str) or not template:
+        raise errors.ConfigError(
+            f"{directory} has no chat template: neither {_TEMPLATE_NAME} nor a text as "
+            f"chat_template in {_CONFIG_NAME}"
+        )
+    # A token is its text, or an object that holds it.
+    special = {
+        name: str(token.get("content") if isinstance(token, dict) else token)
+        for name in _SPECIAL_TOKENS
+        if (token := config.get(name)) is not None
+    }
+    try:
+        return chat.ChatTemplate(template, special_tokens=special)
+    except errors.ConfigError as error:
+        raise errors.ConfigError(f"{directory}: {error}") from error

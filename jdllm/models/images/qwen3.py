@@ -1,0 +1,211 @@
+"""Qwen3 as a text encoder: the output of the layer before the last (`hidden_states[-2]`).
+
+Neither the last layer nor the final norm nor a head is built, and their tensors are not read. The
+layers are those of the decoder that language models share; the rows of a batch are packed for
+them, and attention unpacks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int32
+
+import pallas_kernels
+from jdllm import errors
+from jdllm.layers import attention, mlp, rope
+from jdllm.models import decoder, decoder_config, hf_config, key_rules
+from jdllm.models.images import component
+
+_RULES = key_rules.KeyRules(
+    architecture="Qwen3Model",
+    model_type="qwen3",
+    only={
+        "model_type": ("qwen3",),
+        "hidden_act": ("silu",),
+        "attention_bias": (False,),
+        "use_sliding_window": (False,),
+    },
+    neutral={
+        key: value
+        for key, value in key_rules.FOREIGN_NEUTRAL_TO_DENSE.items()
+        if key != "rope_scaling"  # `_rope_theta` reads it
+    }
+    | {"is_causal": True},
+    # `use_sliding_window` turns the window off, and an encoder has no head.
+    harmless=key_rules.names("sliding_window max_window_layers rope_scaling"),
+)
+_HEAD_DIM = 128  # what the model class assumes without the key
+_ROPE_KEYS = frozenset({"rope_theta", "rope_type", "type"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen3Config:
+    """The encoder's sizes; `num_layers` are those of the checkpoint, the encoder has one less."""
+
+    vocab_size: int
+    num_layers: int
+    width: int  # of a feed-forward
+    eps: float
+    attention: attention.AttentionConfig
+
+    @property
+    def hidden_size(self) -> int:
+        return self.attention.dim
+
+
+class Qwen3TextEncoder(nnx.Module):
+    """Embeddings of prompts; see `encode`."""
+
+    def __init__(self, config: Qwen3Config, dtype: jnp.dtype):
+        layer = decoder_config.LayerConfig(
+            attention=config.attention, feed_forward=mlp.MLPConfig(width=config.width)
+        )
+        self.config = config
+        self.word_embeddings = nnx.Param(jnp.zeros((config.vocab_size, config.hidden_size), dtype))
+        self.layers = nnx.List(
+            decoder.DecoderLayer(layer, eps=config.eps, dtype=dtype, implementation="auto")
+            for _ in range(config.num_layers - 1)
+        )
+
+    def encode(
+        self, ids: Int32[Array, "B L"], lens: Int32[Array, " B"]
+    ) -> Float[Array, "B L hidden_size"]:
+        """Returns the embedding of every token, and zeros past the length of a row.
+
+        The first `lens[b]` tokens of a row count. Neither the other tokens nor the bucket L nor
+        the other rows change their embeddings. A row of length 0 is all zeros.
+        """
+        B, L = ids.shape
+        kind = self.config.attention.rope
+        positions = jnp.tile(jnp.arange(L, dtype=jnp.int32), B)
+        angles = rope.rope_angles(positions, rotary_dim=kind.rotary_dim, theta=kind.theta)
+        x = jnp.take(self.word_embeddings[...], ids.reshape(B * L), axis=0, mode="clip")
+        pending: tuple[jax.Array, ...] = ()
+        for layer in self.layers:
+            attend = functools.partial(_attend, jnp.maximum(lens, 1))
+            x, pending, _ = layer(x, pending, {kind: angles}, attend=attend, cache=None)
+        x = functools.reduce(jnp.add, pending, x).reshape(B, L, -1)
+        return jnp.where((jnp.arange(L) < lens[:, None])[:, :, None], x, 0)
+
+
+def _attend(
+    lens: Int32[Array, " B"], projection: attention.Projection, cache: Array | None
+) -> tuple[Array, Array | None]:
+    """Returns causal attention inside each of the packed rows, which all have the same bucket."""
+    q, k, v = (x.reshape(len(lens), -1, *x.shape[1:]) for x in projection.heads())
+    out = pallas_kernels.padded_attention(q, k, v, lens, is_causal=True)
+    return out.reshape(-1, *out.shape[2:]), cache
+
+
+def _read(hf: Mapping[str, Any]) -> Qwen3Config:
+    _RULES.check(hf)
+    sizes = _RULES.sizes
+    heads = hf_config.integer(hf, sizes.num_query_heads)
+    kv_heads = hf_config.integer(hf, sizes.num_kv_heads)
+    head_dim = hf_config.integer(hf, "head_dim", default=_HEAD_DIM)
+    if heads % kv_heads:
+        _refuse(
+            f"{sizes.num_query_heads}={heads} is no multiple of {sizes.num_kv_heads}={kv_heads}"
+        )
+    if head_dim % 2:
+        _refuse(f"head_dim={head_dim} must be even")
+    eps = hf_config.number(hf, "rms_norm_eps")
+    return Qwen3Config(
+        vocab_size=hf_config.integer(hf, "vocab_size"),
+        num_layers=hf_config.depth(hf, sizes),
+        width=hf_config.integer(hf, sizes.intermediate_size),
+        eps=eps,
+        attention=attention.AttentionConfig(
+            dim=hf_config.integer(hf, sizes.hidden_size),
+            num_query_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            rope=rope.RopeConfig(rotary_dim=head_dim, theta=_rope_theta(hf)),
+            qk_norm_eps=eps,
+        ),
+    )
+
+
+def _rope_theta(hf: Mapping[str, Any]) -> float:
+    """Returns the base of the rotary frequencies, from the top level or from the rope options.
+
+    transformers 4 calls these `rope_scaling`, transformers 5 `rope_parameters`.
+    """
+    found = {"rope_theta": hf["rope_theta"]} if hf.get("rope_theta") is not None else {}
+    for name in ("rope_parameters", "rope_scaling"):
+        options = hf.get(name) or {}
+        if not isinstance(options, Mapping):
+            _refuse(f"{name}={errors.quote(options)} must be an object")
+        for key in ("rope_type", "type"):
+            if options.get(key, "default") != "default":
+                _refuse(f"{name}.{key}={errors.quote(options[key])} is not supported")
+        for key, value in options.items():
+            if key not in _ROPE_KEYS and value is not None:
+                _refuse(f"{name}.{key}={errors.quote(value)} is not supported")
+        if options.get("rope_theta") is not None:
+            found[f"{name}.rope_theta"] = options["rope_theta"]
+    if not found:
+        _refuse("rope_theta is missing")
+    values = {key: hf_config.number(found, key) for key in found}
+    if len(set(values.values())) > 1:
+        _refuse(" and ".join(f"{key}={value:g}" for key, value in values.items()) + " disagree")
+    return next(iter(values.values()))
+
+
+def _refuse(reason: str) -> typing.NoReturn:
+    raise errors.ConfigError(f"config.json: {reason}")
+
+
+def _weights(config: Qwen3Config) -> str:
+    k = config.attention.num_query_heads
+    v = k + config.attention.num_kv_heads
+    end = v + config.attention.num_kv_heads
+    return f"""
+    embed_tokens.weight                          word_embeddings
+    layers.{{i}}.input_layernorm.weight          layers.{{i}}.input_layernorm.weight
+    layers.{{i}}.self_attn.q_proj.weight         layers.{{i}}.attention.w_qkv[0:{k}/{end}]
+    layers.{{i}}.self_attn.k_proj.weight         layers.{{i}}.attention.w_qkv[{k}:{v}/{end}]
+    layers.{{i}}.self_attn.v_proj.weight         layers.{{i}}.attention.w_qkv[{v}:{end}/{end}]
+    layers.{{i}}.self_attn.q_norm.weight         layers.{{i}}.attention.query_layernorm.weight
+    layers.{{i}}.self_attn.k_norm.weight         layers.{{i}}.attention.key_layernorm.weight
+    layers.{{i}}.self_attn.o_proj.weight         layers.{{i}}.attention.w_out
+    layers.{{i}}.post_attention_layernorm.weight layers.{{i}}.post_attention_layernorm.weight
+    layers.{{i}}.mlp.gate_proj.weight            layers.{{i}}.mlp.w_gate_up[0/2]
+    layers.{{i}}.mlp.up_proj.weight              layers.{{i}}.mlp.w_gate_up[1/2]
+    layers.{{i}}.mlp.down_proj.weight            layers.{{i}}.mlp.w_down
+    """
+
+
+def _is_unused(config: Qwen3Config, name: str) -> bool:
+    last = f"layers.{config.num_layers - 1}."
+    return name in ("norm.weight", "lm_head.weight") or name.startswith(last)
+
+
+COMPONENT = component.Component(
+    class_names=("Qwen3Model", "Qwen3ForCausalLM"),
+    read=_read,
+    build=Qwen3TextEncoder,
+    weights=_weights,
+    is_unused=_is_unused,
+    optional_prefix="model.",
+    example={
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 6,
+        "vocab_size": 32,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+    },
+)
