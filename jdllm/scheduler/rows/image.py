@@ -5,11 +5,11 @@ if its latents are given), takes its steps and is decoded; previews are decoded 
 host knows all of that beforehand, and launches run in order. So it plans without reading results:
 a stay counts what has been planned.
 
-Whose turn it is. Images of one size, guided or not, share steps, at whatever step each is. The
-row that was stepped least recently goes next, with the rows of its group, again the least recently
-stepped first. So between two steps of a row that is ready, each other row is stepped at most once.
-Between two steps there is at most one other launch while some row is ready for a step. Outputs go
-before new rows, the oldest first.
+Whose turn it is. Images of one size share steps, at whatever step each is; guided ones have steps
+of their own. The row that was stepped least recently goes next, with the rows of its group, again
+the least recently stepped first. So a row that is ready waits for fewer steps than there are
+running rows. Between two steps there is at most one other launch while some row is ready for a
+step. Outputs go before new rows, the oldest first.
 """
 
 from __future__ import annotations
