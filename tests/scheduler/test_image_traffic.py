@@ -4,7 +4,14 @@ import collections
 import random
 
 import pytest
-from support.image_fake import INVALID_SEED, Client, alone, build, random_ask
+from support.image_fake import (
+    INVALID_OUTPUT_SEED,
+    INVALID_SEED,
+    Client,
+    alone,
+    build,
+    random_ask,
+)
 
 from jdllm.engine import core as core_lib
 from jdllm.scheduler.rows import image_buckets
@@ -102,7 +109,11 @@ def check_products(asks, client, gone):
         name = one.request_id
         found = client.frames.get(name, {})
         assert found.items() <= frames.items()
-        if one.seed == INVALID_SEED and one.image.num_inference_steps > 1:
+        if one.seed == INVALID_OUTPUT_SEED:
+            assert not found
+        if one.seed == INVALID_OUTPUT_SEED or (
+            one.seed == INVALID_SEED and one.image.num_inference_steps > 1
+        ):
             assert name not in client.products
             assert name in gone or "NaN" in client.errors[name]
         elif name not in gone:

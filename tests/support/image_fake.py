@@ -17,6 +17,7 @@ from jdllm.scheduler.rows import image, image_buckets, image_limits
 
 SMALL, WIDE, LARGE = (64, 64), (64, 128), (128, 128)
 INVALID_SEED = 13  # step 2 of such a request gives NaN
+INVALID_OUTPUT_SEED = 14  # whatever is decoded for such a request is NaN
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED: Out of memory allocating 4398046511104 bytes."
 
 
@@ -155,9 +156,11 @@ class Device:
         value = self.clean[row.stay.slot]
         if bucket.output == "image":
             value = picture(value)
+        is_invalid = row.request.seed == INVALID_OUTPUT_SEED
         if row.is_final:
-            return batch_lib.RowResult(product=value)
-        return batch_lib.RowResult(frames=(batch_lib.Frame(step=row.step, value=value),))
+            return batch_lib.RowResult(product=value, is_invalid=is_invalid)
+        frames = (batch_lib.Frame(step=row.step, value=value),)
+        return batch_lib.RowResult(frames=frames, is_invalid=is_invalid)
 
     def fits(self, row, bucket):
         return (row.request.image.height, row.request.image.width) == (bucket.height, bucket.width)
