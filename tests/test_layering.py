@@ -19,6 +19,11 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 Sources = Mapping[str, str]  # repository-relative path -> text
 
+# Files of the lowest floor.
+OPTIONS = """
+    version errors config arguments foreign_flags value_checks progress algorithms
+    neutral_values logit_options sampling_params image_params spec offload device_facts
+""".split()
 # (path or folder, floor, group). A file may import lower floors and its own group; the
 # first row that fits a path counts.
 FLOORS: tuple[tuple[str, int, str], ...] = (
@@ -35,21 +40,7 @@ FLOORS: tuple[tuple[str, int, str], ...] = (
     ("pallas_kernels/unembed_stats/", -1, "unembed_stats"),
     ("pallas_kernels/__init__.py", 0, "pallas_kernels"),
     ("pallas_kernels/", -3, "dispatch"),
-    ("jdllm/version.py", 0, "options"),
-    ("jdllm/errors.py", 0, "options"),
-    ("jdllm/config.py", 0, "options"),
-    ("jdllm/arguments.py", 0, "options"),
-    ("jdllm/foreign_flags.py", 0, "options"),
-    ("jdllm/value_checks.py", 0, "options"),
-    ("jdllm/progress.py", 0, "options"),
-    ("jdllm/algorithms.py", 0, "options"),
-    ("jdllm/neutral_values.py", 0, "options"),
-    ("jdllm/logit_options.py", 0, "options"),
-    ("jdllm/sampling_params.py", 0, "options"),
-    ("jdllm/image_params.py", 0, "options"),
-    ("jdllm/spec.py", 0, "options"),
-    ("jdllm/offload.py", 0, "options"),
-    ("jdllm/device_facts.py", 0, "options"),
+    *((f"jdllm/{name}.py", 0, "options") for name in OPTIONS),
     ("jdllm/device.py", 1, "device"),
     ("jdllm/tasks/", 0, "tasks"),
     ("jdllm/templates/", 1, "templates"),
