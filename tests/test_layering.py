@@ -23,7 +23,7 @@ Sources = Mapping[str, str]  # repository-relative path -> text
 OPTIONS = """
     version errors config arguments foreign_flags value_checks progress algorithms
     neutral_values logit_options sampling_params image_params spec offload device_facts
-""".split()
+"""
 # (path or folder, floor, group). A file may import lower floors and its own group; the
 # first row that fits a path counts.
 FLOORS: tuple[tuple[str, int, str], ...] = (
@@ -40,7 +40,7 @@ FLOORS: tuple[tuple[str, int, str], ...] = (
     ("pallas_kernels/unembed_stats/", -1, "unembed_stats"),
     ("pallas_kernels/__init__.py", 0, "pallas_kernels"),
     ("pallas_kernels/", -3, "dispatch"),
-    *((f"jdllm/{name}.py", 0, "options") for name in OPTIONS),
+    *((f"jdllm/{name}.py", 0, "options") for name in OPTIONS.split()),
     ("jdllm/device.py", 1, "device"),
     ("jdllm/tasks/", 0, "tasks"),
     ("jdllm/templates/", 1, "templates"),
