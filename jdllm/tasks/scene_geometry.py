@@ -14,16 +14,26 @@ from jaxtyping import Bool, Float, Int
 Mask = Bool[np.ndarray, "height width"]
 Labels = Int[np.ndarray, "height width"]
 
-# What moments of each order an ideal shape has: (compactness, order 3, order 4, order 5), see
-# `Moments`. By integration: a disc (1, 0, 0, 0); a square 3/pi and 0.43; an equilateral triangle
-# and a star whose inner corners lie at 0.42 of its radius (a pentagram's at 0.38) numerically.
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Ideal:
+    """The moments of a shape without a hole, and how far from them it keeps its name."""
+
+    compactness: float
+    orders: tuple[float, float, float]
+    tolerance: float
+
+
+# By integration: a disc's are 1 and 0, a square's compactness is 3 / pi; the rest was integrated
+# numerically. A star lies between a pentagram (0.73 and 0.89) and a fat one, whose inner corners
+# are at half its radius (0.85 and 0.77). Blur takes from the orders, so tolerances reach about
+# half of them. A pentagon or an oblong is none of the four.
 IDEAL = {
-    "circle": (1.0, 0.0, 0.0, 0.0),
-    "square": (0.955, 0.0, 0.429, 0.0),
-    "triangle": (0.827, 0.559, 0.0, 0.239),
-    "star": (0.72, 0.0, 0.0, 0.6),
+    "circle": Ideal(compactness=1.0, orders=(0.0, 0.0, 0.0), tolerance=0.15),
+    "square": Ideal(compactness=0.955, orders=(0.0, 0.429, 0.0), tolerance=0.22),
+    "triangle": Ideal(compactness=0.827, orders=(0.659, 0.0, 0.0), tolerance=0.33),
+    "star": Ideal(compactness=0.77, orders=(0.0, 0.0, 0.83), tolerance=0.42),
 }
-UNCLEAR = 0.3  # farther from every ideal shape than this is no shape with a name
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,12 +75,13 @@ def moments(weights: Float[np.ndarray, "height width"]) -> Moments:
 
 def solid_shape(found: Moments) -> str | None:
     """Returns the name of the nearest ideal shape without a hole, None if none is near."""
-    features = np.array((found.compactness, *found.orders))
+    features = (found.compactness, *found.orders)
     distances = {
-        name: float(np.linalg.norm(features - np.array(ideal))) for name, ideal in IDEAL.items()
+        name: math.dist(features, (ideal.compactness, *ideal.orders))
+        for name, ideal in IDEAL.items()
     }
     nearest = min(distances, key=distances.__getitem__)
-    return nearest if distances[nearest] <= UNCLEAR else None
+    return nearest if distances[nearest] <= IDEAL[nearest].tolerance else None
 
 
 def components(mask: Mask, *, has_diagonals: bool) -> tuple[Labels, int]:

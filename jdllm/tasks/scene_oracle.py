@@ -111,9 +111,7 @@ def _described(seen: Seen) -> str:
     return f"{seen.size} {seen.colour or 'unnamed'} {seen.shape or 'blot'}"
 
 
-def _all_hold(
-    facts: Facts, wanted: Sequence[int], order: Sequence[Seen], reading: Reading
-) -> bool:
+def _all_hold(facts: Facts, wanted: Sequence[int], order: Sequence[Seen], reading: Reading) -> bool:
     def of(thing: int) -> list[Seen]:
         return [seen for seen, i in zip(order, wanted) if i == thing]
 

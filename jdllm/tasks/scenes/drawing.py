@@ -37,7 +37,9 @@ def check_size(size: tuple[int, int]) -> None:
         )
 
 
-def render(scene: Scene, size: tuple[int, int] | None = None) -> UInt8[np.ndarray, "height width 3"]:
+def render(
+    scene: Scene, size: tuple[int, int] | None = None
+) -> UInt8[np.ndarray, "height width 3"]:
     """Returns the picture of a scene, at its own size or at another one of the same proportions."""
     height, width = scene.size if size is None else size
     check_size((height, width))

@@ -39,9 +39,7 @@ STATES_SIZE, STATES_GROUND, HIDES_COLOUR = 0.35, 0.45, 0.08
 INSIDE = 0.25  # share of related pairs
 
 
-def generate(
-    index: int, *, split: Split, seed: int = 0, size: tuple[int, int] = (64, 64)
-) -> Scene:
+def generate(index: int, *, split: Split, seed: int = 0, size: tuple[int, int] = (64, 64)) -> Scene:
     """Returns scene `index` of a split; the same arguments give the same scene.
 
     `size` is (height, width) in pixels.
@@ -112,9 +110,7 @@ def _plan(rng: random.Random) -> tuple[tuple[int, ...], Relations]:
     return counts, _relations(rng, counts)
 
 
-def _groups(
-    rng: random.Random, counts: Sequence[int], relations: Relations
-) -> list[layout.Wanted]:
+def _groups(rng: random.Random, counts: Sequence[int], relations: Relations) -> list[layout.Wanted]:
     while True:
         groups = [
             layout.Wanted(count=count, shape=rng.choice(SHAPES), colour=rng.choice(COLOURS))
