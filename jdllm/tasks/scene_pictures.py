@@ -28,7 +28,7 @@ def contact_sheet(
         )
     shape = pictures[0].shape
     for i, picture in enumerate(pictures):
-        if picture.shape != shape or picture.ndim != 3 or picture.dtype != np.uint8:
+        if picture.shape != shape or picture.shape[2:] != (3,) or picture.dtype != np.uint8:
             raise ValueError(
                 f"picture {i} is {picture.dtype} {list(picture.shape)}; all must be uint8 "
                 f"[height, width, 3] of one size, as the first one's {list(shape)}"
