@@ -29,10 +29,10 @@ class Ideal:
 # are at half its radius (0.85 and 0.77). Blur takes from the orders, so tolerances reach about
 # half of them. A pentagon or an oblong is none of the four.
 IDEAL = {
-    "circle": Ideal(compactness=1.0, orders=(0.0, 0.0, 0.0), tolerance=0.15),
-    "square": Ideal(compactness=0.955, orders=(0.0, 0.429, 0.0), tolerance=0.22),
-    "triangle": Ideal(compactness=0.827, orders=(0.659, 0.0, 0.0), tolerance=0.33),
-    "star": Ideal(compactness=0.77, orders=(0.0, 0.0, 0.83), tolerance=0.42),
+    "circle": Ideal(compactness=1.0, orders=(0.0, 0.0, 0.0), tolerance=0.22),
+    "square": Ideal(compactness=0.955, orders=(0.0, 0.429, 0.0), tolerance=0.28),
+    "triangle": Ideal(compactness=0.827, orders=(0.659, 0.0, 0.0), tolerance=0.38),
+    "star": Ideal(compactness=0.77, orders=(0.0, 0.0, 0.83), tolerance=0.45),
 }
 
 
@@ -133,6 +133,15 @@ def grown(mask: Mask) -> Mask:
     padded = np.pad(mask, 1)
     tall = padded[:-2] | padded[1:-1] | padded[2:]
     return tall[:, :-2] | tall[:, 1:-1] | tall[:, 2:]
+
+
+def strongest_near(
+    values: Float[np.ndarray, "height width"],
+) -> Float[np.ndarray, "height width"]:
+    """Returns the greatest of each value and its eight neighbours."""
+    padded = np.pad(values, 1, mode="edge")
+    tall = np.maximum(np.maximum(padded[:-2], padded[1:-1]), padded[2:])
+    return np.maximum(np.maximum(tall[:, :-2], tall[:, 1:-1]), tall[:, 2:])
 
 
 def shrunk(mask: Mask) -> Mask:

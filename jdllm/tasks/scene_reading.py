@@ -39,9 +39,11 @@ _TABLE = np.array([NAMED[name] for name in _NAMES], np.float32)
 NAME_TOLERANCE = 70.0  # farther from every named colour has no name
 DIFFERENT = 38.0  # from the colour around it; noise of 6 per value reaches half of it
 FLAT = 60.0  # between the two neighbours of a pixel; an edge is steeper
+EDGE_SHARE = 0.45  # of the strongest difference beside it; less is a soft edge, not the shape
 SMALLEST = 0.004  # share of the picture; less is a speck
 FRAME = 2  # pixels along the border that belong to the ground
 FRAME_SHARE = 0.9  # of the frame must have one colour
+SMALLEST_HOLE = 0.0012  # share of the picture; less is noise
 GROUND_IN_HOLE = 0.1  # share of flat ground pixels that makes a hole one
 # A shape's longer side, in shares of the picture's shorter side.
 SMALL_UP_TO, MEDIUM_UP_TO = 0.252, 0.395
@@ -123,7 +125,11 @@ def _is_within(region: _Region, other: _Region) -> bool:
 
 def _regions(pixels: Pixels, where: Mask, background: Colour, is_flat: Mask) -> list[_Region]:
     """Returns the regions within `where` that differ from the colour around them."""
-    differs = where & (_distance(pixels, background) > DIFFERENT)
+    distance = _distance(pixels, background)
+    # Two shapes may be so near that their soft edges meet; each is cut where its own edge is.
+    least = np.maximum(DIFFERENT, EDGE_SHARE * scene_geometry.strongest_near(distance))
+    differs = where & (distance > least)
+    is_ground = is_flat & (distance <= DIFFERENT)
     labels, count = scene_geometry.components(differs, has_diagonals=True)
     areas = np.bincount(labels.ravel(), minlength=count + 1)
     smallest = SMALLEST * labels.size
@@ -137,7 +143,9 @@ def _regions(pixels: Pixels, where: Mask, background: Colour, is_flat: Mask) -> 
         # through others, the ground's among them. Such a hole is no more than an edge wide.
         real, solid = [], mask
         for hole in scene_geometry.holes(mask):
-            if (hole & is_flat & ~differs).sum() >= GROUND_IN_HOLE * hole.sum():
+            area = hole.sum()
+            is_large = area >= SMALLEST_HOLE * hole.size
+            if is_large and (hole & is_ground).sum() >= GROUND_IN_HOLE * area:
                 real.append(hole)
             else:
                 solid = solid | hole

@@ -293,4 +293,4 @@ def test_other_proportions_and_splits_are_refused():
     with pytest.raises(ValueError, match="proportions"):
         drawing.render(generator.generate(0, split="train"), (64, 96))
     with pytest.raises(ValueError, match="split='dev'"):
-        generator.generate(0, split="dev")
+        generator.generate(0, split="dev")  # pyright: ignore[reportArgumentType]  # that is tested

@@ -8,17 +8,24 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Literal
 
 from jdllm.tasks.scenes import words
 from jdllm.tasks.scenes.scene import Group
 
 Relations = Sequence[tuple[int, str, int]]
 Pair = tuple[str, str, str]  # family, entry, entry
+Place = Literal["after", "before", "sentence"]  # of the ground, to what is seen
+GROUND_FRAMES: dict[Place, tuple[str, ...]] = {
+    "after": words.GROUND_AFTER,
+    "before": words.GROUND_BEFORE,
+    "sentence": words.GROUND_SENTENCES,
+}
 PLAIN = 0.55  # share of the first, plain entry of a table
 
 
 class Caption:
-    """A caption under construction; `text` is the caption, `phrasings` are its pairs."""
+    """A caption under construction; `text` is the caption, `pairs` its phrasings."""
 
     def __init__(
         self,
@@ -37,10 +44,6 @@ class Caption:
         self.relations = [(name, self._plain(words.RELATIONS[name])) for _, name, _ in relations]
         self.text = self._tell(self._content(groups, relations, is_sentence), ground)
         self._note_pairs()
-
-    @property
-    def phrasings(self) -> tuple[Pair, ...]:
-        return tuple(self.pairs)
 
     def _plain(self, table: tuple[str, ...]) -> str:
         """Draws an entry, mostly the first."""
@@ -113,34 +116,29 @@ class Caption:
         if ground is None:
             text = body.format(x=content)
         else:
-            told, frame = self._ground(ground)
-            match told:
+            place, frame, colour = self._ground(ground)
+            slots = {"g": _with_article(colour), "colour": colour}
+            match place:
                 case "after":
-                    text = body.format(x=frame.format(x=content, **self._ground_slots))
+                    text = body.format(x=frame.format(x=content, **slots))
                 case "before":
-                    text = frame.format(x=body.format(x=content), **self._ground_slots)
-                case _:
-                    text, last = body.format(x=content), frame.format(**self._ground_slots)
+                    text = frame.format(x=body.format(x=content), **slots)
+                case "sentence":
+                    text, last = body.format(x=content), frame.format(**slots)
         is_formal = bool(mark) or rng.random() < 0.4
         if not is_formal:
             return f"{text}, {last}" if last else text
         text = f"{_capital(text)}{mark or '.'}"
         return f"{text} {_capital(last)}." if last else text
 
-    def _ground(self, ground: str) -> tuple[str, str]:
-        """Draws where the ground is told, and how."""
+    def _ground(self, ground: str) -> tuple[Place, str, str]:
+        """Draws where the ground is told, in what frame, and the word for its colour."""
         colour = self._plain(words.COLOURS[ground])
-        self._ground_slots = {"g": _with_article(colour), "colour": colour}
-        kind = self.rng.choices(("after", "before", "sentence"), (6, 2, 2))[0]
-        tables = {
-            "after": words.GROUND_AFTER,
-            "before": words.GROUND_BEFORE,
-            "sentence": words.GROUND_SENTENCES,
-        }
-        frame = self._plain(tables[kind])
+        place = self.rng.choices(tuple(GROUND_FRAMES), (6, 2, 2))[0]
+        frame = self._plain(GROUND_FRAMES[place])
         self.pairs.append(("ground", self.opener, frame))
         self.pairs.append(("ground colour", frame, colour))
-        return kind, frame
+        return place, frame, colour
 
 
 def _order(count: int, relations: Relations) -> list[int]:

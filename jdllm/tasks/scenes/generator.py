@@ -83,7 +83,7 @@ def generate(index: int, *, split: Split, seed: int = 0, size: tuple[int, int] =
         shapes=shapes,
         groups=groups,
         relations=tuple(relations),
-        phrasings=told.phrasings,
+        phrasings=tuple(told.pairs),
         combinations=tuple(row for rows in combinations for row in rows),
     )
 

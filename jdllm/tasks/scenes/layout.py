@@ -22,7 +22,7 @@ GAP = 0.06
 DOMINANCE = 1.4
 # Shapes that can hold another one, and how far from its middle a large one has room.
 ROOM = {"circle": 1.0, "square": outlines.SQUARE_HALF, "ring": outlines.RING_HOLES["large"]}
-INNER_GAP = 0.035
+INNER_GAP = 0.04
 TRIES = 24
 
 SIZES = tuple(RADII)
@@ -53,10 +53,12 @@ def place(
     order = sorted(range(len(groups)), key=lambda i: i in inner)
     placed: list[Shape] = []
     for i in order:
+        host = next((j for one, name, j in relations if one == i and name == "inside"), None)
+        around = next((shape for shape in placed if shape.group == host), None)
         size_word = _size_word(rng, is_inner=i in inner, is_outer=i in outer, count=len(groups))
         for _ in range(groups[i].count):
             for _ in range(TRIES):
-                shape = _draw(rng, groups[i], i, size_word, placed, relations, size)
+                shape = _draw(rng, groups[i], i, size_word, around, size)
                 if shape is not None and _fits(shape, placed, relations):
                     placed.append(shape)
                     break
@@ -80,15 +82,15 @@ def _draw(
     group: Wanted,
     index: int,
     size_word: str,
-    placed: Sequence[Shape],
-    relations: Relations,
+    around: Shape | None,
     size: tuple[int, int],
 ) -> Shape | None:
-    """Returns a shape at a random place inside the border, or inside its outer shape."""
+    """Returns a shape at a random place inside the border, or inside the shape around it.
+
+    None if that one is too small for the drawn radius.
+    """
     outline = outlines.of(group.shape, size_word)
-    host = next((j for i, name, j in relations if i == index and name == "inside"), None)
-    if host is not None:
-        around = next(shape for shape in placed if shape.group == host)
+    if around is not None:
         radius = rng.uniform(*INNER_RADIUS)
         free = around.radius * ROOM[around.shape] - radius * outline.reach - INNER_GAP
         if free < 0:

@@ -17,7 +17,7 @@ SQUARE_HALF = 0.9
 TRIANGLE_RADIUS = 1.2  # of the circle through its corners, as for the star
 STAR_RADIUS = 1.12
 # A large ring must have room for a small shape, a small ring a band of some pixels.
-RING_HOLES = {"small": 0.5, "medium": 0.57, "large": 0.64}
+RING_HOLES = {"small": 0.5, "medium": 0.57, "large": 0.67}
 
 Points = Float[np.ndarray, "..."]
 Covers = Callable[[Points, Points], Bool[np.ndarray, "y x"]]
@@ -25,7 +25,7 @@ Covers = Callable[[Points, Points], Bool[np.ndarray, "y x"]]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
-    """How far a shape of radius 1 reaches from its centroid; `free` is a disc that fits inside.
+    """How far a shape of radius 1 reaches from its centroid: up, down, aside, and at most.
 
     `covers(y [y, 1], x [1, x])` says which points belong to the shape.
     """
@@ -69,28 +69,24 @@ def _ring(hole: float) -> Covers:
     return covers
 
 
-def _box(covers: Covers, *, top: float, bottom: float, side: float, reach: float) -> Outline:
-    return Outline(top=top, bottom=bottom, side=side, reach=reach, covers=covers)
-
-
 _SOLIDS = {
-    "circle": _box(_circle, top=1, bottom=1, side=1, reach=1),
-    "square": _box(
-        _square,
+    "circle": Outline(covers=_circle, top=1, bottom=1, side=1, reach=1),
+    "square": Outline(
+        covers=_square,
         top=SQUARE_HALF,
         bottom=SQUARE_HALF,
         side=SQUARE_HALF,
         reach=SQUARE_HALF * math.sqrt(2),
     ),
-    "triangle": _box(
-        _triangle,
+    "triangle": Outline(
+        covers=_triangle,
         top=TRIANGLE_RADIUS,
         bottom=TRIANGLE_RADIUS / 2,
         side=TRIANGLE_RADIUS * math.sqrt(3) / 2,
         reach=TRIANGLE_RADIUS,
     ),
-    "star": _box(
-        _star,
+    "star": Outline(
+        covers=_star,
         top=STAR_RADIUS,
         bottom=STAR_RADIUS * math.cos(math.pi / 5),
         side=STAR_RADIUS * math.sin(0.4 * math.pi),
@@ -98,7 +94,8 @@ _SOLIDS = {
     ),
 }
 _RINGS = {
-    size: _box(_ring(hole), top=1, bottom=1, side=1, reach=1) for size, hole in RING_HOLES.items()
+    size: Outline(covers=_ring(hole), top=1, bottom=1, side=1, reach=1)
+    for size, hole in RING_HOLES.items()
 }
 
 
