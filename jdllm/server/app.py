@@ -17,20 +17,26 @@ from jdllm.server import (
     responses,
     state,
 )
+from jdllm.server.images_api import route as images_route
 from jdllm.server.ollama import plain_errors
 from jdllm.server.ollama import routes as ollama_routes
 from jdllm.server.responses_api import route as responses_route
 
-ROUTERS = (
-    health.router,
+COMMON_ROUTERS = (health.router, admin.router, loads.router, docs_page.router)
+TEXT_ROUTERS = (
     chat.router,
     completions.router,
     responses_route.router,
     native.router,
     ollama_routes.router,
-    admin.router,
-    loads.router,
-    docs_page.router,
+)
+IMAGE_ROUTERS = (images_route.router,)
+# All are served whatever the model makes, so that a wrong route can say which is the right one.
+# Dependencies run before a body is read.
+ROUTERS = (
+    *((router, []) for router in COMMON_ROUTERS),
+    *((router, [fastapi.Depends(state.needs_text)]) for router in TEXT_ROUTERS),
+    *((router, [fastapi.Depends(state.needs_images)]) for router in IMAGE_ROUTERS),
 )
 
 
@@ -40,10 +46,10 @@ def create_app(server: state.ServerState) -> fastapi.FastAPI:
     # `docs_page` stands in for FastAPI's pages, which load scripts from other servers.
     app = fastapi.FastAPI(title="jdllm", redirect_slashes=False, docs_url=None, redoc_url=None)
     app.state.server = server
-    for router in ROUTERS:
-        app.include_router(router)
+    for router, needs in ROUTERS:
+        app.include_router(router, dependencies=needs)
     methods: dict[str, set[str]] = {}
-    for route in (route for router in ROUTERS for route in router.routes):
+    for route in (route for router, _ in ROUTERS for route in router.routes):
         assert isinstance(route, routing.Route), "the routers have plain routes only"
         methods.setdefault(route.path, set()).update(route.methods or ())
     responses.install_handlers(app, methods)
