@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fastapi
+from fastapi import params
 from starlette import routing
 
 from jdllm.server import (
@@ -32,12 +33,7 @@ TEXT_ROUTERS = (
 )
 IMAGE_ROUTERS = (images_route.router,)
 # All are served whatever the model makes, so that a wrong route can say which is the right one.
-# Dependencies run before a body is read.
-ROUTERS = (
-    *((router, []) for router in COMMON_ROUTERS),
-    *((router, [fastapi.Depends(state.needs_text)]) for router in TEXT_ROUTERS),
-    *((router, [fastapi.Depends(state.needs_images)]) for router in IMAGE_ROUTERS),
-)
+ROUTERS = (*COMMON_ROUTERS, *TEXT_ROUTERS, *IMAGE_ROUTERS)
 
 
 def create_app(server: state.ServerState) -> fastapi.FastAPI:
@@ -46,10 +42,10 @@ def create_app(server: state.ServerState) -> fastapi.FastAPI:
     # `docs_page` stands in for FastAPI's pages, which load scripts from other servers.
     app = fastapi.FastAPI(title="jdllm", redirect_slashes=False, docs_url=None, redoc_url=None)
     app.state.server = server
-    for router, needs in ROUTERS:
-        app.include_router(router, dependencies=needs)
+    for router in ROUTERS:
+        app.include_router(router, dependencies=_needs(router))
     methods: dict[str, set[str]] = {}
-    for route in (route for router, _ in ROUTERS for route in router.routes):
+    for route in (route for router in ROUTERS for route in router.routes):
         assert isinstance(route, routing.Route), "the routers have plain routes only"
         methods.setdefault(route.path, set()).update(route.methods or ())
     responses.install_handlers(app, methods)
@@ -71,3 +67,10 @@ def create_app(server: state.ServerState) -> fastapi.FastAPI:
         app.add_middleware(middleware.Cors, origins=origins)
     app.add_middleware(middleware.Count, server=server, paths=methods)
     return app
+
+
+def _needs(router: fastapi.APIRouter) -> list[params.Depends]:
+    """Returns what is checked before a route of `router` reads a body: what the model makes."""
+    if router in TEXT_ROUTERS:
+        return [fastapi.Depends(state.needs_text)]
+    return [fastapi.Depends(state.needs_images)] if router in IMAGE_ROUTERS else []

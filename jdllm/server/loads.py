@@ -70,14 +70,15 @@ async def get_load(request: requests.Request) -> starlette_responses.Response:
     """Returns the load in the older shape; `num_tokens` counts those that are held."""
     server = state.of(request)
     stats = server.served.stats()
-    makes_text = server.served.output_modality == "text"
+    is_text = server.served.output_modality == "text"
+    num_tokens = server.engine.stats().num_used_tokens if is_text else 0
     entry = {
         "rid": None,
         "http_worker_ipc": None,
         "dp_rank": 0,
         "num_reqs": stats.num_running_reqs + stats.num_queue_reqs,
         "num_waiting_reqs": stats.num_queue_reqs,
-        "num_tokens": server.engine.stats().num_used_tokens if makes_text else 0,
+        "num_tokens": num_tokens,
         "ts_tic": time.perf_counter(),
     }
     return responses.json_response([entry])

@@ -12,13 +12,13 @@ import dataclasses
 import time
 from typing import TYPE_CHECKING, Literal
 
+from starlette import requests
+
 from jdllm import config, errors
 from jdllm.server import keys, live_requests, metrics, responses, token_logprobs
 from jdllm.server.images_api import store
 
 if TYPE_CHECKING:
-    from starlette import requests
-
     from jdllm.engine import engine as engine_lib
     from jdllm.engine import image_requests, serving, tokenizer
     from jdllm.engine.build import startup
