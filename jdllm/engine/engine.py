@@ -12,7 +12,7 @@ import functools
 import time
 import weakref
 from collections.abc import AsyncGenerator, Collection, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from jdllm import config as config_lib
 from jdllm import errors
@@ -29,6 +29,8 @@ class Engine:
     Without arguments it serves the bundled model. Use it as a context manager, or call
     `shutdown`; an engine that nobody refers to is shut down by the garbage collector.
     """
+
+    output_modality: Literal["text"] = "text"
 
     def __init__(
         self,

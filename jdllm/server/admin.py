@@ -87,7 +87,7 @@ async def flush_cache(
         raise errors.RequestError(f"{timeout=} must be 0 or more seconds", param="timeout")
     server = state.of(request)
     deadline_s = time.monotonic() + timeout
-    while not await asyncio.to_thread(server.engine.flush_cache):
+    while not await asyncio.to_thread(server.served.flush_cache):
         if time.monotonic() >= deadline_s or await request.is_disconnected():
             raise errors.RequestError(
                 "the cache was not flushed because requests are running; try again or raise "
@@ -112,7 +112,7 @@ async def abort_request(request: requests.Request) -> starlette_responses.Respon
     if body.abort_all:
         abort = _abort_all(request, server, caller)
     elif body.rid:
-        abort = functools.partial(server.engine.abort, server.live.named(body.rid, caller))
+        abort = functools.partial(server.served.abort, server.live.named(body.rid, caller))
     else:
         raise errors.RequestError("give a non-empty rid or abort_all", param="rid")
     aborted = await asyncio.to_thread(abort)
@@ -127,10 +127,10 @@ def _abort_all(
             "web pages of other origins may not use abort_all", param="abort_all"
         )
     if server.keys.may_abort_all(caller):
-        return functools.partial(server.engine.abort, abort_all=True)
+        return functools.partial(server.served.abort, abort_all=True)
     if server.keys.admin:
         raise responses.Forbidden("abort_all needs the admin API key", param="abort_all")
-    return functools.partial(server.engine.abort, server.live.all_of(caller))
+    return functools.partial(server.served.abort, server.live.all_of(caller))
 
 
 @router.post("/start_profile", openapi_extra=schemas.body(ProfileRequest))
@@ -145,7 +145,7 @@ async def start_profile(request: requests.Request) -> starlette_responses.Respon
         body = await protocol.read(request, ProfileRequest)
     folder = _profile_folder(server.server_config.profile_dir, body.output_dir)
     start = functools.partial(
-        server.engine.start_profile,
+        server.served.start_profile,
         folder,
         num_steps=body.num_steps,
         with_stack=body.with_stack is not False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fastapi
+from fastapi import params
 from starlette import routing
 
 from jdllm.server import (
@@ -17,21 +18,22 @@ from jdllm.server import (
     responses,
     state,
 )
+from jdllm.server.images_api import route as images_route
 from jdllm.server.ollama import plain_errors
 from jdllm.server.ollama import routes as ollama_routes
 from jdllm.server.responses_api import route as responses_route
 
-ROUTERS = (
-    health.router,
+COMMON_ROUTERS = (health.router, admin.router, loads.router, docs_page.router)
+TEXT_ROUTERS = (
     chat.router,
     completions.router,
     responses_route.router,
     native.router,
     ollama_routes.router,
-    admin.router,
-    loads.router,
-    docs_page.router,
 )
+IMAGE_ROUTERS = (images_route.router,)
+# All are served whatever the model makes, so that a wrong route can say which is the right one.
+ROUTERS = (*COMMON_ROUTERS, *TEXT_ROUTERS, *IMAGE_ROUTERS)
 
 
 def create_app(server: state.ServerState) -> fastapi.FastAPI:
@@ -41,7 +43,7 @@ def create_app(server: state.ServerState) -> fastapi.FastAPI:
     app = fastapi.FastAPI(title="jdllm", redirect_slashes=False, docs_url=None, redoc_url=None)
     app.state.server = server
     for router in ROUTERS:
-        app.include_router(router)
+        app.include_router(router, dependencies=_needs(router))
     methods: dict[str, set[str]] = {}
     for route in (route for router in ROUTERS for route in router.routes):
         assert isinstance(route, routing.Route), "the routers have plain routes only"
@@ -65,3 +67,10 @@ def create_app(server: state.ServerState) -> fastapi.FastAPI:
         app.add_middleware(middleware.Cors, origins=origins)
     app.add_middleware(middleware.Count, server=server, paths=methods)
     return app
+
+
+def _needs(router: fastapi.APIRouter) -> list[params.Depends]:
+    """Returns what is checked before a route of `router` reads a body: what the model makes."""
+    if router in TEXT_ROUTERS:
+        return [fastapi.Depends(state.needs_text)]
+    return [fastapi.Depends(state.needs_images)] if router in IMAGE_ROUTERS else []

@@ -12,8 +12,10 @@ from starlette import requests
 from starlette import responses as starlette_responses
 
 from jdllm import sampling_params, version
+from jdllm.engine import image_checks, image_requests
 from jdllm.engine import requests as engine_requests
 from jdllm.server import responses, running, state
+from jdllm.server.images_api import events as image_events
 
 if TYPE_CHECKING:
     from jdllm.engine import tokenizer as tokenizer_lib
@@ -23,6 +25,7 @@ router = fastapi.APIRouter()
 # A step of the largest bucket takes seconds on a slow device; after this long, it is stuck.
 HEARTBEAT_LIMIT_S = 120.0
 GENERATE_LIMIT_S = 20.0
+PROBE = "Hello"
 
 
 @router.get("/health")
@@ -49,8 +52,8 @@ async def livez(request: requests.Request) -> starlette_responses.Response:
 
 def _stuck(server: state.ServerState) -> starlette_responses.Response | None:
     """Returns the answer of a server whose engine makes no progress, None while it does."""
-    age_s = server.engine.heartbeat_age_s()
-    if server.engine.is_alive and age_s <= HEARTBEAT_LIMIT_S:
+    age_s = server.served.heartbeat_age_s()
+    if server.served.is_alive and age_s <= HEARTBEAT_LIMIT_S:
         return None
     return _unavailable({"status": "stuck", "heartbeat_age_s": round(age_s, 1)})
 
@@ -63,15 +66,12 @@ async def show_version(_: requests.Request) -> starlette_responses.Response:
 
 @router.get("/health_generate")
 async def health_generate(request: requests.Request) -> starlette_responses.Response:
-    """Generates one block, before all that waits; answers 200, or 503 when that takes too long."""
+    """Generates one block, or an image in one step, before all that waits.
+
+    Answers 200, or 503 when that takes too long.
+    """
     server = state.of(request)
-    probe = running.PromptList(
-        prompts=[probe_ids(server.engine.tokenizer)],
-        params=[sampling_params.SamplingParams(max_new_tokens=1)],
-        request_ids=[running.new_request_id("health")],
-        priority=engine_requests.best_priority(server.engine.config),
-    )
-    work = asyncio.wait_for(running.collect(server, probe), GENERATE_LIMIT_S)
+    work = asyncio.wait_for(_probe(server), GENERATE_LIMIT_S)
     try:
         await running.unless_client_leaves(request, work)
     except TimeoutError:
@@ -79,9 +79,28 @@ async def health_generate(request: requests.Request) -> starlette_responses.Resp
     return responses.json_response({"status": "ok"})
 
 
+async def _probe(server: state.ServerState) -> None:
+    rid = running.new_request_id("health")
+    priority = engine_requests.best_priority(server.served.config)
+    if server.served.output_modality == "image":
+        probe = image_requests.ImageRequest(prompt=PROBE, num_inference_steps=1)
+        request = image_checks.resolve(probe, server.images.facts)
+        await image_events.collect(
+            server, image_events.Call(requests=[request], rid=rid, priority=priority)
+        )
+        return
+    prompt_list = running.PromptList(
+        prompts=[probe_ids(server.engine.tokenizer)],
+        params=[sampling_params.SamplingParams(max_new_tokens=1)],
+        request_ids=[rid],
+        priority=priority,
+    )
+    await running.collect(server, prompt_list)
+
+
 def probe_ids(tokenizer: tokenizer_lib.Tokenizer | None) -> list[int]:
     """Returns a short prompt for warm-up and health checks."""
-    return [0] if tokenizer is None else tokenizer.encode("Hello")
+    return [0] if tokenizer is None else tokenizer.encode(PROBE)
 
 
 @router.get("/metrics")
@@ -109,28 +128,36 @@ async def models(request: requests.Request) -> starlette_responses.Response:
 async def model(request: requests.Request, model_id: str) -> starlette_responses.Response:
     """Returns the card of the served model; 404 for any other name."""
     server = state.of(request)
-    if model_id != server.engine.model_name:
+    if model_id != server.served.model_name:
         raise state.model_not_found(model_id)
     return responses.json_response(_card(server))
 
 
 def _card(server: state.ServerState) -> dict[str, Any]:
-    return {
-        "id": server.engine.model_name,
+    served = server.served
+    card = {
+        "id": served.model_name,
         "object": "model",
         "created": server.created_s,
         "owned_by": "jdllm",
-        "root": server.engine.model_name,
+        "root": served.model_name,
         "parent": None,
-        "max_model_len": server.engine.context_length,
+        # OpenRouter's way to tell what a model takes and makes.
+        "architecture": {
+            "input_modalities": ["text"],
+            "output_modalities": [served.output_modality],
+        },
     }
+    if served.output_modality == "text":
+        card["max_model_len"] = server.engine.context_length
+    return card
 
 
 @router.get("/model_info")
 @router.get("/get_model_info")
 async def model_info(request: requests.Request) -> starlette_responses.Response:
     """Returns SGLang's description of the model."""
-    return responses.json_response(state.of(request).engine.model_info())
+    return responses.json_response(state.of(request).served.model_info())
 
 
 @router.get("/server_info")
@@ -140,7 +167,7 @@ async def server_info(request: requests.Request) -> starlette_responses.Response
     server = state.of(request)
     options = dataclasses.asdict(server.server_config)
     del options["api_key"], options["admin_api_key"]
-    content = options | {"version": version.__version__} | server.engine.server_info()
+    content = options | {"version": version.__version__} | server.served.server_info()
     return responses.json_response(content)
 
 

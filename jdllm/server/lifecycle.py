@@ -18,7 +18,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import uvicorn
 
@@ -29,6 +29,7 @@ from jdllm.server import connections, health, log_format, open_files, state, sum
 if TYPE_CHECKING:
     from jdllm import config
     from jdllm.engine import engine as engine_lib
+    from jdllm.engine import image_requests
     from jdllm.engine.build import startup
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,8 @@ WARMUP_TOKENS = 8
 GOODBYE_S = 5
 BACKLOG = 2048
 
-EngineBuilder = Callable[["startup.StartupProgress"], "engine_lib.Engine"]
+AnyEngine: TypeAlias = "engine_lib.Engine | image_requests.ImageServing"
+EngineBuilder = Callable[["startup.StartupProgress"], AnyEngine]
 
 
 class QuietServer(uvicorn.Server):
@@ -151,8 +153,7 @@ class Lifecycle:
             engine = self._build_engine(self._server.progress)
             if not self._server.server_config.skip_server_warmup:
                 self._server.progress.enter("warmup", total=1)
-                prompt = health.probe_ids(engine.tokenizer)
-                engine.generate(input_ids=prompt, sampling_params={"max_new_tokens": WARMUP_TOKENS})
+                warm_up(engine)
             # What exists now stays. A look at all of it, by the collector, stops every thread for
             # half a second.
             gc.collect()
@@ -172,14 +173,13 @@ class Lifecycle:
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(function, *arguments)
 
-    def _open(self, engine: engine_lib.Engine) -> None:
+    def _open(self, engine: AnyEngine) -> None:
         self._server.loaded_engine = engine
         if self._stop.is_set():
             return
         self._server.progress.enter("ready")
         self._server.phase = "ready"
-        has_chat = engine.tokenizer is not None and engine.tokenizer.has_chat_template
-        command = summary.example(self._url, self._server.server_config, has_chat=has_chat)
+        command = summary.example(self._url, self._server.server_config, summary.route(engine))
         logger.info("%s is ready; try this:", self._url)
         logger.info("%s", command)
         logger.info(READY_LINE)
@@ -205,6 +205,15 @@ class Lifecycle:
     async def _close_engine(self) -> None:
         if self._server.loaded_engine is not None:
             await asyncio.to_thread(self._server.loaded_engine.shutdown)
+
+
+def warm_up(engine: AnyEngine) -> None:
+    """Runs a first small request."""
+    if engine.output_modality == "image":
+        engine.warm_up()
+        return
+    prompt = health.probe_ids(engine.tokenizer)
+    engine.generate(input_ids=prompt, sampling_params={"max_new_tokens": WARMUP_TOKENS})
 
 
 def print_error(message: str) -> None:

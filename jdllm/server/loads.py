@@ -19,7 +19,7 @@ from jdllm import errors, version
 from jdllm.server import responses, state
 
 if TYPE_CHECKING:
-    from jdllm.engine import engine as engine_lib
+    from jdllm.engine import stats as stats_lib
 
 router = fastapi.APIRouter()
 
@@ -48,8 +48,8 @@ async def loads(
             f"include: {errors.quote(unknown[0])} is none of {', '.join(SECTIONS)}",
             param="include",
         )
-    engine = state.of(request).engine
-    load = _load(engine, sections)
+    server = state.of(request)
+    load = _load(server, sections)
     if format == "prometheus":
         return starlette_responses.Response(
             _prometheus(load), media_type=prometheus_client.CONTENT_TYPE_LATEST
@@ -58,7 +58,7 @@ async def loads(
         {
             "timestamp": datetime.datetime.now(datetime.UTC).isoformat(),
             "version": version.__version__,
-            "accelerator": engine.device.device_kind,
+            "accelerator": server.served.device.device_kind,
             "num_accelerators": 1,
             "loads": [load],
         }
@@ -68,36 +68,50 @@ async def loads(
 @router.get("/get_load")
 async def get_load(request: requests.Request) -> starlette_responses.Response:
     """Returns the load in the older shape; `num_tokens` counts those that are held."""
-    stats = state.of(request).engine.stats()
+    server = state.of(request)
+    stats = server.served.stats()
+    is_text = server.served.output_modality == "text"
+    num_tokens = server.engine.stats().num_used_tokens if is_text else 0
     entry = {
         "rid": None,
         "http_worker_ipc": None,
         "dp_rank": 0,
         "num_reqs": stats.num_running_reqs + stats.num_queue_reqs,
         "num_waiting_reqs": stats.num_queue_reqs,
-        "num_tokens": stats.num_used_tokens,
+        "num_tokens": num_tokens,
         "ts_tic": time.perf_counter(),
     }
     return responses.json_response([entry])
 
 
-def _load(engine: engine_lib.Engine, sections: set[str]) -> dict[str, Any]:
-    stats = engine.stats()
+def _load(server: state.ServerState, sections: set[str]) -> dict[str, Any]:
+    stats = server.served.stats()
     capacity = max(stats.max_running_requests, 1)
     load: dict[str, Any] = {
         "timestamp": time.time(),
         "dp_rank": 0,
         "num_running_reqs": stats.num_running_reqs,
         "num_waiting_reqs": stats.num_queue_reqs,
+        "max_running_requests": stats.max_running_requests,
+        "utilization": stats.num_running_reqs / capacity,
+    }
+    if server.served.output_modality == "text":
+        load |= _token_load(server.engine.stats(), sections)
+    if sections & {"all", "queues"}:
+        load["queues"] = {"waiting": stats.num_queue_reqs}
+    return load
+
+
+def _token_load(stats: stats_lib.EngineStats, sections: set[str]) -> dict[str, Any]:
+    """Returns the numbers that only an engine with tokens and their pages has."""
+    load: dict[str, Any] = {
         "num_used_tokens": stats.num_used_tokens,
         "num_total_tokens": stats.num_used_tokens,
         "num_active_tokens": stats.num_used_tokens,
         "max_total_num_tokens": stats.max_total_num_tokens,
-        "max_running_requests": stats.max_running_requests,
         "token_usage": stats.token_usage,
         "gen_throughput": stats.gen_throughput,
         "cache_hit_rate": stats.cache_hit_rate,
-        "utilization": stats.num_running_reqs / capacity,
     }
     if sections & {"all", "memory"}:
         load["memory"] = {
@@ -106,8 +120,6 @@ def _load(engine: engine_lib.Engine, sections: set[str]) -> dict[str, Any]:
             "graph_gb": stats.launch_memory_usage_gb,
             "token_capacity": stats.max_total_num_tokens,
         }
-    if sections & {"all", "queues"}:
-        load["queues"] = {"waiting": stats.num_queue_reqs}
     return load
 
 

@@ -20,8 +20,7 @@ from prometheus_client import core
 from jdllm.server import log_format, request_context, responses
 
 if TYPE_CHECKING:
-    from jdllm.engine import engine as engine_lib
-    from jdllm.engine import generations
+    from jdllm.engine import generations, image_requests, serving
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +29,7 @@ PREFIX = "jdllm:"
 # as the process does.
 METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"})
 OTHER_METHOD, OTHER_ENDPOINT, OTHER_STATUS = "OTHER", "other", "other"
-MODEL_CARD = "/v1/models/{id}"
+MODEL_CARD, IMAGE = "/v1/models/{id}", "/v1/images/{id}/content"
 STATUSES = frozenset({*map(int, http.HTTPStatus), responses.CLIENT_CLOSED_REQUEST})
 # Statistics that exist only for diffusion carry `dllm_` in their metric name.
 DLLM_STATS = {
@@ -62,13 +61,17 @@ HISTOGRAMS = (
     ("generation_tokens_histogram", "Output tokens of a choice.", TOKENS),
     ("dllm_tokens_per_forward", "Output tokens of a choice over its forwards.", TOKENS_PER_FORWARD),
     ("dllm_block_steps", "Denoise steps a block took.", STEPS),
+    ("image_encode_seconds", "Text encoding of an image.", SECONDS),
+    ("image_denoise_seconds", "Denoising of an image, from its first step to its last.", SECONDS),
+    ("image_decode_seconds", "Latents to pixels of an image.", SECONDS),
+    ("image_steps", "Denoising steps of an image.", STEPS),
 )
 
 
 class EngineCollector:
     """Turns `Engine.stats()` into samples when Prometheus scrapes."""
 
-    def __init__(self, find_engine: Callable[[], engine_lib.Engine | None]):
+    def __init__(self, find_engine: Callable[[], serving.Serving | None]):
         self._find_engine = find_engine
 
     def collect(self) -> Iterator[core.Metric]:
@@ -87,7 +90,7 @@ class EngineCollector:
 class EdgeMetrics:
     """The histograms and counters of one app, and the registry that renders them."""
 
-    def __init__(self, find_engine: Callable[[], engine_lib.Engine | None]):
+    def __init__(self, find_engine: Callable[[], serving.Serving | None]):
         self._find_engine = find_engine
         self._endpoints: frozenset[str] = frozenset()
         self._registry = prometheus_client.CollectorRegistry()
@@ -135,6 +138,8 @@ class EdgeMetrics:
     def _endpoint(self, path: str) -> str:
         if path in self._endpoints:
             return path
+        if path.startswith("/v1/images/") and path.endswith("/content"):
+            return IMAGE
         return MODEL_CARD if path.startswith("/v1/models/") else OTHER_ENDPOINT
 
 
@@ -199,3 +204,35 @@ class Tracker:
             now - self.arrival_s,
             request_context.REQUEST_ID.get(),
         )
+
+
+def observe_image(
+    metrics: EdgeMetrics, event: image_requests.ImageEvent, name: str, arrival_s: float
+) -> None:
+    """Records the latencies of an image that has ended, and its log line."""
+    e2e_s = time.monotonic() - arrival_s
+    for histogram, value in (
+        ("e2e_request_latency_seconds", e2e_s),
+        ("queue_time_seconds", event.queue_s),
+        ("prompt_tokens_histogram", event.prompt_tokens),
+        ("image_encode_seconds", event.encode_s),
+        ("image_denoise_seconds", event.denoise_s),
+        ("image_decode_seconds", event.decode_s),
+        ("image_steps", event.steps),
+    ):
+        metrics.observe(histogram, value)
+    logger.info(
+        "Finish: rid=%s, reason=%s, prompt=%d, truncated=%d, steps=%d, queue=%.3fs, encode=%.3fs, "
+        "denoise=%.3fs, decode=%.3fs, e2e=%.3fs, x-request-id=%s",
+        log_format.word(name),
+        event.kind,
+        event.prompt_tokens,
+        event.truncated_tokens,
+        event.steps,
+        event.queue_s,
+        event.encode_s,
+        event.denoise_s,
+        event.decode_s,
+        e2e_s,
+        request_context.REQUEST_ID.get(),
+    )

@@ -75,17 +75,22 @@ def check_places(
 
     Routes call this first, when nothing has been tokenised or built yet.
     """
-    limit = server.server_config.max_choices_per_request
     try:
-        if num_choices > limit:
-            raise errors.RequestError(
-                f"{errors.described_choices(num_choices, num_prompts)} is too much for one "
-                f"request: this server takes {limit} (--max-choices-per-request)",
-                param="n" if num_prompts == 1 else "prompt",
-            )
+        check_choices(server, num_choices, num_prompts)
         server.engine.check_places(num_choices, num_prompts)
     except errors.RequestError as error:
         raise protocol.renamed(error, field_names or {}) from None
+
+
+def check_choices(server: state.ServerState, num_choices: int, num_prompts: int = 1) -> None:
+    """Raises for more choices, or images, than this server takes in one request."""
+    limit = server.server_config.max_choices_per_request
+    if num_choices > limit:
+        raise errors.RequestError(
+            f"{errors.described_choices(num_choices, num_prompts)} is too much for one "
+            f"request: this server takes {limit} (--max-choices-per-request)",
+            param="n" if num_prompts == 1 else "prompt",
+        )
 
 
 async def stream(

@@ -1,7 +1,9 @@
 """What the routes share: the configuration, the engine once it is ready, and the phase.
 
 The loading thread delivers the engine after the port is open, so every route asks this module
-for it. The phase moves in one direction: starting, ready, draining.
+for it. The engine writes text or makes images. Routes that serve both kinds ask for `served`; the
+others for `engine` or `images`, which raise a 400 if the model is of the other kind. The phase
+moves in one direction: starting, ready, draining.
 """
 
 from __future__ import annotations
@@ -10,14 +12,15 @@ import dataclasses
 import time
 from typing import TYPE_CHECKING, Literal
 
+from starlette import requests
+
 from jdllm import config, errors
 from jdllm.server import keys, live_requests, metrics, responses, token_logprobs
+from jdllm.server.images_api import store
 
 if TYPE_CHECKING:
-    from starlette import requests
-
     from jdllm.engine import engine as engine_lib
-    from jdllm.engine import tokenizer
+    from jdllm.engine import image_requests, serving, tokenizer
     from jdllm.engine.build import startup
 
 ServerPhase = Literal["starting", "ready", "draining"]
@@ -30,7 +33,7 @@ class ServerState:
     server_config: config.ServerConfig
     progress: startup.StartupProgress
     phase: ServerPhase = "starting"
-    loaded_engine: engine_lib.Engine | None = None
+    loaded_engine: engine_lib.Engine | image_requests.ImageServing | None = None
     created_s: int = dataclasses.field(default_factory=lambda: int(time.time()))
     ping_interval_s: float = 15.0
     keys: keys.Keys = dataclasses.field(init=False)
@@ -38,6 +41,7 @@ class ServerState:
         default_factory=live_requests.LiveRequests, init=False
     )
     metrics: metrics.EdgeMetrics = dataclasses.field(init=False)
+    image_store: store.ImageStore = dataclasses.field(default_factory=store.ImageStore)
     _token_texts: token_logprobs.TokenTexts | None = None
 
     def __post_init__(self) -> None:
@@ -45,8 +49,36 @@ class ServerState:
         self.metrics = metrics.EdgeMetrics(lambda: self.loaded_engine)
 
     @property
+    def served(self) -> serving.Serving:
+        """The engine, of either kind; the gate middleware lets no request in before it exists."""
+        return self._loaded
+
+    @property
     def engine(self) -> engine_lib.Engine:
-        """The engine; the gate middleware lets no request in before it exists."""
+        """The engine that writes text; raises a 400 if the model makes images."""
+        loaded = self._loaded
+        if loaded.output_modality == "image":
+            raise errors.RequestError(
+                f"the model {loaded.model_name!r} makes images and this route serves models that "
+                "write text; send a prompt to POST /v1/images/generations",
+                param="model",
+            )
+        return loaded
+
+    @property
+    def images(self) -> image_requests.ImageServing:
+        """The engine that makes images; raises a 400 if the model writes text."""
+        loaded = self._loaded
+        if loaded.output_modality == "text":
+            raise errors.RequestError(
+                f"the model {loaded.model_name!r} writes text and this route serves models that "
+                "make images; send messages to POST /v1/chat/completions",
+                param="model",
+            )
+        return loaded
+
+    @property
+    def _loaded(self) -> engine_lib.Engine | image_requests.ImageServing:
         if self.loaded_engine is None:
             raise errors.EngineStopped("the server is starting")
         return self.loaded_engine
@@ -71,7 +103,7 @@ class ServerState:
 
     def check_model(self, name: str | None) -> None:
         """Refuses the name of another model if `strict_model_name` is set."""
-        if self.server_config.strict_model_name and name not in (None, self.engine.model_name):
+        if self.server_config.strict_model_name and name not in (None, self.served.model_name):
             raise model_not_found(name)
 
 
@@ -85,3 +117,13 @@ def model_not_found(name: str) -> responses.NotFound:
 def of(request: requests.Request) -> ServerState:
     """Returns the state of the app that serves `request`."""
     return request.app.state.server
+
+
+async def needs_text(request: requests.Request) -> None:
+    """Answers 400 on the routes of text models, whatever the body, if the model makes images."""
+    _ = of(request).engine
+
+
+async def needs_images(request: requests.Request) -> None:
+    """Answers 400 on the routes of image models, whatever the body, if the model writes text."""
+    _ = of(request).images

@@ -5,13 +5,22 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from jdllm import config
     from jdllm.engine import engine as engine_lib
+    from jdllm.engine import image_requests
+
+Route = Literal["chat", "ids", "image"]
 
 QUESTION = "Tom has 7 apples. He buys 5 more apples. How many apples does he have now?"
+SCENE = "a red circle left of a blue square on a white ground"
+EXAMPLES: dict[Route, tuple[str, dict[str, Any]]] = {
+    "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": QUESTION}]}),
+    "ids": ("/generate", {"input_ids": [0], "sampling_params": {"max_new_tokens": 8}}),
+    "image": ("/v1/images/generations", {"prompt": SCENE, "response_format": "url"}),
+}
 # Addresses to listen on that no client can call -> what a client on this machine calls.
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
@@ -52,16 +61,21 @@ def url(host: str, port: int) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def example(address: str, options: config.ServerConfig, *, has_chat: bool) -> str:
+def route(engine: engine_lib.Engine | image_requests.ImageServing) -> Route:
+    """Returns the route on which people ask the model."""
+    if engine.output_modality == "image":
+        return "image"
+    has_chat = engine.tokenizer is not None and engine.tokenizer.has_chat_template
+    return "chat" if has_chat else "ids"
+
+
+def example(address: str, options: config.ServerConfig, route: Route) -> str:
     """Returns a shell command that asks the server something; a key stands in $API_KEY."""
     key = (
         ' -H "Authorization: Bearer $API_KEY"'
         if (options.api_key or options.api_key_file) is not None
         else ""
     )
-    if has_chat:
-        path, body = "/v1/chat/completions", {"messages": [{"role": "user", "content": QUESTION}]}
-    else:
-        path, body = "/generate", {"input_ids": [0], "sampling_params": {"max_new_tokens": 8}}
+    path, body = EXAMPLES[route]
     content = "-H 'Content-Type: application/json'"
     return f"curl -s {address}{path}{key} {content} -d {shlex.quote(json.dumps(body))}"

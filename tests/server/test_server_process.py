@@ -233,6 +233,25 @@ def test_after_the_drain_time_the_rest_is_aborted_with_an_error():
         assert process.exit_code() == 0
 
 
+def test_a_server_of_images_starts_drains_and_ends_alike():
+    path = "/v1/images/generations"
+    with running(drain_s=0.3, block_s=0.05, extra=("images",)) as process:
+        process.wait_ready()
+        assert httpx.post(process.url + path, json={"prompt": "a cat"}).status_code == 200
+        body = {"prompt": "a cat", "num_inference_steps": 50, "stream": True, "partial_images": 1}
+        with httpx.stream("POST", process.url + path, json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            assert process.num_running() == 1
+            process.signal()
+            data = [line for line in lines if line]
+        assert data[-1] == "data: [DONE]"
+        assert json.loads(data[-2][6:])["error"]["type"] == "service_unavailable"
+        assert process.exit_code() == 0
+    log = "".join(process.log)
+    assert lifecycle.READY_LINE in log and f"{process.url}{path}" in log
+
+
 def test_a_second_signal_exits_at_once():
     with running(drain_s=60, block_s=0.5) as process:
         process.wait_ready()

@@ -6,10 +6,16 @@ import json
 import shlex
 
 import pytest
-from support import edge
+from support import edge, fake_engine, fake_images
 
 from jdllm import config
 from jdllm.server import summary
+
+ENGINES = {
+    "chat": fake_engine.FakeEngine,
+    "ids": fake_engine.FakeEngine,
+    "image": fake_images.FakeImageEngine,
+}
 
 
 def test_kernels_are_grouped_by_implementation():
@@ -36,17 +42,17 @@ def test_the_address_is_one_that_a_client_can_call(host, url):
     assert summary.url(host, 5) == url
 
 
-@pytest.mark.parametrize("has_chat", [True, False])
+@pytest.mark.parametrize("route", summary.EXAMPLES)
 @pytest.mark.parametrize("key", [None, "secret"])
-def test_the_request_to_try_is_a_request_that_the_server_takes(has_chat, key):
+def test_the_request_to_try_is_a_request_that_the_server_takes(route, key):
     options = config.ServerConfig(api_key=key)
-    command = summary.example("http://h:1", options, has_chat=has_chat)
+    command = summary.example("http://h:1", options, route)
     assert "\n" not in command and "secret" not in command
     words = shlex.split(command.replace("$API_KEY", key or ""))
     headers = dict(words[i + 1].split(": ") for i, word in enumerate(words) if word == "-H")
     (url,) = [word for word in words if word.startswith("http")]
     reply = edge.call(
-        edge.make_state(api_key=key),
+        edge.make_state(ENGINES[route](), api_key=key),
         url.removeprefix("http://h:1"),
         json.loads(words[words.index("-d") + 1]),
         headers=headers,

@@ -86,6 +86,8 @@ class FakeTokenizer:
 
 
 class FakeEngine:
+    output_modality = "text"
+
     def __init__(
         self,
         *,

@@ -1,7 +1,7 @@
-"""A server process around the fake engine: real sockets, signals and exit codes.
+"""A server process around a fake engine: real sockets, signals and exit codes.
 
 Run as a program: prints nothing but the log. Arguments: port, drain seconds, block
-seconds, and `fail-config` or `fail` to fail at loading.
+seconds, and `fail-config` or `fail` to fail at loading, or `images` for a model that makes images.
 """
 
 from __future__ import annotations
@@ -10,14 +10,16 @@ import logging
 import sys
 import time
 
-from support import fake_engine
+from support import fake_engine, fake_images
 
 from jdllm import config, errors
 from jdllm.engine.build import startup
 from jdllm.server import lifecycle
 
 
-def build(progress: startup.StartupProgress) -> fake_engine.FakeEngine:
+def build(
+    progress: startup.StartupProgress,
+) -> fake_engine.FakeEngine | fake_images.FakeImageEngine:
     progress.enter("compile", total=4)
     for done in range(4):
         time.sleep(0.15)
@@ -26,6 +28,8 @@ def build(progress: startup.StartupProgress) -> fake_engine.FakeEngine:
         raise errors.ConfigError("the checkpoint is\nwrong")
     if sys.argv[4:] == ["fail"]:
         raise RuntimeError("out of memory")
+    if sys.argv[4:] == ["images"]:
+        return fake_images.FakeImageEngine(step_s=float(sys.argv[3]))
     return fake_engine.FakeEngine(block_s=float(sys.argv[3]))
 
 

@@ -1,0 +1,56 @@
+"""Pictures as files: PNG, JPEG or WebP, with text metadata in PNGs."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+from jaxtyping import UInt8
+from PIL import Image, PngImagePlugin
+
+if TYPE_CHECKING:
+    from jdllm.engine import image_requests
+
+MEDIA_TYPES: Mapping[image_requests.OutputFormat, str] = {
+    "png": "image/png",
+    "jpeg": "image/jpeg",
+    "webp": "image/webp",
+}
+DEFAULT_COMPRESSION = 100  # OpenAI's
+# Half the time of zlib's default; a picture of 1024x1024 becomes some 15 % larger.
+PNG_COMPRESS_LEVEL = 1
+
+
+def encode(
+    image: UInt8[np.ndarray, "H W 3"],
+    output_format: image_requests.OutputFormat,
+    compression: int,
+    metadata: Mapping[str, str],
+) -> bytes:
+    """Returns `image` as a file.
+
+    `compression` is the encoder's quality for JPEG and WebP, 0 to 100, as in OpenAI's
+    `output_compression`: a higher value makes a better and larger file. `metadata` becomes text
+    chunks of a PNG (UTF-8), and must be empty for the others.
+    """
+    file = io.BytesIO()
+    picture = Image.fromarray(image)
+    match output_format:
+        case "png":
+            info = PngImagePlugin.PngInfo()
+            for key, value in metadata.items():
+                info.add_itxt(key, value.replace("\0", "\N{REPLACEMENT CHARACTER}"))
+            picture.save(file, "PNG", pnginfo=info, compress_level=PNG_COMPRESS_LEVEL)
+        case "jpeg":
+            picture.save(file, "JPEG", quality=max(compression, 1))
+        case "webp":
+            picture.save(file, "WEBP", quality=compression)
+    return file.getvalue()
+
+
+def base64_text(content: bytes) -> str:
+    """Returns a file as base64, as JSON carries it."""
+    return base64.b64encode(content).decode("ascii")

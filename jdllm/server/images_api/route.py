@@ -1,0 +1,62 @@
+"""POST /v1/images/generations, and GET /v1/images/{id}/content for answers with URLs."""
+
+from __future__ import annotations
+
+import fastapi
+from starlette import requests
+from starlette import responses as starlette_responses
+
+from jdllm import offload
+from jdllm.server import protocol, responses, running, schemas, sse, state
+from jdllm.server.images_api import answer as answer_lib
+from jdllm.server.images_api import events
+from jdllm.server.images_api import request as request_lib
+
+router = fastapi.APIRouter()
+
+# Nobody keeps an image beyond its URL, and a browser takes it for nothing but an image.
+CONTENT_HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "default-src 'none'",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+@router.post("/v1/images/generations", openapi_extra=schemas.body(request_lib.GenerationRequest))
+async def create_images(request: requests.Request) -> starlette_responses.Response:
+    """Makes images of a prompt, as one object or as a stream of events."""
+    server = state.of(request)
+    body = await protocol.read(request, request_lib.GenerationRequest)
+    server.check_model(body.model)
+    facts = server.images.facts
+    answer = answer_lib.Answer(
+        server=server,
+        body=body,
+        call=events.Call(
+            requests=body.image_requests(facts),
+            rid=body.rid or running.new_request_id("img"),
+            priority=body.priority,
+            field_names=body.field_names,
+        ),
+        output_format=body.file_format(facts),
+        base_url=str(request.base_url),
+    )
+    if body.stream:
+        return sse.EventStream(answer.frames(), ping_interval_s=server.ping_interval_s)
+    content = await running.unless_client_leaves(request, answer.whole())
+    size = sum(len(one.get("b64_json", "")) for one in content["data"])
+    return await offload.off_loop(size, responses.json_response, content)
+
+
+@router.get("/v1/images/{image_id}/content")
+async def image_content(request: requests.Request, image_id: str) -> starlette_responses.Response:
+    """Returns an image that an answer named by its URL; 404 once it has expired."""
+    found = state.of(request).image_store.get(image_id)
+    if found is None:
+        raise responses.NotFound(
+            "there is no such image (any more); a URL lasts an hour, or less on a busy server",
+            code="not_found",
+        )
+    return starlette_responses.Response(
+        found.content, headers=CONTENT_HEADERS, media_type=found.media_type
+    )

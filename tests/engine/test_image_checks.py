@@ -1,0 +1,167 @@
+"""Requests for images: every default is filled in, and what cannot be made is named."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from support import fake_images
+
+from jdllm import errors
+from jdllm.engine import image_checks, image_requests
+
+FACTS, FLUX = fake_images.FACTS, fake_images.FLUX_FACTS
+BARE = dataclasses.replace(
+    FACTS, default_guidance_scale=None, cfg_switch=None, has_cfg_limits=False
+)
+CHANNELS, ROWS, COLUMNS = 16, 8, 12  # of latents at the default size: 64x96 in patches of 16
+
+
+def asked(**options) -> image_requests.ImageRequest:
+    return image_requests.ImageRequest(prompt=options.pop("prompt", "a cat"), **options)
+
+
+def latents(*shape: int, value: float = 0.0) -> np.ndarray:
+    return np.full(shape, value, np.float64)
+
+
+def test_every_default_is_filled_in():
+    found = image_checks.resolve(asked(seed=5), FACTS)
+    assert found == image_requests.ImageRequest(
+        prompt="a cat", height=64, width=96, num_inference_steps=4, guidance_scale=0.0,
+        cfg_truncation=1.0, cfg_normalization=0.0, max_sequence_length=32, seed=5,
+        partial_images=0,
+    )  # fmt: skip
+    found = image_checks.resolve(asked(seed=5), FLUX)
+    assert (found.guidance_scale, found.true_cfg_scale) == (3.5, 1.0)
+    assert (found.cfg_truncation, found.cfg_normalization) == (None, None)
+
+
+@pytest.mark.parametrize("facts", [FACTS, FLUX, BARE], ids=["z_image", "flux", "bare"])
+def test_a_resolved_request_comes_back_as_it_is(facts):
+    given = latents(*facts.latents_shape(64, 96), value=0.5)
+    once = image_checks.resolve(asked(latents=given), facts)
+    again = image_checks.resolve(once, facts)
+    assert again == once
+    assert np.array_equal(again.latents, given) and again.latents.dtype == np.float32
+
+
+def test_guidance_of_z_image_begins_above_zero():
+    off = image_checks.resolve(asked(guidance_scale=0, negative_prompt=""), FACTS)
+    assert not image_requests.is_guided(off, FACTS) and off.negative_prompt is None
+    on = image_checks.resolve(asked(guidance_scale=0.5), FACTS)
+    assert image_requests.is_guided(on, FACTS) and on.negative_prompt == ""
+    on = image_checks.resolve(
+        asked(guidance_scale=2, negative_prompt="fog", cfg_truncation=7, cfg_normalization=True),
+        FACTS,
+    )
+    assert (on.negative_prompt, on.cfg_truncation, on.cfg_normalization) == ("fog", 1.0, 1.0)
+
+
+def test_guidance_of_flux_needs_a_scale_and_a_negative_prompt():
+    found = image_checks.resolve(asked(negative_prompt="", true_cfg_scale=2), FLUX)
+    assert image_requests.is_guided(found, FLUX) and found.negative_prompt == ""
+    found = image_checks.resolve(asked(true_cfg_scale=1), FLUX)
+    assert not image_requests.is_guided(found, FLUX)
+
+
+def test_an_option_that_does_not_exist_may_ask_for_nothing():
+    neutral = asked(guidance_scale=0, true_cfg_scale=1, cfg_truncation=1, cfg_normalization=False)
+    found = image_checks.resolve(neutral, BARE)
+    assert (found.guidance_scale, found.true_cfg_scale, found.cfg_truncation) == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "facts", "param"),
+    [
+        ({"prompt": ""}, FACTS, "prompt"),
+        ({"prompt": " \n"}, FACTS, "prompt"),
+        ({"prompt": 5}, FACTS, "prompt"),
+        ({"prompt": "x" * 32_001}, FACTS, "prompt"),
+        ({"height": 65}, FACTS, "height"),
+        ({"height": 0}, FACTS, "height"),
+        ({"height": 272}, FACTS, "height"),
+        ({"width": 64.0}, FACTS, "width"),
+        ({"width": True}, FACTS, "width"),
+        ({"height": 256, "width": 256}, FACTS, "height"),
+        ({"num_inference_steps": 0}, FACTS, "num_inference_steps"),
+        ({"num_inference_steps": 51}, FACTS, "num_inference_steps"),
+        ({"guidance_scale": -0.1}, FACTS, "guidance_scale"),
+        ({"guidance_scale": float("nan")}, FACTS, "guidance_scale"),
+        ({"guidance_scale": 10**400}, FACTS, "guidance_scale"),
+        ({"guidance_scale": 2.0}, BARE, "guidance_scale"),
+        ({"true_cfg_scale": 2.0}, FACTS, "true_cfg_scale"),
+        ({"true_cfg_scale": 2.0}, FLUX, "true_cfg_scale"),
+        ({"negative_prompt": "fog"}, FACTS, "negative_prompt"),
+        ({"negative_prompt": "fog"}, FLUX, "negative_prompt"),
+        ({"negative_prompt": "fog"}, BARE, "negative_prompt"),
+        ({"negative_prompt": 5, "guidance_scale": 1}, FACTS, "negative_prompt"),
+        ({"cfg_truncation": 0.5}, FACTS, "cfg_truncation"),
+        ({"cfg_truncation": -1, "guidance_scale": 1}, FACTS, "cfg_truncation"),
+        ({"cfg_normalization": True}, FACTS, "cfg_normalization"),
+        ({"cfg_normalization": "", "guidance_scale": 1}, FACTS, "cfg_normalization"),
+        ({"negative_prompt": "", "true_cfg_scale": 2, "cfg_normalization": 1}, FLUX,
+         "cfg_normalization"),
+        ({"max_sequence_length": 65}, FACTS, "max_sequence_length"),
+        ({"seed": -1}, FACTS, "seed"),
+        ({"seed": 2**63}, FACTS, "seed"),
+        ({"seed": 1.0}, FACTS, "seed"),
+        ({"partial_images": 4}, FACTS, "partial_images"),
+        ({"latents": [[0.0]]}, FACTS, "latents"),
+        ({"latents": np.zeros((CHANNELS, ROWS, COLUMNS), np.int32)}, FACTS, "latents"),
+        ({"latents": latents(CHANNELS, COLUMNS, ROWS)}, FACTS, "latents"),
+        ({"latents": latents(1, CHANNELS, ROWS, COLUMNS)}, FACTS, "latents"),
+        ({"latents": latents(CHANNELS, ROWS, COLUMNS, value=np.nan)}, FACTS, "latents"),
+        ({"latents": latents(CHANNELS, ROWS, COLUMNS)}, FLUX, "latents"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_made_is_named(options, facts, param):
+    with pytest.raises(errors.RequestError) as caught:
+        image_checks.resolve(asked(**options), facts)
+    assert caught.value.param == param
+    words = str(caught.value)
+    # One size is too large for its pixels, and the message is about both sides.
+    assert param in words or param == "height"
+
+
+def test_a_size_that_does_not_divide_is_told_what_would():
+    with pytest.raises(errors.RequestError, match="multiple of 16, such as 96 or 112"):
+        image_checks.resolve(asked(width=100), FACTS)
+
+
+def test_packed_latents_have_a_row_for_each_token():
+    assert FACTS.latents_shape(64, 96) == (CHANNELS, ROWS, COLUMNS)
+    assert FLUX.latents_shape(64, 96) == (24, 64)  # 4x6 patches of 16 pixels, 4 x 16 values each
+    assert FLUX.image_tokens(64, 96) == FACTS.image_tokens(64, 96) == 24
+
+
+def test_seeds_follow_the_first_or_stand_in_a_list():
+    assert image_checks.seeds(7, 3) == [7, 8, 9]
+    assert image_checks.seeds(2**63 - 1, 2) == [2**63 - 1, 0]
+    assert image_checks.seeds([5, 5, 1], 3) == [5, 5, 1]
+    drawn = image_checks.seeds(None, 50)
+    assert len(set(drawn)) > 45 and all(0 <= seed < 2**32 for seed in drawn)
+
+
+@pytest.mark.parametrize(
+    ("seed", "count"), [([1], 2), ([], 1), ([1, 2], 1), ([1, None], 2), ([True], 1), ("5", 1)]
+)
+def test_wrong_seeds_are_named(seed, count):
+    with pytest.raises(errors.RequestError) as caught:
+        image_checks.seeds(seed, count)
+    assert caught.value.param == "seed"
+
+
+def test_sizes_are_width_by_height():
+    assert image_checks.size_of("96x64") == (96, 64)
+    assert image_checks.size_of("auto") is None
+
+
+@pytest.mark.parametrize(
+    "size", ["", "96", "96X64", "96x", "x64", "-96x64", "96x64x3", "9" * 7 + "x5", "٩6x64", 5]
+)
+def test_wrong_sizes_are_named(size):
+    with pytest.raises(errors.RequestError) as caught:
+        image_checks.size_of(size)
+    assert caught.value.param == "size"

@@ -1,0 +1,202 @@
+"""A computable engine that obeys `jdllm.engine.image_requests.ImageServing`.
+
+A picture is a function of size, seed and steps alone (`painted`), so a test knows every pixel.
+Steps come `step_s` apart, all requests of a call together. `open_requests` are the ids of images
+whose iterator is open. Some prompts end otherwise (`FAULT`, `CRASH`, `LATE_CRASH`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import threading
+import time
+from collections.abc import AsyncGenerator, Collection, Sequence
+from typing import Any
+
+import numpy as np
+
+from jdllm import config, device_facts, errors
+from jdllm.engine import image_requests, requests
+
+FACTS = image_requests.ImageFacts(
+    family="fake_image",
+    size_multiple=16,
+    default_height=64,
+    default_width=96,
+    max_side=256,
+    max_pixels=256 * 192,
+    default_steps=4,
+    max_steps=50,
+    default_max_sequence_length=32,
+    max_sequence_length=64,
+    latent_channels=16,
+    default_guidance_scale=0.0,
+    cfg_switch="guidance_scale",
+    has_cfg_limits=True,
+)
+# As FLUX: an embedded guidance scale, classifier-free guidance by another option, packed latents.
+FLUX_FACTS = dataclasses.replace(
+    FACTS,
+    family="fake_flux",
+    packs_latents=True,
+    default_guidance_scale=3.5,
+    default_true_cfg_scale=1.0,
+    cfg_switch="true_cfg_scale",
+    has_cfg_limits=False,
+)
+FAULT, CRASH, LATE_CRASH = "a fault", "a crash", "a late crash"
+FAULT_TEXT = "the latents are not numbers (NaN)"
+TIMES = {"queue_s": 0.25, "encode_s": 0.5, "denoise_s": 2.0, "decode_s": 1.0}
+
+
+def painted(height: int, width: int, seed: int, steps: int) -> np.ndarray:
+    y, x = np.mgrid[:height, :width]
+    planes = [x + seed, y + 3 * seed, np.full_like(x, 16 * steps)]
+    return (np.stack(planes, axis=-1) % 256).astype(np.uint8)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FakeStats:
+    num_running_reqs: int
+    num_queue_reqs: int
+    max_running_requests: int
+    images_total: int
+
+
+class FakeImageEngine:
+    output_modality = "image"
+
+    def __init__(
+        self,
+        *,
+        step_s: float = 0.0,
+        max_queued: int = 100,
+        facts: image_requests.ImageFacts = FACTS,
+        engine_config: config.EngineConfig | None = None,
+    ):
+        self.config = engine_config or config.EngineConfig()
+        self.facts = facts
+        self.model_name = "fake-image"
+        self.device = device_facts.DeviceFacts(platform="cpu", device_kind="cpu")
+        self.is_alive = True
+        self.open_requests: set[str] = set()
+        self.seen: list[image_requests.ImageRequest] = []
+        self.seen_priorities: list[float] = []  # one per call
+        self.num_warm_ups = 0
+        self.shut_down = False
+        self._step_s = step_s
+        self._max_queued = max_queued
+        self._admitting = True
+        self._aborted: set[str] = set()
+        self._images = 0
+
+    async def stream(
+        self,
+        asked: Sequence[image_requests.ImageRequest],
+        *,
+        rid: str,
+        priority: int | None = None,
+    ) -> AsyncGenerator[image_requests.ImageEvent, None]:
+        if not self._admitting:
+            raise errors.EngineStopped("the engine is draining")
+        names = [requests.choice_id(rid, len(asked), i) for i in range(len(asked))]
+        if self.open_requests & set(names):
+            raise errors.RequestError(f"request id {rid!r} is in use", param="rid")
+        if len(self.open_requests) + len(asked) > self._max_queued:
+            raise errors.QueueFull("The request queue is full.")
+        self.seen_priorities.append(requests.priority_class(priority, self.config))
+        self.seen += asked
+        self.open_requests |= set(names)
+        try:
+            if asked[0].prompt == CRASH:
+                raise RuntimeError("secret detail of a fault")
+            running = set(range(len(asked)))
+            step = 0
+            while running:
+                await asyncio.sleep(self._step_s)
+                step += 1
+                for index in sorted(running):
+                    for event in self._events(asked[index], names[index], index, step):
+                        if event.kind != "partial":
+                            running.discard(index)
+                        yield event
+                if asked[0].prompt == LATE_CRASH:
+                    raise RuntimeError("secret detail of a late fault")
+        finally:
+            self.open_requests -= set(names)
+
+    def _events(
+        self, request: image_requests.ImageRequest, name: str, index: int, step: int
+    ) -> list[image_requests.ImageEvent]:
+        """Returns what step `step` (from 1) of a request brings: a preview, its end, nothing."""
+        words = len(request.prompt.split())
+        kept = min(words, request.max_sequence_length)
+        event = image_requests.ImageEvent(
+            request_index=index,
+            kind="partial",
+            seed=request.seed,
+            steps=step,
+            prompt_tokens=kept,
+            truncated_tokens=words - kept,
+            **TIMES,
+        )
+        if name in self._aborted:
+            return [dataclasses.replace(event, kind="abort", message="aborted")]
+        if request.prompt == FAULT and step == 2:
+            return [dataclasses.replace(event, kind="fault", message=FAULT_TEXT)]
+        picture = painted(request.height, request.width, request.seed, step)
+        if step == request.num_inference_steps:
+            self._images += 1
+            return [dataclasses.replace(event, kind="final", image=picture)]
+        if step <= request.partial_images:
+            return [dataclasses.replace(event, image=picture, partial_index=step - 1)]
+        return []
+
+    def warm_up(self) -> None:
+        self.num_warm_ups += 1
+
+    def abort(self, request_ids: str | Collection[str] = (), *, abort_all: bool = False) -> int:
+        ids = {request_ids} if isinstance(request_ids, str) else set(request_ids)
+        found = {one for one in self.open_requests if abort_all or one in ids}
+        self._aborted |= found
+        return len(found)
+
+    def flush_cache(self) -> bool:
+        return not self.open_requests
+
+    def heartbeat_age_s(self) -> float:
+        return 0.0
+
+    def stats(self) -> FakeStats:
+        return FakeStats(
+            num_running_reqs=len(self.open_requests),
+            num_queue_reqs=0,
+            max_running_requests=8,
+            images_total=self._images,
+        )
+
+    def server_info(self) -> dict[str, Any]:
+        return {"model_path": None, "internal_states": [{}]}
+
+    def model_info(self) -> dict[str, Any]:
+        return {"model_path": None, "is_generation": True}
+
+    def start_profile(self, output_dir: str, **options: Any) -> None:
+        pass
+
+    def stop_profile(self) -> str:
+        return ""
+
+    def stop_admitting(self) -> None:
+        self._admitting = False
+
+    def drain(self, timeout_s: float) -> bool:
+        assert threading.current_thread() is not threading.main_thread()
+        deadline = time.monotonic() + timeout_s
+        while self.open_requests and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return not self.open_requests
+
+    def shutdown(self) -> None:
+        self.shut_down = True
