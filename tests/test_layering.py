@@ -46,6 +46,7 @@ FLOORS: tuple[tuple[str, int, str], ...] = (
     ("jdllm/neutral_values.py", 0, "options"),
     ("jdllm/logit_options.py", 0, "options"),
     ("jdllm/sampling_params.py", 0, "options"),
+    ("jdllm/image_params.py", 0, "options"),
     ("jdllm/spec.py", 0, "options"),
     ("jdllm/offload.py", 0, "options"),
     ("jdllm/device_facts.py", 0, "options"),
@@ -59,6 +60,11 @@ FLOORS: tuple[tuple[str, int, str], ...] = (
     # A kind of rows knows no other kind, on the host as on the device.
     ("jdllm/scheduler/rows/block.py", 3, "block rows"),
     ("jdllm/scheduler/rows/canvas.py", 3, "canvas rows"),
+    ("jdllm/scheduler/rows/image.py", 3, "image rows"),
+    ("jdllm/scheduler/rows/image_buckets.py", 3, "image rows"),
+    ("jdllm/scheduler/rows/image_captions.py", 3, "image rows"),
+    ("jdllm/scheduler/rows/image_limits.py", 3, "image rows"),
+    ("jdllm/scheduler/rows/image_stay.py", 3, "image rows"),
     ("jdllm/scheduler/", 2, "scheduler"),
     ("jdllm/models/", 3, "models"),
     # Launches know no kind at all.

@@ -6,12 +6,14 @@ end all its rows.
 
 `EngineCore` is used by one thread at a time (`engine/loop.py`). When a launch fails, only its
 own requests end: the pool is rebuilt, and every other running request loses its K,V and begins
-again with the tokens it already has.
+again with the tokens it already has. Where launches can be made smaller, a launch that found too
+little memory ends no request.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Sequence
 
@@ -24,6 +26,8 @@ from jdllm.scheduler import request as request_lib
 from jdllm.scheduler import scheduler as scheduler_lib
 
 logger = logging.getLogger(__name__)
+
+OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # XLA's status code in the text of JAX's errors
 
 InFlight = tuple[batch_lib.ScheduleBatch, batch_lib.Launch]
 
@@ -46,6 +50,7 @@ class EngineCore:
         self.throughput = stats_lib.Throughput()
         self.clock = device_clock.DeviceClock()
         self.requests: dict[str, request_lib.Request] = {}
+        self.pause_s = 0.0
         self._max_total_tokens = max_total_tokens
         self._overlaps = overlaps
         self._in_flight: InFlight | None = None
@@ -94,14 +99,22 @@ class EngineCore:
         If the launch before was expected to end all its rows and has ended, no launch is started.
         Without overlap, this method waits for the launch that it has just started. When a launch
         fails, its requests are removed, all others are made ready to run again, and `LaunchFailed`
-        is raised.
+        is raised. If memory did not suffice and smaller launches are possible, all requests,
+        those of the launch included, are made ready to run again.
+
+        `pause_s` says how long the caller should wait for a call before the next step.
         """
         previous, self._in_flight = self._in_flight, None
+        self.pause_s = 0.0
         self.clock.sample(_is_running(previous))
         batch = None if self._lets_end(previous) else self.scheduler.schedule()
         self.clock.sample(_is_running(previous))
         started = None
-        if batch is not None:
+        if isinstance(batch, batch_lib.Pause):
+            if previous is None:  # otherwise the wait for its results is the pause
+                assert math.isfinite(batch.seconds), f"no launch for {self.scheduler.stats()}"
+                self.pause_s = batch.seconds
+        elif batch is not None:
             try:
                 started = (batch, self.runner.launch(batch))
                 if previous is None:
@@ -158,12 +171,15 @@ class EngineCore:
         error: Exception,
         commits: list[commits_lib.RequestCommit],
     ) -> LaunchFailed:
-        failed = [row.request for row in batch.rows if row.is_current]
-        for request in failed:
-            self.abort(request.request_id)
+        failed = {}
+        if not (OUT_OF_MEMORY in str(error) and self.scheduler.halve(batch)):
+            failed = {row.request.request_id: row.request for row in batch.rows if row.is_current}
+        for request_id in failed:
+            self.abort(request_id)
         self.scheduler.drop_kv()
         self.runner.reset()
-        return LaunchFailed(f"{type(error).__name__}: {error}", failed, commits)
+        message = f"{type(error).__name__}: {error}"
+        return LaunchFailed(message, list(failed.values()), commits)
 
     def _count(
         self,

@@ -147,10 +147,9 @@ class EngineLoop:
                 self._run_calls()
                 if self.core.has_work:
                     self._step()
+                    self._rest(self.core.pause_s)
                 else:
-                    with self._wake:
-                        if not self._calls and not self._is_stopping:
-                            self._wake.wait(IDLE_WAIT_S)
+                    self._rest(IDLE_WAIT_S)
         finally:
             with self._wake:  # from here on no call is queued, so `_run_calls` runs them all
                 self._is_stopping = True
@@ -159,6 +158,14 @@ class EngineLoop:
             for sink in self._sinks.values():
                 self._deliver(sink, FaultEvent("the engine has shut down"))
             self._sinks.clear()
+
+    def _rest(self, seconds: float) -> None:
+        """Waits for a call, up to some time."""
+        if not seconds:
+            return
+        with self._wake:
+            if not self._calls and not self._is_stopping:
+                self._wake.wait(min(seconds, IDLE_WAIT_S))
 
     def _begin_round(self) -> bool:
         """Begins a round; returns False when the loop must end."""

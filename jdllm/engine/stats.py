@@ -58,6 +58,7 @@ class Counters:
     `denoising_steps` counts row-forwards, `canvas_full_forwards` those of them that computed a
     whole canvas. `canvas_positions` counts the positions that were computed for rows that
     denoise, `canvas_forwarded_tokens` those of them that belong to rows of canvases.
+    `merged_forwards` counts the row-forwards of launches that forwarded several rows.
     """
 
     requests: int = 0
@@ -75,6 +76,7 @@ class Counters:
     decode_steps: int = 0
     decode_rows: int = 0
     decode_row_places: int = 0
+    merged_forwards: int = 0
     real_positions: int = 0
     computed_positions: int = 0
 
@@ -91,6 +93,8 @@ class Counters:
         self.decode_rows += forwards
         self.decode_row_places += batch.bucket.rows * result.num_steps
         self.denoising_steps += forwards
+        if forwards > result.num_steps:
+            self.merged_forwards += forwards
         self.canvas_positions += result.denoised_tokens
         self.canvas_forwarded_tokens += result.canvas_tokens
         self.canvas_full_forwards += result.num_full

@@ -71,6 +71,16 @@ class ScheduleBatch:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Pause:
+    """Says that no launch can start now, although requests are live.
+
+    It can after `seconds`, or after an arrival. Infinite: only when launches in flight have ended.
+    """
+
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CommittedBlock:
     """A block whose tokens became final; `nfe` counts the row's forwards of the launch until then.
 

@@ -7,6 +7,7 @@ the state of a request, and only a running request has a stay.
 from __future__ import annotations
 
 import bisect
+from typing import Protocol
 
 from jdllm.scheduler import pages as pages_lib
 from jdllm.scheduler import request as request_lib
@@ -16,14 +17,29 @@ from jdllm.scheduler import waiting as waiting_lib
 RequestState = request_lib.RequestState
 
 
+class Cache(Protocol):
+    """What a kind of rows keeps on the device beside slots and pages."""
+
+    def release(self, stay: stay_lib.Stay) -> None:
+        """Takes back what a request held that leaves its row."""
+        ...
+
+    def flush(self) -> None:
+        """Forgets whatever no running request holds."""
+        ...
+
+
 class LiveRequests:
     """The `waiting` requests, the `running` ones by rank, and the free slots."""
 
-    def __init__(self, *, max_running: int, pages: pages_lib.RequestPages):
+    def __init__(
+        self, *, max_running: int, pages: pages_lib.RequestPages, cache: Cache | None = None
+    ):
         self.waiting = waiting_lib.WaitingQueue()
         self.running: list[request_lib.Request] = []
         self.by_id: dict[str, request_lib.Request] = {}
         self.pages = pages
+        self._cache = cache
         self.max_running = max_running
         self.free_slots = list(reversed(range(max_running)))
         self.total_preemptions = 0
@@ -81,9 +97,17 @@ class LiveRequests:
         del self.by_id[request.request_id]
         request.state = RequestState.FINISHED
 
+    def flush(self) -> None:
+        """Forgets everything on the device that no running request holds."""
+        self.pages.flush()
+        if self._cache is not None:
+            self._cache.flush()
+
     def _leave(self, request: request_lib.Request, *, keep: bool) -> None:
         """Takes the stay from a running request, with its slot, pages and block in flight."""
         stay, request.stay = request.held, None
         self.running.remove(request)
         self.pages.release(request, stay, keep=keep)
+        if self._cache is not None:
+            self._cache.release(stay)
         self.free_slots.append(stay.slot)

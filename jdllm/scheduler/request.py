@@ -16,7 +16,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 from jaxtyping import Float32, Int32
 
-from jdllm import sampling_params
+from jdllm import image_params, sampling_params
 from jdllm.scheduler import stay as stay_lib
 
 
@@ -52,6 +52,9 @@ class Request:
     Only full-attention models use the next two. `suffix_ids` is a text that follows the
     written text. `given` maps places of the written text, counted from the prompt's end, to
     tokens that are fixed.
+
+    Only image models use `image`, what kind of image is wanted, and `num_frames`, how many frames
+    have been reported.
     """
 
     request_id: str
@@ -63,6 +66,7 @@ class Request:
     seed: int = 0
     suffix_ids: list[int] = dataclasses.field(default_factory=list)
     given: dict[int, int] = dataclasses.field(default_factory=dict)
+    image: image_params.ImageParams | None = None
     arrival_s: float = dataclasses.field(default_factory=time.monotonic)
     group: object = dataclasses.field(default_factory=object)
     priority_class: float = 0
@@ -79,6 +83,7 @@ class Request:
     num_blocks: int = 0
     num_edited: int = 0
     num_discarded: int = 0
+    num_frames: int = 0
     num_preemptions: int = 0
     first_scheduled_s: float | None = None
 

@@ -96,8 +96,11 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def schedule(self) -> batch_lib.ScheduleBatch | None:
-        """Admits requests that fit and returns the next launch; None only if no request is live."""
+    def schedule(self) -> batch_lib.ScheduleBatch | batch_lib.Pause | None:
+        """Admits requests that fit and returns the next launch; None only if no request is live.
+
+        Some kinds of rows may return a `Pause` instead.
+        """
         self._admit()
         batch = self.rows.plan()
         assert batch is not None or not self.has_work(), f"no launch for {self.stats()}"
@@ -128,20 +131,24 @@ class Scheduler:
         return max(map(self.rows.steps_left, rows), default=0.0)
 
     def flush_cache(self) -> bool:
-        """Empties the prefix cache; returns False and does nothing while requests run."""
+        """Empties the caches; returns False and does nothing while requests run."""
         if self.running:
             return False
-        self.pages.flush()
+        self.live.flush()
         return True
 
+    def halve(self, batch: batch_lib.ScheduleBatch) -> bool:
+        """Makes launches smaller after one found too little memory; False if that is impossible."""
+        return isinstance(self.rows, interface.CanHalve) and self.rows.halve(batch)
+
     def drop_kv(self) -> None:
-        """Forgets all K,V after the pool was lost: preempts running requests, empties the cache.
+        """Forgets all K,V after the pool was lost: preempts running requests, empties the caches.
 
         Committed tokens stay; they are prefilled again, or given on the canvas.
         """
         for request in list(self.running):
             self.live.preempt(request, keep=False)
-        self.pages.flush()
+        self.live.flush()
 
     def stats(self) -> stats_lib.SchedulerStats:
         num_pages, num_used = self.pages.allocator.num_pages, self.pages.num_used
@@ -204,7 +211,7 @@ class Scheduler:
         if progress.finish is not None:
             return
         if result.is_invalid:
-            commits.append(self._give_up(request, "the model's logits are not numbers (NaN)"))
+            commits.append(self._give_up(request, "the model's outputs are not numbers (NaN)"))
             return
         self.rows.settle(request, result)
 

@@ -22,7 +22,7 @@ from jdllm.templates import chat, conversations
 BLOCK = 4
 VOCAB = 256
 CONTEXT = 512
-FAULT = "the model's logits are not numbers (NaN)"
+FAULT = "the model's outputs are not numbers (NaN)"
 SPEC = spec.ModelSpec(
     architecture="Fake",
     model_type="fake",

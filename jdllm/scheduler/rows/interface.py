@@ -7,7 +7,7 @@ The scheduler handles queue, order, ends, aborts and faults, the same for all ki
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Protocol, Self
+from typing import ClassVar, Protocol, Self, runtime_checkable
 
 from jdllm import device_facts
 from jdllm.kv_cache import prefix_cache as prefix_cache_lib
@@ -59,16 +59,21 @@ class RowConfig:
     device: device_facts.DeviceFacts = device_facts.DeviceFacts(platform="cpu", device_kind="cpu")
     detokenize: finish_lib.Detokenize | None = None
 
-    def live_requests(self) -> live_requests.LiveRequests:
-        """Returns live requests for a new scheduler: no request, and all pages free."""
-        cache = prefix_cache_lib.PrefixCache(self.page_size) if self.has_prefix_cache else None
+    def live_requests(self, cache: live_requests.Cache | None = None) -> live_requests.LiveRequests:
+        """Returns live requests for a new scheduler: no request, and all pages free.
+
+        `cache` is what the kind keeps on the device beside pages.
+        """
+        prefixes = prefix_cache_lib.PrefixCache(self.page_size) if self.has_prefix_cache else None
         pages = pages_lib.RequestPages(
             num_pages=self.num_pages,
             page_size=self.page_size,
             block_size=self.block_size,
-            prefix_cache=cache,
+            prefix_cache=prefixes,
         )
-        return live_requests.LiveRequests(max_running=self.max_running_requests, pages=pages)
+        return live_requests.LiveRequests(
+            max_running=self.max_running_requests, pages=pages, cache=cache
+        )
 
     @property
     def limits(self) -> limits_lib.Limits:
@@ -95,7 +100,7 @@ class Rows(Protocol):
 
     @property
     def max_rows(self) -> int:
-        """Rows of the largest bucket."""
+        """The most rows that may run at once."""
         ...
 
     def buckets(self) -> list[batch_lib.Bucket]:
@@ -114,8 +119,11 @@ class Rows(Protocol):
         """Takes what a waiting request needs to run; if that is not free, changes nothing: None."""
         ...
 
-    def plan(self) -> batch_lib.ScheduleBatch | None:
-        """Returns the next launch; None only if no request runs."""
+    def plan(self) -> batch_lib.ScheduleBatch | batch_lib.Pause | None:
+        """Returns the next launch, or how long to wait for it; None only if no request runs.
+
+        Kinds whose running rows always have something to launch never pause.
+        """
         ...
 
     def apply(
@@ -130,4 +138,13 @@ class Rows(Protocol):
 
     def steps_left(self, request: request_lib.Request) -> float:
         """Returns in how many steps a running request is expected to end; infinite if unknown."""
+        ...
+
+
+@runtime_checkable
+class CanHalve(Protocol):
+    """Rows whose launches can be made smaller when memory does not suffice."""
+
+    def halve(self, batch: batch_lib.ScheduleBatch) -> bool:
+        """Lowers the rows of launches like this one; returns False if that is impossible."""
         ...

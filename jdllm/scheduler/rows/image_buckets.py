@@ -1,0 +1,242 @@
+"""Launches of image rows: their buckets, their rows, and which compiled sizes there are.
+
+Every launch does one thing. It encodes captions, writes given latents, runs one denoising step, or
+decodes. Launches of one pipeline run in order on the device, so what a launch needs is there as
+soon as the launch that makes it has been planned.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+from jdllm import errors, image_params
+from jdllm.scheduler import batch as batch_lib
+from jdllm.scheduler import sizes as sizes_lib
+
+# In pixels: rows of a launch times the size of an image. Compute bounds a step of 12 images of
+# 512 x 512 (H200, Z-Image: 21.2 ms a row at 4 rows, 21.4 at 12), so more rows gain nothing.
+MOST_STEP_PIXELS = 16 * 512 * 512
+MOST_DECODE_PIXELS = 8 * 512 * 512
+
+
+def rows_by_pixels(pixels: int) -> Callable[[int, int], int]:
+    """Returns how many images (height, width) together have at most so many pixels; at least 1."""
+    return lambda height, width: max(1, pixels // (height * width))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EncodeBucket(batch_lib.Bucket):
+    """Up to `rows` captions of at most `tokens` tokens each, written into entries of the store."""
+
+    name: ClassVar[str] = "encode"
+    denoises: ClassVar[bool] = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BeginBucket(batch_lib.Bucket):
+    """Writes given latents into the slot of one row."""
+
+    name: ClassVar[str] = "begin"
+    denoises: ClassVar[bool] = False
+
+    rows: int = 1
+    tokens: int = 0
+    height: int
+    width: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepBucket(batch_lib.Bucket):
+    """One denoising step of up to `rows` requests with captions of at most `tokens` tokens.
+
+    Guided requests take 2 * `rows` rows of the transformer.
+    """
+
+    name: ClassVar[str] = "step"
+
+    height: int
+    width: int
+    is_guided: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeBucket(batch_lib.Bucket):
+    """Gives the images or the latents of up to `rows` rows: the clean prediction of the last step.
+
+    After the last step of all, the clean prediction is the final latents. So previews and final
+    images share launches.
+    """
+
+    name: ClassVar[str] = "decode"
+    denoises: ClassVar[bool] = False
+
+    tokens: int = 0
+    height: int
+    width: int
+    output: image_params.Output
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ImageRow(batch_lib.ScheduledRow):
+    """A row of a launch of images; in the launch that begins it, its latents are given."""
+
+    start: int = 0
+    num_tokens: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CaptionRow(ImageRow):
+    """A caption to encode into an entry of the store; a request may have two in a launch."""
+
+    ids: tuple[int, ...]
+    entry: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepRow(ImageRow):
+    """The row's denoising step number `step`, counted from 0.
+
+    If it `is_fresh`, its latents are drawn from the seed first.
+    """
+
+    step: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeRow(ImageRow):
+    """A row after `step` steps. Its output is a `Frame` of this step, or the product if final."""
+
+    step: int
+    is_final: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ImageBuckets:
+    """Ascending compiled sizes; those of rows begin with 1.
+
+    `rows` are requests of a step, `tokens` lengths of captions, and `sizes` the (height, width)
+    that are compiled at start. `guided` says which kinds of steps are served. A forward of an
+    image (height, width) has at most `most_rows` rows, two for a guided request, and a decode
+    launch `most_decode_rows`. An encode launch has at most `encode_tokens` tokens, padding
+    included, because running rows wait for it.
+
+    `launch_cost` is what a step costs beside its rows, in rows. A large model's step takes time in
+    proportion to its rows, and then a full launch is better than a larger one with padding: the
+    rows that are left go first in the next one. A high cost (small models) makes steps take
+    padding.
+    """
+
+    rows: tuple[int, ...] = (1, 2, 4, 8, 12)
+    encode_rows: tuple[int, ...] = (1, 2, 4, 8)
+    decode_rows: tuple[int, ...] = (1, 2, 4)
+    tokens: tuple[int, ...] = (32, 64, 128, 256, 512)
+    encode_tokens: int = 2048
+    sizes: tuple[tuple[int, int], ...] = ((1024, 1024),)
+    guided: tuple[bool, ...] = (False, True)
+    most_rows: Callable[[int, int], int] = rows_by_pixels(MOST_STEP_PIXELS)
+    most_decode_rows: Callable[[int, int], int] = rows_by_pixels(MOST_DECODE_PIXELS)
+    launch_cost: float = 0.1
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "encode_rows", "decode_rows"):
+            ladder: tuple[int, ...] = getattr(self, name)
+            sizes_lib.check_ascending(name, ladder)
+            if ladder[0] != 1:
+                raise errors.ConfigError(f"{name}={ladder} must begin with 1")
+        sizes_lib.check_ascending("tokens", self.tokens)
+        if self.encode_tokens < self.tokens[-1]:
+            raise errors.ConfigError(
+                f"{self.encode_tokens=} of a launch must hold the longest caption of "
+                f"{self.tokens[-1]} tokens"
+            )
+        if not self.guided:
+            raise errors.ConfigError("guided is empty: no kind of step is served")
+
+    def all(self) -> list[batch_lib.Bucket]:
+        """Returns every bucket of the sizes that are compiled at start."""
+        encode = [
+            EncodeBucket(rows=rows, tokens=tokens)
+            for tokens in self.tokens
+            for rows in self.encode_sizes(tokens)
+        ]
+        return [*encode, *(bucket for size in self.sizes for bucket in self.of(*size))]
+
+    def of(self, height: int, width: int) -> list[batch_lib.Bucket]:
+        """Returns the buckets that images of one size need, but for the encoding of captions."""
+        begin: batch_lib.Bucket = BeginBucket(height=height, width=width)
+        steps = [
+            StepBucket(rows=rows, tokens=tokens, height=height, width=width, is_guided=is_guided)
+            for is_guided in self.guided
+            for rows in self.step_sizes(height, width, is_guided)
+            for tokens in self.tokens
+        ]
+        outputs: tuple[image_params.Output, ...] = ("image", "latent")
+        decodes = [
+            DecodeBucket(rows=rows, height=height, width=width, output=output)
+            for output in outputs
+            for rows in self.decode_sizes(height, width)
+        ]
+        return [begin, *steps, *decodes]
+
+    def step_sizes(self, height: int, width: int, is_guided: bool) -> tuple[int, ...]:
+        """Returns the requests that a step of such images may have."""
+        return up_to(self.rows, self.most_rows(height, width) // (1 + is_guided))
+
+    def decode_sizes(self, height: int, width: int) -> tuple[int, ...]:
+        """Returns the rows that a decode launch of such images may have."""
+        return up_to(self.decode_rows, self.most_decode_rows(height, width))
+
+    def encode_sizes(self, tokens: int) -> tuple[int, ...]:
+        """Returns how many captions of `tokens` tokens an encode launch may have."""
+        return up_to(self.encode_rows, self.encode_tokens // tokens)
+
+    def tokens_of(self, length: int) -> int:
+        """Returns the smallest compiled length of a caption that holds `length` tokens."""
+        return sizes_lib.smallest(self.tokens, length, "tokens")
+
+    def by_worth(self, sizes: Sequence[int], count: int) -> list[int]:
+        """Returns `sizes` of steps, the one first that serves most of `count` rows per cost."""
+        return sorted(
+            sizes,
+            key=lambda size: (min(size, count) / (size + self.launch_cost), size),
+            reverse=True,
+        )
+
+
+def up_to(ladder: Sequence[int], most: int) -> tuple[int, ...]:
+    """Returns the sizes that are at most `most`, and the first size in any case."""
+    return (ladder[0], *(size for size in ladder[1:] if size <= most))
+
+
+def by_room(sizes: Sequence[int], count: int) -> list[int]:
+    """Returns the smallest size that holds `count` rows, then smaller ones; else all, downwards."""
+    enough = next((size for size in sizes if size >= count), sizes[-1])
+    return [size for size in reversed(sizes) if size <= enough]
+
+
+class RowLimits:
+    """Lowers the rows of launches of a shape for which memory did not suffice."""
+
+    def __init__(self) -> None:
+        self._most: dict[batch_lib.Bucket, int] = {}  # by the shape of one row
+
+    def allowed(self, shape: batch_lib.Bucket, ladder: Sequence[int]) -> tuple[int, ...]:
+        """Returns the sizes of `ladder` that launches of a shape may have."""
+        return up_to(ladder, self._most.get(_of_one_row(shape), ladder[-1]))
+
+    def halve(self, bucket: batch_lib.Bucket) -> bool:
+        """Notes that a launch did not fit; returns False if smaller launches are impossible.
+
+        The first time the shape gets half as many rows, the second time one row.
+        """
+        if bucket.rows == 1:
+            return False
+        shape = _of_one_row(bucket)
+        self._most[shape] = 1 if shape in self._most else bucket.rows // 2
+        return True
+
+
+def _of_one_row(bucket: batch_lib.Bucket) -> batch_lib.Bucket:
+    return dataclasses.replace(bucket, rows=1, tokens=0)

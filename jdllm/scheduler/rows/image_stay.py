@@ -1,0 +1,67 @@
+"""What has been planned for a running image request, and what is due for it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jdllm import image_params
+from jdllm.scheduler import request as request_lib
+from jdllm.scheduler.rows import image_buckets, image_captions
+
+
+@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
+class ImageStay(image_captions.CaptionStay):
+    """What has been planned for a row; `num_done` counts the steps whose results are known.
+
+    `previews` are the steps after which a preview is still to be decoded. `turn` numbers the step
+    launches: the row's last one, or the last one when the row was admitted.
+    """
+
+    previews: tuple[int, ...]
+    turn: int
+    has_begun: bool
+    num_planned: int = 0
+    num_done: int = 0
+    is_decoded: bool = False
+
+    @property
+    def is_preview_due(self) -> bool:
+        """Whether the next step would overwrite a prediction that is still to be decoded."""
+        return bool(self.previews) and self.num_planned == self.previews[0]
+
+
+def stay_of(request: request_lib.Request) -> ImageStay:
+    """Returns the stay of a running image request."""
+    stay = request.held
+    assert isinstance(stay, ImageStay)
+    return stay
+
+
+def image_of(request: request_lib.Request) -> image_params.ImageParams:
+    """Returns the options of an image request."""
+    assert request.image is not None, "checked when the request arrived"
+    return request.image
+
+
+def group_of(request: request_lib.Request) -> tuple[int, int, bool]:
+    """Returns what rows of a step have in common: height, width, and whether they are guided."""
+    image = image_of(request)
+    return image.height, image.width, image.is_guided
+
+
+def is_final_due(request: request_lib.Request) -> bool:
+    """Returns whether all steps have been planned, but not the decoding of their result."""
+    stay = stay_of(request)
+    return stay.num_planned == image_of(request).num_inference_steps and not stay.is_decoded
+
+
+def is_output_due(request: request_lib.Request) -> bool:
+    """Returns whether a preview or the result is to be decoded."""
+    return stay_of(request).is_preview_due or is_final_due(request)
+
+
+def output_of(request: request_lib.Request) -> image_buckets.DecodeBucket:
+    """Returns the shape, for one row, of the output that is due; previews are always images."""
+    image = image_of(request)
+    output = image.output if is_final_due(request) else "image"
+    return image_buckets.DecodeBucket(rows=1, height=image.height, width=image.width, output=output)

@@ -1,0 +1,321 @@
+"""A device for image rows whose every output can be computed by hand.
+
+An image is one integer. Memory that nobody holds is overwritten with noise before each launch, so
+a caption that was lost, a slot used twice or a step out of order changes some product.
+"""
+
+import itertools
+
+import numpy as np
+
+from jdllm import image_params, sampling_params
+from jdllm.engine import core as core_lib
+from jdllm.scheduler import batch as batch_lib
+from jdllm.scheduler import request as request_lib
+from jdllm.scheduler import scheduler as scheduler_lib
+from jdllm.scheduler.rows import image, image_buckets, image_limits
+
+SMALL, WIDE, LARGE = (64, 64), (64, 128), (128, 128)
+INVALID_SEED = 13  # step 2 of such a request gives NaN
+INVALID_OUTPUT_SEED = 14  # whatever is decoded for such a request is NaN
+OUT_OF_MEMORY = "RESOURCE_EXHAUSTED: Out of memory allocating 4398046511104 bytes."
+
+
+def mix(*values):
+    """Returns an integer of 64 bits that depends on every value and on their order."""
+    total = 0
+    for value in values:
+        total = (total * 6364136223846793005 + int(value) + 1442695040888963407) % 2**64
+        total ^= total >> 29
+    return total
+
+
+def begun(one):
+    """Returns the latents before the first step."""
+    if one.image.latents is None:
+        return mix(1, one.seed, one.image.height, one.image.width)
+    return mix(2, *(one.image.latents.reshape(-1) * 8))
+
+
+def advanced(latents, step, one, captions):
+    """Returns latents after the step number `step`, from 0, with these captions."""
+    scale = one.image.guidance_scale * 8
+    return mix(3, latents, step, one.image.num_inference_steps, scale, *captions)
+
+
+def embedded(ids):
+    return mix(4, *ids)
+
+
+def clean(latents):
+    return mix(5, latents)
+
+
+def picture(prediction):
+    return mix(6, prediction)
+
+
+def alone(one):
+    """Returns (previews by step, product) of a request that runs alone."""
+    captions = [embedded(one.prompt_ids)]
+    if one.image.is_guided:
+        captions.append(embedded(one.image.negative_ids))
+    latents, frames = begun(one), {}
+    wanted = one.image.preview_steps
+    for step in range(one.image.num_inference_steps):
+        latents = advanced(latents, step, one, captions)
+        if step + 1 in wanted:
+            frames[step + 1] = picture(clean(latents))
+    last = clean(latents)
+    return frames, last if one.image.output == "latent" else picture(last)
+
+
+class Done:
+    """A launch whose outcome is known."""
+
+    def __init__(self, outcome):
+        self.outcome = outcome
+
+    def is_ready(self):
+        return True
+
+    def result(self):
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        return self.outcome
+
+
+class Device:
+    """Runs launches at once. `trace` holds their batches; `fault` gives a launch's error or None.
+
+    `most(bucket)` rows fit into memory. A fault loses the memory; half of the faults appear when
+    the result is read, and launches in between fail, too.
+    """
+
+    def __init__(self, rows, rng, fault=lambda batch: None, most=lambda bucket: 99):
+        self.rows, self.rng, self.fault, self.most = rows, rng, fault, most
+        self.trace, self.captions, self.latents, self.clean = [], {}, {}, {}
+        self.programs = set(rows.buckets())
+        self.is_lost = False
+
+    def launch(self, batch):
+        assert batch.bucket in self.programs, "never compiled"
+        assert 1 <= len(batch.rows) <= batch.bucket.rows
+        if self.is_lost:  # memory of a failed launch went into this one
+            return Done(RuntimeError("the memory is lost"))
+        self.trace.append(batch)
+        error = self.fault(batch)
+        if batch.bucket.rows > self.most(batch.bucket):
+            error = RuntimeError(OUT_OF_MEMORY)
+        if error is not None:
+            self.lose()
+            if self.rng.random() < 0.5:
+                raise error
+            self.is_lost = True
+            return Done(error)
+        self.spoil()
+        match batch.bucket:
+            case image_buckets.EncodeBucket(tokens=tokens):
+                return Done(self.result([self.encode(row, tokens) for row in batch.rows]))
+            case image_buckets.BeginBucket():
+                (row,) = batch.rows
+                assert row.is_fresh and self.fits(row, batch.bucket)
+                self.latents[row.stay.slot] = begun(row.request)
+                return Done(self.result([batch_lib.RowResult()]))
+            case image_buckets.StepBucket() as bucket:
+                assert len({row.stay.slot for row in batch.rows}) == len(batch.rows)
+                rows = [self.step(row, bucket) for row in batch.rows]
+                return Done(self.result(rows, num_steps=1))
+            case image_buckets.DecodeBucket() as bucket:
+                return Done(self.result([self.decode(row, bucket) for row in batch.rows]))
+
+    def result(self, rows, num_steps=0):
+        return batch_lib.LaunchResult(rows=tuple(rows), num_steps=num_steps)
+
+    def encode(self, row, tokens):
+        assert len(row.ids) <= tokens
+        self.captions[row.entry] = embedded(row.ids)
+        return batch_lib.RowResult()
+
+    def step(self, row, bucket):
+        one, stay = row.request, row.stay
+        assert self.fits(row, bucket) and one.image.is_guided == bucket.is_guided
+        texts = [one.prompt_ids, *([one.image.negative_ids] if bucket.is_guided else [])]
+        assert all(len(ids) <= bucket.tokens for ids in texts)
+        assert len(stay.entries) == len(texts)
+        assert row.is_fresh == (row.step == 0 and one.image.latents is None)
+        latents = begun(one) if row.is_fresh else self.latents[stay.slot]
+        captions = [self.captions[entry] for entry in stay.entries]
+        latents = self.latents[stay.slot] = advanced(latents, row.step, one, captions)
+        self.clean[stay.slot] = clean(latents)
+        is_invalid = one.seed == INVALID_SEED and row.step == 1
+        return batch_lib.RowResult(nfe=1, is_invalid=is_invalid)
+
+    def decode(self, row, bucket):
+        assert self.fits(row, bucket)
+        value = self.clean[row.stay.slot]
+        if bucket.output == "image":
+            value = picture(value)
+        is_invalid = row.request.seed == INVALID_OUTPUT_SEED
+        if row.is_final:
+            return batch_lib.RowResult(product=value, is_invalid=is_invalid)
+        frames = (batch_lib.Frame(step=row.step, value=value),)
+        return batch_lib.RowResult(frames=frames, is_invalid=is_invalid)
+
+    def fits(self, row, bucket):
+        return (row.request.image.height, row.request.image.width) == (bucket.height, bucket.width)
+
+    def lose(self):
+        for memory in (self.captions, self.latents, self.clean):
+            memory.update({key: self.rng.getrandbits(64) for key in memory})
+
+    def spoil(self):
+        """Overwrites what the host says is free."""
+        for slot in self.rows.live.free_slots:
+            self.latents[slot] = self.clean[slot] = self.rng.getrandbits(64)
+        for entry in self.rows.captions._free:
+            self.captions[entry] = self.rng.getrandbits(64)
+
+    def begin_round(self):
+        pass
+
+    def interrupt(self):
+        pass
+
+    def reset(self):
+        self.lose()
+        self.is_lost = False
+
+
+BUCKETS = image_buckets.ImageBuckets(
+    rows=(1, 2, 4),
+    encode_rows=(1, 2, 4),
+    decode_rows=(1, 2),
+    tokens=(8, 16, 32),
+    encode_tokens=64,
+    sizes=(SMALL, WIDE, LARGE),
+    most_rows=image_buckets.rows_by_pixels(4 * 64 * 64),
+    most_decode_rows=image_buckets.rows_by_pixels(2 * 64 * 128),
+)
+LIMITS = image_limits.ImageLimits(
+    size_multiple=16,
+    latent_shape=lambda height, width: (2, height // 32, width // 32),
+    max_side=128,
+    max_steps=50,
+)
+
+
+def build(
+    rng, *, running=6, num_entries=8, overlaps=True, delay_s=0.0, clock=None, buckets=BUCKETS,
+    fault=lambda batch: None, most=lambda bucket: 99,
+):  # fmt: skip
+    """Returns (engine core, its device)."""
+    config = image.ImageRowConfig(
+        max_running_requests=running,
+        buckets=buckets,
+        limits_of_images=LIMITS,
+        num_entries=num_entries,
+        start_delay_s=delay_s,
+    )
+    rows = image.ImageRows(config, **({} if clock is None else {"now": clock}))
+    device = Device(rows, rng, fault, most)
+    made = scheduler_lib.Scheduler(rows)
+    core = core_lib.EngineCore(made, device, max_total_tokens=1, overlaps=overlaps)
+    return core, device
+
+
+NAMES = itertools.count()
+
+
+def ask(
+    steps=4, *, size=SMALL, prompt=(1, 2, 3), negative=None, scale=0.0, seed=0, partial=0,
+    latents=None, output="image", name=None, arrival_s=0.0,
+):  # fmt: skip
+    """Returns a request; `negative` makes it a guided one."""
+    height, width = size
+    return request_lib.Request(
+        request_id=name or str(next(NAMES)),
+        prompt_ids=list(prompt),
+        sampling=sampling_params.SamplingParams(),
+        max_new_tokens=1,
+        seed=seed,
+        arrival_s=arrival_s,
+        image=image_params.ImageParams(
+            height=height,
+            width=width,
+            num_inference_steps=steps,
+            guidance_scale=scale,
+            is_guided=negative is not None,
+            negative_ids=negative,
+            partial_images=partial,
+            latents=latents,
+            output=output,
+        ),
+    )
+
+
+def latents_of(size, start=0):
+    shape = LIMITS.latent_shape(*size)
+    return (start + np.arange(np.prod(shape), dtype=np.float32)).reshape(shape)
+
+
+def random_prompt(rng):
+    """Returns one of a few captions, of any length."""
+    number = rng.randrange(12)
+    return tuple(range(number, number + (3, 8, 9, 20, 32)[number % 5]))
+
+
+def random_ask(rng, seed):
+    size = rng.choice([SMALL, SMALL, SMALL, WIDE, LARGE])
+    is_guided = rng.random() < 0.3
+    return ask(
+        rng.choice([1, 2, 3, 4, 8, 20]),
+        size=size,
+        prompt=random_prompt(rng),
+        negative=random_prompt(rng) if is_guided else None,
+        scale=rng.choice([1.5, 4.0]) if is_guided else 0.0,
+        seed=seed,
+        partial=rng.choice([0, 0, 0, 1, 3]),
+        latents=latents_of(size, seed) if rng.random() < 0.2 else None,
+        output=rng.choice(["image", "image", "latent"]),
+    )
+
+
+class Client:
+    """What requests are told, each thing once."""
+
+    def __init__(self):
+        self.frames, self.products, self.errors = {}, {}, {}
+
+    def take(self, commits):
+        for commit in commits:
+            name = commit.request.request_id
+            assert name not in self.products and name not in self.errors, "told after its end"
+            assert commit.new_token_ids == []
+            mine = self.frames.setdefault(name, {})
+            for frame in commit.frames:
+                assert frame.step > max(mine, default=0), "previews come once and in order"
+                mine[frame.step] = frame.value
+            if commit.finish is None:
+                assert commit.product is None
+            elif commit.finish.kind == "abort":
+                self.errors[name] = commit.finish.message
+            else:
+                assert commit.finish.kind == "stop" and commit.finish.finished_len == 0
+                self.products[name] = commit.product
+
+
+def run(core, client=None, most=10_000):
+    """Steps until no request is live; returns what the requests were told."""
+    client = client or Client()
+    for _ in range(most):
+        if not core.has_work:
+            return client
+        client.take(core.step())
+        assert not core.pause_s, "a pause that nothing asked for"
+    raise AssertionError(f"requests never end: {core.scheduler.stats()}")
+
+
+def kinds(trace):
+    """Returns the launches of a trace as words: encode, begin, step, decode."""
+    return [batch.bucket.name for batch in trace]
