@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import golden_images as golden
@@ -14,6 +15,7 @@ from jdllm.runner.launch import compile_counter
 
 # Batched against alone inside one implementation; with guidance the reference has 4e-5.
 ATOL_ALONE = 5e-5
+ATOL_LATENTS = 6e-4  # against the goldens, see test_golden_runs.py
 MEMORY_PARTS = {"encode": ["captions"], "begin": ["slots"], "decode": ["slots"]}
 
 
@@ -23,9 +25,9 @@ def alone(request):
     return device.finish(*device.enter(request), output="latent")[0]
 
 
-def random_ask(rng):
-    size = rng.choice([SQUARE, SQUARE, TALL])
-    options = {"scale": rng.choice([1.0, 2.5])} if rng.random() < 0.4 else {}
+def random_ask(rng, number):
+    size = (SQUARE, TALL)[number % 2]
+    options = {"scale": rng.choice([1.0, 2.5])} if number % 4 > 1 else {}
     if rng.random() < 0.3:
         options["latents"] = golden.initial(size, rng.randrange(3))
     return golden.ask(
@@ -39,17 +41,15 @@ def random_ask(rng):
     )
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_rows_that_join_at_any_step_are_as_if_alone(seed):
     """Two sizes, guided and not, of different numbers of steps, in any slot and order."""
     rng = random.Random(seed)
-    device, waiting = golden.Device(rng), [random_ask(rng) for _ in range(8)]
+    device, waiting = golden.Device(rng), [random_ask(rng, i) for i in range(12)]
     running, done, num_shared = [], [], 0
     while waiting or running:
-        if waiting and rng.random() < 0.6:
+        if waiting and (not running or rng.random() < 0.5):
             running += device.enter(waiting.pop())
-            continue
-        if not running:
             continue
         group = rng.choice(running).group
         members = [row for row in running if row.group == group]
@@ -59,9 +59,9 @@ def test_rows_that_join_at_any_step_are_as_if_alone(seed):
         done += [row for row in running if row.is_done]
         running = [row for row in running if not row.is_done]
     assert num_shared > 0, "no launch had rows at different steps"
-    assert {row.group for row in done} == {(SQUARE, False), (SQUARE, True), (TALL, False)} or seed
-    for row in done:
-        (latents,) = device.decode(row, output="latent")
+    assert len({row.group for row in done}) == 4
+    products = [device.decode(row, output="latent")[0] for row in done]
+    for row, latents in zip(done, products, strict=True):
         np.testing.assert_allclose(latents, alone(row.request), atol=ATOL_ALONE)
 
 
@@ -81,72 +81,68 @@ def test_noise_depends_on_the_seed_alone():
 
 
 def noise_of(request):
-    """Returns the initial latents of a request, from what one step made of them.
+    """Returns the initial latents of a request, from what its first step made of them.
 
-    With x1 = x0 + (s1 - s0) v and clean = x0 - s0 v, x0 = (s0 x1 - (s0 - s1) ... ) / s1.
+    Initial, next and clean latents lie on one line: at the noise levels 1, `after` and 0.
     """
     device = golden.Device()
     (row,) = device.enter(request)
     device.step(row)
     before, after = golden.schedule_of_goldens(request.image.num_inference_steps)[:2]
     assert before == 1.0
-    (result,) = device.decoded(row, output="latent")
-    clean, x = result.frames[0].value, device.latents(row)
-    return clean + (x - clean) / after
+    clean = device.decoded(row, output="latent")[0].frames[0].value
+    return clean + (device.latents(row) - clean) / after
 
 
 def test_a_preview_is_the_decoded_prediction_of_its_step():
     device = golden.Device()
-    request = golden.ask(PROMPTS[2], latents=golden.initial(SQUARE, 2))
-    (row,) = device.enter(request)
+    (row,) = device.enter(golden.ask(PROMPTS[2], latents=golden.initial(SQUARE, 2)))
+    device.step(row)
+    device.step(row)
     levels = golden.schedule_of_goldens(4)
-    steps = golden.arrays()["96x96/g0/p2/latents_steps"][:, 0]
+    x = golden.arrays()["96x96/g0/p2/latents_steps"][:2, 0]
+    to_clean = levels[2] / (levels[1] - levels[2])
+    expected = x[1] + to_clean * (x[1] - x[0])  # along the velocity, down to noise level 0
+    ((latents,),) = (one.frames for one in device.decoded(row, output="latent"))
+    np.testing.assert_allclose(latents.value, expected, atol=ATOL_LATENTS * (1 + 2 * to_clean))
+    (result,) = device.decoded(row)
+    assert result.product is None and [frame.step for frame in result.frames] == [2]
+    model = golden.pipeline()
+    image = jax.jit(model.pipeline.decode)(model.params, jnp.asarray(latents.value)[None])
+    pixels = np.clip(np.round(127.5 * np.asarray(image[0]) + 127.5), 0, 255)
+    assert np.abs(result.frames[0].value - pixels).max() <= 1
+    # A preview changes nothing.
     device.step(row)
     device.step(row)
-    (preview,) = device.decoded(row)
-    assert preview.product is None and [frame.step for frame in preview.frames] == [2]
-    velocity = (steps[1] - steps[0]) / (levels[2] - levels[1])
-    clean = steps[1] - levels[2] * velocity  # x - sigma v, with x and sigma after the step
-    # The same prediction as the final latents of another row, which is one step long.
-    (given,) = device.enter(golden.ask(PROMPTS[2], steps=1, latents=clean.astype(np.float32)))
-    held = device.decoded(row, output="latent")[0].frames[0].value
-    np.testing.assert_allclose(held, clean, atol=6e-3)  # the velocity magnifies errors by 6.7
-    del given
+    last = golden.arrays()["96x96/g0/p2/latents_steps"][3, 0]
+    np.testing.assert_allclose(device.latents(row), last, atol=ATOL_LATENTS)
 
 
 def test_a_row_of_nan_ends_alone():
     broken = golden.initial(SQUARE, 0).copy()
     broken[3, 5, 7] = np.nan
-    asks = [
-        golden.ask(PROMPTS[j], latents=broken if j == 1 else golden.initial(SQUARE, j))
-        for j in range(3)
-    ]
+    asks = [golden.ask(PROMPTS[j], latents=golden.initial(SQUARE, j)) for j in range(3)]
+    expected = [alone(one) for one in asks]
+    asks[1] = golden.ask(PROMPTS[1], latents=broken)
     device = golden.Device()
     rows = device.enter(*asks)
     for _ in range(4):
         assert [one.is_invalid for one in device.step(*rows)] == [False, True, False]
-    for output in ("latent", "image"):
-        results = device.decoded(*rows, output=output)
+    latents, images = (device.decoded(*rows, output=output) for output in ("latent", "image"))
+    for results in (latents, images):
         assert [one.is_invalid for one in results] == [False, True, False]
-        for i in (0, 2):
-            (expected,) = golden.Device().decode(row_alone := finished(asks[i]), output=output)
-            assert row_alone.is_done
-            off = np.abs(results[i].product.astype(float) - expected).max()
-            assert off <= (1 if output == "image" else ATOL_ALONE)
+    for j in (0, 2):
+        np.testing.assert_allclose(latents[j].product, expected[j], atol=ATOL_ALONE)
+        pixels = golden.arrays()[f"96x96/g0/p{j}/uint8"][0]
+        assert np.abs(images[j].product.astype(int) - pixels).max() <= 1
     # Its slot and its entry serve the next row.
-    rows[1].request, rows[1].step = golden.ask(PROMPTS[1], seed=3), 0
-    rows[1].is_fresh = True
-    np.testing.assert_allclose(
-        device.finish(rows[1], output="latent")[0], alone(rows[1].request), atol=ATOL_ALONE
-    )
-
-
-def finished(request):
+    slot, (entry,) = rows[1].stay.slot, rows[1].stay.entries
+    again = golden.ask(PROMPTS[1], seed=3)
     device = golden.Device()
-    (row,) = device.enter(request)
-    while not row.is_done:
-        device.step(row)
-    return row
+    device._slots.append(slot)
+    device._entries.append(entry)
+    (product,) = device.finish(*device.enter(again), output="latent")
+    np.testing.assert_allclose(product, alone(again), atol=ATOL_ALONE)
 
 
 def test_nan_in_a_caption_ends_its_rows_alone_and_leaves_nothing_in_the_entry():

@@ -36,7 +36,7 @@ TOKENS = 96  # the compiled length of captions; the longest prompt has 84
 ROWS = 4
 # Far more memory than a program needs for itself, so that a copy of it shows.
 CONFIG = kind.ImageKindConfig(
-    num_slots=256, num_entries=256, max_pixels=192 * 192, max_tokens=4 * TOKENS
+    num_slots=512, num_entries=256, max_pixels=256 * 256, max_tokens=4 * TOKENS
 )
 
 
@@ -155,7 +155,7 @@ class Row:
 
 
 class Device:
-    """Makes launches by hand. `taken` are slots and entries that no row of a test may get."""
+    """Makes launches by hand; all devices have one memory, so rows of two must not run at once."""
 
     def __init__(self, rng=None):
         self.runner = compiled()
