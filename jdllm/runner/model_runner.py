@@ -49,7 +49,13 @@ class ModelRunner:
     @property
     def step_bytes(self) -> int:
         """The most bytes of scratch and results that a program needs besides its arguments."""
-        return max(one.step_bytes for one in self._executables.by_bucket.values())
+        return max(self.bytes_by_bucket.values())
+
+    @property
+    def bytes_by_bucket(self) -> dict[batch_lib.Bucket, int]:
+        """Bytes of scratch and results that each program needs besides its arguments."""
+        found = list(self._executables.by_bucket.items())  # at once: another thread may add to it
+        return {bucket: executable.step_bytes for bucket, executable in found}
 
     @property
     def kernels(self) -> dict[str, str]:
