@@ -1,7 +1,7 @@
 """What image launches get from the host: a `ScheduleBatch` becomes padded numpy arrays.
 
-Padding rows have a slot, or an entry to write, past the last, so that nothing of them is written.
-Else they are captions of one token and steps from noise level 1 to 1.
+Padding rows have slots, or entries to write, past the last, so that nothing of them is written; no
+two rows have the same. Else they are captions of one token and steps from noise level 1 to 1.
 
 The arrays are numpy's on the host and traced in the launch, hence `Any` in their types.
 
@@ -71,10 +71,10 @@ class DecodeInputs:
 
 
 def encode(batch: batch_lib.ScheduleBatch, *, num_entries: int) -> EncodeInputs:
-    """Returns the inputs of an encode launch; its bucket may have no row for a caption too many."""
+    """Returns the inputs of an encode launch."""
     R, L = batch.bucket.rows, batch.bucket.tokens
     ids, lens = np.zeros((R, L), np.int32), np.ones((R,), np.int32)
-    entry = np.full((R,), num_entries, np.int32)
+    entry = _past(num_entries, R)
     for i, row in enumerate(batch.rows):
         assert isinstance(row, image_buckets.CaptionRow)
         ids[i, : len(row.ids)] = row.ids
@@ -85,7 +85,7 @@ def encode(batch: batch_lib.ScheduleBatch, *, num_entries: int) -> EncodeInputs:
 def begin(batch: batch_lib.ScheduleBatch, shape: tuple[int, ...], *, num_slots: int) -> BeginInputs:
     """Returns the inputs of a launch that writes given latents of this shape."""
     R = batch.bucket.rows
-    latents, slot = np.zeros((R, *shape), np.float32), _no_slots(R, num_slots)
+    latents, slot = np.zeros((R, *shape), np.float32), _past(num_slots, R)
     for i, row in enumerate(batch.rows):
         given = image_stay.image_of(row.request).latents
         assert given is not None, "a row without given latents is begun by its first step"
@@ -101,7 +101,7 @@ def step(
     assert isinstance(bucket, image_buckets.StepBucket)
     R, P = bucket.rows, 1 + bucket.is_guided
     inputs = StepInputs(
-        slot=_no_slots(R, num_slots),
+        slot=_past(num_slots, R),
         is_fresh=np.zeros((R,), bool),
         seed=np.zeros((R, 2), np.uint32),
         entry=np.zeros((P, R), np.int32),
@@ -126,7 +126,7 @@ def step(
 
 def decode(batch: batch_lib.ScheduleBatch, *, num_slots: int) -> DecodeInputs:
     """Returns the inputs of a decode launch."""
-    slot = _no_slots(batch.bucket.rows, num_slots)
+    slot = _past(num_slots, batch.bucket.rows)
     slot[: len(batch.rows)] = [row.stay.slot for row in batch.rows]
     return DecodeInputs(slot=slot)
 
@@ -138,8 +138,8 @@ def captions_of(row: batch_lib.ScheduledRow) -> list[tuple[int, ...]]:
     return [ids] if negative_ids is None else [ids, negative_ids]
 
 
-def _no_slots(rows: int, num_slots: int) -> np.ndarray:
-    return np.full((rows,), num_slots, np.int32)
+def _past(count: int, rows: int) -> np.ndarray:
+    return count + np.arange(rows, dtype=np.int32)
 
 
 def _no_guidance(rows: int) -> interface.Guidance:

@@ -23,7 +23,7 @@ MOST_ENTRIES = 4096  # captions of tiny models need no more, however many would 
 
 
 def slot_bytes(pipeline: interface.Pipeline, max_pixels: int) -> int:
-    """Returns the bytes of a slot: latents and clean latents of an image of at most `max_pixels`."""
+    """Returns the bytes of a slot: latents and clean latents of at most `max_pixels`."""
     return 2 * _FLOAT32_BYTES * kind.latent_elements(pipeline, max_pixels)
 
 
@@ -75,7 +75,7 @@ def most_pixels(measured: list[tuple[int, int]], free_bytes: int) -> int | None:
     if not measured:
         return None
     largest = max(pixels for pixels, _ in measured)
-    rates = [needed / pixels for pixels, needed in measured if 2 * pixels >= largest]
+    rates = [max(1, needed) / pixels for pixels, needed in measured if 2 * pixels >= largest]
     return int(free_bytes / max(rates))
 
 

@@ -55,12 +55,15 @@ class Captions:
         )
 
     def write(self, entry: Int32[Array, " R"], captions: Any) -> Captions:
-        """Returns the store with these captions; those for entries out of range are dropped."""
+        """Returns the store with these captions; those for entries out of range are dropped.
+
+        No two rows may have the same entry, in range or not.
+        """
 
         def of_leaf(held: Array, new: Array) -> Array:
             missing = [(0, whole - part) for whole, part in zip(held.shape[1:], new.shape[1:])]
             padded = jnp.pad(new.astype(held.dtype), [(0, 0), *missing])
-            return held.at[entry].set(padded, mode="drop")
+            return held.at[entry].set(padded, mode="drop", unique_indices=True)
 
         return Captions(entries=jax.tree.map(of_leaf, self.entries, captions))
 
@@ -82,9 +85,12 @@ def read(
 def write(
     held: Float32[Array, "N E"], slot: Int32[Array, " R"], latents: Float32[Array, "R ..."]
 ) -> Float32[Array, "N E"]:
-    """Returns the slots with these latents; those for slots out of range are dropped."""
+    """Returns the slots with these latents; those for slots out of range are dropped.
+
+    No two rows may have the same slot, in range or not.
+    """
     flat = latents.reshape(len(latents), -1)
-    return held.at[slot, : flat.shape[1]].set(flat, mode="drop")
+    return held.at[slot, : flat.shape[1]].set(flat, mode="drop", unique_indices=True)
 
 
 def _beginning(shape: tuple[int, ...]) -> tuple[slice, ...]:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import pathlib
@@ -106,11 +107,11 @@ def compiled() -> model_runner.ModelRunner:
 
 def ask(
     prompt=PROMPTS[1], *, size=SQUARE, steps=4, scale=0.0, negative=NEGATIVE, seed=0, latents=None,
-    output="image", partial=0, truncation=1.0, normalization=0.0,
+    output="image", partial=0, truncation=1.0, normalization=0.0, name="",
 ):  # fmt: skip
     """Returns a request, guided if it has a scale."""
     return request_lib.Request(
-        request_id="",
+        request_id=name,
         prompt_ids=list(ids_of(prompt)),
         sampling=sampling_params.SamplingParams(),
         max_new_tokens=1,
@@ -128,6 +129,19 @@ def ask(
             latents=latents,
             output=output,
         ),
+    )
+
+
+def ask_again(request):
+    """Returns a new request for the same image, without previews."""
+    image = dataclasses.replace(request.image, partial_images=0)
+    return request_lib.Request(
+        request_id=f"{request.request_id} again",
+        prompt_ids=request.prompt_ids,
+        sampling=request.sampling,
+        max_new_tokens=1,
+        seed=request.seed,
+        image=image,
     )
 
 
