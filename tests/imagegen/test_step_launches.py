@@ -11,7 +11,11 @@ import pytest
 from support import golden_images as golden
 from support.golden_images import PROMPTS, SQUARE, TALL
 
-from jdllm.runner.launch import compile_counter
+from jdllm import device as device_lib
+from jdllm.imagegen import kind as kind_lib
+from jdllm.imagegen import loaded
+from jdllm.runner.launch import compile_counter, interrupts
+from jdllm.scheduler import batch as batch_lib
 
 # Batched against alone inside one implementation; with guidance the reference has 4e-5.
 ATOL_ALONE = 5e-5
@@ -191,3 +195,20 @@ def test_memory_is_never_copied():
         assert memory.alias_size_in_bytes >= sum(used), bucket
         extra = memory.output_size_in_bytes - memory.alias_size_in_bytes
         assert memory.temp_size_in_bytes + extra < min(used) / 4, bucket
+
+
+def test_latents_and_noise_levels_are_float32_whatever_the_weights_are():
+    model = loaded.load(golden.folder(), "bfloat16", device_lib.facts(), show_progress=False)
+    assert {array.dtype for array in model.params.values()} == {jnp.dtype("bfloat16")}
+    kind = kind_lib.ImageKind(model.pipeline, golden.CONFIG)
+    memory = jax.eval_shape(kind.create_memory)
+    assert memory["captions"].entries.dtype == jnp.bfloat16
+    for bucket in (golden.step_bucket(TALL, is_guided=True), golden.decode_bucket(TALL, "latent")):
+        program = kind.program(bucket)
+        empty = batch_lib.ScheduleBatch(rows=(), bucket=bucket)
+        inputs = program.inputs(empty, interrupts.shapes())
+        parts = {name: memory[name] for name in program.uses}
+        after, outputs = jax.eval_shape(program.step, model.params, parts, inputs)
+        assert after == parts
+        assert {leaf.dtype for leaf in jax.tree.leaves(after["slots"])} == {jnp.dtype("float32")}
+        assert outputs.value is None or outputs.value.dtype == jnp.float32

@@ -18,12 +18,13 @@ logger = logging.getLogger(__name__)
 
 
 class FirstUse:
-    """Answers which programs are ready; only `is_ready` and `close` are called from outside."""
+    """Answers which programs are ready; the engine thread asks and, at its end, closes."""
 
     def __init__(self, runner: model_runner.ModelRunner):
         self._runner = runner
         self._executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="compile")
         self._asked: set[batch_lib.Bucket] = set()
+        self._is_closed = False
         self.num_compiled = 0
 
     def is_ready(self, bucket: batch_lib.Bucket) -> bool:
@@ -33,7 +34,7 @@ class FirstUse:
         """
         if self._runner.has_program(bucket):
             return True
-        if bucket not in self._asked:
+        if bucket not in self._asked and not self._is_closed:
             self._asked.add(bucket)
             logger.warning("compiling %s at its first use; its requests wait, no others do", bucket)
             self._executor.submit(self._compile, bucket)
@@ -41,6 +42,7 @@ class FirstUse:
 
     def close(self) -> None:
         """Begins no other compilation, and waits for the one that runs."""
+        self._is_closed = True
         self._executor.shutdown(wait=True, cancel_futures=True)
 
     def _compile(self, bucket: batch_lib.Bucket) -> None:

@@ -15,6 +15,7 @@ import time
 from jdllm import device as device_lib
 from jdllm import device_facts, errors, image_params
 from jdllm.engine import core as core_lib
+from jdllm.engine.build import build as text_build
 from jdllm.engine.build import first_use, startup
 from jdllm.imagegen import kind as kind_lib
 from jdllm.imagegen import loaded, pipeline_folder
@@ -96,6 +97,7 @@ def build(config: ImageBuildConfig, progress: startup.StartupProgress) -> BuiltI
     Raises a ConfigError for a folder with faults and for sizes that the pipeline cannot make.
     """
     began_s = time.monotonic()
+    text_build.enable_compilation_cache()
     progress.enter("load")
     device = device_lib.facts()
     folder = pipeline_folder.read(config.directory, load_format=config.load_format)
