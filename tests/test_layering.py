@@ -93,11 +93,7 @@ MAY_PRINT = (
     "jdllm/eval/__main__.py",
     "jdllm/train/__main__.py",
 )
-NON_EMPTY_INITS = (
-    "jdllm/__init__.py",
-    "pallas_kernels/__init__.py",
-    "jdllm/decoding/__init__.py",
-)
+NON_EMPTY_INITS = ("jdllm/__init__.py", "pallas_kernels/__init__.py", "jdllm/decoding/__init__.py")
 VAGUE_NAMES = {"utils", "util", "common", "manager", "managers", "data", "helpers", "misc"}
 FOREIGN_VARIABLES = ("JAX_", "XLA_", "HF_", "HUGGINGFACE_")  # variables JAX and HF define
 MAX_LINES, MAX_KERNEL_LINES = 400, 600

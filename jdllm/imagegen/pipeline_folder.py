@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import pathlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -26,6 +26,8 @@ from jax.typing import DTypeLike
 from jdllm import device, errors
 from jdllm.checkpoint import assemble, orbax_checkpoint, safetensors_source, source, weight_table
 from jdllm.imagegen import flow_schedule, prompts
+from jdllm.imagegen.pipelines import interface
+from jdllm.imagegen.pipelines import registry as pipelines
 from jdllm.models import hf_config, loading
 from jdllm.models.images import component, registry
 
@@ -33,45 +35,6 @@ _SCHEDULER = "scheduler"
 _CLASS_KEY = "_class_name"
 # The libraries that write pipelines, and what each calls the weights of a model.
 _BASE_NAMES = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TokenizerPlace:
-    """The place of a tokenizer: its classes, and the model whose vocabulary its ids are of."""
-
-    class_names: tuple[str, ...]
-    encoder: str
-    read: Callable[..., prompts.PromptTokenizer] = prompts.ChatTokenizer
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """What a folder of one pipeline class holds: the classes that may stand in each place."""
-
-    models: Mapping[str, tuple[str, ...]]
-    tokenizers: Mapping[str, TokenizerPlace]
-
-
-LAYOUTS: dict[str, Layout] = {
-    "ZImagePipeline": Layout(
-        models={
-            "text_encoder": ("Qwen3Model", "Qwen3ForCausalLM"),
-            "transformer": ("ZImageTransformer2DModel",),
-            "vae": ("AutoencoderKL",),
-        },
-        tokenizers={
-            "tokenizer": TokenizerPlace(
-                class_names=(
-                    "Qwen2Tokenizer",
-                    "Qwen2TokenizerFast",
-                    "PreTrainedTokenizerFast",
-                    "TokenizersBackend",
-                ),
-                encoder="text_encoder",
-            )
-        },
-    ),
-}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,12 +137,12 @@ def read(directory: pathlib.Path, *, load_format: str = "auto") -> PipelineFolde
     """
     index = source.read_json(directory / source.MODEL_INDEX_NAME)
     class_name = index.get(_CLASS_KEY)
-    if not isinstance(class_name, str) or class_name not in LAYOUTS:
+    if not isinstance(class_name, str) or class_name not in pipelines.PIPELINES:
         raise errors.ConfigError(
             f"{directory / source.MODEL_INDEX_NAME}: {_CLASS_KEY}={errors.quote(class_name)} is "
-            f"not supported; supported: {', '.join(LAYOUTS)}"
+            f"not supported; supported: {', '.join(pipelines.PIPELINES)}"
         )
-    layout = LAYOUTS[class_name]
+    layout = pipelines.PIPELINES[class_name].layout
     reader = _Reader(directory, index, load_format)
     reader.check_names({*layout.models, *layout.tokenizers, _SCHEDULER})
     bare = {name: reader.model(name, classes) for name, classes in layout.models.items()}
@@ -264,7 +227,7 @@ class _Reader:
         return None
 
     def tokenizer(
-        self, name: str, place: TokenizerPlace, encoder: ModelFolder | None
+        self, name: str, place: interface.TokenizerPlace, encoder: ModelFolder | None
     ) -> prompts.PromptTokenizer | None:
         """Returns a tokenizer, None after a fault."""
         path = self._directory / name

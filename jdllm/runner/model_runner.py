@@ -1,9 +1,10 @@
 """Owns weights, device memory and compiled programs of a model; launches a `ScheduleBatch`.
 
-Every bucket is lowered and compiled at start-up; a launch only looks up its executable. Each launch
-gets the memory (KV pool, row states) as a donated argument, and its result replaces the memory, so
-the memory exists once. The host may start the next launch before it has read the results of the
-one before. The model's kind of rows decides what the programs are.
+Buckets are lowered and compiled at start-up, rare ones later, in another thread; a launch only
+looks up its executable. Each launch gets the memory (KV pool, row states) as a donated argument,
+and its result replaces the memory, so the memory exists once. The host may start the next launch
+before it has read the results of the one before. The model's kind of rows decides what the
+programs are.
 
 Letters: W words (`launch/words.py`).
 """
@@ -23,7 +24,7 @@ from jdllm.scheduler import batch as batch_lib
 
 
 class ModelRunner:
-    """Executes batches of one loaded model; used by the engine thread only."""
+    """Executes batches of one loaded model; used by the engine thread only, but for `compile`."""
 
     def __init__(
         self,
@@ -49,24 +50,37 @@ class ModelRunner:
     @property
     def step_bytes(self) -> int:
         """The most bytes of scratch and results that a program needs besides its arguments."""
-        return max(one.step_bytes for one in self._executables.by_bucket.values())
+        return max(self.bytes_by_bucket.values())
+
+    @property
+    def bytes_by_bucket(self) -> dict[batch_lib.Bucket, int]:
+        """Bytes of scratch and results that each program needs besides its arguments."""
+        found = list(self._executables.by_bucket.items())  # at once: another thread may add to it
+        return {bucket: executable.step_bytes for bucket, executable in found}
 
     @property
     def kernels(self) -> dict[str, str]:
         """For each op, a line that says what the compiled programs run."""
         return self._executables.kernels
 
+    def has_program(self, bucket: batch_lib.Bucket) -> bool:
+        """Returns whether launches of this bucket can start, or have failed to compile."""
+        return bucket in self._executables.by_bucket or bucket in self._executables.faults
+
     def compile(
         self,
         buckets: Sequence[batch_lib.Bucket],
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Lowers and compiles every bucket; calls `on_progress(done, total)` after each."""
+        """Lowers and compiles every bucket; calls `on_progress(done, total)` after each.
+
+        Another thread may call it while launches run.
+        """
         self._executables.compile(buckets, self._params, self._memory, on_progress)
 
     def launch(self, batch: batch_lib.ScheduleBatch) -> Launch:
         """Starts a launch and returns at once; JAX runs launches in the order of these calls."""
-        executable = self._executables.by_bucket[batch.bucket]
+        executable = self._executables.of(batch.bucket)
         program = executable.program
         words = executable.packed.pack(program.inputs(batch, self._next_interrupt()))
         parts = {name: self._memory[name] for name in program.uses}

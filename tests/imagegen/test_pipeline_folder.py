@@ -14,6 +14,7 @@ import safetensors.numpy
 from jdllm import convert, errors
 from jdllm.checkpoint import orbax_checkpoint
 from jdllm.imagegen import pipeline_folder, prompts
+from jdllm.imagegen.pipelines import registry as pipelines
 from jdllm.models.images import registry
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -255,7 +256,7 @@ def test_the_published_sizes_are_a_dummy():
 
 
 def test_every_class_of_a_layout_is_registered():
-    for layout in pipeline_folder.LAYOUTS.values():
+    for layout in (one.layout for one in pipelines.PIPELINES.values()):
         for class_names in layout.models.values():
             assert set(class_names) <= registry.COMPONENTS.keys()
         assert {place.encoder for place in layout.tokenizers.values()} <= layout.models.keys()

@@ -62,7 +62,7 @@ class Built:
 def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) -> Built:
     """Loads the model, chooses the size of the KV pool and compiles every bucket."""
     began = time.monotonic()
-    _enable_compilation_cache()
+    enable_compilation_cache()
     progress.enter("load")
     model_dir = source.resolve(
         config.model_path, revision=config.revision, download_dir=config.download_dir
@@ -150,7 +150,7 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
     )
 
 
-def _enable_compilation_cache() -> None:
+def enable_compilation_cache() -> None:
     """Keeps compiled steps across starts, unless the user configured a cache."""
     # JAX adds its options to `config` at import, where no type checker sees them.
     found = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Float32, UInt8
+from jaxtyping import Array, Float, Float32
 
 from jdllm.models.images import component
 from jdllm.models.images.autoencoder import coders
@@ -86,11 +86,6 @@ class AutoencoderKLWithEncoder(AutoencoderKL):
         mean, log_variance = jnp.split(moments, 2, axis=1)
         mean = (mean - self.config.shift_factor) * factor
         return mean, jnp.clip(log_variance, *_LOG_VARIANCES) + 2 * math.log(factor)
-
-
-def to_uint8(images: Images) -> UInt8[Array, "B H W 3"]:
-    """Returns pixels 0 to 255 of images -1 to 1: clipped, then rounded half to even."""
-    return jnp.round(255 * jnp.clip(images / 2 + 0.5, 0, 1)).astype(jnp.uint8)
 
 
 _RESNET = """

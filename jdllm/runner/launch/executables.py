@@ -54,6 +54,7 @@ class Executables:
         self._kind = kind
         self._options = compiler_options(device)
         self.by_bucket: dict[batch_lib.Bucket, Executable] = {}
+        self.faults: dict[batch_lib.Bucket, Exception] = {}  # why a program is missing
         self.kernels: dict[str, str] = {}  # by op, a line on what the programs run
 
     def compile(
@@ -69,7 +70,11 @@ class Executables:
         def compile_one(bucket: batch_lib.Bucket) -> None:
             nonlocal done
             started = time.monotonic()
-            executable = self._compile(bucket, params, memory)
+            try:
+                executable = self._compile(bucket, params, memory)
+            except Exception as error:
+                self.faults[bucket] = error
+                raise
             with lock:
                 self.by_bucket[bucket] = executable
                 done += 1
@@ -89,9 +94,17 @@ class Executables:
         for op, line in self.kernels.items():
             logger.debug("kernel %s: %s", op, line)
 
+    def of(self, bucket: batch_lib.Bucket) -> Executable:
+        """Returns the executable of a bucket; raises what kept it from being compiled."""
+        if bucket not in self.by_bucket and bucket in self.faults:
+            raise RuntimeError(f"{bucket} was not compiled") from self.faults[bucket]
+        return self.by_bucket[bucket]
+
     def _describe_kernels(self) -> dict[str, str]:
         """Returns by op which implementations the programs contain, and why not faster ones."""
-        return pallas_kernels.describe_choices([one.choices for one in self.by_bucket.values()])
+        return pallas_kernels.describe_choices(
+            [one.choices for one in list(self.by_bucket.values())]
+        )
 
     def _compile(
         self, bucket: batch_lib.Bucket, params: program_lib.Params, memory: program_lib.Memory

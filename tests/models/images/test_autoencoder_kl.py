@@ -14,6 +14,7 @@ from jdllm import errors
 from jdllm.checkpoint import weight_table
 from jdllm.models import loading
 from jdllm.models.images import autoencoder_kl
+from jdllm.models.images import pixels as pixels_lib
 from jdllm.models.images.autoencoder import config as config_lib
 from jdllm.models.images.autoencoder import layers
 
@@ -40,7 +41,7 @@ def test_decodes_as_diffusers(vae, golden, size):
     images = vae.decode_denormalised(jnp.asarray(golden[f"decode/{size}/z"]))
     assert images.dtype == jnp.float32
     np.testing.assert_allclose(channels_first(images), golden[f"decode/{size}/out"], atol=ATOL)
-    pixels = np.asarray(autoencoder_kl.to_uint8(images)).astype(int)
+    pixels = np.asarray(pixels_lib.to_uint8(images)).astype(int)
     off = np.abs(pixels - golden[f"decode/{size}/uint8"])
     assert off.max() <= 1 and (off > 0).mean() < 1e-3
 
@@ -79,7 +80,7 @@ def test_a_row_does_not_see_its_batch(vae, golden):
 
 def test_pixels_are_clipped_and_rounded_half_to_even():
     values = np.array([-9.0, -1.0, 0.0, 1.0, 1.5, np.inf], np.float32)
-    pixels = autoencoder_kl.to_uint8(jnp.asarray(values))
+    pixels = pixels_lib.to_uint8(jnp.asarray(values))
     assert pixels.dtype == jnp.uint8
     assert pixels.tolist() == [0, 0, 128, 255, 255, 255]  # 127.5 rounds to 128
 

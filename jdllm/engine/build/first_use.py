@@ -1,0 +1,56 @@
+"""Compiles programs when a request first needs them, beside the launches of the others.
+
+Image rows ask for every program before they plan a launch of it (`ImageRows.is_ready`). A program
+that is missing is compiled by one thread, in the order of the questions; its rows wait, and no
+others do. The first question about a size is about one row, so that its requests start soon.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import time
+
+from jdllm.runner import model_runner
+from jdllm.scheduler import batch as batch_lib
+
+logger = logging.getLogger(__name__)
+
+
+class FirstUse:
+    """Answers which programs are ready; the engine thread asks and, at its end, closes."""
+
+    def __init__(self, runner: model_runner.ModelRunner):
+        self._runner = runner
+        self._executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="compile")
+        self._asked: set[batch_lib.Bucket] = set()
+        self._is_closed = False
+        self.num_compiled = 0
+
+    def is_ready(self, bucket: batch_lib.Bucket) -> bool:
+        """Returns whether a launch of this bucket can start; if not, it can soon.
+
+        If the program cannot be compiled, the launch says so.
+        """
+        if self._runner.has_program(bucket):
+            return True
+        if bucket not in self._asked and not self._is_closed:
+            self._asked.add(bucket)
+            logger.warning("compiling %s at its first use; its requests wait, no others do", bucket)
+            self._executor.submit(self._compile, bucket)
+        return False
+
+    def close(self) -> None:
+        """Begins no other compilation, and waits for the one that runs."""
+        self._is_closed = True
+        self._executor.shutdown(wait=True, cancel_futures=True)
+
+    def _compile(self, bucket: batch_lib.Bucket) -> None:
+        began_s = time.monotonic()
+        try:
+            self._runner.compile([bucket])
+        except Exception:  # the launch raises it again, for those who asked
+            logger.exception("%s cannot be compiled", bucket)
+            return
+        self.num_compiled += 1
+        logger.info("compiled %s in %.1f s", bucket, time.monotonic() - began_s)

@@ -1,0 +1,232 @@
+"""Builds a running core for images from a pipeline folder: loads, chooses sizes, compiles.
+
+The counterpart of `build.py` for pipelines. The programs of the sizes that are named at start are
+compiled at start; those of other sizes, and of guided steps if guidance is not the default of the
+pipeline, at their first use.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import pathlib
+import time
+
+from jdllm import device as device_lib
+from jdllm import device_facts, errors, image_params
+from jdllm.engine import core as core_lib
+from jdllm.engine.build import build as text_build
+from jdllm.engine.build import first_use, startup
+from jdllm.imagegen import kind as kind_lib
+from jdllm.imagegen import loaded, pipeline_folder
+from jdllm.imagegen import sizes as sizes_lib
+from jdllm.imagegen.pipelines import interface
+from jdllm.runner import model_runner
+from jdllm.runner.launch import compile_counter
+from jdllm.scheduler import batch as batch_lib
+from jdllm.scheduler import scheduler as scheduler_lib
+from jdllm.scheduler.rows import image, image_buckets, image_limits
+
+logger = logging.getLogger(__name__)
+
+# A CPU gets few programs: compiling is most of the start. It serves small models, of which a launch
+# costs about as much as a row.
+CPU_ROWS, ACCELERATOR_ROWS = (1, 2, 4), (1, 2, 4, 8, 12)
+CPU_LAUNCH_COST = 1.0
+CPU_TOKENS, ACCELERATOR_TOKENS = (64, 512), (64, 128, 256, 512)
+CPU_CAPTION_BYTES, ACCELERATOR_CAPTION_BYTES = 64 << 20, 1 << 30
+DEFAULT_QUEUE = 4096
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ImageBuildConfig:
+    """What may be chosen; None is what suits the pipeline and the device.
+
+    `sizes` are the (height, width) in pixels that are compiled at start. A launch has at most
+    `batching_max_size` requests. When nothing runs, the first step may wait `batching_delay_ms`
+    for others. `caption_cache_bytes` bounds the captions that stay on the device.
+    """
+
+    directory: pathlib.Path
+    load_format: str = "auto"
+    dtype: str = "auto"
+    random_seed: int = 0
+    max_running_requests: int | None = None
+    max_queued_requests: int = DEFAULT_QUEUE
+    batching_max_size: int | None = None
+    batching_delay_ms: float = 0.0
+    sizes: tuple[tuple[int, int], ...] | None = None
+    max_pixels: int = image_limits.DEFAULT_MAX_PIXELS
+    caption_cache_bytes: int | None = None
+    disable_overlap_schedule: bool = False
+    decode_log_interval: int = 40
+    show_progress: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("max_running_requests", "batching_max_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise errors.ConfigError(f"{name}={value} must be at least 1")
+        if not self.batching_delay_ms >= 0:
+            raise errors.ConfigError(f"batching_delay_ms={self.batching_delay_ms} must be >= 0")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltImages:
+    """Everything an engine for images holds; `first_use` is closed when the engine ends."""
+
+    config: ImageBuildConfig
+    device: device_facts.DeviceFacts
+    folder: pipeline_folder.PipelineFolder
+    pipeline: interface.Pipeline
+    core: core_lib.EngineCore
+    runner: model_runner.ModelRunner
+    rows: image.ImageRows
+    limits: image_limits.ImageLimits
+    first_use: first_use.FirstUse
+    weight_bytes: int
+    slot_bytes: int  # of all slots
+    caption_bytes: int  # of all entries
+    startup_s: float
+    compiles_at_ready: int
+
+
+def build(config: ImageBuildConfig, progress: startup.StartupProgress) -> BuiltImages:
+    """Loads a pipeline, chooses the memory of its rows and compiles the default programs.
+
+    Raises a ConfigError for a folder with faults and for sizes that the pipeline cannot make.
+    """
+    began_s = time.monotonic()
+    text_build.enable_compilation_cache()
+    progress.enter("load")
+    device = device_lib.facts()
+    folder = pipeline_folder.read(config.directory, load_format=config.load_format)
+    model = loaded.load(
+        folder,
+        config.dtype,
+        device,
+        seed=config.random_seed,
+        show_progress=config.show_progress,
+    )
+    pipeline = model.pipeline
+    limits = _limits(config, pipeline)
+    buckets = _buckets(config, pipeline, limits, device)
+    num_slots = config.max_running_requests or _default_rows(device)
+    max_tokens = buckets.tokens[-1]
+    num_entries = sizes_lib.entries_that_fit(pipeline, max_tokens, _caption_bytes(config, device))
+    kind = kind_lib.ImageKind(
+        pipeline,
+        kind_lib.ImageKindConfig(
+            num_slots=num_slots,
+            num_entries=num_entries,
+            max_pixels=config.max_pixels,
+            max_tokens=max_tokens,
+        ),
+    )
+    runner = model_runner.ModelRunner(model.params, kind, device=device)
+    at_start = _at_start(buckets, pipeline)
+    progress.enter("compile", total=len(at_start))
+    runner.compile(at_start, progress.advance)
+    memory = device_lib.memory_use()
+    if memory is not None:
+        in_use, limit = memory
+        buckets = sizes_lib.fitted(buckets, runner.bytes_by_bucket, limit - in_use)
+    rows = image.ImageRows(
+        image.ImageRowConfig(
+            max_running_requests=num_slots,
+            buckets=buckets,
+            limits_of_images=limits,
+            num_entries=num_entries,
+            start_delay_s=config.batching_delay_ms / 1000,
+            device=device,
+        )
+    )
+    programs = first_use.FirstUse(runner)
+    rows.is_ready = programs.is_ready
+    return BuiltImages(
+        config=config,
+        device=device,
+        folder=folder,
+        pipeline=pipeline,
+        core=core_lib.EngineCore(
+            scheduler_lib.Scheduler(rows, max_queued_requests=config.max_queued_requests),
+            runner,
+            max_total_tokens=1,
+            overlaps=not config.disable_overlap_schedule,
+            decode_log_interval=config.decode_log_interval,
+        ),
+        runner=runner,
+        rows=rows,
+        limits=limits,
+        first_use=programs,
+        weight_bytes=sum(array.nbytes for array in model.params.values()),
+        slot_bytes=num_slots * sizes_lib.slot_bytes(pipeline, config.max_pixels),
+        caption_bytes=num_entries * sizes_lib.entry_bytes(pipeline, max_tokens),
+        startup_s=time.monotonic() - began_s,
+        compiles_at_ready=compile_counter.COUNTER.count,
+    )
+
+
+def _limits(config: ImageBuildConfig, pipeline: interface.Pipeline) -> image_limits.ImageLimits:
+    return image_limits.ImageLimits(
+        size_multiple=pipeline.size_multiple,
+        latent_shape=pipeline.latent_shape,
+        max_pixels=config.max_pixels,
+        max_side=pipeline.max_side,
+    )
+
+
+def _buckets(
+    config: ImageBuildConfig,
+    pipeline: interface.Pipeline,
+    limits: image_limits.ImageLimits,
+    device: device_facts.DeviceFacts,
+) -> image_buckets.ImageBuckets:
+    """Returns the compiled sizes, before it is known what fits into memory."""
+    defaults = pipeline.defaults
+    sizes = config.sizes or ((defaults.height, defaults.width),)
+    for size in sizes:
+        _check_size(*size, limits)
+    rows = CPU_ROWS if device.is_cpu else ACCELERATOR_ROWS
+    if config.batching_max_size is not None:
+        rows = (*(one for one in rows if one < config.batching_max_size), config.batching_max_size)
+    most = min(defaults.max_sequence_length, pipeline.max_caption_tokens)
+    most = -(-most // pipeline.caption_multiple) * pipeline.caption_multiple
+    tokens = CPU_TOKENS if device.is_cpu else ACCELERATOR_TOKENS
+    buckets = image_buckets.ImageBuckets(
+        rows=rows,
+        tokens=(*(one for one in tokens if one < most), most),
+        sizes=sizes,
+    )
+    if device.is_cpu:
+        buckets = dataclasses.replace(
+            buckets, encode_rows=(1,), decode_rows=(1,), launch_cost=CPU_LAUNCH_COST
+        )
+    return buckets
+
+
+def _check_size(height: int, width: int, limits: image_limits.ImageLimits) -> None:
+    one = image_params.ImageParams(height=height, width=width, num_inference_steps=1)
+    try:
+        limits.check(one)
+    except errors.RequestError as error:
+        raise errors.ConfigError(f"sizes: {error}") from error
+
+
+def _at_start(
+    buckets: image_buckets.ImageBuckets, pipeline: interface.Pipeline
+) -> list[batch_lib.Bucket]:
+    """Returns what is compiled before the first request: no guided steps, or only these."""
+    is_guided = pipeline.is_guided(pipeline.defaults.guidance_scale)
+    return dataclasses.replace(buckets, guided=(is_guided,)).all()
+
+
+def _default_rows(device: device_facts.DeviceFacts) -> int:
+    defaults = image.ImageRows.defaults
+    return defaults.cpu_rows if device.is_cpu else defaults.accelerator_rows
+
+
+def _caption_bytes(config: ImageBuildConfig, device: device_facts.DeviceFacts) -> int:
+    if config.caption_cache_bytes is not None:
+        return config.caption_cache_bytes
+    return CPU_CAPTION_BYTES if device.is_cpu else ACCELERATOR_CAPTION_BYTES

@@ -1,0 +1,106 @@
+"""The device side of image rows: slots, a store of captions, and a program for each bucket."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+from jdllm import errors
+from jdllm.imagegen import inputs, programs, results, state
+from jdllm.imagegen.pipelines import interface
+from jdllm.runner.launch import program
+from jdllm.scheduler import batch as batch_lib
+from jdllm.scheduler.rows import image_buckets
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ImageKindConfig:
+    """The memory of image rows: how many of them there are, and how large they may be.
+
+    `max_pixels` are those of one image, `max_tokens` those of the longest compiled caption.
+    """
+
+    num_slots: int
+    num_entries: int
+    max_pixels: int
+    max_tokens: int
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if (value := getattr(self, field.name)) < 1:
+                raise errors.ConfigError(f"{field.name}={value} must be at least 1")
+
+
+class ImageKind:
+    """Programs of one loaded pipeline."""
+
+    def __init__(self, pipeline: interface.Pipeline, config: ImageKindConfig):
+        _check(pipeline, config)
+        self._pipeline = pipeline
+        self._config = config
+
+    def create_memory(self) -> program.Memory:
+        """Returns slots and a store without content."""
+        config, pipeline = self._config, self._pipeline
+        elements = latent_elements(pipeline, config.max_pixels)
+        captions = pipeline.caption_shapes(config.max_tokens)
+        return {
+            programs.SLOTS: state.empty_slots(config.num_slots, elements),
+            programs.CAPTIONS: state.Captions.empty(config.num_entries, captions),
+        }
+
+    def program(self, bucket: batch_lib.Bucket) -> program.Program:
+        """Returns the program of a launch of images."""
+        pipeline, num_slots = self._pipeline, self._config.num_slots
+        match bucket:
+            case image_buckets.EncodeBucket():
+                num_entries = self._config.num_entries
+                return program.Program(
+                    step=functools.partial(programs.encode, pipeline),
+                    uses=(programs.CAPTIONS,),
+                    inputs=lambda batch, _: inputs.encode(batch, num_entries=num_entries),
+                    results=results.of_encode,
+                )
+            case image_buckets.BeginBucket(height=height, width=width):
+                shape = pipeline.latent_shape(height, width)
+                return program.Program(
+                    step=programs.begin,
+                    uses=(programs.SLOTS,),
+                    inputs=lambda batch, _: inputs.begin(batch, shape, num_slots=num_slots),
+                    results=results.of_begin,
+                )
+            case image_buckets.StepBucket():
+                return program.Program(
+                    step=functools.partial(programs.step, pipeline, bucket),
+                    uses=(programs.SLOTS, programs.CAPTIONS),
+                    inputs=lambda batch, _: inputs.step(batch, pipeline, num_slots=num_slots),
+                    results=functools.partial(results.of_step, pipeline),
+                )
+            case image_buckets.DecodeBucket():
+                return program.Program(
+                    step=functools.partial(programs.decode, pipeline, bucket),
+                    uses=(programs.SLOTS,),
+                    inputs=lambda batch, _: inputs.decode(batch, num_slots=num_slots),
+                    results=results.of_decode,
+                )
+        raise ValueError(f"{bucket=} is not a bucket of images")
+
+
+def latent_elements(pipeline: interface.Pipeline, pixels: int) -> int:
+    """Returns the most elements that the latents of an image of at most `pixels` have."""
+    side = pipeline.size_multiple
+    return pixels // side**2 * math.prod(pipeline.latent_shape(side, side))
+
+
+def _check(pipeline: interface.Pipeline, config: ImageKindConfig) -> None:
+    multiple, most = pipeline.caption_multiple, pipeline.max_caption_tokens
+    if config.max_tokens % multiple or config.max_tokens > most:
+        raise errors.ConfigError(
+            f"captions of max_tokens={config.max_tokens} must have a multiple of {multiple} "
+            f"tokens, at most {most}"
+        )
+    if config.max_pixels < pipeline.size_multiple**2:
+        raise errors.ConfigError(
+            f"max_pixels={config.max_pixels} must be at least {pipeline.size_multiple**2}"
+        )

@@ -1,0 +1,186 @@
+"""What the serving of images knows of a pipeline; a class of pipelines is one file beside this one.
+
+A pipeline says which components it has and what the four kinds of launches compute: captions,
+velocities, their guidance, images. It sees arrays of rows, and neither slots nor requests. Its
+numbers (sizes, dtypes) come from the configs of its components.
+
+Letters: R rows, L tokens of a padded caption, H and W sides of an image in pixels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Protocol, Self
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float32, Int32
+
+from jdllm.imagegen import flow_schedule, prompts
+from jdllm.models import loading
+
+Params = Mapping[str, jax.Array]  # of all components: the name of each begins its parameters'
+Captions = Any  # a tree of arrays [R, ...], see `Pipeline.caption_shapes`
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerPlace:
+    """The place of a tokenizer: its classes, and the model whose vocabulary its ids are of."""
+
+    class_names: tuple[str, ...]
+    encoder: str
+    read: Callable[..., prompts.PromptTokenizer] = prompts.ChatTokenizer
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """What a folder of one pipeline class holds: the classes that may stand in each place."""
+
+    models: Mapping[str, tuple[str, ...]]
+    tokenizers: Mapping[str, TokenizerPlace]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Defaults:
+    """What a request gets that does not say; the sides are in pixels."""
+
+    height: int
+    width: int
+    num_inference_steps: int
+    guidance_scale: float
+    max_sequence_length: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What a pipeline is built from: all of its loaded components but their weights.
+
+    `dtype` is that of all weights.
+    """
+
+    graphdefs: Mapping[str, nnx.GraphDef]
+    configs: Mapping[str, Any]
+    schedule: flow_schedule.FlowSchedule
+    dtype: jnp.dtype
+
+    def module(self, name: str, params: Params) -> Any:
+        """Returns a component with its weights, inside a traced function."""
+        prefix = prefix_of(name)
+        own = {
+            path.removeprefix(prefix): array
+            for path, array in params.items()
+            if path.startswith(prefix)
+        }
+        return loading.merge(self.graphdefs[name], own)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Guidance:
+    """Options of guided rows, by the names of `ImageParams`."""
+
+    guidance_scale: Float32[Any, " R"]
+    cfg_truncation: Float32[Any, " R"]
+    cfg_normalization: Float32[Any, " R"]
+
+
+class Pipeline(Protocol):
+    """A loaded pipeline without its weights.
+
+    Latents are float32 in the shape that the published pipeline takes; with sides that are
+    multiples of `size_multiple`, the elements of a latent are in proportion to the pixels.
+    `encode`, `predict`, `guide` and `decode` are traced. They treat every row as if it were alone.
+    """
+
+    layout: ClassVar[Layout]
+    defaults: ClassVar[Defaults]
+
+    @classmethod
+    def build(cls, parts: Parts) -> Self:
+        """Returns the pipeline of these components."""
+        ...
+
+    @property
+    def size_multiple(self) -> int:
+        """Pixels of which both sides of an image are multiples."""
+        ...
+
+    @property
+    def max_side(self) -> int:
+        """Pixels of the longest side that the model has positions for."""
+        ...
+
+    @property
+    def caption_multiple(self) -> int:
+        """Tokens of which the compiled lengths of captions are multiples."""
+        ...
+
+    @property
+    def max_caption_tokens(self) -> int:
+        """Tokens of the longest compiled length of a caption."""
+        ...
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+        """Returns the shape of the latents of an image of so many pixels."""
+        ...
+
+    def image_tokens(self, height: int, width: int) -> int:
+        """Returns how many tokens an image has in the transformer, without padding."""
+        ...
+
+    def sigmas(self, num_steps: int, height: int, width: int) -> Float32[Any, " num_steps+1"]:
+        """Returns the noise levels before each step, and the last one, 0 (numpy)."""
+        ...
+
+    def is_guided(self, guidance_scale: float) -> bool:
+        """Returns whether images of this scale need a forward for the negative prompt, too."""
+        ...
+
+    def caption_shapes(self, tokens: int) -> Any:
+        """Returns the shapes (without rows) of what is kept of a caption of a compiled length.
+
+        No axis shrinks when `tokens` grows. A shorter caption is the beginning of each axis.
+        """
+        ...
+
+    def encode(
+        self, params: Params, ids: Int32[Array, "R L"], lens: Int32[Array, " R"]
+    ) -> Captions:
+        """Returns what is kept of captions: what steps need that is the same in all of them."""
+        ...
+
+    def predict(
+        self,
+        params: Params,
+        latents: Float32[Array, "R ..."],
+        sigma: Float32[Array, " R"],
+        captions: Captions,
+        lens: Int32[Array, " R"],
+        guidance: Guidance,
+    ) -> Float32[Array, "R ..."]:
+        """Returns velocities (noise - clean) of latents at the noise levels `sigma`.
+
+        `lens` are the numbers of ids of the captions.
+        """
+        ...
+
+    def guide(
+        self,
+        positive: Float32[Array, "R ..."],
+        negative: Float32[Array, "R ..."],
+        sigma: Float32[Array, " R"],
+        guidance: Guidance,
+    ) -> Float32[Array, "R ..."]:
+        """Returns the velocities to step with, from those of the prompt and of the negative one."""
+        ...
+
+    def decode(self, params: Params, latents: Float32[Array, "R ..."]) -> Float32[Array, "R H W 3"]:
+        """Returns the images of latents, about -1 to 1 and not clipped."""
+        ...
+
+
+def prefix_of(component: str) -> str:
+    """Returns how the names of a component's parameters begin in `Params`."""
+    return f"{component}."

@@ -1,0 +1,161 @@
+"""Z-Image and Z-Image-Turbo (`ZImagePipeline`): Qwen3, a transformer of one stream, Flux's decoder.
+
+The caption blocks of the transformer see neither timestep nor image. So what is kept of a caption
+is their result, and they run once for each prompt.
+
+All is as diffusers 0.42.1 computes it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float32, Int32
+
+from jdllm.imagegen import flow_schedule
+from jdllm.imagegen.pipelines import interface
+from jdllm.models.images import z_image_config
+from jdllm.models.images.autoencoder.config import AutoencoderConfig
+
+Latents = Float32[Array, "R C h w"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ZImagePipeline:
+    """A loaded Z-Image without its weights; see `interface.Pipeline`."""
+
+    layout: ClassVar[interface.Layout] = interface.Layout(
+        models={
+            "text_encoder": ("Qwen3Model", "Qwen3ForCausalLM"),
+            "transformer": ("ZImageTransformer2DModel",),
+            "vae": ("AutoencoderKL",),
+        },
+        tokenizers={
+            "tokenizer": interface.TokenizerPlace(
+                class_names=(
+                    "Qwen2Tokenizer",
+                    "Qwen2TokenizerFast",
+                    "PreTrainedTokenizerFast",
+                    "TokenizersBackend",
+                ),
+                encoder="text_encoder",
+            )
+        },
+    )
+    defaults: ClassVar[interface.Defaults] = interface.Defaults(
+        height=1024,
+        width=1024,
+        num_inference_steps=8,
+        guidance_scale=0.0,
+        max_sequence_length=512,
+    )
+
+    parts: interface.Parts
+
+    @classmethod
+    def build(cls, parts: interface.Parts) -> Self:
+        return cls(parts=parts)
+
+    @property
+    def size_multiple(self) -> int:
+        return self._vae.scale * z_image_config.PATCH
+
+    @property
+    def max_side(self) -> int:
+        return min(self._transformer.axes_lens[1:]) * self.size_multiple
+
+    @property
+    def caption_multiple(self) -> int:
+        return z_image_config.SEQUENCE_MULTIPLE
+
+    @property
+    def max_caption_tokens(self) -> int:
+        # The image stands at the position after the caption, whose first is 1.
+        positions = self._transformer.axes_lens[0] - 2
+        return positions // self.caption_multiple * self.caption_multiple
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+        scale = self._vae.scale
+        return self._transformer.in_channels, height // scale, width // scale
+
+    def image_tokens(self, height: int, width: int) -> int:
+        return (height // self.size_multiple) * (width // self.size_multiple)
+
+    def sigmas(self, num_steps: int, height: int, width: int) -> np.ndarray:
+        return _sigmas(self.parts.schedule, num_steps, self.image_tokens(height, width))
+
+    def is_guided(self, guidance_scale: float) -> bool:
+        return guidance_scale > 0
+
+    def caption_shapes(self, tokens: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((tokens, self._transformer.dim), self.parts.dtype)
+
+    def encode(
+        self, params: interface.Params, ids: Int32[Array, "R L"], lens: Int32[Array, " R"]
+    ) -> Float[Array, "R L D"]:
+        embeddings = self.parts.module("text_encoder", params).encode(ids, lens)
+        return self.parts.module("transformer", params).refine_captions(embeddings, lens)
+
+    def predict(
+        self,
+        params: interface.Params,
+        latents: Latents,
+        sigma: Float32[Array, " R"],
+        captions: Float[Array, "R L D"],
+        lens: Int32[Array, " R"],
+        guidance: interface.Guidance,
+    ) -> Latents:
+        del guidance
+        transformer = self.parts.module("transformer", params)
+        return -transformer.denoise(latents, 1 - sigma, captions, lens)
+
+    def guide(
+        self,
+        positive: Latents,
+        negative: Latents,
+        sigma: Float32[Array, " R"],
+        guidance: interface.Guidance,
+    ) -> Latents:
+        """Returns positive + g (positive - negative), not longer than c times the positive one.
+
+        c = `cfg_normalization` bounds nothing if it is 0. A `cfg_truncation` up to 1 ends the
+        guidance: steps with 1 - sigma above it have none.
+        """
+        mixed = positive + _per_row(guidance.guidance_scale) * (positive - negative)
+        most, length = guidance.cfg_normalization * _length(positive), _length(mixed)
+        is_too_long = (guidance.cfg_normalization > 0) & (length > most)
+        mixed = mixed * _per_row(jnp.where(is_too_long, most / length, 1))
+        truncation = guidance.cfg_truncation
+        is_on = (truncation > 1) | (1 - sigma <= truncation)
+        return jnp.where(_per_row(is_on), mixed, positive)
+
+    def decode(self, params: interface.Params, latents: Latents) -> Float32[Array, "R H W 3"]:
+        return self.parts.module("vae", params).decode(latents)
+
+    @property
+    def _transformer(self) -> z_image_config.ZImageConfig:
+        return self.parts.configs["transformer"]
+
+    @property
+    def _vae(self) -> AutoencoderConfig:
+        return self.parts.configs["vae"]
+
+
+def _length(x: Latents) -> Float32[Array, " R"]:
+    return jnp.sqrt(jnp.sum(jnp.square(x), axis=(1, 2, 3)))
+
+
+def _per_row(x: Any) -> Any:
+    return x[:, None, None, None]
+
+
+@functools.lru_cache(maxsize=1024)
+def _sigmas(
+    schedule: flow_schedule.FlowSchedule, num_steps: int, image_tokens: int
+) -> Float32[np.ndarray, " num_steps+1"]:
+    return schedule.sigmas(num_steps, image_tokens)

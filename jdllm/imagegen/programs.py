@@ -1,0 +1,143 @@
+"""What the four kinds of image launches compute, for any pipeline.
+
+A step treats each row as if it were alone: its noise, noise levels, captions and guidance are its
+own. So rows at different timesteps and with different numbers of steps share a launch.
+
+Letters: R rows, W words.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float32, Int32, UInt32
+
+from jdllm.imagegen import inputs as inputs_lib
+from jdllm.imagegen import state
+from jdllm.imagegen.pipelines import interface
+from jdllm.models.images import pixels
+from jdllm.runner.launch import program
+from jdllm.runner.launch.rows import select
+from jdllm.scheduler.rows import image_buckets
+
+CAPTIONS, SLOTS = "captions", "slots"  # the parts of the memory
+_BYTES_PER_WORD = 4
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Outputs:
+    """Which rows are invalid: something that they computed is infinite or NaN.
+
+    Decoded rows have a value: latents float32 [R, ...], or images as words [R, W] of four bytes,
+    the first byte the lowest.
+    """
+
+    is_invalid: Bool[Array, " R"]
+    value: Float32[Array, "R ..."] | Int32[Array, "R W"] | None = None
+
+
+def encode(
+    pipeline: interface.Pipeline,
+    params: program.Params,
+    memory: program.Memory,
+    inputs: inputs_lib.EncodeInputs,
+) -> tuple[program.Memory, Outputs]:
+    """Writes what the pipeline keeps of captions into their entries."""
+    captions = pipeline.encode(params, inputs.ids, inputs.lens)
+    held: state.Captions = memory[CAPTIONS]
+    finite = [_is_finite(leaf) for leaf in jax.tree.leaves(captions)]
+    is_invalid = ~jnp.stack(finite).all(axis=0)
+    return {CAPTIONS: held.write(inputs.entry, captions)}, Outputs(is_invalid=is_invalid)
+
+
+def begin(
+    params: program.Params, memory: program.Memory, inputs: inputs_lib.BeginInputs
+) -> tuple[program.Memory, Outputs]:
+    """Writes given latents into slots."""
+    del params
+    slots: state.Slots = memory[SLOTS]
+    latents = state.write(slots.latents, inputs.slot, inputs.latents)
+    written = dataclasses.replace(slots, latents=latents)
+    return {SLOTS: written}, Outputs(is_invalid=~_is_finite(inputs.latents))
+
+
+def step(
+    pipeline: interface.Pipeline,
+    bucket: image_buckets.StepBucket,
+    params: program.Params,
+    memory: program.Memory,
+    inputs: inputs_lib.StepInputs,
+) -> tuple[program.Memory, Outputs]:
+    """Takes one Euler step of each row, and keeps the clean latents that it points to."""
+    shape = pipeline.latent_shape(bucket.height, bucket.width)
+    slots: state.Slots = memory[SLOTS]
+    held: state.Captions = memory[CAPTIONS]
+    kept = state.read(slots.latents, inputs.slot, shape)
+    x = select(inputs.is_fresh, noise(inputs.seed, shape), kept)
+    num_passes, R = inputs.entry.shape
+
+    def for_each_pass(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: jnp.concatenate([leaf] * num_passes), tree)
+
+    velocity = pipeline.predict(
+        params,
+        for_each_pass(x),
+        for_each_pass(inputs.sigma),
+        held.read(inputs.entry.reshape(-1), pipeline.caption_shapes(bucket.tokens)),
+        inputs.lens.reshape(-1),
+        for_each_pass(inputs.guidance),
+    )
+    if bucket.is_guided:
+        velocity = pipeline.guide(velocity[:R], velocity[R:], inputs.sigma, inputs.guidance)
+    clean = x - _per_row(inputs.sigma, x) * velocity
+    x = x + _per_row(inputs.next_sigma - inputs.sigma, x) * velocity
+    written = state.Slots(
+        latents=state.write(slots.latents, inputs.slot, x),
+        clean=state.write(slots.clean, inputs.slot, clean),
+    )
+    is_invalid = ~(_is_finite(x) & _is_finite(clean))
+    return {SLOTS: written, CAPTIONS: held}, Outputs(is_invalid=is_invalid)
+
+
+def decode(
+    pipeline: interface.Pipeline,
+    bucket: image_buckets.DecodeBucket,
+    params: program.Params,
+    memory: program.Memory,
+    inputs: inputs_lib.DecodeInputs,
+) -> tuple[program.Memory, Outputs]:
+    """Returns the clean latents of rows, or their images."""
+    slots: state.Slots = memory[SLOTS]
+    shape = pipeline.latent_shape(bucket.height, bucket.width)
+    clean = state.read(slots.clean, inputs.slot, shape)
+    if bucket.output == "latent":
+        return {SLOTS: slots}, Outputs(is_invalid=~_is_finite(clean), value=clean)
+    images = pipeline.decode(params, clean)
+    return {SLOTS: slots}, Outputs(is_invalid=~_is_finite(images), value=_words(images))
+
+
+def noise(seed: UInt32[Array, "R 2"], shape: tuple[int, ...]) -> Float32[Array, "R ..."]:
+    """Returns the latents at noise level 1, which depend on a row's seed and its size alone."""
+
+    def of_row(words: UInt32[Array, " 2"]) -> Float32[Array, " ..."]:
+        return jax.random.normal(jax.random.wrap_key_data(words), shape, jnp.float32)
+
+    return jax.vmap(of_row)(seed)
+
+
+def _words(images: Float32[Array, "R H W 3"]) -> Int32[Array, "R W"]:
+    """Returns pixels of 8 bits as words: outputs of launches are bool or have 32 bits."""
+    flat = pixels.to_uint8(images).reshape(len(images), -1, _BYTES_PER_WORD)
+    return jax.lax.bitcast_convert_type(flat, jnp.int32)
+
+
+def _is_finite(x: Array) -> Bool[Array, " R"]:
+    return jnp.isfinite(x).reshape(len(x), -1).all(axis=1)
+
+
+def _per_row(values: Float32[Array, " R"], x: Array) -> Array:
+    return values.reshape(-1, *(1,) * (x.ndim - 1))

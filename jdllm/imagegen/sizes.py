@@ -1,0 +1,86 @@
+"""How much memory images take, and how many rows of a size so can share a launch.
+
+Slots and entries are exact. What a program needs beside them is what XLA reports of the compiled
+program; for sizes that have not been compiled it is estimated from those that have: it grows with
+the pixels of all rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+
+import jax
+
+from jdllm.imagegen import kind
+from jdllm.imagegen.pipelines import interface
+from jdllm.scheduler import batch as batch_lib
+from jdllm.scheduler.rows import image_buckets
+
+_FLOAT32_BYTES = 4
+MOST_ENTRIES = 4096  # captions of tiny models need no more, however many would fit
+
+
+def slot_bytes(pipeline: interface.Pipeline, max_pixels: int) -> int:
+    """Returns the bytes of a slot: latents and clean latents of at most `max_pixels`."""
+    return 2 * _FLOAT32_BYTES * kind.latent_elements(pipeline, max_pixels)
+
+
+def entry_bytes(pipeline: interface.Pipeline, max_tokens: int) -> int:
+    """Returns the bytes of an entry for captions of at most `max_tokens`."""
+    leaves = jax.tree.leaves(pipeline.caption_shapes(max_tokens))
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def entries_that_fit(pipeline: interface.Pipeline, max_tokens: int, cache_bytes: int) -> int:
+    """Returns how many captions a store of so many bytes holds; two, if it is too small for them.
+
+    A guided request needs two.
+    """
+    fitting = cache_bytes // entry_bytes(pipeline, max_tokens)
+    return max(2, min(fitting, MOST_ENTRIES))
+
+
+def fitted(
+    buckets: image_buckets.ImageBuckets,
+    bytes_by_bucket: Mapping[batch_lib.Bucket, int],
+    free_bytes: int,
+) -> image_buckets.ImageBuckets:
+    """Returns the buckets without launches that need more than `free_bytes`; one row is left.
+
+    `bytes_by_bucket` has what compiled programs need beside weights and memory.
+    """
+    steps: list[tuple[int, int]] = []  # (pixels of all rows, bytes)
+    decodes: list[tuple[int, int]] = []
+    for bucket, needed in bytes_by_bucket.items():
+        match bucket:
+            case image_buckets.StepBucket(rows=rows, height=height, width=width):
+                steps.append((rows * (1 + bucket.is_guided) * height * width, needed))
+            case image_buckets.DecodeBucket(rows=rows, height=height, width=width, output="image"):
+                decodes.append((rows * height * width, needed))
+    return dataclasses.replace(
+        buckets,
+        most_rows=_at_most(buckets.most_rows, most_pixels(steps, free_bytes)),
+        most_decode_rows=_at_most(buckets.most_decode_rows, most_pixels(decodes, free_bytes)),
+    )
+
+
+def most_pixels(measured: list[tuple[int, int]], free_bytes: int) -> int | None:
+    """Returns how many pixels a launch may have, from (pixels, bytes) of others; None: unknown.
+
+    Small launches have costs that do not grow, so those count that are at least half as large as
+    the largest.
+    """
+    if not measured:
+        return None
+    largest = max(pixels for pixels, _ in measured)
+    rates = [max(1, needed) / pixels for pixels, needed in measured if 2 * pixels >= largest]
+    return int(free_bytes / max(rates))
+
+
+def _at_most(rows: Callable[[int, int], int], pixels: int | None) -> Callable[[int, int], int]:
+    if pixels is None:
+        return rows
+    fitting = image_buckets.rows_by_pixels(pixels)
+    return lambda height, width: min(rows(height, width), fitting(height, width))

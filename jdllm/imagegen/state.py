@@ -1,0 +1,97 @@
+"""What image launches share on the device: latents in slots, captions in entries.
+
+Slots and entries serve images and captions of every size. A latent is the beginning of its slot's
+elements, and a caption the beginning of each axis of its entry.
+
+Letters: R rows, N slots, E elements of the largest latent, M entries.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float32, Int32
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Slots:
+    """Where each running image stands, and what its last step took the clean latents to be."""
+
+    latents: Float32[Array, "N E"]
+    clean: Float32[Array, "N E"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Captions:
+    """The captions in entries: a tree of arrays [M, ...], as the pipeline keeps one (`shapes`).
+
+    What an entry holds beyond its caption is zero. Attention weighs it with zero, so it must be
+    finite, whatever the entry held before.
+    """
+
+    entries: Any
+
+    @classmethod
+    def empty(cls, num_entries: int, shapes: Any) -> Captions:
+        """Returns entries for captions of up to these shapes."""
+        return cls(
+            entries=jax.tree.map(
+                lambda shape: jnp.zeros((num_entries, *shape.shape), shape.dtype), shapes
+            )
+        )
+
+    def read(self, entry: Int32[Array, " R"], shapes: Any) -> Any:
+        """Returns captions of these shapes; entries out of range are the last."""
+        return jax.tree.map(
+            lambda held, shape: held.at[(entry, *_beginning(shape.shape))].get(mode="clip"),
+            self.entries,
+            shapes,
+        )
+
+    def write(self, entry: Int32[Array, " R"], captions: Any) -> Captions:
+        """Returns the store with these captions; those for entries out of range are dropped.
+
+        No two rows may have the same entry, in range or not.
+        """
+
+        def of_leaf(held: Array, new: Array) -> Array:
+            missing = [(0, whole - part) for whole, part in zip(held.shape[1:], new.shape[1:])]
+            padded = jnp.pad(new.astype(held.dtype), [(0, 0), *missing])
+            return held.at[entry].set(padded, mode="drop", unique_indices=True)
+
+        return Captions(entries=jax.tree.map(of_leaf, self.entries, captions))
+
+
+def empty_slots(num_slots: int, num_elements: int) -> Slots:
+    """Returns slots for latents of up to so many elements."""
+    zeros = jnp.zeros((num_slots, num_elements), jnp.float32)
+    return Slots(latents=zeros, clean=zeros + 0)  # two arrays: each is donated
+
+
+def read(
+    held: Float32[Array, "N E"], slot: Int32[Array, " R"], shape: tuple[int, ...]
+) -> Float32[Array, "R ..."]:
+    """Returns latents of this shape; slots out of range are the last."""
+    flat = held.at[slot, : math.prod(shape)].get(mode="clip")
+    return flat.reshape(len(slot), *shape)
+
+
+def write(
+    held: Float32[Array, "N E"], slot: Int32[Array, " R"], latents: Float32[Array, "R ..."]
+) -> Float32[Array, "N E"]:
+    """Returns the slots with these latents; those for slots out of range are dropped.
+
+    No two rows may have the same slot, in range or not.
+    """
+    flat = latents.reshape(len(latents), -1)
+    return held.at[slot, : flat.shape[1]].set(flat, mode="drop", unique_indices=True)
+
+
+def _beginning(shape: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(size) for size in shape)

@@ -1,0 +1,77 @@
+"""Programs that are compiled when somebody first asks for them."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from jdllm import errors
+from jdllm.engine.build import first_use, images
+from jdllm.scheduler.rows import image_buckets
+
+
+def bucket(rows):
+    return image_buckets.StepBucket(rows=rows, tokens=32, height=64, width=64, is_guided=False)
+
+
+class Runner:
+    """Compiles when it may; `order` is what it was asked to compile."""
+
+    def __init__(self):
+        self.order, self.done, self.may_go = [], set(), threading.Event()
+
+    def has_program(self, one):
+        return one in self.done
+
+    def compile(self, buckets):
+        (one,) = buckets
+        self.order.append(one.rows)
+        assert self.may_go.wait(30)
+        self.done.add(one)
+        if one.rows == 3:
+            raise RuntimeError("no such kernel")
+
+
+def wait_for(condition):
+    end_s = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.001)
+
+
+def test_each_program_is_compiled_once_in_the_order_of_the_questions():
+    runner = Runner()
+    asked = first_use.FirstUse(runner)
+    assert not any(asked.is_ready(bucket(rows)) for rows in (1, 3, 2, 1, 3))
+    wait_for(lambda: runner.order == [1])  # the question does not wait
+    runner.may_go.set()
+    wait_for(lambda: asked.is_ready(bucket(2)))
+    asked.close()
+    assert runner.order == [1, 3, 2]
+    assert asked.num_compiled == 2, "a failure is none"
+
+
+def test_closing_begins_no_other_compilation():
+    runner = Runner()
+    asked = first_use.FirstUse(runner)
+    for rows in (1, 2, 4):
+        asked.is_ready(bucket(rows))
+    wait_for(lambda: runner.order)
+    closing = threading.Thread(target=asked.close)
+    closing.start()
+    time.sleep(0.05)
+    runner.may_go.set()
+    closing.join(30)
+    assert not closing.is_alive() and runner.order == [1]
+    assert not asked.is_ready(bucket(8)), "a question after the end is answered"
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("max_running_requests", 0), ("batching_max_size", 0), ("batching_delay_ms", -1.0)],
+)
+def test_options_without_meaning_are_refused_by_name(tmp_path, option, value):
+    with pytest.raises(errors.ConfigError, match=f"{option}={value}"):
+        images.ImageBuildConfig(directory=tmp_path, **{option: value})

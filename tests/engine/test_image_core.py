@@ -1,0 +1,161 @@
+"""Images from a pipeline folder through the real scheduler, engine core and runner."""
+
+from __future__ import annotations
+
+import functools
+import random
+import time
+
+import numpy as np
+import pytest
+from support import golden_images as golden
+from support import image_fake
+from support.golden_images import PROMPTS, SQUARE, TALL
+
+from jdllm import errors
+from jdllm.engine import core as core_lib
+from jdllm.engine.build import images, startup
+from jdllm.runner.launch import compile_counter, executables
+
+ATOL_ALONE = 5e-5  # launches of other sizes round differently
+SMALL = (32, 32)
+
+
+@functools.cache
+def built() -> images.BuiltImages:
+    config = images.ImageBuildConfig(
+        directory=golden.PIPELINE,
+        sizes=(SQUARE,),
+        max_pixels=SQUARE[0] * SQUARE[1],
+        max_running_requests=6,
+        batching_max_size=2,
+        caption_cache_bytes=6 * 512 * 64 * 4,  # six captions
+        show_progress=False,
+    )
+    return images.build(config, startup.StartupProgress())
+
+
+def run(*requests, most=10_000):
+    """Returns what requests are told; waits for programs as the engine's loop does."""
+    client, core = image_fake.Client(), built().core
+    core.add(requests)
+    for _ in range(most):
+        if not core.has_work:
+            return client
+        client.take(core.step())
+        time.sleep(core.pause_s)
+    raise AssertionError(f"requests never end: {core.scheduler.stats()}")
+
+
+def alone(request):
+    """Returns the latents of a request that has the core to itself."""
+    (product,) = run(request).products.values()
+    return product
+
+
+def golden_asks():
+    latents = [golden.initial(SQUARE, j) for j in range(3)]
+    return [golden.ask(PROMPTS[j], latents=latents[j], name=f"p{j}") for j in range(3)]
+
+
+def test_golden_runs_come_out_of_the_core_and_nothing_compiles():
+    run(*golden_asks())  # small programs of this test, if any
+    before, merged = compile_counter.COUNTER.count, built().core.counters.merged_forwards
+    client = run(*golden_asks())
+    assert compile_counter.COUNTER.count == before
+    assert built().core.counters.merged_forwards > merged, "rows share steps"
+    assert client.products.keys() == {"p0", "p1", "p2"} and not client.errors
+    for name, image in client.products.items():
+        pixels = golden.arrays()[f"96x96/g0/{name}/uint8"][0]
+        assert np.abs(image.astype(int) - pixels).max() <= 1
+
+
+def test_other_sizes_and_guidance_are_compiled_at_first_use_and_change_nobody():
+    compiled = built().first_use.num_compiled
+    guided = golden.ask(
+        PROMPTS[2], scale=2.5, latents=golden.initial(SQUARE, 2), name="guided", output="latent"
+    )
+    small = golden.ask(size=SMALL, steps=2, name="small")
+    client = run(guided, small, *golden_asks())
+    assert built().first_use.num_compiled > compiled
+    expected = golden.arrays()["96x96/g2.5/p2/latents_steps"][3, 0]
+    np.testing.assert_allclose(client.products["guided"], expected, atol=6e-4)
+    assert client.products["small"].shape == (*SMALL, 3)
+    for j in range(3):
+        pixels = golden.arrays()[f"96x96/g0/p{j}/uint8"][0]
+        assert np.abs(client.products[f"p{j}"].astype(int) - pixels).max() <= 1
+
+
+def test_random_traffic_gives_the_images_of_each_request_alone():
+    rng = random.Random(5)
+    asks = [
+        golden.ask(
+            rng.choice(PROMPTS),
+            steps=rng.choice([1, 2, 3, 5]),
+            seed=seed,
+            partial=rng.choice([0, 1, 2]),
+            output="latent",
+            name=str(seed),
+        )
+        for seed in range(9)
+    ]
+    core, client, waiting = built().core, image_fake.Client(), list(asks)
+    while waiting or core.has_work:
+        if waiting and rng.random() < 0.4:
+            core.add([waiting.pop()])
+        if core.requests and rng.random() < 0.1:
+            core.scheduler.drop_kv()  # as after a fault of another launch: rows begin anew
+        client.take(core.step())
+    assert client.products.keys() == {one.request_id for one in asks}
+    for one in asks:
+        again = golden.ask_again(one)
+        assert client.frames[one.request_id].keys() == set(one.image.preview_steps)
+        for frame in client.frames[one.request_id].values():
+            assert frame.shape == (*SQUARE, 3) and frame.dtype == np.uint8
+        np.testing.assert_allclose(client.products[one.request_id], alone(again), atol=ATOL_ALONE)
+    assert built().rows.captions.hits > 0, "captions are encoded once"
+
+
+def test_a_program_that_cannot_be_compiled_ends_its_requests_alone(monkeypatch):
+    compile_ = executables.Executables._compile
+
+    def broken(self, bucket, params, memory):
+        if bucket.name == "step":
+            raise RuntimeError("no such kernel")
+        return compile_(self, bucket, params, memory)
+
+    monkeypatch.setattr(executables.Executables, "_compile", broken)
+    core = built().core
+    core.add([golden.ask(size=(48, 32), name="lost"), *golden_asks()])
+    client, failed = image_fake.Client(), []
+    while core.has_work:
+        try:
+            client.take(core.step())
+        except core_lib.LaunchFailed as fault:
+            failed += [(one.request_id, str(fault)) for one in fault.requests]
+            client.take(fault.commits)
+        time.sleep(core.pause_s)
+    ((name, message),) = failed
+    assert name == "lost" and "height=48" in message and "was not compiled" in message
+    assert client.products.keys() == {"p0", "p1", "p2"}
+
+
+@pytest.mark.parametrize("size", [(90, 96), (TALL[0], TALL[1] * 2)])
+def test_sizes_that_cannot_be_served_are_refused_before_anything_is_compiled(size):
+    config = images.ImageBuildConfig(
+        directory=golden.PIPELINE, sizes=(size,), max_pixels=SQUARE[0] * SQUARE[1]
+    )
+    before = compile_counter.COUNTER.count
+    with pytest.raises(errors.ConfigError, match="sizes: "):
+        images.build(config, startup.StartupProgress())
+    assert compile_counter.COUNTER.count == before
+
+
+def test_what_is_reported_is_what_is_there():
+    one = built()
+    held = one.runner._memory
+    slots = held["slots"]
+    assert one.slot_bytes == slots.latents.nbytes + slots.clean.nbytes
+    assert one.caption_bytes == held["captions"].entries.nbytes == 6 * 512 * 64 * 4
+    assert one.weight_bytes == sum(array.nbytes for array in one.runner._params.values())
+    assert one.runner.step_bytes > 0
