@@ -77,8 +77,7 @@ def transformer(
 
     def step(params: Any, captions: Any, lens: Any, latents: Any) -> Any:
         t = jnp.full((batch,), 0.5)
-        network = loading.merge(model.graphdef, params)
-        return latents + STEP * network.denoise(latents, t, captions, lens)
+        return latents + STEP * module(model, params).denoise(latents, t, captions, lens)
 
     latents = jax.random.normal(key, (batch, config.in_channels, h, h))
     flops = batch * z_image_config.flops(config, (h // 2) ** 2, caption_tokens)
@@ -92,7 +91,7 @@ def vae(
     h = side // model.config.scale
 
     def step(params: Any, latents: Any) -> Any:
-        images = loading.merge(model.graphdef, params).decode(latents)
+        images = module(model, params).decode(latents)
         return latents + 1e-6 * jnp.mean(images)  # the next decode needs this one
 
     latents = jax.random.normal(jax.random.key(0), (batch, model.config.latent_channels, h, h))
@@ -107,12 +106,16 @@ def text(
     lens = jnp.full((batch,), tokens, jnp.int32)
 
     def step(params: Any, ids: Any) -> Any:
-        found = loading.merge(model.graphdef, params).encode(ids, lens)
+        found = module(model, params).encode(ids, lens)
         return (ids + (found[:, :, 0] > 0)) % 1000
 
     layers = sum(a.size for p, a in model.params.items() if p != "word_embeddings")
     ids = jnp.zeros((batch, tokens), jnp.int32)
     return step, (model.params, ids), 2.0 * layers * tokens * batch
+
+
+def module(model: pipeline_folder.LoadedComponent, params: Any) -> Any:
+    return loading.merge(model.graphdef, params)
 
 
 def measure(
