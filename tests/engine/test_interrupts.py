@@ -95,6 +95,8 @@ def test_launches_of_canvases_that_end_early_lose_no_token(canvases, asked_at_ra
 class PlanningCore:
     """Plans until the host has asked, then runs a launch that ends when asked, or never."""
 
+    pause_s = 0.0
+
     def __init__(self):
         self.interrupts, self.given = interrupts.Interrupts(implementation="xla"), None
         self.runner, self.requests = self, {"one": "a request"}
