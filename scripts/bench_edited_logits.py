@@ -15,43 +15,36 @@ import statistics
 import numpy as np
 
 from jdllm import sampling_params
-from jdllm.bench import command_line, in_process, tables
+from jdllm.bench import command_line, in_process, one_batch, tables
 
 ASKED = {
     "plain": {},
     "logprobs": {"return_logprob": True, "top_logprobs": 5},
     "penalty": {"frequency_penalty": 0.5},
 }
-CONTEXT_MULTIPLE = 32
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--batch-size", type=int, nargs="+", default=[1, 64], metavar="N")
-    parser.add_argument("--input-len", type=int, default=512)
-    parser.add_argument("--output-len", type=int, default=256)
+    parser.add_argument("--input-len", type=int, nargs=1, default=[512])
+    parser.add_argument("--output-len", type=int, nargs=1, default=[256])
     parser.add_argument("--threshold", type=float, nargs="+", default=[0.95, 0.0], metavar="P")
     parser.add_argument("--repeats", type=int, default=3)
     command_line.add_engine_flags(parser)
     options = parser.parse_args()
-    context = options.input_len + options.output_len
-    config = command_line.engine_config(
-        options,
-        max_running_requests=max(options.batch_size),
-        context_length=-(-context // CONTEXT_MULTIPLE) * CONTEXT_MULTIPLE,
-        skip_tokenizer_init=True,
-        disable_radix_cache=True,
-    )
+    config = one_batch.engine_config(options)
+    (input_len,), (output_len,) = options.input_len, options.output_len
     rng = np.random.default_rng(0)
     with in_process.open_engine(config) as engine:
         tables.say("threshold  rows  asked     out tok/s  of plain")
         for threshold in options.threshold:
             for rows in options.batch_size:
-                ids = in_process.random_ids(rng, engine, rows, options.input_len)
+                ids = in_process.random_ids(rng, engine, rows, input_len)
                 plain = None
                 for name, asked in ASKED.items():
                     params = sampling_params.SamplingParams(
-                        max_new_tokens=options.output_len,
+                        max_new_tokens=output_len,
                         temperature=0.0,
                         ignore_eos=True,
                         dllm=sampling_params.DllmParams.from_mapping({"threshold": threshold}),

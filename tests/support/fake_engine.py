@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import threading
 import time
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-from jdllm import config, device_facts, errors, sampling_params, spec
+from support import fake_serving
+
+from jdllm import config, errors, sampling_params, spec
 from jdllm.engine import generations, requests, stats
 from jdllm.scheduler import commits
 from jdllm.templates import chat, conversations
@@ -85,7 +86,7 @@ class FakeTokenizer:
         return [bytes([token]).decode("latin-1") for token in ids]
 
 
-class FakeEngine:
+class FakeEngine(fake_serving.FakeServing):
     output_modality = "text"
 
     def __init__(
@@ -99,27 +100,18 @@ class FakeEngine:
         model_spec: spec.ModelSpec = SPEC,
         engine_config: config.EngineConfig | None = None,
     ):
-        self.config = engine_config or config.EngineConfig()
+        super().__init__(max_queued=max_queued, engine_config=engine_config)
         self.spec = model_spec
         self.tokenizer = None if skip_tokenizer_init else tokenizer or FakeTokenizer()
         self.model_name = "fake-model"
         self.context_length = CONTEXT
         self.max_running_requests = 8
-        self.device = device_facts.DeviceFacts(platform="cpu", device_kind="cpu")
-        self.profiles: list[tuple[str, dict[str, Any]]] = []
         self.max_total_tokens = 4096
-        self.is_alive = True
-        self.open_requests: set[str] = set()
         self.seen_params: list[sampling_params.SamplingParams] = []
         self.seen_prompts: list[list[int]] = []
         self.seen_suffixes: list[list[int]] = []
-        self.seen_priorities: list[float] = []  # one per call
-        self.shut_down = False
         self._block_s = block_s
         self._refusal = refusal
-        self._max_queued = max_queued
-        self._admitting = True
-        self._aborted: set[str] = set()
         self._tokens = 0
 
     async def stream(
@@ -280,24 +272,6 @@ class FakeEngine:
     def default_max_new_tokens(self, prompt_len: int) -> int:
         return max(1, CONTEXT - prompt_len)
 
-    def abort(self, request_ids: str | Collection[str] = (), *, abort_all: bool = False) -> int:
-        ids = {request_ids} if isinstance(request_ids, str) else set(request_ids)
-        found = {r for r in self.open_requests if abort_all or r in ids}
-        self._aborted |= found
-        return len(found)
-
-    def start_profile(self, output_dir: str, **options: Any) -> None:
-        self.profiles.append((output_dir, options))
-
-    def stop_profile(self) -> str:
-        return self.profiles[-1][0]
-
-    def flush_cache(self) -> bool:
-        return not self.open_requests
-
-    def heartbeat_age_s(self) -> float:
-        return 0.0
-
     def stats(self) -> stats.EngineStats:
         values = {
             field: 0 for field in stats.EngineStats.__dataclass_fields__ if field != "token_usage"
@@ -305,22 +279,3 @@ class FakeEngine:
         values["num_running_reqs"] = len(self.open_requests)
         values["generation_tokens_total"] = self._tokens
         return stats.EngineStats(token_usage=0.25, **values)
-
-    def server_info(self) -> dict[str, Any]:
-        return {"model_path": None, "internal_states": [{}]}
-
-    def model_info(self) -> dict[str, Any]:
-        return {"model_path": None, "is_generation": True}
-
-    def stop_admitting(self) -> None:
-        self._admitting = False
-
-    def drain(self, timeout_s: float) -> bool:
-        assert threading.current_thread() is not threading.main_thread()
-        deadline = time.monotonic() + timeout_s
-        while self.open_requests and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return not self.open_requests
-
-    def shutdown(self) -> None:
-        self.shut_down = True

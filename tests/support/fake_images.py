@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import threading
-import time
-from collections.abc import AsyncGenerator, Collection, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, Sequence
 
 import numpy as np
+from support import fake_serving
 
-from jdllm import config, device_facts, errors
+from jdllm import config, errors
 from jdllm.engine import image_requests, requests
 
 FACTS = image_requests.ImageFacts(
@@ -64,7 +62,7 @@ class FakeStats:
     images_total: int
 
 
-class FakeImageEngine:
+class FakeImageEngine(fake_serving.FakeServing):
     output_modality = "image"
 
     def __init__(
@@ -75,20 +73,12 @@ class FakeImageEngine:
         facts: image_requests.ImageFacts = FACTS,
         engine_config: config.EngineConfig | None = None,
     ):
-        self.config = engine_config or config.EngineConfig()
+        super().__init__(max_queued=max_queued, engine_config=engine_config)
         self.facts = facts
         self.model_name = "fake-image"
-        self.device = device_facts.DeviceFacts(platform="cpu", device_kind="cpu")
-        self.is_alive = True
-        self.open_requests: set[str] = set()
         self.seen: list[image_requests.ImageRequest] = []
-        self.seen_priorities: list[float] = []  # one per call
         self.num_warm_ups = 0
-        self.shut_down = False
         self._step_s = step_s
-        self._max_queued = max_queued
-        self._admitting = True
-        self._aborted: set[str] = set()
         self._images = 0
 
     async def stream(
@@ -156,18 +146,6 @@ class FakeImageEngine:
     def warm_up(self) -> None:
         self.num_warm_ups += 1
 
-    def abort(self, request_ids: str | Collection[str] = (), *, abort_all: bool = False) -> int:
-        ids = {request_ids} if isinstance(request_ids, str) else set(request_ids)
-        found = {one for one in self.open_requests if abort_all or one in ids}
-        self._aborted |= found
-        return len(found)
-
-    def flush_cache(self) -> bool:
-        return not self.open_requests
-
-    def heartbeat_age_s(self) -> float:
-        return 0.0
-
     def stats(self) -> FakeStats:
         return FakeStats(
             num_running_reqs=len(self.open_requests),
@@ -175,28 +153,3 @@ class FakeImageEngine:
             max_running_requests=8,
             images_total=self._images,
         )
-
-    def server_info(self) -> dict[str, Any]:
-        return {"model_path": None, "internal_states": [{}]}
-
-    def model_info(self) -> dict[str, Any]:
-        return {"model_path": None, "is_generation": True}
-
-    def start_profile(self, output_dir: str, **options: Any) -> None:
-        pass
-
-    def stop_profile(self) -> str:
-        return ""
-
-    def stop_admitting(self) -> None:
-        self._admitting = False
-
-    def drain(self, timeout_s: float) -> bool:
-        assert threading.current_thread() is not threading.main_thread()
-        deadline = time.monotonic() + timeout_s
-        while self.open_requests and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return not self.open_requests
-
-    def shutdown(self) -> None:
-        self.shut_down = True

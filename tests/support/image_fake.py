@@ -7,6 +7,7 @@ a caption that was lost, a slot used twice or a step out of order changes some p
 import itertools
 
 import numpy as np
+from support import hash_model
 
 from jdllm import image_params, sampling_params
 from jdllm.engine import core as core_lib
@@ -70,21 +71,6 @@ def alone(one):
     return frames, last if one.image.output == "latent" else picture(last)
 
 
-class Done:
-    """A launch whose outcome is known."""
-
-    def __init__(self, outcome):
-        self.outcome = outcome
-
-    def is_ready(self):
-        return True
-
-    def result(self):
-        if isinstance(self.outcome, Exception):
-            raise self.outcome
-        return self.outcome
-
-
 class Device:
     """Runs launches at once. `trace` holds their batches; `fault` gives a launch's error or None.
 
@@ -102,7 +88,7 @@ class Device:
         assert batch.bucket in self.programs, "never compiled"
         assert 1 <= len(batch.rows) <= batch.bucket.rows
         if self.is_lost:  # memory of a failed launch went into this one
-            return Done(RuntimeError("the memory is lost"))
+            return hash_model.Done(RuntimeError("the memory is lost"))
         self.trace.append(batch)
         error = self.fault(batch)
         if batch.bucket.rows > self.most(batch.bucket):
@@ -112,22 +98,26 @@ class Device:
             if self.rng.random() < 0.5:
                 raise error
             self.is_lost = True
-            return Done(error)
+            return hash_model.Done(error)
         self.spoil()
         match batch.bucket:
             case image_buckets.EncodeBucket(tokens=tokens):
-                return Done(self.result([self.encode(row, tokens) for row in batch.rows]))
+                return hash_model.Done(
+                    self.result([self.encode(row, tokens) for row in batch.rows])
+                )
             case image_buckets.BeginBucket():
                 (row,) = batch.rows
                 assert row.is_fresh and self.fits(row, batch.bucket)
                 self.latents[row.stay.slot] = begun(row.request)
-                return Done(self.result([batch_lib.RowResult()]))
+                return hash_model.Done(self.result([batch_lib.RowResult()]))
             case image_buckets.StepBucket() as bucket:
                 assert len({row.stay.slot for row in batch.rows}) == len(batch.rows)
                 rows = [self.step(row, bucket) for row in batch.rows]
-                return Done(self.result(rows, num_steps=1))
+                return hash_model.Done(self.result(rows, num_steps=1))
             case image_buckets.DecodeBucket() as bucket:
-                return Done(self.result([self.decode(row, bucket) for row in batch.rows]))
+                return hash_model.Done(
+                    self.result([self.decode(row, bucket) for row in batch.rows])
+                )
 
     def result(self, rows, num_steps=0):
         return batch_lib.LaunchResult(rows=tuple(rows), num_steps=num_steps)
