@@ -34,6 +34,8 @@ from jdllm.tasks.word_problems import numbers, rendering, rewording, written
 Kind = Literal["template", "written_known", "written_new"]
 TEST_MIXTURE: dict[Kind, float] = {"template": 0.25, "written_known": 0.25, "written_new": 0.5}
 
+SPOKEN_SHARE = 0.3  # of reworded questions, those of "I" or "you" instead of a name
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
@@ -70,13 +72,14 @@ def generate(index: int, *, split: Split, seed: int = 0, variety: Variety | None
     variety = variety or Variety()
     rng = random.Random(f"{seed}/{split}/{index}")
     kind = _draw_kind(rng, split, variety)
+    spoken_share = SPOKEN_SHARE * variety.changes.reworded if split == "train" else 0.0
     id = f"{split}-{seed}-{index}"
     while True:
         try:
             if kind == "template":
                 problem = _told(id, rng, split)
             else:
-                problem = _written(id, rng, split, kind)
+                problem = _written(id, rng, split, kind, spoken_share=spoken_share)
         except Impossible:
             continue
         if any(splits.is_held_out_pair(*step[:3]) for step in problem.steps) == (split == "test"):
@@ -102,7 +105,9 @@ def _draw_kind(rng: random.Random, split: Split, variety: Variety) -> Kind:
     return kind
 
 
-def _written(id: str, rng: random.Random, split: Split, kind: Kind) -> Problem:
+def _written(
+    id: str, rng: random.Random, split: Split, kind: Kind, *, spoken_share: float
+) -> Problem:
     """Returns a written problem with numbers, people and things."""
     source = rng.choice(written.of_split("test" if kind == "written_new" else "train"))
     values, steps = numbers.draw(source, rng)
@@ -110,7 +115,7 @@ def _written(id: str, rng: random.Random, split: Split, kind: Kind) -> Problem:
     for slot in sorted(wording.slots - values.keys()):
         if slot in "abcdef":
             values[slot] = numbers.distractor(rng, source.ranges.get(slot))
-    question, names = rendering.render(wording, values, rng, split)
+    question, names = rendering.render(wording, values, rng, split, spoken_share=spoken_share)
     return Problem(
         id=id,
         kind=kind,

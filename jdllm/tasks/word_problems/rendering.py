@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from jdllm.tasks import invention
 from jdllm.tasks.splits import Split
-from jdllm.tasks.word_problems import number_words
+from jdllm.tasks.word_problems import number_words, persons
 from jdllm.tasks.word_problems.written import Parts, Wording
 
 WORDED_SHARE = 0.15  # of the texts, those whose numbers may be words
@@ -48,11 +48,19 @@ class Person:
 
 
 def render(
-    wording: Wording, values: Mapping[str, int], rng: random.Random, split: Split
+    wording: Wording,
+    values: Mapping[str, int],
+    rng: random.Random,
+    split: Split,
+    *,
+    spoken_share: float = 0.0,
 ) -> tuple[str, tuple[str, ...]]:
-    """Returns the text and the names in it; `values` are of all variables that it shows."""
+    """Returns the text and the names in it; `values` are of all variables that it shows.
+
+    `spoken_share` is the share of the texts that "I" or "you" tell instead of a name.
+    """
     slots = wording.slots
-    cast = {letter: slot for letter in "ABD" for slot in slots if slot[0] == letter}
+    cast = [letter for letter in "ABD" if any(slot[0] == letter for slot in slots)]
     people = dict(zip(cast, _people(len(cast), rng, split), strict=True))
     texts = {f"{{{letter}}}": person.text for letter, person in people.items()}
     for slot in slots:
@@ -65,18 +73,32 @@ def render(
             texts["{p}"] = invention.new_things(rng)
     chosen: list[str] = []
     _choose(wording.parts, rng, chosen)
+    _show_numbers(chosen, values, rng)
+    if "A" in people and rng.random() < spoken_share:
+        speaker = persons.draw(rng)
+        spoken = tidy(_filled(chosen, texts | speaker.texts))
+        told = persons.conjugate(spoken, speaker, is_alone=len(people) == 1)
+        if told is not None:
+            names = tuple(person.text for letter, person in people.items() if letter != "A")
+            return tidy(told), names
+    return tidy(_filled(chosen, texts)), tuple(person.text for person in people.values())
+
+
+def _filled(chosen: Sequence[str], texts: Mapping[str, str]) -> str:
+    return "".join([texts.get(part, part) for part in chosen])
+
+
+def _show_numbers(chosen: list[str], values: Mapping[str, int], rng: random.Random) -> None:
+    """Replaces the slots of numbers by digits, or sometimes by words."""
     may_spell = rng.random() < WORDED_SHARE
     for i, part in enumerate(chosen):
         if len(part) == 3 and part[0] == "{" and part[1] in values:
+            value = values[part[1]]
             after = chosen[i + 1] if i + 1 < len(chosen) else ""
             before = chosen[i - 1] if i else ""
-            text = str(values[part[1]])
-            if may_spell and not before.endswith(_NO_WORDS_AFTER) and after[:1] not in _NO_WORDS:
-                text = number_words.sometimes(values[part[1]], rng)
-            chosen[i] = text
-        elif part[0] == "{":
-            chosen[i] = texts[part]
-    return tidy("".join(chosen)), tuple(person.text for person in people.values())
+            is_plain = not before.endswith(_NO_WORDS_AFTER) and after[:1] not in _NO_WORDS
+            spells = may_spell and is_plain
+            chosen[i] = number_words.sometimes(value, rng) if spells else str(value)
 
 
 def tidy(text: str) -> str:
