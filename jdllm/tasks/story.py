@@ -12,7 +12,7 @@ class Story:
 
     def __init__(self, rng: random.Random, split: splits.Split):
         self.rng = rng
-        self.split = split
+        self.split: splits.Split = split
         self.sentences: list[str] = []
         self.steps: list[amounts.Step] = []
         self.phrasings: list[str] = []

@@ -131,10 +131,14 @@ def _steps(place: str, text: str) -> Steps:
         for operand in (x, y):
             if operand[0] == "r" and int(operand[1]) > len(steps):
                 raise WrittenError(f"{place}: {operand} stands before that step")
-        steps.append((op, *(int(o) if o.isdigit() else o for o in (x, y))))
+        steps.append((op, _operand(x), _operand(y)))
     if len(steps) > MAX_STEPS:
         raise WrittenError(f"{place}: {len(steps)} steps, at most {MAX_STEPS}")
     return tuple(steps)
+
+
+def _operand(text: str) -> Operand:
+    return int(text) if text.isdigit() else text
 
 
 def _ranges(place: str, text: str) -> dict[str, tuple[int, int]]:
