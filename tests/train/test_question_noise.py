@@ -119,7 +119,7 @@ def test_training_noise_changes_training_but_not_evaluation(model, batch):
     few = {key: array[:4] for key, array in batch.items()}
     losses, evaluated = [], []
     noises = {"dropout": 0.1, "question_noise_words": 0.1, "question_loss": 0.1}
-    for changes in ({}, {"dropout": 0.2}, noises):
+    for changes in ({}, noises):
         options = settings(model, decay_steps=1, **changes)
         kinds = step.noise_config(network, options)
         spoils = question_noise.of_chat(CHAT, options, vocab_size=VOCAB, mask_token_id=MASK)
@@ -129,8 +129,8 @@ def test_training_noise_changes_training_but_not_evaluation(model, batch):
         state = step.init_state(options, params, average=params, step=0)
         _, metrics = step.train_step(network, options, kinds, spoils)(state, few)
         losses.append(float(metrics["loss"]))
-    assert len(set(losses)) == 3
-    assert evaluated[0] == evaluated[1] == evaluated[2]
+    assert losses[0] != losses[1]
+    assert evaluated[0] == evaluated[1]
     assert any(name.startswith("accuracy_written_new") for name in evaluated[0])
 
 

@@ -160,8 +160,7 @@ buying > purchasing, picking up, getting
 purchases > buys, gets
 purchased > bought, got
 picks up > buys, collects
-sells > manages to sell, finds buyers for
-sold > managed to sell, found buyers for
+sells > finds buyers for
 hands > gives, passes
 handed > gave, passed
 sends > mails, posts
