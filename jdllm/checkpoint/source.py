@@ -15,7 +15,9 @@ from jdllm import errors
 CONFIG_NAME = "config.json"
 MODEL_INDEX_NAME = "model_index.json"  # of a pipeline folder, which has a folder per component
 BUNDLED_MODEL = "jdllm-nano"  # the default model
-BUNDLED_MODELS = (BUNDLED_MODEL, "jdllm-nano-canvas")
+BUNDLED_MODELS = (BUNDLED_MODEL, "jdllm-nano-canvas")  # those that write text
+# Those that make images, each a pipeline folder; the first is the default of `ImageEngine`.
+BUNDLED_IMAGE_MODELS: tuple[str, ...] = ()
 
 _PATTERNS = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 
@@ -36,7 +38,7 @@ def resolve(
     None means jdllm-nano. A local directory has priority over a bundled model of the same name.
     """
     directory = pathlib.Path(bundled_model() if model_path is None else model_path).expanduser()
-    if not directory.is_dir() and str(model_path) in BUNDLED_MODELS:
+    if not directory.is_dir() and str(model_path) in (*BUNDLED_MODELS, *BUNDLED_IMAGE_MODELS):
         directory = bundled_model(str(model_path))
     if not directory.is_dir():
         directory = _download(str(model_path), revision, download_dir)

@@ -194,6 +194,7 @@ class EngineCore:
         if tokens:
             self.throughput.add(tokens)
         for commit in commits:
+            counters.products += commit.product is not None
             if commit.finish is not None:
                 self.requests.pop(commit.request.request_id, None)
                 counters.aborted_requests += commit.finish.kind == "abort"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import pathlib
 import time
 
@@ -82,13 +83,22 @@ class BuiltImages:
     core: core_lib.EngineCore
     runner: model_runner.ModelRunner
     rows: image.ImageRows
+    buckets: image_buckets.ImageBuckets
     limits: image_limits.ImageLimits
+    default_size: tuple[int, int]  # (height, width) in pixels
+    num_slots: int
+    dtype: str  # of the weights
     first_use: first_use.FirstUse
     weight_bytes: int
     slot_bytes: int  # of all slots
     caption_bytes: int  # of all entries
     startup_s: float
     compiles_at_ready: int
+
+    def release(self) -> None:
+        """Ends compilations and frees the device's memory; the engine thread has ended."""
+        self.first_use.close()
+        self.runner.release()
 
 
 def build(config: ImageBuildConfig, progress: startup.StartupProgress) -> BuiltImages:
@@ -110,7 +120,8 @@ def build(config: ImageBuildConfig, progress: startup.StartupProgress) -> BuiltI
     )
     pipeline = model.pipeline
     limits = _limits(config, pipeline)
-    buckets = _buckets(config, pipeline, limits, device)
+    default_size = _default_size(folder, pipeline, limits)
+    buckets = _buckets(config, pipeline, limits, device, default_size)
     num_slots = config.max_running_requests or _default_rows(device)
     max_tokens = buckets.tokens[-1]
     num_entries = sizes_lib.entries_that_fit(pipeline, max_tokens, _caption_bytes(config, device))
@@ -157,7 +168,11 @@ def build(config: ImageBuildConfig, progress: startup.StartupProgress) -> BuiltI
         ),
         runner=runner,
         rows=rows,
+        buckets=buckets,
         limits=limits,
+        default_size=default_size,
+        num_slots=num_slots,
+        dtype=str(next(iter(model.params.values())).dtype),
         first_use=programs,
         weight_bytes=sum(array.nbytes for array in model.params.values()),
         slot_bytes=num_slots * sizes_lib.slot_bytes(pipeline, config.max_pixels),
@@ -181,10 +196,11 @@ def _buckets(
     pipeline: interface.Pipeline,
     limits: image_limits.ImageLimits,
     device: device_facts.DeviceFacts,
+    default_size: tuple[int, int],
 ) -> image_buckets.ImageBuckets:
     """Returns the compiled sizes, before it is known what fits into memory."""
     defaults = pipeline.defaults
-    sizes = config.sizes or ((defaults.height, defaults.width),)
+    sizes = config.sizes or (default_size,)
     for size in sizes:
         _check_size(*size, limits)
     rows = CPU_ROWS if device.is_cpu else ACCELERATOR_ROWS
@@ -199,10 +215,37 @@ def _buckets(
         sizes=sizes,
     )
     if device.is_cpu:
-        buckets = dataclasses.replace(
+        return dataclasses.replace(
             buckets, encode_rows=(1,), decode_rows=(1,), launch_cost=CPU_LAUNCH_COST
         )
-    return buckets
+    # The option bounds every launch: 1 switches batching off.
+    return dataclasses.replace(
+        buckets,
+        encode_rows=image_buckets.up_to(buckets.encode_rows, rows[-1]),
+        decode_rows=image_buckets.up_to(buckets.decode_rows, rows[-1]),
+    )
+
+
+def _default_size(
+    folder: pipeline_folder.PipelineFolder,
+    pipeline: interface.Pipeline,
+    limits: image_limits.ImageLimits,
+) -> tuple[int, int]:
+    """Returns the (height, width) of images for which a request says nothing.
+
+    It is the pipeline's, or smaller: the size that its autoencoder was made for (`sample_size` in
+    its config.json, 1024 in published pipelines), and the limits of this server.
+    """
+    defaults, multiple = pipeline.defaults, pipeline.size_multiple
+    height, width = defaults.height, defaults.width
+    made_for = folder.models["vae"].hf_config.get("sample_size")
+    most = limits.max_side
+    if isinstance(made_for, int) and multiple <= made_for < most:
+        most = made_for
+    if max(height, width) > most or height * width > limits.max_pixels:
+        side = min(most, height, width, math.isqrt(limits.max_pixels))
+        height = width = max(side // multiple, 1) * multiple
+    return height, width
 
 
 def _check_size(height: int, width: int, limits: image_limits.ImageLimits) -> None:

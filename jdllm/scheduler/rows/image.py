@@ -172,7 +172,12 @@ class ImageRows:
     ) -> commits_lib.Progress:
         """Counts the row's forwards; returns previews and, at the end, the product."""
         request.nfe += result.nfe
-        stay_of(request).num_done += result.nfe
+        stay = stay_of(request)
+        stay.num_done += result.nfe
+        if not stay.num_done:  # its caption or its latents are there only now
+            request.began_s = self._now()
+        elif result.nfe and stay.num_done == image_of(request).num_inference_steps:
+            request.denoised_s = self._now()
         if result.is_invalid:
             return commits_lib.Progress()
         request.num_frames += len(result.frames)
@@ -234,6 +239,8 @@ class ImageRows:
                     request=one, stay=stay, step=stay.num_planned, is_fresh=stay.is_fresh
                 )
             )
+            if not stay.num_planned:
+                one.began_s = self._now()
             stay.num_planned += 1
             stay.turn, stay.is_fresh = self._num_turns, False
         return batch_lib.ScheduleBatch(rows=tuple(rows), bucket=bucket)

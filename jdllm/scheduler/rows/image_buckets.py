@@ -63,7 +63,7 @@ class StepBucket(batch_lib.Bucket):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeBucket(batch_lib.Bucket):
-    """Gives the images or the latents of up to `rows` rows: the clean prediction of the last step.
+    """Gives images (of 8 bits, or floats) or latents of up to `rows` rows: the clean prediction.
 
     After the last step of all, the clean prediction is the final latents. So previews and final
     images share launches.
