@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import yaml
 
-from jdllm import algorithms, errors
+from jdllm import algorithms, batching_rules, errors
 
 LoadFormat = Literal["auto", "safetensors", "orbax", "dummy"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -148,6 +148,7 @@ class EngineConfig:
             )
         self.algorithms()
         self.algorithm_options()
+        self.batching_rules()
 
     def check_for(self, makes: Literal["text", "images"]) -> None:
         """Raises a ConfigError for an option that only models of the other kind have."""
@@ -159,6 +160,10 @@ class EngineConfig:
                     f"{field.name}={errors.quote(value)} has no meaning for this model, which "
                     f"makes {makes}; leave it out"
                 )
+
+    def batching_rules(self) -> tuple[batching_rules.BatchingRule, ...]:
+        """Returns the rules in `batching_config` (an object or a JSON file), checked."""
+        return () if self.batching_config is None else batching_rules.parse(self.batching_config)
 
     def algorithms(self) -> tuple[str, ...]:
         """Returns the algorithms that `dllm_algorithm` names ("A" or "A,B"), or () if unset."""

@@ -10,6 +10,7 @@ from jdllm import errors
 from jdllm.checkpoint import source
 from jdllm.engine import image_checks, image_requests
 from jdllm.engine.build import images
+from jdllm.imagegen import pipeline_folder
 from jdllm.scheduler.rows import image_limits
 
 
@@ -38,6 +39,8 @@ def build_config(config: config_lib.EngineConfig) -> images.ImageBuildConfig:
         ),
         batching_max_size=config.batching_max_size,
         batching_delay_ms=config.batching_delay_ms,
+        batching_rules=config.batching_rules(),
+        model_path=config.model_path or directory.name,
         sizes=_sizes(config.warmup_resolutions),
         max_pixels=config.max_image_pixels or image_limits.DEFAULT_MAX_PIXELS,
         disable_overlap_schedule=config.disable_overlap_schedule,
@@ -55,7 +58,12 @@ def find(config: config_lib.EngineConfig) -> pathlib.Path:
                 "Tongyi-MAI/Z-Image-Turbo"
             )
         name = source.BUNDLED_IMAGE_MODELS[0]
-    return source.resolve(name, revision=config.revision, download_dir=config.download_dir)
+    return source.resolve(
+        name,
+        revision=config.revision,
+        download_dir=config.download_dir,
+        check_index=pipeline_folder.check_index,
+    )
 
 
 def resolved(config: config_lib.EngineConfig, built: images.BuiltImages) -> config_lib.EngineConfig:

@@ -12,9 +12,10 @@ import logging
 import math
 import pathlib
 import time
+from collections.abc import Callable
 
+from jdllm import batching_rules, device_facts, errors, image_params
 from jdllm import device as device_lib
-from jdllm import device_facts, errors, image_params
 from jdllm.engine import core as core_lib
 from jdllm.engine.build import build as text_build
 from jdllm.engine.build import first_use, startup
@@ -44,7 +45,8 @@ class ImageBuildConfig:
     """What may be chosen; None is what suits the pipeline and the device.
 
     `sizes` are the (height, width) in pixels that are compiled at start. A launch has at most
-    `batching_max_size` requests. When nothing runs, the first step may wait `batching_delay_ms`
+    `batching_max_size` requests, or fewer where the rules say so; `model_path` is the model's name
+    in rules. When nothing runs, the first step may wait `batching_delay_ms`
     for others. `caption_cache_bytes` bounds the captions that stay on the device.
     """
 
@@ -56,6 +58,8 @@ class ImageBuildConfig:
     max_queued_requests: int = DEFAULT_QUEUE
     batching_max_size: int | None = None
     batching_delay_ms: float = 0.0
+    batching_rules: tuple[batching_rules.BatchingRule, ...] = ()
+    model_path: str = ""
     sizes: tuple[tuple[int, int], ...] | None = None
     max_pixels: int = image_limits.DEFAULT_MAX_PIXELS
     caption_cache_bytes: int | None = None
@@ -213,6 +217,7 @@ def _buckets(
         rows=rows,
         tokens=(*(one for one in tokens if one < most), most),
         sizes=sizes,
+        most_requests=_most_requests(config, pipeline, device),
     )
     if device.is_cpu:
         return dataclasses.replace(
@@ -224,6 +229,25 @@ def _buckets(
         encode_rows=image_buckets.up_to(buckets.encode_rows, rows[-1]),
         decode_rows=image_buckets.up_to(buckets.decode_rows, rows[-1]),
     )
+
+
+def _most_requests(
+    config: ImageBuildConfig, pipeline: interface.Pipeline, device: device_facts.DeviceFacts
+) -> Callable[[int, int], int | None]:
+    """Returns the bound of the batching rules for images (height, width)."""
+    memory = device.memory_bytes
+
+    def most(height: int, width: int) -> int | None:
+        return batching_rules.most_images(
+            config.batching_rules,
+            model=config.model_path,
+            width=width,
+            height=height,
+            tokens=pipeline.image_tokens(height, width),
+            memory_gb=None if memory is None else memory / (1 << 30),
+        )
+
+    return most
 
 
 def _default_size(
