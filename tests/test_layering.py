@@ -53,6 +53,7 @@ FLOORS: tuple[tuple[str, int, str], ...] = (
     ("jdllm/scheduler/rows/block.py", 3, "block rows"),
     ("jdllm/scheduler/rows/canvas.py", 3, "canvas rows"),
     ("jdllm/scheduler/rows/image.py", 3, "image rows"),
+    ("jdllm/scheduler/rows/image_batching.py", 3, "image rows"),
     ("jdllm/scheduler/rows/image_buckets.py", 3, "image rows"),
     ("jdllm/scheduler/rows/image_captions.py", 3, "image rows"),
     ("jdllm/scheduler/rows/image_limits.py", 3, "image rows"),

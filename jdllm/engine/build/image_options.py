@@ -39,6 +39,7 @@ def build_config(config: config_lib.EngineConfig) -> images.ImageBuildConfig:
         ),
         batching_max_size=config.batching_max_size,
         batching_delay_ms=config.batching_delay_ms,
+        logs_batching=config.enable_batching_metrics,
         batching_rules=config.batching_rules(),
         model_path=config.model_path or directory.name,
         sizes=_sizes(config.warmup_resolutions),

@@ -58,6 +58,7 @@ class ImageBuildConfig:
     max_queued_requests: int = DEFAULT_QUEUE
     batching_max_size: int | None = None
     batching_delay_ms: float = 0.0
+    logs_batching: bool = False
     batching_rules: tuple[batching_rules.BatchingRule, ...] = ()
     model_path: str = ""
     sizes: tuple[tuple[int, int], ...] | None = None
@@ -153,6 +154,7 @@ def build(config: ImageBuildConfig, progress: startup.StartupProgress) -> BuiltI
             limits_of_images=limits,
             num_entries=num_entries,
             start_delay_s=config.batching_delay_ms / 1000,
+            logs_batching=config.logs_batching,
             device=device,
         )
     )
@@ -166,7 +168,7 @@ def build(config: ImageBuildConfig, progress: startup.StartupProgress) -> BuiltI
         core=core_lib.EngineCore(
             scheduler_lib.Scheduler(rows, max_queued_requests=config.max_queued_requests),
             runner,
-            max_total_tokens=1,
+            max_total_tokens=None,
             overlaps=not config.disable_overlap_schedule,
             decode_log_interval=config.decode_log_interval,
         ),

@@ -191,6 +191,11 @@ class ImageBuckets:
         most = self.most_decode_rows(height, width)
         return up_to(self.decode_rows, self._bounded(most, height, width))
 
+    def is_bounded_by_rules(self, height: int, width: int, is_guided: bool) -> bool:
+        """Returns whether steps of such images would have more requests without `most_requests`."""
+        free = dataclasses.replace(self, most_requests=None).step_sizes(height, width, is_guided)
+        return self.step_sizes(height, width, is_guided) != free
+
     def _bounded(self, most: int, height: int, width: int) -> int:
         bound = None if self.most_requests is None else self.most_requests(height, width)
         return most if bound is None else min(most, bound)
