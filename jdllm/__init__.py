@@ -12,14 +12,16 @@ from jdllm.version import __version__
 
 if TYPE_CHECKING:
     from jdllm.engine.engine import Engine
+    from jdllm.engine.image_engine import ImageEngine
     from jdllm.engine.llm import LLM
     from jdllm.runner.full_forward import load_model
     from jdllm.sampling_params import SamplingParams
 
-__all__ = ["LLM", "Engine", "SamplingParams", "__version__", "load_model"]
+__all__ = ["LLM", "Engine", "ImageEngine", "SamplingParams", "__version__", "load_model"]
 
 _HOME = {
     "Engine": "jdllm.engine.engine",
+    "ImageEngine": "jdllm.engine.image_engine",
     "LLM": "jdllm.engine.llm",
     "SamplingParams": "jdllm.sampling_params",
     "load_model": "jdllm.runner.full_forward",

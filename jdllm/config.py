@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import yaml
 
-from jdllm import algorithms, errors
+from jdllm import algorithms, batching_rules, errors
 
 LoadFormat = Literal["auto", "safetensors", "orbax", "dummy"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -26,13 +26,48 @@ LOAD_FORMATS: tuple[str, ...] = typing.get_args(LoadFormat)
 DTYPES: tuple[str, ...] = typing.get_args(Dtype)
 
 
+# Options that only models that write text have.
+TEXT_OPTIONS = frozenset(
+    [
+        "tokenizer_path",
+        "skip_tokenizer_init",
+        "chat_template",
+        "context_length",
+        "mem_fraction_static",
+        "max_total_tokens",
+        "page_size",
+        "chunked_prefill_size",
+        "max_prefill_tokens",
+        "num_continuous_decode_steps",
+        "disable_fused_commit",
+        "schedule_policy",
+        "disable_radix_cache",
+        "dllm_algorithm",
+        "dllm_algorithm_config",
+    ]
+)
+# Options that only models that make images have.
+IMAGE_OPTIONS = frozenset(
+    [
+        "batching_mode",
+        "batching_max_size",
+        "batching_delay_ms",
+        "batching_config",
+        "enable_batching_metrics",
+        "warmup_resolutions",
+        "max_image_pixels",
+    ]
+)
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """The options of the engine; the defaults serve the bundled model.
 
     Sizes are in tokens, requests or pages. `mem_fraction_static` is the share of device memory
     for weights and KV together (GPU only). None means that the engine chooses the value from the
-    model, the checkpoint or the memory.
+    model, the checkpoint or the memory. Some options are only for models that write text, others
+    (from `batching_mode` on) only for models that make images: `check_for` refuses the others.
     """
 
     model_path: str | None = None
@@ -66,6 +101,13 @@ class EngineConfig:
     log_level: LogLevel = "info"
     decode_log_interval: int = 40
     tp_size: int = 1
+    batching_mode: Literal["dynamic"] = "dynamic"
+    batching_max_size: int | None = None
+    batching_delay_ms: float = 0.0
+    batching_config: str | Mapping[str, Any] | None = None
+    enable_batching_metrics: bool = False
+    warmup_resolutions: str | None = None
+    max_image_pixels: int | None = None
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -78,6 +120,8 @@ class EngineConfig:
             "max_prefill_tokens",
             "num_continuous_decode_steps",
             "decode_log_interval",
+            "batching_max_size",
+            "max_image_pixels",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -99,8 +143,28 @@ class EngineConfig:
             raise errors.ConfigError(
                 "schedule_low_priority_values_first needs enable_priority_scheduling"
             )
+        if not 0 <= self.batching_delay_ms < math.inf:
+            raise errors.ConfigError(
+                f"batching_delay_ms={self.batching_delay_ms} must be 0 or more milliseconds"
+            )
         self.algorithms()
         self.algorithm_options()
+        self.batching_rules()
+
+    def check_for(self, makes: Literal["text", "images"]) -> None:
+        """Raises a ConfigError for an option that only models of the other kind have."""
+        others = IMAGE_OPTIONS if makes == "text" else TEXT_OPTIONS
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name in others and value != field.default:
+                raise errors.ConfigError(
+                    f"{field.name}={errors.quote(value)} has no meaning for this model, which "
+                    f"makes {makes}; leave it out"
+                )
+
+    def batching_rules(self) -> tuple[batching_rules.BatchingRule, ...]:
+        """Returns the rules in `batching_config` (an object or a JSON file), checked."""
+        return () if self.batching_config is None else batching_rules.parse(self.batching_config)
 
     def algorithms(self) -> tuple[str, ...]:
         """Returns the algorithms that `dllm_algorithm` names ("A" or "A,B"), or () if unset."""

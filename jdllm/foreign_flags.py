@@ -1,5 +1,7 @@
 """Flags of SGLang and vLLM that are no options here: what happens instead, or what to use.
 
+Those of SGLang's server for image models are in `foreign_image_flags.py`.
+
 A command line that was written for SGLang or vLLM should start here unless it asks for something
 that does not exist. `ALIASES` are other names of our options. A flag in `SPEED` tells the other
 engine how to be fast, and is accepted; the log says what happens instead. Any other flag in these
@@ -12,10 +14,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from jdllm import errors
+from jdllm import errors, foreign_image_flags
 
 # Other names of options.
 ALIASES: dict[str, str] = {
@@ -28,6 +30,8 @@ ALIASES: dict[str, str] = {
     "max_num_seqs": "max_running_requests",
     "max_num_batched_tokens": "chunked_prefill_size",
     "max_num_queued_reqs": "max_queued_requests",
+    "dynamic_batch_max_size": "batching_max_size",
+    "dynamic_batch_delay_ms": "batching_delay_ms",
     "seed": "random_seed",
     "uvicorn_log_level": "log_level_http",
 }
@@ -40,18 +44,26 @@ OPPOSITES: dict[str, str] = {
 VALUES: dict[str, dict[str, str]] = {"dtype": {"half": "float16", "float": "float32"}}
 
 
+BOOLEANS = ("true", "false", "True", "False")
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Flags with one answer: switches, flags with one value, flags with a list of values."""
+    """Flags with one answer: switches, flags with one value, flags with a list of values.
+
+    `switches` take no value; `booleans` are switches that may have one, true or false.
+    """
 
     instead: str
     switches: str = ""
+    booleans: str = ""
     valued: str = ""
     lists: str = ""
 
     def flags(self) -> Iterator[tuple[str, int | str | None]]:
         """Yields each name with argparse's `nargs`."""
         yield from ((name, 0) for name in self.switches.split())
+        yield from ((name, "?") for name in self.booleans.split())
         yield from ((name, None) for name in self.valued.split())
         yield from ((name, "+") for name in self.lists.split())
 
@@ -72,8 +84,9 @@ SPEED: tuple[Group, ...] = (
         instead="every shape is compiled at start, and on a GPU a launch is one CUDA graph",
         switches="disable_cuda_graph disable_prefill_cuda_graph disable_decode_cuda_graph "
         "disable_cuda_graph_padding disable_piecewise_cuda_graph enable_piecewise_cuda_graph "
-        "enable_cudagraph_gc enable_profile_cuda_graph enable_torch_compile enforce_eager "
+        "enable_cudagraph_gc enable_profile_cuda_graph enforce_eager "
         "enable_torch_compile_debug_mode",
+        booleans="enable_torch_compile",
         valued="cuda_graph_max_bs cuda_graph_max_bs_decode cuda_graph_max_bs_prefill "
         "cuda_graph_max_seq_len_prefill cuda_graph_config cuda_graph_backend_decode "
         "cuda_graph_backend_prefill max_cudagraph_capture_size max_seq_len_to_capture "
@@ -162,6 +175,9 @@ SPEED: tuple[Group, ...] = (
         instead="requests with a grammar or a JSON schema are answered 400",
         valued="grammar_backend guided_decoding_backend structured_outputs_config",
     ),
+    *(Group(instead=why, booleans=found) for why, found in foreign_image_flags.SWITCHES.items()),
+    *(Group(instead=why, valued=found) for why, found in foreign_image_flags.VALUED.items()),
+    *(Group(instead=why, lists=found) for why, found in foreign_image_flags.LISTS.items()),
 )
 
 # What to use instead -> flags that are refused; a name that ends in `*` stands for a family.
@@ -211,8 +227,9 @@ REFUSALS: dict[str, str] = {
     "ec_transfer_config",
     "no model that it is for is served": "mamba_* enable_mamba_* linear_attn_* dsa_* dsv4_* swa_* "
     "gdn_* kda_* qsa_* enable_hisparse hisparse_* disable_sliding_window max_mamba_cache_size",
-    "only text models are served": "mm_* limit_mm_* enable_multimodal language_* encoder_* media_* "
-    "video_* asr_* allowed_media_domains allowed_local_media_path enable_mm_* image_processor_*",
+    "images, sound and video are no inputs here": "mm_* limit_mm_* enable_multimodal language_* "
+    "encoder_* media_* video_* asr_* allowed_media_domains allowed_local_media_path enable_mm_* "
+    "image_processor_*",
     "only generation is served": "is_embedding runner convert pooler_config",
     "change the config.json of a copy of the checkpoint": "json_model_override_args hf_overrides "
     "hf_config_path",
@@ -252,7 +269,8 @@ REFUSALS: dict[str, str] = {
 
 def _by_name(ends_in_star: bool) -> dict[str, str]:
     """Returns name -> what to use instead, of single flags or of families (without the star)."""
-    pairs = [(name, instead) for instead, found in REFUSALS.items() for name in found.split()]
+    tables = (*REFUSALS.items(), *foreign_image_flags.REFUSALS.items())
+    pairs = [(name, instead) for instead, found in tables for name in found.split()]
     return {name.rstrip("*"): why for name, why in pairs if name.endswith("*") == ends_in_star}
 
 
@@ -290,6 +308,7 @@ NEUTRAL_VALUES: dict[str, tuple[str, ...]] = {
     "config_format": ("auto", "hf"),
     "response_role": ("assistant",),
     "chat_template_content_format": ("auto", "string"),
+    **foreign_image_flags.NEUTRAL_VALUES,
 }
 
 _SPEED_FLAGS = {name: group.instead for group in SPEED for name, _ in group.flags()}
@@ -326,23 +345,31 @@ def note(name: str, value: Any) -> str | None:
     return f"{spelled(name)} {value}: so it is anyway"
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that are accepted; the help does not list them."""
+def add(parser: argparse.ArgumentParser, *, without: Collection[str] = ()) -> None:
+    """Adds the flags that are accepted, but for some names; the help does not list them."""
     hidden: dict[str, Any] = {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
     for group in SPEED:
         for name, nargs in group.flags():
-            how = {"action": "store_true"} if nargs == 0 else {"nargs": nargs}
+            if name in without:
+                continue
+            how: dict[str, Any] = {"nargs": nargs}
+            if nargs == 0:
+                how = {"action": "store_true"}
+            elif nargs == "?":
+                how |= {"const": "true", "choices": BOOLEANS}
             parser.add_argument(spelled(name), dest=name, **how, **hidden)
-    for name in NEUTRAL_VALUES:
-        parser.add_argument(spelled(name), dest=name, **hidden)
+    for name, values in NEUTRAL_VALUES.items():
+        is_switch = "false" in values  # alone it asks for the opposite
+        how = {"nargs": "?", "const": "true"} if is_switch else {}
+        parser.add_argument(spelled(name), dest=name, **how, **hidden)
 
 
-def take(flags: dict[str, Any]) -> list[str]:
+def take(flags: dict[str, Any], *, without: Collection[str] = ()) -> list[str]:
     """Removes the flags of `add` from parsed ones; returns what happens instead of each.
 
     Raises `ConfigError` for a value that asks for something that does not exist here.
     """
-    found = [name for name in flags if name in names()]
+    found = [name for name in flags if name in names() and name not in without]
     notes = [note(name, flags.pop(name)) for name in found]
     return [line for line in notes if line is not None]
 

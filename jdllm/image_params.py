@@ -10,7 +10,7 @@ from jaxtyping import Float32
 
 MAX_PARTIAL_IMAGES = 3
 
-Output = Literal["image", "latent"]
+Output = Literal["image", "float", "latent"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -21,8 +21,8 @@ class ImageParams:
     negative prompt ("" is one, too); None exactly if the image is not guided. The meaning of
     `guidance_scale` is the model's; `cfg_truncation` and `cfg_normalization` are options of
     Z-Image. `partial_images` previews are decoded on the way. `latents` are the initial latents,
-    in the model's shape; None: they are drawn from the seed. `output`: the decoded image, or its
-    latents.
+    in the model's shape; None: they are drawn from the seed. `output`: the decoded image in 8
+    bits or as floats 0 to 1, or its latents.
     """
 
     height: int

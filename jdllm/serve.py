@@ -15,8 +15,11 @@ import sys
 from collections.abc import Sequence
 
 from jdllm import errors
+from jdllm.checkpoint import source
 from jdllm.engine import engine as engine_lib
+from jdllm.engine import image_engine
 from jdllm.engine.build import startup
+from jdllm.imagegen import pipeline_folder
 from jdllm.server import cli, lifecycle, log_format, summary
 
 logger = logging.getLogger(__name__)
@@ -44,14 +47,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         return lifecycle.CONFIG_EXIT_CODE
 
 
-def build_engine(options: cli.Options, progress: startup.StartupProgress) -> engine_lib.Engine:
-    """Starts the engine, logs what it is and what it chose by itself, and returns it."""
-    engine = engine_lib.Engine(options.engine, progress=progress)
+def build_engine(
+    options: cli.Options, progress: startup.StartupProgress
+) -> engine_lib.Engine | image_engine.ImageEngine:
+    """Starts the engine, logs what it is and what it chose by itself, and returns it.
+
+    The folder of the model tells whether it writes text or makes images.
+    """
+    given = options.engine
+    directory = source.resolve(
+        given.model_path,
+        revision=given.revision,
+        download_dir=given.download_dir,
+        check_index=pipeline_folder.check_index,
+    )
+    is_pipeline = source.is_pipeline(directory)
+    build = image_engine.ImageEngine if is_pipeline else engine_lib.Engine
+    engine = build(given, progress=progress)
     for field in dataclasses.fields(engine.config):
         value = getattr(engine.config, field.name)
         if value != getattr(options.engine, field.name):
             logger.debug("option %s=%r (chosen at start)", field.name, value)
-    for line in summary.engine_lines(engine):
+    if isinstance(engine, image_engine.ImageEngine):
+        lines = summary.image_engine_lines(engine)
+    else:
+        lines = summary.engine_lines(engine)
+    for line in lines:
         logger.info("%s", line)
     return engine
 

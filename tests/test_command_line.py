@@ -148,6 +148,18 @@ PASTED = {
         "disable_radix_cache": True,
         "disable_overlap_schedule": True,
     },
+    "--model-path Tongyi-MAI/Z-Image-Turbo --num-gpus 1 --backend diffusers "
+    "--dit-layerwise-offload true --text-encoder-cpu-offload --vae-cpu-offload=false --warmup "
+    "--warmup-resolutions 1024x1024 512x512 --enable-torch-compile true --ulysses-degree=1 "
+    "--batching-mode dynamic --batching-max-size 4 --dynamic-batch-delay-ms 5 --lora-scale 1.0 "
+    "--enable-batching-metrics --attention-backend fa --model-type diffusion --webui false": {
+        "model_path": "Tongyi-MAI/Z-Image-Turbo",
+        "warmup_resolutions": "1024x1024,512x512",
+        "batching_mode": "dynamic",
+        "batching_max_size": 4,
+        "batching_delay_ms": 5.0,
+        "enable_batching_metrics": True,
+    },
     "--port 5 my-model --enable-prefix-caching --async-scheduling": {
         "model_path": "my-model",
         "disable_radix_cache": False,
@@ -186,6 +198,23 @@ def test_a_value_that_asks_for_something_else_is_refused(name):
         assert cli.parse([flag, value]).notes == (f"{flag} {value}: so it is anyway",)
     with pytest.raises(errors.ConfigError, match=f"{flag} other is not supported: .{{10,}}"):
         cli.parse([flag, "other"])
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("--num-gpus 2", "one process per GPU"),
+        ("--webui", "no web page"),
+        ("--vae-path x/y", "copy of the pipeline folder"),
+        ("--cache-dit-config x.yaml", "every step is computed"),
+        ("--lora-path x/y", "LoRA is not supported"),
+        ("--output-path outputs", "nothing is written to a disk"),
+        ("--dit-precision bf16", "use --dtype"),
+    ],
+)
+def test_flags_of_servers_of_images_are_refused_with_what_replaces_them(words, reason):
+    with pytest.raises(errors.ConfigError, match=reason):
+        cli.parse(words.split())
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ Sources = Mapping[str, str]  # repository-relative path -> text
 OPTIONS = """
     version errors config arguments foreign_flags value_checks progress algorithms
     neutral_values logit_options sampling_params image_params spec offload device_facts
+    batching_rules foreign_image_flags
 """
 # (path or folder, floor, group). A file may import lower floors and its own group; the
 # first row that fits a path counts.
@@ -52,6 +53,7 @@ FLOORS: tuple[tuple[str, int, str], ...] = (
     ("jdllm/scheduler/rows/block.py", 3, "block rows"),
     ("jdllm/scheduler/rows/canvas.py", 3, "canvas rows"),
     ("jdllm/scheduler/rows/image.py", 3, "image rows"),
+    ("jdllm/scheduler/rows/image_batching.py", 3, "image rows"),
     ("jdllm/scheduler/rows/image_buckets.py", 3, "image rows"),
     ("jdllm/scheduler/rows/image_captions.py", 3, "image rows"),
     ("jdllm/scheduler/rows/image_limits.py", 3, "image rows"),

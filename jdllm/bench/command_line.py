@@ -53,8 +53,11 @@ REFUSED: dict[str, str] = {
     "log-decode-step": "use --result-filename; it holds the latency of a forward",
 }
 
-# Options of the engine that concern only a server with several clients.
+# Flags of benchmarks that mean something else to a server.
+OWN_FLAGS = ("backend",)
+# Options of the engine that concern only a server with several clients, or images.
 WITHOUT_EFFECT = (
+    *sorted(config.IMAGE_OPTIONS),
     "served_model_name",
     "max_queued_requests",
     "enable_priority_scheduling",
@@ -101,7 +104,7 @@ def parse(parser: arguments.Parser, argv: Sequence[str] | None) -> argparse.Name
             raise errors.ConfigError(f"{flag} is not supported: {reason}")
     cli.refuse_flags(argv)
     options = parser.parse(argv)
-    for note in foreign_flags.take(vars(options)):
+    for note in foreign_flags.take(vars(options), without=OWN_FLAGS):
         sys.stderr.write(f"{note}\n")
     return options
 
@@ -205,7 +208,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         config.EngineConfig,
         without=("seed", *WITHOUT_EFFECT),
     )
-    foreign_flags.add(parser)
+    foreign_flags.add(parser, without=OWN_FLAGS)
 
 
 def engine_config(options: argparse.Namespace, **chosen: Any) -> config.EngineConfig:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.resources
 import json
 import os
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import huggingface_hub
@@ -15,9 +17,18 @@ from jdllm import errors
 CONFIG_NAME = "config.json"
 MODEL_INDEX_NAME = "model_index.json"  # of a pipeline folder, which has a folder per component
 BUNDLED_MODEL = "jdllm-nano"  # the default model
-BUNDLED_MODELS = (BUNDLED_MODEL, "jdllm-nano-canvas")
+BUNDLED_MODELS = (BUNDLED_MODEL, "jdllm-nano-canvas")  # those that write text
+# Those that make images, each a pipeline folder; the first is the default of `ImageEngine`.
+BUNDLED_IMAGE_MODELS: tuple[str, ...] = ()
 
 _PATTERNS = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
+# Of each component of a pipeline; the whole model in one file and other precisions stay there.
+_COMPONENT_PATTERNS = (
+    "*.json", "*.txt", "*.jinja", "model*.safetensors", "diffusion_pytorch_model*.safetensors",
+)  # fmt: skip
+_VARIANTS = ("*.fp16*", "*.bf16*", "*.non_ema*", "*.ema*")
+
+CheckIndex = Callable[[dict[str, Any], pathlib.Path], None]
 
 
 def bundled_model(name: str = BUNDLED_MODEL) -> pathlib.Path:
@@ -30,16 +41,19 @@ def resolve(
     *,
     revision: str | None = None,
     download_dir: str | os.PathLike[str] | None = None,
+    check_index: CheckIndex | None = None,
 ) -> pathlib.Path:
     """Returns the directory of a model: `model_path` is a path, a bundled name or a hub id.
 
     None means jdllm-nano. A local directory has priority over a bundled model of the same name.
+    Of a hub id only what is read is downloaded; `check_index(index, directory)` may refuse an
+    image pipeline before its weights are.
     """
     directory = pathlib.Path(bundled_model() if model_path is None else model_path).expanduser()
-    if not directory.is_dir() and str(model_path) in BUNDLED_MODELS:
+    if not directory.is_dir() and str(model_path) in (*BUNDLED_MODELS, *BUNDLED_IMAGE_MODELS):
         directory = bundled_model(str(model_path))
     if not directory.is_dir():
-        directory = _download(str(model_path), revision, download_dir)
+        directory = _download(str(model_path), revision, download_dir, check_index)
     if not (directory / CONFIG_NAME).is_file() and not is_pipeline(directory):
         raise errors.ConfigError(
             f"{directory} is no model directory: it holds no {CONFIG_NAME} and no "
@@ -54,15 +68,29 @@ def is_pipeline(directory: pathlib.Path) -> bool:
 
 
 def _download(
-    repo_id: str, revision: str | None, download_dir: str | os.PathLike[str] | None
+    repo_id: str,
+    revision: str | None,
+    download_dir: str | os.PathLike[str] | None,
+    check_index: CheckIndex | None,
 ) -> pathlib.Path:
+    download = functools.partial(
+        huggingface_hub.snapshot_download,
+        repo_id,
+        revision=revision,
+        cache_dir=None if download_dir is None else pathlib.Path(download_dir),
+    )
     try:
-        path = huggingface_hub.snapshot_download(
-            repo_id,
-            revision=revision,
-            cache_dir=None if download_dir is None else pathlib.Path(download_dir),
-            allow_patterns=list(_PATTERNS),
-        )
+        path = pathlib.Path(download(allow_patterns=[MODEL_INDEX_NAME, CONFIG_NAME]))
+        if is_pipeline(path):
+            index = read_json(path / MODEL_INDEX_NAME)
+            if check_index is not None:
+                check_index(index, path)
+            patterns = _of_pipeline(index)
+            path = download(allow_patterns=patterns, ignore_patterns=list[str](_VARIANTS))
+        else:
+            path = download(allow_patterns=list[str](_PATTERNS))
+    except errors.ConfigError:
+        raise
     except (OSError, ValueError) as error:
         # HFValidationError is a ValueError, hub and connection errors are OSErrors.
         reason = str(error).strip().splitlines()[0]
@@ -71,6 +99,13 @@ def _download(
             f"could be loaded ({type(error).__name__}: {reason})"
         ) from error
     return pathlib.Path(path)
+
+
+def _of_pipeline(index: dict[str, Any]) -> list[str]:
+    """Returns patterns of the files that the components of an index need."""
+    names = [name for name, value in index.items() if isinstance(value, list) and any(value)]
+    parts = [f"{name}/{pattern}" for name in names for pattern in _COMPONENT_PATTERNS]
+    return [MODEL_INDEX_NAME, *parts]
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:

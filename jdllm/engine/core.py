@@ -12,6 +12,7 @@ little memory ends no request.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import time
@@ -32,15 +33,30 @@ OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # XLA's status code in the text of JAX's e
 InFlight = tuple[batch_lib.ScheduleBatch, batch_lib.Launch]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _LogPoint:
+    """Totals at the time of the last statistics line."""
+
+    at_s: float = 0.0
+    tokens: int = 0
+    steps: int = 0
+    launches: int = 0
+    products: int = 0
+    idle_s: float = 0.0
+
+
 class EngineCore:
-    """Drives a scheduler and a runner; in tests both may be fakes that compute their results."""
+    """Drives a scheduler and a runner; in tests both may be fakes that compute their results.
+
+    `max_total_tokens` is None for models that write no tokens.
+    """
 
     def __init__(
         self,
         scheduler: scheduler_lib.Scheduler,
         runner: batch_lib.Runner,
         *,
-        max_total_tokens: int,
+        max_total_tokens: int | None,
         overlaps: bool = False,
         decode_log_interval: int = 40,
     ):
@@ -56,7 +72,7 @@ class EngineCore:
         self._in_flight: InFlight | None = None
         self._pacing = pacing.Pacing()
         self._decode_log_interval = decode_log_interval
-        self._logged_at = (time.monotonic(), 0, 0, 0.0)
+        self._logged = _LogPoint(time.monotonic())
 
     def add(self, requests: Sequence[request_lib.Request], *, is_bounded: bool = True) -> None:
         """Queues all requests, or queues none and raises the RequestError of the refused one.
@@ -194,6 +210,7 @@ class EngineCore:
         if tokens:
             self.throughput.add(tokens)
         for commit in commits:
+            counters.products += commit.product is not None
             if commit.finish is not None:
                 self.requests.pop(commit.request.request_id, None)
                 counters.aborted_requests += commit.finish.kind == "abort"
@@ -206,12 +223,31 @@ class EngineCore:
         self.counters.discarded_tokens += request.num_discarded
 
     def _log(self) -> None:
-        counters, stats = self.counters, self.scheduler.stats()
-        began, tokens_then, steps_then, idle_then = self._logged_at
-        now, idle = time.monotonic(), self.clock.idle_s
-        self._logged_at = (now, counters.generation_tokens, counters.denoising_steps, idle)
-        tokens = counters.generation_tokens - tokens_then
-        steps = counters.denoising_steps - steps_then
+        counters, stats, last = self.counters, self.scheduler.stats(), self._logged
+        now = self._logged = _LogPoint(
+            time.monotonic(),
+            counters.generation_tokens,
+            counters.denoising_steps,
+            counters.decode_launches,
+            counters.products,
+            self.clock.idle_s,
+        )
+        tokens, steps = now.tokens - last.tokens, now.steps - last.steps
+        passed_s = max(now.at_s - last.at_s, 1e-9)
+        idle = 100 * (now.idle_s - last.idle_s) / passed_s
+        if self._max_total_tokens is None:
+            logger.info(
+                "Denoise batch. #running-req: %d, denoise steps: %d, rows per step: %.2f, "
+                "steps/s: %.1f, images: %d, device idle: %.1f %%, #queue-req: %d",
+                stats.num_running,
+                steps,
+                steps / max(now.launches - last.launches, 1),
+                steps / passed_s,
+                now.products - last.products,
+                idle,
+                stats.num_queued,
+            )
+            return
         logger.info(
             "Decode batch. #running-req: %d, #token: %d, token usage: %.2f, denoise steps: %d, "
             "tpf: %.2f, gen throughput (token/s): %.1f, device idle: %.1f %%, #queue-req: %d",
@@ -220,8 +256,8 @@ class EngineCore:
             stats.token_usage,
             steps,
             tokens / steps if steps else 0.0,
-            tokens / max(now - began, 1e-9),
-            100 * (idle - idle_then) / max(now - began, 1e-9),
+            tokens / passed_s,
+            idle,
             stats.num_queued,
         )
 

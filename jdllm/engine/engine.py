@@ -9,21 +9,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import time
-import weakref
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Literal
 
 from jdllm import config as config_lib
 from jdllm import errors
-from jdllm.engine import generations, infilling, info, input_processor, requests, streams
-from jdllm.engine import loop as loop_lib
+from jdllm.engine import (
+    control,
+    generations,
+    infilling,
+    info,
+    input_processor,
+    requests,
+    streams,
+)
 from jdllm.engine import stats as stats_lib
 from jdllm.engine.build import build, startup
 from jdllm.models import loading
 
 
-class Engine:
+class Engine(control.EngineControl):
     """Serves one model; keyword arguments are the fields of `EngineConfig`.
 
     Without arguments it serves the bundled model. Use it as a context manager, or call
@@ -57,8 +62,7 @@ class Engine:
         self.max_running_requests = self._built.sizes.max_running_requests
         self.max_total_tokens = self._built.sizes.num_pages * self._built.sizes.page_size
         self._inputs = input_processor.InputProcessor(self._built)
-        self._loop = loop_lib.EngineLoop(self._built.core)
-        self._finalizer = weakref.finalize(self, loop_lib.EngineLoop.stop, self._loop)
+        super().__init__(self._built.core, self._built.runner.release)
         self.progress.enter("ready")
 
     # Generation
@@ -88,7 +92,7 @@ class Engine:
             prompt, input_ids, sampling_params, rid, suffix, given, priority
         )
         if stream:
-            return streams.GenerationStream(self._loop, choices, collector.part)
+            return streams.ChoiceStream(self._loop, choices, collector.part)
         with contextlib.closing(self._iterate(choices)) as events:
             for generation in events:
                 collector.add(generation)
@@ -130,7 +134,7 @@ class Engine:
         suffix: infilling.Suffixes = None,
         given: infilling.Givens = None,
         priority: int | None = None,
-    ) -> streams.GenerationStream[generations.Generation]:
+    ) -> streams.ChoiceStream[generations.Generation, generations.Generation]:
         """Yields the generations of several prompts as they come, for batch jobs.
 
         A prompt is text or token ids, and params may be dicts; without a length a prompt gets the
@@ -183,71 +187,12 @@ class Engine:
         While other requests arrive, this is a forecast: `stream` decides, for all or none of them.
         """
         assert self.config.max_queued_requests is not None, "build.build gives it a value"
-        places = self.max_running_requests + self.config.max_queued_requests
-        if num_choices > places:
-            what = errors.described_choices(num_choices, num_prompts)
-            raise errors.RequestError(
-                f"{what} can never fit: "
-                f"max_running_requests and max_queued_requests allow {places} together",
-                param="n" if num_prompts == 1 else "prompt",
-            )
-        self._built.core.scheduler.check_room(num_choices)
-
-    # Control
-
-    def abort(self, request_ids: str | Collection[str] = (), *, abort_all: bool = False) -> int:
-        """Aborts the requests with exactly these ids, or all; returns how many.
-
-        If a prompt has several choices, each is a request: `rid-0`, `rid-1` and so on.
-        """
-        ids = {request_ids} if isinstance(request_ids, str) else frozenset(request_ids)
-        if not ids and not abort_all:
-            return 0
-        return self._loop.abort(lambda request: abort_all or request.request_id in ids).result()
-
-    def flush_cache(self) -> bool:
-        """Empties the prefix cache; while requests run it does nothing and returns False."""
-        return self._loop.call(self._built.core.scheduler.flush_cache).result()
-
-    def stop_admitting(self) -> None:
-        """Refuses new requests from now on; running requests continue."""
-        self._loop.is_admitting = False
-
-    def drain(self, timeout_s: float) -> bool:
-        """Waits until no request is left; returns False if that takes longer than `timeout_s`."""
-        deadline = time.monotonic() + timeout_s
-        while self._built.core.requests:
-            if time.monotonic() >= deadline or not self._loop.is_alive:
-                return False
-            time.sleep(0.02)
-        return True
-
-    def start_profile(
-        self, output_dir: str, *, num_steps: int | None = None, with_stack: bool = True
-    ) -> None:
-        """Begins a trace of JAX's profiler; it ends after `num_steps` launches or `stop_profile`.
-
-        `with_stack` adds Python's calls. A second trace at the same time is a RequestError.
-        """
-        self._loop.profiler.start(output_dir, num_steps=num_steps, python=with_stack)
-
-    def stop_profile(self) -> str:
-        """Ends the trace and writes it; returns its folder. Without a trace: a RequestError."""
-        return self._loop.profiler.stop()
-
-    def shutdown(self) -> None:
-        """Stops the engine thread and frees the device's memory."""
-        self.stop_admitting()
-        self._finalizer()
-        self._built.runner.release()
-        with contextlib.suppress(errors.RequestError):  # no trace is being taken
-            self.stop_profile()
-
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.shutdown()
+        self._check_places(
+            num_choices,
+            self.max_running_requests + self.config.max_queued_requests,
+            errors.described_choices(num_choices, num_prompts),
+            "n" if num_prompts == 1 else "prompt",
+        )
 
     # Information
 
@@ -255,14 +200,6 @@ class Engine:
     def model(self) -> loading.LoadedModel:
         """The model that is served, for inspection; `shutdown` frees its weights."""
         return self._built.model
-
-    @property
-    def is_alive(self) -> bool:
-        return self._loop.is_alive
-
-    def heartbeat_age_s(self) -> float:
-        """Returns seconds since the engine thread last began a round."""
-        return time.monotonic() - self._loop.beat_s
 
     def default_max_new_tokens(self, prompt_len: int, block_length: int | None = None) -> int:
         """Returns the tokens left in the context, 1 or more; a canvas gives whole blocks."""
@@ -310,5 +247,5 @@ class Engine:
 
     def _iterate(
         self, choices: dict[str, requests.Choice]
-    ) -> streams.GenerationStream[generations.Generation]:
-        return streams.GenerationStream(self._loop, choices, lambda generation: generation)
+    ) -> streams.ChoiceStream[generations.Generation, generations.Generation]:
+        return streams.ChoiceStream(self._loop, choices, lambda generation: generation)

@@ -11,8 +11,8 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Literal, Protocol
 
 import numpy as np
-from jaxtyping import UInt8
 
+from jdllm import image_params
 from jdllm.engine import serving
 
 OutputFormat = Literal["png", "jpeg", "webp"]
@@ -24,7 +24,8 @@ class ImageRequest:
 
     Names are those of diffusers' pipelines. Sizes are in pixels. `partial_images` is how many
     previews are wanted on the way. `latents` are the initial latents in the pipeline's own layout,
-    `ImageFacts.latents_shape`, float32; without them they are drawn from `seed`.
+    `ImageFacts.latents_shape`, float32; without them they are drawn from `seed`. `output` is what
+    the final event brings.
     """
 
     prompt: str
@@ -40,6 +41,7 @@ class ImageRequest:
     seed: int | None = None
     partial_images: int | None = None
     latents: np.ndarray | None = dataclasses.field(default=None, compare=False)
+    output: image_params.Output = "image"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,9 +89,12 @@ class ImageFacts:
 class ImageEvent:
     """Something that has happened to one request of a call.
 
-    `kind` "partial" brings a preview, number `partial_index` from 0, and "final" the image. "fault"
-    ends a request that failed alone (NaN, out of memory), "abort" one that somebody aborted; both
-    have no image, but a `message`. Every request ends in exactly one event of the last three kinds.
+    `kind` "partial" brings a preview, number `partial_index` from 0, and "final" the image: uint8
+    [H, W, 3], or what the request's `output` says: "float" is float32 [H, W, 3] from 0 to 1,
+    "latent" the final latents, float32 in the layout of the initial ones; previews are always
+    uint8. "fault" ends a request that failed alone (NaN, out of memory), "abort" one that somebody
+    aborted; both have no image, but a `message`. Every request ends in exactly one event of the
+    last three kinds.
     Times are seconds of this request so far: waiting, text encoding, denoising, decoding.
     `prompt_tokens` are those that the text encoder saw, `truncated_tokens` those cut off before.
     """
@@ -98,7 +103,7 @@ class ImageEvent:
     kind: Literal["partial", "final", "fault", "abort"]
     seed: int
     steps: int
-    image: UInt8[np.ndarray, "H W 3"] | None = None
+    image: np.ndarray | None = None
     partial_index: int | None = None
     queue_s: float = 0.0
     encode_s: float = 0.0

@@ -47,6 +47,7 @@ class Choice:
         tokenizer: tokenizer_lib.Tokenizer | None,
     ):
         self.request = request
+        self.has_ended = False
         self._prompt_index = prompt_index
         self._index = index
         self._num_shown = 0
@@ -67,6 +68,7 @@ class Choice:
         delta_ids = output_ids[self._num_shown :]
         self._num_shown = len(output_ids)
         reason = generations.finish_dict(finish)
+        self.has_ended = reason is not None
         return generations.Generation(
             request_id=self.request.request_id,
             index=self._index,

@@ -63,6 +63,7 @@ class Counters:
 
     requests: int = 0
     aborted_requests: int = 0
+    products: int = 0  # what requests end with that write no tokens: images
     prompt_tokens: int = 0
     generation_tokens: int = 0
     denoising_steps: int = 0

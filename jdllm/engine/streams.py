@@ -1,6 +1,7 @@
-"""Generations as iterators, for threads and for asyncio; closing one aborts its requests.
+"""What requests give, as iterators, for threads and for asyncio; closing one aborts its requests.
 
-Both iterators submit the choices of all their prompts together: the engine takes all or none.
+Both iterators submit all requests of a call together: the engine takes all or none. What a request
+gives (text, images) is the business of its `Choice`.
 The clean-up compares requests by identity, not by id: a later request may use the same id.
 """
 
@@ -12,22 +13,39 @@ import contextlib
 import itertools
 import queue
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from jdllm import errors, offload
-from jdllm.engine import generations, requests
 from jdllm.engine import loop as loop_lib
+from jdllm.scheduler import request as request_lib
 
 Item = TypeVar("Item")
-Choices = Mapping[str, requests.Choice]
+Given = TypeVar("Given")
+Given_co = TypeVar("Given_co", covariant=True)
 EVENTS_PER_TURN = 32
 NamedEvent = tuple[str, loop_lib.Event]  # (id of the request, its event)
 
 
-class _Submission:
+class Choice(Protocol[Given_co]):
+    """One request on the caller's side."""
+
+    @property
+    def request(self) -> request_lib.Request: ...
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether `update` has seen the last event."""
+        ...
+
+    def update(self, event: loop_lib.Event, /) -> Given_co:
+        """Returns what an event of the engine gives the caller; may raise for a fault."""
+        ...
+
+
+class _Submission(Generic[Given]):
     """Choices that run together; `unfinished` are those that have not ended yet."""
 
-    def __init__(self, loop: loop_lib.EngineLoop, choices: Choices):
+    def __init__(self, loop: loop_lib.EngineLoop, choices: Mapping[str, Choice[Given]]):
         self._loop = loop
         self.unfinished = dict(choices)
 
@@ -41,12 +59,13 @@ class _Submission:
             is_bounded=is_bounded,
         )
 
-    def update(self, request_id: str, event: loop_lib.Event) -> generations.Generation:
-        """Returns the choice's generation; a fault raises EngineFault."""
-        generation = self.unfinished[request_id].update(event)
-        if generation.finish_reason is not None:
+    def update(self, request_id: str, event: loop_lib.Event) -> Given:
+        """Returns what the event gives of its choice."""
+        choice = self.unfinished[request_id]
+        given = choice.update(event)
+        if choice.has_ended:
             del self.unfinished[request_id]
-        return generation
+        return given
 
     def leave(self) -> None:
         """Aborts the choices that have not ended; does not wait for that."""
@@ -57,8 +76,8 @@ class _Submission:
                 self._loop.abort(lambda request: mine.get(request.request_id) is request)
 
 
-class GenerationStream(Iterator[Item], Generic[Item]):
-    """Submits at once, and yields `transform(generation)` as blocks commit, to one thread.
+class ChoiceStream(Iterator[Item], Generic[Given, Item]):
+    """Submits at once, and yields `transform(given)` of what choices give, to one thread.
 
     What has not ended is aborted by `close`, by an exception, and when the garbage collector
     takes the iterator, also before the first item.
@@ -67,8 +86,8 @@ class GenerationStream(Iterator[Item], Generic[Item]):
     def __init__(
         self,
         loop: loop_lib.EngineLoop,
-        choices: Choices,
-        transform: Callable[[generations.Generation], Item],
+        choices: Mapping[str, Choice[Given]],
+        transform: Callable[[Given], Item],
     ):
         self._events: queue.SimpleQueue[NamedEvent] = queue.SimpleQueue()
         self._transform = transform
@@ -94,12 +113,12 @@ class GenerationStream(Iterator[Item], Generic[Item]):
 
 async def async_stream(
     loop: loop_lib.EngineLoop,
-    build: Callable[[], Choices],
+    build: Callable[[], Mapping[str, Choice[Given]]],
     *,
     size: int,
     is_bounded: bool,
-) -> AsyncGenerator[generations.Generation, None]:
-    """Yields generations as blocks commit, on the caller's asyncio loop.
+) -> AsyncGenerator[Given, None]:
+    """Yields what choices give, as it comes, on the caller's asyncio loop.
 
     The first step builds the choices, in a thread if their `size` is large (`offload`). If one is
     refused, this step raises; closing the iterator aborts the rest.
@@ -125,10 +144,10 @@ async def async_stream(
 
 
 async def transformed(
-    events: AsyncGenerator[generations.Generation, None],
-    transform: Callable[[generations.Generation], Item],
+    events: AsyncGenerator[Given, None],
+    transform: Callable[[Given], Item],
 ) -> AsyncGenerator[Item, None]:
-    """Yields `transform(generation)` for each; closing it closes `events`."""
+    """Yields `transform(given)` for each; closing it closes `events`."""
     async with contextlib.aclosing(events):
-        async for generation in events:
-            yield transform(generation)
+        async for given in events:
+            yield transform(given)

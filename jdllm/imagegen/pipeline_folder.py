@@ -136,12 +136,8 @@ def read(directory: pathlib.Path, *, load_format: str = "auto") -> PipelineFolde
     With load_format "dummy" no weight file is read, and a missing tokenizer folder has a stand-in.
     """
     index = source.read_json(directory / source.MODEL_INDEX_NAME)
-    class_name = index.get(_CLASS_KEY)
-    if not isinstance(class_name, str) or class_name not in pipelines.PIPELINES:
-        raise errors.ConfigError(
-            f"{directory / source.MODEL_INDEX_NAME}: {_CLASS_KEY}={errors.quote(class_name)} is "
-            f"not supported; supported: {', '.join(pipelines.PIPELINES)}"
-        )
+    check_index(index, directory)
+    class_name = index[_CLASS_KEY]
     layout = pipelines.PIPELINES[class_name].layout
     reader = _Reader(directory, index, load_format)
     reader.check_names({*layout.models, *layout.tokenizers, _SCHEDULER})
@@ -161,6 +157,16 @@ def read(directory: pathlib.Path, *, load_format: str = "auto") -> PipelineFolde
         models={model.name: model for model in models if model is not None},
         tokenizers={name: one for name, one in tokenizers.items() if one is not None},
     )
+
+
+def check_index(index: Mapping[str, Any], directory: pathlib.Path) -> None:
+    """Raises a ConfigError for a `model_index.json` of a class that is not served."""
+    class_name = index.get(_CLASS_KEY)
+    if not isinstance(class_name, str) or class_name not in pipelines.PIPELINES:
+        raise errors.ConfigError(
+            f"{directory / source.MODEL_INDEX_NAME}: {_CLASS_KEY}={errors.quote(class_name)} is "
+            f"not supported; supported: {', '.join(pipelines.PIPELINES)}"
+        )
 
 
 class _Reader:

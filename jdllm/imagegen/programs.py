@@ -32,8 +32,8 @@ _BYTES_PER_WORD = 4
 class Outputs:
     """Which rows are invalid: something that they computed is infinite or NaN.
 
-    Decoded rows have a value: latents float32 [R, ...], or images as words [R, W] of four bytes,
-    the first byte the lowest.
+    Decoded rows have a value: latents float32 [R, ...], images float32 [R, H, W, 3] from 0 to 1, or
+    images of 8 bits as words [R, W] of four bytes, the first byte the lowest.
     """
 
     is_invalid: Bool[Array, " R"]
@@ -117,7 +117,8 @@ def decode(
     if bucket.output == "latent":
         return {SLOTS: slots}, Outputs(is_invalid=~_is_finite(clean), value=clean)
     images = pipeline.decode(params, clean)
-    return {SLOTS: slots}, Outputs(is_invalid=~_is_finite(images), value=_words(images))
+    value = _words(images) if bucket.output == "image" else pixels.to_float(images)
+    return {SLOTS: slots}, Outputs(is_invalid=~_is_finite(images), value=value)
 
 
 def noise(seed: UInt32[Array, "R 2"], shape: tuple[int, ...]) -> Float32[Array, "R ..."]:

@@ -46,7 +46,7 @@ def of_step(
 
 
 def of_decode(outputs: programs.Outputs, batch: batch_lib.ScheduleBatch) -> batch_lib.LaunchResult:
-    """Returns frames and products: images uint8 [H, W, 3], or latents float32."""
+    """Returns frames and products: images uint8 or float32 [H, W, 3], or latents float32."""
     bucket = batch.bucket
     assert isinstance(bucket, image_buckets.DecodeBucket) and outputs.value is not None
     rows = []

@@ -53,8 +53,9 @@ class Request:
     written text. `given` maps places of the written text, counted from the prompt's end, to
     tokens that are fixed.
 
-    Only image models use `image`, what kind of image is wanted, and `num_frames`, how many frames
-    have been reported.
+    Only image models use `image`, what kind of image is wanted, `num_frames`, how many frames have
+    been reported, and the times (of `time.monotonic`) at which everything that precedes the first
+    step was there, and the last step was done.
     """
 
     request_id: str
@@ -84,6 +85,8 @@ class Request:
     num_edited: int = 0
     num_discarded: int = 0
     num_frames: int = 0
+    began_s: float | None = None
+    denoised_s: float | None = None
     num_preemptions: int = 0
     first_scheduled_s: float | None = None
 

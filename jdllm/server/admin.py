@@ -162,7 +162,7 @@ async def start_profile(request: requests.Request) -> starlette_responses.Respon
 @router.post("/stop_profile")
 async def stop_profile(request: requests.Request) -> starlette_responses.Response:
     """Ends the trace and writes it, which takes some seconds; TensorBoard and Perfetto read it."""
-    folder = await asyncio.to_thread(state.of(request).engine.stop_profile)
+    folder = await asyncio.to_thread(state.of(request).served.stop_profile)
     return responses.json_response({"success": True, "output_dir": folder})
 
 

@@ -28,7 +28,7 @@ CONFIG = "options by flag name; flags win (default: none)"
 
 HELP = {
     "model_path": "checkpoint folder, hub id, or a bundled model: "
-    f"{' (default), '.join(source.BUNDLED_MODELS)}",
+    f"{' (default), '.join((*source.BUNDLED_MODELS, *source.BUNDLED_IMAGE_MODELS))}",
     "tokenizer_path": "tokenizer folder, if not the checkpoint's",
     "served_model_name": "name in /v1/models and in answers",
     "revision": "hub revision (branch, tag or commit)",
@@ -67,6 +67,18 @@ HELP = {
     "log_level": "debug, info, warning, error or critical",
     "decode_log_interval": "launches between two statistics lines",
     "tp_size": "GPUs per replica; only 1 so far",
+    "batching_mode": "image models: how requests share launches; images of one size share steps, "
+    "and a new request joins at the next step",
+    "batching_max_size": "image models: most requests in a launch; 1 switches batching off "
+    "(default: the largest compiled number)",
+    "batching_delay_ms": "image models: how long the first step may wait for other requests while "
+    "nothing runs; running images never wait",
+    "batching_config": "image models: JSON file with rules that bound the requests of a launch by "
+    "size and memory",
+    "enable_batching_metrics": "image models: a line of the log about every 5 steps",
+    "warmup_resolutions": "image models: sizes that are compiled at start, such as 1024x1024 "
+    "512x512; others are at their first use (default: the size of images without a size)",
+    "max_image_pixels": "image models: most pixels of an image (default: 2048 times 2048)",
     "host": "address to listen on",
     "port": "port to listen on; 0 chooses a free one",
     "api_key": "bearer key for all routes but /health and its like and /metrics; every user of the "
@@ -227,6 +239,8 @@ def add_options(
             how["metavar"] = {int: "N", float: "X"}.get(how["type"], name.split("_")[-1].upper())
         if name == "served_model_name":
             how |= {"action": OneName, "nargs": "+"}
+        if name == "warmup_resolutions":
+            how |= {"action": Joined, "nargs": "+"}
         if name in foreign_flags.VALUES:
             how["type"] = lambda text, known=foreign_flags.VALUES[name]: known.get(text, text)
         group.add_argument(
@@ -253,6 +267,14 @@ class OneName(argparse.Action):
                 "unless --strict-model-name is set"
             )
         setattr(namespace, self.dest, values[0])
+
+
+class Joined(argparse.Action):
+    """Joins the words of a flag by commas, which some of them may have already."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        del parser, option_string
+        setattr(namespace, self.dest, ",".join(word.rstrip(",") for word in values))
 
 
 def _help(field: dataclasses.Field[Any]) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from jdllm import config
     from jdllm.engine import engine as engine_lib
-    from jdllm.engine import image_requests
+    from jdllm.engine import image_engine, image_requests
 
 Route = Literal["chat", "ids", "image"]
 
@@ -42,6 +42,25 @@ def engine_lines(engine: engine_lib.Engine) -> list[str]:
         f"KV {stats.kv_cache_memory_usage_gb:.2f} GB for {engine.max_total_tokens} tokens, "
         f"launch {stats.launch_memory_usage_gb:.2f} GB; "
         f"at most {engine.max_running_requests} requests at a time",
+    ]
+
+
+def image_engine_lines(engine: image_engine.ImageEngine) -> list[str]:
+    """Returns lines about pipeline, denoising, device, kernels and memory."""
+    options, stats, info, facts = engine.config, engine.stats(), engine.server_info(), engine.facts
+    guidance = facts.default_guidance_scale
+    others = "" if guidance is None else f", guidance {guidance:g}"
+    return [
+        f"model {engine.model_name}: {info['pipeline']}, {options.dtype}, makes images of "
+        f"{facts.default_width}x{facts.default_height} unless asked otherwise",
+        f"denoising: {facts.default_steps} steps{others}; up to {engine.images_per_step} images in "
+        f"a step; compiled for {options.warmup_resolutions}, other sizes at their first use",
+        f"device {engine.device}; kernels: {kernels(info['kernels'])}",
+        f"memory: weights {stats.weight_memory_usage_gb:.2f} GB, "
+        f"latents {stats.latent_memory_usage_gb:.2f} GB, "
+        f"captions {stats.caption_memory_usage_gb:.2f} GB, "
+        f"launch {stats.launch_memory_usage_gb:.2f} GB; "
+        f"at most {engine.max_running_requests} images at a time",
     ]
 
 

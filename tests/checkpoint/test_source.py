@@ -1,5 +1,8 @@
 """What a person types as a model."""
 
+import json
+
+import huggingface_hub
 import pytest
 
 from jdllm import errors
@@ -29,3 +32,59 @@ def test_a_pipeline_has_an_index_in_place_of_a_config(tmp_path):
     assert source.resolve(tmp_path) == tmp_path
     assert source.is_pipeline(tmp_path)
     assert not source.is_pipeline(source.bundled_model())
+
+
+FILES = (
+    "model_index.json", "config.json", "README.md", "whole.safetensors",
+    "scheduler/scheduler_config.json", "tokenizer/tokenizer.json", "tokenizer/merges.txt",
+    "transformer/config.json", "transformer/diffusion_pytorch_model-00001-of-2.safetensors",
+    "transformer/diffusion_pytorch_model.fp16.safetensors",
+    "transformer/diffusion_pytorch_model.safetensors.index.json",
+    "text_encoder/model.safetensors", "text_encoder/pytorch_model.bin", "assets/x.json",
+)  # fmt: skip
+INDEX = {
+    "_class_name": "ZImagePipeline",
+    "scheduler": ["diffusers", "S"],
+    "tokenizer": ["transformers", "T"],
+    "text_encoder": ["transformers", "E"],
+    "transformer": ["diffusers", "D"],
+    "assets": [None, None],
+}
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A hub with one repository of `FILES`; returns the list of what is downloaded."""
+    taken = []
+
+    def snapshot_download(repo_id, *, allow_patterns, ignore_patterns=None, **_):
+        assert repo_id == "some/pipeline"
+        wanted = huggingface_hub.utils.filter_repo_objects(
+            FILES, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
+        )
+        for name in wanted:
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text(json.dumps(INDEX) if name == "model_index.json" else "{}")
+            taken.append(name)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    return taken
+
+
+def test_of_a_pipeline_only_what_its_components_need_is_downloaded(hub, tmp_path):
+    assert source.resolve("some/pipeline") == tmp_path
+    left = set(FILES) - set(hub)
+    assert left == {
+        "README.md", "whole.safetensors", "assets/x.json", "text_encoder/pytorch_model.bin",
+        "transformer/diffusion_pytorch_model.fp16.safetensors",
+    }  # fmt: skip
+
+
+def test_a_pipeline_that_is_not_served_is_refused_before_its_weights_come(hub):
+    def refuse(index, directory):
+        raise errors.ConfigError(f"{index['_class_name']} is not served")
+
+    with pytest.raises(errors.ConfigError, match="^ZImagePipeline is not served$"):
+        source.resolve("some/pipeline", check_index=refuse)
+    assert set(hub) == {"model_index.json", "config.json"}

@@ -67,6 +67,11 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
     model_dir = source.resolve(
         config.model_path, revision=config.revision, download_dir=config.download_dir
     )
+    if source.is_pipeline(model_dir):
+        raise errors.ConfigError(
+            f"{model_dir} is an image pipeline; use jdllm.ImageEngine, or jdllm serve"
+        )
+    config.check_for("text")
     generation_config = source.read_optional_json(model_dir / "generation_config.json")
     device = device_lib.facts()
     dtype = _dtype(config.dtype, device)

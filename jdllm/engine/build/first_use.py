@@ -26,6 +26,12 @@ class FirstUse:
         self._asked: set[batch_lib.Bucket] = set()
         self._is_closed = False
         self.num_compiled = 0
+        self.num_failed = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Programs that have been asked for and are not there yet."""
+        return len(self._asked) - self.num_compiled - self.num_failed
 
     def is_ready(self, bucket: batch_lib.Bucket) -> bool:
         """Returns whether a launch of this bucket can start; if not, it can soon.
@@ -51,6 +57,7 @@ class FirstUse:
             self._runner.compile([bucket])
         except Exception:  # the launch raises it again, for those who asked
             logger.exception("%s cannot be compiled", bucket)
+            self.num_failed += 1
             return
         self.num_compiled += 1
         logger.info("compiled %s in %.1f s", bucket, time.monotonic() - began_s)

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import pathlib
 import time
+from collections.abc import Callable
 
+from jdllm import batching_rules, device_facts, errors, image_params
 from jdllm import device as device_lib
-from jdllm import device_facts, errors, image_params
 from jdllm.engine import core as core_lib
 from jdllm.engine.build import build as text_build
 from jdllm.engine.build import first_use, startup
@@ -43,7 +45,8 @@ class ImageBuildConfig:
     """What may be chosen; None is what suits the pipeline and the device.
 
     `sizes` are the (height, width) in pixels that are compiled at start. A launch has at most
-    `batching_max_size` requests. When nothing runs, the first step may wait `batching_delay_ms`
+    `batching_max_size` requests, or fewer where the rules say so; `model_path` is the model's name
+    in rules. When nothing runs, the first step may wait `batching_delay_ms`
     for others. `caption_cache_bytes` bounds the captions that stay on the device.
     """
 
@@ -55,6 +58,9 @@ class ImageBuildConfig:
     max_queued_requests: int = DEFAULT_QUEUE
     batching_max_size: int | None = None
     batching_delay_ms: float = 0.0
+    logs_batching: bool = False
+    batching_rules: tuple[batching_rules.BatchingRule, ...] = ()
+    model_path: str = ""
     sizes: tuple[tuple[int, int], ...] | None = None
     max_pixels: int = image_limits.DEFAULT_MAX_PIXELS
     caption_cache_bytes: int | None = None
@@ -82,13 +88,22 @@ class BuiltImages:
     core: core_lib.EngineCore
     runner: model_runner.ModelRunner
     rows: image.ImageRows
+    buckets: image_buckets.ImageBuckets
     limits: image_limits.ImageLimits
+    default_size: tuple[int, int]  # (height, width) in pixels
+    num_slots: int
+    dtype: str  # of the weights
     first_use: first_use.FirstUse
     weight_bytes: int
     slot_bytes: int  # of all slots
     caption_bytes: int  # of all entries
     startup_s: float
     compiles_at_ready: int
+
+    def release(self) -> None:
+        """Ends compilations and frees the device's memory; the engine thread has ended."""
+        self.first_use.close()
+        self.runner.release()
 
 
 def build(config: ImageBuildConfig, progress: startup.StartupProgress) -> BuiltImages:
@@ -110,7 +125,8 @@ def build(config: ImageBuildConfig, progress: startup.StartupProgress) -> BuiltI
     )
     pipeline = model.pipeline
     limits = _limits(config, pipeline)
-    buckets = _buckets(config, pipeline, limits, device)
+    default_size = _default_size(folder, pipeline, limits)
+    buckets = _buckets(config, pipeline, limits, device, default_size)
     num_slots = config.max_running_requests or _default_rows(device)
     max_tokens = buckets.tokens[-1]
     num_entries = sizes_lib.entries_that_fit(pipeline, max_tokens, _caption_bytes(config, device))
@@ -138,6 +154,7 @@ def build(config: ImageBuildConfig, progress: startup.StartupProgress) -> BuiltI
             limits_of_images=limits,
             num_entries=num_entries,
             start_delay_s=config.batching_delay_ms / 1000,
+            logs_batching=config.logs_batching,
             device=device,
         )
     )
@@ -151,13 +168,17 @@ def build(config: ImageBuildConfig, progress: startup.StartupProgress) -> BuiltI
         core=core_lib.EngineCore(
             scheduler_lib.Scheduler(rows, max_queued_requests=config.max_queued_requests),
             runner,
-            max_total_tokens=1,
+            max_total_tokens=None,
             overlaps=not config.disable_overlap_schedule,
             decode_log_interval=config.decode_log_interval,
         ),
         runner=runner,
         rows=rows,
+        buckets=buckets,
         limits=limits,
+        default_size=default_size,
+        num_slots=num_slots,
+        dtype=str(next(iter(model.params.values())).dtype),
         first_use=programs,
         weight_bytes=sum(array.nbytes for array in model.params.values()),
         slot_bytes=num_slots * sizes_lib.slot_bytes(pipeline, config.max_pixels),
@@ -181,10 +202,11 @@ def _buckets(
     pipeline: interface.Pipeline,
     limits: image_limits.ImageLimits,
     device: device_facts.DeviceFacts,
+    default_size: tuple[int, int],
 ) -> image_buckets.ImageBuckets:
     """Returns the compiled sizes, before it is known what fits into memory."""
     defaults = pipeline.defaults
-    sizes = config.sizes or ((defaults.height, defaults.width),)
+    sizes = config.sizes or (default_size,)
     for size in sizes:
         _check_size(*size, limits)
     rows = CPU_ROWS if device.is_cpu else ACCELERATOR_ROWS
@@ -197,12 +219,59 @@ def _buckets(
         rows=rows,
         tokens=(*(one for one in tokens if one < most), most),
         sizes=sizes,
+        most_requests=_most_requests(config, pipeline, device),
     )
     if device.is_cpu:
-        buckets = dataclasses.replace(
+        return dataclasses.replace(
             buckets, encode_rows=(1,), decode_rows=(1,), launch_cost=CPU_LAUNCH_COST
         )
-    return buckets
+    # The option bounds every launch: 1 switches batching off.
+    return dataclasses.replace(
+        buckets,
+        encode_rows=image_buckets.up_to(buckets.encode_rows, rows[-1]),
+        decode_rows=image_buckets.up_to(buckets.decode_rows, rows[-1]),
+    )
+
+
+def _most_requests(
+    config: ImageBuildConfig, pipeline: interface.Pipeline, device: device_facts.DeviceFacts
+) -> Callable[[int, int], int | None]:
+    """Returns the bound of the batching rules for images (height, width)."""
+    memory = device.memory_bytes
+
+    def most(height: int, width: int) -> int | None:
+        return batching_rules.most_images(
+            config.batching_rules,
+            model=config.model_path,
+            width=width,
+            height=height,
+            tokens=pipeline.image_tokens(height, width),
+            memory_gb=None if memory is None else memory / (1 << 30),
+        )
+
+    return most
+
+
+def _default_size(
+    folder: pipeline_folder.PipelineFolder,
+    pipeline: interface.Pipeline,
+    limits: image_limits.ImageLimits,
+) -> tuple[int, int]:
+    """Returns the (height, width) of images for which a request says nothing.
+
+    It is the pipeline's, or smaller: the size that its autoencoder was made for (`sample_size` in
+    its config.json, 1024 in published pipelines), and the limits of this server.
+    """
+    defaults, multiple = pipeline.defaults, pipeline.size_multiple
+    height, width = defaults.height, defaults.width
+    made_for = folder.models["vae"].hf_config.get("sample_size")
+    most = limits.max_side
+    if isinstance(made_for, int) and multiple <= made_for < most:
+        most = made_for
+    if max(height, width) > most or height * width > limits.max_pixels:
+        side = min(most, height, width, math.isqrt(limits.max_pixels))
+        height = width = max(side // multiple, 1) * multiple
+    return height, width
 
 
 def _check_size(height: int, width: int, limits: image_limits.ImageLimits) -> None:

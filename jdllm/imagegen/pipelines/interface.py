@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Literal, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +51,18 @@ class Defaults:
     num_inference_steps: int
     guidance_scale: float
     max_sequence_length: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Which options of guidance requests have.
+
+    `cfg_switch` is the one that asks for a second forward, with the negative prompt; None: there is
+    no negative prompt. `has_cfg_limits`: there are `cfg_truncation` and `cfg_normalization`.
+    """
+
+    cfg_switch: Literal["guidance_scale", "true_cfg_scale"] | None
+    has_cfg_limits: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +108,7 @@ class Pipeline(Protocol):
 
     layout: ClassVar[Layout]
     defaults: ClassVar[Defaults]
+    options: ClassVar[Options]
 
     @classmethod
     def build(cls, parts: Parts) -> Self:

@@ -54,6 +54,9 @@ class ZImagePipeline:
         guidance_scale=0.0,
         max_sequence_length=512,
     )
+    options: ClassVar[interface.Options] = interface.Options(
+        cfg_switch="guidance_scale", has_cfg_limits=True
+    )
 
     parts: interface.Parts
 

@@ -25,8 +25,8 @@ from jdllm import errors
 from jdllm.scheduler import batch as batch_lib
 from jdllm.scheduler import commits as commits_lib
 from jdllm.scheduler import request as request_lib
+from jdllm.scheduler.rows import image_batching, image_captions, image_limits, interface
 from jdllm.scheduler.rows import image_buckets as buckets_lib
-from jdllm.scheduler.rows import image_captions, image_limits, interface
 from jdllm.scheduler.rows.image_stay import (
     ImageStay,
     group_of,
@@ -50,13 +50,15 @@ class ImageRowConfig(interface.RowConfig):
     """What image rows are built from; they have neither context nor pages.
 
     `num_entries` captions fit into the device's store. When nothing runs, the first step may wait
-    up to `start_delay_s` after an arrival, so that more requests can join.
+    up to `start_delay_s` after an arrival, so that more requests can join. `logs_batching`: the log
+    says how images share steps.
     """
 
     buckets: buckets_lib.ImageBuckets
     limits_of_images: image_limits.ImageLimits
     num_entries: int
     start_delay_s: float = 0.0
+    logs_batching: bool = False
     context_length: int = 1
     block_size: int = 1
     page_size: int = 1
@@ -86,6 +88,7 @@ class ImageRows:
         self._config = config
         self._buckets = config.buckets
         self._row_limits = buckets_lib.RowLimits()
+        self._batching_log = image_batching.BatchingLog() if config.logs_batching else None
         self._now = now
         self._num_turns = 0
         self._is_steps_turn = False  # the last launch was not a step
@@ -172,7 +175,12 @@ class ImageRows:
     ) -> commits_lib.Progress:
         """Counts the row's forwards; returns previews and, at the end, the product."""
         request.nfe += result.nfe
-        stay_of(request).num_done += result.nfe
+        stay = stay_of(request)
+        stay.num_done += result.nfe
+        if not stay.num_done:  # its caption or its latents are there only now
+            request.began_s = self._now()
+        elif result.nfe and stay.num_done == image_of(request).num_inference_steps:
+            request.denoised_s = self._now()
         if result.is_invalid:
             return commits_lib.Progress()
         request.num_frames += len(result.frames)
@@ -226,6 +234,7 @@ class ImageRows:
         worth = self._buckets.by_worth(self._step_sizes(order[0]), len(members))
         bucket = self._first_ready(self._step_bucket(members[:size], rows=size) for size in worth)
         self._num_turns += 1
+        self._log_batching(members[: bucket.rows], ready)
         rows = []
         for one in members[: bucket.rows]:
             stay = stay_of(one)
@@ -234,9 +243,26 @@ class ImageRows:
                     request=one, stay=stay, step=stay.num_planned, is_fresh=stay.is_fresh
                 )
             )
+            if not stay.num_planned:
+                one.began_s = self._now()
             stay.num_planned += 1
             stay.turn, stay.is_fresh = self._num_turns, False
         return batch_lib.ScheduleBatch(rows=tuple(rows), bucket=bucket)
+
+    def _log_batching(
+        self, members: Sequence[request_lib.Request], ready: Sequence[request_lib.Request]
+    ) -> None:
+        """Notes a step of `members` for the log, if it is wanted."""
+        if self._batching_log is None:
+            return
+        height, width, is_guided = group_of(members[0])
+        most = self._step_sizes(members[0])[-1]
+        bound = "max_size" if most > 1 else "dynamic_disabled"
+        if self._buckets.is_bounded_by_rules(height, width, is_guided):
+            bound = f"config_cap:{most}"
+        now = self._now()
+        waits_s = [now - one.arrival_s for one in members if not stay_of(one).num_planned]
+        self._batching_log.note(members, ready, most=most, bound=bound, waits_s=waits_s)
 
     def _decode(self) -> batch_lib.ScheduleBatch | None:
         """Returns a launch for the oldest output that is due, and others of its shape."""

@@ -63,7 +63,7 @@ class StepBucket(batch_lib.Bucket):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeBucket(batch_lib.Bucket):
-    """Gives the images or the latents of up to `rows` rows: the clean prediction of the last step.
+    """Gives images (of 8 bits, or floats) or latents of up to `rows` rows: the clean prediction.
 
     After the last step of all, the clean prediction is the final latents. So previews and final
     images share launches.
@@ -119,8 +119,8 @@ class ImageBuckets:
     `rows` are requests of a step, `tokens` lengths of captions, and `sizes` the (height, width)
     that are compiled at start. `guided` says which kinds of steps are served. A forward of an
     image (height, width) has at most `most_rows` rows, two for a guided request, and a decode
-    launch `most_decode_rows`. An encode launch has at most `encode_tokens` tokens, padding
-    included, because running rows wait for it.
+    launch `most_decode_rows`; both have at most `most_requests` (None: no such bound). An encode
+    launch has at most `encode_tokens` tokens, padding included, because running rows wait for it.
 
     `launch_cost` is what a step costs beside its rows, in rows. A large model's step takes time in
     proportion to its rows, and then a full launch is better than a larger one with padding: the
@@ -137,6 +137,7 @@ class ImageBuckets:
     guided: tuple[bool, ...] = (False, True)
     most_rows: Callable[[int, int], int] = rows_by_pixels(MOST_STEP_PIXELS)
     most_decode_rows: Callable[[int, int], int] = rows_by_pixels(MOST_DECODE_PIXELS)
+    most_requests: Callable[[int, int], int | None] | None = None
     launch_cost: float = 0.1
 
     def __post_init__(self) -> None:
@@ -182,11 +183,22 @@ class ImageBuckets:
 
     def step_sizes(self, height: int, width: int, is_guided: bool) -> tuple[int, ...]:
         """Returns the requests that a step of such images may have."""
-        return up_to(self.rows, self.most_rows(height, width) // (1 + is_guided))
+        most = self.most_rows(height, width) // (1 + is_guided)
+        return up_to(self.rows, self._bounded(most, height, width))
 
     def decode_sizes(self, height: int, width: int) -> tuple[int, ...]:
         """Returns the rows that a decode launch of such images may have."""
-        return up_to(self.decode_rows, self.most_decode_rows(height, width))
+        most = self.most_decode_rows(height, width)
+        return up_to(self.decode_rows, self._bounded(most, height, width))
+
+    def is_bounded_by_rules(self, height: int, width: int, is_guided: bool) -> bool:
+        """Returns whether steps of such images would have more requests without `most_requests`."""
+        free = dataclasses.replace(self, most_requests=None).step_sizes(height, width, is_guided)
+        return self.step_sizes(height, width, is_guided) != free
+
+    def _bounded(self, most: int, height: int, width: int) -> int:
+        bound = None if self.most_requests is None else self.most_requests(height, width)
+        return most if bound is None else min(most, bound)
 
     def encode_sizes(self, tokens: int) -> tuple[int, ...]:
         """Returns how many captions of `tokens` tokens an encode launch may have."""

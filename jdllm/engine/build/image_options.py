@@ -1,0 +1,129 @@
+"""From `EngineConfig` to what a pipeline is built with, and back: what the build has chosen."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+
+from jdllm import config as config_lib
+from jdllm import errors
+from jdllm.checkpoint import source
+from jdllm.engine import image_checks, image_requests
+from jdllm.engine.build import images
+from jdllm.imagegen import pipeline_folder
+from jdllm.scheduler.rows import image_limits
+
+
+def build_config(config: config_lib.EngineConfig) -> images.ImageBuildConfig:
+    """Returns the options of the build; finds the pipeline folder, or downloads it.
+
+    Raises a ConfigError for a model that writes text, and for options that only such models have.
+    """
+    config.check_for("images")
+    directory = find(config)
+    if not source.is_pipeline(directory):
+        raise errors.ConfigError(
+            f"{directory} is no image pipeline: it holds no {source.MODEL_INDEX_NAME}; for a model "
+            "that writes text use jdllm.Engine or jdllm.LLM"
+        )
+    return images.ImageBuildConfig(
+        directory=directory,
+        load_format=config.load_format,
+        dtype=config.dtype,
+        random_seed=config.random_seed,
+        max_running_requests=config.max_running_requests,
+        max_queued_requests=(
+            images.DEFAULT_QUEUE
+            if config.max_queued_requests is None
+            else config.max_queued_requests
+        ),
+        batching_max_size=config.batching_max_size,
+        batching_delay_ms=config.batching_delay_ms,
+        logs_batching=config.enable_batching_metrics,
+        batching_rules=config.batching_rules(),
+        model_path=config.model_path or directory.name,
+        sizes=_sizes(config.warmup_resolutions),
+        max_pixels=config.max_image_pixels or image_limits.DEFAULT_MAX_PIXELS,
+        disable_overlap_schedule=config.disable_overlap_schedule,
+        decode_log_interval=config.decode_log_interval,
+    )
+
+
+def find(config: config_lib.EngineConfig) -> pathlib.Path:
+    """Returns the directory of the model; without a name it is the bundled image model."""
+    name = config.model_path
+    if name is None:
+        if not source.BUNDLED_IMAGE_MODELS:
+            raise errors.ConfigError(
+                "model_path is missing: name a pipeline folder or a hub id, such as "
+                "Tongyi-MAI/Z-Image-Turbo"
+            )
+        name = source.BUNDLED_IMAGE_MODELS[0]
+    return source.resolve(
+        name,
+        revision=config.revision,
+        download_dir=config.download_dir,
+        check_index=pipeline_folder.check_index,
+    )
+
+
+def resolved(config: config_lib.EngineConfig, built: images.BuiltImages) -> config_lib.EngineConfig:
+    """Returns the options with what the build has chosen."""
+    path = str(built.folder.path)
+    return dataclasses.replace(
+        config,
+        model_path=config.model_path or path,
+        served_model_name=config.served_model_name or config.model_path or built.folder.path.name,
+        dtype=built.dtype,
+        max_running_requests=built.num_slots,
+        max_queued_requests=built.config.max_queued_requests,
+        batching_max_size=built.buckets.rows[-1],
+        warmup_resolutions=",".join(f"{width}x{height}" for height, width in built.buckets.sizes),
+        max_image_pixels=built.limits.max_pixels,
+    )
+
+
+def facts(built: images.BuiltImages) -> image_requests.ImageFacts:
+    """Returns what a built pipeline says of itself."""
+    pipeline, limits = built.pipeline, built.limits
+    defaults, options = pipeline.defaults, pipeline.options
+    height, width = built.default_size
+    multiple = pipeline.size_multiple
+    unit = pipeline.latent_shape(multiple, multiple)
+    is_packed = len(unit) == 2
+    longest = min(built.buckets.tokens[-1], defaults.max_sequence_length)
+    return image_requests.ImageFacts(
+        family=built.folder.class_name.removesuffix("Pipeline"),
+        size_multiple=multiple,
+        default_height=height,
+        default_width=width,
+        max_side=limits.max_side,
+        max_pixels=limits.max_pixels,
+        default_steps=defaults.num_inference_steps,
+        max_steps=limits.max_steps,
+        default_max_sequence_length=longest,
+        max_sequence_length=longest,
+        latent_channels=unit[1] // 4 if is_packed else unit[0],
+        packs_latents=is_packed,
+        default_guidance_scale=defaults.guidance_scale,
+        cfg_switch=options.cfg_switch,
+        has_cfg_limits=options.has_cfg_limits,
+    )
+
+
+def _sizes(resolutions: str | None) -> tuple[tuple[int, int], ...] | None:
+    """Returns the (height, width) of a list of `WIDTHxHEIGHT`, separated by commas."""
+    if resolutions is None:
+        return None
+    sizes = []
+    for text in resolutions.split(","):
+        try:
+            found = image_checks.size_of(text.strip())
+        except errors.RequestError:
+            found = None
+        if found is None:
+            raise errors.ConfigError(
+                f"warmup_resolutions: {errors.quote(text)} must be WIDTHxHEIGHT, such as 1024x1024"
+            )
+        sizes.append((found[1], found[0]))
+    return tuple(dict.fromkeys(sizes))

@@ -1,0 +1,120 @@
+"""Calls of `ImageEngine.generate`: one value or a list for each option, and images in the end.
+
+Names, layouts and output types are those of diffusers' pipelines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
+
+import numpy as np
+from PIL import Image
+
+from jdllm import errors, image_params, value_checks
+from jdllm.engine import image_checks, image_requests
+
+Value = TypeVar("Value")
+OneOrEach: TypeAlias = Value | Sequence[Value | None] | None
+OutputType = Literal["pil", "np", "latent"]
+_OUTPUTS: Mapping[str, image_params.Output] = {"pil": "image", "np": "float", "latent": "latent"}
+MOST_IMAGES_PER_PROMPT = 10_000  # a typing error, beyond
+
+
+def asked(
+    prompts: str | Sequence[str],
+    facts: image_requests.ImageFacts,
+    *,
+    num_images: int,
+    seed: int | Sequence[int] | None,
+    latents: Any,
+    output_type: str,
+    options: Mapping[str, Any],
+) -> list[image_requests.ImageRequest]:
+    """Returns one resolved request for each image: all of the first prompt, then of the next.
+
+    Raises a RequestError that names the option at fault.
+    """
+    value_checks.check_word(output_type, "output_type", words=get_args(OutputType))
+    value_checks.check_integer(
+        num_images, "num_images_per_prompt", low=1, high=MOST_IMAGES_PER_PROMPT
+    )
+    texts = [prompts] if isinstance(prompts, str) else _listed(prompts, "prompts")
+    if not texts:
+        raise errors.RequestError("prompts must not be empty", param="prompts")
+    each = {name: _each(value, name, len(texts)) for name, value in options.items()}
+    count = len(texts) * num_images
+    seeds = image_checks.seeds(_plain(seed), count)
+    given = _latents(latents, count)
+    made = []
+    for place in range(count):
+        prompt = place // num_images
+        made.append(
+            image_checks.resolve(
+                image_requests.ImageRequest(
+                    prompt=texts[prompt],
+                    seed=seeds[place],
+                    latents=given[place],
+                    output=_OUTPUTS[output_type],
+                    **{name: values[prompt] for name, values in each.items()},
+                ),
+                facts,
+            )
+        )
+    return made
+
+
+def joined(
+    products: Sequence[np.ndarray], output_type: str
+) -> list[Image.Image] | np.ndarray | list[np.ndarray]:
+    """Returns what images ended with in the form of an output type."""
+    if output_type == "pil":
+        return [Image.fromarray(image) for image in products]
+    if len({product.shape for product in products}) == 1:
+        return np.stack(products)
+    return list(products)
+
+
+def _each(value: Any, name: str, count: int) -> Sequence[Any]:
+    """Returns the value of an option for each prompt."""
+    value = _plain(value)
+    if not isinstance(value, list | tuple):
+        return [value] * count
+    if len(value) != count:
+        raise errors.RequestError(
+            f"{name} has {len(value)} entries for {count} prompts; give one each, or one value",
+            param=name,
+        )
+    return [_plain(one) for one in value]
+
+
+def _plain(value: Any) -> Any:
+    """Returns Python's numbers for those of numpy, whose types the checks do not know."""
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+
+
+def _listed(values: Any, name: str) -> list[Any]:
+    if isinstance(values, Mapping) or not hasattr(values, "__iter__"):
+        raise errors.RequestError(
+            f"{name} must be a text or a list of texts, got {errors.quote(values)}", param=name
+        )
+    return list(values)
+
+
+def _latents(latents: Any, count: int) -> Sequence[np.ndarray | None]:
+    """Returns the initial latents of each image."""
+    if latents is None:
+        return [None] * count
+    found = np.asarray(latents)
+    if not np.issubdtype(found.dtype, np.floating):
+        raise errors.RequestError(
+            f"latents must be an array of floats, got {errors.quote(latents)}", param="latents"
+        )
+    if found.ndim == 0 or len(found) != count:
+        first = found.shape[0] if found.ndim else "no axis"
+        raise errors.RequestError(
+            f"latents of the shape {list(found.shape)} are for {first} images, not for {count}; "
+            "the first axis is that of the images",
+            param="latents",
+        )
+    return list(found.astype(np.float32, copy=False))

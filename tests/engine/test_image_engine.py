@@ -1,0 +1,168 @@
+"""`jdllm.ImageEngine`: images offline, against diffusers 0.42.1 and against themselves."""
+
+from __future__ import annotations
+
+import shutil
+
+import numpy as np
+import pytest
+from PIL import Image
+from support import golden_images as golden
+from support import image_engine
+from support.golden_images import PROMPTS, SQUARE
+
+import jdllm
+from jdllm import config, errors
+from jdllm.checkpoint import source
+from jdllm.engine.build import image_options
+
+ATOL_LATENTS = 6e-4  # that of `imagegen/test_golden_runs.py`
+SMALL = {"height": 96, "width": 96, "use_tqdm": False}
+QUICK = {**SMALL, "num_inference_steps": 2}
+RULE = {"model_contains": "/", "resolution": "128x128", "max_batch_size": 1}
+
+
+def generate(prompts, **options):
+    return image_engine.shared().generate(prompts, **options)
+
+
+def golden_latents(run, name):
+    return golden.arrays()[f"96x96/{run}/{name}/latents_steps"][3]
+
+
+def initial(*places):
+    return np.stack([golden.initial(SQUARE, j) for j in places])
+
+
+def test_golden_runs_of_several_prompts():
+    given = {"num_inference_steps": 4, "latents": initial(1, 2)}
+    found = generate(PROMPTS[1:], output_type="latent", **given, **SMALL)
+    assert found.dtype == np.float32 and found.shape == (2, 16, 12, 12)
+    expected = np.concatenate([golden_latents("g0", f"p{j}") for j in (1, 2)])
+    np.testing.assert_allclose(found, expected, atol=ATOL_LATENTS)
+    images = generate(PROMPTS[1:], **given, **SMALL)
+    floats = generate(PROMPTS[1:], output_type="np", **given, **SMALL)
+    assert floats.dtype == np.float32 and floats.shape == (2, 96, 96, 3)
+    for j, image, values in zip((1, 2), images, floats, strict=True):
+        assert isinstance(image, Image.Image) and image.mode == "RGB"
+        pixels = golden.arrays()[f"96x96/g0/p{j}/uint8"][0]
+        assert np.abs(np.asarray(image).astype(int) - pixels).max() <= 1
+        assert np.abs(255 * values - pixels).max() <= 1.01
+
+
+def test_golden_runs_with_guidance_and_its_limits():
+    given = {"num_inference_steps": 4, "latents": initial(2), "negative_prompt": golden.NEGATIVE}
+    found = generate(
+        PROMPTS[2], guidance_scale=2.5, output_type="latent", **given, **SMALL
+    )  # a single prompt has a list, too
+    np.testing.assert_allclose(found, golden_latents("g2.5", "p2"), atol=ATOL_LATENTS)
+
+
+def test_one_value_or_one_for_each():
+    images = generate(
+        ["a cat", "a dog"], height=[96, 64], width=[96, 128], num_inference_steps=[1, 2],
+        use_tqdm=False,
+    )  # fmt: skip
+    assert [image.size for image in images] == [(96, 96), (128, 64)]
+    arrays = generate(
+        ["a cat", "a dog"], height=[96, 64], width=[96, 128], num_inference_steps=1,
+        output_type="latent", use_tqdm=False,
+    )  # fmt: skip
+    assert [array.shape for array in arrays] == [(16, 12, 12), (16, 8, 16)]
+
+
+def test_seeds_make_images_again():
+    three = generate("a cat", num_images_per_prompt=3, seed=7, output_type="latent", **QUICK)
+    again = generate(["a cat"] * 3, seed=[7, 8, 9], output_type="latent", **QUICK)
+    np.testing.assert_allclose(three, again, atol=5e-5)  # launches of other sizes round differently
+    assert np.abs(three[0] - three[1]).max() > 0.1
+    one = generate("a cat", seed=8, output_type="latent", **QUICK)
+    np.testing.assert_allclose(one[0], three[1], atol=5e-5)
+    np.testing.assert_array_equal(
+        one, generate("a cat", seed=8, output_type="latent", **QUICK)
+    )  # alone again: the same bits
+
+
+@pytest.mark.parametrize(
+    ("param", "options"),
+    [
+        ("height", {"height": 90}),
+        ("width", {"width": 96.0}),
+        ("width", {"width": 1024}),
+        ("num_inference_steps", {"num_inference_steps": 0}),
+        ("guidance_scale", {"guidance_scale": "high"}),
+        ("true_cfg_scale", {"true_cfg_scale": 4.0}),
+        ("negative_prompt", {"negative_prompt": "blurry"}),
+        ("cfg_truncation", {"cfg_truncation": 0.5}),
+        ("cfg_normalization", {"cfg_normalization": True}),
+        ("max_sequence_length", {"max_sequence_length": 513}),
+        ("seed", {"seed": -1}),
+        ("seed", {"seed": [1, 2]}),
+        ("num_inference_steps", {"num_inference_steps": [1, 2]}),
+        ("latents", {"latents": np.zeros((1, 16, 8, 8), np.float32)}),
+        ("latents", {"latents": np.zeros((2, 16, 16, 16), np.float32)}),
+        ("latents", {"latents": "noise"}),
+        ("output_type", {"output_type": "pt"}),
+        ("num_images_per_prompt", {"num_images_per_prompt": 0}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_wrong_options_are_named(param, options):
+    with pytest.raises(errors.RequestError) as caught:
+        generate("a cat", **options)
+    assert caught.value.param == param
+    assert param in str(caught.value)
+
+
+@pytest.mark.parametrize("prompts", ["", [], 5, ["a cat", None], {"prompt": "a cat"}])
+def test_wrong_prompts_are_named(prompts):
+    with pytest.raises(errors.RequestError) as caught:
+        generate(prompts, **QUICK)
+    assert caught.value.param in ("prompt", "prompts")
+
+
+@pytest.mark.parametrize("name", sorted(config.TEXT_OPTIONS))
+def test_options_of_models_that_write_text_are_refused(name):
+    values = {
+        "chat_template": "x",
+        "dllm_algorithm": "LowConfidence",
+        "dllm_algorithm_config": {},
+        "mem_fraction_static": 0.5,
+        "schedule_policy": "lpm",
+        "tokenizer_path": "x",
+    }
+    is_switch = name.startswith(("disable", "skip"))
+    with pytest.raises(errors.ConfigError, match=f"{name}=.* which makes images"):
+        jdllm.ImageEngine(model_path=golden.PIPELINE, **{name: values.get(name, is_switch or 64)})
+
+
+def test_the_engines_name_each_other():
+    with pytest.raises(errors.ConfigError, match=r"jdllm\.ImageEngine"):
+        jdllm.Engine(model_path=golden.PIPELINE)
+    with pytest.raises(errors.ConfigError, match=r"jdllm\.Engine"):
+        jdllm.ImageEngine(model_path="jdllm-nano")
+    with pytest.raises(errors.ConfigError, match="batching_max_size=4"):
+        jdllm.Engine(batching_max_size=4)
+
+
+def test_dummies_need_configs_alone(tmp_path):
+    for path in golden.PIPELINE.rglob("*config.json"):
+        if path.parent.name != "tokenizer":
+            (tmp_path / path.parent.name).mkdir()
+            shutil.copy(path, tmp_path / path.parent.name)
+    shutil.copy(golden.PIPELINE / "model_index.json", tmp_path)
+    options = image_engine.OPTIONS | {"model_path": tmp_path, "load_format": "dummy"}
+    with jdllm.ImageEngine(**options, batching_config={"rules": [RULE]}) as engine:
+        assert engine.model_name == "golden" and engine.images_per_step == 1
+        (image,) = engine.generate("a cat", seed=1, **QUICK)
+    assert image.size == (96, 96)
+
+
+def test_a_bundled_image_model_is_found_by_its_name_and_is_the_default(monkeypatch):
+    monkeypatch.setattr(source, "bundled_model", lambda name="jdllm-nano": golden.GOLDENS / name)
+    monkeypatch.setattr(source, "BUNDLED_IMAGE_MODELS", ("pipeline",))
+    for name in (None, "pipeline"):
+        assert image_options.find(config.EngineConfig(model_path=name)) == golden.PIPELINE
+    monkeypatch.setattr(source, "BUNDLED_IMAGE_MODELS", ())
+    with pytest.raises(errors.ConfigError, match="model_path is missing"):
+        jdllm.ImageEngine()
