@@ -281,7 +281,7 @@ def _add_output_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--plot-file",
         metavar="NAME",
-        help="NAME.png and NAME.svg of --compare (default: images-compare); '' for no plot",
+        help="--compare writes NAME.png and NAME.svg; '' for no plot (default: images-compare)",
     )
     group.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
 

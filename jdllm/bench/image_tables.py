@@ -42,7 +42,7 @@ SLO: tuple[tables.Row, ...] = (
 def _seconds(label: str, key: str) -> tuple[tables.Row, ...]:
     figures = (("Mean", "mean"), ("Median", "median"))
     figures += tuple((f"P{q}", f"p{q}") for q in image_stats.PERCENTILES[1:])
-    return tuple((f"{label} {name} (s):", f"{key}_{figure}") for name, figure in figures)
+    return tuple((f"{name} {label} (s):", f"{key}_{figure}") for name, figure in figures)
 
 
 def one_run(result: Mapping[str, Any]) -> str:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 Result = Mapping[str, Any]
 BAR = 0.8  # of the room of a group of bars
+ROOM = 1.3  # of the tallest value: numbers and a legend stand above it
 
 
 def save(results: Sequence[Result], name: str) -> list[pathlib.Path]:
@@ -24,15 +25,17 @@ def save(results: Sequence[Result], name: str) -> list[pathlib.Path]:
     """
     closed = [one for one in results if one["load_share"] is None]
     rates = [one for one in results if one["load_share"] is not None]
-    drawn, found = style.panels(2 + bool(rates), title=_title(results))
-    _bars(found[0], closed, ("output_throughput",))
-    found[0].set_title("throughput, images/s")
-    _bars(found[1], closed, ("latency_p50", "latency_p99"))
-    found[1].set_title("latency, s (solid: median, light: p99)")
-    if rates:
-        _lines(found[2], rates)
-        found[2].set_title("latency over the rate of requests")
-    return style.save(drawn, name)
+    with style.applied():
+        drawn, found = style.panels(2 + bool(rates), title=_title(results))
+        _bars(found[0], closed, ("output_throughput",))
+        found[0].set_title("images/s")
+        found[0].legend(loc="upper left", ncols=2)
+        _bars(found[1], closed, ("latency_p50", "latency_p99"))
+        found[1].set_title("latency in s (solid: median, light: p99)")
+        if rates:
+            _lines(found[2], rates)
+            found[2].set_title("latency in s over arriving requests/s")
+        return style.save(drawn, name)
 
 
 def _names(results: Sequence[Result]) -> list[str]:
@@ -69,10 +72,8 @@ def _bars(panel: axes.Axes, results: Sequence[Result], keys: Sequence[str]) -> N
             )  # fmt: skip
     panel.set_xticks(range(len(loads)), loads)
     panel.set_xlim(-0.6, len(loads) - 0.4)
-    panel.margins(y=0.16)
     panel.grid(visible=False, axis="x")
-    panel.legend(loc="upper left", ncols=len(names))
-    panel.set_ylim(0, 1.25 * panel.get_ylim()[1] / 1.16)  # room for the legend
+    panel.set_ylim(0, ROOM * max(one[keys[-1]] for one in results))
 
 
 def _lines(panel: axes.Axes, results: Sequence[Result]) -> None:
@@ -90,10 +91,9 @@ def _lines(panel: axes.Axes, results: Sequence[Result]) -> None:
                 color=style.COLOURS[i],
                 label=f"{name}, {label}",
             )
-    panel.set_xlabel("requests/s")
-    panel.set_ylabel("s")
-    panel.set_ylim(bottom=0)
-    panel.legend(loc="upper left")
+    panel.set_xlim(left=0)
+    panel.set_ylim(0, ROOM * max(one["latency_p99"] for one in results))
+    panel.legend(loc="upper left", ncols=2, fontsize=8)
 
 
 def _title(results: Sequence[Result]) -> str:

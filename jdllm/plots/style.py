@@ -6,6 +6,7 @@ nothing asks for a display and nothing is global.
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 from typing import TYPE_CHECKING, Any
 
@@ -51,31 +52,32 @@ def check_installed() -> None:
         )
 
 
+def applied() -> contextlib.AbstractContextManager[None]:
+    """Returns a context in which everything is drawn by these rules."""
+    check_installed()
+    assert matplotlib is not None, "checked"
+    return matplotlib.rc_context(RULES)
+
+
 def panels(count: int, *, title: str) -> tuple[figure.Figure, list[axes.Axes]]:
     """Returns a figure with panels side by side."""
     check_installed()
-    assert matplotlib is not None and figure_lib is not None, "checked"
-    with matplotlib.rc_context(RULES):
-        drawn = figure_lib.Figure(
-            figsize=(WIDTH * count, HEIGHT + 0.3), dpi=DPI, layout="constrained"
-        )
-        drawn.suptitle(title, x=0.01, ha="left", fontsize=11.5, fontweight="bold")
-        found = drawn.subplots(1, count, squeeze=False)
-    return drawn, list(found[0])
+    assert figure_lib is not None, "checked"
+    drawn = figure_lib.Figure(figsize=(WIDTH * count, HEIGHT + 0.3), dpi=DPI, layout="constrained")
+    drawn.suptitle(title, x=0.01, ha="left", fontsize=11.5, fontweight="bold")
+    return drawn, list(drawn.subplots(1, count, squeeze=False)[0])
 
 
 def save(drawn: figure.Figure, name: str) -> list[pathlib.Path]:
     """Writes NAME.png and NAME.svg and returns the paths; a suffix of the name does not matter."""
     base = pathlib.Path(name)
     base = base.with_suffix("") if base.suffix in SUFFIXES else base
-    assert matplotlib is not None, "there is a figure"
     paths = [base.with_name(base.name + suffix) for suffix in SUFFIXES]
-    with matplotlib.rc_context(RULES):
-        for path in paths:
-            is_svg = path.suffix == ".svg"
-            try:
-                # A date would make every SVG another file.
-                drawn.savefig(path, metadata={"Date": None} if is_svg else None)
-            except OSError as error:
-                raise errors.ConfigError(f"cannot write {path}: {error.strerror}") from error
+    for path in paths:
+        is_svg = path.suffix == ".svg"
+        try:
+            # A date would make every SVG another file.
+            drawn.savefig(path, metadata={"Date": None} if is_svg else None)
+        except OSError as error:
+            raise errors.ConfigError(f"cannot write {path}: {error.strerror}") from error
     return paths
