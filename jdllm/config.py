@@ -49,6 +49,7 @@ TEXT_OPTIONS = frozenset(
 # Options that only models that make images have.
 IMAGE_OPTIONS = frozenset(
     [
+        "batching_mode",
         "batching_max_size",
         "batching_delay_ms",
         "batching_config",

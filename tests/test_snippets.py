@@ -36,8 +36,9 @@ URL = "http://127.0.0.1:30000"
 CANVAS = "docs/algorithms.md"
 CLIENTS = "docs/clients.md"
 # Pages with Python, and how many snippets each has. Two are not run here, as their packages are no
-# dependencies of the tests: Ollama's client, and lm-eval's table (`eval/test_eval_tasks.py`).
-PYTHON = {"README.md": 3, CANVAS: 1, CLIENTS: 2, "docs/evaluation.md": 1}
+# dependencies of the tests: Ollama's client, and lm-eval's table (`eval/test_eval_tasks.py`). Those
+# about images name a published model; `server/test_image_server.py` makes the same calls.
+PYTHON = {"docs/images.md": 2, "README.md": 3, CANVAS: 1, CLIENTS: 2, "docs/evaluation.md": 1}
 needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 
 

@@ -57,7 +57,6 @@ REFUSED: dict[str, str] = {
 OWN_FLAGS = ("backend",)
 # Options of the engine that concern only a server with several clients, or images.
 WITHOUT_EFFECT = (
-    "batching_mode",
     *sorted(config.IMAGE_OPTIONS),
     "served_model_name",
     "max_queued_requests",

@@ -59,6 +59,8 @@ class ImageEngine(control.EngineControl):
         self.facts = image_options.facts(self._built)
         self.model_name = self.config.served_model_name or ""  # `resolved` gives it a value
         self.max_running_requests = self._built.num_slots
+        sizes = self._built.buckets.step_sizes(*self._built.default_size, is_guided=False)
+        self.images_per_step = sizes[-1]  # at most, of the default size
         (tokenizer,) = self._built.folder.tokenizers.values()
         self._inputs = image_choices.ImageInputs(tokenizer, self.facts)
         super().__init__(self._built.core, self._built.release)

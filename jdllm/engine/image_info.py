@@ -98,9 +98,9 @@ def server_info(
     built: images.BuiltImages, config: config_lib.EngineConfig, facts: image_requests.ImageFacts
 ) -> dict[str, Any]:
     """Returns resolved options, the pipeline, kernels, device and one `internal_states` entry."""
-    options = dataclasses.asdict(config)
+    options = dataclasses.asdict(config).items()
     return {
-        **{name: value for name, value in options.items() if name not in config_lib.TEXT_OPTIONS},
+        **{name: value for name, value in options if name not in config_lib.TEXT_OPTIONS},
         "pipeline": built.folder.class_name,
         "image_facts": dataclasses.asdict(facts),
         "kernels": built.runner.kernels,

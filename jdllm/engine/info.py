@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from jdllm import config as config_lib
 from jdllm.engine import stats as stats_lib
 from jdllm.engine.build import build
 from jdllm.runner.launch import compile_counter
@@ -55,8 +56,9 @@ def stats(built: build.Built) -> stats_lib.EngineStats:
 
 def server_info(built: build.Built) -> dict[str, Any]:
     """Returns resolved options, kernels, devices and one `internal_states` entry."""
+    options = dataclasses.asdict(built.config).items()
     return {
-        **dataclasses.asdict(built.config),
+        **{name: value for name, value in options if name not in config_lib.IMAGE_OPTIONS},
         "kernels": built.runner.kernels,
         "device": str(built.device),
         "device_facts": dataclasses.asdict(built.device),

@@ -53,8 +53,8 @@ def image_engine_lines(engine: image_engine.ImageEngine) -> list[str]:
     return [
         f"model {engine.model_name}: {info['pipeline']}, {options.dtype}, makes images of "
         f"{facts.default_width}x{facts.default_height} unless asked otherwise",
-        f"denoising: {facts.default_steps} steps{others}; up to {options.batching_max_size} images "
-        f"in a step; compiled for {options.warmup_resolutions}, other sizes at their first use",
+        f"denoising: {facts.default_steps} steps{others}; up to {engine.images_per_step} images in "
+        f"a step; compiled for {options.warmup_resolutions}, other sizes at their first use",
         f"device {engine.device}; kernels: {kernels(info['kernels'])}",
         f"memory: weights {stats.weight_memory_usage_gb:.2f} GB, "
         f"latents {stats.latent_memory_usage_gb:.2f} GB, "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pytest
 from PIL import Image
@@ -11,10 +13,13 @@ from support.golden_images import PROMPTS, SQUARE
 
 import jdllm
 from jdllm import config, errors
+from jdllm.checkpoint import source
+from jdllm.engine.build import image_options
 
 ATOL_LATENTS = 6e-4  # that of `imagegen/test_golden_runs.py`
 SMALL = {"height": 96, "width": 96, "use_tqdm": False}
 QUICK = {**SMALL, "num_inference_steps": 2}
+RULE = {"model_contains": "/", "resolution": "128x128", "max_batch_size": 1}
 
 
 def generate(prompts, **options):
@@ -116,15 +121,19 @@ def test_wrong_prompts_are_named(prompts):
     assert caught.value.param in ("prompt", "prompts")
 
 
-def test_options_of_models_that_write_text_are_refused():
-    for name in sorted(config.TEXT_OPTIONS - {"schedule_policy"}):
-        value = {"mem_fraction_static": 0.5, "dllm_algorithm": "LowConfidence"}.get(name)
-        if name.startswith(("disable", "skip")):
-            value = True
-        elif value is None and name.endswith(("path", "template", "config")):
-            value = {} if name.endswith("config") else "x"
-        with pytest.raises(errors.ConfigError, match=name):
-            jdllm.ImageEngine(model_path=golden.PIPELINE, **{name: value or 64})
+@pytest.mark.parametrize("name", sorted(config.TEXT_OPTIONS))
+def test_options_of_models_that_write_text_are_refused(name):
+    values = {
+        "chat_template": "x",
+        "dllm_algorithm": "LowConfidence",
+        "dllm_algorithm_config": {},
+        "mem_fraction_static": 0.5,
+        "schedule_policy": "lpm",
+        "tokenizer_path": "x",
+    }
+    is_switch = name.startswith(("disable", "skip"))
+    with pytest.raises(errors.ConfigError, match=f"{name}=.* which makes images"):
+        jdllm.ImageEngine(model_path=golden.PIPELINE, **{name: values.get(name, is_switch or 64)})
 
 
 def test_the_engines_name_each_other():
@@ -134,3 +143,26 @@ def test_the_engines_name_each_other():
         jdllm.ImageEngine(model_path="jdllm-nano")
     with pytest.raises(errors.ConfigError, match="batching_max_size=4"):
         jdllm.Engine(batching_max_size=4)
+
+
+def test_dummies_need_configs_alone(tmp_path):
+    for path in golden.PIPELINE.rglob("*config.json"):
+        if path.parent.name != "tokenizer":
+            (tmp_path / path.parent.name).mkdir()
+            shutil.copy(path, tmp_path / path.parent.name)
+    shutil.copy(golden.PIPELINE / "model_index.json", tmp_path)
+    options = image_engine.OPTIONS | {"model_path": tmp_path, "load_format": "dummy"}
+    with jdllm.ImageEngine(**options, batching_config={"rules": [RULE]}) as engine:
+        assert engine.model_name == "golden" and engine.images_per_step == 1
+        (image,) = engine.generate("a cat", seed=1, **QUICK)
+    assert image.size == (96, 96)
+
+
+def test_a_bundled_image_model_is_found_by_its_name_and_is_the_default(monkeypatch):
+    monkeypatch.setattr(source, "bundled_model", lambda name="jdllm-nano": golden.GOLDENS / name)
+    monkeypatch.setattr(source, "BUNDLED_IMAGE_MODELS", ("pipeline",))
+    for name in (None, "pipeline"):
+        assert image_options.find(config.EngineConfig(model_path=name)) == golden.PIPELINE
+    monkeypatch.setattr(source, "BUNDLED_IMAGE_MODELS", ())
+    with pytest.raises(errors.ConfigError, match="model_path is missing"):
+        jdllm.ImageEngine()
