@@ -49,7 +49,10 @@ RIGHT, WRONG = (40, 150, 70), (205, 40, 45)
 def add_flags(group: argparse._ArgumentGroup) -> None:
     """Adds the flags that only tasks of pictures have."""
     group.add_argument(
-        "--num-inference-steps", type=int, metavar="N", help="(default: the model's)"
+        "--num-inference-steps",
+        type=int,
+        metavar="N",
+        help="denoising steps of every picture (default: the model's)",
     )
     group.add_argument(
         "--guidance-scale", type=float, metavar="X", help="of every picture (default: the model's)"
@@ -73,7 +76,7 @@ def run(options: argparse.Namespace, *, engine_flags: Collection[str]) -> Iterat
             raise errors.ConfigError(f"{_flag(name)} is for tasks of texts, not for scenes")
     task = registry.IMAGE_TASKS[options.task]
     points = sweep_points(options)
-    given = {name: getattr(options, name, None) for name in engine_flags}
+    given = {name: vars(options).get(name) for name in engine_flags}
     engine_options = {name: value for name, value in given.items() if value is not None}
     if options.base_url is not None and engine_options:
         raise errors.ConfigError(
