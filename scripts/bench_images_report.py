@@ -83,7 +83,13 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--mixed-concurrency", type=int, nargs="+", default=[4, 12])
     parser.add_argument("--loads", type=float, nargs="+", default=[0.5, 0.8, 0.95])
     parser.add_argument("--num-prompts", type=int, default=64, help="of each mixed load")
-    parser.add_argument("--poisson-prompts", type=int, default=40, help="of each Poisson load")
+    parser.add_argument("--poisson-prompts", type=int, default=32, help="of each Poisson load")
+    parser.add_argument(
+        "--most-captions",
+        type=int,
+        default=1,
+        help="joined in a prompt; above 1 only with a real tokenizer (see image_load.py)",
+    )
     parser.add_argument("--start-limit-s", type=float, default=900.0)
     parser.add_argument("--time-limit-s", type=float, default=math.inf, help="start no second one")
     parser.add_argument("--output-file", metavar="JSONL")
@@ -142,10 +148,14 @@ def measured(
 ) -> Iterator[dict[str, Any]]:
     """Yields the figures of each load on one server."""
     same = image_load.Load(
-        width=args.size, height=args.size, num_inference_steps=args.num_inference_steps
+        width=args.size,
+        height=args.size,
+        num_inference_steps=args.num_inference_steps,
+        most_captions=args.most_captions,
     )
     mixed = image_load.Load(
         num_prompts=args.num_prompts,
+        most_captions=args.most_captions,
         profiles=tuple(
             image_load.Profile(width=side, height=side, num_inference_steps=steps)
             for side in args.sizes

@@ -2,6 +2,8 @@
 
 Nothing is downloaded: prompts are lines of a local file (`vbench`) or captions of generated scenes
 (`random`), one to eight of them joined, so that prompts differ in length as those of people do.
+The tokenizer that stands in where a folder has none (`--load-format dummy`) counts bytes; there a
+single caption has about as many tokens as a prompt of 50 words has otherwise.
 """
 
 from __future__ import annotations
@@ -60,10 +62,14 @@ class Profile:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Says which requests to send; `profiles` stand in place of one size for all."""
+    """Says which requests to send; `profiles` stand in place of one size for all.
+
+    A random prompt joins at most `most_captions`.
+    """
 
     dataset: Literal["vbench", "random"] = "random"
     path: str | None = None
+    most_captions: int = MOST_CAPTIONS
     num_prompts: int = 10
     count: int = 1
     width: int | None = None
@@ -91,7 +97,7 @@ class Load:
             # As in SGLang, a short file is read again and again.
             prompts = itertools.cycle(read_prompts(self.path))
         else:
-            prompts = captions(self.seed)
+            prompts = captions(self.seed, self.most_captions)
         own = Profile(
             width=self.width, height=self.height, num_inference_steps=self.num_inference_steps
         )
@@ -122,14 +128,14 @@ def kinds(asks: Sequence[Ask]) -> list[Ask]:
     return list(found.values())
 
 
-def captions(seed: int) -> Iterator[str]:
+def captions(seed: int, most: int = MOST_CAPTIONS) -> Iterator[str]:
     """Yields texts without end: some captions of scenes each, so that lengths differ widely."""
     rng, place = random.Random(seed), 0
     while True:
-        count = rng.randint(1, MOST_CAPTIONS)
+        count = rng.randint(1, most)
         some = [generator.generate(place + i, split="train", seed=seed) for i in range(count)]
         place += count
-        yield ". ".join(scene.caption for scene in some)
+        yield ". ".join(scene.caption.removesuffix(".") for scene in some)
 
 
 def read_prompts(path: str) -> list[str]:
