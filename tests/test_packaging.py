@@ -56,10 +56,12 @@ def test_all_code_and_all_assets_are_in_the_wheel(wheel):
     names = set(wheel.namelist())
     code = files(ROOT / "jdllm", "*.py") | files(ROOT / "pallas_kernels", "*.py")
     assets = files(ROOT / "jdllm" / "assets", "*")
+    problems = files(ROOT / "jdllm" / "tasks", "*.txt")
+    assert "jdllm/tasks/word_problems/problems/one_step.txt" in problems
     tables = files(ROOT / "pallas_kernels", "*.json")
     assert "pallas_kernels/extend_attention/tiles/nvidia_h200.json" in tables
     assert {f"jdllm/assets/{name}/tokenizer.json" for name in source.BUNDLED_MODELS} <= assets
-    assert (code | assets | tables) - names == set()
+    assert (code | assets | tables | problems) - names == set()
 
 
 def test_nothing_else_is_in_the_wheel(wheel):

@@ -1,4 +1,4 @@
-"""Which numbers and phrasings training never shows, decided by a stable hash."""
+"""Which numbers, phrasings and problems training never shows, decided by a stable hash."""
 
 from __future__ import annotations
 
@@ -14,20 +14,24 @@ Split = Literal["train", "test"]
 PHRASING_SALT = "21/"
 
 
-@functools.cache
 def is_held_out_pair(op: str, a: int, b: int) -> bool:
     """Returns whether training never shows the step `a op b`.
 
     For + and -, that is one ordered pair in ten. For * and /, it is one of the two orders of one
     fact in ten (for example 7, 8, 56), so the model can still know the fact from the other order.
-    This does not work for a division whose mirror no story draws (64 / 4: no story divides by
-    16); there the model must generalise.
+    This does not work for a division whose mirror no story draws (no story divides by more than
+    25, unless a result does); there the model must generalise.
     """
     if op in "+-":
         return _hash(f"{op}{a},{b}") % 10 == 0
     one, other = (a, b) if op == "*" else (a // b, b)
     key = _hash(f"{op}{min(one, other)},{max(one, other)}")
     return key % 10 == 0 and one != other and (one < other) == (key // 10 % 2 == 0)
+
+
+def is_held_out_problem(key: str) -> bool:
+    """Returns whether training never shows this written problem; about one in 20 is so."""
+    return _hash("problem/" + key) % 20 == 0
 
 
 @functools.cache

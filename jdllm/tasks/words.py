@@ -11,11 +11,12 @@ container, {S}/{s} sharers and sharer, {G}/{g} who gives, {t} who takes.
 from __future__ import annotations
 
 
-def _split(text: str, separator: str | None = None) -> tuple[str, ...]:
+def listed(text: str, separator: str | None = None) -> tuple[str, ...]:
+    """Returns the words of a text, or what a separator divides, without the spaces around."""
     return tuple(word.strip() for word in text.replace("\n", " ").split(separator))
 
 
-HE_NAMES = _split(
+HE_NAMES = listed(
     """Tom James Robert John Michael David William Richard Joseph Thomas Charles Daniel Matthew
     Anthony Mark Steven Paul Andrew Joshua Kevin Brian George Edward Ronald Timothy Jason Jeffrey
     Ryan Jacob Gary Nicholas Eric Jonathan Stephen Larry Justin Scott Brandon Benjamin Samuel Frank
@@ -25,7 +26,7 @@ HE_NAMES = _split(
     Alan Juan Louis Russell Gabriel Randy Philip Harry Vincent Bobby Johnny Logan Omar Ahmed Raj
     Chen Ivan Pedro Luca Mateo Kenji Ali Hugo Felix Oscar Leo Max Sam Ben Dan Tim Bob"""
 )
-SHE_NAMES = _split(
+SHE_NAMES = listed(
     """Mary Patricia Jennifer Linda Elizabeth Barbara Susan Jessica Sarah Karen Nancy Lisa Betty
     Margaret Sandra Ashley Kimberly Emily Donna Michelle Carol Amanda Melissa Deborah Stephanie
     Rebecca Laura Sharon Cynthia Kathleen Amy Angela Shirley Anna Brenda Pamela Emma Nicole Helen
@@ -37,23 +38,23 @@ SHE_NAMES = _split(
     Lucy Jane Kate Ella Ava Lily Chloe Eva Nina Rosa Weng"""
 )
 # Never in training, in any role; an invented name that is one of these is drawn again.
-TEST_HE_NAMES = _split(
+TEST_HE_NAMES = listed(
     """Oliver Liam Elijah Mason Wyatt Caleb Isaac Connor Hunter Owen Miles Jasper Silas Theo Ezra
     Marcus Victor Simon Trevor Derek Curtis Dustin Rafael Diego Tariq Hiro Stefan Nolan Ned
     Gus"""
 )
-TEST_SHE_NAMES = _split(
+TEST_SHE_NAMES = listed(
     """Natalia Penelope Aurora Hazel Violet Stella Naomi Ivy Clara Ruby Alma Iris Daisy Phoebe Tessa
     Miriam Leila Ingrid Paula Bianca Carmen Gina Holly April Wendy Tanya Sonia Yara Freya
     Dot"""
 )
 TEST_NAMES = frozenset(TEST_HE_NAMES + TEST_SHE_NAMES)
 
-ONSETS = _split("b c d f g h j k l m n p r s t v w z br ch cl dr fl gr kr pl qu sh st th tr y")
-VOWELS = _split("a e i o u a e i o ai ee ia oo ou y")
+ONSETS = listed("b c d f g h j k l m n p r s t v w z br ch cl dr fl gr kr pl qu sh st th tr y")
+VOWELS = listed("a e i o u a e i o ai ee ia oo ou y")
 CODAS = ("", "", "", "", "n", "l", "r", "s", "t", "m", "ck", "nd", "x", "th")
 
-THINGS = _split(
+THINGS = listed(
     """apples|oranges|bananas|pears|peaches|plums|lemons|grapes|cherries|mangoes|melons|berries
     |strawberries|tomatoes|potatoes|carrots|onions|peppers|pumpkins|eggs|cookies|cupcakes|muffins
     |donuts|cakes|pies|candies|chocolates|lollipops|sandwiches|pizzas|bagels|rolls|pancakes|nuts
@@ -71,7 +72,7 @@ THINGS = _split(
     """,
     "|",
 )
-COLORS = _split("red blue green yellow white black brown pink purple new old small big shiny")
+COLORS = listed("red blue green yellow white black brown pink purple new old small big shiny")
 
 # (plural, singular)
 CONTAINERS = (

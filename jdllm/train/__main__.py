@@ -58,7 +58,9 @@ def make_parser() -> arguments.Parser:
         help="also write weights as FILE.N.npz",
     )
     parser.add_argument(
-        "--import-state", type=pathlib.Path, help="start from weights written by --export-state"
+        "--import-state",
+        type=pathlib.Path,
+        help="start from weights written by --export-state, or from a model folder",
     )
     return parser
 

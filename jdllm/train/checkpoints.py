@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from jdllm.models import loading
 from jdllm.train import step
 from jdllm.train.config import TrainConfig
 
@@ -63,7 +64,13 @@ def export_parts(state: step.TrainState, stem: pathlib.Path) -> list[pathlib.Pat
 
 
 def import_parts(config: TrainConfig, stem: pathlib.Path) -> step.TrainState:
-    """Returns the state in files of `export_parts`, with fresh moments and a new warm-up."""
+    """Returns the state in files of `export_parts`, with fresh moments and a new warm-up.
+
+    `stem` may also be a model folder in Hugging Face layout; such a state begins at step 0.
+    """
+    if stem.is_dir():
+        weights = loading.load(stem, dtype="float32", show_progress=False).params
+        return step.init_state(config, weights, average=weights, step=0)
     files = sorted(stem.parent.glob(f"{stem.name}.*.npz"))
     if not files:
         raise FileNotFoundError(f"no {stem}.0.npz: give --import-state the name without .N.npz")

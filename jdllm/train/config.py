@@ -25,6 +25,17 @@ _AT_LEAST_ONE = (
     "data_threads",
     "prefetch_batches",
 )
+_SHARES = (
+    "written_share",
+    "reworded",
+    "question_noise",
+    "strange_words",
+    "question_noise_words",
+    "dropout",
+)
+
+
+MAX_DROPOUT = 0.9
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +55,15 @@ class TrainConfig:
     sequence_length: int = 192  # tokens of prompt and answer, a multiple of the block size
     answer_blocks: int = 4  # most blocks that an answer may touch; block 0 begins at position 0
     noise_copies: int = 1  # independently masked copies of every answer; 1 for full attention
+    noise_blocks: int = 0  # of these, how many a step masks, drawn anew; 0: all
     full_mask_fraction: float = 0.2  # share of blocks, or canvases, that are masked entirely
+    written_share: float = 0.75  # of the problems, those that people wrote as a whole
+    reworded: float = 0.0  # share of the questions that are said in other words
+    question_noise: float = 0.0  # share of the questions with mistakes of typing
+    strange_words: float = 0.0  # share of the questions with words that nobody knows
+    question_noise_words: float = 0.0  # share of question tokens that are masked or replaced
+    question_loss: float = 0.0  # weight of guessing these tokens
+    dropout: float = 0.0  # share of the activations of embeddings and residual branches
     learning_rate: float = 1.5e-3
     warmup_steps: int = 300
     decay_steps: int = 3_000
@@ -71,6 +90,19 @@ class TrainConfig:
                 raise errors.ConfigError(f"{name}={getattr(self, name)} must be at least 1")
         if self.data_workers < 0:
             raise errors.ConfigError(f"data_workers={self.data_workers} must be at least 0")
+        for name in _SHARES:
+            if not 0 <= getattr(self, name) <= 1:
+                raise errors.ConfigError(f"{name}={getattr(self, name)} must be from 0 to 1")
+        if self.dropout > MAX_DROPOUT:
+            raise errors.ConfigError(f"{self.dropout=} must be at most {MAX_DROPOUT}")
+        if not 0 <= self.noise_blocks <= self.answer_blocks:
+            raise errors.ConfigError(
+                f"{self.noise_blocks=} must be from 0 to {self.answer_blocks=}"
+            )
+        if self.question_loss < 0 or (self.question_loss and not self.question_noise_words):
+            raise errors.ConfigError(
+                f"{self.question_loss=} must be at least 0, and needs question_noise_words"
+            )
         if self.decay_steps > self.num_steps:
             raise errors.ConfigError(f"{self.decay_steps=} exceeds {self.num_steps=}")
 

@@ -77,8 +77,15 @@ def _score(
         for ids, problem in zip(outputs, problems, strict=True)
     ]
     lengths = np.array([len(ids) for ids in outputs])
+    kinds = sorted({problem.kind for problem in problems})
     return {
         "accuracy": float(np.mean(solved)),
+        **{
+            f"accuracy_{kind}": float(
+                np.mean([ok for ok, p in zip(solved, problems, strict=True) if p.kind == kind])
+            )
+            for kind in kinds
+        },
         "tpf": float(lengths.sum() / forwards.sum()),
         "forwards": float(forwards.mean()),
     }

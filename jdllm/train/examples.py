@@ -19,7 +19,9 @@ from jaxtyping import Int32
 
 from jdllm import errors
 from jdllm.tasks import arithmetic
+from jdllm.tasks.word_problems import rewording
 from jdllm.templates import chat
+from jdllm.train.config import TrainConfig
 
 Batch = dict[str, Int32[np.ndarray, "B ..."]]  # see `pad_rows`
 TURN_END = "<|role_end|>"
@@ -103,13 +105,32 @@ def _around_question(template: chat.ChatTemplate) -> tuple[str, str]:
     return parts[0], parts[1]
 
 
+def variety(config: TrainConfig) -> arithmetic.Variety:
+    """Returns what the questions of a run look like."""
+    return arithmetic.Variety(
+        written_share=config.written_share,
+        changes=rewording.Changes(
+            reworded=config.reworded,
+            noise=config.question_noise,
+            strange_words=config.strange_words,
+        ),
+    )
+
+
 class ProblemBatches(grain.sources.RandomAccessDataSource):
     """Element `step` is the whole batch of that step, tokenised and padded."""
 
     def __init__(
-        self, chat: ChatFormat, layout: Layout, *, batch_size: int, seed: int, length: int
+        self,
+        chat: ChatFormat,
+        layout: Layout,
+        *,
+        batch_size: int,
+        seed: int,
+        length: int,
+        variety: arithmetic.Variety | None = None,
     ):
-        self.chat, self.layout = chat, layout
+        self.chat, self.layout, self.variety = chat, layout, variety
         self.batch_size, self.seed, self.length = batch_size, seed, length
 
     def __len__(self) -> int:
@@ -120,7 +141,9 @@ class ProblemBatches(grain.sources.RandomAccessDataSource):
         # Spare problems replace problems that are too long; in practice these are enough.
         stride = self.batch_size + self.batch_size // 8 + 2
         problems = [
-            arithmetic.generate(int(step) * stride + i, split="train", seed=self.seed)
+            arithmetic.generate(
+                int(step) * stride + i, split="train", seed=self.seed, variety=self.variety
+            )
             for i in range(stride)
         ]
         prompts = self.chat.prompts([p.question for p in problems])

@@ -16,7 +16,7 @@ import jax
 
 from jdllm import errors, progress
 from jdllm.checkpoint import source
-from jdllm.train import checkpoints, evaluate, examples, export, step
+from jdllm.train import checkpoints, evaluate, examples, export, question_noise, step
 from jdllm.train.config import TrainConfig
 
 logger = logging.getLogger(__name__)
@@ -55,9 +55,16 @@ def train(config: TrainConfig, paths: RunPaths) -> dict[str, float]:
         batch_size=config.batch_size,
         seed=config.seed,
         length=config.num_steps,
+        variety=examples.variety(config),
     )
     curve = Curve(paths.output_dir / "curve.jsonl", began=began, batch_size=config.batch_size)
-    run_step = step.train_step(network, config, noise)
+    question = question_noise.of_chat(
+        chat,
+        config,
+        vocab_size=network.config.spec.vocab_size,
+        mask_token_id=network.mask_token_id,
+    )
+    run_step = step.train_step(network, config, noise, question)
     number = int(state.step)
     logger.info("training from step %d to %d", number, config.num_steps)
     batches = examples.batches(

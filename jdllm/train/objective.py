@@ -20,13 +20,23 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32, PRNGKeyArray
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NoiseConfig:
-    """How answer blocks are masked."""
+    """How answer blocks are masked; a row has masked copies of `answer_blocks` blocks."""
 
     block_size: int
     answer_blocks: int
     copies: int
     full_mask_fraction: float
     mask_token_id: int
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class QuestionTargets:
+    """Positions of the model's input whose clean tokens it must guess, too; K per row."""
+
+    places: Int[Array, "B K"]
+    tokens: Int[Array, "B K"]
+    weights: Float[Array, "B K"]
 
 
 @jax.tree_util.register_dataclass
@@ -43,6 +53,7 @@ class NoisyBatch:
     visible: Bool[Array, "B L L"]
     targets: Int32[Array, "B N"]  # clean tokens of the last N positions
     weights: Float32[Array, "B N"]  # of each target in the loss, 0 if it is not masked
+    question: QuestionTargets | None = None
 
 
 def add_noise(
@@ -52,10 +63,17 @@ def add_noise(
     total_lens: Int[Array, " B"],
     config: NoiseConfig,
 ) -> NoisyBatch:
-    """Returns the clean rows, each followed by masked copies of its answer blocks."""
+    """Returns the clean rows, each followed by masked copies of its answer blocks.
+
+    Of an answer that touches more blocks than `answer_blocks`, it copies some that follow one
+    another.
+    """
     B, S = tokens.shape
     width = config.answer_blocks * config.block_size
     first = prompt_lens // config.block_size * config.block_size  # [B]
+    spare = jnp.maximum(total_lens - first - width, 0) // config.block_size
+    skipped = jax.random.randint(jax.random.fold_in(key, 1), (B,), 0, spare + 1)
+    first = first + skipped * config.block_size
     place = first[:, None] + jnp.arange(width)  # [B, width], positions of one copy
     place = jnp.tile(place, (1, config.copies))  # [B, C * width]
     targets = jnp.take_along_axis(tokens, place, axis=1, mode="clip")

@@ -27,7 +27,8 @@ from jdllm import errors
 from jdllm import spec as spec_lib
 from jdllm.layers import attention, moe
 from jdllm.models import decoder_config, loading, registry
-from jdllm.train import canvas_objective, objective
+from jdllm.train import canvas_objective, objective, question_noise
+from jdllm.train import dropout as dropout_lib
 from jdllm.train.config import TrainConfig
 
 Params = dict[str, jax.Array]
@@ -89,7 +90,7 @@ def noise_config(network: Network, config: TrainConfig) -> Noise:
     if diffusion.kind == "block":
         return objective.NoiseConfig(
             block_size=diffusion.block_size,
-            answer_blocks=config.answer_blocks,
+            answer_blocks=config.noise_blocks or config.answer_blocks,
             copies=config.noise_copies,
             full_mask_fraction=config.full_mask_fraction,
             mask_token_id=network.mask_token_id,
@@ -149,12 +150,20 @@ def learning_rate(
     return config.learning_rate * warm * jnp.clip(left, 0.0, 1.0)
 
 
+def _nothing_dropped(x: Array) -> Array:
+    return x
+
+
 def forward(
-    network: Network, params: Params, batch: objective.NoisyBatch
+    network: Network,
+    params: Params,
+    batch: objective.NoisyBatch,
+    drop: Callable[[Array], Array] = _nothing_dropped,
 ) -> tuple[Float32[Array, "B*N V"], dict[str, Float32[Array, " E"]]]:
     """Returns the logits of the positions with targets, and the load of each router's experts.
 
-    The key of a load is the path of the router's expert bias.
+    Rows of question targets, if any, come after all others. The key of a load is the path of the
+    router's expert bias. `drop` is applied to the embeddings and to the residual branches.
     """
     B, L = batch.tokens.shape
     model = loading.merge(network.graphdef, params)
@@ -164,24 +173,34 @@ def forward(
     routed = [i for i, layer in enumerate(model.layers) if isinstance(layer.mlp, moe.SparseMoE)]
     loads = []
 
+    see = attention.dense_attend(batch.visible, B)
+
+    def attend(projection, cache):
+        out, cache = see(projection, cache)
+        return drop(out), cache
+
     def feed_forward(mlp, x, valid):
         if not isinstance(mlp, moe.SparseMoE):
-            return mlp(x)
+            return tuple(map(drop, mlp(x)))
         ids, weights = mlp.router(x)
         loads.append(_load(ids, valid, mlp.router.config.num_experts))
-        return (_all_experts(mlp, x, ids, jnp.where(valid[:, None], weights, 0.0)),)
+        return (drop(_all_experts(mlp, x, ids, jnp.where(valid[:, None], weights, 0.0))),)
 
     hidden, _ = model.run_layers(
-        model.mix(one_hot),
+        drop(model.mix(one_hot)),
         batch.positions.reshape(-1),
-        attend=attention.dense_attend(batch.visible, B),
+        attend=attend,
         caches=[None] * len(model.layers),
         valid=batch.valid.reshape(-1),
         feed_forward=feed_forward,
     )
-    hidden = hidden.reshape(B, L, -1)[:, L - batch.targets.shape[1] :]
+    hidden = hidden.reshape(B, L, -1)
+    parts = [hidden[:, L - batch.targets.shape[1] :]]
+    if batch.question is not None:
+        parts.append(jnp.take_along_axis(hidden, batch.question.places[..., None], axis=1))
+    rows = jnp.concatenate([part.reshape(-1, part.shape[-1]) for part in parts])
     paths = [f"layers.{i}.mlp.router.{EXPERT_BIAS}" for i in routed]
-    return model.logits(hidden.reshape(-1, hidden.shape[-1])), dict(zip(paths, loads, strict=True))
+    return model.logits(rows), dict(zip(paths, loads, strict=True))
 
 
 def _all_experts(
@@ -219,16 +238,33 @@ def _load(
 
 
 def loss(
-    network: Network, params: Params, batch: objective.NoisyBatch
+    network: Network,
+    params: Params,
+    batch: objective.NoisyBatch,
+    *,
+    dropout: dropout_lib.Dropout | None = None,
+    question_loss: float = 0.0,
 ) -> tuple[Float32[Array, ""], tuple[Float32[Array, ""], Params]]:
-    """Returns (loss, (token accuracy, loads)) for float32 parameters."""
-    logits, loads = forward(network, network.cast(params), batch)
-    value, accuracy = objective.masked_cross_entropy(logits, batch.targets, batch.weights)
+    """Returns (loss, (token accuracy, loads)) for float32 parameters.
+
+    The accuracy is that of the answers. Question targets count `question_loss` times as much.
+    """
+    logits, loads = forward(network, network.cast(params), batch, dropout or _nothing_dropped)
+    rows = batch.targets.size
+    value, accuracy = objective.masked_cross_entropy(logits[:rows], batch.targets, batch.weights)
+    if batch.question is not None:
+        guessed, _ = objective.masked_cross_entropy(
+            logits[rows:], batch.question.tokens, batch.question.weights
+        )
+        value = value + question_loss * guessed
     return value, (accuracy, loads)
 
 
 def train_step(
-    network: Network, config: TrainConfig, noise: Noise
+    network: Network,
+    config: TrainConfig,
+    noise: Noise,
+    question: question_noise.QuestionNoise | None = None,
 ) -> Callable[[TrainState, Mapping[str, jax.Array]], tuple[TrainState, dict[str, jax.Array]]]:
     """Returns the jitted `step(state, batch) -> (state, metrics)`, which consumes the state."""
 
@@ -237,9 +273,20 @@ def train_step(
         state: TrainState, batch: Mapping[str, jax.Array]
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         key = jax.random.fold_in(jax.random.key(config.seed), state.step)
+        targets = None
+        if question is not None:
+            batch, targets = question_noise.spoil(jax.random.fold_in(key, 2), batch, question)
         noisy = noisy_batch(key, batch, noise)
-        grads_of = jax.value_and_grad(functools.partial(loss, network), has_aux=True)
-        (value, (accuracy, loads)), grads = grads_of(state.params, noisy)
+        if config.question_loss:
+            noisy = dataclasses.replace(noisy, question=targets)
+        dropout = None
+        if config.dropout:
+            dropout = dropout_lib.Dropout(config.dropout, jax.random.fold_in(key, 3))
+
+        def loss_of(params: Params) -> tuple[jax.Array, tuple[jax.Array, Params]]:
+            return loss(network, params, noisy, dropout=dropout, question_loss=config.question_loss)
+
+        (value, (accuracy, loads)), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params)
         direction, opt_state = optimizer(config).update(grads, state.opt_state, state.params)
         rate = learning_rate(config, state.step, state.start_step)
         params: Params = jax.tree.map(lambda a, d: a - rate * d, state.params, direction)

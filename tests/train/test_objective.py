@@ -87,3 +87,17 @@ def test_masked_cross_entropy_is_the_weighted_mean_over_masked_positions():
     )
     assert float(loss) == pytest.approx(np.average(losses, weights=weights), rel=1e-5)
     assert float(accuracy) == pytest.approx(np.average(right, weights=weights))
+
+
+def test_an_answer_of_more_blocks_than_copies_shows_each_of_them_sometimes():
+    prompts, totals = [5, 8, 1], [16, 12, 16]
+    seen = [set(), set(), set()]
+    for seed in range(60):
+        _, batch = noisy(prompts, totals, seed=seed, copies=1, answer_blocks=2)
+        place = np.asarray(batch.positions)[:, SEQ:]
+        for row in range(3):
+            blocks = place[row, ::BLOCK] // BLOCK
+            assert blocks[1] == blocks[0] + 1
+            seen[row] |= set(blocks.tolist())
+            assert np.asarray(batch.weights)[row].any()
+    assert seen == [{1, 2, 3}, {2, 3}, {0, 1, 2, 3}]

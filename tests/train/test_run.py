@@ -86,6 +86,13 @@ def test_a_run_learns_resumes_bit_for_bit_and_exports(model_path, tmp_path, capl
     for path, array in loaded.params.items():
         want = imported.average[path].astype(array.dtype)
         assert np.array_equal(np.asarray(array), np.asarray(want)), path
+    folder = checkpoints.import_parts(settings, whole / "hf")
+    assert int(folder.step) == int(folder.start_step) == 0
+    assert folder.params.keys() == imported.average.keys()
+    for path, array in folder.params.items():
+        want = imported.average[path].astype(loaded.params[path].dtype).astype(np.float32)
+        assert array.dtype == np.float32 and np.array_equal(array, want), path
+        assert np.array_equal(array, folder.average[path]), path
 
     # As runs were exported before linear weights lay [out, in].
     turned = {
