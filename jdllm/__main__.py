@@ -15,6 +15,7 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str]] = {
     ("serve",): ("jdllm.serve", "serve a model over HTTP"),
     ("eval",): ("jdllm.eval", "accuracy and speed of a task, in process or against a server"),
     ("bench", "serving"): ("jdllm.bench.serving", "load on a running server"),
+    ("bench", "images"): ("jdllm.bench.images", "load on an image model, served or in process"),
     ("bench", "one-batch"): ("jdllm.bench.one_batch", "latency of a closed batch"),
     ("bench", "offline-throughput"): (
         "jdllm.bench.offline_throughput",

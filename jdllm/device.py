@@ -28,3 +28,9 @@ def memory_use() -> tuple[int, int] | None:
     """Returns (bytes in use, total bytes) of the accelerator; None if JAX does not report them."""
     stats = used().memory_stats()
     return (stats["bytes_in_use"], stats["bytes_limit"]) if stats else None
+
+
+def peak_memory() -> int | None:
+    """Returns the most bytes that were in use since the process began, or None as above."""
+    stats = used().memory_stats()
+    return stats["peak_bytes_in_use"] if stats else None

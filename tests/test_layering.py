@@ -44,6 +44,7 @@ FLOORS: tuple[tuple[str, int, str], ...] = (
     *((f"jdllm/{name}.py", 0, "options") for name in OPTIONS.split()),
     ("jdllm/device.py", 1, "device"),
     ("jdllm/tasks/", 0, "tasks"),
+    ("jdllm/plots/", 1, "plots"),
     ("jdllm/templates/", 1, "templates"),
     ("jdllm/decoding/", 1, "decoding"),
     ("jdllm/kv_cache/", 1, "kv_cache"),

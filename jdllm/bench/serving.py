@@ -17,17 +17,16 @@ from jdllm.bench import (
     backends,
     command_line,
     prompts,
+    running_server,
     serving_options,
     stats,
     tables,
     traffic,
 )
-from jdllm.client import api, failures, retries, transport
+from jdllm.client import api, failures, transport
 from jdllm.engine import tokenizer as tokenizer_lib
 
 WARMUP_TOKENS = 32  # as SGLang
-TIMEOUT_S = 6 * 3600.0  # as SGLang; of all that are sent at once, the last may wait for hours
-POLL_S = 0.5
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,21 +41,25 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     client = transport.Client(
         serving_options.base_url(options),
         headers=serving_options.headers(options),
-        timeout_s=TIMEOUT_S,
+        timeout_s=running_server.TIMEOUT_S,
     )
     path = options.output_file or serving_options.default_file(options)
     tables.check_writable(path)
     dataset = command_line.dataset(
         options, as_ids=options.tokenize_prompt, vocab_size=options.vocab_size
     )
-    model = find_model(client, options)
+    model = running_server.find_model(
+        client,
+        options.served_model_name or options.model,
+        timeout_s=options.ready_check_timeout_sec,
+    )
     tokenizer = functools.cache(lambda: load_tokenizer(client, options, model))
     asked = dataset.load(tokenizer)
     check_contents(asked, kind)
     request = serving_options.request(options, model)
     tables.say(f"# {command_line.shown(sys.argv)}\n# {client.base_url}, model {model}")
     warm_up(client, request, asked[0], options)
-    before = server_info(client)
+    before = running_server.server_info(client)
     records, duration_s = traffic.send(
         lambda prompt: backends.send(client, prompt, request),
         asked,
@@ -64,7 +67,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         max_concurrency=options.max_concurrency,
         show_progress=not options.disable_tqdm,
     )
-    after = server_info(client)
+    after = running_server.server_info(client)
     failed = [record.error for record in records if record.error is not None]
     if len(failed) == len(records):
         raise command_line.BenchError(f"all {len(failed)} requests failed; the first: {failed[0]}")
@@ -75,7 +78,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         **_cache(records),
         "server_info": after,
     }
-    result |= stats.engine_figures(_state(before), _state(after), result["total_output_tokens"])
+    result |= stats.engine_figures(
+        running_server.state(before), running_server.state(after), result["total_output_tokens"]
+    )
     print_result(result, options)
     if failed:
         sys.stderr.write(f"{len(failed)} requests failed; the first: {failed[0]}\n")
@@ -95,31 +100,6 @@ def check_contents(asked: Sequence[prompts.Prompt], kind: api.Kind) -> None:
             )
         if is_list and not is_messages and kind == "chat":
             raise errors.ConfigError("the dataset holds token ids, which chat does not take")
-
-
-def find_model(client: transport.Client, options: argparse.Namespace) -> str:
-    """Waits for the server and returns the model's name; a wrong name raises a BenchError."""
-    start = retries.Retries(
-        pause_s=POLL_S, timeout_s=options.ready_check_timeout_sec, when_absent=True
-    )
-    try:
-        cards = start.call(lambda: client.json("GET", "/v1/models")).get("data") or []
-    except failures.CallFailed as error:
-        raise command_line.BenchError(
-            f"no server at {client.base_url}: {error}"
-            if start.covers(error)
-            else f"{client.base_url} does not answer as a model server: {error}"
-        ) from error
-    served = [card["id"] for card in cards]
-    wanted = options.served_model_name or options.model
-    if wanted is None and not served:
-        raise command_line.BenchError(f"{client.base_url} lists no model; give --model")
-    if wanted is not None and wanted not in served:
-        raise command_line.BenchError(
-            f"{client.base_url} does not serve {wanted!r} but {', '.join(served) or 'nothing'}; "
-            "leave --model out or give that name with --served-model-name"
-        )
-    return wanted or served[0]
 
 
 def load_tokenizer(
@@ -170,15 +150,6 @@ def warm_up(
             client.text("POST", f"/flush_cache?timeout={options.flush_cache_timeout}")
         except failures.CallFailed as error:
             raise command_line.BenchError(f"--flush-cache failed: {error}") from error
-
-
-def server_info(client: transport.Client) -> dict[str, Any] | None:
-    """Returns the server's `/server_info`, None if it has none."""
-    try:
-        info = client.json("GET", "/server_info")
-    except failures.CallFailed:
-        return None
-    return info if isinstance(info, dict) else None
 
 
 def print_result(result: dict[str, Any], options: argparse.Namespace) -> None:
@@ -252,11 +223,6 @@ def _cache(records: Sequence[stats.Record]) -> dict[str, Any]:
         "total_cached_tokens": cached if done else None,
         "cache_hit_rate_pct": 100.0 * cached / prompt if prompt else None,
     }
-
-
-def _state(info: dict[str, Any] | None) -> dict[str, Any]:
-    states = (info or {}).get("internal_states") or [{}]
-    return states[0]
 
 
 if __name__ == "__main__":

@@ -12,11 +12,11 @@ from typing import TypeVar
 import numpy as np
 
 from jdllm import errors, progress
-from jdllm.bench import stats
 
 SPARE_FILES = 64
 
 Asked = TypeVar("Asked")  # what `send_one` takes, for example a `prompts.Prompt`
+Record = TypeVar("Record")  # what it returns, for example a `stats.Record`
 
 
 def arrivals_s(count: int, request_rate: float, seed: int) -> list[float]:
@@ -31,13 +31,13 @@ def arrivals_s(count: int, request_rate: float, seed: int) -> list[float]:
 
 
 def send(
-    send_one: Callable[[Asked], stats.Record],
+    send_one: Callable[[Asked], Record],
     asked: Sequence[Asked],
     *,
     at_s: Sequence[float],
     max_concurrency: int | None = None,
     show_progress: bool = True,
-) -> tuple[list[stats.Record], float]:
+) -> tuple[list[Record], float]:
     """Returns the records in the order of the prompts, and the seconds that all of them took.
 
     Each request has a thread. If `max_concurrency` requests are open, the next one waits; its
@@ -46,7 +46,7 @@ def send(
     places = min(max_concurrency or len(asked), len(asked))
     _allow_connections(places)
     free = threading.Semaphore(places)
-    records: list[stats.Record | None] = [None] * len(asked)
+    records: list[Record | None] = [None] * len(asked)
     failures: list[BaseException] = []
     lock = threading.Lock()
 

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from jdllm import config as config_lib
+from jdllm import device
 from jdllm.engine import image_requests
 from jdllm.engine.build import images
 from jdllm.runner.launch import compile_counter
@@ -16,9 +17,11 @@ class ImageStats:
     """A snapshot; the metrics have the same names (`server/metrics.py`). A GB is 1e9 bytes.
 
     `denoising_steps_total` counts the steps of all images, `denoise_launches_total` the launches
-    that took them together; `other_launches_total` encode captions and decode images.
+    that took them together; `merged_steps_total` are the steps of launches that had several images.
+    `other_launches_total` encode captions and decode images.
     `batch_occupancy` is the share of real rows in the steps' launches. `first_use_compiles_total`
-    are programs that requests had to wait for.
+    are programs that requests had to wait for. `peak_memory_usage_gb` is the most that JAX has held
+    on the device since the process began; 0 where it does not count (CPU).
     """
 
     num_running_reqs: int
@@ -29,6 +32,7 @@ class ImageStats:
     images_total: int
     prompt_tokens_total: int
     denoising_steps_total: int
+    merged_steps_total: int
     denoise_launches_total: int
     other_launches_total: int
     batch_occupancy: float
@@ -49,6 +53,7 @@ class ImageStats:
     latent_memory_usage_gb: float
     caption_memory_usage_gb: float
     launch_memory_usage_gb: float
+    peak_memory_usage_gb: float
 
 
 def stats(built: images.BuiltImages) -> ImageStats:
@@ -64,6 +69,7 @@ def stats(built: images.BuiltImages) -> ImageStats:
         images_total=counters.products,
         prompt_tokens_total=counters.prompt_tokens,
         denoising_steps_total=counters.denoising_steps,
+        merged_steps_total=counters.merged_forwards,
         denoise_launches_total=counters.decode_launches,
         other_launches_total=counters.prefill_launches,
         batch_occupancy=counters.batch_occupancy,
@@ -84,6 +90,7 @@ def stats(built: images.BuiltImages) -> ImageStats:
         latent_memory_usage_gb=built.slot_bytes / 1e9,
         caption_memory_usage_gb=built.caption_bytes / 1e9,
         launch_memory_usage_gb=built.runner.step_bytes / 1e9,
+        peak_memory_usage_gb=(device.peak_memory() or 0) / 1e9,
     )
 
 

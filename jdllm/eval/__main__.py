@@ -1,4 +1,7 @@
-"""`jdllm eval`: accuracy, TPF and NFE of a task, in process or against a server."""
+"""`jdllm eval`: accuracy, TPF and NFE of a task, in process or against a server.
+
+Tasks whose answers are pictures are run by `scenes.py`.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ import jax
 from jdllm import algorithms, arguments, errors, sampling_params
 from jdllm import config as config_lib
 from jdllm.engine import engine as engine_lib
-from jdllm.eval import backends, evaluation, model_args, sandbox, store, summary
+from jdllm.eval import backends, evaluation, model_args, sandbox, scenes, store, summary
 from jdllm.server import cli
 from jdllm.tasks import registry
 
@@ -33,6 +36,7 @@ ENGINE_FLAGS = (
     "page_size",
     "dllm_algorithm",
     "dllm_algorithm_config",
+    *sorted(scenes.ENGINE_FLAGS),
 )
 
 
@@ -52,10 +56,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def make_parser() -> arguments.Parser:
     parser = arguments.Parser("jdllm eval", __doc__)
-    parser.add_argument("--task", required=True, choices=sorted(registry.TASKS), help="problems")
+    parser.add_argument(
+        "--task",
+        required=True,
+        choices=sorted((*registry.TASKS, *registry.IMAGE_TASKS)),
+        help="problems",
+    )
     parser.add_argument("--data", metavar="FILE", help="the task's published file")
     parser.add_argument(
-        "--limit", type=_positive, metavar="N", help="ask the first N only (default: all)"
+        "--limit",
+        type=_positive,
+        metavar="N",
+        help=f"ask the first N only (default: all; of scenes {scenes.DEFAULT_LIMIT})",
     )
     parser.add_argument(
         "--num-shots", type=_natural, default=0, metavar="K", help="solved examples in each prompt"
@@ -95,6 +107,7 @@ def make_parser() -> arguments.Parser:
     group.add_argument(
         "--parallel", type=_positive, metavar="N", help="requests at a time (default: by backend)"
     )
+    scenes.add_flags(parser.add_argument_group("pictures (--task scenes)"))
     group = parser.add_argument_group("against a server")
     group.add_argument(
         "--base-url", metavar="URL", help="such as http://127.0.0.1:30000 (default: in process)"
@@ -111,6 +124,11 @@ def make_parser() -> arguments.Parser:
 
 def run(options: argparse.Namespace) -> None:
     """Runs the one point or the sweep that the command line asks for."""
+    if options.task in registry.IMAGE_TASKS:
+        for text in scenes.run(options, engine_flags=ENGINE_FLAGS):
+            print(text)
+        return
+    scenes.refuse_own_flags(options)
     line = model_args.parse(model_args.split(options.model_args or ""))
     if {"mc_num", "is_check_greedy"} & line.likelihood.keys():
         raise errors.ConfigError(

@@ -59,7 +59,7 @@ def summarize(
 
 
 def harness_fields(
-    task: registry.Task,
+    task: registry.Task | registry.ImageTask,
     num_shots: int,
     figures: Mapping[str, Any],
     results: Mapping[str, Any],

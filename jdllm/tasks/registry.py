@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from jdllm.tasks import code, example, gsm8k, math500
+from jdllm.tasks import code, example, gsm8k, math500, scene_oracle
 from jdllm.tasks.example import Example, Score
+from jdllm.tasks.scenes import drawing, generator
+from jdllm.tasks.scenes.scene import Scene
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +29,25 @@ class Task:
     data: str | None = None
     metric: str = "exact_match"
     few_shot_stop: tuple[str, ...] = ("Question:",)
+    version: int = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ImageTask:
+    """A task whose answers are pictures.
+
+    `load(number, (height, width))` returns scenes that training never shows, `check` judges a
+    picture, and `by_kind` says which kinds of facts it shows. `check_size` raises ValueError for a
+    (height, width) that the task cannot have.
+    """
+
+    name: str
+    load: Callable[[int, tuple[int, int]], list[Scene]]
+    check: Callable[..., scene_oracle.Verdict]
+    by_kind: Callable[..., dict[str, bool]]
+    check_size: Callable[[tuple[int, int]], None]
+    kinds: tuple[str, ...]
+    metric: str = "accuracy"
     version: int = 1
 
 
@@ -69,5 +90,18 @@ TASKS: dict[str, Task] = {
         load=gsm8k.load_arithmetic,
         build_prompt=gsm8k.build_prompt,
         score=example.score,
+    ),
+}
+
+IMAGE_TASKS: dict[str, ImageTask] = {
+    "scenes": ImageTask(
+        name="scenes",
+        load=lambda number, size: [
+            generator.generate(index, split="test", size=size) for index in range(number)
+        ],
+        check=scene_oracle.check,
+        by_kind=scene_oracle.by_kind,
+        check_size=drawing.check_size,
+        kinds=scene_oracle.KINDS,
     ),
 }

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 from jaxtyping import UInt8
@@ -25,6 +26,8 @@ from jdllm.tasks.scene_reading import Reading, Seen
 LEAST_DISTANCE, LEAST_RATIO = 0.05, 0.85
 OPPOSITES = {"right of": "left of", "below": "above"}
 RELATIONS = ("left of", "right of", "above", "below", "inside")
+Word = Literal["shape", "colour", "size"]
+KINDS = ("count", "shape", "colour", "size", "relation", "ground")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,12 +88,7 @@ def check(facts: Facts, picture: UInt8[np.ndarray, "height width 3"]) -> Verdict
     if len(reading.shapes) != len(wanted):
         wrong.append(f"count: {len(reading.shapes)} shapes, not {len(wanted)}")
         return Verdict(wrong=tuple(wrong), reading=reading)
-    # Things may look alike, so every way to match them counts.
-    fitting = [
-        order
-        for order in itertools.permutations(reading.shapes)
-        if all(_fits(seen, facts.things[i]) for seen, i in zip(order, wanted))
-    ]
+    fitting = _matchings(facts, reading, wanted, ("shape", "colour", "size"))
     if not fitting:
         wrong.append("things: " + ", ".join(_described(seen) for seen in reading.shapes))
     elif not any(_all_hold(facts, wanted, order, reading) for order in fitting):
@@ -99,12 +97,52 @@ def check(facts: Facts, picture: UInt8[np.ndarray, "height width 3"]) -> Verdict
     return Verdict(wrong=tuple(wrong), reading=reading)
 
 
-def _fits(seen: Seen, thing: Thing) -> bool:
-    return (
-        seen.shape == thing.shape
-        and thing.colour in (None, seen.colour)
-        and thing.size in (None, seen.size)
-    )
+def by_kind(facts: Facts, reading: Reading) -> dict[str, bool]:
+    """Returns for each kind of fact that the caption states whether the picture shows it.
+
+    Each kind is judged by itself: colours may be right on wrong shapes. Only "relation" needs to
+    know the shapes and colours, since these name what it relates. With another number of shapes
+    than stated, all but "count" and "ground" are wrong.
+    """
+    things = facts.things
+    wanted = [i for i, thing in enumerate(things) for _ in range(thing.count)]
+    has_count = len(reading.shapes) == len(wanted)
+
+    def fitting(*words: Word) -> list[tuple[Seen, ...]]:
+        return _matchings(facts, reading, wanted, words) if has_count else []
+
+    found = {"count": has_count, "shape": bool(fitting("shape"))}
+    if any(thing.colour is not None for thing in things):
+        found["colour"] = bool(fitting("colour"))
+    if any(thing.size is not None for thing in things):
+        found["size"] = bool(fitting("size"))
+    if facts.relations:
+        found["relation"] = any(
+            _all_hold(facts, wanted, order, reading) for order in fitting("shape", "colour")
+        )
+    if facts.ground is not None:
+        found["ground"] = reading.ground == facts.ground
+    return found
+
+
+def _matchings(
+    facts: Facts, reading: Reading, wanted: Sequence[int], words: Sequence[Word]
+) -> list[tuple[Seen, ...]]:
+    """Returns the orders of the shapes seen in which these words of all things fit.
+
+    Things may look alike, so every way to match them counts.
+    """
+    return [
+        order
+        for order in itertools.permutations(reading.shapes)
+        if all(_fits(seen, facts.things[i], words) for seen, i in zip(order, wanted))
+    ]
+
+
+def _fits(seen: Seen, thing: Thing, words: Sequence[Word]) -> bool:
+    told = {"shape": thing.shape, "colour": thing.colour, "size": thing.size}
+    shown = {"shape": seen.shape, "colour": seen.colour, "size": seen.size}
+    return all(told[word] in (None, shown[word]) for word in words)
 
 
 def _described(seen: Seen) -> str:

@@ -9,10 +9,18 @@ import sys
 import pytest
 
 from jdllm import config, errors
-from jdllm.bench import command_line, offline_throughput, one_batch, serving, serving_options
+from jdllm.bench import (
+    command_line,
+    image_options,
+    offline_throughput,
+    one_batch,
+    serving,
+    serving_options,
+)
 
 PARSERS = {
     "serving": serving_options.parse,
+    "images": image_options.parse,
     "one_batch": one_batch.parse_args,
     "offline_throughput": offline_throughput.parse_args,
 }
@@ -25,6 +33,8 @@ SGLANG = {
     "--served-model-name s --ready-check-timeout-sec 5 --flush-cache-timeout 9 --cache-report "
     "--disable-stream --temperature 0.5 --top-p 0.9 --header a=b --prompt-suffix p "
     "--apply-chat-template --sharegpt-output-len 3 --sharegpt-context-len 9 --tokenize-prompt",
+    "images": "--backend sglang-image --dataset vbench --dataset-path p --task text-to-image "
+    "--num-prompts 20 --port 1231 --width 512 --height 512 --max-concurrency 4 --seed 1",
     "one_batch": "--model-path m --load-format dummy --batch-size 1 12 14 --input-len 256 512 "
     "--output-len 32 256 --run-name test_run --result-filename r --dtype bfloat16 --tp-size 1",
     "offline_throughput": "--model-path m --num-prompts 10 --dataset-name random "

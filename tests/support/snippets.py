@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from jdllm import arguments, convert
-from jdllm.bench import offline_throughput, one_batch, serving
+from jdllm.bench import images, offline_throughput, one_batch, serving
 from jdllm.eval import __main__ as eval_main
 from jdllm.server import cli
 from jdllm.train import __main__ as train_main
@@ -26,6 +26,7 @@ MAINS: dict[tuple[str, ...], Callable[[Sequence[str]], Any]] = {
     ("serve",): cli.parse,
     ("eval",): eval_main.main,
     ("bench", "serving"): serving.main,
+    ("bench", "images"): images.main,
     ("bench", "one-batch"): one_batch.main,
     ("bench", "offline-throughput"): offline_throughput.main,
     ("train",): train_main.main,

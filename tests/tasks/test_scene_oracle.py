@@ -288,3 +288,30 @@ def test_moments_of_a_square_are_those_by_hand():
     # The polar moment of a square of side a is a^4 / 6.
     assert found.compactness == pytest.approx(100**2 / (2 * np.pi * 10**4 / 6))
     assert found.orders[0] == pytest.approx(0, abs=1e-9)
+
+
+def test_each_kind_of_fact_is_judged_by_itself():
+    facts = Facts(
+        things=(Thing(shape="circle", colour="red"), Thing(shape="square", colour="blue")),
+        relations=(Relation(0, "left of", 1),),
+        ground="white",
+    )
+
+    def kinds(*shapes, ground="white"):
+        seen = [
+            scene_reading.Seen(shape=shape, colour=colour, size="small", y=50, x=x)
+            for shape, colour, x in shapes
+        ]
+        reading = scene_reading.Reading(height=100, width=100, ground=ground, shapes=tuple(seen))
+        found = scene_oracle.by_kind(facts, reading)
+        assert set(found) == {"count", "shape", "colour", "relation", "ground"}  # no size is told
+        return {name for name, is_right in found.items() if not is_right}
+
+    right = [("circle", "red", 20), ("square", "blue", 80)]
+    assert kinds(*right) == set()
+    assert kinds(*right, ground="black") == {"ground"}
+    assert kinds(("circle", "red", 80), ("square", "blue", 20)) == {"relation"}
+    assert kinds(("circle", "blue", 20), ("square", "red", 80)) == {"relation"}  # words swapped
+    assert kinds(("circle", "red", 20), ("square", "green", 80)) == {"colour", "relation"}
+    assert kinds(("star", "red", 20), ("square", "blue", 80)) == {"shape", "relation"}
+    assert kinds(*right, ("star", "pink", 50)) == {"count", "shape", "colour", "relation"}

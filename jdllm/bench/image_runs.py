@@ -1,0 +1,102 @@
+"""Runs of an image load: warm-up, what a request takes alone, and the measured traffic."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from jdllm.bench import command_line, image_load, image_stats, image_targets, traffic
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """How requests arrive: Poisson with a finite rate, at most `max_concurrency` at a time."""
+
+    request_rate: float = math.inf
+    max_concurrency: int | None = 1
+    seed: int = 42
+    show_progress: bool = True
+
+    def settings(self) -> dict[str, Any]:
+        is_finite = math.isfinite(self.request_rate)
+        return {
+            "request_rate": self.request_rate if is_finite else "inf",  # JSON has no infinity
+            "max_concurrency": self.max_concurrency,
+        }
+
+
+def warm_up(
+    target: image_targets.Target,
+    asks: Sequence[image_load.Ask],
+    *,
+    count: int,
+    steps: int,
+    concurrency: int | None = None,
+) -> None:
+    """Sends `count` short requests of each kind, so that its programs are compiled."""
+    for one in image_load.kinds(asks):
+        short = dataclasses.replace(one, num_inference_steps=steps, slo_s=None)
+        _all_succeed(target, [short] * count, concurrency)
+
+
+def with_slos(
+    target: image_targets.Target, asks: Sequence[image_load.Ask], *, scale: float
+) -> list[image_load.Ask]:
+    """Returns the requests with the time that their answers may take.
+
+    It is `scale` times what a request of the same kind takes alone. (SGLang's tool estimates that
+    from a short warm-up request, in proportion to pixels and steps; here it is measured.) A time
+    that the load itself gives stays.
+    """
+    alone: dict[tuple[Any, ...], float] = {}
+    for one in image_load.kinds(asks):
+        (record,) = _all_succeed(target, [one], 1)
+        alone[one.kind] = record.latency_s
+    return [
+        one if one.slo_s is not None else dataclasses.replace(one, slo_s=scale * alone[one.kind])
+        for one in asks
+    ]
+
+
+def measure(
+    target: image_targets.Target, asks: Sequence[image_load.Ask], how: Traffic
+) -> dict[str, Any]:
+    """Sends the requests and returns their figures and the engine's; BenchError if all failed."""
+    before = target.state()
+    records, duration_s = traffic.send(
+        target.send,
+        asks,
+        at_s=traffic.arrivals_s(len(asks), how.request_rate, how.seed),
+        max_concurrency=how.max_concurrency,
+        show_progress=how.show_progress,
+    )
+    after = target.state()
+    failed = [record.error for record in records if record.error is not None]
+    if len(failed) == len(records):
+        raise command_line.BenchError(f"all {len(failed)} requests failed; the first: {failed[0]}")
+    return {
+        **how.settings(),
+        **image_stats.summarize(records, duration_s),
+        **image_stats.engine_figures(before, after),
+        "first_error": failed[0] if failed else None,
+    }
+
+
+def _all_succeed(
+    target: image_targets.Target, asks: Sequence[image_load.Ask], concurrency: int | None
+) -> list[image_stats.Record]:
+    if not asks:
+        return []
+    records, _ = traffic.send(
+        target.send,
+        asks,
+        at_s=[0.0] * len(asks),
+        max_concurrency=concurrency,
+        show_progress=False,
+    )
+    error = next((record.error for record in records if record.error is not None), None)
+    if error is not None:
+        raise command_line.BenchError(f"the warm-up failed: {error}")
+    return records

@@ -1,0 +1,194 @@
+"""One table of image serving over HTTP: with step-level batching, and with batches of one.
+
+    python scripts/bench_images_report.py --model-path configs/z-image-turbo --load-format dummy
+
+Starts a server for each of the two (one after the other, as both need the device), prints how long
+its start took, and measures
+  - images of one size in a closed loop, at several concurrencies,
+  - a mixed load (sizes and steps) in a closed loop,
+  - the mixed load with Poisson arrivals, at shares of the throughput that the first server reached
+    in its last closed loop; both servers get the same rates.
+Prints one table; --output-file gets a line for each row, --plot-file NAME a plot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import math
+import pathlib
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jdllm.bench import (
+    command_line,
+    image_load,
+    image_runs,
+    image_tables,
+    image_targets,
+    images,
+    running_server,
+    tables,
+)
+from jdllm.client import transport
+from jdllm.plots import batching as batching_plot
+from jdllm.plots import style
+
+STOP_S = 30.0
+
+
+def main() -> None:
+    """Measures both servers and prints the table."""
+    args = parse_args()
+    if args.plot_file:
+        style.check_installed()
+    began_s = time.monotonic()
+    results: list[dict[str, Any]] = []
+    rates: list[float] = []
+    for name, flags in ((images.ON, []), (images.OFF, ["--batching-max-size", "1"])):
+        if time.monotonic() - began_s > args.time_limit_s:
+            print(f"# no time is left for: {name}", flush=True)
+            break
+        with started(args, flags) as (target, start_s):
+            print(f"# {name}: ready after {start_s:.1f} s", flush=True)
+            for result in measured(target, args, rates):
+                results.append({"batching": name, "start_up_s": start_s, **result})
+                row = image_tables.several_runs(results[-1:]).splitlines()[-1]
+                print(f"{time.monotonic() - began_s:6.0f} s {row}", flush=True)
+                tables.append(args.output_file, results[-1])
+    print(f"# {' '.join(sys.argv)}\n# {json.dumps(results[0]['target'])}")
+    print(image_tables.several_runs(results))
+    print(f"# {time.monotonic() - began_s:.0f} s in all")
+    if args.plot_file:
+        print("# wrote", *batching_plot.save(results, args.plot_file))
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model-path", required=True)
+    parser.add_argument("--load-format", default="auto")
+    parser.add_argument("--size", type=int, default=512, help="of the loads of one size")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[512, 768, 1024], help="mixed")
+    parser.add_argument("--steps", type=int, nargs="+", default=[4, 8], help="mixed")
+    parser.add_argument("--num-inference-steps", type=int, default=8, help="of one size")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 12])
+    parser.add_argument("--mixed-concurrency", type=int, nargs="+", default=[4, 12])
+    parser.add_argument("--loads", type=float, nargs="+", default=[0.5, 0.8, 0.95])
+    parser.add_argument("--num-prompts", type=int, default=64, help="of each mixed load")
+    parser.add_argument("--poisson-prompts", type=int, default=32, help="of each Poisson load")
+    parser.add_argument(
+        "--most-captions",
+        type=int,
+        default=1,
+        help="joined in a prompt; above 1 only with a real tokenizer (see image_load.py)",
+    )
+    parser.add_argument("--start-limit-s", type=float, default=900.0)
+    parser.add_argument("--time-limit-s", type=float, default=math.inf, help="start no second one")
+    parser.add_argument("--output-file", metavar="JSONL")
+    parser.add_argument("--plot-file", metavar="NAME")
+    parser.add_argument("--log-file", default="bench-images-server.log", help="of the servers")
+    parser.add_argument(
+        "--server-flags", nargs=argparse.REMAINDER, default=[], help="the rest goes to the server"
+    )
+    return parser.parse_args()
+
+
+@contextlib.contextmanager
+def started(
+    args: argparse.Namespace, flags: Sequence[str]
+) -> Iterator[tuple[image_targets.Target, float]]:
+    """Yields a server process that has become ready, and the seconds that this took."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    sizes = [f"{side}x{side}" for side in sorted({args.size, *args.sizes})]
+    command = [sys.executable, "-m", "jdllm.serve", "--model-path", args.model_path]
+    command += ["--load-format", args.load_format, "--port", str(port)]
+    # Of a flag that is given twice, the last one counts: the comparison is always the one named.
+    command += ["--warmup-resolutions", *sizes, *args.server_flags, *flags]
+    began_s = time.monotonic()
+    with pathlib.Path(args.log_file).open("a") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    client = transport.Client(f"http://127.0.0.1:{port}", timeout_s=running_server.TIMEOUT_S)
+    try:
+        model = wait_until_ready(client, process, args)
+        yield image_targets.Http(client, model), time.monotonic() - began_s
+    finally:
+        process.terminate()
+        try:
+            process.wait(timeout=STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def wait_until_ready(
+    client: transport.Client, process: subprocess.Popen[bytes], args: argparse.Namespace
+) -> str:
+    """Returns the model's name; ends the program with the server's log if it does not start."""
+    deadline_s = time.monotonic() + args.start_limit_s
+    while process.poll() is None and time.monotonic() < deadline_s:
+        with contextlib.suppress(command_line.BenchError):
+            return running_server.find_model(client, None, timeout_s=0)
+        time.sleep(running_server.POLL_S)
+    tail = pathlib.Path(args.log_file).read_text()[-2000:]
+    raise SystemExit(f"the server did not start; the end of {args.log_file}:\n{tail}")
+
+
+def measured(
+    target: image_targets.Target, args: argparse.Namespace, rates: list[float]
+) -> Iterator[dict[str, Any]]:
+    """Yields the figures of each load on one server."""
+    same = image_load.Load(
+        width=args.size,
+        height=args.size,
+        num_inference_steps=args.num_inference_steps,
+        most_captions=args.most_captions,
+    )
+    mixed = image_load.Load(
+        num_prompts=args.num_prompts,
+        most_captions=args.most_captions,
+        profiles=tuple(
+            image_load.Profile(width=side, height=side, num_inference_steps=steps)
+            for side in args.sizes
+            for steps in args.steps
+        ),
+    )
+    about = {"target": target.describe(), "load_share": None}
+    image_runs.warm_up(target, [*same.asks(), *mixed.asks()], count=1, steps=1)
+    for places in args.concurrency:
+        # About as long for each: more places make more images per second, but not many times more.
+        asks = dataclasses.replace(same, num_prompts=12 + 2 * places).asks()
+        yield about | {"load": f"{args.size}², c={places}"} | closed(target, asks, places)
+    capacity = math.nan
+    for places in args.mixed_concurrency:
+        found = closed(target, mixed.asks(), places)
+        yield about | {"load": f"mixed, c={places}"} | found
+        capacity = found["throughput_qps"]
+    if not rates:
+        rates += [share * capacity for share in args.loads]
+    asks = dataclasses.replace(mixed, num_prompts=args.poisson_prompts).asks()
+    for share, rate in zip(args.loads, rates, strict=True):
+        how = image_runs.Traffic(request_rate=rate, max_concurrency=None, show_progress=False)
+        name = f"mixed, {share:g} = {rate:.2f}/s"
+        found = image_runs.measure(target, asks, how)
+        yield about | {"load": name, "load_share": share} | found
+
+
+def closed(
+    target: image_targets.Target, asks: Sequence[image_load.Ask], places: int
+) -> dict[str, Any]:
+    how = image_runs.Traffic(max_concurrency=places, show_progress=False)
+    return image_runs.measure(target, asks, how)
+
+
+if __name__ == "__main__":
+    main()

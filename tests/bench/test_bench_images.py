@@ -1,0 +1,253 @@
+"""`jdllm bench images` against the app around the fake engine, and against a real engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import socket
+
+import pytest
+from support import edge, fake_images, image_engine, socket_server
+
+from jdllm import errors
+from jdllm.bench import (
+    command_line,
+    image_load,
+    image_options,
+    image_runs,
+    image_stats,
+    image_targets,
+    images,
+)
+from jdllm.plots import style
+
+STEP_S = 0.004
+MIXED = (
+    '[{"width": 64, "height": 64, "num_inference_steps": 2, "weight": 3},'
+    ' {"width": 32, "height": 48, "num_inference_steps": 5}]'
+)
+# A line of SGLang's documentation, with every flag of its tool that concerns images.
+SGLANG = (
+    "--backend sglang-image --dataset random --task text-to-image --num-prompts 2 --width 64 "
+    "--height 32 --max-concurrency 2 --request-rate 50 --num-outputs-per-prompt 2 "
+    "--num-inference-steps 3 --warmup-requests 1 --warmup-num-inference-steps 1 --slo "
+    "--slo-scale 100 --random-request-seed 7 --seed 3 --disable-tqdm --log-level warning"
+)
+
+
+class CountingEngine(fake_images.FakeImageEngine):
+    """Counts steps as the engine does; every second one is shared."""
+
+    def server_info(self):
+        steps = sum(one.num_inference_steps or 0 for one in self.seen)
+        counters = {
+            "denoising_steps_total": steps,
+            "merged_steps_total": steps // 2,
+            "denoise_launches_total": steps // 2,
+            "device_idle_seconds_total": 1.0 * steps,
+            "device_seconds_total": 10.0 * steps,
+            "jit_compiles_total": 0,
+            "peak_memory_usage_gb": 12.5,
+        }
+        return {**super().server_info(), "internal_states": [counters]}
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return CountingEngine(step_s=STEP_S)
+
+
+@pytest.fixture(scope="module")
+def url(engine):
+    with socket_server.serving(edge.make_state(engine)) as port:
+        yield f"http://127.0.0.1:{port}"
+
+
+@pytest.fixture
+def bench(url, tmp_path):
+    """Runs `main` with a command line; returns (exit code, the result's lines)."""
+    path = tmp_path / "result.jsonl"
+
+    def run(line, *words, urls=(url,)):
+        common = ["--base-url", *urls, "--output-file", str(path), "--disable-tqdm"]
+        code = images.main([*common, *line.split(), *words])
+        return code, [json.loads(row) for row in path.read_text().splitlines()]
+
+    return run
+
+
+def test_a_line_of_sglang(bench, engine, capsys):
+    engine.seen.clear()
+    code, (row,) = bench(SGLANG)
+    assert code == 0
+    # A warm-up request of one step, one that is timed alone, then the load; two images each.
+    assert [one.num_inference_steps for one in engine.seen] == [1, 1, 3, 3, 3, 3, 3, 3]
+    assert {(one.width, one.height) for one in engine.seen} == {(64, 32)}
+    assert sorted(one.seed for one in engine.seen[4:]) == [3, 4, 5, 6]
+    assert (row["completed_requests"], row["failed_requests"]) == (2, 0)
+    assert (row["completed_outputs"], row["request_rate"]) == (4, 50)
+    assert row["output_throughput"] == pytest.approx(2 * row["throughput_qps"])
+    assert row["latency_p50"] >= 3 * STEP_S * 0.9
+    assert (row["queue_mean"], row["denoise_p99"]) == (0.25, 2.0)
+    assert (row["slo_attainment_rate"], row["slo_scale"]) == (1.0, 100)
+    assert row["merged_step_fraction"] == pytest.approx(0.5)
+    assert row["device_idle_fraction"] == pytest.approx(0.1)
+    assert (row["jit_compiles"], row["peak_memory_mb_max"]) == (0, 12500)
+    shown = capsys.readouterr().out
+    for label in ("Successful requests:", "P95 Latency (s):", "Share of merged steps:"):
+        assert label in shown
+
+
+def test_a_mixed_load_reaches_the_server_as_drawn(bench, engine):
+    engine.seen.clear()
+    code, (row,) = bench("--num-prompts 12 --max-concurrency 3", "--random-request-config", MIXED)
+    assert (code, row["completed_requests"]) == (0, 12)
+    load = image_load.Load(num_prompts=12, profiles=image_load.parse_profiles(MIXED))
+    wanted = sorted((one.prompt, one.width, one.num_inference_steps) for one in load.asks())
+    seen = engine.seen[2:]  # one warm-up request of each kind
+    assert wanted == sorted((one.prompt, one.width, one.num_inference_steps) for one in seen)
+    assert row["max_concurrency"] == 3 and row["concurrency"] <= 3.01
+    assert len({len(one.prompt) for one in seen}) > 6
+
+
+def test_comparison_and_loads(bench, url, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    name = tmp_path / "plot"
+    line = f"--num-prompts 4 --max-concurrency 4 --compare --loads 0.5,2 --plot-file {name}"
+    code, rows = bench(line, urls=(url, url))
+    assert code == 0
+    assert [row["batching"] for row in rows] == [images.ON] * 3 + [images.OFF] * 3
+    assert [row["load_share"] for row in rows] == [None, 0.5, 2] * 2
+    rates = [row["request_rate"] for row in rows]
+    assert rates[1] == pytest.approx(0.5 * rows[0]["throughput_qps"])
+    assert rates[:3] == rates[3:] and rates[0] == "inf"
+    assert {row["max_concurrency"] for row in rows if row["load_share"]} == {None}
+    shown = capsys.readouterr().out
+    assert "| load " in shown and "0.5 of capacity" in shown
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (tmp_path / "plot.svg").read_text()
+
+
+def test_prompts_of_a_file(bench, engine, tmp_path):
+    path = tmp_path / "prompts"
+    for text in ("a cat\n\na dog\n", '[{"prompt_en": "a cat"}, {"prompt_en": "a dog"}]'):
+        path.write_text(text)
+        engine.seen.clear()
+        line = f"--dataset vbench --dataset-path {path} --num-prompts 3 --warmup-requests 0"
+        assert bench(line)[0] == 0
+        assert [one.prompt for one in engine.seen] == ["a cat", "a dog", "a cat"]
+
+
+def test_failures_are_counted_and_told(bench, tmp_path, capsys):
+    path = tmp_path / "prompts"
+    path.write_text(f"a cat\n{fake_images.FAULT}\n")
+    code, (row,) = bench(
+        f"--dataset vbench --dataset-path {path} --num-prompts 2 --slo --slo-scale 1000"
+    )
+    assert (code, row["completed_requests"], row["failed_requests"]) == (0, 1, 1)
+    assert row["slo_attainment_rate"] == 0.5  # a request that failed was not in time
+    assert fake_images.FAULT_TEXT in row["first_error"]
+    assert "1 requests failed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "message"),
+    [
+        ("--model other", 1, "does not serve 'other' but fake-image"),
+        ("--dataset vbench", 2, "nothing is downloaded"),
+        ("--dataset vbench --dataset-path /nowhere/p", 2, "cannot read --dataset-path"),
+        ("--dataset-path p", 2, "--dataset-path is for --dataset vbench"),
+        ("--width 64", 2, "both --width and --height"),
+        ("--width 1000 --height 1000", 1, "the warm-up failed"),
+        ("--fps 3", 2, "--fps is not supported"),
+        ("--profile", 2, "--profile is not supported"),
+        ("--slo-scale 3", 2, "--slo-scale needs --slo"),
+        ("--compare", 2, "--compare needs two servers"),
+        ("--loads 0.5 --request-rate 3", 2, "--loads chooses the rates"),
+        ("--dtype float32", 2, "--dtype is for an engine in this process"),
+        ("--model-path x", 2, "--base-url is for a server"),
+        ("--random-request-config [1]", 2, "must be a JSON list of objects"),
+        ('--random-request-config [{"ratio":1}]', 2, "ratio is called weight"),
+        ('--random-request-config [{"weight":0}]', 2, "must be above 0"),
+        ('--random-request-config [{"width":9}]', 2, "both width and height"),
+        ("--output-file /nowhere/r", 2, "cannot write results to"),
+        ('--extra-body {"no_such_field":1}', 1, "no_such_field"),
+    ],
+)
+def test_errors_say_what_is_wrong(bench, line, code, message, capsys, tmp_path):
+    (tmp_path / "result.jsonl").touch()
+    found, _ = bench(line)
+    assert message in capsys.readouterr().err
+    assert found == code
+
+
+def test_two_servers_need_compare(bench, url, capsys, tmp_path):
+    (tmp_path / "result.jsonl").touch()
+    assert bench("--num-prompts 1", urls=(url, url))[0] == 2
+    assert "two servers only with --compare" in capsys.readouterr().err
+
+
+def test_no_server(capsys):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        closed = f"http://127.0.0.1:{free.getsockname()[1]}"
+        assert images.main(["--base-url", closed, "--ready-check-timeout-sec", "0"]) == 1
+    assert f"no server at {closed}" in capsys.readouterr().err
+
+
+def test_without_matplotlib_the_extra_is_named(bench, url, monkeypatch, capsys, tmp_path):
+    (tmp_path / "result.jsonl").touch()
+    monkeypatch.setattr(style, "matplotlib", None)
+    assert bench("--compare", urls=(url, url))[0] == 2
+    assert "pip install 'jdllm[plot]'" in capsys.readouterr().err
+    assert bench("--num-prompts 1 --compare --plot-file=", urls=(url, url))[0] == 0
+
+
+def test_in_process_as_the_server_does():
+    asks = image_load.Load(
+        num_prompts=4, count=2, width=96, height=96, num_inference_steps=2,
+        extra={"guidance_scale": 0.0},
+    ).asks()  # fmt: skip
+    target = image_targets.InProcess(image_engine.shared())
+    image_runs.warm_up(target, asks, count=1, steps=1)
+    how = image_runs.Traffic(max_concurrency=2, show_progress=False)
+    found = image_runs.measure(target, asks, how)
+    assert (found["completed_requests"], found["completed_outputs"]) == (4, 8)
+    assert found["denoising_steps"] == 16
+    assert 0 < found["merged_step_fraction"] <= 1
+    assert found["jit_compiles"] == 0
+    parts = [found[f"{phase}_mean"] for phase in image_stats.PHASES]
+    assert 0 < sum(parts) <= 1.05 * found["latency_mean"]
+    wrong = [dataclasses.replace(asks[0], width=97, height=97)]
+    with pytest.raises(command_line.BenchError, match="multiple of"):
+        image_runs.measure(target, wrong, how)
+
+
+def test_fields_in_process_are_checked():
+    image_targets.check_fields({"guidance_scale": 1.0})
+    with pytest.raises(errors.ConfigError, match="did you mean 'guidance_scale'"):
+        image_targets.check_fields({"guidance_scal": 1.0})
+
+
+def test_in_process_flags_are_those_of_the_server():
+    line = "--model-path m --batching-max-size 4 --warmup-resolutions 64x64 96x96 --compare"
+    options = image_options.parse([*line.split(), "--max-image-pixels", "9216"])
+    image_options.check(options)
+    on, off = images.variants(options, [])
+    assert (on[0], off[0]) == (images.ON, images.OFF)
+    with pytest.raises(errors.ConfigError, match="compares nothing"):
+        image_options.check(
+            image_options.parse(["--model-path", "m", "--batching-max-size", "1", "--compare"])
+        )
+
+
+def test_percentiles_and_slos_by_hand():
+    records = [
+        image_stats.Record(start_s=0, end_s=s, images=2, steps=8, slo_s=2.5) for s in (1, 2, 3, 4)
+    ]
+    found = image_stats.summarize(records, 4.0)
+    assert (found["latency_mean"], found["latency_p50"], found["latency_median"]) == (2.5, 2.5, 2.5)
+    assert found["latency_p90"] == pytest.approx(3.7)
+    assert (found["throughput_qps"], found["output_throughput"]) == (1.0, 2.0)
+    assert (found["step_throughput"], found["concurrency"]) == (8.0, 2.5)
+    assert (found["slo_attainment_rate"], found["slo_met_success"]) == (0.5, 2)
