@@ -132,6 +132,10 @@ def _typed(key: str, kind: str, value: Any) -> Any:
                 return None
             case "tuple[float, ...]" if isinstance(value, list | tuple):
                 return tuple(float(v) for v in value)
+            case "tuple[int, ...]" if isinstance(value, list | tuple):
+                return tuple(int(v) for v in value)
+            case "tuple[str, ...]" if isinstance(value, list | tuple):
+                return tuple(str(v) for v in value)
     except (TypeError, ValueError):
         pass  # the text is no number: raise the same error as for any other wrong type
     raise errors.ConfigError(f"{key}={value!r} must be of type {kind}")

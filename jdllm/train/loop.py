@@ -38,7 +38,7 @@ def train(config: RunConfig, paths: RunPaths) -> dict[str, float]:
     paths.output_dir.mkdir(parents=True, exist_ok=True)
     saved = checkpoints.manager(paths.output_dir / "checkpoints")
     state = _first_state(recipe, paths, saved)
-    curve = Curve(paths.output_dir / "curve.jsonl", recipe.unit, config.batch_size, began=began)
+    curve = Curve(paths.output_dir / "curve.jsonl", recipe, began=began)
     number = int(state.step)
     logger.info("training from step %d to %d", number, config.num_steps)
     batches = recipe.batches(state)
@@ -107,9 +107,8 @@ def _save_now(saved: checkpoints.ocp.CheckpointManager, state: recipe_lib.State)
 class Curve:
     """A file with one JSON line per event: the step, seconds since the start, and numbers."""
 
-    def __init__(self, path: pathlib.Path, unit: str, batch_size: int, *, began: float):
-        self.path, self.began = path, began
-        self.unit, self.batch_size = unit, batch_size
+    def __init__(self, path: pathlib.Path, recipe: recipe_lib.Recipe, *, began: float):
+        self.path, self.recipe, self.began = path, recipe, began
         self.last: tuple[int, float] | None = None
 
     def write(self, number: int, numbers: dict[str, float]) -> None:
@@ -118,7 +117,7 @@ class Curve:
         if "loss" in numbers:
             if self.last is not None:
                 rate = (number - self.last[0]) / (now - self.last[1])
-                line[f"{self.unit}_per_second"] = round(rate * self.batch_size, 1)
+                line[f"{self.recipe.unit}_per_second"] = round(rate * self.recipe.batch_size, 1)
             self.last = (number, now)
         else:
             logger.info("step %d %s", number, json.dumps(numbers))

@@ -49,10 +49,15 @@ class Batches(Protocol):
 class Recipe(Protocol):
     """One run's recipe. A state that `step` got is consumed.
 
-    `unit` is what a batch counts, in the plural. `is_over` is asked before every step.
+    `unit` is what a batch counts, in the plural.
     """
 
     unit: str
+
+    @property
+    def batch_size(self) -> int:
+        """How many of the unit a step takes now."""
+        ...
 
     def first_state(self) -> Any:
         """Returns a state at step 0."""

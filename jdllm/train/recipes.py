@@ -10,6 +10,8 @@ from typing import Any
 from jdllm import errors
 from jdllm.train import config as config_lib
 from jdllm.train import recipe, text
+from jdllm.train.scenes import config as scenes_config
+from jdllm.train.scenes import scene_recipe
 
 DEFAULT = "text"
 
@@ -27,6 +29,7 @@ class Kind:
 
 RECIPES: dict[str, Kind] = {
     "text": Kind(config=config_lib.TrainConfig, build=text.TextRecipe),
+    "scenes": Kind(config=scenes_config.SceneConfig, build=scene_recipe.SceneRecipe),
 }
 
 

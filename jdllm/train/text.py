@@ -48,6 +48,10 @@ class TextRecipe:
         self._evaluate = evaluate.evaluator(self._network, config, self._chat, self._layout, noise)
         self._step = step.train_step(self._network, config, noise)
 
+    @property
+    def batch_size(self) -> int:
+        return self._config.batch_size
+
     def first_state(self) -> step.TrainState:
         params = step.init_params(self._network, self._config.seed)
         return step.init_state(self._config, params, average=params, step=0)
