@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import pathlib
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jdllm import errors
@@ -125,28 +127,32 @@ def _copy(model_path: pathlib.Path, folder: pathlib.Path) -> None:
 
 def init_params(networks: Networks, seed: int) -> Params:
     """Returns float32 starting weights, with which every block does little and flow none."""
-    float32 = {
-        path: jax.ShapeDtypeStruct(shape.shape, jnp.float32)
-        for path, shape in networks.shapes.items()
-    }
-    params = loading.random_params(float32, seed=seed)
+    rng = np.random.default_rng(seed)
+    params = {path: _random(rng, path, shape.shape) for path, shape in networks.shapes.items()}
     depth = networks.configs[TEXT].num_layers
     for path, array in params.items():
         if path.startswith(TEXT) and path.endswith((".w_out", ".w_down")):
-            params[path] = array * (2 * depth) ** -0.5
+            array *= (2 * depth) ** -0.5
         elif path.startswith(VAE) and path.endswith((".conv2.kernel", ".w_out")):
-            params[path] = array * 0.5
-    # `random_params` knows embeddings by a name without a component.
-    words = f"{TEXT}.word_embeddings"
-    params[words] = params[words] * params[words].shape[-1] ** 0.5 * 0.5
+            array *= 0.5
+    words = params[f"{TEXT}.word_embeddings"]
+    words *= 0.5 * words.shape[-1] ** 0.5
     for path in ("final_linear.weight", "final_modulation.weight", "modulation.weight"):
-        params[f"{TRANSFORMER}.{path}"] = params[f"{TRANSFORMER}.{path}"] * 0.0
+        params[f"{TRANSFORMER}.{path}"][:] = 0
+    # Of each block: scale, gate, scale, gate; D of each.
     bias = params[f"{TRANSFORMER}.modulation.bias"]
-    is_gate = jnp.arange(4)[:, None] % 2 == 1  # scale, gate, scale, gate; D of each
-    gates = jnp.broadcast_to(is_gate * _GATE, (4, bias.size // _modulations(networks)))
-    params[f"{TRANSFORMER}.modulation.bias"] = jnp.tile(gates.ravel(), bias.size // gates.size)
-    return params | {SHIFT: jnp.zeros(()), FACTOR: jnp.zeros(())}
+    bias.reshape(-1, 2, networks.configs[TRANSFORMER].dim)[:, 1] = _GATE
+    zero = np.zeros((), np.float32)
+    return jax.device_put(params | {SHIFT: zero, FACTOR: zero})
 
 
-def _modulations(networks: Networks) -> int:
-    return networks.configs[TRANSFORMER].num_modulated * 4
+def _random(rng: np.random.Generator, path: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Returns what `loading.random_params` does, drawn on the host: nothing is compiled for it."""
+    leaf = path.rpartition(".")[2]
+    if leaf == "bias" or leaf.startswith("b_"):
+        return np.zeros(shape, np.float32)
+    if len(shape) == 1:
+        return np.ones(shape, np.float32)
+    is_convolution = len(shape) == 4
+    fan_in = math.prod(shape[:-1]) if is_convolution else shape[-1]
+    return rng.standard_normal(shape, np.float32) * np.float32(fan_in**-0.5)

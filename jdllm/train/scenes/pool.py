@@ -62,7 +62,8 @@ class ScenePool:
             self._add(waits=True)
 
     def __next__(self) -> View:
-        if self._encode is None or self._steps % self._steps_per_chunk == 0:
+        is_full = all(ring.written >= ring.capacity for ring in self._rings.values())
+        if not is_full or (self._steps + 1) % self._steps_per_chunk == 0:
             self._add(waits=False)
         size = list(self._rings)[self._steps % len(self._rings)]
         self._steps += 1
@@ -79,7 +80,7 @@ class ScenePool:
             pictures = ring.arrays.pop(PICTURES)
             latents = jnp.zeros((0,))
             for start in range(0, ring.count, self._chunk):
-                made = encode(pictures[start : start + self._chunk])
+                made = encode(_rows(pictures, start, self._chunk))
                 if start == 0:
                     latents = _empty(made, ring.capacity)
                 latents = _written({LATENTS: latents}, {LATENTS: made}, start)[LATENTS]
@@ -109,6 +110,11 @@ def draw(key: jax.Array, arrays: Arrays, count: Int[Array, ""], rows: int) -> Ar
 
 def _empty(like: jax.Array, capacity: int) -> jax.Array:
     return jnp.zeros((capacity, *like.shape[1:]), like.dtype)
+
+
+@functools.partial(jax.jit, static_argnames="count")
+def _rows(array: jax.Array, start: int, count: int) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(array, start, count)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

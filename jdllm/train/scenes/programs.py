@@ -35,6 +35,7 @@ class Programs:
     ):
         self._networks, self._config = networks, config
         self._threads = concurrent.futures.ThreadPoolExecutor(_THREADS)
+        has_vae_stage = state.stage == "vae"
         state, arrays = _shapes(state), _shapes(dict(views))
         rows = -(-config.eval_problems // len(config.sizes))
         scalar = jax.ShapeDtypeStruct((), jnp.float32)
@@ -43,7 +44,7 @@ class Programs:
         compile_ = self._compile
         self._steps: dict[tuple[str, Size], Any] = {}
         self._encodes, self._denoises, self._decodes = {}, {}, {}
-        if config.vae_steps:
+        if has_vae_stage:
             for size, held in arrays.items():
                 self._steps["vae", size] = compile_(self._vae_step, state, held, count, scalar)
         for size in arrays:

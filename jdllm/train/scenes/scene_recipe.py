@@ -22,6 +22,7 @@ from jdllm.checkpoint import source
 from jdllm.train import recipe
 from jdllm.train.scenes import (
     chunks,
+    clock,
     evaluate,
     export,
     networks,
@@ -90,7 +91,9 @@ class SceneRecipe:
             self._networks, config, state, {s: self._pool.view(s).arrays for s in config.shapes}
         )
         self._evaluator = evaluate.Evaluator(self._networks, config, self._maker, self._programs)
-        self._clock = _Clock(config, state.stage, int(state.start_step), run_began=self._began)
+        self._clock = clock.Clock(
+            config, state.stage, first=int(state.start_step), run_began=self._began
+        )
         if state.stage == "flow":
             self._pool.encode(self._encode_with(state.average))
         return self._pool
@@ -144,7 +147,7 @@ class SceneRecipe:
         numbers, sheet = self._evaluator.reconstructions(state.average)
         self._write_sheet(sheet, "reconstructions")
         self._pool.encode(self._encode_with(state.average))
-        self._clock = _Clock(self._config, "flow", self._number, run_began=self._began)
+        self._clock = clock.Clock(self._config, "flow", first=self._number, run_began=self._began)
         logger.info(
             "step %d: latents have shift %.3f, factor %.3f; %s; the change of stage took %.1f s",
             self._number, float(shift), float(factor), json.dumps(numbers),
@@ -158,32 +161,3 @@ class SceneRecipe:
 
     def _write_sheet(self, sheet: evaluate.Pictures, name: str) -> None:
         PIL.Image.fromarray(sheet).save(self._output_dir / f"{name}.png")
-
-
-class _Clock:
-    """How much of a stage has passed, by steps or by time, whichever is more."""
-
-    def __init__(self, config: SceneConfig, stage: str, first: int, *, run_began: float):
-        self.stage = stage
-        self._config, self._first, self._began = config, first, time.monotonic()
-        minutes, self._last = config.vae_minutes, config.vae_steps
-        if stage == "flow":
-            self._last, minutes = config.num_steps, config.max_minutes
-            if minutes is not None:
-                minutes -= (self._began - run_began) / 60
-        self._seconds = None if minutes is None else 60 * minutes
-
-    def share(self, number: int) -> float:
-        """Returns what has passed after `number` steps: 0 to 1, or more at the end."""
-        by_steps = (number - self._first) / max(self._last - self._first, 1)
-        if self._seconds is None:
-            return by_steps
-        elapsed = time.monotonic() - self._began
-        return max(by_steps, elapsed / self._seconds if self._seconds > 0 else 1.0)
-
-    def rate(self, number: int) -> float:
-        """Returns the learning rate of the step after `number` steps."""
-        config = self._config
-        peak = config.learning_rate if self.stage == "flow" else config.vae_learning_rate
-        warm = min(1.0, (number - self._first + 1) / config.warmup_steps)
-        return peak * warm * min(max(1 - self.share(number), 0.0) / config.decay_share, 1.0)

@@ -48,8 +48,12 @@ def init(config: SceneConfig, params: Params, *, average: Params, step: int) -> 
         start_step=jnp.int32(step),
         params=params,
         average=jax.tree.map(jnp.copy, average),
-        opt_states={stage: optimizer(config).init(own(params, stage)) for stage in STAGES},
+        opt_states=jax.jit(lambda: _fresh(config, params))(),
     )
+
+
+def _fresh(config: SceneConfig, params: Params) -> dict[str, optax.OptState]:
+    return {stage: optimizer(config).init(own(params, stage)) for stage in STAGES}
 
 
 def own(params: Params, stage: str) -> Params:
