@@ -14,7 +14,7 @@ from jdllm import errors
 from jdllm.imagegen import flow_schedule, prompts
 from jdllm.tasks.scenes import generator
 from jdllm.train import recipes
-from jdllm.train.scenes import chunks, clock, networks, objectives, pool, tokenizer
+from jdllm.train.scenes import chunks, clock, networks, objectives, pool, tokenizer, update
 
 SIZES = ((64, 64), (64, 96))
 
@@ -203,3 +203,58 @@ def test_a_block_starts_with_little_and_the_velocity_with_nothing(tmp_path):
 def test_a_wrong_option_is_named(change, named):
     with pytest.raises(errors.ConfigError, match=named):
         config(change)
+
+
+# Learning
+
+
+def test_a_flow_that_knows_its_scenes_samples_them_back(tmp_path):
+    """Signs, noise levels and time: eight steps from noise lead to the latent of the caption."""
+    model = tiny_scenes.write_model(tmp_path / "model")
+    built = networks.build(model, tmp_path / "copy", "float32")
+    learning = config("learning_rate=4e-3", "ema_decay=0.9")
+    params = networks.init_params(built, 0)
+    state = update.init(learning, params, average=params, step=0)
+    known = jax.random.normal(jax.random.key(1), (2, 4, 1, 1)) * jnp.ones((2, 4, 8, 8))
+    ids, lens = jnp.array([[5, 6, 7, 8], [9, 10, 11, 12]]), jnp.array([4, 3])
+    ids = jnp.pad(ids, ((0, 0), (0, 28)))
+
+    @jax.jit
+    def step(state):
+        key = jax.random.fold_in(jax.random.key(0), state.step)
+        rows = [jnp.tile(array, (8, *[1] * (array.ndim - 1))) for array in (known, ids, lens)]
+        order = jax.random.permutation(jax.random.fold_in(key, 1), 16)
+
+        def loss(params):
+            return objectives.flow_loss(built, params, *(row[order] for row in rows), key)
+
+        return update.apply(learning, state, "flow", loss, jnp.float32(4e-3))
+
+    for _ in range(250):
+        state, metrics = step(state)
+    assert float(metrics["loss"]) < 0.3
+    x = jax.random.normal(jax.random.key(2), known.shape)
+    sigmas = built.schedule.sigmas(8, image_tokens=16)
+
+    @jax.jit
+    def velocity(x, sigma):
+        levels = jnp.full(2, sigma)
+        return objectives.velocities(built, state.average, x, levels, ids, lens)
+
+    for sigma, next_sigma in zip(sigmas, sigmas[1:]):
+        x = x + (next_sigma - sigma) * velocity(x, sigma)
+    assert float(jnp.abs(x - known).mean()) < 0.25
+
+
+def test_latents_are_normalised_and_back(tmp_path):
+    model = tiny_scenes.write_model(tmp_path / "model")
+    built = networks.build(model, tmp_path / "copy", "float32")
+    params = networks.init_params(built, 0)
+    pictures = np.random.default_rng(0).integers(0, 256, (2, 64, 64, 3)).astype(np.uint8)
+    numbers = {networks.SHIFT: jnp.float32(0.3), networks.FACTOR: jnp.float32(1.7)}
+    plain = objectives.clean_latents(built, params, pictures)
+    normal = objectives.clean_latents(built, params | numbers, pictures)
+    np.testing.assert_allclose(normal, (plain - 0.3) * 1.7, rtol=1e-5, atol=1e-5)
+    want = built.module(networks.VAE, params).decode_denormalised(plain)
+    got = objectives.decoded(built, params | numbers, normal)
+    np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3)

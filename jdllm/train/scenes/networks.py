@@ -34,6 +34,7 @@ from jdllm.train.scenes import tokenizer
 TEXT, TRANSFORMER, VAE = "text_encoder", "transformer", "vae"
 SHIFT, FACTOR = "latents.shift_factor", "latents.scaling_factor"
 LATENTS_DTYPE = jnp.bfloat16  # of latents that wait for their steps
+_LOG_VARIANCE = -4.0  # of drawn latents at the start
 _GATE = 0.1  # of a block at the start
 LEAST_DEVIATION = 1e-3  # of latents, by which they are divided
 _COPIED = ("model_index.json", "scheduler", TEXT, TRANSFORMER, VAE)
@@ -139,6 +140,9 @@ def init_params(networks: Networks, seed: int) -> Params:
     words *= 0.5 * words.shape[-1] ** 0.5
     for path in ("final_linear.weight", "final_modulation.weight", "modulation.weight"):
         params[f"{TRANSFORMER}.{path}"][:] = 0
+    # The logarithms of variances: an autoencoder learns little from latents that are mostly noise.
+    moments = params[f"{VAE}.encoder.conv_out.bias"]
+    moments[len(moments) // 2 :] = _LOG_VARIANCE
     # Of each block: scale, gate, scale, gate; D of each.
     bias = params[f"{TRANSFORMER}.modulation.bias"]
     bias.reshape(-1, 2, networks.configs[TRANSFORMER].dim)[:, 1] = _GATE

@@ -64,6 +64,12 @@ class Programs:
             )
             self._decodes[size] = compile_(self._decode, state.params, latents)
 
+    def wait_for(self, stage: str) -> None:
+        """Returns when all steps of a stage are compiled."""
+        for (of_stage, _), program in self._steps.items():
+            if of_stage == stage:
+                program.result()
+
     def step(
         self, stage: str, state: update.SceneState, view: pool.View, rate: float
     ) -> tuple[update.SceneState, update.Metrics]:

@@ -91,6 +91,7 @@ class SceneRecipe:
             self._networks, config, state, {s: self._pool.view(s).arrays for s in config.shapes}
         )
         self._evaluator = evaluate.Evaluator(self._networks, config, self._maker, self._programs)
+        self._programs.wait_for(state.stage)  # a stage's minutes are not those of compilation
         self._clock = clock.Clock(
             config, state.stage, first=int(state.start_step), run_began=self._began
         )
