@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jdllm.models.images import pixels
 from jdllm.train.recipe import Params
@@ -46,12 +47,16 @@ class Programs:
         self._encodes, self._denoises, self._decodes = {}, {}, {}
         if has_vae_stage:
             for size, held in arrays.items():
-                self._steps["vae", size] = compile_(self._vae_step, state, held, count, scalar)
+                self._steps["vae", size] = compile_(
+                    self._vae_step, update.part(state, "vae"), held, count, scalar
+                )
         for size in arrays:
             pictures = jax.ShapeDtypeStruct((config.chunk_scenes, *size, 3), jnp.uint8)
             self._encodes[size] = compile_(self._encode, state.params, pictures)
         for size, held in with_latents.items():
-            self._steps["flow", size] = compile_(self._flow_step, state, held, count, scalar)
+            self._steps["flow", size] = compile_(
+                self._flow_step, update.part(state, "flow"), held, count, scalar
+            )
         ids = jax.ShapeDtypeStruct((rows, config.caption_tokens), jnp.int32)
         lens = jax.ShapeDtypeStruct((rows,), jnp.int32)
         self._captions = compile_(self._caption, state.params, ids, lens)
@@ -75,7 +80,10 @@ class Programs:
     ) -> tuple[update.SceneState, update.Metrics]:
         """Takes a step of a stage; the state is consumed."""
         program = self._steps[stage, view.size].result()
-        return program(state, view.arrays, jnp.int32(view.count), jnp.float32(rate))
+        new, metrics = program(
+            update.part(state, stage), view.arrays, np.int32(view.count), np.float32(rate)
+        )
+        return update.whole(state, new), metrics
 
     def encode(self, params: Params, pictures: jax.Array) -> jax.Array:
         """Returns the pipeline's latents of a chunk of pictures, in the dtype of rings."""

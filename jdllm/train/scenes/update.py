@@ -56,6 +56,26 @@ def _fresh(config: SceneConfig, params: Params) -> dict[str, optax.OptState]:
     return {stage: optimizer(config).init(own(params, stage)) for stage in STAGES}
 
 
+def part(state: SceneState, stage: str) -> SceneState:
+    """Returns the part of a state that a stage reads and writes: a launch passes each array."""
+    return dataclasses.replace(
+        state,
+        params=own(state.params, stage),
+        average=own(state.average, stage),
+        opt_states={stage: state.opt_states[stage]},
+    )
+
+
+def whole(state: SceneState, new: SceneState) -> SceneState:
+    """Returns a state with a part of it replaced."""
+    return dataclasses.replace(
+        new,
+        params=state.params | new.params,
+        average=state.average | new.average,
+        opt_states=state.opt_states | new.opt_states,
+    )
+
+
 def own(params: Params, stage: str) -> Params:
     """Returns the weights that a stage trains."""
     prefixes = tuple(f"{name}." for name in STAGES[stage])
@@ -80,7 +100,7 @@ def apply(
     loss: Loss,
     rate: Float32[Array, ""],
 ) -> tuple[SceneState, Metrics]:
-    """Returns the state after a step at a learning rate; `loss` gets all weights."""
+    """Returns the state, or its part, after a step at a learning rate."""
     trained = own(state.params, stage)
 
     def of_trained(trained: Any) -> tuple[Float32[Array, ""], Metrics]:
