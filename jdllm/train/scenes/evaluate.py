@@ -17,7 +17,6 @@ from jaxtyping import UInt8
 
 from jdllm.tasks import scene_oracle, scene_pictures
 from jdllm.tasks.scenes import drawing, generator
-from jdllm.tasks.scenes.scene import Scene
 from jdllm.train.recipe import Params
 from jdllm.train.scenes import chunks, programs
 from jdllm.train.scenes.config import SceneConfig
@@ -62,7 +61,7 @@ class Evaluator:
         # Chunks are the size that encoding was compiled for, rows that of decoding.
         count, chunk = len(drawn), self._config.chunk_scenes
         latents = [
-            self._compiled.encode(params, _padded(drawn[i : i + chunk], chunk))
+            self._compiled.encode(params, jnp.asarray(_padded(drawn[i : i + chunk], chunk)))
             for i in range(0, count, chunk)
         ]
         rows = jnp.concatenate(latents)[:count].astype(jnp.float32)
@@ -86,7 +85,7 @@ class Evaluator:
         return numbers, sheets[shown]
 
     def _sampled(self, params: Params, size: tuple[int, int], steps: int) -> Pictures:
-        ids, lens = self._tokens[size]
+        ids, lens = map(jnp.asarray, self._tokens[size])
         pipeline = self._networks.pipeline
         captions = self._compiled.captions(params, ids, lens)
         shape = (len(lens), *pipeline.latent_shape(*size))
@@ -119,11 +118,6 @@ class Evaluator:
                 place[: picture.shape[0], : picture.shape[1]] = picture
                 shown.append(place)
         return scene_pictures.contact_sheet(shown, columns=10)
-
-    def captions(self) -> list[Scene]:
-        """Returns the scenes of a contact sheet, in its order."""
-        each = -(-_SHOWN // len(self._scenes))
-        return [scene for scenes in self._scenes.values() for scene in scenes[:each]]
 
 
 def _padded(pictures: Pictures, count: int) -> Pictures:

@@ -110,7 +110,8 @@ def build(model_path: pathlib.Path, folder: pathlib.Path, dtype: str) -> Network
 
 
 def _differentiable(one: component.Component[Any]) -> component.Component[Any]:
-    return dataclasses.replace(one, build=functools.partial(one.build, implementation="xla"))
+    build: Any = one.build
+    return dataclasses.replace(one, build=functools.partial(build, implementation="xla"))
 
 
 def _copy(model_path: pathlib.Path, folder: pathlib.Path) -> None:

@@ -32,9 +32,10 @@ def vae_loss(
     noise = jax.random.normal(key, mean.shape)
     y = vae.decode_denormalised(mean + jnp.exp(log_variance / 2) * noise)
     error = jnp.mean(jnp.abs(y - x)) + jnp.mean(jnp.square(y - x))
-    edges = sum(
+    down, across = (
         jnp.mean(jnp.abs(jnp.diff(y, axis=axis) - jnp.diff(x, axis=axis))) for axis in (1, 2)
     )
+    edges = down + across
     kl = 0.5 * jnp.mean(jnp.square(mean) + jnp.exp(log_variance) - 1 - log_variance)
     total = error + config.edge_weight * edges + config.kl_weight * kl
     return total, {"error": error, "edges": edges, "kl": kl}

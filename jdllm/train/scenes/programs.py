@@ -112,7 +112,7 @@ class Programs:
     def _latent_shape(self, size: Size) -> tuple[int, ...]:
         return self._networks.pipeline.latent_shape(*size)
 
-    def _with_latents(self, size: Size, arrays: pool.Arrays) -> pool.Arrays:
+    def _with_latents(self, size: Size, arrays: Mapping[str, Any]) -> dict[str, Any]:
         kept = {name: array for name, array in arrays.items() if name in (pool.IDS, pool.LENS)}
         places = arrays[pool.LENS].shape[0]
         latents = jax.ShapeDtypeStruct((places, *self._latent_shape(size)), LATENTS_DTYPE)
