@@ -68,6 +68,8 @@ FLOORS: tuple[tuple[str, int, str], ...] = (
     ("jdllm/runner/model_runner.py", 5, "model runner"),
     ("jdllm/imagegen/", 5, "imagegen"),
     ("jdllm/runner/", 4, "steps"),
+    # Image models are trained with what serves them; text is trained without the engine's part.
+    ("jdllm/train/scenes/", 6, "train"),
     ("jdllm/train/", 4, "train"),
     ("jdllm/client/", 6, "client"),
     ("jdllm/engine/", 6, "engine"),

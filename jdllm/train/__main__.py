@@ -8,7 +8,7 @@ import pathlib
 import sys
 
 from jdllm import arguments, errors
-from jdllm.train import config, loop
+from jdllm.train import loop, recipes
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
         is_resumed=args.resume == "auto",
     )
     try:
-        final = loop.train(config.load(args.config, args.set), paths)
+        final = loop.train(recipes.load(args.config, args.set), paths)
     except (errors.ConfigError, OSError) as error:
         sys.stderr.write(f"jdllm.train: error: {error}\n")
         return 2
@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def make_parser() -> arguments.Parser:
     parser = arguments.Parser("jdllm train", __doc__)
-    parser.add_argument("--config", type=pathlib.Path, required=True, help="YAML of TrainConfig")
+    parser.add_argument("--config", type=pathlib.Path, required=True, help="YAML of a recipe")
     parser.add_argument(
         "--output-dir", type=pathlib.Path, help="folder (default: runs/NAME for a config NAME.yaml)"
     )

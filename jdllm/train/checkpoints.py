@@ -15,10 +15,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jdllm.models import loading
-from jdllm.train import step
-from jdllm.train.config import TrainConfig
+from jdllm.train import recipe
 
 MAX_PART_BYTES = 15 * 2**20
+StateT = typing.TypeVar("StateT", bound=recipe.State)
 
 
 def manager(folder: pathlib.Path) -> ocp.CheckpointManager:
@@ -27,24 +27,24 @@ def manager(folder: pathlib.Path) -> ocp.CheckpointManager:
     return ocp.CheckpointManager(folder.absolute(), options=options)
 
 
-def save(checkpoints: ocp.CheckpointManager, state: step.TrainState) -> None:
+def save(checkpoints: ocp.CheckpointManager, state: recipe.State) -> None:
     """Starts writing a checkpoint of the state's step; a second save waits for the first."""
     number = int(state.step)
     if number != checkpoints.latest_step():
         checkpoints.save(number, args=ocp.args.StandardSave(state))
 
 
-def restore(checkpoints: ocp.CheckpointManager, like: step.TrainState) -> step.TrainState | None:
+def restore(checkpoints: ocp.CheckpointManager, like: StateT) -> StateT | None:
     """Returns the latest checkpoint, with the structure and shapes of `like`, or None."""
     latest = checkpoints.latest_step()
     if latest is None:
         return None
     shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
     restored = checkpoints.restore(latest, args=ocp.args.StandardRestore(shapes))
-    return typing.cast(step.TrainState, restored)  # of the type of `like`
+    return typing.cast(StateT, restored)  # of the type of `like`
 
 
-def export_parts(state: step.TrainState, stem: pathlib.Path) -> list[pathlib.Path]:
+def export_parts(state: recipe.State | recipe.Weights, stem: pathlib.Path) -> list[pathlib.Path]:
     """Writes weights and their average as STEM.0.npz, STEM.1.npz, ..., each under 16 MiB."""
     arrays = {"step": np.asarray(state.step)}
     for kind, params in (("params", state.params), ("average", state.average)):
@@ -63,14 +63,14 @@ def export_parts(state: step.TrainState, stem: pathlib.Path) -> list[pathlib.Pat
     return files
 
 
-def import_parts(config: TrainConfig, stem: pathlib.Path) -> step.TrainState:
-    """Returns the state in files of `export_parts`, with fresh moments and a new warm-up.
+def import_parts(stem: pathlib.Path) -> recipe.Weights:
+    """Returns what files of `export_parts` hold.
 
-    `stem` may also be a model folder in Hugging Face layout; such a state begins at step 0.
+    `stem` may also be a model folder in Hugging Face layout; its weights begin at step 0.
     """
     if stem.is_dir():
         weights = loading.load(stem, dtype="float32", show_progress=False).params
-        return step.init_state(config, weights, average=weights, step=0)
+        return recipe.Weights(step=0, params=weights, average=weights)
     files = sorted(stem.parent.glob(f"{stem.name}.*.npz"))
     if not files:
         raise FileNotFoundError(f"no {stem}.0.npz: give --import-state the name without .N.npz")
@@ -83,4 +83,4 @@ def import_parts(config: TrainConfig, stem: pathlib.Path) -> step.TrainState:
         {n.removeprefix(kind): jnp.asarray(a) for n, a in arrays.items() if n.startswith(kind)}
         for kind in ("params/", "average/")
     )
-    return step.init_state(config, params, average=average, step=number)
+    return recipe.Weights(step=number, params=params, average=average)

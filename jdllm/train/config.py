@@ -1,27 +1,32 @@
-"""The training run as one frozen dataclass, read from YAML; unknown keys are errors."""
+"""The training run as one frozen dataclass, read from YAML; unknown keys are errors.
+
+`recipes.load` reads the config of whatever recipe a file names.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from jdllm import config as config_lib
 from jdllm import errors
 
-_AT_LEAST_ONE = (
+_OF_ANY_RUN = (
     "num_steps",
     "batch_size",
+    "log_every",
+    "checkpoint_every",
+    "eval_every",
+    "eval_problems",
+)
+_AT_LEAST_ONE = (
     "sequence_length",
     "answer_blocks",
     "noise_copies",
     "warmup_steps",
     "decay_steps",
-    "log_every",
-    "checkpoint_every",
-    "eval_every",
-    "eval_problems",
     "data_threads",
     "prefetch_batches",
 )
@@ -37,10 +42,28 @@ _SHARES = (
 
 MAX_DROPOUT = 0.9
 
+Kind = TypeVar("Kind", bound="RunConfig")
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TrainConfig:
-    """All options of a run, except where it writes.
+class RunConfig:
+    """The options of a run of any recipe; what else a recipe needs, its own config adds."""
+
+    recipe: str = "text"
+    seed: int = 0
+    num_steps: int = 10_000
+    max_minutes: float | None = None  # stop (checkpoint, evaluate, export) after this much time
+    batch_size: int = 512  # problems per step
+    compute_dtype: str = "bfloat16"
+    log_every: int = 50
+    checkpoint_every: int = 1_000
+    eval_every: int = 1_000
+    eval_problems: int = 500
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig(RunConfig):
+    """All options of a run of the text recipe, except where it writes.
 
     `model_path` (a directory, or a bundled model's name) holds config.json, tokenizer and chat
     template. The learning rate warms up, stays at `learning_rate`, and falls linearly to 0 over
@@ -48,10 +71,6 @@ class TrainConfig:
     """
 
     model_path: str
-    seed: int = 0
-    num_steps: int = 10_000
-    max_minutes: float | None = None  # stop (checkpoint, evaluate, export) after this much time
-    batch_size: int = 512  # problems per step
     sequence_length: int = 192  # tokens of prompt and answer, a multiple of the block size
     answer_blocks: int = 4  # most blocks that an answer may touch; block 0 begins at position 0
     noise_copies: int = 1  # independently masked copies of every answer; 1 for full attention
@@ -72,22 +91,13 @@ class TrainConfig:
     clip_norm: float = 1.0
     ema_decay: float = 0.999
     balance_rate: float = 1e-3  # step of the expert biases toward equal load
-    compute_dtype: str = "bfloat16"
-    log_every: int = 50
-    checkpoint_every: int = 1_000
-    eval_every: int = 1_000
-    eval_problems: int = 500
     eval_thresholds: tuple[float, ...] = (0.9,)  # beside one token per step
     data_threads: int = 4  # threads in each process that makes batches
     data_workers: int = 0  # processes that make batches; 0: only the main process
     prefetch_batches: int = 8
 
     def __post_init__(self) -> None:
-        if self.compute_dtype not in ("bfloat16", "float32"):
-            raise errors.ConfigError(f"{self.compute_dtype=} must be 'bfloat16' or 'float32'")
-        for name in _AT_LEAST_ONE:
-            if getattr(self, name) < 1:
-                raise errors.ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        check(self, at_least_one=_AT_LEAST_ONE)
         if self.data_workers < 0:
             raise errors.ConfigError(f"data_workers={self.data_workers} must be at least 0")
         for name in _SHARES:
@@ -107,26 +117,37 @@ class TrainConfig:
             raise errors.ConfigError(f"{self.decay_steps=} exceeds {self.num_steps=}")
 
 
-def load(path: pathlib.Path, overrides: Sequence[str] = ()) -> TrainConfig:
-    """Returns the config of a YAML file with `key=value` overrides (values as YAML)."""
+def check(config: RunConfig, *, at_least_one: Sequence[str]) -> None:
+    """Raises for an option of any run that cannot be, or one of the named ones below 1."""
+    if config.compute_dtype not in ("bfloat16", "float32"):
+        raise errors.ConfigError(f"{config.compute_dtype=} must be 'bfloat16' or 'float32'")
+    for name in (*_OF_ANY_RUN, *at_least_one):
+        if getattr(config, name) < 1:
+            raise errors.ConfigError(f"{name}={getattr(config, name)} must be at least 1")
+
+
+def read(path: pathlib.Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Returns the values of a YAML file with `key=value` overrides (values as YAML)."""
     values = config_lib.read_yaml(path)
     for override in overrides:
         key, sign, text = override.partition("=")
         if not sign:
             raise errors.ConfigError(f"--set {override!r} must be key=value")
         values[key] = config_lib.parse_yaml(text, f"--set {key}")
-    return from_mapping(values)
+    return values
 
 
-def from_mapping(values: Mapping[str, Any]) -> TrainConfig:
+def from_mapping(values: Mapping[str, Any], kind: type[Kind] = TrainConfig) -> Kind:
     """Returns the config of a mapping; checks names and types."""
-    fields = {field.name: field for field in dataclasses.fields(TrainConfig)}
+    fields = {field.name: field for field in dataclasses.fields(kind)}
     for key in values:
         if key not in fields:
             raise errors.ConfigError(f"unknown key {key!r}{errors.nearest(key, fields)}")
-    if "model_path" not in values:
-        raise errors.ConfigError("model_path is missing")
-    return TrainConfig(**{key: _typed(key, str(fields[key].type), v) for key, v in values.items()})
+    for name, field in fields.items():
+        is_required = field.default is field.default_factory is dataclasses.MISSING
+        if is_required and name not in values:
+            raise errors.ConfigError(f"{name} is missing")
+    return kind(**{key: _typed(key, str(fields[key].type), v) for key, v in values.items()})
 
 
 def _typed(key: str, kind: str, value: Any) -> Any:
@@ -143,6 +164,10 @@ def _typed(key: str, kind: str, value: Any) -> Any:
                 return None
             case "tuple[float, ...]" if isinstance(value, list | tuple):
                 return tuple(float(v) for v in value)
+            case "tuple[int, ...]" if isinstance(value, list | tuple):
+                return tuple(int(v) for v in value)
+            case "tuple[str, ...]" if isinstance(value, list | tuple):
+                return tuple(str(v) for v in value)
     except (TypeError, ValueError):
         pass  # the text is no number: raise the same error as for any other wrong type
     raise errors.ConfigError(f"{key}={value!r} must be of type {kind}")

@@ -171,8 +171,8 @@ class Row:
 class Device:
     """Makes launches by hand; all devices have one memory, so rows of two must not run at once."""
 
-    def __init__(self, rng=None):
-        self.runner = compiled()
+    def __init__(self, rng=None, runner=None):
+        self.runner = runner or compiled()
         self._slots, self._entries = list(range(CONFIG.num_slots)), list(range(CONFIG.num_entries))
         if rng is not None:
             rng.shuffle(self._slots)

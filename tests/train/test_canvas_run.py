@@ -13,7 +13,7 @@ import jdllm
 from jdllm.checkpoint import source
 from jdllm.models import loading
 from jdllm.train import __main__ as train_main
-from jdllm.train import config, denoise, examples, step
+from jdllm.train import denoise, examples, recipes, step
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "configs" / "train" / "nano-canvas.yaml"
@@ -134,7 +134,7 @@ def test_a_row_is_done_at_a_stop_token_of_its_last_final_block(trained):
 
 
 def test_the_shipped_recipe_and_model_fit_each_other():
-    shipped = config.load(RECIPE)
+    shipped = recipes.load(RECIPE)
     hf = json.loads((ROOT / shipped.model_path / "config.json").read_text())
     network = step.build_network(hf, shipped.compute_dtype)
     assert network.config.spec.diffusion.kind == "canvas"

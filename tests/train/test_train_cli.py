@@ -21,6 +21,7 @@ def recipe(tmp_path):
         (["--set", "num_steps=20", "decay_steps=30"], "decay_steps=30"),
         (["--set", "num_steps=20", "--set", "decay_steps=30"], "decay_steps=30"),
         (["--set", "learning_rat=1"], "learning_rate"),
+        (["--set", "recipe=txt"], "recipe='txt'"),
         (["--set", "learning_rate=fast"], "learning_rate='fast'"),
         (["--set", "eval_thresholds=[a]"], "eval_thresholds=['a']"),
         (["--set", "seed=[1"], "--set seed is not valid YAML"),

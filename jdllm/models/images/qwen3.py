@@ -62,16 +62,17 @@ class Qwen3Config:
 
 
 class Qwen3TextEncoder(nnx.Module):
-    """Embeddings of prompts; see `encode`."""
+    """Embeddings of prompts; see `encode`. The implementation "xla" is differentiable."""
 
-    def __init__(self, config: Qwen3Config, dtype: jnp.dtype):
+    def __init__(self, config: Qwen3Config, dtype: jnp.dtype, *, implementation: str = "auto"):
         layer = decoder_config.LayerConfig(
             attention=config.attention, feed_forward=mlp.MLPConfig(width=config.width)
         )
         self.config = config
+        self.implementation = implementation
         self.word_embeddings = nnx.Param(jnp.zeros((config.vocab_size, config.hidden_size), dtype))
         self.layers = nnx.List(
-            decoder.DecoderLayer(layer, eps=config.eps, dtype=dtype, implementation="auto")
+            decoder.DecoderLayer(layer, eps=config.eps, dtype=dtype, implementation=implementation)
             for _ in range(config.num_layers - 1)
         )
 
@@ -83,25 +84,38 @@ class Qwen3TextEncoder(nnx.Module):
         The first `lens[b]` tokens of a row count. Neither the other tokens nor the bucket L nor
         the other rows change their embeddings. A row of length 0 is all zeros.
         """
-        B, L = ids.shape
+        return self.encode_words(
+            jnp.take(self.word_embeddings[...], ids, axis=0, mode="clip"), lens
+        )
+
+    def encode_words(
+        self, words: Float[Array, "B L hidden_size"], lens: Int32[Array, " B"]
+    ) -> Float[Array, "B L hidden_size"]:
+        """Returns what `encode` returns, given the tokens' rows of `word_embeddings`."""
+        B, L, _ = words.shape
         kind = self.config.attention.rope
         positions = jnp.tile(jnp.arange(L, dtype=jnp.int32), B)
         angles = rope.rope_angles(positions, rotary_dim=kind.rotary_dim, theta=kind.theta)
-        x = jnp.take(self.word_embeddings[...], ids.reshape(B * L), axis=0, mode="clip")
+        x = words.reshape(B * L, -1)
+        attend = functools.partial(_attend, jnp.maximum(lens, 1), self.implementation)
         pending: tuple[jax.Array, ...] = ()
         for layer in self.layers:
-            attend = functools.partial(_attend, jnp.maximum(lens, 1))
             x, pending, _ = layer(x, pending, {kind: angles}, attend=attend, cache=None)
         x = functools.reduce(jnp.add, pending, x).reshape(B, L, -1)
         return jnp.where((jnp.arange(L) < lens[:, None])[:, :, None], x, 0)
 
 
 def _attend(
-    lens: Int32[Array, " B"], projection: attention.Projection, cache: Array | None
+    lens: Int32[Array, " B"],
+    implementation: str,
+    projection: attention.Projection,
+    cache: Array | None,
 ) -> tuple[Array, Array | None]:
     """Returns causal attention inside each of the packed rows, which all have the same bucket."""
     q, k, v = (x.reshape(len(lens), -1, *x.shape[1:]) for x in projection.heads())
-    out = pallas_kernels.padded_attention(q, k, v, lens, is_causal=True)
+    out = pallas_kernels.padded_attention(
+        q, k, v, lens, is_causal=True, implementation=implementation
+    )
     return out.reshape(-1, *out.shape[2:]), cache
 
 

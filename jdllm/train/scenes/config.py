@@ -1,0 +1,81 @@
+"""The options of the image recipe: an autoencoder first, then flow matching in its latents."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from jdllm import errors
+from jdllm.train import config as config_lib
+
+_AT_LEAST_ONE = (
+    "caption_tokens",
+    "vae_batch_size",
+    "warmup_steps",
+    "chunk_scenes",
+    "pool_scenes",
+    "steps_per_chunk",
+)
+_SIZE = re.compile(r"(\d+)x(\d+)")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SceneConfig(config_lib.RunConfig):
+    """All options of a run of the recipe `scenes`, except where it writes.
+
+    `model_path` is a pipeline folder without weights and tokenizer. The first stage trains its
+    autoencoder for `vae_steps` or `vae_minutes`, the second the text encoder and the transformer
+    together, until `num_steps` (of both stages) or `max_minutes` (of the run, evaluation and
+    export excepted). Each stage warms up, stays at its learning rate and falls linearly to 0 over
+    the last `decay_share` of itself, whether steps or minutes end it.
+    """
+
+    recipe: str = "scenes"
+    model_path: str
+    batch_size: int = 256  # latents per step of the second stage
+    sizes: tuple[str, ...] = ("64x64", "96x96", "128x128", "96x128", "128x96")  # height x width
+    caption_tokens: int = 64  # of the padded captions, a multiple of 32
+    vae_steps: int = 6_000
+    vae_minutes: float | None = None
+    vae_batch_size: int = 64
+    vae_learning_rate: float = 1e-3
+    kl_weight: float = 1e-3
+    edge_weight: float = 1.0  # of the error of differences between neighbouring pixels
+    learning_rate: float = 1.5e-3
+    warmup_steps: int = 300
+    decay_share: float = 0.3
+    weight_decay: float = 0.01
+    adam_b2: float = 0.99
+    clip_norm: float = 1.0
+    ema_decay: float = 0.999
+    eval_steps: tuple[int, ...] = (1, 2, 4, 8, 16)  # forwards per picture
+    pool_scenes: int = 400_000  # on the device, of all sizes; then new ones replace old ones
+    chunk_scenes: int = 256  # drawn and moved at once
+    steps_per_chunk: int = 8  # most new scenes: a chunk in so many steps
+    data_workers: int = 0  # processes that draw; 0: the main process, between steps
+
+    def __post_init__(self) -> None:
+        config_lib.check(self, at_least_one=_AT_LEAST_ONE)
+        if self.caption_tokens % 32:
+            raise errors.ConfigError(f"{self.caption_tokens=} must be a multiple of 32")
+        if not 0 < self.decay_share <= 1:
+            raise errors.ConfigError(f"{self.decay_share=} must be above 0 and at most 1")
+        if not 0 <= self.vae_steps < self.num_steps:
+            raise errors.ConfigError(f"{self.vae_steps=} must be 0 to less than {self.num_steps=}")
+        if self.data_workers < 0:
+            raise errors.ConfigError(f"data_workers={self.data_workers} must be at least 0")
+        if not self.eval_steps or min(self.eval_steps) < 1:
+            raise errors.ConfigError(f"{self.eval_steps=} must be numbers of at least 1")
+        if not self.sizes or not all(_SIZE.fullmatch(size) for size in self.sizes):
+            raise errors.ConfigError(f"{self.sizes=} must be like 96x128 (height x width)")
+        if self.pool_scenes < self.chunk_scenes * len(self.sizes):
+            raise errors.ConfigError(
+                f"{self.pool_scenes=} must hold a chunk of {self.chunk_scenes} of each of "
+                f"{len(self.sizes)} sizes"
+            )
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        """The sizes as (height, width) in pixels."""
+        pairs = (size.split("x") for size in self.sizes)
+        return tuple((int(height), int(width)) for height, width in pairs)

@@ -1,0 +1,125 @@
+"""Scenes on the device: one ring for each size, from which every step draws its batch.
+
+A step takes many more scenes than the host draws meanwhile, so each is drawn several times. In the
+first stage rings hold pictures, in the second latents.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, UInt8
+
+from jdllm.train.scenes import chunks
+
+Arrays = dict[str, jax.Array]  # by name, all with the ring's places as the first axis
+Encode = Callable[[UInt8[Array, "B H W 3"]], Float[Array, "B C h w"]]
+PICTURES, LATENTS, IDS, LENS = "pictures", "latents", "ids", "lens"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """A ring as a step sees it: the first `count` places are filled."""
+
+    size: tuple[int, int]
+    arrays: Arrays
+    count: int
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _Ring:
+    capacity: int
+    arrays: Arrays = dataclasses.field(default_factory=dict)
+    written: int = 0
+
+    @property
+    def count(self) -> int:
+        return min(self.written, self.capacity)
+
+    def write(self, new: Arrays) -> None:
+        """Writes rows, whose number divides the capacity, over the oldest ones."""
+        if not self.arrays:
+            self.arrays = {name: _empty(array, self.capacity) for name, array in new.items()}
+        self.arrays = _written(self.arrays, new, self.written % self.capacity)
+        self.written += len(new[LENS])
+
+
+class ScenePool:
+    """The batches of a run, see `recipe.Batches`; views of the sizes take turns."""
+
+    def __init__(self, source: chunks.Chunks, sizes: tuple[tuple[int, int], ...], *,
+                 capacity: int, chunk: int, steps_per_chunk: int):  # fmt: skip
+        places = max(capacity // len(sizes) // chunk, 1) * chunk
+        self._source, self._chunk, self._steps_per_chunk = source, chunk, steps_per_chunk
+        self._rings = {size: _Ring(capacity=places) for size in sizes}
+        self._encode: Encode | None = None
+        self._steps = 0
+        for _ in sizes:
+            self._add(waits=True)
+
+    def __next__(self) -> View:
+        is_full = all(ring.written >= ring.capacity for ring in self._rings.values())
+        if not is_full or (self._steps + 1) % self._steps_per_chunk == 0:
+            self._add(waits=False)
+        size = list(self._rings)[self._steps % len(self._rings)]
+        self._steps += 1
+        return self.view(size)
+
+    def view(self, size: tuple[int, int]) -> View:
+        ring = self._rings[size]
+        return View(size=size, arrays=ring.arrays, count=ring.count)
+
+    def encode(self, encode: Encode) -> None:
+        """Replaces pictures by their latents, from now on; `encode` takes whole chunks."""
+        self._encode = encode
+        for ring in self._rings.values():
+            pictures = ring.arrays.pop(PICTURES)
+            latents = jnp.zeros((0,))
+            for start in range(0, ring.count, self._chunk):
+                made = encode(_rows(pictures, start, self._chunk))
+                if start == 0:
+                    latents = _empty(made, ring.capacity)
+                latents = _written({LATENTS: latents}, {LATENTS: made}, start)[LATENTS]
+            ring.arrays[LATENTS] = latents
+
+    def close(self) -> None:
+        self._source.close()
+
+    def _add(self, *, waits: bool) -> None:
+        chunk = self._source.take(waits=waits)
+        if chunk is None:
+            return
+        pictures = jax.device_put(chunk.pictures)
+        new = {IDS: jax.device_put(chunk.ids), LENS: jax.device_put(chunk.lens)}
+        if self._encode is None:
+            new[PICTURES] = pictures
+        else:
+            new[LATENTS] = self._encode(pictures)
+        self._rings[chunk.size].write(new)
+
+
+def draw(key: jax.Array, arrays: Arrays, count: Int[Array, ""], rows: int) -> Arrays:
+    """Returns `rows` random rows of the filled places."""
+    place = jax.random.randint(key, (rows,), 0, count)
+    return {name: jnp.take(array, place, axis=0) for name, array in arrays.items()}
+
+
+def _empty(like: jax.Array, capacity: int) -> jax.Array:
+    return jnp.zeros((capacity, *like.shape[1:]), like.dtype)
+
+
+@functools.partial(jax.jit, static_argnames="count")
+def _rows(array: jax.Array, start: int, count: int) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(array, start, count)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _written(arrays: Arrays, new: Arrays, place: int) -> Arrays:
+    return {
+        name: jax.lax.dynamic_update_slice_in_dim(array, new[name], place, axis=0)
+        for name, array in arrays.items()
+    }

@@ -1,0 +1,167 @@
+"""The compiled programs of an image run, one for each size of picture.
+
+All are compiled from the beginning of the run on, in threads and in the order in which the run
+needs them, so that the accelerator seldom waits for a program.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdllm.models.images import pixels
+from jdllm.train.recipe import Params
+from jdllm.train.scenes import objectives, pool, update
+from jdllm.train.scenes.config import SceneConfig
+from jdllm.train.scenes.networks import LATENTS_DTYPE, TEXT, TRANSFORMER, Networks
+
+Size = tuple[int, int]
+_THREADS = 6
+
+
+class Programs:
+    """Programs by what they do; the first call of one waits until it is compiled."""
+
+    def __init__(
+        self,
+        networks: Networks,
+        config: SceneConfig,
+        state: update.SceneState,
+        views: Mapping[Size, pool.Arrays],
+    ):
+        self._networks, self._config = networks, config
+        self._threads = concurrent.futures.ThreadPoolExecutor(_THREADS)
+        has_vae_stage = state.stage == "vae"
+        state, arrays = _shapes(state), _shapes(dict(views))
+        rows = -(-config.eval_problems // len(config.sizes))
+        scalar = jax.ShapeDtypeStruct((), jnp.float32)
+        count = jax.ShapeDtypeStruct((), jnp.int32)
+        with_latents = {size: self._with_latents(size, arrays[size]) for size in arrays}
+        compile_ = self._compile
+        self._steps: dict[tuple[str, Size], Any] = {}
+        self._encodes, self._denoises, self._decodes = {}, {}, {}
+        if has_vae_stage:
+            for size, held in arrays.items():
+                self._steps["vae", size] = compile_(
+                    self._vae_step, update.part(state, "vae"), held, count, scalar
+                )
+        for size in arrays:
+            pictures = jax.ShapeDtypeStruct((config.chunk_scenes, *size, 3), jnp.uint8)
+            self._encodes[size] = compile_(self._encode, state.params, pictures)
+        for size, held in with_latents.items():
+            self._steps["flow", size] = compile_(
+                self._flow_step, update.part(state, "flow"), held, count, scalar
+            )
+        ids = jax.ShapeDtypeStruct((rows, config.caption_tokens), jnp.int32)
+        lens = jax.ShapeDtypeStruct((rows,), jnp.int32)
+        self._captions = compile_(self._caption, state.params, ids, lens)
+        captions = jax.eval_shape(self._caption, state.params, ids, lens)
+        level = jax.ShapeDtypeStruct((rows,), jnp.float32)
+        for size in arrays:
+            latents = jax.ShapeDtypeStruct((rows, *self._latent_shape(size)), jnp.float32)
+            self._denoises[size] = compile_(
+                self._denoise, state.params, latents, level, level, captions, lens
+            )
+            self._decodes[size] = compile_(self._decode, state.params, latents)
+
+    def wait_for(self, stage: str) -> None:
+        """Returns when all steps of a stage are compiled."""
+        for (of_stage, _), program in self._steps.items():
+            if of_stage == stage:
+                program.result()
+
+    def step(
+        self, stage: str, state: update.SceneState, view: pool.View, rate: float
+    ) -> tuple[update.SceneState, update.Metrics]:
+        """Takes a step of a stage; the state is consumed."""
+        program = self._steps[stage, view.size].result()
+        new, metrics = program(
+            update.part(state, stage), view.arrays, np.int32(view.count), np.float32(rate)
+        )
+        return update.whole(state, new), metrics
+
+    def encode(self, params: Params, pictures: jax.Array) -> jax.Array:
+        """Returns the pipeline's latents of a chunk of pictures, in the dtype of rings."""
+        return self._encodes[pictures.shape[1:3]].result()(params, pictures)
+
+    def captions(self, params: Params, ids: jax.Array, lens: jax.Array) -> jax.Array:
+        """Returns what the pipeline keeps of captions."""
+        return self._captions.result()(params, ids, lens)
+
+    def denoise(self, size: Size, *arguments: Any) -> jax.Array:
+        """Takes one Euler step; see `_denoise`."""
+        return self._denoises[size].result()(*arguments)
+
+    def decode(self, size: Size, params: Params, latents: jax.Array) -> jax.Array:
+        """Returns pictures of 8 bits."""
+        return self._decodes[size].result()(params, latents)
+
+    def close(self) -> None:
+        self._threads.shutdown(cancel_futures=True)
+
+    def _compile(self, function: Callable[..., Any], *shapes: Any) -> Any:
+        donated = 0 if isinstance(shapes[0], update.SceneState) else ()
+        jitted = jax.jit(function, donate_argnums=donated)
+        return self._threads.submit(lambda: jitted.lower(*shapes).compile())
+
+    def _latent_shape(self, size: Size) -> tuple[int, ...]:
+        return self._networks.pipeline.latent_shape(*size)
+
+    def _with_latents(self, size: Size, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        kept = {name: array for name, array in arrays.items() if name in (pool.IDS, pool.LENS)}
+        places = arrays[pool.LENS].shape[0]
+        latents = jax.ShapeDtypeStruct((places, *self._latent_shape(size)), LATENTS_DTYPE)
+        return kept | {pool.LATENTS: latents}
+
+    # What is compiled
+
+    def _vae_step(self, state, arrays, count, rate):
+        key, rows = self._key(state), self._config.vae_batch_size
+        batch = pool.draw(jax.random.fold_in(key, 0), arrays, count, rows)
+
+        def loss(params: Params):
+            return objectives.vae_loss(
+                self._networks, self._config, params, batch[pool.PICTURES], key
+            )
+
+        return update.apply(self._config, state, "vae", loss, rate)
+
+    def _flow_step(self, state, arrays, count, rate):
+        key, rows = self._key(state), self._config.batch_size
+        batch = pool.draw(jax.random.fold_in(key, 0), arrays, count, rows)
+        latents = batch[pool.LATENTS].astype(jnp.float32)
+
+        def loss(params: Params):
+            return objectives.flow_loss(
+                self._networks, params, latents, batch[pool.IDS], batch[pool.LENS], key
+            )
+
+        return update.apply(self._config, state, "flow", loss, rate)
+
+    def _key(self, state: update.SceneState) -> jax.Array:
+        return jax.random.fold_in(jax.random.key(self._config.seed), state.step)
+
+    def _encode(self, params, pictures):
+        return objectives.clean_latents(self._networks, params, pictures).astype(LATENTS_DTYPE)
+
+    def _caption(self, params, ids, lens):
+        captions = self._networks.module(TEXT, params).encode(ids, lens)
+        return self._networks.module(TRANSFORMER, params).refine_captions(captions, lens)
+
+    def _denoise(self, params, latents, sigma, next_sigma, captions, lens):
+        """Returns `x + (next sigma - sigma) * velocity`, as a launch of the engine does."""
+        transformer = self._networks.module(TRANSFORMER, params)
+        velocity = -transformer.denoise(latents, 1 - sigma, captions, lens)
+        return latents + (next_sigma - sigma)[:, None, None, None] * velocity
+
+    def _decode(self, params, latents):
+        return pixels.to_uint8(objectives.decoded(self._networks, params, latents))
+
+
+def _shapes(tree: Any) -> Any:
+    return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), tree)

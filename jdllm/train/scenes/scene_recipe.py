@@ -1,0 +1,164 @@
+"""The recipe of text-to-image pipelines: Z-Image's three models on generated scenes.
+
+Two stages in one run. The first trains the autoencoder. The second trains text encoder and
+transformer together, in the latents of the first, whose weights stay as they are. Both draw their
+batches from a pool of scenes on the device, which processes of the host fill.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import pathlib
+import time
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import PIL.Image
+
+from jdllm.checkpoint import source
+from jdllm.train import recipe
+from jdllm.train.scenes import (
+    chunks,
+    clock,
+    evaluate,
+    export,
+    networks,
+    objectives,
+    pool,
+    programs,
+    update,
+)
+from jdllm.train.scenes.config import SceneConfig
+
+logger = logging.getLogger(__name__)
+
+_INTERMEDIATE = 8  # forwards per picture of an evaluation before the end
+
+
+class SceneRecipe:
+    """See `recipe.Recipe`."""
+
+    unit = "pictures"
+
+    def __init__(self, config: SceneConfig, output_dir: pathlib.Path, began: float):
+        self._config, self._output_dir, self._began = config, output_dir, began
+        self._networks = networks.build(
+            source.resolve(config.model_path), output_dir / "pipeline", config.compute_dtype
+        )
+        self._maker = chunks.Maker(
+            tokenizer=self._networks.folder / "tokenizer",
+            vocab_size=self._networks.configs[networks.TEXT].vocab_size,
+            caption_tokens=config.caption_tokens,
+            sizes=config.shapes,
+            count=config.chunk_scenes,
+            seed=config.seed,
+        )
+
+    @property
+    def batch_size(self) -> int:
+        config = self._config
+        return config.batch_size if self._clock.stage == "flow" else config.vae_batch_size
+
+    def first_state(self) -> update.SceneState:
+        params = networks.init_params(self._networks, self._config.seed)
+        return update.init(self._config, params, average=params, step=0)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        own = {path: shape.shape for path, shape in self._networks.shapes.items()}
+        return own | {networks.SHIFT: (), networks.FACTOR: ()}
+
+    def adopt(self, weights: recipe.Weights) -> update.SceneState:
+        return update.init(self._config, weights.params, average=weights.average, step=weights.step)
+
+    def batches(self, state: update.SceneState) -> pool.ScenePool:
+        config = self._config
+        self._number = int(state.step)
+        # A run that goes on draws other scenes than those that it has seen.
+        source_ = chunks.Chunks(
+            self._maker, first=self._number * len(config.sizes), num_workers=config.data_workers
+        )
+        self._pool = pool.ScenePool(
+            source_,
+            config.shapes,
+            capacity=config.pool_scenes,
+            chunk=config.chunk_scenes,
+            steps_per_chunk=config.steps_per_chunk,
+        )
+        self._programs = programs.Programs(
+            self._networks, config, state, {s: self._pool.view(s).arrays for s in config.shapes}
+        )
+        self._evaluator = evaluate.Evaluator(self._networks, config, self._maker, self._programs)
+        self._programs.wait_for(state.stage)  # a stage's minutes are not those of compilation
+        self._clock = clock.Clock(
+            config, state.stage, first=int(state.start_step), run_began=self._began
+        )
+        if state.stage == "flow":
+            self._pool.encode(self._encode_with(state.average))
+        return self._pool
+
+    def is_over(self, number: int) -> bool:
+        return self._clock.stage == "flow" and self._clock.share(number) >= 1
+
+    def step(
+        self, state: update.SceneState, batch: pool.View
+    ) -> tuple[update.SceneState, Mapping[str, jax.Array]]:
+        if self._clock.stage == "vae" and self._clock.share(self._number) >= 1:
+            state = self._begin_flow(state)
+            batch = self._pool.view(batch.size)
+        rate = self._clock.rate(self._number)
+        self._number += 1
+        return self._programs.step(self._clock.stage, state, batch, rate)
+
+    def evaluate(self, state: update.SceneState) -> dict[str, float]:
+        if self._clock.stage == "vae":
+            params = state.average | {networks.FACTOR: jnp.ones(())}
+            numbers, sheet = self._evaluator.reconstructions(params)
+        else:
+            is_end = self.is_over(self._number)
+            counts = self._config.eval_steps if is_end else (_INTERMEDIATE,)
+            numbers, sheet = self._evaluator.samples(state.average, counts)
+        self._write_sheet(sheet, f"{self._clock.stage}-{self._number}")
+        return numbers
+
+    def export(self, state: update.SceneState, output_dir: pathlib.Path) -> None:
+        del output_dir  # the folder was begun with the run
+        export.write(self._networks, state.average)
+        self._programs.close()
+
+    def _begin_flow(self, state: update.SceneState) -> update.SceneState:
+        """Returns the state with fixed latents: their shift and factor are measured."""
+        taken = time.monotonic()
+        encode = self._encode_with(state.average)
+        parts = []
+        for size in self._config.shapes:
+            pictures = self._pool.view(size).arrays[pool.PICTURES]
+            parts.append(encode(pictures[: self._config.chunk_scenes]).astype(jnp.float32).ravel())
+        shift, factor = objectives.measured(jnp.concatenate(parts))
+        numbers = {networks.SHIFT: shift, networks.FACTOR: factor}
+        fixed = {path: jnp.copy(array) for path, array in update.own(state.average, "vae").items()}
+        state = dataclasses.replace(
+            state,
+            start_step=jnp.copy(state.step),
+            params=state.params | fixed | numbers,
+            average=state.average | jax.tree.map(jnp.copy, numbers),
+        )
+        numbers, sheet = self._evaluator.reconstructions(state.average)
+        self._write_sheet(sheet, "reconstructions")
+        self._pool.encode(self._encode_with(state.average))
+        self._clock = clock.Clock(self._config, "flow", first=self._number, run_began=self._began)
+        logger.info(
+            "step %d: latents have shift %.3f, factor %.3f; %s; the change of stage took %.1f s",
+            self._number, float(shift), float(factor), json.dumps(numbers),
+            time.monotonic() - taken,
+        )  # fmt: skip
+        return state
+
+    def _encode_with(self, params: recipe.Params) -> pool.Encode:
+        own = {path: jnp.copy(array) for path, array in params.items()}  # steps consume theirs
+        return lambda pictures: self._programs.encode(own, pictures)
+
+    def _write_sheet(self, sheet: evaluate.Pictures, name: str) -> None:
+        PIL.Image.fromarray(sheet).save(self._output_dir / f"{name}.png")

@@ -1,0 +1,125 @@
+"""The state of an image run, and one step of AdamW on the weights of a stage."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float32, Int32
+
+from jdllm.train.recipe import Params
+from jdllm.train.scenes import networks as networks_lib
+from jdllm.train.scenes.config import SceneConfig
+
+# The components that a stage trains.
+STAGES = {
+    "vae": (networks_lib.VAE,),
+    "flow": (networks_lib.TEXT, networks_lib.TRANSFORMER),
+}
+Metrics = dict[str, Float32[Array, ""]]
+Loss = Callable[[Params], tuple[Float32[Array, ""], Metrics]]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SceneState:
+    """The content of a checkpoint; the present stage's moments began at `start_step`."""
+
+    step: Int32[Array, ""]
+    start_step: Int32[Array, ""]
+    params: Params
+    average: Params
+    opt_states: dict[str, optax.OptState]  # by stage
+
+    @property
+    def stage(self) -> str:
+        """The present stage, which reads the device."""
+        return "flow" if float(self.params[networks_lib.FACTOR]) else "vae"
+
+
+def init(config: SceneConfig, params: Params, *, average: Params, step: int) -> SceneState:
+    """Returns a state at `step` with fresh moments."""
+    return SceneState(
+        step=jnp.int32(step),
+        start_step=jnp.int32(step),
+        params=params,
+        average=jax.tree.map(jnp.copy, average),
+        opt_states=jax.jit(lambda: _fresh(config, params))(),
+    )
+
+
+def _fresh(config: SceneConfig, params: Params) -> dict[str, optax.OptState]:
+    return {stage: optimizer(config).init(own(params, stage)) for stage in STAGES}
+
+
+def part(state: SceneState, stage: str) -> SceneState:
+    """Returns the part of a state that a stage reads and writes: a launch passes each array."""
+    return dataclasses.replace(
+        state,
+        params=own(state.params, stage),
+        average=own(state.average, stage),
+        opt_states={stage: state.opt_states[stage]},
+    )
+
+
+def whole(state: SceneState, new: SceneState) -> SceneState:
+    """Returns a state with a part of it replaced."""
+    return dataclasses.replace(
+        new,
+        params=state.params | new.params,
+        average=state.average | new.average,
+        opt_states=state.opt_states | new.opt_states,
+    )
+
+
+def own(params: Params, stage: str) -> Params:
+    """Returns the weights that a stage trains."""
+    prefixes = tuple(f"{name}." for name in STAGES[stage])
+    return {path: array for path, array in params.items() if path.startswith(prefixes)}
+
+
+def optimizer(config: SceneConfig) -> optax.GradientTransformation:
+    """Returns AdamW without the learning rate."""
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip_norm),
+        optax.scale_by_adam(b1=0.9, b2=config.adam_b2),
+        optax.add_decayed_weights(
+            config.weight_decay, mask=lambda params: jax.tree.map(lambda a: a.ndim > 1, params)
+        ),
+    )
+
+
+def apply(
+    config: SceneConfig,
+    state: SceneState,
+    stage: str,
+    loss: Loss,
+    rate: Float32[Array, ""],
+) -> tuple[SceneState, Metrics]:
+    """Returns the state, or its part, after a step at a learning rate."""
+    trained = own(state.params, stage)
+
+    def of_trained(trained: Any) -> tuple[Float32[Array, ""], Metrics]:
+        return loss(state.params | trained)
+
+    (value, metrics), grads = jax.value_and_grad(of_trained, has_aux=True)(trained)
+    moments = state.opt_states[stage]
+    direction, moments = optimizer(config).update(grads, moments, trained)
+    trained = jax.tree.map(lambda a, d: a - rate * d, trained, direction)
+    taken = (state.step - state.start_step).astype(jnp.float32)
+    # A short memory at first: a long one would hold little but the random start.
+    keep = jnp.minimum(config.ema_decay, (1.0 + taken) / (10.0 + taken))
+    average = {p: keep * state.average[p] + (1.0 - keep) * a for p, a in trained.items()}
+    new = dataclasses.replace(
+        state,
+        step=state.step + 1,
+        params=state.params | trained,
+        average=state.average | average,
+        opt_states=state.opt_states | {stage: moments},
+    )
+    norm = optax.tree.norm(grads)
+    return new, metrics | {"loss": value, "grad_norm": norm, "learning_rate": rate}

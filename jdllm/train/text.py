@@ -1,0 +1,108 @@
+"""The recipe of diffusion language models: masked answers of generated problems."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import time
+from collections.abc import Mapping
+
+import jax
+
+from jdllm.checkpoint import source
+from jdllm.train import evaluate, examples, export, question_noise, recipe, step
+from jdllm.train.config import TrainConfig
+
+
+class TextBatches:
+    """Batches on the device."""
+
+    def __init__(self, ahead: examples.grain.DatasetIterator[examples.Batch]):
+        self._ahead = ahead
+
+    def __next__(self) -> dict[str, jax.Array]:
+        return jax.device_put(next(self._ahead))
+
+    def close(self) -> None:
+        self._ahead.close()
+
+
+class TextRecipe:
+    """See `recipe.Recipe`."""
+
+    unit = "problems"
+
+    def __init__(self, config: TrainConfig, output_dir: pathlib.Path, began: float):
+        del output_dir
+        self._config, self._began = config, began
+        self._model_path = source.resolve(config.model_path)
+        hf_config = json.loads((self._model_path / "config.json").read_text(encoding="utf-8"))
+        self._network = step.build_network(hf_config, config.compute_dtype)
+        self._layout = examples.Layout(
+            sequence_length=config.sequence_length,
+            block_size=self._network.config.spec.diffusion.block_size,
+            answer_blocks=config.answer_blocks,
+        )
+        noise = step.noise_config(self._network, config)
+        self._chat = examples.ChatFormat(self._model_path)
+        self._evaluate = evaluate.evaluator(self._network, config, self._chat, self._layout, noise)
+        question = question_noise.of_chat(
+            self._chat,
+            config,
+            vocab_size=self._network.config.spec.vocab_size,
+            mask_token_id=self._network.mask_token_id,
+        )
+        self._step = step.train_step(self._network, config, noise, question)
+
+    @property
+    def batch_size(self) -> int:
+        return self._config.batch_size
+
+    def first_state(self) -> step.TrainState:
+        params = step.init_params(self._network, self._config.seed)
+        return step.init_state(self._config, params, average=params, step=0)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {path: array.shape for path, array in self._network.shapes.items()}
+
+    def adopt(self, weights: recipe.Weights) -> step.TrainState:
+        return step.init_state(
+            self._config, weights.params, average=weights.average, step=weights.step
+        )
+
+    def batches(self, state: step.TrainState) -> TextBatches:
+        config = self._config
+        problems = examples.ProblemBatches(
+            self._chat,
+            self._layout,
+            batch_size=config.batch_size,
+            seed=config.seed,
+            length=config.num_steps,
+            variety=examples.variety(config),
+        )
+        return TextBatches(
+            examples.batches(
+                problems,
+                start_step=int(state.step),
+                num_threads=config.data_threads,
+                num_workers=config.data_workers,
+                prefetch=config.prefetch_batches,
+            )
+        )
+
+    def is_over(self, number: int) -> bool:
+        config = self._config
+        minutes = (time.monotonic() - self._began) / 60
+        is_late = config.max_minutes is not None and minutes >= config.max_minutes
+        return is_late or number >= config.num_steps
+
+    def step(
+        self, state: step.TrainState, batch: Mapping[str, jax.Array]
+    ) -> tuple[step.TrainState, dict[str, jax.Array]]:
+        return self._step(state, batch)
+
+    def evaluate(self, state: step.TrainState) -> dict[str, float]:
+        return self._evaluate(state.average)
+
+    def export(self, state: step.TrainState, output_dir: pathlib.Path) -> None:
+        export.write_hf(self._network, state.average, self._model_path, output_dir / "hf")
