@@ -23,6 +23,9 @@ from collections.abc import Iterator, Mapping
 from jdllm.tasks import splits
 
 FOLDER = pathlib.Path(__file__).parent / "problems"
+# Problems for the next training run. Once in FOLDER they change the splits, and so the figures of
+# the models that are bundled now.
+NEXT_FOLDER = FOLDER / "next"
 MAX_STEPS, MAX_WORDINGS = 3, 4
 PRONOUNS = ("he", "him", "his", "himself", "He", "Him", "His")
 
@@ -75,9 +78,14 @@ def of_split(split: splits.Split) -> tuple[WrittenProblem, ...]:
 
 @functools.cache
 def everything() -> tuple[WrittenProblem, ...]:
-    """Returns the problems of all files of the package; a problem that repeats counts once."""
+    """Returns the problems that the bundled models were trained on, or that their test asks."""
+    return read(FOLDER)
+
+
+def read(folder: pathlib.Path) -> tuple[WrittenProblem, ...]:
+    """Returns the problems of all files of a folder; a problem that repeats counts once."""
     found: dict[str, WrittenProblem] = {}
-    for path in sorted(FOLDER.glob("*.txt")):
+    for path in sorted(folder.glob("*.txt")):
         for problem in parse(path.read_text(encoding="utf-8"), path.name):
             found.setdefault(problem.key, problem)
     return tuple(found.values())

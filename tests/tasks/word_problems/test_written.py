@@ -64,9 +64,15 @@ def test_every_problem_of_the_package_is_read_once_and_is_in_one_split():
     assert all(splits.is_held_out_problem(p.key) for p in test)
 
 
+def test_the_next_problems_are_new():
+    known = {problem.key for problem in written.everything()}
+    added = written.read(written.NEXT_FOLDER)
+    assert all(problem.key not in known for problem in added)
+
+
 def test_numbers_fit_the_steps_and_the_ranges_of_every_problem():
     rng = random.Random(0)
-    for problem in written.everything():
+    for problem in (*written.everything(), *written.read(written.NEXT_FOLDER)):
         for _ in range(3):
             values, steps = drawn(problem, rng)
             assert problem.variables <= values.keys(), problem.place
