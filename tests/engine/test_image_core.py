@@ -126,6 +126,7 @@ def test_a_program_that_cannot_be_compiled_ends_its_requests_alone(monkeypatch):
 
     monkeypatch.setattr(executables.Executables, "_compile", broken)
     core = built().core
+    begun_anew = core.scheduler.stats().total_preemptions
     core.add([golden.ask(size=(48, 32), name="lost"), *golden_asks()])
     client, failed = image_fake.Client(), []
     while core.has_work:
@@ -138,6 +139,7 @@ def test_a_program_that_cannot_be_compiled_ends_its_requests_alone(monkeypatch):
     ((name, message),) = failed
     assert name == "lost" and "height=48" in message and "was not compiled" in message
     assert client.products.keys() == {"p0", "p1", "p2"}
+    assert core.scheduler.stats().total_preemptions == begun_anew, "the others lose no step"
 
 
 @pytest.mark.parametrize("size", [(90, 96), (TALL[0], TALL[1] * 2)])
