@@ -67,18 +67,18 @@ def test_a_program_that_cannot_be_compiled_leaves_its_rows_to_smaller_ones():
     assert (asked.num_compiled, asked.num_waiting) == (0, 0)
 
 
-def test_closing_begins_no_other_compilation():
+def test_closing_begins_no_other_compilation_and_waits_for_none():
     runner = Runner()
     asked = first_use.FirstUse(runner)
     for rows in (1, 2, 4):
         asked.is_ready(bucket(rows))
     wait_for(lambda: runner.order)
-    closing = threading.Thread(target=asked.close)
-    closing.start()
-    time.sleep(0.05)
+    asked.close()
+    assert not runner.done
     runner.may_go.set()
-    closing.join(30)
-    assert not closing.is_alive() and runner.order == [1]
+    wait_for(lambda: asked.num_compiled == 1)
+    asked._executor.shutdown(wait=True)
+    assert runner.order == [1]
     assert not asked.is_ready(bucket(8)), "a question after the end is answered"
 
 

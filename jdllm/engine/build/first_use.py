@@ -59,9 +59,12 @@ class FirstUse:
         return False
 
     def close(self) -> None:
-        """Begins no other compilation, and waits for the one that runs."""
+        """Begins no other compilation; the one that runs, which may take minutes, is left alone.
+
+        It reads shapes only, so that weights and memory may be freed meanwhile.
+        """
         self._is_closed = True
-        self._executor.shutdown(wait=True, cancel_futures=True)
+        self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _compile_next(self) -> None:
         _, _, bucket = self._to_compile.get_nowait()

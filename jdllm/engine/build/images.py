@@ -101,7 +101,7 @@ class BuiltImages:
     compiles_at_ready: int
 
     def release(self) -> None:
-        """Ends compilations and frees the device's memory; the engine thread has ended."""
+        """Begins no compilation and frees the device's memory; the engine thread has ended."""
         self.first_use.close()
         self.runner.release()
 
