@@ -14,7 +14,8 @@ SWITCHES: dict[str, str] = {
     "a first image is made before the server is ready, unless --skip-server-warmup is set": ""
     "warmup",
     "a guided step computes both forwards in one launch": "enable_cfg_parallel",
-    "an image is decoded whole": "vae_tiling vae_slicing vae_sp",
+    "images above 1024x1024 are decoded in tiles, without seams, others whole": ""
+    "vae_tiling vae_slicing vae_sp",
     "weights have one dtype, noise levels and latents are float32": "disable_autocast",
 }
 VALUED: dict[str, str] = {

@@ -11,8 +11,10 @@ import dataclasses
 import functools
 import logging
 import os
+import pathlib
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from jdllm import errors
 from jdllm.checkpoint import source
@@ -55,11 +57,16 @@ def build_engine(
     The folder of the model tells whether it writes text or makes images.
     """
     given = options.engine
+
+    def check_index(index: dict[str, Any], directory: pathlib.Path) -> None:
+        given.check_for("images")
+        pipeline_folder.check_index(index, directory)
+
     directory = source.resolve(
         given.model_path,
         revision=given.revision,
         download_dir=given.download_dir,
-        check_index=pipeline_folder.check_index,
+        check_index=check_index,
     )
     is_pipeline = source.is_pipeline(directory)
     build = image_engine.ImageEngine if is_pipeline else engine_lib.Engine

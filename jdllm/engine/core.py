@@ -7,7 +7,8 @@ end all its rows.
 `EngineCore` is used by one thread at a time (`engine/loop.py`). When a launch fails, only its
 own requests end: the pool is rebuilt, and every other running request loses its K,V and begins
 again with the tokens it already has. Where launches can be made smaller, a launch that found too
-little memory ends no request.
+little memory ends no request. A launch that did not begin, because its program could not be
+compiled, has changed no memory, and the other requests go on.
 """
 
 from __future__ import annotations
@@ -114,9 +115,9 @@ class EngineCore:
 
         If the launch before was expected to end all its rows and has ended, no launch is started.
         Without overlap, this method waits for the launch that it has just started. When a launch
-        fails, its requests are removed, all others are made ready to run again, and `LaunchFailed`
-        is raised. If memory did not suffice and smaller launches are possible, all requests,
-        those of the launch included, are made ready to run again.
+        fails, its requests are removed, all others are made ready to run again (or go on, if it
+        did not begin), and `LaunchFailed` is raised. If memory did not suffice and smaller launches
+        are possible, all requests, those of the launch included, are made ready to run again.
 
         `pause_s` says how long the caller should wait for a call before the next step.
         """
@@ -192,8 +193,9 @@ class EngineCore:
             failed = {row.request.request_id: row.request for row in batch.rows if row.is_current}
         for request_id in failed:
             self.abort(request_id)
-        self.scheduler.drop_kv()
-        self.runner.reset()
+        if not isinstance(error, batch_lib.NotCompiled):
+            self.scheduler.drop_kv()
+            self.runner.reset()
         message = f"{type(error).__name__}: {error}"
         return LaunchFailed(message, list(failed.values()), commits)
 

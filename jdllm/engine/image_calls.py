@@ -105,8 +105,12 @@ def _latents(latents: Any, count: int) -> Sequence[np.ndarray | None]:
     """Returns the initial latents of each image."""
     if latents is None:
         return [None] * count
-    found = np.asarray(latents)
-    if not np.issubdtype(found.dtype, np.floating):
+    try:
+        found = np.asarray(latents)
+    except ValueError:  # lists of unequal lengths
+        found = np.empty((), object)
+    # numpy does not count bfloat16, which JAX adds to it.
+    if not np.issubdtype(found.dtype, np.floating) and found.dtype.name != "bfloat16":
         raise errors.RequestError(
             f"latents must be an array of floats, got {errors.quote(latents)}", param="latents"
         )

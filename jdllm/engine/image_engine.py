@@ -141,7 +141,7 @@ class ImageEngine(control.EngineControl):
 
     def warm_up(self) -> None:
         """Makes an image of the smallest compiled size in one step."""
-        height, width = min(self._built.buckets.sizes, key=lambda size: size[0] * size[1])
+        height, width = self.facts.compiled_size or (None, None)
         self.generate(
             WARM_UP_PROMPT, height=height, width=width, num_inference_steps=1, seed=0,
             use_tqdm=False,

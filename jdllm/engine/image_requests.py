@@ -52,7 +52,8 @@ class ImageFacts:
     switches classifier-free guidance on, a second forward with the negative prompt:
     `guidance_scale` above 0 (Z-Image), or `true_cfg_scale` above 1 with a negative prompt (FLUX,
     Qwen-Image); None says that there is no negative prompt at all. `has_cfg_limits` says whether
-    `cfg_truncation` and `cfg_normalization` exist.
+    `cfg_truncation` and `cfg_normalization` exist. `compiled_size` is the smallest (height, width)
+    whose images need no compilation; None: the default one.
     """
 
     family: str
@@ -72,6 +73,7 @@ class ImageFacts:
     cfg_switch: Literal["guidance_scale", "true_cfg_scale"] | None = None
     has_cfg_limits: bool = False
     default_output_format: OutputFormat = "png"
+    compiled_size: tuple[int, int] | None = None
 
     def image_tokens(self, height: int, width: int) -> int:
         """Returns how many tokens the transformer computes for an image of that size."""

@@ -170,6 +170,10 @@ class LaunchResult:
     num_full: int = 0
 
 
+class NotCompiled(RuntimeError):
+    """A launch did not begin, because its program could not be compiled: no memory has changed."""
+
+
 class Launch(Protocol):
     """A running launch."""
 

@@ -83,8 +83,12 @@ async def _probe(server: state.ServerState) -> None:
     rid = running.new_request_id("health")
     priority = engine_requests.best_priority(server.served.config)
     if server.served.output_modality == "image":
-        probe = image_requests.ImageRequest(prompt=PROBE, num_inference_steps=1)
-        request = image_checks.resolve(probe, server.images.facts)
+        facts = server.images.facts
+        height, width = facts.compiled_size or (None, None)  # others may wait for a compilation
+        probe = image_requests.ImageRequest(
+            prompt=PROBE, height=height, width=width, num_inference_steps=1
+        )
+        request = image_checks.resolve(probe, facts)
         await image_events.collect(
             server, image_events.Call(requests=[request], rid=rid, priority=priority)
         )

@@ -5,8 +5,11 @@ import json
 import huggingface_hub
 import pytest
 
-from jdllm import errors
+from jdllm import errors, serve
 from jdllm.checkpoint import source
+from jdllm.engine import engine
+from jdllm.engine.build import startup
+from jdllm.server import cli
 
 
 def test_bundled_models_are_found_by_name_and_one_without():
@@ -87,4 +90,17 @@ def test_a_pipeline_that_is_not_served_is_refused_before_its_weights_come(hub):
 
     with pytest.raises(errors.ConfigError, match="^ZImagePipeline is not served$"):
         source.resolve("some/pipeline", check_index=refuse)
+    assert set(hub) == {"model_index.json", "config.json"}
+
+
+def test_an_engine_for_text_refuses_a_pipeline_before_its_weights_come(hub):
+    with pytest.raises(errors.ConfigError, match="is an image pipeline; use jdllm.ImageEngine"):
+        engine.Engine(model_path="some/pipeline")
+    assert set(hub) == {"model_index.json", "config.json"}
+
+
+def test_a_server_refuses_an_option_of_text_before_the_weights_of_a_pipeline_come(hub):
+    options = cli.parse(["--model-path", "some/pipeline", "--page-size", "16"])
+    with pytest.raises(errors.ConfigError, match="page_size=16 has no meaning for this model"):
+        serve.build_engine(options, startup.StartupProgress())
     assert set(hub) == {"model_index.json", "config.json"}

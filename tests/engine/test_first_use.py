@@ -17,10 +17,11 @@ def bucket(rows):
 
 
 class Runner:
-    """Compiles when it may; `order` is what it was asked to compile."""
+    """Compiles when it may, but for `faulty` buckets; `order` are the rows of what was asked."""
 
-    def __init__(self):
+    def __init__(self, *faulty):
         self.order, self.done, self.may_go = [], set(), threading.Event()
+        self.faulty = faulty
 
     def has_program(self, one):
         return one in self.done
@@ -30,7 +31,7 @@ class Runner:
         self.order.append(one.rows)
         assert self.may_go.wait(30)
         self.done.add(one)
-        if one.rows == 3:
+        if one in self.faulty:
             raise RuntimeError("no such kernel")
 
 
@@ -41,30 +42,43 @@ def wait_for(condition):
         time.sleep(0.001)
 
 
-def test_each_program_is_compiled_once_in_the_order_of_the_questions():
+def test_each_program_is_compiled_once_those_of_few_rows_first():
     runner = Runner()
     asked = first_use.FirstUse(runner)
     assert not any(asked.is_ready(bucket(rows)) for rows in (1, 3, 2, 1, 3))
     wait_for(lambda: runner.order == [1])  # the question does not wait
     runner.may_go.set()
-    wait_for(lambda: asked.is_ready(bucket(2)))
+    wait_for(lambda: asked.is_ready(bucket(3)))
     asked.close()
-    assert runner.order == [1, 3, 2]
-    assert asked.num_compiled == 2, "a failure is none"
+    assert runner.order == [1, 2, 3]
+    assert asked.num_compiled == 3
 
 
-def test_closing_begins_no_other_compilation():
+def test_a_program_that_cannot_be_compiled_leaves_its_rows_to_smaller_ones():
+    runner = Runner(bucket(1), bucket(2))
+    runner.may_go.set()
+    asked = first_use.FirstUse(runner)
+    assert not any(asked.is_ready(bucket(rows)) for rows in (1, 2))
+    wait_for(lambda: asked.num_failed == 2)
+    asked.close()
+    assert asked.is_ready(bucket(1)), "the launch tells the fault"
+    assert not asked.is_ready(bucket(2)), "one row at a time is served"
+    assert runner.order == [1, 2]
+    assert (asked.num_compiled, asked.num_waiting) == (0, 0)
+
+
+def test_closing_begins_no_other_compilation_and_waits_for_none():
     runner = Runner()
     asked = first_use.FirstUse(runner)
     for rows in (1, 2, 4):
         asked.is_ready(bucket(rows))
     wait_for(lambda: runner.order)
-    closing = threading.Thread(target=asked.close)
-    closing.start()
-    time.sleep(0.05)
+    asked.close()
+    assert not runner.done
     runner.may_go.set()
-    closing.join(30)
-    assert not closing.is_alive() and runner.order == [1]
+    wait_for(lambda: asked.num_compiled == 1)
+    asked._executor.shutdown(wait=True)
+    assert runner.order == [1]
     assert not asked.is_ready(bucket(8)), "a question after the end is answered"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import random
 import time
@@ -126,6 +127,7 @@ def test_a_program_that_cannot_be_compiled_ends_its_requests_alone(monkeypatch):
 
     monkeypatch.setattr(executables.Executables, "_compile", broken)
     core = built().core
+    begun_anew = core.scheduler.stats().total_preemptions
     core.add([golden.ask(size=(48, 32), name="lost"), *golden_asks()])
     client, failed = image_fake.Client(), []
     while core.has_work:
@@ -138,6 +140,7 @@ def test_a_program_that_cannot_be_compiled_ends_its_requests_alone(monkeypatch):
     ((name, message),) = failed
     assert name == "lost" and "height=48" in message and "was not compiled" in message
     assert client.products.keys() == {"p0", "p1", "p2"}
+    assert core.scheduler.stats().total_preemptions == begun_anew, "the others lose no step"
 
 
 @pytest.mark.parametrize("size", [(90, 96), (TALL[0], TALL[1] * 2)])
@@ -146,9 +149,34 @@ def test_sizes_that_cannot_be_served_are_refused_before_anything_is_compiled(siz
         directory=golden.PIPELINE, sizes=(size,), max_pixels=SQUARE[0] * SQUARE[1]
     )
     before = compile_counter.COUNTER.count
-    with pytest.raises(errors.ConfigError, match="sizes: "):
+    with pytest.raises(errors.ConfigError, match="warmup_resolutions: "):
         images.build(config, startup.StartupProgress())
     assert compile_counter.COUNTER.count == before
+
+
+def test_a_limit_that_no_image_keeps_is_refused_by_name():
+    config = images.ImageBuildConfig(directory=golden.PIPELINE, max_pixels=15)
+    with pytest.raises(errors.ConfigError, match="max_image_pixels=15 must be at least 256"):
+        images.build(config, startup.StartupProgress())
+
+
+@pytest.mark.parametrize(
+    ("running", "most", "rows"),
+    [
+        (None, None, (1, 2, 4, 8, 12)),
+        (32, None, (1, 2, 4, 8, 12)),
+        (3, None, (1, 2, 3)),
+        (32, 20, (1, 2, 4, 8, 12, 20)),
+        (4, 20, (1, 2, 4)),
+        (None, 1, (1,)),
+    ],
+)
+def test_no_program_is_for_more_requests_than_may_run(running, most, rows):
+    config = images.ImageBuildConfig(
+        directory=golden.PIPELINE, max_running_requests=running, batching_max_size=most
+    )
+    gpu = dataclasses.replace(built().device, platform="gpu")
+    assert images._rows(config, gpu) == rows
 
 
 def test_what_is_reported_is_what_is_there():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
@@ -102,6 +103,7 @@ def test_seeds_make_images_again():
         ("latents", {"latents": np.zeros((1, 16, 8, 8), np.float32)}),
         ("latents", {"latents": np.zeros((2, 16, 16, 16), np.float32)}),
         ("latents", {"latents": "noise"}),
+        ("latents", {"latents": [[1.0], [1.0, 2.0]]}),
         ("output_type", {"output_type": "pt"}),
         ("num_images_per_prompt", {"num_images_per_prompt": 0}),
     ],
@@ -112,6 +114,13 @@ def test_wrong_options_are_named(param, options):
         generate("a cat", **options)
     assert caught.value.param == param
     assert param in str(caught.value)
+
+
+def test_latents_may_be_bfloat16():
+    given = jnp.asarray(initial(1), jnp.bfloat16)
+    found = generate("a cat", latents=given, output_type="latent", **QUICK)
+    same = generate("a cat", latents=np.float32(given), output_type="latent", **QUICK)
+    np.testing.assert_array_equal(found, same)
 
 
 @pytest.mark.parametrize("prompts", ["", [], 5, ["a cat", None], {"prompt": "a cat"}])

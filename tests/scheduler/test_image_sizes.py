@@ -79,6 +79,24 @@ def test_other_sizes_wait_for_their_programs_and_delay_nobody():
     assert client.products["odd"] == alone(odd)[1] and len(client.products) == 5
 
 
+def test_the_decoding_of_a_new_size_is_asked_for_with_its_first_step():
+    core, device = made(running=4)
+    asked = []
+
+    def is_ready(bucket):
+        if bucket not in asked:
+            asked.append(bucket)
+        return bucket in device.programs
+
+    core.scheduler.rows.is_ready = is_ready
+    core.add([ask(3, size=(96, 64), seed=s) for s in (4, 5)])
+    while not core.pause_s:
+        core.step()
+    new = [one for one in asked if one.name != "encode"]
+    assert [(one.name, one.rows) for one in new] == [("step", 1), ("decode", 1)]
+    assert {(one.height, one.width) for one in new} == {(96, 64)}
+
+
 # Too little memory.
 
 

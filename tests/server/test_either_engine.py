@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from support import edge, fake_engine, fake_images
 
@@ -47,6 +49,15 @@ def test_the_image_route_says_that_the_model_writes_text(body):
     assert (response.status_code, error["param"]) == (400, "model")
     assert "'fake-model' writes text" in error["message"]
     assert "/v1/chat/completions" in error["message"]
+
+
+@pytest.mark.parametrize(("compiled", "asked"), [((32, 48), (32, 48)), (None, (64, 96))])
+def test_the_probe_asks_for_an_image_that_needs_no_compilation(compiled, asked):
+    facts = dataclasses.replace(fake_images.FACTS, compiled_size=compiled)
+    engine = fake_images.FakeImageEngine(facts=facts)
+    assert edge.call(edge.make_state(engine), "/health_generate").status_code == 200
+    (seen,) = engine.seen
+    assert (seen.height, seen.width) == asked
 
 
 @pytest.mark.parametrize(

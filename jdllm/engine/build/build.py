@@ -11,6 +11,8 @@ import functools
 import logging
 import pathlib
 import time
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -65,12 +67,13 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
     enable_compilation_cache()
     progress.enter("load")
     model_dir = source.resolve(
-        config.model_path, revision=config.revision, download_dir=config.download_dir
+        config.model_path,
+        revision=config.revision,
+        download_dir=config.download_dir,
+        check_index=_refuse_pipeline,
     )
     if source.is_pipeline(model_dir):
-        raise errors.ConfigError(
-            f"{model_dir} is an image pipeline; use jdllm.ImageEngine, or jdllm serve"
-        )
+        _refuse_pipeline({}, model_dir)
     config.check_for("text")
     generation_config = source.read_optional_json(model_dir / "generation_config.json")
     device = device_lib.facts()
@@ -163,6 +166,12 @@ def enable_compilation_cache() -> None:
         cache = pathlib.Path.home() / ".cache" / "jdllm" / "compilation"
         jax.config.update("jax_compilation_cache_dir", str(cache))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def _refuse_pipeline(_: Mapping[str, Any], directory: pathlib.Path) -> NoReturn:
+    raise errors.ConfigError(
+        f"{directory} is an image pipeline; use jdllm.ImageEngine, or jdllm serve"
+    )
 
 
 def _dtype(wanted: str, device: device_facts.DeviceFacts) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import pathlib
 
 from jdllm import config as config_lib
@@ -108,6 +109,7 @@ def facts(built: images.BuiltImages) -> image_requests.ImageFacts:
         default_guidance_scale=defaults.guidance_scale,
         cfg_switch=options.cfg_switch,
         has_cfg_limits=options.has_cfg_limits,
+        compiled_size=min(built.buckets.sizes, key=math.prod),
     )
 
 

@@ -101,7 +101,7 @@ class BuiltImages:
     compiles_at_ready: int
 
     def release(self) -> None:
-        """Ends compilations and frees the device's memory; the engine thread has ended."""
+        """Begins no compilation and frees the device's memory; the engine thread has ended."""
         self.first_use.close()
         self.runner.release()
 
@@ -189,6 +189,12 @@ def build(config: ImageBuildConfig, progress: startup.StartupProgress) -> BuiltI
 
 
 def _limits(config: ImageBuildConfig, pipeline: interface.Pipeline) -> image_limits.ImageLimits:
+    least = pipeline.size_multiple**2
+    if config.max_pixels < least:
+        raise errors.ConfigError(
+            f"max_image_pixels={config.max_pixels} must be at least {least}: sides are multiples "
+            f"of {pipeline.size_multiple} pixels"
+        )
     return image_limits.ImageLimits(
         size_multiple=pipeline.size_multiple,
         latent_shape=pipeline.latent_shape,
@@ -209,9 +215,7 @@ def _buckets(
     sizes = config.sizes or (default_size,)
     for size in sizes:
         _check_size(*size, limits)
-    rows = CPU_ROWS if device.is_cpu else ACCELERATOR_ROWS
-    if config.batching_max_size is not None:
-        rows = (*(one for one in rows if one < config.batching_max_size), config.batching_max_size)
+    rows = _rows(config, device)
     most = min(defaults.max_sequence_length, pipeline.max_caption_tokens)
     most = -(-most // pipeline.caption_multiple) * pipeline.caption_multiple
     tokens = CPU_TOKENS if device.is_cpu else ACCELERATOR_TOKENS
@@ -231,6 +235,15 @@ def _buckets(
         encode_rows=image_buckets.up_to(buckets.encode_rows, rows[-1]),
         decode_rows=image_buckets.up_to(buckets.decode_rows, rows[-1]),
     )
+
+
+def _rows(config: ImageBuildConfig, device: device_facts.DeviceFacts) -> tuple[int, ...]:
+    """Returns how many requests a step may have; no program is for more than may run."""
+    rows = CPU_ROWS if device.is_cpu else ACCELERATOR_ROWS
+    most = config.batching_max_size or rows[-1]
+    if config.max_running_requests is not None:
+        most = min(most, config.max_running_requests)
+    return (*(one for one in rows if one < most), most)
 
 
 def _most_requests(
@@ -279,7 +292,7 @@ def _check_size(height: int, width: int, limits: image_limits.ImageLimits) -> No
     try:
         limits.check(one)
     except errors.RequestError as error:
-        raise errors.ConfigError(f"sizes: {error}") from error
+        raise errors.ConfigError(f"warmup_resolutions: {error}") from error
 
 
 def _at_start(

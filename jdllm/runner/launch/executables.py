@@ -97,7 +97,7 @@ class Executables:
     def of(self, bucket: batch_lib.Bucket) -> Executable:
         """Returns the executable of a bucket; raises what kept it from being compiled."""
         if bucket not in self.by_bucket and bucket in self.faults:
-            raise RuntimeError(f"{bucket} was not compiled") from self.faults[bucket]
+            raise batch_lib.NotCompiled(f"{bucket} was not compiled") from self.faults[bucket]
         return self.by_bucket[bucket]
 
     def _describe_kernels(self) -> dict[str, str]:

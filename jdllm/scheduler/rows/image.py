@@ -213,8 +213,23 @@ class ImageRows:
             and stay.has_begun
             and all(map(self.captions.is_written, stay.entries))
             and not stay.is_preview_due
-            and self._has_program(self._step_bucket([request], rows=1))
+            and self._has_step(request)
         )
+
+    def _has_step(self, request: request_lib.Request) -> bool:
+        """Returns whether a step of this row alone can start; if not, asks for its decoding, too.
+
+        Asked for only when it is due, that would be compiled behind larger steps of the same size.
+        """
+        has_step = self._has_program(self._step_bucket([request], rows=1))
+        if not has_step:
+            image = image_of(request)
+            self._has_program(
+                buckets_lib.DecodeBucket(
+                    rows=1, height=image.height, width=image.width, output=image.output
+                )
+            )
+        return has_step
 
     def _held_s(self, ready: Sequence[request_lib.Request]) -> float:
         """Returns how long the first step is to be held, so that more requests can join."""
