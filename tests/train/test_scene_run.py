@@ -19,6 +19,9 @@ from jdllm.train import __main__ as train_main
 from jdllm.train import checkpoints, recipes
 from jdllm.train.scenes import networks, objectives
 
+# A run compiles 60 s long; `test_scene_training.py` has the parts.
+pytestmark = pytest.mark.campaign
+
 SIZE, TOKENS = (64, 64), 32
 CAPTIONS = ("a red circle", "Draw a small blue ring above a green star on a white background.")
 # Both compute in float32; the trainer multiplies by one-hot rows and runs captions with the rest.

@@ -174,6 +174,7 @@ def test_the_shipped_model_has_at_most_ten_megabytes(tmp_path):
     assert shipped.caption_tokens <= built.pipeline.max_caption_tokens
 
 
+@pytest.mark.campaign
 def test_a_block_starts_with_little_and_the_velocity_with_nothing(tmp_path):
     model = tiny_scenes.write_model(tmp_path / "model")
     built = networks.build(model, tmp_path / "copy", "float32")
@@ -208,6 +209,7 @@ def test_a_wrong_option_is_named(change, named):
 # Learning
 
 
+@pytest.mark.campaign
 def test_a_flow_that_knows_its_scenes_samples_them_back(tmp_path):
     """Signs, noise levels and time: eight steps from noise lead to the latent of the caption."""
     model = tiny_scenes.write_model(tmp_path / "model")
