@@ -78,6 +78,11 @@ class ModelRunner:
         """
         self._executables.compile(buckets, self._params, self._memory, on_progress)
 
+    def forget(self, bucket: batch_lib.Bucket) -> None:
+        """Drops a program, or the fault that kept it from being compiled; running launches end."""
+        self._executables.by_bucket.pop(bucket, None)
+        self._executables.faults.pop(bucket, None)
+
     def launch(self, batch: batch_lib.ScheduleBatch) -> Launch:
         """Starts a launch and returns at once; JAX runs launches in the order of these calls."""
         executable = self._executables.of(batch.bucket)

@@ -21,7 +21,11 @@ class Runner:
 
     def __init__(self, *faulty):
         self.order, self.done, self.may_go = [], set(), threading.Event()
-        self.faulty = faulty
+        self.faulty, self.forgotten = faulty, []
+
+    def forget(self, one):
+        self.done.discard(one)
+        self.forgotten.append(one)
 
     def has_program(self, one):
         return one in self.done
@@ -65,6 +69,41 @@ def test_a_program_that_cannot_be_compiled_leaves_its_rows_to_smaller_ones():
     assert not asked.is_ready(bucket(2)), "one row at a time is served"
     assert runner.order == [1, 2]
     assert (asked.num_compiled, asked.num_waiting) == (0, 0)
+
+
+def test_the_least_recently_used_program_goes_and_can_come_back():
+    runner = Runner(bucket(3))
+    runner.may_go.set()
+    asked = first_use.FirstUse(runner, max_programs=2)
+
+    def ready(rows):
+        wait_for(lambda: asked.is_ready(bucket(rows)))
+
+    ready(1)
+    assert not asked.is_ready(bucket(3))  # it fails, and that is remembered as a program is
+    wait_for(lambda: asked.num_failed == 1)
+    ready(1)
+    ready(4)
+    assert runner.forgotten == [bucket(3)]
+    ready(1)
+    ready(5)
+    assert runner.forgotten == [bucket(3), bucket(4)]
+    ready(4)
+    assert runner.forgotten == [bucket(3), bucket(4), bucket(1)]
+    asked.close()
+    assert runner.order == [1, 3, 4, 5, 4]
+
+
+def test_few_programs_wait_and_the_others_are_asked_for_again():
+    runner = Runner()
+    asked = first_use.FirstUse(runner, max_waiting=2)
+    assert not any(asked.is_ready(bucket(rows)) for rows in range(1, 9))
+    assert asked.num_waiting == 2
+    runner.may_go.set()
+    for rows in range(1, 9):
+        wait_for(lambda rows=rows: asked.is_ready(bucket(rows)))
+    asked.close()
+    assert sorted(runner.order) == list(range(1, 9))
 
 
 def test_closing_begins_no_other_compilation_and_waits_for_none():

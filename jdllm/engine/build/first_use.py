@@ -4,6 +4,10 @@ Image rows ask for every program before they plan a launch of it (`ImageRows.is_
 that is missing is compiled by one thread; its rows wait, and no others do. The first question about
 a size is about one row, so that its requests start soon. Programs of fewer rows are compiled first:
 without those for one row somebody waits, the others only save time.
+
+A client may walk through thousands of sizes. So at most `MAX_PROGRAMS` are kept beside those of the
+start, the least recently used goes first, and at most `MAX_WAITING` wait; further ones are asked
+for again by their rows.
 """
 
 from __future__ import annotations
@@ -12,22 +16,34 @@ import concurrent.futures
 import itertools
 import logging
 import queue
+import threading
 import time
+from typing import Literal
 
 from jdllm.runner import model_runner
 from jdllm.scheduler import batch as batch_lib
 
 logger = logging.getLogger(__name__)
 
+MAX_PROGRAMS, MAX_WAITING = 96, 32
+State = Literal["waiting", "ready", "never"]
+
 
 class FirstUse:
     """Answers which programs are ready; the engine thread asks and, at its end, closes."""
 
-    def __init__(self, runner: model_runner.ModelRunner):
+    def __init__(
+        self,
+        runner: model_runner.ModelRunner,
+        *,
+        max_programs: int = MAX_PROGRAMS,
+        max_waiting: int = MAX_WAITING,
+    ):
         self._runner = runner
+        self._max_programs, self._max_waiting = max_programs, max_waiting
         self._executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="compile")
-        self._asked: set[batch_lib.Bucket] = set()
-        self._ready: set[batch_lib.Bucket] = set()  # of those
+        self._states: dict[batch_lib.Bucket, State] = {}  # the most recently used last
+        self._lock = threading.Lock()  # of the states
         self._to_compile: queue.PriorityQueue[tuple[int, int, batch_lib.Bucket]] = (
             queue.PriorityQueue()  # by rows, then in the order of the questions
         )
@@ -39,7 +55,8 @@ class FirstUse:
     @property
     def num_waiting(self) -> int:
         """Programs that have been asked for and are not there yet."""
-        return len(self._asked) - self.num_compiled - self.num_failed
+        with self._lock:
+            return sum(state == "waiting" for state in self._states.values())
 
     def is_ready(self, bucket: batch_lib.Bucket) -> bool:
         """Returns whether a launch of this bucket can start; if not, it can soon.
@@ -47,12 +64,16 @@ class FirstUse:
         If a program for one row cannot be compiled, the launch says so. One for several rows is
         then never ready: its rows have smaller launches.
         """
-        if bucket in self._asked:
-            return bucket in self._ready
+        with self._lock:
+            if state := self._states.pop(bucket, None):
+                self._states[bucket] = state  # the most recently used now
+                return state == "ready"
         if self._runner.has_program(bucket):
             return True
-        if not self._is_closed:
-            self._asked.add(bucket)
+        if not self._is_closed and self.num_waiting < self._max_waiting:
+            with self._lock:
+                self._make_room()
+                self._states[bucket] = "waiting"
             logger.warning("compiling %s at its first use; its requests wait, no others do", bucket)
             self._to_compile.put((bucket.rows, next(self._numbers), bucket))
             self._executor.submit(self._compile_next)
@@ -66,6 +87,17 @@ class FirstUse:
         self._is_closed = True
         self._executor.shutdown(wait=False, cancel_futures=True)
 
+    def _make_room(self) -> None:
+        """Forgets the least recently used program if there are too many.
+
+        A launch is started in the round that asked for its program, so no other round needs it.
+        """
+        idle = [bucket for bucket, state in self._states.items() if state != "waiting"]
+        if len(idle) >= self._max_programs:
+            del self._states[idle[0]]
+            self._runner.forget(idle[0])
+            logger.info("forgot %s, which was not used for long", idle[0])
+
     def _compile_next(self) -> None:
         _, _, bucket = self._to_compile.get_nowait()
         began_s = time.monotonic()
@@ -73,10 +105,14 @@ class FirstUse:
             self._runner.compile([bucket])
         except Exception:
             logger.exception("%s cannot be compiled", bucket)
-            if bucket.rows == 1:  # the launch raises it again, for those who asked
-                self._ready.add(bucket)
+            # The launch for one row raises it again, for those who asked.
+            self._ends(bucket, "ready" if bucket.rows == 1 else "never")
             self.num_failed += 1
             return
-        self._ready.add(bucket)
+        self._ends(bucket, "ready")
         self.num_compiled += 1
         logger.info("compiled %s in %.1f s", bucket, time.monotonic() - began_s)
+
+    def _ends(self, bucket: batch_lib.Bucket, state: State) -> None:
+        with self._lock:
+            self._states[bucket] = state
