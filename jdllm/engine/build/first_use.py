@@ -109,8 +109,8 @@ class FirstUse:
             self._ends(bucket, "ready" if bucket.rows == 1 else "never")
             self.num_failed += 1
             return
-        self._ends(bucket, "ready")
         self.num_compiled += 1
+        self._ends(bucket, "ready")
         logger.info("compiled %s in %.1f s", bucket, time.monotonic() - began_s)
 
     def _ends(self, bucket: batch_lib.Bucket, state: State) -> None:
