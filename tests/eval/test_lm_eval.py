@@ -112,7 +112,7 @@ def test_lm_eval_runs_generation_and_multiple_choice_in_process(lm_class, tmp_pa
     tasks = importlib.import_module("lm_eval.tasks")
     row = {
         "question": "Tom has 7 apples. He buys 5 more apples. How many apples does Tom have now?",
-        "choices": [f"Tom has 7 + 5 = <<7+5={n}>>{n} apples.\n#### {n}" for n in (12, 13, 10)],
+        "choices": [f"7 + 5 = <<7+5={n}>>{n}\n#### {n}" for n in (12, 13, 10)],
     }
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     common = {
