@@ -1,7 +1,7 @@
 """Arithmetic word problems with worked answers in GSM8K's style, generated from a seed.
 
 A problem has one to three steps of + - * and exact /. All values are positive integers, and results
-are at most 1000. It is a story of this module's templates, or a problem that people wrote as a
+are at most 1000. It is a story of this module's templates, or a problem that was written as a
 whole (`word_problems/`), with drawn numbers, names and things. The answer is one line per step
 with a calculator annotation, and the result follows `####`. It has no words, so that what a model
 learns is which operations a question means.

@@ -76,7 +76,7 @@ class TrainConfig(RunConfig):
     noise_copies: int = 1  # independently masked copies of every answer; 1 for full attention
     noise_blocks: int = 0  # of these, how many a step masks, drawn anew; 0: all
     full_mask_fraction: float = 0.2  # share of blocks, or canvases, that are masked entirely
-    written_share: float = 0.75  # of the problems, those that people wrote as a whole
+    written_share: float = 0.75  # of the problems, those that were written as a whole
     reworded: float = 0.0  # share of the questions that are said in other words
     question_noise: float = 0.0  # share of the questions with mistakes of typing
     strange_words: float = 0.0  # share of the questions with words that nobody knows

@@ -1,4 +1,6 @@
-"""Whole word problems as people wrote them, and the parser of their files.
+"""Word problems that were written as whole texts, and the parser of their files.
+
+A large language model wrote them, one by one and without a program.
 
 A file of `problems/` holds problems that blank lines separate; `#` begins a comment line:
 
