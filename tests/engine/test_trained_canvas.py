@@ -50,8 +50,8 @@ def num_solved(engine, dllm):
 
 @pytest.mark.parametrize("mode", ["delayed", "window"])
 def test_most_problems_are_solved_with_cached_keys(engine, mode):
-    # Of 500: 90 % and 83 %, in exact mode 90 %.
-    assert num_solved(engine, MULTI | CACHED | {"cache_mode": mode}) >= 0.6 * len(PROBLEMS)
+    # Of 200 problems of all kinds: 86.5 % in both, in exact mode 86 %.
+    assert num_solved(engine, MULTI | CACHED | {"cache_mode": mode}) >= 0.75 * len(PROBLEMS)
 
 
 def test_what_early_stop_fills_in_costs_no_answers(engine):
