@@ -115,7 +115,7 @@ def _latents(latents: Any, count: int) -> Sequence[np.ndarray | None]:
             f"latents must be an array of floats, got {errors.quote(latents)}", param="latents"
         )
     if found.ndim == 0 or len(found) != count:
-        first = found.shape[0] if found.ndim else "no axis"
+        first = len(found) if found.ndim else "no axis"
         raise errors.RequestError(
             f"latents of the shape {list(found.shape)} are for {first} images, not for {count}; "
             "the first axis is that of the images",
