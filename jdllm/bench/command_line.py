@@ -7,15 +7,19 @@ replaces it; argparse refuses unknown flags. No flag is ignored.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import math
+import platform
 import shlex
 import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jdllm import arguments, config, errors, foreign_flags
+import numpy as np
+
+from jdllm import arguments, config, errors, foreign_flags, version
 from jdllm.bench import prompts
 from jdllm.server import cli
 
@@ -122,6 +126,19 @@ def shown(argv: Sequence[str]) -> str:
             words.append(word)
         is_secret = word in SECRETS
     return shlex.join(words)
+
+
+def provenance() -> dict[str, Any]:
+    """Returns what a result over HTTP records of this process: command, date, versions."""
+    return {
+        "command": shown(sys.argv),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "versions": {
+            "jdllm": version.__version__,
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+        },
+    }
 
 
 def add_dataset_flags(parser: argparse.ArgumentParser) -> None:

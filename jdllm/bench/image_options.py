@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import math
-import platform
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-from jdllm import config, errors, foreign_flags, version
+from jdllm import config, errors, foreign_flags
 from jdllm.bench import command_line, image_load
 from jdllm.server import cli
 
@@ -141,13 +137,7 @@ def settings(options: argparse.Namespace) -> dict[str, Any]:
         "random_request_config": options.random_request_config,
         "seed": options.seed,
         "slo_scale": (options.slo_scale or 3.0) if options.slo else None,
-        "command": command_line.shown(sys.argv),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "versions": {
-            "jdllm": version.__version__,
-            "python": platform.python_version(),
-            "numpy": np.__version__,
-        },
+        **command_line.provenance(),
     }
 
 

@@ -5,14 +5,10 @@ from __future__ import annotations
 import argparse
 import datetime
 import math
-import platform
-import sys
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-from jdllm import errors, sampling_params, version
+from jdllm import errors, sampling_params
 from jdllm.bench import backends, command_line
 
 DESCRIPTION = "Load on a running server, over HTTP, with SGLang's flags and figures."
@@ -94,13 +90,7 @@ def settings(options: argparse.Namespace, model: str) -> dict[str, Any]:
         "extra_request_body": options.extra_request_body,
         "base_url": base_url(options),
         "model": model,
-        "command": command_line.shown(sys.argv),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "versions": {
-            "jdllm": version.__version__,
-            "python": platform.python_version(),
-            "numpy": np.__version__,
-        },
+        **command_line.provenance(),
     }
 
 
