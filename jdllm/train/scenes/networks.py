@@ -27,6 +27,7 @@ from jdllm.imagegen.pipelines import interface
 from jdllm.imagegen.pipelines import z_image as z_image_pipeline
 from jdllm.models import loading
 from jdllm.models.images import autoencoder_kl, component, qwen3, z_image
+from jdllm.models.images.autoencoder import layers
 from jdllm.models.images.autoencoder.config import AutoencoderConfig
 from jdllm.train.recipe import Params
 from jdllm.train.scenes import tokenizer
@@ -84,7 +85,7 @@ def build(model_path: pathlib.Path, folder: pathlib.Path, dtype: str) -> Network
     components = {
         TEXT: _differentiable(qwen3.COMPONENT),
         TRANSFORMER: _differentiable(z_image.COMPONENT),
-        VAE: autoencoder_kl.WITH_ENCODER,
+        VAE: dataclasses.replace(autoencoder_kl.WITH_ENCODER, build=_autoencoder),
     }
     configs = {
         TEXT: read.models[TEXT].config,
@@ -112,6 +113,14 @@ def build(model_path: pathlib.Path, folder: pathlib.Path, dtype: str) -> Network
 def _differentiable(one: component.Component[Any]) -> component.Component[Any]:
     build: Any = one.build
     return dataclasses.replace(one, build=functools.partial(build, implementation="xla"))
+
+
+def _autoencoder(config: AutoencoderConfig, dtype: jnp.dtype) -> nnx.Module:
+    vae = autoencoder_kl.AutoencoderKLWithEncoder(config, dtype)
+    for _, module in nnx.iter_modules(vae):
+        if isinstance(module, layers.Conv):
+            module.has_fast_gradient = True
+    return vae
 
 
 def _copy(model_path: pathlib.Path, folder: pathlib.Path) -> None:

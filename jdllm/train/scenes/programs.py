@@ -7,6 +7,8 @@ needs them, so that the accelerator seldom waits for a program.
 from __future__ import annotations
 
 import concurrent.futures
+import logging
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,8 +22,13 @@ from jdllm.train.scenes import objectives, pool, update
 from jdllm.train.scenes.config import SceneConfig
 from jdllm.train.scenes.networks import LATENTS_DTYPE, TEXT, TRANSFORMER, Networks
 
+logger = logging.getLogger(__name__)
+
 Size = tuple[int, int]
-_THREADS = 6
+_THREADS = 10
+# The libraries choose their kernels unasked: there are thirty programs, and trying kernels out, in
+# one thread at a time, would take longer than a run.
+_GPU_OPTIONS = {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": "False"}
 
 
 class Programs:
@@ -107,7 +114,16 @@ class Programs:
     def _compile(self, function: Callable[..., Any], *shapes: Any) -> Any:
         donated = 0 if isinstance(shapes[0], update.SceneState) else ()
         jitted = jax.jit(function, donate_argnums=donated)
-        return self._threads.submit(lambda: jitted.lower(*shapes).compile())
+        options = _GPU_OPTIONS if jax.default_backend() == "gpu" else None
+
+        def compiled() -> Any:
+            began = time.monotonic()
+            program = jitted.lower(*shapes).compile(compiler_options=options)
+            name = function.__name__.lstrip("_")
+            logger.info("%s is compiled (%.0f s)", name, time.monotonic() - began)
+            return program
+
+        return self._threads.submit(compiled)
 
     def _latent_shape(self, size: Size) -> tuple[int, ...]:
         return self._networks.pipeline.latent_shape(*size)
