@@ -101,7 +101,8 @@ def test_the_template_is_that_of_qwen3(folder):
 
 
 def maker(folder, **changes):
-    values = dict(tokenizer=folder, vocab_size=576, caption_tokens=64, sizes=SIZES, count=4, seed=0)
+    values = dict(tokenizer=folder, vocab_size=576, sizes=SIZES, count=4, seed=0)
+    values |= dict(caption_tokens=64, train_caption_tokens=64)
     return chunks.Maker(**{**values, **changes})
 
 
@@ -114,8 +115,33 @@ def test_chunks_take_turns_and_go_on_in_the_split(folder):
     for ids, length, caption in zip(three.ids, three.lens, captions, strict=True):
         assert tuple(ids[:length]) == encode(caption, max_sequence_length=64).ids
         assert not ids[length:].any()
+
+
+def test_scenes_with_long_captions_are_replaced(folder):
+    whole = maker(folder, count=48).chunk(0)
+    short = maker(folder, count=48, train_caption_tokens=16).chunk(0)
+    assert short.ids.shape == (48, 16)
+    fits = whole.lens <= 16
+    assert 0 < fits.sum() < 48
+    assert np.array_equal(short.lens[fits], whole.lens[fits])
+    assert np.array_equal(short.pictures[fits], whole.pictures[fits])
+    assert short.lens.min() > 0 and short.lens.max() <= 16
+    # No picture stands beside the caption of another: the tokens are those of its own scene.
+    scenes = [generator.generate(i, split="train", size=SIZES[0]) for i in range(48)]
+    for i in np.flatnonzero(fits):
+        encoded = prompts.ChatTokenizer(folder, vocab_size=576).encode(
+            scenes[i].caption, max_sequence_length=64
+        )
+        assert tuple(short.ids[i, : short.lens[i]]) == encoded.ids
+
+
+def test_captions_that_never_fit_are_refused(folder):
+    with pytest.raises(errors.ConfigError, match="train_caption_tokens=4"):
+        maker(folder, train_caption_tokens=4).chunk(0)
     with pytest.raises(errors.ConfigError, match="caption_tokens=8"):
-        maker(folder, caption_tokens=8).chunk(0)
+        maker(folder, caption_tokens=8).tokens(
+            [generator.generate(0, split="train", size=SIZES[0])]
+        )
 
 
 def test_processes_make_the_same_chunks(folder):
@@ -193,6 +219,7 @@ def test_a_block_starts_with_little_and_the_velocity_with_nothing(tmp_path):
     [
         ("sizes=[64]", "sizes"),
         ("caption_tokens=40", "caption_tokens"),
+        ("train_caption_tokens=40", "train_caption_tokens"),
         ("vae_steps=300000", "vae_steps"),
         ("pool_scenes=300", "pool_scenes"),
         ("eval_steps=[0]", "eval_steps"),

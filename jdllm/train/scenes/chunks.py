@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import multiprocessing
 import pathlib
+from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Int32, UInt8
@@ -22,6 +23,8 @@ from jdllm.tasks.scenes import drawing, generator
 from jdllm.tasks.scenes.scene import Scene
 
 _AHEAD = 2  # chunks per process
+_TRIES = 64  # of a scene whose caption is short enough
+_FAR = 10**9  # between the indices of these tries: more scenes than a run draws
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,11 +39,16 @@ class Chunk:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Maker:
-    """What makes chunks; it is sent to other processes."""
+    """What makes chunks; it is sent to other processes.
+
+    Captions of chunks have at most `train_caption_tokens`: scenes with longer ones are replaced.
+    Other captions have at most `caption_tokens`.
+    """
 
     tokenizer: pathlib.Path
     vocab_size: int
     caption_tokens: int
+    train_caption_tokens: int
     sizes: tuple[tuple[int, int], ...]
     count: int  # scenes per chunk
     seed: int
@@ -49,30 +57,50 @@ class Maker:
         turn, place = divmod(number, len(self.sizes))
         size = self.sizes[place]
         first = turn * self.count
-        scenes = [
-            generator.generate(first + i, split="train", seed=self.seed, size=size)
-            for i in range(self.count)
-        ]
-        ids, lens = self.tokens(scenes)
-        pictures = np.stack([drawing.render(scene) for scene in scenes])
+        rows = [self._row(first + i, size) for i in range(self.count)]
+        ids, lens = _padded([found for _, found in rows], self.train_caption_tokens)
+        pictures = np.stack([drawing.render(scene) for scene, _ in rows])
         return Chunk(size=size, pictures=pictures, ids=ids, lens=lens)
+
+    def _row(self, index: int, size: tuple[int, int]) -> tuple[Scene, Sequence[int]]:
+        for attempt in range(_TRIES):
+            scene = generator.generate(
+                index + attempt * _FAR, split="train", seed=self.seed, size=size
+            )
+            found = self._encode(scene, self.train_caption_tokens)
+            if not found.num_cut:
+                return scene, found.ids
+        raise errors.ConfigError(
+            f"train_caption_tokens={self.train_caption_tokens} is too small for captions such as "
+            f"{scene.caption!r}"
+        )
 
     def tokens(
         self, scenes: list[Scene]
     ) -> tuple[Int32[np.ndarray, "B L"], Int32[np.ndarray, " B"]]:
         """Returns the ids of captions as the pipeline encodes prompts, and how many there are."""
-        tokenizer = _tokenizer(self.tokenizer, self.vocab_size)
-        ids = np.zeros((len(scenes), self.caption_tokens), np.int32)
-        lens = np.zeros(len(scenes), np.int32)
-        for i, scene in enumerate(scenes):
-            found = tokenizer.encode(scene.caption, max_sequence_length=self.caption_tokens)
+        rows = []
+        for scene in scenes:
+            found = self._encode(scene, self.caption_tokens)
             if found.num_cut:
                 raise errors.ConfigError(
                     f"caption_tokens={self.caption_tokens} is too small for {scene.caption!r}"
                 )
-            ids[i, : len(found.ids)] = found.ids
-            lens[i] = len(found.ids)
-        return ids, lens
+            rows.append(found.ids)
+        return _padded(rows, self.caption_tokens)
+
+    def _encode(self, scene: Scene, most: int) -> prompts.PromptIds:
+        tokenizer = _tokenizer(self.tokenizer, self.vocab_size)
+        return tokenizer.encode(scene.caption, max_sequence_length=most)
+
+
+def _padded(
+    rows: Sequence[Sequence[int]], width: int
+) -> tuple[Int32[np.ndarray, "B L"], Int32[np.ndarray, " B"]]:
+    ids = np.zeros((len(rows), width), np.int32)
+    for i, row in enumerate(rows):
+        ids[i, : len(row)] = row
+    return ids, np.array([len(row) for row in rows], np.int32)
 
 
 @functools.cache

@@ -10,6 +10,7 @@ from jdllm.train import config as config_lib
 
 _AT_LEAST_ONE = (
     "caption_tokens",
+    "train_caption_tokens",
     "vae_batch_size",
     "warmup_steps",
     "chunk_scenes",
@@ -34,7 +35,8 @@ class SceneConfig(config_lib.RunConfig):
     model_path: str
     batch_size: int = 256  # latents per step of the second stage
     sizes: tuple[str, ...] = ("64x64", "96x96", "128x128", "96x128", "128x96")  # height x width
-    caption_tokens: int = 64  # of the padded captions, a multiple of 32
+    caption_tokens: int = 64  # of the padded captions of held-out scenes, a multiple of 32
+    train_caption_tokens: int = 32  # of those of steps; scenes with longer ones are not drawn
     vae_steps: int = 6_000
     vae_minutes: float | None = None
     vae_batch_size: int = 64
@@ -56,8 +58,9 @@ class SceneConfig(config_lib.RunConfig):
 
     def __post_init__(self) -> None:
         config_lib.check(self, at_least_one=_AT_LEAST_ONE)
-        if self.caption_tokens % 32:
-            raise errors.ConfigError(f"{self.caption_tokens=} must be a multiple of 32")
+        for name in ("caption_tokens", "train_caption_tokens"):
+            if getattr(self, name) % 32:
+                raise errors.ConfigError(f"{name}={getattr(self, name)} must be a multiple of 32")
         if not 0 < self.decay_share <= 1:
             raise errors.ConfigError(f"{self.decay_share=} must be above 0 and at most 1")
         if not 0 <= self.vae_steps < self.num_steps:

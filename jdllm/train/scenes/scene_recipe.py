@@ -52,6 +52,7 @@ class SceneRecipe:
             tokenizer=self._networks.folder / "tokenizer",
             vocab_size=self._networks.configs[networks.TEXT].vocab_size,
             caption_tokens=config.caption_tokens,
+            train_caption_tokens=config.train_caption_tokens,
             sizes=config.shapes,
             count=config.chunk_scenes,
             seed=config.seed,
