@@ -19,16 +19,18 @@ class ImageParams:
 
     `is_guided`: each step is computed for the prompt and for `negative_ids`, the tokens of the
     negative prompt ("" is one, too); None exactly if the image is not guided. The meaning of
-    `guidance_scale` is the model's; `cfg_truncation` and `cfg_normalization` are options of
-    Z-Image. `partial_images` previews are decoded on the way. `latents` are the initial latents,
-    in the model's shape; None: they are drawn from the seed. `output`: the decoded image in 8
-    bits or as floats 0 to 1, or its latents.
+    `guidance_scale` is the model's; `true_cfg_scale` weighs the negative prompts of FLUX and
+    Qwen-Image, `cfg_truncation` and `cfg_normalization` are options of Z-Image. `partial_images`
+    previews are decoded on the way. `latents` are the initial latents, in the model's shape; None:
+    they are drawn from the seed. `output`: the decoded image in 8 bits or as floats 0 to 1, or its
+    latents.
     """
 
     height: int
     width: int
     num_inference_steps: int
     guidance_scale: float = 0.0
+    true_cfg_scale: float = 1.0
     is_guided: bool = False
     negative_ids: tuple[int, ...] | None = None
     cfg_truncation: float = 1.0

@@ -144,6 +144,7 @@ def _params(
     assert not isinstance(normalization, bool), "resolved to a number"
     optional = {
         "guidance_scale": one.guidance_scale,
+        "true_cfg_scale": one.true_cfg_scale,
         "cfg_truncation": one.cfg_truncation,
         "cfg_normalization": normalization,
     }

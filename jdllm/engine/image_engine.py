@@ -61,7 +61,7 @@ class ImageEngine(control.EngineControl):
         self.max_running_requests = self._built.num_slots
         sizes = self._built.buckets.step_sizes(*self._built.default_size, is_guided=False)
         self.images_per_step = sizes[-1]  # at most, of the default size
-        (tokenizer,) = self._built.folder.tokenizers.values()
+        tokenizer = self._built.pipeline.prompt_tokenizer(self._built.folder.tokenizers)
         self._inputs = image_choices.ImageInputs(tokenizer, self.facts)
         super().__init__(self._built.core, self._built.release)
         self.progress.enter("ready")

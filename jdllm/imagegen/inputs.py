@@ -147,11 +147,15 @@ def _no_guidance(rows: int) -> interface.Guidance:
         return np.zeros((rows,), np.float32)
 
     return interface.Guidance(
-        guidance_scale=zeros(), cfg_truncation=zeros(), cfg_normalization=zeros()
+        guidance_scale=zeros(),
+        true_cfg_scale=zeros(),
+        cfg_truncation=zeros(),
+        cfg_normalization=zeros(),
     )
 
 
 def _fill_guidance(guidance: interface.Guidance, i: int, image: image_params.ImageParams) -> None:
     guidance.guidance_scale[i] = image.guidance_scale
+    guidance.true_cfg_scale[i] = image.true_cfg_scale
     guidance.cfg_truncation[i] = image.cfg_truncation
     guidance.cfg_normalization[i] = image.cfg_normalization

@@ -242,7 +242,7 @@ class _Reader:
         with self._collect(name):
             self._class_of(name, place.class_names)
             if self._load_format == "dummy" and not path.is_dir():
-                return prompts.ByteTokenizer(vocab_size=vocab_size)
+                return place.stand_in(vocab_size=vocab_size)
             return place.read(path, vocab_size=vocab_size)
         return None
 

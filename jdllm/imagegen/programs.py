@@ -90,6 +90,7 @@ def step(
         held.read(inputs.entry.reshape(-1), pipeline.caption_shapes(bucket.tokens)),
         inputs.lens.reshape(-1),
         for_each_pass(inputs.guidance),
+        (bucket.height, bucket.width),
     )
     if bucket.is_guided:
         velocity = pipeline.guide(velocity[:R], velocity[R:], inputs.sigma, inputs.guidance)
@@ -116,7 +117,7 @@ def decode(
     clean = state.read(slots.clean, inputs.slot, shape)
     if bucket.output == "latent":
         return {SLOTS: slots}, Outputs(is_invalid=~_is_finite(clean), value=clean)
-    images = pipeline.decode(params, clean)
+    images = pipeline.decode(params, clean, (bucket.height, bucket.width))
     value = _words(images) if bucket.output == "image" else pixels.to_float(images)
     return {SLOTS: slots}, Outputs(is_invalid=~_is_finite(images), value=value)
 

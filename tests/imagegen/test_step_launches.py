@@ -112,7 +112,8 @@ def test_a_preview_is_the_decoded_prediction_of_its_step():
     (result,) = device.decoded(row)
     assert result.product is None and [frame.step for frame in result.frames] == [2]
     model = golden.pipeline()
-    image = jax.jit(model.pipeline.decode)(model.params, jnp.asarray(latents.value)[None])
+    decode = jax.jit(model.pipeline.decode, static_argnums=2)
+    image = decode(model.params, jnp.asarray(latents.value)[None], SQUARE)
     pixels = np.clip(np.round(127.5 * np.asarray(image[0]) + 127.5), 0, 255)
     assert np.abs(result.frames[0].value - pixels).max() <= 1
     # A preview changes nothing.

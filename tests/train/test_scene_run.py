@@ -131,7 +131,7 @@ def test_the_loss_is_that_of_the_served_velocity(run, served, tmp_path):
     lens, sigma = jnp.array([9, 20]), jnp.array([0.9, 0.3])
     got = objectives.velocities(trained, params, latents, sigma, ids, lens)
     captions = model.pipeline.encode(model.params, ids, lens)
-    want = model.pipeline.predict(model.params, latents, sigma, captions, lens, None)
+    want = model.pipeline.predict(model.params, latents, sigma, captions, lens, None, SIZE)
     np.testing.assert_allclose(got, want, atol=TOLERANCE)
 
 

@@ -92,7 +92,8 @@ def facts(built: images.BuiltImages) -> image_requests.ImageFacts:
     multiple = pipeline.size_multiple
     unit = pipeline.latent_shape(multiple, multiple)
     is_packed = len(unit) == 2
-    longest = min(built.buckets.tokens[-1], defaults.max_sequence_length)
+    longest = built.buckets.tokens[-1] - pipeline.extra_tokens
+    longest = min(longest, defaults.longest_sequence_length)
     return image_requests.ImageFacts(
         family=built.folder.class_name.removesuffix("Pipeline"),
         size_multiple=multiple,
@@ -102,11 +103,12 @@ def facts(built: images.BuiltImages) -> image_requests.ImageFacts:
         max_pixels=limits.max_pixels,
         default_steps=defaults.num_inference_steps,
         max_steps=limits.max_steps,
-        default_max_sequence_length=longest,
+        default_max_sequence_length=min(longest, defaults.max_sequence_length),
         max_sequence_length=longest,
         latent_channels=unit[1] // 4 if is_packed else unit[0],
         packs_latents=is_packed,
         default_guidance_scale=defaults.guidance_scale,
+        default_true_cfg_scale=defaults.true_cfg_scale,
         cfg_switch=options.cfg_switch,
         has_cfg_limits=options.has_cfg_limits,
         compiled_size=min(built.buckets.sizes, key=math.prod),

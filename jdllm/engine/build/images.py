@@ -211,17 +211,13 @@ def _buckets(
     default_size: tuple[int, int],
 ) -> image_buckets.ImageBuckets:
     """Returns the compiled sizes, before it is known what fits into memory."""
-    defaults = pipeline.defaults
     sizes = config.sizes or (default_size,)
     for size in sizes:
         _check_size(*size, limits)
     rows = _rows(config, device)
-    most = min(defaults.max_sequence_length, pipeline.max_caption_tokens)
-    most = -(-most // pipeline.caption_multiple) * pipeline.caption_multiple
-    tokens = CPU_TOKENS if device.is_cpu else ACCELERATOR_TOKENS
     buckets = image_buckets.ImageBuckets(
         rows=rows,
-        tokens=(*(one for one in tokens if one < most), most),
+        tokens=_caption_lengths(pipeline, device),
         sizes=sizes,
         most_requests=_most_requests(config, pipeline, device),
     )
@@ -235,6 +231,17 @@ def _buckets(
         encode_rows=image_buckets.up_to(buckets.encode_rows, rows[-1]),
         decode_rows=image_buckets.up_to(buckets.decode_rows, rows[-1]),
     )
+
+
+def _caption_lengths(
+    pipeline: interface.Pipeline, device: device_facts.DeviceFacts
+) -> tuple[int, ...]:
+    """Returns the compiled lengths of captions."""
+    extra, multiple = pipeline.extra_tokens, pipeline.caption_multiple
+    most = min(pipeline.defaults.longest_sequence_length + extra, pipeline.max_caption_tokens)
+    most = -(-most // multiple) * multiple
+    ladder = CPU_TOKENS if device.is_cpu else ACCELERATOR_TOKENS
+    return (*(one + extra for one in ladder if one + extra < most), most)
 
 
 def _rows(config: ImageBuildConfig, device: device_facts.DeviceFacts) -> tuple[int, ...]:
@@ -298,9 +305,16 @@ def _check_size(height: int, width: int, limits: image_limits.ImageLimits) -> No
 def _at_start(
     buckets: image_buckets.ImageBuckets, pipeline: interface.Pipeline
 ) -> list[batch_lib.Bucket]:
-    """Returns what is compiled before the first request: no guided steps, or only these."""
-    is_guided = pipeline.is_guided(pipeline.defaults.guidance_scale)
-    return dataclasses.replace(buckets, guided=(is_guided,)).all()
+    """Returns what is compiled before the first request: no guided steps, or only these.
+
+    Where captions are padded, most are as long as the default.
+    """
+    defaults = pipeline.defaults
+    buckets = dataclasses.replace(buckets, guided=(pipeline.is_guided(defaults.guidance_scale),))
+    if pipeline.pads_captions:
+        length = min(pipeline.extra_tokens + defaults.max_sequence_length, buckets.tokens[-1])
+        buckets = dataclasses.replace(buckets, tokens=(buckets.tokens_of(length),))
+    return buckets.all()
 
 
 def _default_rows(device: device_facts.DeviceFacts) -> int:

@@ -23,15 +23,20 @@ from jdllm.models import loading
 
 Params = Mapping[str, jax.Array]  # of all components: the name of each begins its parameters'
 Captions = Any  # a tree of arrays [R, ...], see `Pipeline.caption_shapes`
+Size = tuple[int, int]  # (height, width) of an image in pixels
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerPlace:
-    """The place of a tokenizer: its classes, and the model whose vocabulary its ids are of."""
+    """The place of a tokenizer: its classes, and the model whose vocabulary its ids are of.
+
+    `read` gets the folder and the `vocab_size`, `stand_in` the `vocab_size` alone.
+    """
 
     class_names: tuple[str, ...]
     encoder: str
     read: Callable[..., prompts.PromptTokenizer] = prompts.ChatTokenizer
+    stand_in: Callable[..., prompts.PromptTokenizer] = prompts.ByteTokenizer
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,13 +49,19 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Defaults:
-    """What a request gets that does not say; the sides are in pixels."""
+    """What a request gets that does not say; the sides are in pixels.
+
+    A scale of None says that the pipeline has no such option. `longest_sequence_length` is the
+    largest `max_sequence_length` that a request may ask for.
+    """
 
     height: int
     width: int
     num_inference_steps: int
-    guidance_scale: float
+    guidance_scale: float | None
     max_sequence_length: int
+    longest_sequence_length: int
+    true_cfg_scale: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +105,7 @@ class Guidance:
     """Options of guided rows, by the names of `ImageParams`."""
 
     guidance_scale: Float32[Any, " R"]
+    true_cfg_scale: Float32[Any, " R"]
     cfg_truncation: Float32[Any, " R"]
     cfg_normalization: Float32[Any, " R"]
 
@@ -107,12 +119,16 @@ class Pipeline(Protocol):
     """
 
     layout: ClassVar[Layout]
-    defaults: ClassVar[Defaults]
     options: ClassVar[Options]
 
     @classmethod
     def build(cls, parts: Parts) -> Self:
         """Returns the pipeline of these components."""
+        ...
+
+    @property
+    def defaults(self) -> Defaults:
+        """What requests get that do not say."""
         ...
 
     @property
@@ -135,6 +151,22 @@ class Pipeline(Protocol):
         """Tokens of the longest compiled length of a caption."""
         ...
 
+    @property
+    def extra_tokens(self) -> int:
+        """Ids of every caption that no `max_sequence_length` bounds, such as a second encoder's."""
+        ...
+
+    @property
+    def pads_captions(self) -> bool:
+        """Whether captions are padded to their `max_sequence_length`, because pads count."""
+        ...
+
+    def prompt_tokenizer(
+        self, tokenizers: Mapping[str, prompts.PromptTokenizer]
+    ) -> prompts.PromptTokenizer:
+        """Returns what makes the ids of captions, from the tokenizers of the folder."""
+        ...
+
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
         """Returns the shape of the latents of an image of so many pixels."""
         ...
@@ -147,8 +179,8 @@ class Pipeline(Protocol):
         """Returns the noise levels before each step, and the last one, 0 (numpy)."""
         ...
 
-    def is_guided(self, guidance_scale: float) -> bool:
-        """Returns whether images of this scale need a forward for the negative prompt, too."""
+    def is_guided(self, guidance_scale: float | None) -> bool:
+        """Returns whether this scale alone asks for a forward for the negative prompt, too."""
         ...
 
     def caption_shapes(self, tokens: int) -> Any:
@@ -172,10 +204,11 @@ class Pipeline(Protocol):
         captions: Captions,
         lens: Int32[Array, " R"],
         guidance: Guidance,
+        size: Size,
     ) -> Float32[Array, "R ..."]:
         """Returns velocities (noise - clean) of latents at the noise levels `sigma`.
 
-        `lens` are the numbers of ids of the captions.
+        `lens` are the numbers of ids of the captions, `size` is that of all images.
         """
         ...
 
@@ -189,8 +222,10 @@ class Pipeline(Protocol):
         """Returns the velocities to step with, from those of the prompt and of the negative one."""
         ...
 
-    def decode(self, params: Params, latents: Float32[Array, "R ..."]) -> Float32[Array, "R H W 3"]:
-        """Returns the images of latents, about -1 to 1 and not clipped."""
+    def decode(
+        self, params: Params, latents: Float32[Array, "R ..."], size: Size
+    ) -> Float32[Array, "R H W 3"]:
+        """Returns the images of this size of latents, about -1 to 1 and not clipped."""
         ...
 
 

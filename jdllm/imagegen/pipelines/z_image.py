@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 import jax
@@ -17,12 +18,21 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
-from jdllm.imagegen import flow_schedule
+from jdllm.imagegen import flow_schedule, prompts
 from jdllm.imagegen.pipelines import interface
 from jdllm.models.images import z_image_config
 from jdllm.models.images.autoencoder.config import AutoencoderConfig
 
 Latents = Float32[Array, "R C h w"]
+
+_DEFAULTS = interface.Defaults(
+    height=1024,
+    width=1024,
+    num_inference_steps=8,
+    guidance_scale=0.0,
+    max_sequence_length=512,
+    longest_sequence_length=512,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,13 +57,6 @@ class ZImagePipeline:
             )
         },
     )
-    defaults: ClassVar[interface.Defaults] = interface.Defaults(
-        height=1024,
-        width=1024,
-        num_inference_steps=8,
-        guidance_scale=0.0,
-        max_sequence_length=512,
-    )
     options: ClassVar[interface.Options] = interface.Options(
         cfg_switch="guidance_scale", has_cfg_limits=True
     )
@@ -63,6 +66,10 @@ class ZImagePipeline:
     @classmethod
     def build(cls, parts: interface.Parts) -> Self:
         return cls(parts=parts)
+
+    @property
+    def defaults(self) -> interface.Defaults:
+        return _DEFAULTS
 
     @property
     def size_multiple(self) -> int:
@@ -82,6 +89,19 @@ class ZImagePipeline:
         positions = self._transformer.axes_lens[0] - 2
         return positions // self.caption_multiple * self.caption_multiple
 
+    @property
+    def extra_tokens(self) -> int:
+        return 0
+
+    @property
+    def pads_captions(self) -> bool:
+        return False
+
+    def prompt_tokenizer(
+        self, tokenizers: Mapping[str, prompts.PromptTokenizer]
+    ) -> prompts.PromptTokenizer:
+        return tokenizers["tokenizer"]
+
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
         scale = self._vae.scale
         return self._transformer.in_channels, height // scale, width // scale
@@ -92,8 +112,8 @@ class ZImagePipeline:
     def sigmas(self, num_steps: int, height: int, width: int) -> np.ndarray:
         return _sigmas(self.parts.schedule, num_steps, self.image_tokens(height, width))
 
-    def is_guided(self, guidance_scale: float) -> bool:
-        return guidance_scale > 0
+    def is_guided(self, guidance_scale: float | None) -> bool:
+        return (guidance_scale or 0) > 0
 
     def caption_shapes(self, tokens: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((tokens, self._transformer.dim), self.parts.dtype)
@@ -112,8 +132,9 @@ class ZImagePipeline:
         captions: Float[Array, "R L D"],
         lens: Int32[Array, " R"],
         guidance: interface.Guidance,
+        size: interface.Size,
     ) -> Latents:
-        del guidance
+        del guidance, size
         transformer = self.parts.module("transformer", params)
         return -transformer.denoise(latents, 1 - sigma, captions, lens)
 
@@ -137,7 +158,10 @@ class ZImagePipeline:
         is_on = (truncation > 1) | (1 - sigma <= truncation)
         return jnp.where(_per_row(is_on), mixed, positive)
 
-    def decode(self, params: interface.Params, latents: Latents) -> Float32[Array, "R H W 3"]:
+    def decode(
+        self, params: interface.Params, latents: Latents, size: interface.Size
+    ) -> Float32[Array, "R H W 3"]:
+        del size
         return self.parts.module("vae", params).decode(latents)
 
     @property

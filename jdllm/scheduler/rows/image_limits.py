@@ -43,7 +43,7 @@ class ImageLimits:
                 f"partial_images={errors.quote(image.partial_images)} must be between 0 and {most}",
                 param="partial_images",
             )
-        for name in ("guidance_scale", "cfg_truncation", "cfg_normalization"):
+        for name in ("guidance_scale", "true_cfg_scale", "cfg_truncation", "cfg_normalization"):
             if not math.isfinite(value := getattr(image, name)):
                 raise errors.RequestError(f"{name}={value} must be a finite number", param=name)
         if image.latents is not None:
