@@ -95,10 +95,12 @@ def latent_elements(pipeline: interface.Pipeline, pixels: int) -> int:
 
 def _check(pipeline: interface.Pipeline, config: ImageKindConfig) -> None:
     multiple, most = pipeline.caption_multiple, pipeline.max_caption_tokens
-    if config.max_tokens % multiple or config.max_tokens > most:
+    prefix = pipeline.prefix_tokens
+    own = config.max_tokens - prefix
+    if own < 1 or own % multiple or own > most:
         raise errors.ConfigError(
             f"captions of max_tokens={config.max_tokens} must have a multiple of {multiple} "
-            f"tokens, at most {most}"
+            f"tokens, at most {most}" + (f", after the {prefix} before them" if prefix else "")
         )
     if config.max_pixels < pipeline.size_multiple**2:
         raise errors.ConfigError(

@@ -47,16 +47,7 @@ class ChatTokenizer:
     """
 
     def __init__(self, directory: pathlib.Path, *, vocab_size: int):
-        path = directory / TOKENIZER_NAME
-        self._tokenizer = _load(path)
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        largest = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-        if largest not in range(vocab_size):
-            raise errors.ConfigError(
-                f"{path}: the largest id is {largest}, but the text encoder has a vocabulary of "
-                f"{vocab_size}"
-            )
+        self._tokenizer = _load(directory / TOKENIZER_NAME, vocab_size)
         self._template = _chat_template(directory)
 
     def encode(self, prompt: str, *, max_sequence_length: int) -> PromptIds:
@@ -111,13 +102,23 @@ def _cut(ids: list[int], max_sequence_length: int) -> PromptIds:
     return PromptIds(ids=tuple(kept), num_cut=len(ids) - len(kept))
 
 
-def _load(path: pathlib.Path) -> tokenizers.Tokenizer:
+def _load(path: pathlib.Path, vocab_size: int) -> tokenizers.Tokenizer:
+    """Returns a tokenizer that neither cuts nor pads."""
     if not path.is_file():
         raise errors.ConfigError(f"{path} does not exist")
     try:
-        return tokenizers.Tokenizer.from_file(str(path))
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exceptions
         raise errors.ConfigError(f"{path} is no usable tokenizer: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+    if largest not in range(vocab_size):
+        raise errors.ConfigError(
+            f"{path}: the largest id is {largest}, but the text encoder has a vocabulary of "
+            f"{vocab_size}"
+        )
+    return tokenizer
 
 
 def _chat_template(directory: pathlib.Path) -> chat.ChatTemplate:

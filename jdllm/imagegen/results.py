@@ -35,7 +35,8 @@ def of_step(
     """Returns one forward for each row; that of a guided row counts once."""
     bucket = batch.bucket
     assert isinstance(bucket, image_buckets.StepBucket)
-    tokens = pipeline.image_tokens(bucket.height, bucket.width)
+    # The transformer does not see the prefix of captions.
+    tokens = pipeline.image_tokens(bucket.height, bucket.width) - pipeline.prefix_tokens
     captions = [ids for row in batch.rows for ids in inputs_lib.captions_of(row)]
     return batch_lib.LaunchResult(
         rows=_rows(outputs, batch, nfe=1),

@@ -92,7 +92,7 @@ def facts(built: images.BuiltImages) -> image_requests.ImageFacts:
     multiple = pipeline.size_multiple
     unit = pipeline.latent_shape(multiple, multiple)
     is_packed = len(unit) == 2
-    longest = built.buckets.tokens[-1] - pipeline.extra_tokens
+    longest = built.buckets.tokens[-1] - pipeline.prefix_tokens
     longest = min(longest, defaults.longest_sequence_length)
     return image_requests.ImageFacts(
         family=built.folder.class_name.removesuffix("Pipeline"),

@@ -237,11 +237,11 @@ def _caption_lengths(
     pipeline: interface.Pipeline, device: device_facts.DeviceFacts
 ) -> tuple[int, ...]:
     """Returns the compiled lengths of captions."""
-    extra, multiple = pipeline.extra_tokens, pipeline.caption_multiple
-    most = min(pipeline.defaults.longest_sequence_length + extra, pipeline.max_caption_tokens)
-    most = -(-most // multiple) * multiple
-    ladder = CPU_TOKENS if device.is_cpu else ACCELERATOR_TOKENS
-    return (*(one + extra for one in ladder if one + extra < most), most)
+    most = min(pipeline.defaults.longest_sequence_length, pipeline.max_caption_tokens)
+    most = -(-most // pipeline.caption_multiple) * pipeline.caption_multiple
+    tokens = CPU_TOKENS if device.is_cpu else ACCELERATOR_TOKENS
+    tokens = (*(one for one in tokens if one < most), most)
+    return tuple(pipeline.prefix_tokens + one for one in tokens)
 
 
 def _rows(config: ImageBuildConfig, device: device_facts.DeviceFacts) -> tuple[int, ...]:
@@ -310,9 +310,12 @@ def _at_start(
     Where captions are padded, most are as long as the default.
     """
     defaults = pipeline.defaults
-    buckets = dataclasses.replace(buckets, guided=(pipeline.is_guided(defaults.guidance_scale),))
+    # The other option asks for guidance only together with a negative prompt.
+    is_switch = pipeline.options.cfg_switch == "guidance_scale"
+    is_guided = is_switch and (defaults.guidance_scale or 0.0) > 0
+    buckets = dataclasses.replace(buckets, guided=(is_guided,))
     if pipeline.pads_captions:
-        length = min(pipeline.extra_tokens + defaults.max_sequence_length, buckets.tokens[-1])
+        length = min(pipeline.prefix_tokens + defaults.max_sequence_length, buckets.tokens[-1])
         buckets = dataclasses.replace(buckets, tokens=(buckets.tokens_of(length),))
     return buckets.all()
 

@@ -152,8 +152,11 @@ class Pipeline(Protocol):
         ...
 
     @property
-    def extra_tokens(self) -> int:
-        """Ids of every caption that no `max_sequence_length` bounds, such as a second encoder's."""
+    def prefix_tokens(self) -> int:
+        """Ids at the beginning of every caption that only text encoders see.
+
+        They come on top of `max_sequence_length`, and of the multiple and the most tokens above.
+        """
         ...
 
     @property
@@ -179,13 +182,10 @@ class Pipeline(Protocol):
         """Returns the noise levels before each step, and the last one, 0 (numpy)."""
         ...
 
-    def is_guided(self, guidance_scale: float | None) -> bool:
-        """Returns whether this scale alone asks for a forward for the negative prompt, too."""
-        ...
-
     def caption_shapes(self, tokens: int) -> Any:
         """Returns the shapes (without rows) of what is kept of a caption of a compiled length.
 
+        The length counts the prefix, as `lens` below do.
         No axis shrinks when `tokens` grows. A shorter caption is the beginning of each axis.
         """
         ...

@@ -90,7 +90,7 @@ class ZImagePipeline:
         return positions // self.caption_multiple * self.caption_multiple
 
     @property
-    def extra_tokens(self) -> int:
+    def prefix_tokens(self) -> int:
         return 0
 
     @property
@@ -111,9 +111,6 @@ class ZImagePipeline:
 
     def sigmas(self, num_steps: int, height: int, width: int) -> np.ndarray:
         return _sigmas(self.parts.schedule, num_steps, self.image_tokens(height, width))
-
-    def is_guided(self, guidance_scale: float | None) -> bool:
-        return (guidance_scale or 0) > 0
 
     def caption_shapes(self, tokens: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((tokens, self._transformer.dim), self.parts.dtype)
