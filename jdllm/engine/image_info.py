@@ -124,6 +124,7 @@ def model_info(
             "height": facts.default_height,
             "num_inference_steps": facts.default_steps,
             "guidance_scale": facts.default_guidance_scale,
+            "true_cfg_scale": facts.default_true_cfg_scale,
             "max_sequence_length": facts.default_max_sequence_length,
         },
         "weight_version": "default",

@@ -1,8 +1,9 @@
 """From the text of a prompt to the ids that the text encoder reads.
 
-The prompt is the one message of a user, which the chat template of the tokenizer folder writes. Ids
-past `max_sequence_length` are cut from the end, as the published pipelines do, so a long prompt
-loses what the template writes after it. The caller learns how many, and can say so.
+The prompt is the one message of a user, which the chat template of the tokenizer folder writes, or
+it stands in a text of the pipeline. Ids past `max_sequence_length` are cut from the end, as the
+published pipelines do, so a long prompt loses what the template writes after it. The caller learns
+how many, and can say so.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ class PromptTokenizer(Protocol):
     """What encodes the prompts of a pipeline."""
 
     def encode(self, prompt: str, *, max_sequence_length: int) -> PromptIds:
-        """Returns 1 to `max_sequence_length` ids; a RequestError names what cannot be encoded."""
+        """Returns 1 to `max_sequence_length` ids; a RequestError names what cannot be encoded.
+
+        The ids of a prefix (`Pipeline.prefix_tokens`) come on top.
+        """
         ...
 
 
@@ -60,24 +64,54 @@ class ChatTokenizer:
         return _cut(self._tokenizer.encode(text).ids, max_sequence_length)
 
 
+class FramedTokenizer:
+    """The tokenizer folder of a pipeline whose own text stands around a prompt: `tokenizer.json`.
+
+    The first `prefix_tokens` ids of the whole text are the prefix. Their number is a constant, even
+    if the end of `before` and the beginning of a prompt become one token. Raises as `ChatTokenizer`
+    does.
+    """
+
+    def __init__(
+        self,
+        directory: pathlib.Path,
+        *,
+        vocab_size: int,
+        before: str,
+        after: str,
+        prefix_tokens: int,
+    ):
+        self._tokenizer = _load(directory / TOKENIZER_NAME, vocab_size)
+        self._before, self._after = before, after
+        self._prefix_tokens = prefix_tokens
+
+    def encode(self, prompt: str, *, max_sequence_length: int) -> PromptIds:
+        """Returns the ids of the prompt in its frame."""
+        text = f"{self._before}{_checked(prompt)}{self._after}"
+        ids = self._tokenizer.encode(text).ids
+        return _cut(ids, max_sequence_length, prefix_tokens=self._prefix_tokens)
+
+
 class ByteTokenizer:
     """A stand-in for pipelines without tokenizer files: UTF-8 and a line end, no template.
 
-    The id of a byte is the byte plus `offset`.
+    The id of a byte is the byte plus `offset`. The ids of a prefix are all the same.
     """
 
-    def __init__(self, *, vocab_size: int, offset: int = 0):
+    def __init__(self, *, vocab_size: int, offset: int = 0, prefix_tokens: int = 0):
         if offset < 0 or offset + _BYTES > vocab_size:
             raise errors.ConfigError(
                 f"vocab_size={vocab_size} of the text encoder is too small for the stand-in "
                 f"tokenizer, whose ids are {offset} to {offset + _BYTES - 1}"
             )
         self._offset = offset
+        self._prefix = [offset] * prefix_tokens
 
     def encode(self, prompt: str, *, max_sequence_length: int) -> PromptIds:
         """Returns the ids of the prompt's bytes; the line end gives an empty prompt an id too."""
         encoded = f"{_checked(prompt)}\n".encode()
-        return _cut([byte + self._offset for byte in encoded], max_sequence_length)
+        ids = [*self._prefix, *(byte + self._offset for byte in encoded)]
+        return _cut(ids, max_sequence_length, prefix_tokens=len(self._prefix))
 
 
 def _checked(prompt: str) -> str:
@@ -94,11 +128,11 @@ def _checked(prompt: str) -> str:
     return prompt
 
 
-def _cut(ids: list[int], max_sequence_length: int) -> PromptIds:
+def _cut(ids: list[int], max_sequence_length: int, *, prefix_tokens: int = 0) -> PromptIds:
     value_checks.check_integer(max_sequence_length, "max_sequence_length", low=1)
-    if not ids:
+    if len(ids) <= prefix_tokens:
         raise errors.RequestError("prompt gives no token", param="prompt")
-    kept = ids[:max_sequence_length]
+    kept = ids[: prefix_tokens + max_sequence_length]
     return PromptIds(ids=tuple(kept), num_cut=len(ids) - len(kept))
 
 

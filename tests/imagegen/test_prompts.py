@@ -48,6 +48,32 @@ def test_ids_of_the_goldens(tokenizer, golden, name, limit):
     assert found.num_cut == golden[f"{name}/mask512"].sum() - len(expected)
 
 
+def framed(prefix_tokens, after="<|im_end|>"):
+    return prompts.FramedTokenizer(
+        FOLDER, vocab_size=VOCAB_SIZE, before="A b\n", after=after, prefix_tokens=prefix_tokens
+    )
+
+
+def test_a_prefix_comes_on_top_of_the_most_tokens(tokenizer):
+    whole = framed(0).encode("A red bicycle.", max_sequence_length=99).ids
+    for limit in (1, 3, 99):
+        found = framed(4).encode("A red bicycle.", max_sequence_length=limit)
+        assert found.ids == whole[: 4 + limit]
+        assert found.num_cut == len(whole) - len(found.ids)
+    im_end = tokenizer.encode("", max_sequence_length=99).ids[3]
+    assert whole[-1] == im_end
+    with pytest.raises(errors.RequestError, match="no token"):
+        framed(99).encode("A red bicycle.", max_sequence_length=9)
+
+
+def test_the_stand_in_has_a_prefix_too():
+    plain = prompts.ByteTokenizer(vocab_size=300, offset=3)
+    framed = prompts.ByteTokenizer(vocab_size=300, offset=3, prefix_tokens=5)
+    own = plain.encode("abc", max_sequence_length=2)
+    found = framed.encode("abc", max_sequence_length=2)
+    assert found.ids == (3, 3, 3, 3, 3, *own.ids) and found.num_cut == own.num_cut == 2
+
+
 def test_a_template_in_its_own_file_has_priority(tmp_path, tokenizer):
     shutil.copy(FOLDER / "tokenizer.json", tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
