@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from jdllm.models.images import autoencoder_kl, component, qwen3, z_image
+from jdllm.models.images import autoencoder_kl, component, qwen3, qwen_image, z_image
 
 # By the class name in `model_index.json`.
 COMPONENTS: dict[str, component.Component[Any]] = {
     name: one
-    for one in (qwen3.COMPONENT, z_image.COMPONENT, autoencoder_kl.COMPONENT)
+    for one in (
+        qwen3.COMPONENT,
+        z_image.COMPONENT,
+        qwen_image.COMPONENT,
+        autoencoder_kl.COMPONENT,
+    )
     for name in one.class_names
 }

@@ -1,0 +1,105 @@
+"""The golden Qwen-Image pipeline: published class names, tiny sizes, outputs of diffusers 0.42.1.
+
+Its weights are not stored: each tensor is drawn from its name, as the makers of the arrays did.
+What no forward pass may read is NaN here: the vision tower, the head, the encoder of images, and
+of every kernel over time all taps but the last.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import pathlib
+import shutil
+import tempfile
+import zlib
+
+import jax.numpy as jnp
+import numpy as np
+import safetensors.numpy
+
+GOLDENS = pathlib.Path(__file__).parents[1] / "data" / "goldens" / "images" / "qwen_image"
+FILES = {
+    "text_encoder": "model",
+    "transformer": "diffusion_pytorch_model",
+    "vae": "diffusion_pytorch_model",
+}
+UNUSED = ("visual.", "lm_head.", "encoder.", "quant_conv.")
+PROMPTS = (
+    "",
+    "A red bicycle.",
+    "A wide watercolor painting of an old lighthouse on a cliff at night, with neon signs along "
+    "the street below, two cats on a blue sofa near the window, seven paper boats in a shallow "
+    "pool, each boat with a number painted on it, and snowy mountains in the background under "
+    "soft morning light.",
+)
+NEGATIVE = "Blurry, low quality."
+PREFIX = 34  # ids of the template before the prompt
+
+
+@functools.cache
+def arrays(name: str) -> dict[str, np.ndarray]:
+    """Returns the arrays of text, transformer, vae or runs."""
+    with np.load(GOLDENS / f"{name}.npz") as file:
+        return dict(file)
+
+
+@functools.cache
+def shapes(component: str) -> dict[str, tuple[int, ...]]:
+    """Returns the tensors of the checkpoint that diffusers has written."""
+    stored = json.loads((GOLDENS / "tensors.json").read_text())[component]
+    return {name: tuple(shape) for name, shape in stored.items()}
+
+
+def config(component: str) -> dict:
+    return json.loads((GOLDENS / "pipeline" / component / "config.json").read_text())
+
+
+def tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Returns the tensor of this name; a kernel over time keeps its scale with one tap."""
+    rng = np.random.RandomState(zlib.crc32(name.encode()))
+    if len(shape) > 1 and not name.endswith("gamma"):
+        fan_in = np.prod(shape[1:]) / (shape[2] if len(shape) == 5 else 1)
+        scale = 1.0 if "embed_tokens" in name else fan_in**-0.5
+        array = scale * rng.standard_normal(shape)
+    elif name.endswith("bias"):
+        array = 0.1 * rng.standard_normal(shape)
+    else:
+        array = rng.uniform(0.6, 1.4, shape) * (1.7 if ".attn.norm_" in name else 1.0)
+    if name.startswith(UNUSED) or ".time_conv." in name:
+        array[...] = np.nan
+    elif len(shape) == 5:
+        array[:, :, :-1] = np.nan
+    return array.astype(np.float32)
+
+
+@functools.cache
+def tensors(component: str) -> dict[str, np.ndarray]:
+    return {name: tensor(name, shape) for name, shape in shapes(component).items()}
+
+
+@functools.cache
+def _kept() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="golden-qwen-image-")
+
+
+@functools.cache
+def pipeline_path() -> pathlib.Path:
+    """Returns the folder of the whole pipeline, which lives as long as the process."""
+    path = pathlib.Path(_kept().name) / "pipeline"
+    shutil.copytree(GOLDENS / "pipeline", path)
+    for component, name in FILES.items():
+        safetensors.numpy.save_file(tensors(component), path / component / f"{name}.safetensors")
+    return path
+
+
+def params(one, component: str, dtype: str = "float32"):
+    """Returns (graphdef, params) of a component with the golden checkpoint."""
+    parsed = one.read(config(component))
+    graphdef, abstract = one.abstract(parsed, jnp.dtype(dtype))
+    fills = one.match(parsed, shapes(component))
+    made = {path: np.full(array.shape, np.nan, array.dtype) for path, array in abstract.items()}
+    for of_path in fills.values():
+        for fill in of_path:
+            fill.row.write(made[fill.row.target], tensors(component)[fill.tensor])
+    return graphdef, {path: jnp.asarray(array) for path, array in made.items()}
