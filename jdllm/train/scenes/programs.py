@@ -28,7 +28,10 @@ Size = tuple[int, int]
 _THREADS = 10
 # The libraries choose their kernels unasked: there are thirty programs, and trying kernels out, in
 # one thread at a time, would take longer than a run.
-_GPU_OPTIONS = {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": "False"}
+_GPU_OPTIONS = {
+    "xla_gpu_autotune_level": "0",
+    "xla_gpu_enable_triton_gemm": "False",
+}
 
 
 class Programs:
@@ -114,7 +117,7 @@ class Programs:
     def _compile(self, function: Callable[..., Any], *shapes: Any) -> Any:
         donated = 0 if isinstance(shapes[0], update.SceneState) else ()
         jitted = jax.jit(function, donate_argnums=donated)
-        options = _GPU_OPTIONS if jax.default_backend() == "gpu" else None
+        options: Any = _GPU_OPTIONS if jax.default_backend() == "gpu" else None
 
         def compiled() -> Any:
             began = time.monotonic()

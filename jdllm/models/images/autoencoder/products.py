@@ -17,11 +17,16 @@ Picture = Float[Array, "B H W C"]
 Kernel = Float[Array, "size size C D"]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def convolve(
     x: Picture, kernel: Kernel, stride: int, padding: tuple[int, int]
 ) -> Float[Array, "B h w D"]:
     """Returns the convolution with zeros before and behind both sides, in the dtype of `x`."""
+    out: jax.Array = _convolve(x, kernel, stride, padding)
+    return out
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _convolve(x, kernel, stride, padding):
     size, _, _, width = kernel.shape
     return patches(x, size, stride, padding) @ kernel.reshape(-1, width)
 
@@ -42,7 +47,7 @@ def patches(
 
 
 def _forward(x, kernel, stride, padding):
-    return convolve(x, kernel, stride, padding), (x, kernel)
+    return _convolve(x, kernel, stride, padding), (x, kernel)
 
 
 def _backward(stride, padding, residuals, grad):
@@ -57,4 +62,4 @@ def _backward(stride, padding, residuals, grad):
     return of_x, of_kernel
 
 
-convolve.defvjp(_forward, _backward)
+_convolve.defvjp(_forward, _backward)
