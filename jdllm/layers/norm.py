@@ -39,3 +39,15 @@ def layer_norm(x: Float[Array, "... D"], *, eps: float) -> Float[Array, "... D"]
     centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
     variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
     return (centred * jax.lax.rsqrt(variance + eps)).astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """Normalises the last axis of size `dim` to mean 0 and variance 1, then weight and bias."""
+
+    def __init__(self, dim: int, *, eps: float, dtype: jnp.dtype):
+        self.eps = eps
+        self.weight = nnx.Param(jnp.ones((dim,), dtype))
+        self.bias = nnx.Param(jnp.zeros((dim,), dtype))
+
+    def __call__(self, x: Float[Array, "... dim"]) -> Float[Array, "... dim"]:
+        return layer_norm(x, eps=self.eps) * self.weight[...] + self.bias[...]

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from jdllm.models.images import autoencoder_kl, component, qwen3, qwen_image, z_image
+from jdllm.models.images import (
+    autoencoder_kl,
+    clip_text,
+    component,
+    flux,
+    qwen3,
+    qwen_image,
+    t5,
+    z_image,
+)
 
 # By the class name in `model_index.json`.
 COMPONENTS: dict[str, component.Component[Any]] = {
@@ -13,6 +22,9 @@ COMPONENTS: dict[str, component.Component[Any]] = {
         qwen3.COMPONENT,
         z_image.COMPONENT,
         qwen_image.COMPONENT,
+        clip_text.COMPONENT,
+        t5.COMPONENT,
+        flux.COMPONENT,
         autoencoder_kl.COMPONENT,
     )
     for name in one.class_names

@@ -1,0 +1,129 @@
+"""The sizes of a FLUX.1 transformer: its config.json, and the work of a forward."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jdllm import errors
+from jdllm.models import hf_config
+
+PATCH = 2  # latent pixels of a token, in both directions; the pipeline packs them
+MLP_RATIO = 4
+
+# The keys of config.json, with the defaults of the published class.
+_DEFAULTS: Mapping[str, Any] = {
+    "patch_size": 1,
+    "in_channels": 64,
+    "out_channels": None,
+    "num_layers": 19,
+    "num_single_layers": 38,
+    "attention_head_dim": 128,
+    "num_attention_heads": 24,
+    "joint_attention_dim": 4096,
+    "pooled_projection_dim": 768,
+    "guidance_embeds": False,
+    "axes_dims_rope": [16, 56, 56],
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FluxConfig:
+    """What config.json holds, by its names. `in_channels` are those of a token, in and out."""
+
+    in_channels: int
+    num_layers: int
+    num_single_layers: int
+    attention_head_dim: int
+    num_attention_heads: int
+    joint_attention_dim: int
+    pooled_projection_dim: int
+    guidance_embeds: bool
+    axes_dims_rope: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if sum(self.axes_dims_rope) != self.attention_head_dim:
+            raise errors.ConfigError(
+                f"config.json: axes_dims_rope={self.axes_dims_rope} must add up to "
+                f"attention_head_dim={self.attention_head_dim}"
+            )
+        if any(dim % 2 for dim in self.axes_dims_rope):
+            raise errors.ConfigError(
+                f"config.json: axes_dims_rope={self.axes_dims_rope} must be even"
+            )
+        if self.in_channels % PATCH**2:
+            raise errors.ConfigError(
+                f"config.json: in_channels={self.in_channels} must be a multiple of {PATCH**2}"
+            )
+
+    @property
+    def dim(self) -> int:
+        return self.num_attention_heads * self.attention_head_dim
+
+    @property
+    def latent_channels(self) -> int:
+        return self.in_channels // PATCH**2
+
+
+def read(hf: Mapping[str, Any]) -> FluxConfig:
+    """Returns the config of a parsed config.json; a missing key has the default of the class.
+
+    Raises a ConfigError that names the key for an unknown key, and for a value that is wrong or
+    not implemented.
+    """
+    given = {
+        key: value
+        for key, value in hf.items()
+        if value is not None and not key.startswith("_")  # _class_name, _diffusers_version
+    }
+    for key, value in given.items():
+        if key not in _DEFAULTS:
+            raise errors.ConfigError(
+                f"config.json: unknown key {key}={errors.quote(value)}"
+                f"{errors.nearest(key, _DEFAULTS)}"
+            )
+    values = {**_DEFAULTS, **given}
+    only = {"patch_size": 1, "out_channels": values["in_channels"]}
+    for key, value in only.items():
+        if values[key] not in (None, value):
+            raise errors.ConfigError(
+                f"config.json: {key}={errors.quote(values[key])} is not supported; supported: "
+                f"{errors.quote(value)}"
+            )
+    return FluxConfig(
+        in_channels=hf_config.integer(values, "in_channels"),
+        num_layers=hf_config.integer(values, "num_layers", high=hf_config.LARGEST_DEPTH),
+        num_single_layers=hf_config.integer(
+            values, "num_single_layers", high=hf_config.LARGEST_DEPTH
+        ),
+        attention_head_dim=hf_config.integer(values, "attention_head_dim"),
+        num_attention_heads=hf_config.integer(values, "num_attention_heads"),
+        joint_attention_dim=hf_config.integer(values, "joint_attention_dim"),
+        pooled_projection_dim=hf_config.integer(values, "pooled_projection_dim"),
+        guidance_embeds=hf_config.flag(values, "guidance_embeds"),
+        axes_dims_rope=_axes(values, "axes_dims_rope"),
+    )
+
+
+def flops(config: FluxConfig, image_tokens: int, text_tokens: int) -> int:
+    """Returns the operations of one forward of one row, 2 for a multiply-add.
+
+    Linear layers and attention of the blocks count; the rest is far below one percent.
+    """
+    D, tokens = config.dim, image_tokens + text_tokens
+    # Attention has four products of D x D, and the feed-forward two of D x 4D.
+    weights = (4 + 2 * MLP_RATIO) * D * D
+    blocks = config.num_layers + config.num_single_layers
+    return blocks * (2 * weights * tokens + 4 * D * tokens * tokens)
+
+
+def _axes(values: Mapping[str, Any], key: str) -> tuple[int, ...]:
+    """Returns a size for each of the three axes: unused by text to image, rows, columns."""
+    value = values[key]
+    is_list = isinstance(value, list | tuple)
+    if not is_list or len(value) != 3 or not all(type(n) is int and n > 0 for n in value):
+        raise errors.ConfigError(
+            f"config.json: {key}={errors.quote(value)} must be three positive integers"
+        )
+    return tuple(value)

@@ -1,0 +1,87 @@
+"""The golden FLUX pipeline: its folder, its weights, and the arrays that diffusers 0.42.1 made.
+
+Three components have weights that are drawn again (`drawn_weights`) instead of stored. The second
+tokenizer is stored without its normaliser, a large table that changes nothing in these prompts.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import pathlib
+import shutil
+import tempfile
+
+import jax.numpy as jnp
+import numpy as np
+import safetensors.numpy
+from support import drawn_weights
+
+from jdllm.models.images import registry
+
+GOLDENS = pathlib.Path(__file__).parents[1] / "data" / "goldens" / "images" / "flux"
+STORED = GOLDENS / "pipeline"
+PROMPTS = (
+    "",
+    "A red bicycle.",
+    "A wide watercolor painting of an old lighthouse on a cliff at night, with neon signs along "
+    "the street below, two cats on a blue sofa near the window, seven paper boats in a shallow "
+    "pool, each boat with a number painted on it, and snowy mountains in the background under "
+    "soft morning light.",
+)
+NEGATIVE = "Blurry, low quality."
+SQUARE, TALL = (96, 96), (112, 64)
+CLIP_IDS, LENGTH = 77, 64  # the ids of every prompt for CLIP, and those for T5 in most runs
+_CLASSES = {
+    "text_encoder": "CLIPTextModel",
+    "text_encoder_2": "T5EncoderModel",
+    "transformer": "FluxTransformer2DModel",
+}
+_SEEDS = {"text_encoder": 12, "text_encoder_2": 15, "transformer": 13}
+_PREFIXES = {"text_encoder": "text_model."}
+_FILES = {"transformer": "diffusion_pytorch_model.safetensors"}
+
+
+@functools.cache
+def arrays(name: str) -> dict[str, np.ndarray]:
+    """Returns the arrays of a file: text, transformer or runs."""
+    with np.load(GOLDENS / f"{name}.npz") as file:
+        return dict(file)
+
+
+def config_json(name: str) -> dict:
+    return json.loads((STORED / name / "config.json").read_text())
+
+
+@functools.cache
+def tensors(name: str) -> dict[str, np.ndarray]:
+    """Returns the checkpoint of a component."""
+    one = registry.COMPONENTS[_CLASSES[name]]
+    config = one.read(config_json(name))
+    prefix = _PREFIXES.get(name, "")
+    return drawn_weights.draw(one, config, seed=_SEEDS[name], prefix=prefix)
+
+
+@functools.cache
+def loaded(name: str, dtype: str = "float32"):
+    """Returns (graphdef, params) of a component."""
+    one = registry.COMPONENTS[_CLASSES[name]]
+    config = one.read(config_json(name))
+    graphdef, shapes = one.abstract(config, jnp.dtype(dtype))
+    params = {path: np.full(shape.shape, np.nan, shape.dtype) for path, shape in shapes.items()}
+    for row in one.weight_rows(config):
+        row.write(params[row.target], tensors(name)[_PREFIXES.get(name, "") + row.name])
+    return graphdef, {path: jnp.asarray(array) for path, array in params.items()}
+
+
+@functools.cache
+def folder() -> pathlib.Path:
+    """Returns the complete pipeline folder, which lives as long as the process."""
+    made = pathlib.Path(tempfile.mkdtemp(prefix="golden-flux-"))
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    shutil.copytree(STORED, made, dirs_exist_ok=True)
+    for name in _CLASSES:
+        file = made / name / _FILES.get(name, "model.safetensors")
+        safetensors.numpy.save_file(tensors(name), file)
+    return made
