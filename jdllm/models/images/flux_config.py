@@ -8,8 +8,8 @@ from typing import Any
 
 from jdllm import errors
 from jdllm.models import hf_config
+from jdllm.models.images.packing import PATCH
 
-PATCH = 2  # latent pixels of a token, in both directions; the pipeline packs them
 MLP_RATIO = 4
 
 # The keys of config.json, with the defaults of the published class.

@@ -13,7 +13,7 @@ from support import golden_flux as golden
 from jdllm.models import loading
 from jdllm.models.images import flux
 
-SIZES = {"12x12": 6, "14x8": 7}  # and their rows of tokens
+SIZES = {"12x12": (6, 6), "14x8": (7, 4)}  # and their rows and columns of tokens
 SIGMAS, SCALES = (1.0, 0.6, 0.05), (1.0, 3.5, 7.0)
 # Measured by the makers of the arrays: angles of 3500 rad differ by 2e-4 from one exp to another.
 ATOL, ATOL_GIVEN_EMBEDDING, ATOL_BATCH = 6e-4, 3e-5, 5e-5
@@ -23,11 +23,11 @@ ATOL, ATOL_GIVEN_EMBEDDING, ATOL_BATCH = 6e-4, 3e-5, 5e-5
 def compiled(dtype="float32"):
     graphdef, params = golden.loaded("transformer", dtype)
 
-    @functools.partial(jax.jit, static_argnames="rows")
-    def run(params, packed, sigma, guidance, text, pooled, lens, rows):
+    @functools.partial(jax.jit, static_argnames="grid")
+    def run(params, packed, sigma, guidance, text, pooled, lens, grid):
         model = loading.merge(graphdef, params)
         given = model.embed_text(text), model.embed_pooled(pooled)
-        return model.denoise(packed, sigma, guidance, *given, lens, rows=rows)
+        return model.denoise(packed, sigma, guidance, *given, lens, grid)
 
     return functools.partial(run, params)
 
@@ -44,7 +44,7 @@ def texts(*names, length=64):
 
 
 def forward(
-    packed, sigma, guidance, embeds, pooled, *, rows, lens=None, bucket=None, dtype="float32"
+    packed, sigma, guidance, embeds, pooled, *, grid, lens=None, bucket=None, dtype="float32"
 ):
     B, L, _ = embeds.shape
     lens = [L] * B if lens is None else lens
@@ -58,7 +58,7 @@ def forward(
         jnp.asarray(padded),
         jnp.asarray(pooled),
         jnp.asarray(lens, jnp.int32),
-        rows=rows,
+        grid=grid,
     )
     return np.asarray(out)
 
@@ -73,7 +73,7 @@ def close(actual, expected, atol):
 def test_a_row_alone(size, step, prompt):
     expected = golden.arrays("transformer")
     x = expected[f"{size}/x"][prompt : prompt + 1]
-    out = forward(x, SIGMAS[step : step + 1], [3.5], *texts(f"p{prompt}"), rows=SIZES[size])
+    out = forward(x, SIGMAS[step : step + 1], [3.5], *texts(f"p{prompt}"), grid=SIZES[size])
     assert out.dtype == np.float32
     close(out[0], expected[f"{size}/t{step}/p{prompt}"], ATOL)
 
@@ -83,12 +83,12 @@ def test_rows_of_unequal_timesteps_and_scales(size):
     expected = golden.arrays("transformer")
     x = expected[f"{size}/x"]
     embeds, pooled = texts("p0", "p1", "p2")
-    out = forward(x, SIGMAS, SCALES, embeds, pooled, rows=SIZES[size])
+    out = forward(x, SIGMAS, SCALES, embeds, pooled, grid=SIZES[size])
     close(out, expected[f"{size}/batch_mixed_t"], ATOL)
     for i in range(3):
         row = slice(i, i + 1)
         alone = forward(
-            x[row], SIGMAS[row], SCALES[row], embeds[row], pooled[row], rows=SIZES[size]
+            x[row], SIGMAS[row], SCALES[row], embeds[row], pooled[row], grid=SIZES[size]
         )
         close(out[row], alone, ATOL_BATCH)
 
@@ -98,12 +98,16 @@ def test_rows_of_unequal_text_lengths():
     x = golden.arrays("transformer")["12x12/x"]
     embeds, pooled = texts("p0", "p1", "p2")
     lens = [64, 1, 23]
-    out = forward(x, SIGMAS, SCALES, embeds, pooled, rows=6, lens=lens, bucket=96)
+    out = forward(x, SIGMAS, SCALES, embeds, pooled, grid=(6, 6), lens=lens, bucket=96)
     for i, length in enumerate(lens):
         row = slice(i, i + 1)
-        alone = forward(x[row], SIGMAS[row], SCALES[row], embeds[row, :length], pooled[row], rows=6)
+        alone = forward(
+            x[row], SIGMAS[row], SCALES[row], embeds[row, :length], pooled[row], grid=(6, 6)
+        )
         close(out[row], alone, ATOL_BATCH)
-    close(out[:1], forward(x[:1], SIGMAS[:1], SCALES[:1], embeds[:1], pooled[:1], rows=6), 5e-5)
+    close(
+        out[:1], forward(x[:1], SIGMAS[:1], SCALES[:1], embeds[:1], pooled[:1], grid=(6, 6)), 5e-5
+    )
 
 
 def test_parts():
@@ -117,33 +121,24 @@ def test_parts():
     embedding = model.embed(jnp.array([0.6]), jnp.array([3.5]), vector)
     close(embedding, taps["tap/time_text_embed"], 3e-4)  # by its angles, see ATOL
     embedding = jnp.asarray(taps["tap/time_text_embed"])
-    rotation = model.rotation(6, 6, 64)
+    rotation = model.rotation((6, 6), 64)
     # diffusers has the text first, and repeats each angle for both dims of a pair.
     for found, name in zip(rotation, ("cos", "sin")):
         expected = taps[f"tap/rope_{name}"]
         close(np.repeat(found[0, :36], 2, axis=-1), expected[64:], 1e-6)
         close(np.repeat(found[0, 36:], 2, axis=-1), expected[:64], 1e-6)
     lengths = jnp.array([100])
-    for i, of_block in enumerate(model._of_double_blocks(embedding)):
-        x, text = model.double_blocks[i](x, text, rotation, lengths, of_block)
+    doubles, singles = model.modulations(embedding)
+    for i, of_block in enumerate(doubles):
+        x, text = model.transformer_blocks[i](x, text, rotation, lengths, of_block)
         close(x, taps[f"tap/transformer_blocks.{i}/image"], ATOL_GIVEN_EMBEDDING)
         close(text, taps[f"tap/transformer_blocks.{i}/text"], ATOL_GIVEN_EMBEDDING)
     joint = jnp.concatenate([x, text], axis=1)
-    for i, of_block in enumerate(model._of_single_blocks(embedding)):
-        joint = model.single_blocks[i](joint, rotation, lengths, of_block)
+    for i, of_block in enumerate(singles):
+        joint = model.single_transformer_blocks[i](joint, rotation, lengths, of_block)
         close(joint[:, :36], taps[f"tap/single_transformer_blocks.{i}/image"], 3e-5)
         close(joint[:, 36:], taps[f"tap/single_transformer_blocks.{i}/text"], 3e-5)
     close(model.final(joint[:, :36], embedding)[0], taps["12x12/t1/p1"], ATOL_GIVEN_EMBEDDING)
-
-
-@pytest.mark.parametrize(("h", "w"), [(2, 2), (4, 10), (6, 2)])
-def test_patches_are_channel_major_and_stand_row_by_row(h, w):
-    x = np.arange(3 * 16 * h * w, dtype=np.float32).reshape(3, 16, h, w)
-    packed = np.asarray(flux.pack(jnp.asarray(x)))
-    for token, (row, column) in enumerate(np.ndindex(h // 2, w // 2)):
-        patch = x[:, :, 2 * row : 2 * row + 2, 2 * column : 2 * column + 2]
-        close(packed[:, token], patch.reshape(3, -1), 0)
-    close(flux.unpack(jnp.asarray(packed), h // 2), x, 0)
 
 
 def test_a_model_without_guidance_does_not_read_it():
@@ -160,7 +155,7 @@ def test_a_model_without_guidance_does_not_read_it():
     def run(model, guidance):
         given = model.embed_text(jnp.asarray(embeds)), model.embed_pooled(jnp.asarray(pooled))
         lens = jnp.array([64])
-        return model.denoise(x, jnp.array([0.6]), jnp.array([guidance]), *given, lens, rows=6)
+        return model.denoise(x, jnp.array([0.6]), jnp.array([guidance]), *given, lens, (6, 6))
 
     close(run(model, 3.5), run(model, 7.0), 0)
     # The same model with an embedder that gives nothing.
@@ -176,7 +171,7 @@ def test_noise_levels_and_guidance_are_float32_whatever_the_weights_are():
     given = texts("p1")
 
     def run(sigma, guidance):
-        out = forward(x, [sigma], [guidance], *given, rows=6, dtype="bfloat16")
+        out = forward(x, [sigma], [guidance], *given, grid=(6, 6), dtype="bfloat16")
         assert out.dtype == np.float32
         return out
 
@@ -184,5 +179,5 @@ def test_noise_levels_and_guidance_are_float32_whatever_the_weights_are():
     assert np.abs(base - run(0.6, 3.504)).max() > 0.05
     assert np.abs(base - run(0.601, 3.5)).max() > 0.02
     wanted = golden.arrays("transformer")["12x12/t1/p0"]
-    out = forward(x, [0.6], [3.5], *texts("p0"), rows=6, dtype="bfloat16")[0]
+    out = forward(x, [0.6], [3.5], *texts("p0"), grid=(6, 6), dtype="bfloat16")[0]
     assert np.abs(out - wanted).mean() < 0.05
