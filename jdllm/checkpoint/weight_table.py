@@ -32,7 +32,8 @@ class WeightRow:
     """One checkpoint tensor: its HF name and shape, the parameter's path, and the part it fills.
 
     Rows of one parameter with different `form`s are alternatives (split or merged experts); a
-    checkpoint holds exactly one form.
+    checkpoint holds exactly one form. `cut` is the part of the tensor that is used, so a row with
+    it cannot be exported.
     """
 
     name: str
@@ -40,16 +41,20 @@ class WeightRow:
     target: str
     view: Callable[[np.ndarray], np.ndarray] = whole
     form: str = ""
+    cut: Callable[[np.ndarray], np.ndarray] | None = None
 
     def read(self, array: np.ndarray) -> np.ndarray:
         """Returns this row's part of the full parameter, in the shape of the checkpoint."""
+        if self.cut is not None:
+            raise ValueError(f"{self.name} holds more than the parameter {self.target}")
         return self.view(array).reshape(self.shape)
 
     def write(self, array: np.ndarray, tensor: np.ndarray) -> None:
         """Fills this row's part of the parameter and casts to the parameter's dtype."""
         part = self.view(array)
         assert np.may_share_memory(part, array), f"{self.name} does not view its parameter"
-        part[...] = tensor.reshape(part.shape)
+        used = tensor if self.cut is None else self.cut(tensor)
+        part[...] = used.reshape(part.shape)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

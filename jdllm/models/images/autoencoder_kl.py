@@ -39,7 +39,17 @@ class AutoencoderKL(nnx.Module):
             if config.has_post_quant_conv
             else None
         )
-        self.decoder = coders.Decoder(config, dtype)
+        self.decoder = coders.Decoder(
+            coders.DecoderPlan(
+                latent_channels=config.latent_channels,
+                blocks=coders.block_widths(
+                    config.block_channels[::-1], config.layers_per_block + 1
+                ),
+                num_groups=config.num_groups,
+                has_mid_attention=config.has_mid_attention,
+            ),
+            dtype,
+        )
 
     def decode(self, latents: Latents, *, tile: int = coders.TILE) -> Images:
         """Returns the images of the pipeline's latents, about -1 to 1 and not clipped.
@@ -124,27 +134,27 @@ bias                    bias
 """
 
 
-def _at(rows: str, *places: str) -> str:
+def at(rows: str, *places: str) -> str:
     """Returns the rows with both names under each place, in the checkpoint and in the module."""
     pairs = [line.split() for line in rows.strip().splitlines()]
     return "\n".join(f"{at}.{a} {at}.{b}" for at in places for a, b in pairs) + "\n"
 
 
 _DECODER = (
-    _at(_CONV, "post_quant_conv", "decoder.conv_in", "decoder.conv_out")
-    + _at(_NORM, "decoder.conv_norm_out")
-    + _at(_RESNET, "decoder.mid_block.resnets.{i}", "decoder.up_blocks.{i}.resnets.{j}")
-    + _at(_SHORTCUT, "decoder.up_blocks.{i}.resnets.{j}")
-    + _at(_ATTENTION, "decoder.mid_block.attentions.{i}")
-    + _at(_CONV, "decoder.up_blocks.{i}.upsamplers.{j}.conv")
+    at(_CONV, "post_quant_conv", "decoder.conv_in", "decoder.conv_out")
+    + at(_NORM, "decoder.conv_norm_out")
+    + at(_RESNET, "decoder.mid_block.resnets.{i}", "decoder.up_blocks.{i}.resnets.{j}")
+    + at(_SHORTCUT, "decoder.up_blocks.{i}.resnets.{j}")
+    + at(_ATTENTION, "decoder.mid_block.attentions.{i}")
+    + at(_CONV, "decoder.up_blocks.{i}.upsamplers.{j}.conv")
 )
 _ENCODER = (
-    _at(_CONV, "quant_conv", "encoder.conv_in", "encoder.conv_out")
-    + _at(_NORM, "encoder.conv_norm_out")
-    + _at(_RESNET, "encoder.mid_block.resnets.{i}", "encoder.down_blocks.{i}.resnets.{j}")
-    + _at(_SHORTCUT, "encoder.down_blocks.{i}.resnets.{j}")
-    + _at(_ATTENTION, "encoder.mid_block.attentions.{i}")
-    + _at(_CONV, "encoder.down_blocks.{i}.downsamplers.{j}.conv")
+    at(_CONV, "quant_conv", "encoder.conv_in", "encoder.conv_out")
+    + at(_NORM, "encoder.conv_norm_out")
+    + at(_RESNET, "encoder.mid_block.resnets.{i}", "encoder.down_blocks.{i}.resnets.{j}")
+    + at(_SHORTCUT, "encoder.down_blocks.{i}.resnets.{j}")
+    + at(_ATTENTION, "encoder.mid_block.attentions.{i}")
+    + at(_CONV, "encoder.down_blocks.{i}.downsamplers.{j}.conv")
 )
 _EXAMPLE: Mapping[str, Any] = {
     "block_out_channels": [4, 8],

@@ -5,11 +5,15 @@ A component is one file: a config, an NNX module, and a weight table as text:
     layers.{i}.attention.to_q.weight      layers.{i}.attention.w_qkv[0/3]
     layers.{i}.self_attn.k_proj.weight    layers.{i}.attention.w_qkv[4:6/8]
     decoder.conv_in.weight                decoder.conv_in.kernel[conv]
+    decoder.conv_out.weight               decoder.conv_out.kernel[conv@2/3]
+    norm_out.gamma                        norm_out.weight[1x1]
 
 Left is the tensor of a checkpoint, right the path of a parameter and the part of it that the
 tensor fills. `{i}`, `{j}` and `{k}` stand for the numbers in a path. `[0/3]` is the first of three
 equal parts of the first axis, `[4:6/8]` are parts 4 and 5 of eight; `[conv]` turns a convolution's
-[out, in, height, width] into the parameter's [height, width, in, out]. Linear weights are
+[out, in, height, width] into the parameter's [height, width, in, out]. `[conv@2/3]` does so with
+tap 2 of a kernel that has 3 taps over time, [out, in, time, height, width]; the other taps are not
+read. With `[1x1]` the tensor has two more axes than the parameter, of size 1. Linear weights are
 [out, in] on both sides.
 """
 
@@ -32,6 +36,8 @@ Config = TypeVar("Config")
 Shapes = Mapping[str, jax.ShapeDtypeStruct]
 
 _ROW = re.compile(r"(\S+)\s+([^\s\[\]]+)(?:\[([^\s\[\]]+)\])?")
+_TAP = re.compile(r"conv@(\d+)/(\d+)")
+_ONES = re.compile(r"1(?:x1)*")
 _SHARE = re.compile(r"(\d+)(?::(\d+))?/(\d+)")
 _PLACEHOLDER = re.compile(r"\\\{([ijk])\\\}")
 
@@ -104,26 +110,49 @@ def _expand(line: str, shapes: Shapes) -> Iterator[weight_table.WeightRow]:
         raise ValueError(f"{line!r} is no row of a weight table: tensor, parameter[part]")
     tensor, parameter, part = found.groups(default="")
     pattern = re.compile(_PLACEHOLDER.sub(r"(?P<\1>\\d+)", re.escape(parameter)))
-    view = _view(part)
+    view, tap = _view(part), _tap(part)
     for path, whole in shapes.items():
         if match := pattern.fullmatch(path):
+            shape = view(np.broadcast_to(np.int8(0), whole.shape)).shape
             yield weight_table.WeightRow(
                 name=tensor.format(**match.groupdict()),
-                shape=view(np.broadcast_to(np.int8(0), whole.shape)).shape,
+                shape=shape if tap is None else (*shape[:2], tap[1], *shape[2:]),
                 target=path,
                 view=view,
+                cut=None if tap is None else functools.partial(_time, tap[0]),
             )
 
 
 def _view(part: str) -> Callable[[np.ndarray], np.ndarray]:
     if not part:
         return weight_table.whole
-    if part == "conv":
+    if part == "conv" or _TAP.fullmatch(part):
         return _conv
+    if _ONES.fullmatch(part):
+        return functools.partial(_with_ones, part.count("1"))
     if (match := _SHARE.fullmatch(part)) is None:
-        raise ValueError(f"[{part}] is no part of a parameter: conv, 0/3 or 0:2/3")
+        raise ValueError(f"[{part}] is no part of a parameter: conv, conv@2/3, 1x1, 0/3 or 0:2/3")
     begin, end, count = int(match[1]), int(match[2] or int(match[1]) + 1), int(match[3])
     return functools.partial(_share, begin, end, count)
+
+
+def _tap(part: str) -> tuple[int, int] | None:
+    """Returns (tap, number of taps) of a part that is one tap over time."""
+    match = _TAP.fullmatch(part)
+    if match is None:
+        return None
+    tap, count = int(match[1]), int(match[2])
+    if tap >= count:
+        raise ValueError(f"[{part}]: taps count from 0 to {count - 1}")
+    return tap, count
+
+
+def _time(tap: int, tensor: np.ndarray) -> np.ndarray:
+    return tensor[:, :, tap]
+
+
+def _with_ones(count: int, array: np.ndarray) -> np.ndarray:
+    return np.expand_dims(array, tuple(range(array.ndim, array.ndim + count)))
 
 
 def _conv(array: np.ndarray) -> np.ndarray:

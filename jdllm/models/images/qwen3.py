@@ -9,20 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import typing
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
-import pallas_kernels
-from jdllm import errors
 from jdllm.layers import attention, mlp, rope
 from jdllm.models import decoder, decoder_config, hf_config, key_rules
-from jdllm.models.images import component
+from jdllm.models.images import causal_text, component
 
 _RULES = key_rules.KeyRules(
     architecture="Qwen3Model",
@@ -36,14 +32,13 @@ _RULES = key_rules.KeyRules(
     neutral={
         key: value
         for key, value in key_rules.FOREIGN_NEUTRAL_TO_DENSE.items()
-        if key != "rope_scaling"  # `_rope_theta` reads it
+        if key != "rope_scaling"  # `causal_text.rope_theta` reads it
     }
     | {"is_causal": True},
     # `use_sliding_window` turns the window off, and an encoder has no head.
     harmless=key_rules.names("sliding_window max_window_layers rope_scaling"),
 )
 _HEAD_DIM = 128  # what the model class assumes without the key
-_ROPE_KEYS = frozenset({"rope_theta", "rope_type", "type"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,31 +87,14 @@ class Qwen3TextEncoder(nnx.Module):
         self, words: Float[Array, "B L hidden_size"], lens: Int32[Array, " B"]
     ) -> Float[Array, "B L hidden_size"]:
         """Returns what `encode` returns, given the tokens' rows of `word_embeddings`."""
-        B, L, _ = words.shape
-        kind = self.config.attention.rope
-        positions = jnp.tile(jnp.arange(L, dtype=jnp.int32), B)
-        angles = rope.rope_angles(positions, rotary_dim=kind.rotary_dim, theta=kind.theta)
-        x = words.reshape(B * L, -1)
-        attend = functools.partial(_attend, jnp.maximum(lens, 1), self.implementation)
-        pending: tuple[jax.Array, ...] = ()
-        for layer in self.layers:
-            x, pending, _ = layer(x, pending, {kind: angles}, attend=attend, cache=None)
-        x = functools.reduce(jnp.add, pending, x).reshape(B, L, -1)
-        return jnp.where((jnp.arange(L) < lens[:, None])[:, :, None], x, 0)
-
-
-def _attend(
-    lens: Int32[Array, " B"],
-    implementation: str,
-    projection: attention.Projection,
-    cache: Array | None,
-) -> tuple[Array, Array | None]:
-    """Returns causal attention inside each of the packed rows, which all have the same bucket."""
-    q, k, v = (x.reshape(len(lens), -1, *x.shape[1:]) for x in projection.heads())
-    out = pallas_kernels.padded_attention(
-        q, k, v, lens, is_causal=True, implementation=implementation
-    )
-    return out.reshape(-1, *out.shape[2:]), cache
+        x, pending = causal_text.run(
+            self.layers,
+            words,
+            lens,
+            kind=self.config.attention.rope,
+            implementation=self.implementation,
+        )
+        return causal_text.unpacked(functools.reduce(jnp.add, pending, x), lens, words.shape[1])
 
 
 def _read(hf: Mapping[str, Any]) -> Qwen3Config:
@@ -126,11 +104,11 @@ def _read(hf: Mapping[str, Any]) -> Qwen3Config:
     kv_heads = hf_config.integer(hf, sizes.num_kv_heads)
     head_dim = hf_config.integer(hf, "head_dim", default=_HEAD_DIM)
     if heads % kv_heads:
-        _refuse(
+        causal_text.refuse(
             f"{sizes.num_query_heads}={heads} is no multiple of {sizes.num_kv_heads}={kv_heads}"
         )
     if head_dim % 2:
-        _refuse(f"head_dim={head_dim} must be even")
+        causal_text.refuse(f"head_dim={head_dim} must be even")
     eps = hf_config.number(hf, "rms_norm_eps")
     return Qwen3Config(
         vocab_size=hf_config.integer(hf, "vocab_size"),
@@ -142,40 +120,10 @@ def _read(hf: Mapping[str, Any]) -> Qwen3Config:
             num_query_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            rope=rope.RopeConfig(rotary_dim=head_dim, theta=_rope_theta(hf)),
+            rope=rope.RopeConfig(rotary_dim=head_dim, theta=causal_text.rope_theta(hf)),
             qk_norm_eps=eps,
         ),
     )
-
-
-def _rope_theta(hf: Mapping[str, Any]) -> float:
-    """Returns the base of the rotary frequencies, from the top level or from the rope options.
-
-    transformers 4 calls these `rope_scaling`, transformers 5 `rope_parameters`.
-    """
-    found = {"rope_theta": hf["rope_theta"]} if hf.get("rope_theta") is not None else {}
-    for name in ("rope_parameters", "rope_scaling"):
-        options = hf.get(name) or {}
-        if not isinstance(options, Mapping):
-            _refuse(f"{name}={errors.quote(options)} must be an object")
-        for key in ("rope_type", "type"):
-            if options.get(key, "default") != "default":
-                _refuse(f"{name}.{key}={errors.quote(options[key])} is not supported")
-        for key, value in options.items():
-            if key not in _ROPE_KEYS and value is not None:
-                _refuse(f"{name}.{key}={errors.quote(value)} is not supported")
-        if options.get("rope_theta") is not None:
-            found[f"{name}.rope_theta"] = options["rope_theta"]
-    if not found:
-        _refuse("rope_theta is missing")
-    values = {key: hf_config.number(found, key) for key in found}
-    if len(set(values.values())) > 1:
-        _refuse(" and ".join(f"{key}={value:g}" for key, value in values.items()) + " disagree")
-    return next(iter(values.values()))
-
-
-def _refuse(reason: str) -> typing.NoReturn:
-    raise errors.ConfigError(f"config.json: {reason}")
 
 
 def _weights(config: Qwen3Config) -> str:

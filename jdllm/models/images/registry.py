@@ -6,10 +6,12 @@ from typing import Any
 
 from jdllm.models.images import (
     autoencoder_kl,
+    autoencoder_kl_qwen_image,
     clip_text,
     component,
     flux,
     qwen3,
+    qwen25_vl,
     qwen_image,
     t5,
     z_image,
@@ -20,12 +22,14 @@ COMPONENTS: dict[str, component.Component[Any]] = {
     name: one
     for one in (
         qwen3.COMPONENT,
+        qwen25_vl.COMPONENT,
         z_image.COMPONENT,
         qwen_image.COMPONENT,
         clip_text.COMPONENT,
         t5.COMPONENT,
         flux.COMPONENT,
         autoencoder_kl.COMPONENT,
+        autoencoder_kl_qwen_image.COMPONENT,
     )
     for name in one.class_names
 }

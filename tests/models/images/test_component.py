@@ -52,6 +52,27 @@ def test_each_tensor_fills_its_part():
     assert kernel[1, 2, 3, 4] == stored[4, 3, 1, 2]
 
 
+def test_one_tap_over_time_is_read():
+    one = tiny(TABLE.replace("kernel[conv]", "kernel[conv@1/4]"))
+    rows = {row.name: row for row in one.weight_rows(1)}
+    assert rows["conv.weight"].shape == (5, 4, 4, 2, 3)
+    stored = np.full((5, 4, 4, 2, 3), np.nan)
+    stored[:, :, 1] = np.arange(120.0).reshape(5, 4, 2, 3)
+    kernel = np.zeros((2, 3, 4, 5))
+    rows["conv.weight"].write(kernel, stored)
+    np.testing.assert_array_equal(kernel, stored[:, :, 1].transpose(2, 3, 1, 0))
+
+
+def test_a_tensor_may_have_more_axes_of_size_one():
+    table = TABLE.replace("kernel[conv]", "kernel[1x1x1]")
+    (row,) = (row for row in tiny(table).weight_rows(1) if row.name == "conv.weight")
+    assert row.shape == (2, 3, 4, 5, 1, 1, 1)
+    kernel, stored = np.zeros((2, 3, 4, 5)), np.arange(120.0).reshape(row.shape)
+    row.write(kernel, stored)
+    np.testing.assert_array_equal(row.read(kernel), stored)
+    np.testing.assert_array_equal(kernel, stored[..., 0, 0, 0])
+
+
 @pytest.mark.parametrize(
     ("table", "message"),
     [
@@ -60,6 +81,7 @@ def test_each_tensor_fills_its_part():
         (TABLE + "more.weight  kernel[conv]", "every part of kernel"),
         (TABLE.replace("[3/4]", "[v]"), "no part"),
         (TABLE.replace("[3/4]", "[2/3]"), "no 3 equal parts"),
+        (TABLE.replace("[conv]", "[conv@3/3]"), "taps count from 0 to 2"),
     ],
 )
 def test_a_table_that_does_not_fit_fails_at_once(table, message):

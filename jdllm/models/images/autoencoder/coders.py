@@ -6,6 +6,7 @@ of the whole picture (see `tiles`).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
@@ -21,14 +22,32 @@ from jdllm.models.images.autoencoder.layers import Activate, Conv, Picture, Resn
 TILE = 1024
 
 
-class UpBlock(nnx.Module):
-    """Resnets of the given widths, then an upsampler unless the block is the last."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderPlan:
+    """The widths of a decoder: of each block its input, then the output of each resnet.
 
-    def __init__(self, widths: Sequence[int], groups: int, dtype: jnp.dtype, *, is_last: bool):
+    Norms are of `num_groups` groups of channels over the picture, or (None) of each position. An
+    upsampler ends with the width that the next block begins with.
+    """
+
+    latent_channels: int
+    blocks: Sequence[Sequence[int]]
+    num_groups: int | None
+    has_mid_attention: bool
+
+
+class UpBlock(nnx.Module):
+    """Resnets of the given widths, then an upsampler to a width unless the block is the last."""
+
+    def __init__(
+        self, widths: Sequence[int], next_width: int | None, groups: int | None, dtype: jnp.dtype
+    ):
         self.resnets = nnx.List(
             Resnet(before, after, groups, dtype) for before, after in itertools.pairwise(widths)
         )
-        self.upsamplers = nnx.List([] if is_last else [layers.Upsampler(widths[-1], dtype)])
+        self.upsamplers = nnx.List(
+            [] if next_width is None else [layers.Upsampler(widths[-1], next_width, dtype)]
+        )
 
 
 class DownBlock(nnx.Module):
@@ -49,18 +68,17 @@ class DownBlock(nnx.Module):
 class Decoder(nnx.Module):
     """De-normalised latents [B, h, w, C] to images [B, H, W, 3], in the dtype of the weights."""
 
-    def __init__(self, config: AutoencoderConfig, dtype: jnp.dtype):
-        widths = config.block_channels[::-1]
-        self.conv_in = Conv(config.latent_channels, widths[0], dtype)
-        self.mid_block = layers.MidBlock(
-            widths[0], config.num_groups, dtype, has_attention=config.has_mid_attention
-        )
+    def __init__(self, plan: DecoderPlan, dtype: jnp.dtype):
+        first, last, groups = plan.blocks[0][0], plan.blocks[-1][-1], plan.num_groups
+        self.has_picture_norms = groups is not None
+        self.conv_in = Conv(plan.latent_channels, first, dtype)
+        self.mid_block = layers.MidBlock(first, groups, dtype, has_attention=plan.has_mid_attention)
         self.up_blocks = nnx.List(
-            UpBlock(inner, config.num_groups, dtype, is_last=i == len(widths) - 1)
-            for i, inner in enumerate(_block_widths(widths, config.layers_per_block + 1))
+            UpBlock(widths, None if after is None else after[0], groups, dtype)
+            for widths, after in zip(plan.blocks, (*plan.blocks[1:], None), strict=True)
         )
-        self.conv_norm_out = layers.GroupNorm(widths[-1], config.num_groups, dtype)
-        self.conv_out = Conv(widths[-1], 3, dtype)
+        self.conv_norm_out = layers.norm_of(last, groups, dtype)
+        self.conv_out = Conv(last, 3, dtype)
 
     def __call__(self, z: Picture, *, tile: int = TILE) -> Picture:
         if tile < 2 or tile % 2:
@@ -88,11 +106,11 @@ class Decoder(nnx.Module):
         if i == 0 or 2 * max(x.shape[1:3]) <= tile:
             return self.level(i, x)
         is_last = i == len(self.up_blocks) - 1
-        num_norms = 2 * len(self.up_blocks[i].resnets) + is_last
+        num_norms = 2 * len(self.up_blocks[i].resnets) + is_last  # before convolutions of size 3
         return tiles.run(
             functools.partial(self.level, i),
             x,
-            num_norms=num_norms,
+            num_norms=num_norms if self.has_picture_norms else 0,
             num_convolutions=1 + num_norms,
             largest=tile,
         )
@@ -106,7 +124,7 @@ class Encoder(nnx.Module):
         self.conv_in = Conv(3, widths[0], dtype)
         self.down_blocks = nnx.List(
             DownBlock(inner, config.num_groups, dtype, is_last=i == len(widths) - 1)
-            for i, inner in enumerate(_block_widths(widths, config.layers_per_block))
+            for i, inner in enumerate(block_widths(widths, config.layers_per_block))
         )
         self.mid_block = layers.MidBlock(
             widths[-1], config.num_groups, dtype, has_attention=config.has_mid_attention
@@ -121,7 +139,7 @@ class Encoder(nnx.Module):
         return self.conv_out(layers.activate(self.conv_norm_out, self.mid_block(x)))
 
 
-def _block_widths(widths: Sequence[int], num_resnets: int) -> list[tuple[int, ...]]:
+def block_widths(widths: Sequence[int], num_resnets: int) -> list[tuple[int, ...]]:
     """Returns the widths inside each block: its input, then the output of each resnet."""
     before = (widths[0], *widths)
     return [(first, *[width] * num_resnets) for first, width in zip(before, widths)]

@@ -1,4 +1,4 @@
-"""Layers over pictures [B, H, W, C], as the Flux autoencoder has them.
+"""Layers over pictures [B, H, W, C], as the autoencoders of Flux and of Qwen-Image have them.
 
 Channels come last: convolutions of this layout are several times faster on a GPU. They run in the
 dtype of the weights. Norms and the activation after them are float32; one cast follows.
@@ -20,6 +20,7 @@ from jdllm.models.images.autoencoder import products
 # as many; larger pictures take their queries in turns.
 MOST_LOGITS = 2**24
 _EPS = 1e-6
+_LEAST_LENGTH = 1e-12
 
 Picture = Float[Array, "B H W C"]
 
@@ -78,11 +79,33 @@ class GroupNorm(nnx.Module):
         return Moments(mean=mean, variance=variance, positions=positions)
 
 
+class ChannelNorm(nnx.Module):
+    """Gives the channels of each position unit root mean square, without a mean or an eps."""
+
+    def __init__(self, channels: int, dtype: jnp.dtype):
+        self.weight = nnx.Param(jnp.ones((channels,), dtype))
+
+    def __call__(self, x: Picture) -> Float32[Array, "B H W C"]:
+        """Returns the normalised picture."""
+        x = x.astype(jnp.float32)
+        length = jnp.sqrt(jnp.square(x).sum(-1, keepdims=True))
+        x = x / jnp.maximum(length, _LEAST_LENGTH) * x.shape[-1] ** 0.5
+        return x * self.weight[...].astype(jnp.float32)
+
+
+Norm = GroupNorm | ChannelNorm
 # activate(norm, x): SiLU of the normalised picture, in the dtype of x.
-Activate = Callable[[GroupNorm, Picture], Picture]
+Activate = Callable[[Norm, Picture], Picture]
 
 
-def activate(norm: GroupNorm, x: Picture) -> Picture:
+def norm_of(channels: int, groups: int | None, dtype: jnp.dtype) -> Norm:
+    """Returns a norm of groups of channels; without groups, one of each position."""
+    if groups is None:
+        return ChannelNorm(channels, dtype)
+    return GroupNorm(channels, groups, dtype)
+
+
+def activate(norm: Norm, x: Picture) -> Picture:
     """Returns SiLU of the normalised picture, with the picture's own moments."""
     return jax.nn.silu(norm(x)).astype(x.dtype)
 
@@ -121,8 +144,8 @@ class Conv(nnx.Module):
 class Upsampler(nnx.Module):
     """Doubles both sides: each pixel four times, then a convolution."""
 
-    def __init__(self, channels: int, dtype: jnp.dtype):
-        self.conv = Conv(channels, channels, dtype)
+    def __init__(self, channels: int, out_channels: int, dtype: jnp.dtype):
+        self.conv = Conv(channels, out_channels, dtype)
 
     def __call__(self, x: Picture) -> Picture:
         B, H, W, C = x.shape
@@ -143,10 +166,10 @@ class Downsampler(nnx.Module):
 class Resnet(nnx.Module):
     """Two convolutions, each after norm and SiLU, added to the input."""
 
-    def __init__(self, channels: int, out_channels: int, groups: int, dtype: jnp.dtype):
-        self.norm1 = GroupNorm(channels, groups, dtype)
+    def __init__(self, channels: int, out_channels: int, groups: int | None, dtype: jnp.dtype):
+        self.norm1 = norm_of(channels, groups, dtype)
         self.conv1 = Conv(channels, out_channels, dtype)
-        self.norm2 = GroupNorm(out_channels, groups, dtype)
+        self.norm2 = norm_of(out_channels, groups, dtype)
         self.conv2 = Conv(out_channels, out_channels, dtype)
         is_wider = channels != out_channels
         self.conv_shortcut = Conv(channels, out_channels, dtype, size=1) if is_wider else None
@@ -160,8 +183,9 @@ class Resnet(nnx.Module):
 class Attention(nnx.Module):
     """Every position attends every position, in one head of all channels; added to the input."""
 
-    def __init__(self, channels: int, groups: int, dtype: jnp.dtype):
-        self.group_norm = GroupNorm(channels, groups, dtype)
+    def __init__(self, channels: int, groups: int | None, dtype: jnp.dtype):
+        # Named as published checkpoints of Flux have it, and so converted ones.
+        self.group_norm = norm_of(channels, groups, dtype)
         self.w_qkv = nnx.Param(jnp.zeros((3 * channels, channels), dtype))
         self.b_qkv = nnx.Param(jnp.zeros((3 * channels,), dtype))
         self.w_out = nnx.Param(jnp.zeros((channels, channels), dtype))
@@ -198,7 +222,7 @@ def _attend(
 class MidBlock(nnx.Module):
     """Resnet, attention unless the config leaves it out, resnet; at the size of the latents."""
 
-    def __init__(self, channels: int, groups: int, dtype: jnp.dtype, *, has_attention: bool):
+    def __init__(self, channels: int, groups: int | None, dtype: jnp.dtype, *, has_attention: bool):
         self.resnets = nnx.List([Resnet(channels, channels, groups, dtype) for _ in range(2)])
         attentions = [Attention(channels, groups, dtype)] if has_attention else []
         self.attentions = nnx.List(attentions)
