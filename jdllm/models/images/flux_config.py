@@ -8,6 +8,7 @@ from typing import Any
 
 from jdllm import errors
 from jdllm.models import hf_config
+from jdllm.models.images import diffusers_config
 from jdllm.models.images.packing import PATCH
 
 MLP_RATIO = 4
@@ -48,10 +49,7 @@ class FluxConfig:
                 f"config.json: axes_dims_rope={self.axes_dims_rope} must add up to "
                 f"attention_head_dim={self.attention_head_dim}"
             )
-        if any(dim % 2 for dim in self.axes_dims_rope):
-            raise errors.ConfigError(
-                f"config.json: axes_dims_rope={self.axes_dims_rope} must be even"
-            )
+        diffusers_config.check_even("axes_dims_rope", self.axes_dims_rope)
         if self.in_channels % PATCH**2:
             raise errors.ConfigError(
                 f"config.json: in_channels={self.in_channels} must be a multiple of {PATCH**2}"
@@ -72,27 +70,15 @@ def read(hf: Mapping[str, Any]) -> FluxConfig:
     Raises a ConfigError that names the key for an unknown key, and for a value that is wrong or
     not implemented.
     """
-    given = {
-        key: value
-        for key, value in hf.items()
-        if value is not None and not key.startswith("_")  # _class_name, _diffusers_version
-    }
-    for key, value in given.items():
-        if key not in _DEFAULTS:
-            raise errors.ConfigError(
-                f"config.json: unknown key {key}={errors.quote(value)}"
-                f"{errors.nearest(key, _DEFAULTS)}"
-            )
-    values = {**_DEFAULTS, **given}
-    only = {"patch_size": 1, "out_channels": values["in_channels"]}
-    for key, value in only.items():
-        if values[key] not in (None, value):
-            raise errors.ConfigError(
-                f"config.json: {key}={errors.quote(values[key])} is not supported; supported: "
-                f"{errors.quote(value)}"
-            )
+    values = diffusers_config.values(hf, _DEFAULTS, only_default=("patch_size",))
+    in_channels = hf_config.integer(values, "in_channels")
+    if values["out_channels"] not in (None, in_channels):
+        raise errors.ConfigError(
+            f"config.json: out_channels={errors.quote(values['out_channels'])} is not supported; "
+            f"supported: {in_channels}"
+        )
     return FluxConfig(
-        in_channels=hf_config.integer(values, "in_channels"),
+        in_channels=in_channels,
         num_layers=hf_config.integer(values, "num_layers", high=hf_config.LARGEST_DEPTH),
         num_single_layers=hf_config.integer(
             values, "num_single_layers", high=hf_config.LARGEST_DEPTH
@@ -102,7 +88,7 @@ def read(hf: Mapping[str, Any]) -> FluxConfig:
         joint_attention_dim=hf_config.integer(values, "joint_attention_dim"),
         pooled_projection_dim=hf_config.integer(values, "pooled_projection_dim"),
         guidance_embeds=hf_config.flag(values, "guidance_embeds"),
-        axes_dims_rope=_axes(values, "axes_dims_rope"),
+        axes_dims_rope=diffusers_config.axes(values, "axes_dims_rope"),
     )
 
 
@@ -116,14 +102,3 @@ def flops(config: FluxConfig, image_tokens: int, text_tokens: int) -> int:
     weights = (4 + 2 * MLP_RATIO) * D * D
     blocks = config.num_layers + config.num_single_layers
     return blocks * (2 * weights * tokens + 4 * D * tokens * tokens)
-
-
-def _axes(values: Mapping[str, Any], key: str) -> tuple[int, ...]:
-    """Returns a size for each of the three axes: unused by text to image, rows, columns."""
-    value = values[key]
-    is_list = isinstance(value, list | tuple)
-    if not is_list or len(value) != 3 or not all(type(n) is int and n > 0 for n in value):
-        raise errors.ConfigError(
-            f"config.json: {key}={errors.quote(value)} must be three positive integers"
-        )
-    return tuple(value)

@@ -8,6 +8,7 @@ from typing import Any
 
 from jdllm import errors
 from jdllm.models import hf_config
+from jdllm.models.images import diffusers_config
 from jdllm.models.images.packing import PATCH
 
 NUM_POSITIONS = 4096  # on each axis
@@ -56,10 +57,7 @@ class QwenImageConfig:
                 f"config.json: attention_head_dim={self.attention_head_dim} must be "
                 f"sum(axes_dims_rope)={sum(self.axes_dims_rope)}"
             )
-        if any(dim % 2 for dim in self.axes_dims_rope):
-            raise errors.ConfigError(
-                f"config.json: axes_dims_rope={self.axes_dims_rope} must be even"
-            )
+        diffusers_config.check_even("axes_dims_rope", self.axes_dims_rope)
 
     @property
     def dim(self) -> int:
@@ -72,23 +70,7 @@ def read(hf: Mapping[str, Any]) -> QwenImageConfig:
     Raises a ConfigError that names the key for an unknown key, and for a value that is wrong or
     not implemented.
     """
-    given = {
-        key: value
-        for key, value in hf.items()
-        if value is not None and not key.startswith("_")  # _class_name, _diffusers_version
-    }
-    for key, value in given.items():
-        if key not in _DEFAULTS:
-            raise errors.ConfigError(
-                f"config.json: unknown key {key}={errors.quote(value)}"
-                f"{errors.nearest(key, _DEFAULTS)}"
-            )
-        if key in _ONLY_DEFAULT and value != _DEFAULTS[key]:
-            raise errors.ConfigError(
-                f"config.json: {key}={errors.quote(value)} is not supported; supported: "
-                f"{_DEFAULTS[key]}"
-            )
-    values = {**_DEFAULTS, **given}
+    values = diffusers_config.values(hf, _DEFAULTS, only_default=_ONLY_DEFAULT)
     in_channels = hf_config.integer(values, "in_channels")
     out_channels = hf_config.integer(values, "out_channels")
     if in_channels != PATCH * PATCH * out_channels:
@@ -102,7 +84,7 @@ def read(hf: Mapping[str, Any]) -> QwenImageConfig:
         attention_head_dim=hf_config.integer(values, "attention_head_dim"),
         num_attention_heads=hf_config.integer(values, "num_attention_heads"),
         joint_attention_dim=hf_config.integer(values, "joint_attention_dim"),
-        axes_dims_rope=_axes(values, "axes_dims_rope"),
+        axes_dims_rope=diffusers_config.axes(values, "axes_dims_rope"),
     )
 
 
@@ -113,14 +95,3 @@ def flops(config: QwenImageConfig, image_tokens: int, caption_tokens: int) -> in
     """
     D, tokens = config.dim, image_tokens + caption_tokens
     return config.num_layers * (2 * 12 * D * D * tokens + 4 * D * tokens * tokens)
-
-
-def _axes(values: Mapping[str, Any], key: str) -> tuple[int, ...]:
-    """Returns a size for each of the three axes: frame, rows, columns."""
-    value = values[key]
-    is_list = isinstance(value, list | tuple)
-    if not is_list or len(value) != 3 or not all(type(n) is int and n > 0 for n in value):
-        raise errors.ConfigError(
-            f"config.json: {key}={errors.quote(value)} must be three positive integers"
-        )
-    return tuple(value)

@@ -10,6 +10,7 @@ import jax
 
 from jdllm import errors
 from jdllm.models import hf_config
+from jdllm.models.images import diffusers_config
 
 PATCH = 2  # latent pixels of a token, in both directions
 SEQUENCE_MULTIPLE = 32
@@ -61,8 +62,7 @@ class ZImageConfig:
                 f"config.json: dim={self.dim} must be n_heads={self.n_heads} heads of "
                 f"sum(axes_dims)={sum(self.axes_dims)} dims"
             )
-        if any(dim % 2 for dim in self.axes_dims):
-            raise errors.ConfigError(f"config.json: axes_dims={self.axes_dims} must be even")
+        diffusers_config.check_even("axes_dims", self.axes_dims)
 
     @property
     def head_dim(self) -> int:
@@ -92,23 +92,7 @@ def read(hf: Mapping[str, Any]) -> ZImageConfig:
     Raises a ConfigError that names the key for an unknown key, and for a value that is wrong or
     not implemented.
     """
-    given = {
-        key: value
-        for key, value in hf.items()
-        if value is not None and not key.startswith("_")  # _class_name, _diffusers_version
-    }
-    for key, value in given.items():
-        if key not in _DEFAULTS:
-            raise errors.ConfigError(
-                f"config.json: unknown key {key}={errors.quote(value)}"
-                f"{errors.nearest(key, _DEFAULTS)}"
-            )
-        if key in _ONLY_DEFAULT and value != _DEFAULTS[key]:
-            raise errors.ConfigError(
-                f"config.json: {key}={errors.quote(value)} is not supported; supported: "
-                f"{_DEFAULTS[key]}"
-            )
-    values = {**_DEFAULTS, **given}
+    values = diffusers_config.values(hf, _DEFAULTS, only_default=_ONLY_DEFAULT)
     return ZImageConfig(
         in_channels=hf_config.integer(values, "in_channels"),
         dim=hf_config.integer(values, "dim"),
@@ -121,8 +105,8 @@ def read(hf: Mapping[str, Any]) -> ZImageConfig:
         cap_feat_dim=hf_config.integer(values, "cap_feat_dim"),
         rope_theta=hf_config.number(values, "rope_theta"),
         t_scale=hf_config.number(values, "t_scale"),
-        axes_dims=_axes(values, "axes_dims"),
-        axes_lens=_axes(values, "axes_lens"),
+        axes_dims=diffusers_config.axes(values, "axes_dims"),
+        axes_lens=diffusers_config.axes(values, "axes_lens"),
     )
 
 
@@ -144,14 +128,3 @@ def flops(config: ZImageConfig, image_tokens: int, caption_tokens: int) -> int:
         (config.n_refiner_layers, caption),
     )
     return sum(n * (2 * weights * rows + 4 * D * rows * rows) for n, rows in blocks)
-
-
-def _axes(values: Mapping[str, Any], key: str) -> tuple[int, ...]:
-    """Returns a size for each of the three axes: caption, rows, columns."""
-    value = values[key]
-    is_list = isinstance(value, list | tuple)
-    if not is_list or len(value) != 3 or not all(type(n) is int and n > 0 for n in value):
-        raise errors.ConfigError(
-            f"config.json: {key}={errors.quote(value)} must be three positive integers"
-        )
-    return tuple(value)
