@@ -14,7 +14,7 @@ from pallas_kernels.extend_attention.reference import AttentionTiling
 from pallas_kernels.grouped_matmul.api import grouped_matmul
 from pallas_kernels.grouped_matmul.gate_up import gate_up_group, interleave_gate_up, split_gate_up
 from pallas_kernels.grouped_matmul.reference import swiglu
-from pallas_kernels.padded_attention.api import padded_attention
+from pallas_kernels.padded_attention.api import masked_attention, padded_attention
 from pallas_kernels.read_cancel_flag.api import choose as choose_read_cancel_flag
 from pallas_kernels.read_cancel_flag.api import read_cancel_flag
 from pallas_kernels.rotate_and_cache.api import rotate_and_cache
@@ -43,6 +43,7 @@ __all__ = [
     "grouped_matmul",
     "interleave_gate_up",
     "logits_stats",
+    "masked_attention",
     "padded_attention",
     "penalize",
     "probability",

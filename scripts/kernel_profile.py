@@ -40,7 +40,7 @@ def profile(
             run()
         (path,) = pathlib.Path(folder).rglob("*.xplane.pb")
         data = jax.profiler.ProfileData.from_file(str(path))
-        events = [event for event in _kernel_events(data)]
+        events = [event for event in kernel_events(data)]
     time_of: dict[tuple[str, str], float] = collections.defaultdict(float)
     count_of: collections.Counter[tuple[str, str]] = collections.Counter()
     for name, instruction, nanoseconds, _ in events:
@@ -65,7 +65,7 @@ def profile(
     )
 
 
-def _kernel_events(data: Any) -> Iterable[tuple[str, str, float, float]]:
+def kernel_events(data: Any) -> Iterable[tuple[str, str, float, float]]:
     """Yields (kernel, HLO instruction, duration, start) in ns from a `jax.profiler.ProfileData`."""
     for plane in data.planes:
         if not plane.name.startswith("/device:GPU"):

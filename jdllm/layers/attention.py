@@ -126,12 +126,20 @@ def paged_attend(
 Mask = Bool[Array | np.ndarray, "... S S"]
 
 
-def dense_attend(mask: Mask, batch: int, *, of_windows: Mapping[int, Mask] | None = None) -> Attend:
+def dense_attend(
+    mask: Mask,
+    batch: int,
+    *,
+    of_windows: Mapping[int, Mask] | None = None,
+    implementation: str = "xla",
+) -> Attend:
     """Returns a differentiable `attend` over `batch` sequences flattened to [B * S].
 
     `mask` is bool [S, S] or [B, S, S], true where the query (row) sees the key; every query must
     see at least one key. `of_windows` holds the masks of layers with a window, by its length,
     since only the caller knows the positions. `attend` returns the cache unchanged.
+
+    `implementation` "auto" takes cuDNN where it can, which rounds probabilities to the dtype of q.
     """
     masks = {None: mask, **(of_windows or {})}
 
@@ -141,8 +149,8 @@ def dense_attend(mask: Mask, batch: int, *, of_windows: Mapping[int, Mask] | Non
         mask = masks[projection.window]
         q, k, v = projection.heads()
         q4, k4, v4 = (x.reshape(batch, -1, *x.shape[1:]) for x in (q, k, v))
-        heads_mask = jnp.broadcast_to(mask, (batch, *mask.shape[-2:]))[:, None]  # [B, 1, S, S]
-        out = jax.nn.dot_product_attention(q4, k4, v4, mask=heads_mask, implementation="xla")
+        row_masks = jnp.broadcast_to(mask, (batch, *mask.shape[-2:]))  # [B, S, S]
+        out = pallas_kernels.masked_attention(q4, k4, v4, row_masks, implementation=implementation)
         return out.reshape(q.shape), cache
 
     return attend

@@ -12,8 +12,10 @@ from typing import Any, TypeVar
 
 from jdllm import config as config_lib
 from jdllm import errors
+from jdllm.train import optimizers
 
 _OF_ANY_RUN = (
+    "warmup_steps",
     "num_steps",
     "batch_size",
     "log_every",
@@ -25,8 +27,6 @@ _AT_LEAST_ONE = (
     "sequence_length",
     "answer_blocks",
     "noise_copies",
-    "warmup_steps",
-    "decay_steps",
     "data_threads",
     "prefetch_batches",
 )
@@ -54,6 +54,14 @@ class RunConfig:
     num_steps: int = 10_000
     max_minutes: float | None = None  # stop (checkpoint, evaluate, export) after this much time
     batch_size: int = 512  # problems per step
+    attention: str = "auto"  # of steps: cuDNN where it can, else XLA; or "xla", "cudnn"
+    optimizer: str = "adamw"  # or "muon": of the blocks' matrices; AdamW for all other weights
+    learning_rate: float = 1.5e-3
+    warmup_steps: int = 300
+    decay_share: float = 0.3
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+    ema_decay: float = 0.999
     compute_dtype: str = "bfloat16"
     log_every: int = 50
     checkpoint_every: int = 1_000
@@ -67,7 +75,7 @@ class TrainConfig(RunConfig):
 
     `model_path` (a directory, or a bundled model's name) holds config.json, tokenizer and chat
     template. The learning rate warms up, stays at `learning_rate`, and falls linearly to 0 over
-    the last `decay_steps` of `num_steps`.
+    the last `decay_share` of the run, whether `num_steps` or `max_minutes` end it.
     """
 
     model_path: str
@@ -83,13 +91,7 @@ class TrainConfig(RunConfig):
     question_noise_words: float = 0.0  # share of question tokens that are masked or replaced
     question_loss: float = 0.0  # weight of guessing these tokens
     dropout: float = 0.0  # share of the activations of embeddings and residual branches
-    learning_rate: float = 1.5e-3
-    warmup_steps: int = 300
-    decay_steps: int = 3_000
-    weight_decay: float = 0.1
     adam_b2: float = 0.98
-    clip_norm: float = 1.0
-    ema_decay: float = 0.999
     balance_rate: float = 1e-3  # step of the expert biases toward equal load
     eval_thresholds: tuple[float, ...] = (0.9,)  # beside one token per step
     data_threads: int = 4  # threads in each process that makes batches
@@ -113,14 +115,18 @@ class TrainConfig(RunConfig):
             raise errors.ConfigError(
                 f"{self.question_loss=} must be at least 0, and needs question_noise_words"
             )
-        if self.decay_steps > self.num_steps:
-            raise errors.ConfigError(f"{self.decay_steps=} exceeds {self.num_steps=}")
 
 
 def check(config: RunConfig, *, at_least_one: Sequence[str]) -> None:
     """Raises for an option of any run that cannot be, or one of the named ones below 1."""
     if config.compute_dtype not in ("bfloat16", "float32"):
         raise errors.ConfigError(f"{config.compute_dtype=} must be 'bfloat16' or 'float32'")
+    if not 0 < config.decay_share <= 1:
+        raise errors.ConfigError(f"{config.decay_share=} must be above 0 and at most 1")
+    if config.attention not in ("auto", "xla", "cudnn"):
+        raise errors.ConfigError(f"{config.attention=} must be 'auto', 'xla' or 'cudnn'")
+    if config.optimizer not in optimizers.NAMES:
+        raise errors.ConfigError(f"{config.optimizer=} must be one of {optimizers.NAMES}")
     for name in (*_OF_ANY_RUN, *at_least_one):
         if getattr(config, name) < 1:
             raise errors.ConfigError(f"{name}={getattr(config, name)} must be at least 1")

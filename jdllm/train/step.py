@@ -1,4 +1,4 @@
-"""The compiled training step: loss, AdamW, weight average and expert balance.
+"""The compiled training step: loss, optimiser, weight average and expert balance.
 
 Master weights, moments and the average are float32; the forward pass runs on a copy that is cast
 to the model's own dtypes. Expert biases get no gradient, because they select experts but do not
@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, PRNGKeyArray
@@ -27,7 +28,7 @@ from jdllm import errors
 from jdllm import spec as spec_lib
 from jdllm.layers import attention, moe
 from jdllm.models import decoder_config, loading, registry
-from jdllm.train import canvas_objective, objective, question_noise
+from jdllm.train import canvas_objective, objective, optimizers, question_noise
 from jdllm.train import dropout as dropout_lib
 from jdllm.train.config import TrainConfig
 
@@ -119,17 +120,6 @@ def init_params(network: Network, seed: int) -> Params:
     return params
 
 
-def optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """Returns AdamW without the learning rate, which `train_step` applies."""
-    return optax.chain(
-        optax.clip_by_global_norm(config.clip_norm),
-        optax.scale_by_adam(b1=0.9, b2=config.adam_b2),
-        optax.add_decayed_weights(
-            config.weight_decay, mask=lambda params: jax.tree.map(lambda a: a.ndim > 1, params)
-        ),
-    )
-
-
 def init_state(config: TrainConfig, params: Params, *, average: Params, step: int) -> TrainState:
     """Returns a state at `step` with fresh moments; the warm-up begins at this step."""
     return TrainState(
@@ -137,17 +127,8 @@ def init_state(config: TrainConfig, params: Params, *, average: Params, step: in
         start_step=jnp.int32(step),
         params=params,
         average=jax.tree.map(jnp.copy, average),
-        opt_state=optimizer(config).init(params),
+        opt_state=optimizers.build(config).init(params),
     )
-
-
-def learning_rate(
-    config: TrainConfig, step: Int[Array, ""], start_step: Int[Array, ""]
-) -> Float[Array, ""]:
-    """Returns the learning rate: warm-up, plateau, linear decay to 0 at `num_steps`."""
-    warm = jnp.minimum(1.0, (step - start_step + 1) / max(config.warmup_steps, 1))
-    left = (config.num_steps - step) / max(config.decay_steps, 1)
-    return config.learning_rate * warm * jnp.clip(left, 0.0, 1.0)
 
 
 def _nothing_dropped(x: Array) -> Array:
@@ -159,6 +140,7 @@ def forward(
     params: Params,
     batch: objective.NoisyBatch,
     drop: Callable[[Array], Array] = _nothing_dropped,
+    attention_implementation: str = "xla",
 ) -> tuple[Float32[Array, "B*N V"], dict[str, Float32[Array, " E"]]]:
     """Returns the logits of the positions with targets, and the load of each router's experts.
 
@@ -173,7 +155,7 @@ def forward(
     routed = [i for i, layer in enumerate(model.layers) if isinstance(layer.mlp, moe.SparseMoE)]
     loads = []
 
-    see = attention.dense_attend(batch.visible, B)
+    see = attention.dense_attend(batch.visible, B, implementation=attention_implementation)
 
     def attend(projection, cache):
         out, cache = see(projection, cache)
@@ -244,12 +226,19 @@ def loss(
     *,
     dropout: dropout_lib.Dropout | None = None,
     question_loss: float = 0.0,
+    attention_implementation: str = "xla",
 ) -> tuple[Float32[Array, ""], tuple[Float32[Array, ""], Params]]:
     """Returns (loss, (token accuracy, loads)) for float32 parameters.
 
     The accuracy is that of the answers. Question targets count `question_loss` times as much.
     """
-    logits, loads = forward(network, network.cast(params), batch, dropout or _nothing_dropped)
+    logits, loads = forward(
+        network,
+        network.cast(params),
+        batch,
+        dropout or _nothing_dropped,
+        attention_implementation,
+    )
     rows = batch.targets.size
     value, accuracy = objective.masked_cross_entropy(logits[:rows], batch.targets, batch.weights)
     if batch.question is not None:
@@ -265,12 +254,18 @@ def train_step(
     config: TrainConfig,
     noise: Noise,
     question: question_noise.QuestionNoise | None = None,
-) -> Callable[[TrainState, Mapping[str, jax.Array]], tuple[TrainState, dict[str, jax.Array]]]:
-    """Returns the jitted `step(state, batch) -> (state, metrics)`, which consumes the state."""
+) -> Callable[
+    [TrainState, Mapping[str, jax.Array], Float32[Array, ""] | np.float32],
+    tuple[TrainState, dict[str, jax.Array]],
+]:
+    """Returns the jitted `step(state, batch, learning rate) -> (state, metrics)`.
+
+    The state is consumed.
+    """
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(
-        state: TrainState, batch: Mapping[str, jax.Array]
+        state: TrainState, batch: Mapping[str, jax.Array], rate: Float32[Array, ""]
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         key = jax.random.fold_in(jax.random.key(config.seed), state.step)
         targets = None
@@ -284,11 +279,17 @@ def train_step(
             dropout = dropout_lib.Dropout(config.dropout, jax.random.fold_in(key, 3))
 
         def loss_of(params: Params) -> tuple[jax.Array, tuple[jax.Array, Params]]:
-            return loss(network, params, noisy, dropout=dropout, question_loss=config.question_loss)
+            return loss(
+                network,
+                params,
+                noisy,
+                dropout=dropout,
+                question_loss=config.question_loss,
+                attention_implementation=config.attention,
+            )
 
         (value, (accuracy, loads)), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params)
-        direction, opt_state = optimizer(config).update(grads, state.opt_state, state.params)
-        rate = learning_rate(config, state.step, state.start_step)
+        direction, opt_state = optimizers.build(config).update(grads, state.opt_state, state.params)
         params: Params = jax.tree.map(lambda a, d: a - rate * d, state.params, direction)
         for path, load in loads.items():
             push = jnp.sign(1.0 / load.shape[0] - load)

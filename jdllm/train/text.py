@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import pathlib
-import time
 from collections.abc import Mapping
 
 import jax
+import numpy as np
 
 from jdllm.checkpoint import source
-from jdllm.train import evaluate, examples, export, question_noise, recipe, step
+from jdllm.train import clock, evaluate, examples, export, question_noise, recipe, step
 from jdllm.train.config import TrainConfig
 
 
@@ -72,6 +72,16 @@ class TextRecipe:
 
     def batches(self, state: step.TrainState) -> TextBatches:
         config = self._config
+        self._number = int(state.step)
+        self._clock = clock.Clock(
+            peak=config.learning_rate,
+            warmup_steps=config.warmup_steps,
+            decay_share=config.decay_share,
+            first=int(state.start_step),
+            last=config.num_steps,
+            seconds=None if config.max_minutes is None else 60 * config.max_minutes,
+            began=self._began,
+        )
         problems = examples.ProblemBatches(
             self._chat,
             self._layout,
@@ -91,15 +101,14 @@ class TextRecipe:
         )
 
     def is_over(self, number: int) -> bool:
-        config = self._config
-        minutes = (time.monotonic() - self._began) / 60
-        is_late = config.max_minutes is not None and minutes >= config.max_minutes
-        return is_late or number >= config.num_steps
+        return self._clock.share(number) >= 1
 
     def step(
         self, state: step.TrainState, batch: Mapping[str, jax.Array]
     ) -> tuple[step.TrainState, dict[str, jax.Array]]:
-        return self._step(state, batch)
+        rate = self._clock.rate(self._number)
+        self._number += 1
+        return self._step(state, batch, np.float32(rate))
 
     def evaluate(self, state: step.TrainState) -> dict[str, float]:
         return self._evaluate(state.average)

@@ -11,7 +11,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels import dispatch
 
@@ -63,6 +63,24 @@ def _padded_attention(q, k, v, lengths, *, is_causal, implementation) -> jax.Arr
         key_value_seq_lengths=lengths,
         is_causal=is_causal,
         implementation=implementation,
+    )
+
+
+def masked_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    mask: Bool[Array, "B T T"],
+    *,
+    implementation: str = "auto",
+) -> Float[Array, "B T N H"]:
+    """Returns the attention of each query to the keys where `mask` is true, at least one of them.
+
+    Both implementations have gradients. cuDNN keeps no array of T x T for them.
+    """
+    chosen = choose(implementation, dtype=q.dtype, head_dim=q.shape[-1])
+    return jax.nn.dot_product_attention(
+        q, k, v, mask=mask[:, None], implementation=chosen.implementation
     )
 
 

@@ -20,7 +20,7 @@ RECIPE = ROOT / "configs" / "train" / "nano-canvas.yaml"
 TINY = {"d_model": 32, "n_layers": 2, "n_heads": 2, "n_kv_heads": 2, "mlp_hidden_size": 64}
 SETTINGS = {
     "num_steps": 40,
-    "decay_steps": 5,
+    "decay_share": 0.5,
     "warmup_steps": 3,
     "learning_rate": 3e-3,
     "batch_size": 8,

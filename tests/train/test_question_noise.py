@@ -120,14 +120,14 @@ def test_training_noise_changes_training_but_not_evaluation(model, batch):
     losses, evaluated = [], []
     noises = {"dropout": 0.1, "question_noise_words": 0.1, "question_loss": 0.1}
     for changes in ({}, noises):
-        options = settings(model, decay_steps=1, **changes)
+        options = settings(model, **changes)
         kinds = step.noise_config(network, options)
         spoils = question_noise.of_chat(CHAT, options, vocab_size=VOCAB, mask_token_id=MASK)
         params = step.init_params(network, 0)
         evaluator = evaluate.evaluator(network, options, CHAT, LAYOUT, kinds)
         evaluated.append(evaluator(params))
         state = step.init_state(options, params, average=params, step=0)
-        _, metrics = step.train_step(network, options, kinds, spoils)(state, few)
+        _, metrics = step.train_step(network, options, kinds, spoils)(state, few, np.float32(1e-3))
         losses.append(float(metrics["loss"]))
     assert losses[0] != losses[1]
     assert evaluated[0] == evaluated[1]

@@ -1,7 +1,6 @@
 """The parts of the image recipe: its clock, noise levels, tokens, chunks, pool and size."""
 
 import pathlib
-import time
 
 import jax
 import jax.numpy as jnp
@@ -14,40 +13,13 @@ from jdllm import errors
 from jdllm.imagegen import flow_schedule, prompts
 from jdllm.tasks.scenes import generator
 from jdllm.train import recipes
-from jdllm.train.scenes import chunks, clock, networks, objectives, pool, tokenizer, update
+from jdllm.train.scenes import chunks, networks, objectives, pool, tokenizer, update
 
 SIZES = ((64, 64), (64, 96))
 
 
 def config(*changes):
     return recipes.load(tiny_scenes.RECIPE, changes)
-
-
-# The clock
-
-
-def test_steps_end_a_stage_without_a_limit_of_time():
-    steps = config("vae_steps=10", "num_steps=30", "vae_minutes=null", "max_minutes=null")
-    vae = clock.Clock(steps, "vae", first=0, run_began=time.monotonic())
-    flow = clock.Clock(steps, "flow", first=10, run_began=time.monotonic())
-    assert [vae.share(n) for n in (0, 5, 10)] == [0, 0.5, 1]
-    assert [flow.share(n) for n in (10, 20, 30)] == [0, 0.5, 1]
-
-
-def test_the_rate_falls_to_zero_when_time_ends_a_stage(monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    slow = config(
-        "vae_minutes=1", "max_minutes=4", "warmup_steps=4", "decay_share=0.5", "learning_rate=1e-3"
-    )
-    now[0] += 60.0  # the first stage has taken a minute of the four
-    flow = clock.Clock(slow, "flow", first=50, run_began=100.0)
-    rates = []
-    for number, seconds in ((50, 0), (51, 0), (60, 80), (70, 135), (80, 180)):
-        now[0] = 160.0 + seconds
-        rates.append(flow.rate(number))
-    assert rates == pytest.approx([2.5e-4, 5e-4, 1e-3, 5e-4, 0])
-    assert flow.share(80) == pytest.approx(1)
 
 
 # The objectives

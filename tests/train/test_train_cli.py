@@ -18,8 +18,8 @@ def recipe(tmp_path):
     ("arguments", "named"),
     [
         (["--set", "eval_every=0"], "eval_every=0"),
-        (["--set", "num_steps=20", "decay_steps=30"], "decay_steps=30"),
-        (["--set", "num_steps=20", "--set", "decay_steps=30"], "decay_steps=30"),
+        (["--set", "num_steps=20", "decay_share=30"], "decay_share=30"),
+        (["--set", "num_steps=20", "--set", "optimizer=sgd"], "optimizer='sgd'"),
         (["--set", "learning_rat=1"], "learning_rate"),
         (["--set", "recipe=txt"], "recipe='txt'"),
         (["--set", "learning_rate=fast"], "learning_rate='fast'"),
@@ -54,7 +54,6 @@ def test_a_missing_or_malformed_config_file_is_named(tmp_path, capfd):
         "batch_size",
         "noise_copies",
         "warmup_steps",
-        "decay_steps",
         "log_every",
         "checkpoint_every",
         "eval_every",

@@ -37,6 +37,20 @@ class Chunk:
     lens: Int32[np.ndarray, " B"]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Caption:
+    """The ids of one caption."""
+
+    ids: tuple[int, ...]
+
+    @property
+    def length(self) -> int:
+        return len(self.ids)
+
+    def padded(self, width: int) -> Int32[np.ndarray, " L"]:
+        return _padded([self.ids], width)[0][0]
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Maker:
     """What makes chunks; it is sent to other processes.
@@ -89,9 +103,16 @@ class Maker:
             rows.append(found.ids)
         return _padded(rows, self.caption_tokens)
 
+    def empty(self) -> Caption:
+        """Returns the caption of a request with guidance and no negative prompt."""
+        return Caption(tuple(self._encode_text("", self.train_caption_tokens).ids))
+
     def _encode(self, scene: Scene, most: int) -> prompts.PromptIds:
+        return self._encode_text(scene.caption, most)
+
+    def _encode_text(self, text: str, most: int) -> prompts.PromptIds:
         tokenizer = _tokenizer(self.tokenizer, self.vocab_size)
-        return tokenizer.encode(scene.caption, max_sequence_length=most)
+        return tokenizer.encode(text, max_sequence_length=most)
 
 
 def _padded(

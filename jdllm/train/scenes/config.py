@@ -12,7 +12,6 @@ _AT_LEAST_ONE = (
     "caption_tokens",
     "train_caption_tokens",
     "vae_batch_size",
-    "warmup_steps",
     "chunk_scenes",
     "pool_scenes",
     "steps_per_chunk",
@@ -43,14 +42,11 @@ class SceneConfig(config_lib.RunConfig):
     vae_learning_rate: float = 1e-3
     kl_weight: float = 1e-3
     edge_weight: float = 1.0  # of the error of differences between neighbouring pixels
-    learning_rate: float = 1.5e-3
-    warmup_steps: int = 300
-    decay_share: float = 0.3
+    caption_dropout: float = 0.1  # share of the captions that are empty, for guidance
     weight_decay: float = 0.01
     adam_b2: float = 0.99
-    clip_norm: float = 1.0
-    ema_decay: float = 0.999
-    eval_steps: tuple[int, ...] = (1, 2, 4, 8, 16)  # forwards per picture
+    eval_steps: tuple[int, ...] = (1, 2, 4, 8, 16)  # of each picture
+    eval_guidance: tuple[float, ...] = (0.0,)  # guidance scales at the end, at each of these steps
     pool_scenes: int = 400_000  # on the device, of all sizes; then new ones replace old ones
     chunk_scenes: int = 256  # drawn and moved at once
     steps_per_chunk: int = 8  # most new scenes: a chunk in so many steps
@@ -61,10 +57,12 @@ class SceneConfig(config_lib.RunConfig):
         for name in ("caption_tokens", "train_caption_tokens"):
             if getattr(self, name) % 32:
                 raise errors.ConfigError(f"{name}={getattr(self, name)} must be a multiple of 32")
-        if not 0 < self.decay_share <= 1:
-            raise errors.ConfigError(f"{self.decay_share=} must be above 0 and at most 1")
         if not 0 <= self.vae_steps < self.num_steps:
             raise errors.ConfigError(f"{self.vae_steps=} must be 0 to less than {self.num_steps=}")
+        if not 0 <= self.caption_dropout < 1:
+            raise errors.ConfigError(f"{self.caption_dropout=} must be at least 0 and below 1")
+        if not self.eval_guidance or min(self.eval_guidance) < 0:
+            raise errors.ConfigError(f"{self.eval_guidance=} must be numbers of at least 0")
         if self.data_workers < 0:
             raise errors.ConfigError(f"data_workers={self.data_workers} must be at least 0")
         if not self.eval_steps or min(self.eval_steps) < 1:

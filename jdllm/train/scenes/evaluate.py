@@ -7,6 +7,7 @@ can reach; the second by pictures of captions, with the steps that the engine ta
 from __future__ import annotations
 
 import collections
+import itertools
 import logging
 from collections.abc import Mapping, Sequence
 
@@ -68,24 +69,27 @@ class Evaluator:
         return np.asarray(self._compiled.decode(drawn.shape[1:3], params, rows))
 
     def samples(
-        self, params: Params, step_counts: Sequence[int]
+        self, params: Params, step_counts: Sequence[int], scales: Sequence[float]
     ) -> tuple[dict[str, float], Pictures]:
-        """Returns the share of right pictures for each number of steps, and a contact sheet.
+        """Returns the share of right pictures for each number of steps and guidance scale.
 
-        The sheet shows the largest number of steps that is not above 8, else the first one.
+        The contact sheet shows the first scale, and the largest number of steps that is not above
+        8, else the first one.
         """
         numbers, sheets = {}, {}
-        for steps in step_counts:
-            made = {size: self._sampled(params, size, steps) for size in self._scenes}
+        for scale, steps in itertools.product(scales, step_counts):
+            made = {size: self._sampled(params, size, steps, scale) for size in self._scenes}
             accuracy, wrong = self._judged(made)
-            numbers[f"accuracy@{steps}"] = accuracy
-            sheets[steps] = self._sheet(made)
-            logger.info("%d steps: %.3f right; wrong: %s", steps, accuracy, dict(wrong))
+            numbers[f"accuracy@{steps}" + (f"_guidance={scale:g}" if scale else "")] = accuracy
+            sheets.setdefault(steps, self._sheet(made))
+            logger.info(
+                "%d steps, guidance %g: %.3f right; wrong: %s", steps, scale, accuracy, dict(wrong)
+            )
         shown = max((steps for steps in sheets if steps <= 8), default=next(iter(sheets)))
         return numbers, sheets[shown]
 
-    def _sampled(self, params: Params, size: tuple[int, int], steps: int) -> Pictures:
-        ids, lens = map(jnp.asarray, self._tokens[size])
+    def _sampled(self, params: Params, size: tuple[int, int], steps: int, scale: float) -> Pictures:
+        ids, lens = self._tokens[size]
         pipeline = self._networks.pipeline
         captions = self._compiled.captions(params, ids, lens)
         shape = (len(lens), *pipeline.latent_shape(*size))
@@ -93,7 +97,7 @@ class Evaluator:
         sigmas = pipeline.sigmas(steps, *size)
         for sigma, next_sigma in zip(sigmas, sigmas[1:]):
             levels = (np.full(len(lens), one, np.float32) for one in (sigma, next_sigma))
-            x = self._compiled.denoise(size, params, x, *levels, captions, lens)
+            x = self._compiled.denoise(size, params, x, *levels, *captions, np.float32(scale))
         return np.asarray(self._compiled.decode(size, params, x))
 
     def _judged(

@@ -1,9 +1,9 @@
 """The three models of a pipeline as they are trained: float32 weights in one flat dict.
 
 Parameters have the names that a served pipeline gives them: the component's name, then the path.
-Forward passes run on a copy in the compute dtype and in XLA's implementations, which have
-gradients. Two numbers stand beside the weights: what the latents of the autoencoder are shifted
-and scaled by, so that they have mean 0 and variance 1. They are 0 until the autoencoder is done.
+Forward passes run on a copy in the compute dtype and in implementations that have gradients. Two
+numbers stand beside the weights: what the latents of the autoencoder are shifted and scaled by, so
+that they have mean 0 and variance 1. They are 0 until the autoencoder is done.
 """
 
 from __future__ import annotations
@@ -76,15 +76,17 @@ class Networks:
         return z_image_pipeline.ZImagePipeline.build(parts)
 
 
-def build(model_path: pathlib.Path, folder: pathlib.Path, dtype: str) -> Networks:
+def build(
+    model_path: pathlib.Path, folder: pathlib.Path, dtype: str, *, attention: str = "xla"
+) -> Networks:
     """Returns the models of a pipeline folder, copied without weights and with a new tokenizer."""
     _copy(model_path, folder)
     read = pipeline_folder.read(folder, load_format="dummy")
     if read.class_name != "ZImagePipeline" or read.schedule.use_dynamic_shifting:
         raise errors.ConfigError(f"{model_path}: only a ZImagePipeline of static shift is trained")
     components = {
-        TEXT: _differentiable(qwen3.COMPONENT),
-        TRANSFORMER: _differentiable(z_image.COMPONENT),
+        TEXT: _differentiable(qwen3.COMPONENT, "xla"),
+        TRANSFORMER: _differentiable(z_image.COMPONENT, attention),
         VAE: dataclasses.replace(autoencoder_kl.WITH_ENCODER, build=_autoencoder),
     }
     configs = {
@@ -110,9 +112,9 @@ def build(model_path: pathlib.Path, folder: pathlib.Path, dtype: str) -> Network
     )
 
 
-def _differentiable(one: component.Component[Any]) -> component.Component[Any]:
+def _differentiable(one: component.Component[Any], implementation: str) -> component.Component[Any]:
     build: Any = one.build
-    return dataclasses.replace(one, build=functools.partial(build, implementation="xla"))
+    return dataclasses.replace(one, build=functools.partial(build, implementation=implementation))
 
 
 def _autoencoder(config: AutoencoderConfig, dtype: jnp.dtype) -> nnx.Module:

@@ -15,16 +15,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Int32
 
 from jdllm.models.images import pixels
 from jdllm.train.recipe import Params
-from jdllm.train.scenes import objectives, pool, update
+from jdllm.train.scenes import chunks, objectives, pool, update
 from jdllm.train.scenes.config import SceneConfig
 from jdllm.train.scenes.networks import LATENTS_DTYPE, TEXT, TRANSFORMER, Networks
 
 logger = logging.getLogger(__name__)
 
 Size = tuple[int, int]
+Ids = Int32[np.ndarray, "B L"]
+Lens = Int32[np.ndarray, " B"]
 _THREADS = 10
 # The libraries choose their kernels unasked: there are thirty programs, and trying kernels out, in
 # one thread at a time, would take longer than a run.
@@ -43,8 +46,9 @@ class Programs:
         config: SceneConfig,
         state: update.SceneState,
         views: Mapping[Size, pool.Arrays],
+        empty: chunks.Caption,
     ):
-        self._networks, self._config = networks, config
+        self._networks, self._config, self._empty = networks, config, empty
         self._threads = concurrent.futures.ThreadPoolExecutor(_THREADS)
         has_vae_stage = state.stage == "vae"
         state, arrays = _shapes(state), _shapes(dict(views))
@@ -69,13 +73,19 @@ class Programs:
             )
         ids = jax.ShapeDtypeStruct((rows, config.caption_tokens), jnp.int32)
         lens = jax.ShapeDtypeStruct((rows,), jnp.int32)
-        self._captions = compile_(self._caption, state.params, ids, lens)
-        captions = jax.eval_shape(self._caption, state.params, ids, lens)
+        self._captions = compile_(
+            self._caption, state.params, *(_with_rows(2 * rows, one) for one in (ids, lens))
+        )
+        # Each row's caption, then the empty one as often.
+        captions = jax.eval_shape(
+            self._caption, state.params, *(_with_rows(2 * rows, one) for one in (ids, lens))
+        )
+        both = _with_rows(2 * rows, lens)
         level = jax.ShapeDtypeStruct((rows,), jnp.float32)
         for size in arrays:
             latents = jax.ShapeDtypeStruct((rows, *self._latent_shape(size)), jnp.float32)
             self._denoises[size] = compile_(
-                self._denoise, state.params, latents, level, level, captions, lens
+                self._denoise, state.params, latents, level, level, captions, both, scalar
             )
             self._decodes[size] = compile_(self._decode, state.params, latents)
 
@@ -99,9 +109,16 @@ class Programs:
         """Returns the pipeline's latents of a chunk of pictures, in the dtype of rings."""
         return self._encodes[pictures.shape[1:3]].result()(params, pictures)
 
-    def captions(self, params: Params, ids: jax.Array, lens: jax.Array) -> jax.Array:
-        """Returns what the pipeline keeps of captions."""
-        return self._captions.result()(params, ids, lens)
+    def captions(self, params: Params, ids: Ids, lens: Lens) -> tuple[jax.Array, jax.Array]:
+        """Returns what the pipeline keeps of captions and then, as often, of the empty one.
+
+        The second array is the lengths of all of them.
+        """
+        empty_ids = np.broadcast_to(self._empty.padded(ids.shape[1]), ids.shape)
+        empty_lens = np.full(len(lens), self._empty.length, np.int32)
+        all_lens = jnp.asarray(np.concatenate([lens, empty_lens]))
+        all_ids = jnp.asarray(np.concatenate([ids, empty_ids]))
+        return self._captions.result()(params, all_ids, all_lens), all_lens
 
     def denoise(self, size: Size, *arguments: Any) -> jax.Array:
         """Takes one Euler step; see `_denoise`."""
@@ -154,11 +171,14 @@ class Programs:
         key, rows = self._key(state), self._config.batch_size
         batch = pool.draw(jax.random.fold_in(key, 0), arrays, count, rows)
         latents = batch[pool.LATENTS].astype(jnp.float32)
+        ids, lens = batch[pool.IDS], batch[pool.LENS]
+        draws = jax.random.uniform(jax.random.fold_in(key, 1), (rows,))
+        is_dropped = draws < self._config.caption_dropout
+        ids = jnp.where(is_dropped[:, None], self._empty.padded(ids.shape[1]), ids)
+        lens = jnp.where(is_dropped, self._empty.length, lens)
 
         def loss(params: Params):
-            return objectives.flow_loss(
-                self._networks, params, latents, batch[pool.IDS], batch[pool.LENS], key
-            )
+            return objectives.flow_loss(self._networks, params, latents, ids, lens, key)
 
         return update.apply(self._config, state, "flow", loss, rate)
 
@@ -172,14 +192,23 @@ class Programs:
         captions = self._networks.module(TEXT, params).encode(ids, lens)
         return self._networks.module(TRANSFORMER, params).refine_captions(captions, lens)
 
-    def _denoise(self, params, latents, sigma, next_sigma, captions, lens):
-        """Returns `x + (next sigma - sigma) * velocity`, as a launch of the engine does."""
+    def _denoise(self, params, latents, sigma, next_sigma, captions, lens, scale):
+        """Returns `x + (next sigma - sigma) * velocity`, as a launch of the engine does.
+
+        With `v` and `e` of the captions and the empty one, the velocity is `v + scale (v - e)`.
+        """
         transformer = self._networks.module(TRANSFORMER, params)
-        velocity = -transformer.denoise(latents, 1 - sigma, captions, lens)
+        twice = jnp.concatenate([latents, latents]), jnp.concatenate([1 - sigma, 1 - sigma])
+        own, empty = jnp.split(-transformer.denoise(*twice, captions, lens), 2)
+        velocity = own + scale * (own - empty)
         return latents + (next_sigma - sigma)[:, None, None, None] * velocity
 
     def _decode(self, params, latents):
         return pixels.to_uint8(objectives.decoded(self._networks, params, latents))
+
+
+def _with_rows(rows: int, shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((rows, *shape.shape[1:]), shape.dtype)
 
 
 def _shapes(tree: Any) -> Any:

@@ -19,10 +19,9 @@ import jax.numpy as jnp
 import PIL.Image
 
 from jdllm.checkpoint import source
-from jdllm.train import recipe
+from jdllm.train import clock, recipe
 from jdllm.train.scenes import (
     chunks,
-    clock,
     evaluate,
     export,
     networks,
@@ -46,7 +45,10 @@ class SceneRecipe:
     def __init__(self, config: SceneConfig, output_dir: pathlib.Path, began: float):
         self._config, self._output_dir, self._began = config, output_dir, began
         self._networks = networks.build(
-            source.resolve(config.model_path), output_dir / "pipeline", config.compute_dtype
+            source.resolve(config.model_path),
+            output_dir / "pipeline",
+            config.compute_dtype,
+            attention=config.attention,
         )
         self._maker = chunks.Maker(
             tokenizer=self._networks.folder / "tokenizer",
@@ -61,7 +63,7 @@ class SceneRecipe:
     @property
     def batch_size(self) -> int:
         config = self._config
-        return config.batch_size if self._clock.stage == "flow" else config.vae_batch_size
+        return config.batch_size if self._stage == "flow" else config.vae_batch_size
 
     def first_state(self) -> update.SceneState:
         params = networks.init_params(self._networks, self._config.seed)
@@ -89,45 +91,64 @@ class SceneRecipe:
             steps_per_chunk=config.steps_per_chunk,
         )
         self._programs = programs.Programs(
-            self._networks, config, state, {s: self._pool.view(s).arrays for s in config.shapes}
+            self._networks,
+            config,
+            state,
+            {size: self._pool.view(size).arrays for size in config.shapes},
+            self._maker.empty(),
         )
         self._evaluator = evaluate.Evaluator(self._networks, config, self._maker, self._programs)
         self._programs.wait_for(state.stage)  # a stage's minutes are not those of compilation
-        self._clock = clock.Clock(
-            config, state.stage, first=int(state.start_step), run_began=self._began
-        )
+        self._begin_stage(state.stage, first=int(state.start_step))
         if state.stage == "flow":
             self._pool.encode(self._encode_with(state.average))
         return self._pool
 
     def is_over(self, number: int) -> bool:
-        return self._clock.stage == "flow" and self._clock.share(number) >= 1
+        return self._stage == "flow" and self._clock.share(number) >= 1
 
     def step(
         self, state: update.SceneState, batch: pool.View
     ) -> tuple[update.SceneState, Mapping[str, jax.Array]]:
-        if self._clock.stage == "vae" and self._clock.share(self._number) >= 1:
+        if self._stage == "vae" and self._clock.share(self._number) >= 1:
             state = self._begin_flow(state)
             batch = self._pool.view(batch.size)
         rate = self._clock.rate(self._number)
         self._number += 1
-        return self._programs.step(self._clock.stage, state, batch, rate)
+        return self._programs.step(self._stage, state, batch, rate)
 
     def evaluate(self, state: update.SceneState) -> dict[str, float]:
-        if self._clock.stage == "vae":
+        if self._stage == "vae":
             params = state.average | {networks.FACTOR: jnp.ones(())}
             numbers, sheet = self._evaluator.reconstructions(params)
         else:
             is_end = self.is_over(self._number)
             counts = self._config.eval_steps if is_end else (_INTERMEDIATE,)
-            numbers, sheet = self._evaluator.samples(state.average, counts)
-        self._write_sheet(sheet, f"{self._clock.stage}-{self._number}")
+            scales = self._config.eval_guidance[: None if is_end else 1]
+            numbers, sheet = self._evaluator.samples(state.average, counts, scales)
+        self._write_sheet(sheet, f"{self._stage}-{self._number}")
         return numbers
 
     def export(self, state: update.SceneState, output_dir: pathlib.Path) -> None:
         del output_dir  # the folder was begun with the run
         export.write(self._networks, state.average)
         self._programs.close()
+
+    def _begin_stage(self, stage: str, *, first: int) -> None:
+        self._stage, config, now = stage, self._config, time.monotonic()
+        is_flow = stage == "flow"
+        minutes = config.max_minutes if is_flow else config.vae_minutes
+        # The minutes of the flow are what the run has left of them.
+        passed = now - self._began if is_flow else 0.0
+        self._clock = clock.Clock(
+            peak=config.learning_rate if is_flow else config.vae_learning_rate,
+            warmup_steps=config.warmup_steps,
+            decay_share=config.decay_share,
+            first=first,
+            last=config.num_steps if is_flow else config.vae_steps,
+            seconds=None if minutes is None else 60 * minutes - passed,
+            began=now,
+        )
 
     def _begin_flow(self, state: update.SceneState) -> update.SceneState:
         """Returns the state with fixed latents: their shift and factor are measured."""
@@ -149,7 +170,7 @@ class SceneRecipe:
         numbers, sheet = self._evaluator.reconstructions(state.average)
         self._write_sheet(sheet, "reconstructions")
         self._pool.encode(self._encode_with(state.average))
-        self._clock = clock.Clock(self._config, "flow", first=self._number, run_began=self._began)
+        self._begin_stage("flow", first=self._number)
         logger.info(
             "step %d: latents have shift %.3f, factor %.3f; %s; the change of stage took %.1f s",
             self._number, float(shift), float(factor), json.dumps(numbers),

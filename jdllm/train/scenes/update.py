@@ -1,4 +1,4 @@
-"""The state of an image run, and one step of AdamW on the weights of a stage."""
+"""The state of an image run, and one step of the optimiser on the weights of a stage."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float32, Int32
 
+from jdllm.train import optimizers
 from jdllm.train.recipe import Params
 from jdllm.train.scenes import networks as networks_lib
 from jdllm.train.scenes.config import SceneConfig
@@ -53,7 +54,7 @@ def init(config: SceneConfig, params: Params, *, average: Params, step: int) -> 
 
 
 def _fresh(config: SceneConfig, params: Params) -> dict[str, optax.OptState]:
-    return {stage: optimizer(config).init(own(params, stage)) for stage in STAGES}
+    return {stage: optimizers.build(config).init(own(params, stage)) for stage in STAGES}
 
 
 def part(state: SceneState, stage: str) -> SceneState:
@@ -82,17 +83,6 @@ def own(params: Params, stage: str) -> Params:
     return {path: array for path, array in params.items() if path.startswith(prefixes)}
 
 
-def optimizer(config: SceneConfig) -> optax.GradientTransformation:
-    """Returns AdamW without the learning rate."""
-    return optax.chain(
-        optax.clip_by_global_norm(config.clip_norm),
-        optax.scale_by_adam(b1=0.9, b2=config.adam_b2),
-        optax.add_decayed_weights(
-            config.weight_decay, mask=lambda params: jax.tree.map(lambda a: a.ndim > 1, params)
-        ),
-    )
-
-
 def apply(
     config: SceneConfig,
     state: SceneState,
@@ -108,7 +98,7 @@ def apply(
 
     (value, metrics), grads = jax.value_and_grad(of_trained, has_aux=True)(trained)
     moments = state.opt_states[stage]
-    direction, moments = optimizer(config).update(grads, moments, trained)
+    direction, moments = optimizers.build(config).update(grads, moments, trained)
     trained = jax.tree.map(lambda a, d: a - rate * d, trained, direction)
     taken = (state.step - state.start_step).astype(jnp.float32)
     # A short memory at first: a long one would hold little but the random start.
