@@ -166,6 +166,9 @@ def _region(
     weights = np.where(scene_geometry.grown(solid), np.clip(share, 0, 1), 0)
     for inner in nested:
         weights[scene_geometry.grown(inner.outline)] = 1
+    if not weights.any():
+        # Its colours differ from the background's, but not in their middle. Such is noise.
+        weights = solid.astype(np.float64)
     outline = solid.copy()
     for hole in real_holes:
         outline |= hole

@@ -315,3 +315,22 @@ def test_each_kind_of_fact_is_judged_by_itself():
     assert kinds(("circle", "red", 20), ("square", "green", 80)) == {"colour", "relation"}
     assert kinds(("star", "red", 20), ("square", "blue", 80)) == {"shape", "relation"}
     assert kinds(*right, ("star", "pink", 50)) == {"count", "shape", "colour", "relation"}
+
+
+def noises():
+    """Pictures of no scene: noise of pixels, of squares, of soft spots, and with faint spots."""
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        yield rng.integers(0, 256, (64, 64, 3))
+        yield np.kron(rng.integers(0, 256, (8, 8, 3)), np.ones((8, 8, 1)))
+        yield np.clip(128 + rng.normal(0, 20, (64, 64, 3)), 0, 255)
+        spots = np.kron(rng.normal(0, 1, (4, 4, 3)), np.ones((16, 16, 1)))
+        for _ in range(6):
+            moved = [np.roll(spots, by, axis) for by in (2, -2) for axis in (0, 1)]
+            spots = (spots + sum(moved)) / 5
+        yield np.clip(128 + 200 * spots, 0, 255)
+
+
+def test_pictures_of_noise_are_read_too():
+    for picture in noises():
+        scene_reading.read(picture.astype(np.uint8))

@@ -7,8 +7,10 @@ can reach; the second by pictures of captions, with the steps that the engine ta
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import itertools
 import logging
+import multiprocessing
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -40,6 +42,7 @@ class Evaluator:
         compiled: programs.Programs,
     ):
         self._networks, self._config, self._compiled = networks, config, compiled
+        self._pool: concurrent.futures.ProcessPoolExecutor | None = None
         rows = -(-config.eval_problems // len(config.sizes))
         self._scenes = {
             size: [generator.generate(i, split="test", size=size) for i in range(rows)]
@@ -104,13 +107,31 @@ class Evaluator:
         self, made: Mapping[tuple[int, int], Pictures]
     ) -> tuple[float, collections.Counter[str]]:
         """Returns the share of right pictures, and how often each kind of fact is wrong."""
-        right, wrong = [], collections.Counter()
-        for size, pictures in made.items():
-            for scene, picture in zip(self._scenes[size], pictures, strict=True):
-                verdict = scene_oracle.check(scene.facts(), picture)
-                right.append(verdict.is_right)
-                wrong.update({reason.partition(":")[0] for reason in verdict.wrong})
-        return float(np.mean(right)), wrong
+        facts = [scene.facts() for size in made for scene in self._scenes[size]]
+        pictures = [picture for of_size in made.values() for picture in of_size]
+        if self._config.data_workers:
+            judge = self._judges().map(_wrong, facts, pictures, chunksize=8)
+        else:
+            judge = map(_wrong, facts, pictures)
+        found = list(judge)
+        kinds = ({reason.partition(":")[0] for reason in wrong} for wrong in found)
+        return (
+            float(np.mean([not wrong for wrong in found])),
+            collections.Counter(itertools.chain.from_iterable(kinds)),
+        )
+
+    def _judges(self) -> concurrent.futures.Executor:
+        if self._pool is None:
+            # Forks of a process with device threads may hang, so the processes start afresh.
+            self._pool = concurrent.futures.ProcessPoolExecutor(
+                self._config.data_workers, mp_context=multiprocessing.get_context("spawn")
+            )
+        return self._pool
+
+    def close(self) -> None:
+        """Ends the processes that judge."""
+        if self._pool is not None:
+            self._pool.shutdown()
 
     def _sheet(self, made: Mapping[tuple[int, int], Pictures]) -> Pictures:
         """Returns pictures of all sizes, in the corners of the places of a sheet."""
@@ -122,6 +143,12 @@ class Evaluator:
                 place[: picture.shape[0], : picture.shape[1]] = picture
                 shown.append(place)
         return scene_pictures.contact_sheet(shown, columns=10)
+
+
+def _wrong(facts: scene_oracle.Facts, picture: UInt8[np.ndarray, "H W 3"]) -> tuple[str, ...]:
+    """Returns what the oracle finds wrong, nothing for a picture that is right."""
+    verdict = scene_oracle.check(facts, picture)
+    return () if verdict.is_right else tuple(verdict.wrong) or ("picture",)
 
 
 def _padded(pictures: Pictures, count: int) -> Pictures:

@@ -133,6 +133,7 @@ class SceneRecipe:
         del output_dir  # the folder was begun with the run
         export.write(self._networks, state.average)
         self._programs.close()
+        self._evaluator.close()
 
     def _begin_stage(self, stage: str, *, first: int) -> None:
         self._stage, config, now = stage, self._config, time.monotonic()
