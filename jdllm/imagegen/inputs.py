@@ -117,7 +117,7 @@ def step(
         inputs.slot[i], inputs.is_fresh[i] = row.stay.slot, row.is_fresh
         inputs.seed[i] = row_options.seed_words(row.request.seed)
         inputs.entry[:, i] = row.stay.entries
-        inputs.lens[:, i] = [len(ids) for ids in captions_of(row)]
+        inputs.lens[:, i] = [len(ids) for ids in image_stay.captions_of(row.request)]
         sigmas = pipeline.sigmas(image.num_inference_steps, image.height, image.width)
         inputs.sigma[i], inputs.next_sigma[i] = sigmas[row.step : row.step + 2]
         _fill_guidance(inputs.guidance, i, image)
@@ -129,13 +129,6 @@ def decode(batch: batch_lib.ScheduleBatch, *, num_slots: int) -> DecodeInputs:
     slot = _past(num_slots, batch.bucket.rows)
     slot[: len(batch.rows)] = [row.stay.slot for row in batch.rows]
     return DecodeInputs(slot=slot)
-
-
-def captions_of(row: batch_lib.ScheduledRow) -> list[tuple[int, ...]]:
-    """Returns the ids of a request's caption and, if it is guided, of the negative one."""
-    negative_ids = image_stay.image_of(row.request).negative_ids
-    ids = tuple(row.request.prompt_ids)
-    return [ids] if negative_ids is None else [ids, negative_ids]
 
 
 def _past(count: int, rows: int) -> np.ndarray:

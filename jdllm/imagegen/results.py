@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from jdllm.imagegen import inputs as inputs_lib
 from jdllm.imagegen import programs
 from jdllm.imagegen.pipelines import interface
 from jdllm.scheduler import batch as batch_lib
-from jdllm.scheduler.rows import image_buckets
+from jdllm.scheduler.rows import image_buckets, image_stay
 
 
 def of_encode(outputs: programs.Outputs, batch: batch_lib.ScheduleBatch) -> batch_lib.LaunchResult:
@@ -37,7 +36,7 @@ def of_step(
     assert isinstance(bucket, image_buckets.StepBucket)
     # The transformer does not see the prefix of captions.
     tokens = pipeline.image_tokens(bucket.height, bucket.width) - pipeline.prefix_tokens
-    captions = [ids for row in batch.rows for ids in inputs_lib.captions_of(row)]
+    captions = [ids for row in batch.rows for ids in image_stay.captions_of(row.request)]
     return batch_lib.LaunchResult(
         rows=_rows(outputs, batch, nfe=1),
         num_steps=1,

@@ -21,6 +21,7 @@ from jdllm.scheduler import batch as batch_lib
 from jdllm.scheduler import commits as commits_lib
 from jdllm.scheduler import request as request_lib
 from jdllm.scheduler import stats as stats_lib
+from jdllm.scheduler import stay as stay_lib
 from jdllm.scheduler import waiting as waiting_lib
 from jdllm.scheduler.rows import interface
 
@@ -166,21 +167,31 @@ class Scheduler:
         )
 
     def _admit(self) -> None:
+        """Starts requests in the order of their turns; those that are not ready keep theirs."""
         prefix_len = functools.cache(self.pages.cached_prefix_len)
+        passed: set[str] = set()  # the ids of those that were not ready in this round
         while self.live.num_free_rows:
-            request = self.waiting.first(self._policy, prefix_len)
-            if request is None:
+            # From the first turn again, since an admission changes the order.
+            for request in self.waiting.in_turn(self._policy, prefix_len):
+                if request.request_id in passed:
+                    continue
+                stay = self.rows.admit(request)
+                if stay is not interface.Refusal.NOT_READY:
+                    break
+                passed.add(request.request_id)
+            else:
                 return
-            # No overtaking: small requests must not delay a large one forever.
-            stay = self.rows.admit(request)
-            if stay is None:
+            if stay is interface.Refusal.NO_ROOM:
                 return
-            self.live.start(request, stay)
-            if request.first_scheduled_s is None:
-                request.first_scheduled_s = time.monotonic()
-                request.cached_tokens = stay.context_len
-                self._total_prompt_tokens += len(request.prompt_ids)
-                self._total_cached_tokens += request.cached_tokens
+            self._start(request, stay)
+
+    def _start(self, request: request_lib.Request, stay: stay_lib.Stay) -> None:
+        self.live.start(request, stay)
+        if request.first_scheduled_s is None:
+            request.first_scheduled_s = time.monotonic()
+            request.cached_tokens = stay.context_len
+            self._total_prompt_tokens += len(request.prompt_ids)
+            self._total_cached_tokens += request.cached_tokens
 
     def _apply_guarded(
         self,

@@ -16,8 +16,12 @@ Priorities divide the queue into classes. A class is served only while no better
 class can starve; inside a class the promises above hold. Requests that were preempted come first
 in their class, because a user already waits for their next tokens.
 
+The caller may pass over a request that is not ready. It keeps its place: it is asked first again,
+and of its group, too, when another member has used the group's turn. Groups of one member each are
+so admitted in order of arrival, as soon as they are ready.
+
 Choosing and moving a request takes constant time (`lpm`: a bounded number of prefix matches),
-however long the queue is.
+however long the queue is, beside the requests that are passed over.
 """
 
 from __future__ import annotations
@@ -71,9 +75,13 @@ class WaitingQueue:
             self._order.remove(key)
         self._len -= 1
 
-    def first(self, policy: Policy, prefix_len: PrefixLen) -> request_lib.Request | None:
-        """Returns the request to admit next; `prefix_len` gives a request's cached tokens."""
-        return self._classes[self._order[0]].first(policy, prefix_len) if self._order else None
+    def in_turn(self, policy: Policy, prefix_len: PrefixLen) -> Iterator[request_lib.Request]:
+        """Yields the request to admit next, then those to admit if the ones before are passed over.
+
+        `prefix_len` gives a request's cached tokens. The queue must not change meanwhile.
+        """
+        for key in self._order:
+            yield from self._classes[key].in_turn(policy, prefix_len)
 
 
 @dataclasses.dataclass(slots=True)
@@ -126,15 +134,15 @@ class _Class:
             group.turn = self._next_turn()
             self._groups.move_to_end(request.group)
 
-    def first(self, policy: Policy, prefix_len: PrefixLen) -> request_lib.Request:
-        if self._preempted:
-            return self._preempted[0]
-        match policy:
-            case "fcfs":
-                group = next(iter(self._groups.values()))
-                return next(iter(group.members.values()))
-            case "lpm":
-                return max(self._candidates(), key=prefix_len)
+    def in_turn(self, policy: Policy, prefix_len: PrefixLen) -> Iterator[request_lib.Request]:
+        yield from self._preempted
+        first: list[request_lib.Request] = []
+        if policy == "lpm" and self._groups:
+            first = sorted(self._candidates(), key=prefix_len, reverse=True)
+            yield from first
+        chosen = {request.request_id for request in first}
+        for group in self._groups.values():
+            yield from (one for name, one in group.members.items() if name not in chosen)
 
     def _candidates(self) -> list[request_lib.Request]:
         """Returns the first members of each group of the sweep; begins a sweep if one has ended."""

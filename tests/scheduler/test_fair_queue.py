@@ -72,8 +72,7 @@ class Traffic:
         return self.members(next(place for place in self.ring if place[0] == best))[0]
 
     def admit(self):
-        one = self.queue.first(self.policy, self.prefix_len)  # pyright: ignore[reportArgumentType]
-        assert one is not None
+        one = next(self.queue.in_turn(self.policy, self.prefix_len))  # pyright: ignore[reportArgumentType]
         self.check(one)
         self.queue.remove(one, is_turn=True)
         place = (one.priority_class, one.group)
@@ -135,7 +134,7 @@ def test_fcfs_admits_in_the_order_of_turns_whatever_happens(seed, classes):
     assert len(traffic.admitted) > 300
     while traffic.waits:
         traffic.admit()
-    assert len(traffic.queue) == 0 and traffic.queue.first("fcfs", traffic.prefix_len) is None
+    assert len(traffic.queue) == 0 and not list(traffic.queue.in_turn("fcfs", traffic.prefix_len))
 
 
 @pytest.mark.parametrize("policy,turns", [("fcfs", 1), ("lpm", 2)])
@@ -222,8 +221,21 @@ def test_lpm_matches_a_bounded_number_of_prefixes_per_round():
             for j in range(size):
                 traffic.queue.add(ask(f"{i} {j}", group=i))
         seen = set()
-        traffic.queue.first("lpm", lambda one, seen=seen: seen.add(one) or 0)
+        next(traffic.queue.in_turn("lpm", lambda one, seen=seen: seen.add(one) or 0))
         assert 64 < len(seen) <= waiting.MAX_MATCHED_REQUESTS
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "lpm"])
+def test_those_that_are_passed_over_leave_their_turn_to_each_other_once(policy):
+    traffic = Traffic(policy, seed=11)
+    for _ in range(300):
+        traffic.random_event((0, -3))
+        order = list(traffic.queue.in_turn(policy, traffic.prefix_len))
+        assert len(order) == len(set(order)) and set(order) == set(traffic.waits)
+        classes = [one.priority_class for one in order]
+        assert classes == sorted(classes)
+        if policy == "fcfs" and order:
+            assert order[0] is traffic.due()
 
 
 def test_preempted_requests_come_first_in_their_class_the_senior_one_before():

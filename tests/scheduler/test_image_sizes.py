@@ -64,7 +64,7 @@ def test_impossible_sizes_are_refused(options):
 def test_other_sizes_wait_for_their_programs_and_delay_nobody():
     core, device = made(running=4)
     odd = ask(3, size=(96, 64), name="odd")
-    core.scheduler.rows.is_ready = device.programs.__contains__
+    core.scheduler.rows.programs.is_ready = device.programs.__contains__
     core.add([odd, ask(3, name="a"), ask(3, name="b")])
     client = Client()
     while len(client.products) < 2:
@@ -88,7 +88,7 @@ def test_the_decoding_of_a_new_size_is_asked_for_with_its_first_step():
             asked.append(bucket)
         return bucket in device.programs
 
-    core.scheduler.rows.is_ready = is_ready
+    core.scheduler.rows.programs.is_ready = is_ready
     core.add([ask(3, size=(96, 64), seed=s) for s in (4, 5)])
     while not core.pause_s:
         core.step()

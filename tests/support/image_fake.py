@@ -144,7 +144,7 @@ class Device:
     def decode(self, row, bucket):
         assert self.fits(row, bucket)
         value = self.clean[row.stay.slot]
-        if bucket.output == "image":
+        if bucket.output != "latent":
             value = picture(value)
         is_invalid = row.request.seed == INVALID_OUTPUT_SEED
         if row.is_final:
@@ -255,8 +255,8 @@ def random_prompt(rng):
     return tuple(range(number, number + (3, 8, 9, 20, 32)[number % 5]))
 
 
-def random_ask(rng, seed):
-    size = rng.choice([SMALL, SMALL, SMALL, WIDE, LARGE])
+def random_ask(rng, seed, *, size=None, outputs=("image", "image", "latent")):
+    size = size or rng.choice([SMALL, SMALL, SMALL, WIDE, LARGE])
     is_guided = rng.random() < 0.3
     return ask(
         rng.choice([1, 2, 3, 4, 8, 20]),
@@ -267,7 +267,7 @@ def random_ask(rng, seed):
         seed=seed,
         partial=rng.choice([0, 0, 0, 1, 3]),
         latents=latents_of(size, seed) if rng.random() < 0.2 else None,
-        output=rng.choice(["image", "image", "latent"]),
+        output=rng.choice(outputs),
     )
 
 

@@ -1,9 +1,10 @@
 """Compiles programs when a request first needs them, beside the launches of the others.
 
-Image rows ask for every program before they plan a launch of it (`ImageRows.is_ready`). A program
-that is missing is compiled by one thread; its rows wait, and no others do. The first question about
-a size is about one row, so that its requests start soon. Programs of fewer rows are compiled first:
-without those for one row somebody waits, the others only save time.
+Image rows ask for all programs that a request needs before they admit it, and for every program
+before they plan a launch of it (`ImageRows.programs`). A program that is missing is compiled by one
+thread; its requests wait, and no others do. The first questions about a size are about one row, so
+that its requests start soon. Programs of fewer rows are compiled first: without those for one row
+somebody waits, the others only save time.
 
 A client may walk through thousands of sizes. So at most `MAX_PROGRAMS` are kept beside those of the
 start, the least recently used goes first, and at most `MAX_WAITING` wait; further ones are asked
@@ -115,4 +116,6 @@ class FirstUse:
 
     def _ends(self, bucket: batch_lib.Bucket, state: State) -> None:
         with self._lock:
+            # The most recently used now: those who asked for it have not come back yet.
+            del self._states[bucket]
             self._states[bucket] = state

@@ -159,7 +159,7 @@ def build(config: ImageBuildConfig, progress: startup.StartupProgress) -> BuiltI
         )
     )
     programs = first_use.FirstUse(runner)
-    rows.is_ready = programs.is_ready
+    rows.programs.is_ready = programs.is_ready
     return BuiltImages(
         config=config,
         device=device,

@@ -183,10 +183,11 @@ class BlockRows:
         longest = len(request.prompt_ids) + request.max_new_tokens
         self._limits.check_pages(request, -(-longest // self._block_size) * self._block_size)
 
-    def admit(self, request: request_lib.Request) -> stay_lib.Stay | None:
-        """Takes the first pages of a request; if too few are free, changes nothing: None."""
+    def admit(self, request: request_lib.Request) -> stay_lib.Stay | interface.Refusal:
+        """Takes the first pages of a request; if too few are free, changes nothing."""
         stay = stay_lib.Stay(slot=self.live.next_slot)
-        return stay if self.live.pages.admit(request, stay) else None
+        is_admitted = self.live.pages.admit(request, stay)
+        return stay if is_admitted else interface.Refusal.NO_ROOM
 
     def plan(self) -> batch_lib.ScheduleBatch | None:
         """Returns the next launch, of either phase; None if no request runs."""

@@ -264,8 +264,8 @@ class CanvasRows:
         total = len(request.prompt_ids) + written + len(request.suffix_ids)
         self._limits.check_pages(request, total)
 
-    def admit(self, request: request_lib.Request) -> CanvasStay | None:
-        """Takes the pages of the whole canvas; returns None and changes nothing without room.
+    def admit(self, request: request_lib.Request) -> CanvasStay | interface.Refusal:
+        """Takes the pages of the whole canvas; changes nothing without room.
 
         Tokens that the request has already committed are given on the new canvas.
         """
@@ -274,10 +274,10 @@ class CanvasRows:
         length = end + len(request.suffix_ids)
         lengths = [len(stay_of(row).canvas_ids) for row in self.live.running]
         if sum(map(packed_len, [*lengths, length])) > self._buckets.tokens:
-            return None
+            return interface.Refusal.NO_ROOM
         stay = CanvasStay(slot=self.live.next_slot, canvas_ids=[], canvas_end=end)
         if not self.live.pages.grow(stay, length):
-            return None
+            return interface.Refusal.NO_ROOM
         places = [request.given.get(place) for place in range(written)]
         places[: len(request.output_ids)] = request.output_ids
         stay.canvas_ids = [*request.prompt_ids, *places, *request.suffix_ids]

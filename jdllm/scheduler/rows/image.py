@@ -18,17 +18,24 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import ClassVar, Self, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import ClassVar, Self
 
 from jdllm import errors
 from jdllm.scheduler import batch as batch_lib
 from jdllm.scheduler import commits as commits_lib
 from jdllm.scheduler import request as request_lib
-from jdllm.scheduler.rows import image_batching, image_captions, image_limits, interface
+from jdllm.scheduler.rows import (
+    image_batching,
+    image_captions,
+    image_limits,
+    image_programs,
+    interface,
+)
 from jdllm.scheduler.rows import image_buckets as buckets_lib
 from jdllm.scheduler.rows.image_stay import (
     ImageStay,
+    captions_of,
     group_of,
     image_of,
     is_final_due,
@@ -38,8 +45,6 @@ from jdllm.scheduler.rows.image_stay import (
 )
 
 logger = logging.getLogger(__name__)
-
-Bucket = TypeVar("Bucket", bound=batch_lib.Bucket)
 
 # How often to ask whether a program has been compiled, while nothing else can run.
 PROGRAM_POLL_S = 0.01
@@ -70,8 +75,7 @@ class ImageRowConfig(interface.RowConfig):
 class ImageRows:
     """Plans encodings, steps and decodings of all running image requests.
 
-    `is_ready` says whether the program of a bucket has been compiled; None: all have. Rows wait
-    for programs that have not, and delay no others, unless they hold all places.
+    Requests whose `programs` are not compiled yet wait, hold no place and delay no others.
     """
 
     defaults: ClassVar[interface.RowDefaults] = interface.RowDefaults(
@@ -84,7 +88,7 @@ class ImageRows:
     def __init__(self, config: ImageRowConfig, now: Callable[[], float] = time.monotonic):
         self.captions = image_captions.CaptionStore(config.num_entries)
         self.live = config.live_requests(self.captions)
-        self.is_ready: Callable[[batch_lib.Bucket], bool] | None = None
+        self.programs = image_programs.Programs(config.buckets, self.captions)
         self._config = config
         self._buckets = config.buckets
         self._row_limits = buckets_lib.RowLimits()
@@ -92,7 +96,6 @@ class ImageRows:
         self._now = now
         self._num_turns = 0
         self._is_steps_turn = False  # the last launch was not a step
-        self._misses_program = False
 
     @classmethod
     def build(cls, config: interface.RowConfig) -> Self:
@@ -132,15 +135,14 @@ class ImageRows:
             num_entries=self.captions.num_entries,
         )
 
-    def admit(self, request: request_lib.Request) -> ImageStay | None:
-        """Takes entries for the captions; returns None and changes nothing if none are free."""
+    def admit(self, request: request_lib.Request) -> ImageStay | interface.Refusal:
+        """Takes entries for the captions, if all programs are there that the request needs."""
+        if not self.programs.has_all(request):
+            return interface.Refusal.NOT_READY
         image = image_of(request)
-        captions = [tuple(request.prompt_ids)]
-        if image.negative_ids is not None:
-            captions.append(image.negative_ids)
-        entries = self.captions.take(captions)
+        entries = self.captions.take(captions_of(request))
         if entries is None:
-            return None
+            return interface.Refusal.NO_ROOM
         return ImageStay(
             slot=self.live.next_slot,
             entries=entries,
@@ -151,9 +153,13 @@ class ImageRows:
 
     def plan(self) -> batch_lib.ScheduleBatch | batch_lib.Pause | None:
         """Returns the next launch, or a pause if there is nothing to launch for any row."""
-        if not self.live.running:
+        if not self.live.by_id:
             return None
-        self._misses_program = False
+        planned = self._plan()
+        self.programs.end_round()
+        return planned
+
+    def _plan(self) -> batch_lib.ScheduleBatch | batch_lib.Pause:
         ready = [one for one in self.live.running if self._can_step(one)]
         held_s = self._held_s(ready)
         if held_s:
@@ -167,7 +173,7 @@ class ImageRows:
         if ready:
             self._is_steps_turn = False
             return self._step(ready)
-        poll_s = PROGRAM_POLL_S if self._misses_program else math.inf
+        poll_s = PROGRAM_POLL_S if self.programs.is_missing else math.inf
         return batch_lib.Pause(seconds=min(held_s or math.inf, poll_s))
 
     def apply(
@@ -213,23 +219,8 @@ class ImageRows:
             and stay.has_begun
             and all(map(self.captions.is_written, stay.entries))
             and not stay.is_preview_due
-            and self._has_step(request)
+            and self.programs.has(self._step_bucket([request], rows=1))
         )
-
-    def _has_step(self, request: request_lib.Request) -> bool:
-        """Returns whether a step of this row alone can start; if not, asks for its decoding, too.
-
-        Asked for only when it is due, that would be compiled behind larger steps of the same size.
-        """
-        has_step = self._has_program(self._step_bucket([request], rows=1))
-        if not has_step:
-            image = image_of(request)
-            self._has_program(
-                buckets_lib.DecodeBucket(
-                    rows=1, height=image.height, width=image.width, output=image.output
-                )
-            )
-        return has_step
 
     def _held_s(self, ready: Sequence[request_lib.Request]) -> float:
         """Returns how long the first step is to be held, so that more requests can join."""
@@ -247,7 +238,7 @@ class ImageRows:
         order = sorted(ready, key=lambda one: stay_of(one).turn)  # stable: ties by rank
         members = [one for one in order if group_of(one) == group_of(order[0])]
         worth = self._buckets.by_worth(self._step_sizes(order[0]), len(members))
-        bucket = self._first_ready(self._step_bucket(members[:size], rows=size) for size in worth)
+        bucket = self.programs.first(self._step_bucket(members[:size], rows=size) for size in worth)
         self._num_turns += 1
         self._log_batching(members[: bucket.rows], ready)
         rows = []
@@ -284,13 +275,13 @@ class ImageRows:
         due = [one for one in self.live.running if is_output_due(one)]
         # Of equally old ones, first the previews: their rows wait for them.
         due.sort(key=lambda one: (stay_of(one).turn, is_final_due(one)))
-        shape = next(filter(self._has_program, dict.fromkeys(map(output_of, due))), None)
+        shape = next(filter(self.programs.has, dict.fromkeys(map(output_of, due))), None)
         if shape is None:
             return None
         members = [one for one in due if output_of(one) == shape]
         ladder = self._buckets.decode_sizes(shape.height, shape.width)
         sizes = buckets_lib.by_room(self._row_limits.allowed(shape, ladder), len(members))
-        bucket = self._first_ready(dataclasses.replace(shape, rows=size) for size in sizes)
+        bucket = self.programs.first(dataclasses.replace(shape, rows=size) for size in sizes)
         rows = []
         for one in members[: bucket.rows]:
             stay = stay_of(one)
@@ -311,7 +302,7 @@ class ImageRows:
             if captions and captions[0].request is one and (batch := self._encode(captions)):
                 return batch
             begin = buckets_lib.BeginBucket(height=image.height, width=image.width)
-            if not stay.has_begun and self._has_program(begin):
+            if not stay.has_begun and self.programs.has(begin):
                 row = buckets_lib.ImageRow(request=one, stay=stay, is_fresh=stay.is_fresh)
                 stay.has_begun, stay.is_fresh = True, False
                 return batch_lib.ScheduleBatch(rows=(row,), bucket=begin)
@@ -337,7 +328,7 @@ class ImageRows:
             shape = buckets_lib.EncodeBucket(rows=1, tokens=tokens)
             sizes = self._row_limits.allowed(shape, self._buckets.encode_sizes(tokens))
             bucket = dataclasses.replace(shape, rows=buckets_lib.by_room(sizes, count)[0])
-            if bucket.rows >= count and self._has_program(bucket):
+            if bucket.rows >= count and self.programs.has(bucket):
                 for row in rows:
                     self.captions.note_written(row.entry)
                 return batch_lib.ScheduleBatch(rows=rows, bucket=bucket)
@@ -360,12 +351,3 @@ class ImageRows:
         return buckets_lib.StepBucket(
             rows=rows, tokens=tokens, height=height, width=width, is_guided=is_guided
         )
-
-    def _first_ready(self, buckets: Iterable[Bucket]) -> Bucket:
-        """Returns the first bucket with a program; the caller knows that there is one."""
-        return next(filter(self._has_program, buckets))
-
-    def _has_program(self, bucket: batch_lib.Bucket) -> bool:
-        is_ready = self.is_ready is None or self.is_ready(bucket)
-        self._misses_program |= not is_ready
-        return is_ready

@@ -70,6 +70,11 @@ class CaptionStore:
             self._idle.pop(entry, None)
         return tuple(self._hold(one) for one in captions)
 
+    def is_known(self, caption: Caption) -> bool:
+        """Returns whether a launch that encodes the caption has been planned, and is still kept."""
+        entry = self._by_caption.get(caption)
+        return entry is not None and self.is_written(entry)
+
     def caption(self, entry: int) -> Caption:
         """Returns what an entry in use holds, or will hold."""
         return self._entries[entry].caption

@@ -43,6 +43,13 @@ def image_of(request: request_lib.Request) -> image_params.ImageParams:
     return request.image
 
 
+def captions_of(request: request_lib.Request) -> list[tuple[int, ...]]:
+    """Returns the ids of a request's caption and, if it is guided, of the negative one."""
+    negative_ids = image_of(request).negative_ids
+    ids = tuple(request.prompt_ids)
+    return [ids] if negative_ids is None else [ids, negative_ids]
+
+
 def group_of(request: request_lib.Request) -> tuple[int, int, bool]:
     """Returns what rows of a step have in common: height, width, and whether they are guided."""
     image = image_of(request)

@@ -7,6 +7,7 @@ The scheduler handles queue, order, ends, aborts and faults, the same for all ki
 from __future__ import annotations
 
 import dataclasses
+import enum
 from typing import ClassVar, Protocol, Self, runtime_checkable
 
 from jdllm import device_facts
@@ -87,6 +88,18 @@ class RowConfig:
         )
 
 
+class Refusal(enum.Enum):
+    """Why a waiting request cannot run now.
+
+    `NO_ROOM`: what it needs is in use. Nobody overtakes it, because small requests would delay a
+    large one forever. `NOT_READY`: it waits for something that no running request holds, such as a
+    program that is being compiled. So others may go first, and it keeps its turn.
+    """
+
+    NO_ROOM = enum.auto()
+    NOT_READY = enum.auto()
+
+
 class Rows(Protocol):
     """Turns running requests into launches, and the results of launches into their output."""
 
@@ -115,14 +128,15 @@ class Rows(Protocol):
         """Prepares a new request; raises a `RequestError` if it could not finish even alone."""
         ...
 
-    def admit(self, request: request_lib.Request) -> stay_lib.Stay | None:
-        """Takes what a waiting request needs to run; if that is not free, changes nothing: None."""
+    def admit(self, request: request_lib.Request) -> stay_lib.Stay | Refusal:
+        """Takes what a waiting request needs to run; if it cannot run now, changes nothing."""
         ...
 
     def plan(self) -> batch_lib.ScheduleBatch | batch_lib.Pause | None:
         """Returns the next launch, or how long to wait for it; None only if no request runs.
 
-        Kinds whose running rows always have something to launch never pause.
+        Only kinds whose running rows may have nothing to launch, or whose waiting ones may not be
+        ready, pause.
         """
         ...
 
