@@ -59,6 +59,7 @@ FLOORS: tuple[tuple[str, int, str], ...] = (
     ("jdllm/scheduler/rows/image_captions.py", 3, "image rows"),
     ("jdllm/scheduler/rows/image_limits.py", 3, "image rows"),
     ("jdllm/scheduler/rows/image_programs.py", 3, "image rows"),
+    ("jdllm/scheduler/rows/image_row_limits.py", 3, "image rows"),
     ("jdllm/scheduler/rows/image_stay.py", 3, "image rows"),
     ("jdllm/scheduler/", 2, "scheduler"),
     ("jdllm/models/", 3, "models"),

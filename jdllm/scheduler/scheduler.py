@@ -115,6 +115,8 @@ class Scheduler:
         Skips rows whose request has left since the launch was planned, even if it runs again,
         because then it has a new stay.
         """
+        if isinstance(self.rows, interface.CanHalve):
+            self.rows.note_good(batch)
         commits: list[commits_lib.RequestCommit] = []
         for row, row_result in zip(batch.rows, result.rows, strict=True):
             if row.is_current:

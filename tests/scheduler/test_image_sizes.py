@@ -115,10 +115,6 @@ def test_launches_become_half_as_large_then_single_and_then_fail():
     assert rows.halve(step(4)) and rows._step_sizes(one) == (1, 2)
     assert rows.halve(step(2)) and rows._step_sizes(one) == (1,)
     assert not rows.halve(step(1))
-    fresh = image_buckets.RowLimits()
-    wide = image_buckets.DecodeBucket(rows=12, height=64, width=128, output="image")
-    assert fresh.halve(wide) and fresh.allowed(wide, (1, 2, 4, 8, 12)) == (1, 2, 4)
-    assert fresh.halve(wide) and fresh.allowed(wide, (1, 2, 4, 8, 12)) == (1,)
 
 
 @pytest.mark.parametrize("kind", ["encode", "step", "decode"])

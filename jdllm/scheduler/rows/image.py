@@ -30,6 +30,7 @@ from jdllm.scheduler.rows import (
     image_captions,
     image_limits,
     image_programs,
+    image_row_limits,
     interface,
 )
 from jdllm.scheduler.rows import image_buckets as buckets_lib
@@ -91,7 +92,7 @@ class ImageRows:
         self.programs = image_programs.Programs(config.buckets, self.captions)
         self._config = config
         self._buckets = config.buckets
-        self._row_limits = buckets_lib.RowLimits()
+        self._row_limits = image_row_limits.RowLimits()
         self._batching_log = image_batching.BatchingLog() if config.logs_batching else None
         self._now = now
         self._num_turns = 0
@@ -203,14 +204,16 @@ class ImageRows:
         return image_of(request).num_inference_steps - stay_of(request).num_done
 
     def halve(self, batch: batch_lib.ScheduleBatch) -> bool:
-        """Lowers the rows of launches of this shape; returns False if the batch had one row.
-
-        The first time to half of them, the second time to one.
-        """
+        """Lowers the rows of launches of this shape; returns False if the batch had one row."""
         is_smaller = self._row_limits.halve(batch.bucket)
         if is_smaller:
             logger.warning("too little memory for %s: smaller launches from now on", batch.bucket)
         return is_smaller
+
+    def note_good(self, batch: batch_lib.ScheduleBatch) -> None:
+        """Counts launches that fitted; after many of them, larger ones are tried again."""
+        if self._row_limits.note_good(batch.bucket, self._buckets.sizes_like):
+            logger.info("memory sufficed for %s: larger launches on trial", batch.bucket)
 
     def _can_step(self, request: request_lib.Request) -> bool:
         stay = stay_of(request)

@@ -191,6 +191,17 @@ class ImageBuckets:
         most = self.most_decode_rows(height, width)
         return up_to(self.decode_rows, self._bounded(most, height, width))
 
+    def sizes_like(self, bucket: batch_lib.Bucket) -> tuple[int, ...]:
+        """Returns the rows that launches of a bucket's shape may have."""
+        match bucket:
+            case EncodeBucket(tokens=tokens):
+                return self.encode_sizes(tokens)
+            case StepBucket(height=height, width=width, is_guided=is_guided):
+                return self.step_sizes(height, width, is_guided)
+            case DecodeBucket(height=height, width=width):
+                return self.decode_sizes(height, width)
+        return (bucket.rows,)
+
     def is_bounded_by_rules(self, height: int, width: int, is_guided: bool) -> bool:
         """Returns whether steps of such images would have more requests without `most_requests`."""
         free = dataclasses.replace(self, most_requests=None).step_sizes(height, width, is_guided)
@@ -226,29 +237,3 @@ def by_room(sizes: Sequence[int], count: int) -> list[int]:
     """Returns the smallest size that holds `count` rows, then smaller ones; else all, downwards."""
     enough = next((size for size in sizes if size >= count), sizes[-1])
     return [size for size in reversed(sizes) if size <= enough]
-
-
-class RowLimits:
-    """Lowers the rows of launches of a shape for which memory did not suffice."""
-
-    def __init__(self) -> None:
-        self._most: dict[batch_lib.Bucket, int] = {}  # by the shape of one row
-
-    def allowed(self, shape: batch_lib.Bucket, ladder: Sequence[int]) -> tuple[int, ...]:
-        """Returns the sizes of `ladder` that launches of a shape may have."""
-        return up_to(ladder, self._most.get(_of_one_row(shape), ladder[-1]))
-
-    def halve(self, bucket: batch_lib.Bucket) -> bool:
-        """Notes that a launch did not fit; returns False if smaller launches are impossible.
-
-        The first time the shape gets half as many rows, the second time one row.
-        """
-        if bucket.rows == 1:
-            return False
-        shape = _of_one_row(bucket)
-        self._most[shape] = 1 if shape in self._most else bucket.rows // 2
-        return True
-
-
-def _of_one_row(bucket: batch_lib.Bucket) -> batch_lib.Bucket:
-    return dataclasses.replace(bucket, rows=1, tokens=0)

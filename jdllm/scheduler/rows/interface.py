@@ -157,8 +157,12 @@ class Rows(Protocol):
 
 @runtime_checkable
 class CanHalve(Protocol):
-    """Rows whose launches can be made smaller when memory does not suffice."""
+    """Rows whose launches can be made smaller when memory does not suffice, and larger again."""
 
     def halve(self, batch: batch_lib.ScheduleBatch) -> bool:
         """Lowers the rows of launches like this one; returns False if that is impossible."""
+        ...
+
+    def note_good(self, batch: batch_lib.ScheduleBatch) -> None:
+        """Notes that memory sufficed for a launch."""
         ...
