@@ -33,7 +33,6 @@ TEXT_OPTIONS = frozenset(
         "skip_tokenizer_init",
         "chat_template",
         "context_length",
-        "mem_fraction_static",
         "max_total_tokens",
         "page_size",
         "chunked_prefill_size",
@@ -64,10 +63,11 @@ IMAGE_OPTIONS = frozenset(
 class EngineConfig:
     """The options of the engine; the defaults serve the bundled model.
 
-    Sizes are in tokens, requests or pages. `mem_fraction_static` is the share of device memory
-    for weights and KV together (GPU only). None means that the engine chooses the value from the
-    model, the checkpoint or the memory. Some options are only for models that write text, others
-    (from `batching_mode` on) only for models that make images: `check_for` refuses the others.
+    Sizes are in tokens, requests or pages. `mem_fraction_static` is the share of device memory for
+    weights and KV together (GPU only), and for images also for what launches need. None means that
+    the engine chooses the value from the model, the checkpoint or the memory. Some options are
+    only for models that write text, others (from `batching_mode` on) only for models that make
+    images: `check_for` refuses the others.
     """
 
     model_path: str | None = None

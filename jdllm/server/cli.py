@@ -39,7 +39,8 @@ HELP = {
     "chat_template": "Jinja template or a file that holds one",
     "dtype": "dtype of weights and KV",
     "context_length": "most tokens of prompt and output together",
-    "mem_fraction_static": "share of device memory for weights and KV (GPU)",
+    "mem_fraction_static": "share of device memory for weights and KV, and for images also for "
+    "what launches need (GPU)",
     "max_total_tokens": "tokens the KV pool holds",
     "page_size": "tokens per KV page",
     "max_running_requests": "most requests that decode at the same time",

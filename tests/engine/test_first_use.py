@@ -7,8 +7,9 @@ import time
 
 import pytest
 
-from jdllm import errors
-from jdllm.engine.build import first_use, images
+from jdllm import device, errors
+from jdllm.engine.build import first_use, images, sizing
+from jdllm.imagegen import sizes
 from jdllm.scheduler.rows import image_buckets
 
 
@@ -26,6 +27,10 @@ class Runner:
     def forget(self, one):
         self.done.discard(one)
         self.forgotten.append(one)
+
+    @property
+    def bytes_by_bucket(self):
+        return {one: 100 * one.rows for one in self.done}
 
     def has_program(self, one):
         return one in self.done
@@ -69,6 +74,40 @@ def test_a_program_that_cannot_be_compiled_leaves_its_rows_to_smaller_ones():
     assert not asked.is_ready(bucket(2)), "one row at a time is served"
     assert runner.order == [1, 2]
     assert (asked.num_compiled, asked.num_waiting) == (0, 0)
+
+
+def test_a_program_without_room_leaves_its_rows_to_smaller_ones_and_one_row_is_tried():
+    runner = Runner()
+    runner.may_go.set()
+    for free_bytes, rows, ready in [
+        (399, 3, True),
+        (399, 4, False),
+        (-1, 1, True),
+        (None, 8, True),
+    ]:
+        asked = first_use.FirstUse(runner, free_bytes=free_bytes)
+        runner.done.clear()
+        asked.is_ready(bucket(rows))
+        wait_for(lambda asked=asked: not asked.num_waiting)
+        assert asked.is_ready(bucket(rows)) == ready
+        assert (asked.num_compiled, asked.num_failed) == (1, 0)
+        asked.close()
+
+
+@pytest.mark.parametrize(
+    ("fraction", "decode_rows"), [(0.9, (1, 2, 4)), (0.65, (1, 2)), (0.1, (1,))]
+)
+def test_launches_are_admitted_within_the_share_of_memory_that_the_flag_gives(
+    monkeypatch, fraction, decode_rows
+):
+    # A decode launch needs 10 GB for each image; weights, latents and captions take 40 of 100 GB.
+    monkeypatch.setattr(device, "memory_use", lambda: (40 * 10**9, 100 * 10**9))
+    buckets = image_buckets.ImageBuckets(
+        sizes=((512, 512),), most_decode_rows=image_buckets.rows_by_pixels(8 * 512 * 512)
+    )
+    measured = {one: 10**10 * one.rows for one in buckets.all() if one.name == "decode"}
+    found = sizes.fitted(buckets, measured, sizing.free_bytes(fraction))
+    assert found.decode_sizes(512, 512) == decode_rows
 
 
 def test_the_least_recently_used_program_goes_and_can_come_back():

@@ -136,7 +136,6 @@ def test_options_of_models_that_write_text_are_refused(name):
         "chat_template": "x",
         "dllm_algorithm": "LowConfidence",
         "dllm_algorithm_config": {},
-        "mem_fraction_static": 0.5,
         "schedule_policy": "lpm",
         "tokenizer_path": "x",
     }

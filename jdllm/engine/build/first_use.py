@@ -8,7 +8,7 @@ somebody waits, the others only save time.
 
 A client may walk through thousands of sizes. So at most `MAX_PROGRAMS` are kept beside those of the
 start, the least recently used goes first, and at most `MAX_WAITING` wait; further ones are asked
-for again by their rows.
+for again by their rows. A program for several rows that needs more memory than is free is not used.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ State = Literal["waiting", "ready", "never"]
 
 
 class FirstUse:
-    """Answers which programs are ready; the engine thread asks and, at its end, closes."""
+    """Answers which programs are ready; the engine thread asks and, at its end, closes.
+
+    A launch may need `free_bytes` beside weights and memory; None: there is no such bound.
+    """
 
     def __init__(
         self,
@@ -39,8 +42,10 @@ class FirstUse:
         *,
         max_programs: int = MAX_PROGRAMS,
         max_waiting: int = MAX_WAITING,
+        free_bytes: int | None = None,
     ):
         self._runner = runner
+        self._free_bytes = free_bytes
         self._max_programs, self._max_waiting = max_programs, max_waiting
         self._executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="compile")
         self._states: dict[batch_lib.Bucket, State] = {}  # the most recently used last
@@ -111,8 +116,20 @@ class FirstUse:
             self.num_failed += 1
             return
         self.num_compiled += 1
-        self._ends(bucket, "ready")
         logger.info("compiled %s in %.1f s", bucket, time.monotonic() - began_s)
+        self._ends(bucket, "ready" if self._fits(bucket) else "never")
+
+    def _fits(self, bucket: batch_lib.Bucket) -> bool:
+        if bucket.rows == 1 or self._free_bytes is None:
+            return True
+        needed = self._runner.bytes_by_bucket[bucket]
+        if needed <= self._free_bytes:
+            return True
+        logger.warning(
+            "%s needs %.2f GB and %.2f GB are free: smaller launches instead",
+            bucket, needed / 1e9, self._free_bytes / 1e9,
+        )  # fmt: skip
+        return False
 
     def _ends(self, bucket: batch_lib.Bucket, state: State) -> None:
         with self._lock:

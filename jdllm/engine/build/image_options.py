@@ -32,6 +32,7 @@ def build_config(config: config_lib.EngineConfig) -> images.ImageBuildConfig:
         load_format=config.load_format,
         dtype=config.dtype,
         random_seed=config.random_seed,
+        mem_fraction_static=config.mem_fraction_static,
         max_running_requests=config.max_running_requests,
         max_queued_requests=(
             images.DEFAULT_QUEUE

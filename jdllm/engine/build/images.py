@@ -18,7 +18,7 @@ from jdllm import batching_rules, device_facts, errors, image_params
 from jdllm import device as device_lib
 from jdllm.engine import core as core_lib
 from jdllm.engine.build import build as text_build
-from jdllm.engine.build import first_use, startup
+from jdllm.engine.build import first_use, sizing, startup
 from jdllm.imagegen import kind as kind_lib
 from jdllm.imagegen import loaded, pipeline_folder
 from jdllm.imagegen import sizes as sizes_lib
@@ -47,13 +47,16 @@ class ImageBuildConfig:
     `sizes` are the (height, width) in pixels that are compiled at start. A launch has at most
     `batching_max_size` requests, or fewer where the rules say so; `model_path` is the model's name
     in rules. When nothing runs, the first step may wait `batching_delay_ms`
-    for others. `caption_cache_bytes` bounds the captions that stay on the device.
+    for others. `mem_fraction_static` is the share of device memory for weights, latents, captions
+    and what a launch needs; the rest is a margin. `caption_cache_bytes` bounds the captions that
+    stay on the device.
     """
 
     directory: pathlib.Path
     load_format: str = "auto"
     dtype: str = "auto"
     random_seed: int = 0
+    mem_fraction_static: float = 0.85
     max_running_requests: int | None = None
     max_queued_requests: int = DEFAULT_QUEUE
     batching_max_size: int | None = None
@@ -143,10 +146,9 @@ def build(config: ImageBuildConfig, progress: startup.StartupProgress) -> BuiltI
     at_start = _at_start(buckets, pipeline)
     progress.enter("compile", total=len(at_start))
     runner.compile(at_start, progress.advance)
-    memory = device_lib.memory_use()
-    if memory is not None:
-        in_use, limit = memory
-        buckets = sizes_lib.fitted(buckets, runner.bytes_by_bucket, limit - in_use)
+    free_bytes = sizing.free_bytes(config.mem_fraction_static)
+    if free_bytes is not None:
+        buckets = sizes_lib.fitted(buckets, runner.bytes_by_bucket, free_bytes)
     rows = image.ImageRows(
         image.ImageRowConfig(
             max_running_requests=num_slots,
@@ -158,7 +160,7 @@ def build(config: ImageBuildConfig, progress: startup.StartupProgress) -> BuiltI
             device=device,
         )
     )
-    programs = first_use.FirstUse(runner)
+    programs = first_use.FirstUse(runner, free_bytes=free_bytes)
     rows.programs.is_ready = programs.is_ready
     return BuiltImages(
         config=config,

@@ -115,7 +115,7 @@ def choose_sizes(
         context_length=shapes.context_length,
         max_running_requests=shapes.max_running_requests,
         max_total_tokens=config.max_total_tokens,
-        free_bytes=None if device.is_cpu else _free_bytes(config.mem_fraction_static),
+        free_bytes=None if device.is_cpu else free_bytes(config.mem_fraction_static),
     )
     if config.max_running_requests is None:
         rows = rows_that_fit(
@@ -165,8 +165,11 @@ def rows_that_fit(pool_tokens: int, context_length: int, most: int) -> int:
     return 1 << (wanted.bit_length() - 1)
 
 
-def _free_bytes(mem_fraction_static: float) -> int | None:
-    """Returns the bytes that the static share of the accelerator's memory leaves for KV."""
+def free_bytes(mem_fraction_static: float) -> int | None:
+    """Returns the bytes of the accelerator's memory that the share leaves beside what is in use.
+
+    They may be negative; None if JAX does not report the memory.
+    """
     memory = device_lib.memory_use()
     if memory is None:
         return None
