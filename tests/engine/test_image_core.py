@@ -94,6 +94,25 @@ def test_other_sizes_and_guidance_are_compiled_at_first_use_and_change_nobody():
         assert np.abs(client.products[f"p{j}"].astype(int) - pixels).max() <= 1
 
 
+def test_floats_of_a_compiled_size_are_compiled_when_they_are_asked_for_not_when_they_are_due(
+    caplog,
+):
+    one = golden.ask(PROMPTS[0], latents=golden.initial(SQUARE, 0), name="np", output="float")
+    core, compiled = built().core, built().first_use.num_compiled
+    steps = core.counters.denoising_steps
+    core.add([one])
+    core.step()
+    assert "output='float') at its first use" in caplog.text, "announced at once"
+    assert core.scheduler.stats().num_running == 0, "it holds no place"
+    while built().first_use.num_compiled == compiled:
+        assert not core.step() and core.counters.denoising_steps == steps
+        time.sleep(core.pause_s)
+    (image,) = run().products.values()
+    assert built().first_use.num_compiled == compiled + 1
+    pixels = golden.arrays()["96x96/g0/p0/uint8"][0]
+    assert image.dtype == np.float32 and np.abs(image * 255 - pixels).max() <= 1
+
+
 def test_random_traffic_gives_the_images_of_each_request_alone():
     rng = random.Random(5)
     asks = [
