@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jdllm import device_facts
+from jdllm import device_facts, errors
 from jdllm.imagegen import pipeline_folder
 from jdllm.imagegen.pipelines import interface, registry
 
@@ -31,10 +31,17 @@ def load(
     """Returns the pipeline of a folder, all of its components in one dtype.
 
     "auto" is bfloat16, but float32 on a CPU, which emulates bfloat16. Published checkpoints may
-    hold float32, of which nothing is lost that an image would show.
+    hold float32, of which nothing is lost that an image would show. Raises a ConfigError for
+    float16: activations of published transformers exceed its range, and the image is NaN
+    (https://github.com/Tongyi-MAI/Z-Image/issues/14).
     """
     if dtype == "auto":
         dtype = "float32" if device.is_cpu else "bfloat16"
+    if dtype == "float16":
+        raise errors.ConfigError(
+            "dtype=float16 is not served for models that make images: numbers inside their "
+            "transformers exceed its largest, 65504; use bfloat16 or float32"
+        )
     components = folder.load(
         dict.fromkeys(folder.models, dtype), seed=seed, show_progress=show_progress
     )

@@ -16,6 +16,7 @@ import jdllm
 from jdllm import config, errors
 from jdllm.checkpoint import source
 from jdllm.engine.build import image_options
+from jdllm.imagegen import pipeline_folder
 
 ATOL_LATENTS = 6e-4  # that of `imagegen/test_golden_runs.py`
 SMALL = {"height": 96, "width": 96, "use_tqdm": False}
@@ -142,6 +143,12 @@ def test_options_of_models_that_write_text_are_refused(name):
     is_switch = name.startswith(("disable", "skip"))
     with pytest.raises(errors.ConfigError, match=f"{name}=.* which makes images"):
         jdllm.ImageEngine(model_path=golden.PIPELINE, **{name: values.get(name, is_switch or 64)})
+
+
+def test_float16_is_refused_by_name_with_the_reason_before_weights_are_read(monkeypatch):
+    monkeypatch.setattr(pipeline_folder.PipelineFolder, "load", None)  # no weights
+    with pytest.raises(errors.ConfigError, match=r"dtype=float16 .*65504; use bfloat16 or float32"):
+        jdllm.ImageEngine(model_path=golden.PIPELINE, dtype="float16")
 
 
 def test_the_engines_name_each_other():
