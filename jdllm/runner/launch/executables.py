@@ -13,15 +13,15 @@ from collections.abc import Callable, Sequence
 import jax
 
 import pallas_kernels
-from jdllm import device_facts
+from jdllm import device_facts, host
 from jdllm.runner.launch import interrupts, words
 from jdllm.runner.launch import program as program_lib
 from jdllm.scheduler import batch as batch_lib
 
 logger = logging.getLogger(__name__)
 
-# Lowering holds Python's interpreter lock, compiling does not.
-COMPILE_THREADS = 8
+# What one compilation takes of the host's memory; all of them may take half of what is there.
+COMPILE_BYTES, MEMORY_SHARE = 1 << 30, 0.5
 # What XLA may capture into a CUDA graph: its own default, and also loops and conditionals. With
 # them a whole decode launch is one graph. Without them the host reads every loop condition: the
 # host is blocked while the launch runs, and each step waits for the host (H200, one row: 7.2 ms
@@ -83,9 +83,7 @@ class Executables:
                 took_s = time.monotonic() - started
                 logger.info("compiled %d of %d: %s in %.1f s", done, len(buckets), bucket, took_s)
 
-        # Each compilation takes up to a GB: more at once than cores cost memory and save no time.
-        num_threads = min(COMPILE_THREADS, os.cpu_count() or 1)
-        with concurrent.futures.ThreadPoolExecutor(num_threads) as executor:
+        with concurrent.futures.ThreadPoolExecutor(compile_threads()) as executor:
             # The largest first, so that no long compilation begins last.
             ordered = sorted(buckets, key=lambda bucket: (bucket.rows, bucket.tokens))[::-1]
             for future in [executor.submit(compile_one, bucket) for bucket in ordered]:
@@ -125,6 +123,17 @@ class Executables:
             compiled=lowered.compile(compiler_options=self._options),
             choices=choices,
         )
+
+
+def compile_threads() -> int:
+    """Returns how many programs this host compiles at a time: one per core, memory permitting.
+
+    Lowering holds Python's interpreter lock, compiling does not.
+    """
+    memory = host.available_memory()
+    if memory is None:
+        return host.cores()
+    return max(1, min(host.cores(), int(memory * MEMORY_SHARE) // COMPILE_BYTES))
 
 
 def compiler_options(device: device_facts.DeviceFacts) -> dict[str, str]:
