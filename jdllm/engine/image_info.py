@@ -20,7 +20,8 @@ class ImageStats:
     that took them together; `merged_steps_total` are the steps of launches that had several images.
     `other_launches_total` encode captions and decode images.
     `batch_occupancy` is the share of real rows in the steps' launches. `first_use_compiles_total`
-    are programs that requests had to wait for. `peak_memory_usage_gb` is the most that JAX has held
+    are programs that were compiled after the start, and `num_waiting_compiles` those that are still
+    to come. `peak_memory_usage_gb` is the most that JAX has held
     on the device since the process began; 0 where it does not count (CPU).
     """
 

@@ -145,6 +145,47 @@ def test_few_programs_wait_and_the_others_are_asked_for_again():
     assert sorted(runner.order) == list(range(1, 9))
 
 
+def test_programs_of_the_start_are_compiled_behind_those_of_one_row_and_are_kept():
+    runner = Runner(bucket(4))
+    asked = first_use.FirstUse(runner, max_programs=1, max_waiting=1)
+    asked.compile_later([bucket(rows) for rows in (2, 4, 8, 12)])
+    wait_for(lambda: runner.order == [2])
+    assert not asked.is_ready(bucket(1)) and not asked.is_ready(bucket(8))
+    assert asked.num_waiting == 5, "a question about one that comes anyway adds none"
+    runner.may_go.set()
+    wait_for(lambda: not asked.num_waiting)
+    assert runner.order == [2, 1, 4, 8, 12]
+    assert [asked.is_ready(bucket(rows)) for rows in (1, 2, 4, 8, 12)] == [1, 1, 0, 1, 1]
+    for rows in (3, 5):  # only what was asked for is ever forgotten
+        wait_for(lambda rows=rows: asked.is_ready(bucket(rows)))
+    asked.close()
+    assert not {bucket(2), bucket(8), bucket(12)} & set(runner.forgotten)
+    assert (asked.num_compiled, asked.num_failed) == (6, 1)
+
+
+def test_a_program_that_fails_is_never_ready_in_between():
+    compiled = threading.Event()
+
+    class Late(Runner):
+        def compile(self, buckets):
+            try:
+                super().compile(buckets)
+            finally:
+                self.done.update(buckets)  # the runner knows the fault before `FirstUse` does
+                compiled.set()
+                time.sleep(0.05)
+
+    runner = Late(bucket(2))
+    asked = first_use.FirstUse(runner)
+    asked.compile_later([bucket(2)])
+    runner.may_go.set()
+    assert compiled.wait(30)
+    while asked.num_waiting:
+        assert not asked.is_ready(bucket(2))
+    assert not asked.is_ready(bucket(2))
+    asked.close()
+
+
 def test_closing_begins_no_other_compilation_and_waits_for_none():
     runner = Runner()
     asked = first_use.FirstUse(runner)

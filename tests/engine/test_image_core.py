@@ -37,9 +37,9 @@ def built() -> images.BuiltImages:
     return images.build(config, startup.StartupProgress())
 
 
-def run(*requests, most=10_000):
+def run(*requests, core=None, most=10_000):
     """Returns what requests are told; waits for programs as the engine's loop does."""
-    client, core = image_fake.Client(), built().core
+    client, core = image_fake.Client(), core or built().core
     core.add(requests)
     for _ in range(most):
         if not core.has_work:
@@ -167,6 +167,35 @@ def test_a_program_that_cannot_be_compiled_ends_its_requests_alone(monkeypatch):
     assert name == "lost" and "height=48" in message and "was not compiled" in message
     assert client.products.keys() == {"p0", "p1", "p2"}
     assert core.scheduler.stats().total_preemptions == begun_anew, "the others lose no step"
+
+
+def test_a_start_that_leaves_larger_launches_to_later_serves_at_once_and_then_uses_them():
+    config = images.ImageBuildConfig(
+        directory=golden.PIPELINE,
+        sizes=(SMALL,),
+        max_pixels=SMALL[0] * SMALL[1],
+        max_running_requests=4,
+        batching_max_size=2,
+        show_progress=False,
+        compiles_behind=True,
+    )
+    progress = startup.StartupProgress()
+    one = images.build(config, progress)
+    try:
+        lengths, outputs = len(one.buckets.tokens), 2
+        assert progress.total == 2 * lengths + 1 + outputs, "encode, step; begin; decode"
+        asks = [golden.ask(size=SMALL, seed=n, output="latent", name=str(n)) for n in range(4)]
+        first = run(*asks, core=one.core).products  # whatever has been compiled by now
+        wait_until(lambda: one.first_use.num_waiting == 0)
+        assert one.first_use.num_compiled == lengths, "steps of two"
+        compiled, merged = compile_counter.COUNTER.count, one.core.counters.merged_forwards
+        again = run(*map(golden.ask_again, asks), core=one.core).products
+        assert compile_counter.COUNTER.count == compiled
+        assert one.core.counters.merged_forwards == merged + 16, "4 requests of 4 steps, by two"
+        for before, after in zip(first.values(), again.values(), strict=True):
+            np.testing.assert_allclose(before, after, atol=ATOL_ALONE)
+    finally:
+        one.release()
 
 
 @pytest.mark.parametrize("size", [(90, 96), (TALL[0], TALL[1] * 2)])

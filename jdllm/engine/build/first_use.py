@@ -1,10 +1,13 @@
-"""Compiles programs when a request first needs them, beside the launches of the others.
+"""Compiles programs beside the launches: when a request first needs them, or after the start.
 
 Image rows ask for all programs that a request needs before they admit it, and for every program
-before they plan a launch of it (`ImageRows.programs`). A program that is missing is compiled by one
-thread; its requests wait, and no others do. The first questions about a size are about one row, so
-that its requests start soon. Programs of fewer rows are compiled first: without those for one row
-somebody waits, the others only save time.
+before they plan a launch of it (`ImageRows.programs`). A program that is missing is compiled by
+threads of this module; its requests wait, and no others do. The first questions about a size are
+about one row, so that its requests start soon. Programs of fewer rows are compiled first: without
+those for one row somebody waits, the others only save time.
+
+A start that need not compile everything leaves the programs for several rows to this module, too
+(`compile_later`): they are compiled like those of few rows that somebody asks for, and then kept.
 
 A client may walk through thousands of sizes. So at most `MAX_PROGRAMS` are kept beside those of the
 start, the least recently used goes first, and at most `MAX_WAITING` wait; further ones are asked
@@ -19,6 +22,7 @@ import logging
 import queue
 import threading
 import time
+from collections.abc import Sequence
 from typing import Literal
 
 from jdllm.runner import model_runner
@@ -43,13 +47,17 @@ class FirstUse:
         max_programs: int = MAX_PROGRAMS,
         max_waiting: int = MAX_WAITING,
         free_bytes: int | None = None,
+        num_threads: int = 1,
     ):
         self._runner = runner
         self._free_bytes = free_bytes
         self._max_programs, self._max_waiting = max_programs, max_waiting
-        self._executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="compile")
+        self._executor = concurrent.futures.ThreadPoolExecutor(
+            num_threads, thread_name_prefix="compile"
+        )
+        self._later: set[batch_lib.Bucket] = set()  # of the start, not compiled yet
         self._states: dict[batch_lib.Bucket, State] = {}  # the most recently used last
-        self._lock = threading.Lock()  # of the states
+        self._lock = threading.Lock()  # of the two, and of the numbers
         self._to_compile: queue.PriorityQueue[tuple[int, int, batch_lib.Bucket]] = (
             queue.PriorityQueue()  # by rows, then in the order of the questions
         )
@@ -60,9 +68,19 @@ class FirstUse:
 
     @property
     def num_waiting(self) -> int:
-        """Programs that have been asked for and are not there yet."""
+        """Programs that have been asked for, or are to be there anyway, and are not there yet."""
         with self._lock:
-            return sum(state == "waiting" for state in self._states.values())
+            return self._num_asked() + len(self._later)
+
+    def compile_later(self, buckets: Sequence[batch_lib.Bucket]) -> None:
+        """Compiles programs that belong to the start; those for one row that wait go first."""
+        if not buckets:
+            return
+        logger.info("compiling %d programs for larger launches while requests run", len(buckets))
+        with self._lock:
+            self._later.update(buckets)
+        for bucket in buckets:
+            self._enqueue(bucket)
 
     def is_ready(self, bucket: batch_lib.Bucket) -> bool:
         """Returns whether a launch of this bucket can start; if not, it can soon.
@@ -74,15 +92,17 @@ class FirstUse:
             if state := self._states.pop(bucket, None):
                 self._states[bucket] = state  # the most recently used now
                 return state == "ready"
+            if bucket in self._later:
+                return False
         if self._runner.has_program(bucket):
             return True
-        if not self._is_closed and self.num_waiting < self._max_waiting:
-            with self._lock:
-                self._make_room()
-                self._states[bucket] = "waiting"
-            logger.warning("compiling %s at its first use; its requests wait, no others do", bucket)
-            self._to_compile.put((bucket.rows, next(self._numbers), bucket))
-            self._executor.submit(self._compile_next)
+        with self._lock:
+            if self._is_closed or self._num_asked() >= self._max_waiting:
+                return False
+            self._make_room()
+            self._states[bucket] = "waiting"
+        logger.warning("compiling %s at its first use; its requests wait, no others do", bucket)
+        self._enqueue(bucket)
         return False
 
     def close(self) -> None:
@@ -92,6 +112,13 @@ class FirstUse:
         """
         self._is_closed = True
         self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def _num_asked(self) -> int:
+        return sum(state == "waiting" for state in self._states.values())
+
+    def _enqueue(self, bucket: batch_lib.Bucket) -> None:
+        self._to_compile.put((bucket.rows, next(self._numbers), bucket))
+        self._executor.submit(self._compile_next)
 
     def _make_room(self) -> None:
         """Forgets the least recently used program if there are too many.
@@ -113,9 +140,11 @@ class FirstUse:
             logger.exception("%s cannot be compiled", bucket)
             # The launch for one row raises it again, for those who asked.
             self._ends(bucket, "ready" if bucket.rows == 1 else "never")
-            self.num_failed += 1
+            with self._lock:
+                self.num_failed += 1
             return
-        self.num_compiled += 1
+        with self._lock:
+            self.num_compiled += 1
         logger.info("compiled %s in %.1f s", bucket, time.monotonic() - began_s)
         self._ends(bucket, "ready" if self._fits(bucket) else "never")
 
@@ -133,6 +162,12 @@ class FirstUse:
 
     def _ends(self, bucket: batch_lib.Bucket, state: State) -> None:
         with self._lock:
+            if bucket in self._later:
+                self._later.discard(bucket)
+                if not self._later:
+                    logger.info("the programs for larger launches are there")
+                if state == "ready":
+                    return  # the runner has it, and it is never forgotten
             # The most recently used now: those who asked for it have not come back yet.
-            del self._states[bucket]
+            self._states.pop(bucket, None)
             self._states[bucket] = state

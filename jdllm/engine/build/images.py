@@ -3,6 +3,10 @@
 The counterpart of `build.py` for pipelines. The programs of the sizes that are named at start are
 compiled at start; those of other sizes, and of guided steps if guidance is not the default of the
 pipeline, at their first use.
+
+On an accelerator a program takes half a minute to compile, and launches of several images gain a
+fifth at most. So the start compiles the programs for one image, which serve every request, and the
+others are compiled while requests run.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from jdllm.imagegen import loaded, pipeline_folder
 from jdllm.imagegen import sizes as sizes_lib
 from jdllm.imagegen.pipelines import interface
 from jdllm.runner import model_runner
-from jdllm.runner.launch import compile_counter
+from jdllm.runner.launch import compile_counter, executables
 from jdllm.scheduler import batch as batch_lib
 from jdllm.scheduler import scheduler as scheduler_lib
 from jdllm.scheduler.rows import image, image_buckets, image_limits
@@ -35,6 +39,8 @@ logger = logging.getLogger(__name__)
 # costs about as much as a row.
 CPU_ROWS, ACCELERATOR_ROWS = (1, 2, 4), (1, 2, 4, 8, 12)
 CPU_LAUNCH_COST = 1.0
+# Of the cores: lowering holds Python's interpreter lock, which the engine's thread needs, too.
+BACKGROUND_SHARE = 0.25
 CPU_TOKENS, ACCELERATOR_TOKENS = (64, 512), (64, 128, 256, 512)
 CPU_CAPTION_BYTES, ACCELERATOR_CAPTION_BYTES = 64 << 20, 1 << 30
 DEFAULT_QUEUE = 4096
@@ -49,7 +55,7 @@ class ImageBuildConfig:
     in rules. When nothing runs, the first step may wait `batching_delay_ms`
     for others. `mem_fraction_static` is the share of device memory for weights, latents, captions
     and what a launch needs; the rest is a margin. `caption_cache_bytes` bounds the captions that
-    stay on the device.
+    stay on the device. `compiles_behind`: programs for several images are compiled after the start.
     """
 
     directory: pathlib.Path
@@ -70,6 +76,7 @@ class ImageBuildConfig:
     disable_overlap_schedule: bool = False
     decode_log_interval: int = 40
     show_progress: bool = True
+    compiles_behind: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_running_requests", "batching_max_size"):
@@ -144,6 +151,8 @@ def build(config: ImageBuildConfig, progress: startup.StartupProgress) -> BuiltI
     )
     runner = model_runner.ModelRunner(model.params, kind, device=device)
     at_start = _at_start(buckets, pipeline)
+    if _compiles_behind(config, device):
+        at_start = [bucket for bucket in at_start if bucket.rows == 1]
     progress.enter("compile", total=len(at_start))
     runner.compile(at_start, progress.advance)
     free_bytes = sizing.free_bytes(config.mem_fraction_static)
@@ -160,7 +169,13 @@ def build(config: ImageBuildConfig, progress: startup.StartupProgress) -> BuiltI
             device=device,
         )
     )
-    programs = first_use.FirstUse(runner, free_bytes=free_bytes)
+    programs = first_use.FirstUse(
+        runner,
+        free_bytes=free_bytes,
+        num_threads=max(1, int(BACKGROUND_SHARE * executables.compile_threads())),
+    )
+    later = _at_start(buckets, pipeline)  # of those that fit
+    programs.compile_later([one for one in later if not runner.has_program(one)])
     rows.programs.is_ready = programs.is_ready
     return BuiltImages(
         config=config,
@@ -320,6 +335,14 @@ def _at_start(
         length = min(pipeline.prefix_tokens + defaults.max_sequence_length, buckets.tokens[-1])
         buckets = dataclasses.replace(buckets, tokens=(buckets.tokens_of(length),))
     return buckets.all()
+
+
+def _compiles_behind(config: ImageBuildConfig, device: device_facts.DeviceFacts) -> bool:
+    """Returns whether the start leaves programs for several images to the time after it.
+
+    A CPU compiles its few small programs at once: it has no cores to spare while it computes.
+    """
+    return not device.is_cpu if config.compiles_behind is None else config.compiles_behind
 
 
 def _default_rows(device: device_facts.DeviceFacts) -> int:
