@@ -41,6 +41,9 @@ from jdllm.plots import batching as batching_plot
 from jdllm.plots import style
 
 STOP_S = 30.0
+# The compiled numbers of images in a step (`engine/build/images.py`); requests of a warm-up take
+# enough steps to meet, however they arrive.
+ROWS, MEETING_STEPS = (1, 2, 4, 8, 12), 4
 
 
 def main() -> None:
@@ -57,7 +60,11 @@ def main() -> None:
             break
         with started(args, flags) as (target, start_s):
             print(f"# {name}: ready after {start_s:.1f} s", flush=True)
-            for result in measured(target, args, rates):
+            places = [*args.concurrency, *args.mixed_concurrency]
+            # Poisson arrivals meet in any number.
+            counts = row_counts([*places, *(ROWS if args.loads else ())])
+            counts = counts if name == images.ON else [1]
+            for result in measured(target, args, rates, counts):
                 results.append({"batching": name, "start_up_s": start_s, **result})
                 row = image_tables.several_runs(results[-1:]).splitlines()[-1]
                 print(f"{time.monotonic() - began_s:6.0f} s {row}", flush=True)
@@ -144,9 +151,15 @@ def wait_until_ready(
 
 
 def measured(
-    target: image_targets.Target, args: argparse.Namespace, rates: list[float]
+    target: image_targets.Target,
+    args: argparse.Namespace,
+    rates: list[float],
+    counts: Sequence[int],
 ) -> Iterator[dict[str, Any]]:
-    """Yields the figures of each load on one server."""
+    """Yields the figures of each load on one server.
+
+    The warm-up sends each of `counts` requests at once.
+    """
     same = image_load.Load(
         width=args.size,
         height=args.size,
@@ -163,7 +176,10 @@ def measured(
         ),
     )
     about = {"target": target.describe(), "load_share": None}
-    image_runs.warm_up(target, [*same.asks(), *mixed.asks()], count=1, steps=1)
+    began_s = time.monotonic()
+    asks = [*same.asks(), *mixed.asks()]
+    image_runs.warm_up(target, asks, counts=counts, steps=MEETING_STEPS)
+    print(f"# warm after {time.monotonic() - began_s:.1f} s", flush=True)
     for places in args.concurrency:
         # About as long for each: more places make more images per second, but not many times more.
         asks = dataclasses.replace(same, num_prompts=12 + 2 * places).asks()
@@ -181,6 +197,12 @@ def measured(
         name = f"mixed, {share:g} = {rate:.2f}/s"
         found = image_runs.measure(target, asks, how)
         yield about | {"load": name, "load_share": share} | found
+
+
+def row_counts(concurrency: Sequence[int]) -> list[int]:
+    """Returns the numbers of images that steps may have with so many requests at a time."""
+    most = max(concurrency)
+    return sorted({*(rows for rows in ROWS if rows <= most), *concurrency})
 
 
 def closed(

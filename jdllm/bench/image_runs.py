@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections.abc import Sequence
 from typing import Any
 
 from jdllm.bench import command_line, image_load, image_stats, image_targets, traffic
+
+POLL_S, COMPILE_LIMIT_S = 0.5, 3600.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,14 +34,40 @@ def warm_up(
     target: image_targets.Target,
     asks: Sequence[image_load.Ask],
     *,
-    count: int,
+    counts: Sequence[int],
     steps: int,
-    concurrency: int | None = None,
 ) -> None:
-    """Sends `count` short requests of each kind, so that its programs are compiled."""
-    for one in image_load.kinds(asks):
-        short = dataclasses.replace(one, num_inference_steps=steps, slo_s=None)
-        _all_succeed(target, [short] * count, concurrency)
+    """Sends short requests of each kind, so that its programs are compiled and have run.
+
+    Each of `counts` is a number of requests that are sent at once. Programs that are being compiled
+    are waited for.
+    """
+    short = image_load.kinds(
+        [dataclasses.replace(one, num_inference_steps=steps, slo_s=None) for one in asks]
+    )
+
+    def send() -> None:
+        for one in short:
+            for count in counts:
+                _all_succeed(target, [one] * count, None)
+
+    wait_for_programs(target)
+    send()
+    if wait_for_programs(target):
+        send()
+
+
+def wait_for_programs(target: image_targets.Target) -> bool:
+    """Waits until no program is being compiled; returns whether there was any."""
+    began_s, has_waited = time.monotonic(), False
+    while left := target.state().get("num_waiting_compiles"):
+        if time.monotonic() - began_s > COMPILE_LIMIT_S:
+            raise command_line.BenchError(
+                f"{left} programs have not been compiled after {COMPILE_LIMIT_S:.0f} s"
+            )
+        has_waited = True
+        time.sleep(POLL_S)
+    return has_waited
 
 
 def with_slos(

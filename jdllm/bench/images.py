@@ -86,7 +86,7 @@ def measured(
     the second one gets the same.
     """
     image_runs.warm_up(
-        target, asks, count=options.warmup_requests, steps=options.warmup_inference_steps
+        target, asks, counts=[options.warmup_requests], steps=options.warmup_inference_steps
     )
     if options.slo:
         asks = image_runs.with_slos(target, asks, scale=options.slo_scale or 3.0)

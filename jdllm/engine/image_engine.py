@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 
 from jdllm import config as config_lib
-from jdllm import errors, progress
+from jdllm import device, errors, progress
 from jdllm.engine import (
     control,
     image_calls,
@@ -146,6 +146,11 @@ class ImageEngine(control.EngineControl):
             WARM_UP_PROMPT, height=height, width=width, num_inference_steps=1, seed=0,
             use_tqdm=False,
         )  # fmt: skip
+
+    def peak_memory_mb(self) -> float | None:
+        """Returns the most MB (1e6 bytes) that JAX has held on the device; None on a CPU."""
+        peak = device.peak_memory()
+        return None if peak is None else peak / 1e6
 
     def stats(self) -> image_info.ImageStats:
         """Returns a snapshot; approximate while a launch is in flight."""

@@ -137,6 +137,10 @@ class ImageServing(serving.Serving, Protocol):
         """
         ...
 
+    def peak_memory_mb(self) -> float | None:
+        """Returns the most MB (1e6 bytes) that the device has held; None where nothing counts."""
+        ...
+
     def warm_up(self) -> None:
         """Makes one small image, so that the first request is not slower than others."""
         ...

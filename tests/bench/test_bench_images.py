@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import importlib.util
 import json
+import pathlib
 import socket
+import threading
 
 import pytest
 from support import edge, fake_images, image_engine, socket_server
@@ -33,6 +37,16 @@ SGLANG = (
     "--num-inference-steps 3 --warmup-requests 1 --warmup-num-inference-steps 1 --slo "
     "--slo-scale 100 --random-request-seed 7 --seed 3 --disable-tqdm --log-level warning"
 )
+
+
+def load_script(name):
+    """Returns a script of the repository as a module."""
+    path = pathlib.Path(__file__).parents[2] / "scripts" / name
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 class CountingEngine(fake_images.FakeImageEngine):
@@ -93,6 +107,7 @@ def test_a_line_of_sglang(bench, engine, capsys):
     assert row["merged_step_fraction"] == pytest.approx(0.5)
     assert row["device_idle_fraction"] == pytest.approx(0.1)
     assert (row["jit_compiles"], row["peak_memory_mb_max"]) == (0, 12500)
+    assert row["peak_memory_mb_mean"] == fake_images.PEAK_MEMORY_MB  # as each answer says
     shown = capsys.readouterr().out
     for label in ("Successful requests:", "P95 Latency (s):", "Share of merged steps:"):
         assert label in shown
@@ -209,7 +224,7 @@ def test_in_process_as_the_server_does():
         extra={"guidance_scale": 0.0},
     ).asks()  # fmt: skip
     target = image_targets.InProcess(image_engine.shared())
-    image_runs.warm_up(target, asks, count=1, steps=1)
+    image_runs.warm_up(target, asks, counts=[1], steps=1)
     how = image_runs.Traffic(max_concurrency=2, show_progress=False)
     found = image_runs.measure(target, asks, how)
     assert (found["completed_requests"], found["completed_outputs"]) == (4, 8)
@@ -221,6 +236,58 @@ def test_in_process_as_the_server_does():
     wrong = [dataclasses.replace(asks[0], width=97, height=97)]
     with pytest.raises(command_line.BenchError, match="multiple of"):
         image_runs.measure(target, wrong, how)
+
+
+class Compiling:
+    """A target with programs in the making: so many are left each time that it is asked."""
+
+    label = "compiling"
+
+    def __init__(self, *left):
+        self.left, self.seen, self.lock = list(left), [], threading.Lock()
+
+    def send(self, ask):
+        with self.lock:
+            self.seen.append((ask.width, ask.num_inference_steps, len(self.left)))
+        return image_stats.Record(start_s=0.0, end_s=1.0, images=1)
+
+    def state(self):
+        return {"num_waiting_compiles": self.left.pop(0) if self.left else 0}
+
+
+def test_a_warm_up_runs_every_number_of_requests_with_the_programs_that_are_measured(monkeypatch):
+    monkeypatch.setattr(image_runs, "POLL_S", 0.0)
+    profiles = [
+        image_load.Profile(width=side, height=side, num_inference_steps=steps)
+        for side in (64, 96)
+        for steps in (2, 8)
+    ]
+    asks = image_load.Load(num_prompts=40, profiles=tuple(profiles)).asks()
+    target = Compiling(3, 1, 0)
+    image_runs.warm_up(target, asks, counts=[1, 2, 4], steps=5)
+    # Nothing is sent before the programs are there; kinds that differ in steps alone are one.
+    once = collections.Counter({(64, 5, 0): 7, (96, 5, 0): 7})
+    assert collections.Counter(target.seen) == once
+    # What the warm-up itself asked for is waited for, and then runs, too.
+    target = Compiling(0, 2, 1, 0)
+    image_runs.warm_up(target, asks, counts=[1, 2, 4], steps=5)
+    assert collections.Counter(target.seen) == collections.Counter(
+        {(side, 5, left): 7 for side in (64, 96) for left in (3, 0)}
+    )
+
+
+def test_a_warm_up_says_when_programs_are_never_there(monkeypatch):
+    monkeypatch.setattr(image_runs, "POLL_S", 0.0)
+    monkeypatch.setattr(image_runs, "COMPILE_LIMIT_S", 0.0)
+    asks = image_load.Load(num_prompts=1, width=64, height=64).asks()
+    with pytest.raises(command_line.BenchError, match="5 programs"):
+        image_runs.warm_up(Compiling(*[5] * 99), asks, counts=[1], steps=1)
+
+
+def test_the_report_warms_every_number_of_rows_that_it_measures():
+    report = load_script("bench_images_report.py")
+    assert report.row_counts([1, 4, 12, 4, 12]) == [1, 2, 4, 8, 12]
+    assert report.row_counts([3]) == [1, 2, 3]
 
 
 def test_fields_in_process_are_checked():

@@ -51,6 +51,8 @@ def test_the_defaults_are_the_pipelines():
     assert entry["revised_prompt"] is None and "url" not in entry
     assert entry["timings"] == fake_images.TIMES
     assert body["inference_time_s"] == 3.5  # without the time in the queue
+    assert body["peak_memory_mb"] == fake_images.PEAK_MEMORY_MB
+    assert entry["file_path"] is None, "SGLang's name; no files are written"
     assert body["usage"] == {
         "input_tokens": 2,
         "input_tokens_details": {"text_tokens": 2, "image_tokens": 0, "truncated_tokens": 0},

@@ -45,6 +45,7 @@ FLUX_FACTS = dataclasses.replace(
 )
 FAULT, CRASH, LATE_CRASH = "a fault", "a crash", "a late crash"
 FAULT_TEXT = "the latents are not numbers (NaN)"
+PEAK_MEMORY_MB = 12500.0
 TIMES = {"queue_s": 0.25, "encode_s": 0.5, "denoise_s": 2.0, "decode_s": 1.0}
 
 
@@ -142,6 +143,9 @@ class FakeImageEngine(fake_serving.FakeServing):
         if step <= request.partial_images:
             return [dataclasses.replace(event, image=picture, partial_index=step - 1)]
         return []
+
+    def peak_memory_mb(self) -> float | None:
+        return PEAK_MEMORY_MB
 
     def warm_up(self) -> None:
         self.num_warm_ups += 1

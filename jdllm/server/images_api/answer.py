@@ -52,6 +52,7 @@ class Answer:
             "data": data,
             "usage": self._usage(finals),
             "inference_time_s": max(one.encode_s + one.denoise_s + one.decode_s for one in finals),
+            "peak_memory_mb": self.server.images.peak_memory_mb(),
         }
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
@@ -89,7 +90,8 @@ class Answer:
                 "url": f"{self.base_url}v1/images/{image_id}/content",
                 "expires_at": int(time.time() + store.lifetime_s),
             }
-        return picture | {"revised_prompt": None} | _facts(event)
+        # SGLang's servers may write files; this one writes none.
+        return picture | {"revised_prompt": None, "file_path": None} | _facts(event)
 
     async def _encoded(
         self, event: image_requests.ImageEvent, form: Callable[[bytes], File]
