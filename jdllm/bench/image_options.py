@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jdllm import config, errors, foreign_flags
-from jdllm.bench import command_line, image_load
+from jdllm.bench import command_line, image_load, server_flags
 from jdllm.server import cli
 
 DESCRIPTION = """Load on an image model: on a running server over HTTP (--base-url, or --host and
@@ -58,8 +58,8 @@ def check(options: argparse.Namespace) -> None:
     """Refuses options that contradict one another."""
     engine_options = [name for name in engine_values(options) if name != "log_level"]
     if is_in_process(options):
-        for name in ("base_url", "model", "api_key"):
-            if getattr(options, name) is not None:
+        for name in ("base_url", "model", "api_key", "header"):
+            if getattr(options, name):
                 raise errors.ConfigError(
                     f"--{name.replace('_', '-')} is for a server, --model-path for an engine in "
                     "this process; give one"
@@ -116,12 +116,7 @@ def engine_values(options: argparse.Namespace) -> dict[str, Any]:
 
 def base_urls(options: argparse.Namespace) -> list[str]:
     """Returns --base-url, or the URL that --host and --port give."""
-    host = f"[{options.host}]" if ":" in options.host else options.host
-    return options.base_url or [f"http://{host}:{options.port}"]
-
-
-def headers(options: argparse.Namespace) -> dict[str, str]:
-    return {} if options.api_key is None else {"Authorization": f"Bearer {options.api_key}"}
+    return options.base_url or [server_flags.address(options, PORT)]
 
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:
@@ -154,17 +149,7 @@ def _add_target_flags(group: argparse._ArgumentGroup) -> None:
         metavar="URL",
         help="server, or two of them with --compare (default: of --host, --port)",
     )
-    group.add_argument("--host", default="127.0.0.1", help="where the server is")
-    group.add_argument("--port", type=command_line.positive, default=PORT, help="its port")
-    group.add_argument("--model", help="must be what the server lists (default: its first)")
-    group.add_argument("--api-key", help="bearer key of the server")
-    group.add_argument(
-        "--ready-check-timeout-sec",
-        type=command_line.seconds,
-        default=60.0,
-        metavar="S",
-        help="how long to wait for the server",
-    )
+    server_flags.add(group, port=PORT, default_port=str(PORT))
 
 
 def _add_load_flags(group: argparse._ArgumentGroup) -> None:

@@ -23,6 +23,7 @@ from jdllm.bench import (
     image_tables,
     image_targets,
     running_server,
+    server_flags,
     tables,
 )
 from jdllm.client import transport
@@ -136,7 +137,7 @@ def in_process(engine_config: config.EngineConfig) -> Iterator[image_targets.Tar
 @contextlib.contextmanager
 def over_http(options: argparse.Namespace, url: str) -> Iterator[image_targets.Target]:
     """Yields a server once it answers."""
-    headers = image_options.headers(options)
+    headers = server_flags.headers(options)
     client = transport.Client(url, headers=headers, timeout_s=running_server.TIMEOUT_S)
     model = running_server.find_model(
         client, options.model, timeout_s=options.ready_check_timeout_sec

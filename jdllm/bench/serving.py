@@ -18,6 +18,7 @@ from jdllm.bench import (
     command_line,
     prompts,
     running_server,
+    server_flags,
     serving_options,
     stats,
     tables,
@@ -40,7 +41,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     serving_options.check(options)
     client = transport.Client(
         serving_options.base_url(options),
-        headers=serving_options.headers(options),
+        headers=server_flags.headers(options),
         timeout_s=running_server.TIMEOUT_S,
     )
     path = options.output_file or serving_options.default_file(options)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jdllm import errors, sampling_params
-from jdllm.bench import backends, command_line
+from jdllm.bench import backends, command_line, server_flags
 
 DESCRIPTION = "Load on a running server, over HTTP, with SGLang's flags and figures."
 
@@ -103,26 +103,12 @@ def default_file(options: argparse.Namespace) -> str:
     return f"{head}_{options.dataset_name}.jsonl"
 
 
-def headers(options: argparse.Namespace) -> dict[str, str]:
-    """Returns the HTTP headers that --header and --api-key ask for."""
-    found = {}
-    for pair in options.header:
-        key, equals, value = pair.partition("=")
-        if not key or not equals:
-            raise errors.ConfigError(f"--header {pair!r} is not KEY=VALUE")
-        found[key] = value
-    if options.api_key is not None:
-        found["Authorization"] = f"Bearer {options.api_key}"
-    return found
-
-
 def base_url(options: argparse.Namespace) -> str:
     """Returns --base-url, or the URL that --host and --port give."""
     if options.base_url is not None:
         return options.base_url
     _, port = backends.BACKENDS[options.backend]
-    host = f"[{options.host}]" if ":" in options.host else options.host
-    return f"http://{host}:{options.port or port}"
+    return server_flags.address(options, port)
 
 
 def _add_server_flags(group: argparse._ArgumentGroup) -> None:
@@ -133,24 +119,11 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
         help="what answers, and on which route",
     )
     group.add_argument("--base-url", metavar="URL", help="server (default: of --host, --port)")
-    group.add_argument("--host", default="127.0.0.1", help="where the server is")
-    group.add_argument(
-        "--port", type=command_line.positive, help="its port (default: by --backend)"
-    )
-    group.add_argument(
-        "--ready-check-timeout-sec",
-        type=command_line.seconds,
-        default=60.0,
-        metavar="S",
-        help="how long to wait for the server",
-    )
-    group.add_argument("--model", help="must be what the server lists (default: its first)")
+    server_flags.add(group, port=None, default_port="by --backend")
     group.add_argument("--served-model-name", help="name to send (default: --model)")
     group.add_argument(
         "--tokenizer", metavar="PATH", help="counts tokens (default: the server's model)"
     )
-    group.add_argument("--api-key", help="bearer key of the server")
-    group.add_argument("--header", nargs="+", default=[], metavar="KEY=VALUE", help="HTTP headers")
 
 
 def _add_prompt_flags(group: argparse._ArgumentGroup) -> None:

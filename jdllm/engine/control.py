@@ -9,11 +9,32 @@ import contextlib
 import time
 import weakref
 from collections.abc import Callable, Collection
-from typing import Self
+from typing import Any, Self, TypeVar
 
+from jdllm import config as config_lib
 from jdllm import errors
 from jdllm.engine import core as core_lib
 from jdllm.engine import loop as loop_lib
+from jdllm.engine.build import startup
+
+Built = TypeVar("Built")
+
+
+def built(
+    build: Callable[[config_lib.EngineConfig, startup.StartupProgress], Built],
+    config: config_lib.EngineConfig | None,
+    options: dict[str, Any],
+    progress: startup.StartupProgress,
+) -> Built:
+    """Builds from a config or from keyword options, not both; `progress` tells of a failure."""
+    if config is not None and options:
+        raise TypeError("give either a config or keyword options, not both")
+    given = config or config_lib.from_mapping(config_lib.EngineConfig, options)
+    try:
+        return build(given, progress)
+    except Exception as error:
+        progress.enter("failed", error=str(error))
+        raise
 
 
 class EngineControl:

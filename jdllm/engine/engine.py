@@ -44,15 +44,8 @@ class Engine(control.EngineControl):
         progress: startup.StartupProgress | None = None,
         **options: Any,
     ):
-        if config is not None and options:
-            raise TypeError("give either a config or keyword options, not both")
-        given = config or config_lib.from_mapping(config_lib.EngineConfig, options)
         self.progress = progress or startup.StartupProgress()
-        try:
-            self._built = build.build(given, self.progress)
-        except Exception as error:
-            self.progress.enter("failed", error=str(error))
-            raise
+        self._built = control.built(build.build, config, options, self.progress)
         self.config = self._built.config
         self.device = self._built.device
         self.spec = self._built.spec

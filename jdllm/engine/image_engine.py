@@ -24,7 +24,7 @@ from jdllm.engine import (
     requests,
     streams,
 )
-from jdllm.engine.build import image_options, images, startup
+from jdllm.engine.build import image_options, startup
 
 WARM_UP_PROMPT = "Hello"
 
@@ -45,16 +45,10 @@ class ImageEngine(control.EngineControl):
         progress: startup.StartupProgress | None = None,
         **options: Any,
     ):
-        if config is not None and options:
-            raise TypeError("give either a config or keyword options, not both")
-        given = config or config_lib.from_mapping(config_lib.EngineConfig, options)
         self.progress = progress or startup.StartupProgress()
-        try:
-            self._built = images.build(image_options.build_config(given), self.progress)
-        except Exception as error:
-            self.progress.enter("failed", error=str(error))
-            raise
-        self.config = image_options.resolved(given, self._built)
+        self.config, self._built = control.built(
+            image_options.build, config, options, self.progress
+        )
         self.device = self._built.device
         self.facts = image_options.facts(self._built)
         self.model_name = self.config.served_model_name or ""  # `resolved` gives it a value

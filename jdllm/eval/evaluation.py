@@ -1,13 +1,11 @@
 """One evaluation run: reads examples, asks for answers, scores and writes each as it finishes.
 
-grain reads the examples and skips finished ids. A pool of threads calls the backend. Only the
-calling thread writes to the store, so a stop at any moment leaves whole lines.
+grain reads the examples and skips finished ids, and threads call the backend (`asking.py`).
 """
 
 from __future__ import annotations
 
 import collections
-import concurrent.futures
 import contextlib
 import dataclasses
 import hashlib
@@ -23,7 +21,7 @@ from typing import Any
 import grain
 
 from jdllm import errors, progress, version
-from jdllm.eval import backends, sandbox, store, summary
+from jdllm.eval import asking, backends, sandbox, store, summary
 from jdllm.tasks import registry
 from jdllm.tasks.example import Example, Score
 
@@ -175,45 +173,27 @@ def _answers(
         .map(lambda example: (example, questions.prompt(example)))
         .to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
     )
-    pool = concurrent.futures.ThreadPoolExecutor(max_workers=parallel)
-    try:
-        waiting = {
-            pool.submit(_ask, backend, prompt, sampling, questions.task, example, programs): (
-                example,
-                prompt,
-            )
-            for example, prompt in dataset
-        }
-        for future in concurrent.futures.as_completed(waiting):
-            example, prompt = waiting[future]
-            try:
-                answer, outcome = future.result()
-            except backends.BackendError as error:
-                raise backends.BackendError(f"example {example.id}: {error}") from error
-            score = _score(questions.task, example, answer.text, outcome)
-            yield _record(example, prompt, answer, score)
-    except BaseException:
-        pool.shutdown(wait=False, cancel_futures=True)
-        backend.abort()
-        raise
-    finally:
-        pool.shutdown()
+    task = questions.task
 
+    def ask(wanted: tuple[Example, str]) -> tuple[backends.Answer, sandbox.Outcome | None]:
+        """Returns the answer, and for a code task what its program did."""
+        example, prompt = wanted
+        answer = backend.answer(prompt, sampling)
+        if task.program is None:
+            return answer, None
+        assert programs is not None, "a code task has a sandbox"
+        return answer, programs.run(task.program(answer.text, example))
 
-def _ask(
-    backend: backends.Backend,
-    prompt: str,
-    sampling: dict[str, Any],
-    task: registry.Task,
-    example: Example,
-    programs: sandbox.Sandbox | None,
-) -> tuple[backends.Answer, sandbox.Outcome | None]:
-    """Returns the answer, and for a code task what its program did."""
-    answer = backend.answer(prompt, sampling)
-    if task.program is None:
-        return answer, None
-    assert programs is not None, "a code task has a sandbox"
-    return answer, programs.run(task.program(answer.text, example))
+    answered = asking.in_threads(
+        ask,
+        dataset,
+        parallel=parallel,
+        name=lambda wanted: f"example {wanted[0].id}",
+        abort=backend.abort,
+    )
+    with contextlib.closing(answered):
+        for (example, prompt), (answer, outcome) in answered:
+            yield _record(example, prompt, answer, _score(task, example, answer.text, outcome))
 
 
 def _score(

@@ -7,7 +7,6 @@ The folder of a run holds what other tasks write (`results.json`, `samples.jsonl
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import contextlib
 import logging
 import pathlib
@@ -21,7 +20,7 @@ from PIL import Image
 from jdllm import config as config_lib
 from jdllm import errors, progress
 from jdllm.engine import image_checks, image_engine
-from jdllm.eval import backends, evaluation, pictures, scene_summary, store
+from jdllm.eval import asking, evaluation, pictures, scene_summary, store
 from jdllm.tasks import registry, scene_pictures
 from jdllm.tasks.scenes.scene import Scene
 
@@ -226,35 +225,33 @@ def _records(
     parallel: int,
 ) -> Generator[store.Record]:
     """Yields records as pictures come; the first failure aborts the rest."""
-    pool = concurrent.futures.ThreadPoolExecutor(max_workers=parallel)
-    try:
-        waiting = {}
-        for index, scene in missing:
-            wanted = pictures.Wanted(
+    asked = [
+        (
+            scene,
+            pictures.Wanted(
                 prompt=scene.caption,
                 height=scene.size[0],
                 width=scene.size[1],
                 seed=point["seed"] + index,
                 num_inference_steps=point["num_inference_steps"],
                 guidance_scale=point["guidance_scale"],
-            )
-            waiting[pool.submit(pictures.timed, backend, wanted)] = (scene, wanted)
-        for future in concurrent.futures.as_completed(waiting):
-            scene, wanted = waiting[future]
-            try:
-                picture, latency_s = future.result()
-            except backends.BackendError as error:
-                raise backends.BackendError(f"scene {scene.id}: {error}") from error
+            ),
+        )
+        for index, scene in missing
+    ]
+    answered = asking.in_threads(
+        lambda one: pictures.timed(backend, one[1]),
+        asked,
+        parallel=parallel,
+        name=lambda one: f"scene {one[0].id}",
+        abort=backend.abort,
+    )
+    with contextlib.closing(answered):
+        for (scene, wanted), (picture, latency_s) in answered:
             # Before its record: a record says that there is a picture.
             Image.fromarray(picture).save(folder / f"{scene.id}.png")
             steps = wanted.num_inference_steps or backend.default_steps
             yield judged(task, scene, picture, seed=wanted.seed, steps=steps, latency_s=latency_s)
-    except BaseException:
-        pool.shutdown(wait=False, cancel_futures=True)
-        backend.abort()
-        raise
-    finally:
-        pool.shutdown()
 
 
 def judged(

@@ -22,6 +22,7 @@ from jdllm.bench import (
     image_stats,
     image_targets,
     images,
+    server_flags,
 )
 from jdllm.plots import style
 
@@ -294,6 +295,14 @@ def test_fields_in_process_are_checked():
     image_targets.check_fields({"guidance_scale": 1.0})
     with pytest.raises(errors.ConfigError, match="did you mean 'guidance_scale'"):
         image_targets.check_fields({"guidance_scal": 1.0})
+
+
+def test_headers_are_those_of_the_text_benchmark_and_only_for_servers():
+    options = image_options.parse(["--api-key", "k", "--header", "A=1", "B=2=3"])
+    found = server_flags.headers(options)
+    assert found == {"A": "1", "B": "2=3", "Authorization": "Bearer k"}
+    with pytest.raises(errors.ConfigError, match="--header is for a server"):
+        image_options.check(image_options.parse(["--model-path", "m", "--header", "A=1"]))
 
 
 def test_in_process_flags_are_those_of_the_server():

@@ -10,7 +10,7 @@ from jdllm import config as config_lib
 from jdllm import errors
 from jdllm.checkpoint import source
 from jdllm.engine import image_checks, image_requests
-from jdllm.engine.build import images
+from jdllm.engine.build import images, startup
 from jdllm.imagegen import pipeline_folder
 from jdllm.scheduler.rows import image_limits
 
@@ -49,6 +49,14 @@ def build_config(config: config_lib.EngineConfig) -> images.ImageBuildConfig:
         disable_overlap_schedule=config.disable_overlap_schedule,
         decode_log_interval=config.decode_log_interval,
     )
+
+
+def build(
+    config: config_lib.EngineConfig, progress: startup.StartupProgress
+) -> tuple[config_lib.EngineConfig, images.BuiltImages]:
+    """Builds a pipeline; returns the options with what was chosen, too."""
+    made = images.build(build_config(config), progress)
+    return resolved(config, made), made
 
 
 def find(config: config_lib.EngineConfig) -> pathlib.Path:
