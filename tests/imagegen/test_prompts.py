@@ -10,21 +10,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support import image_launches
 
 from jdllm import errors
 from jdllm.imagegen import prompts
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "data" / "goldens" / "images" / "z_image"
 FOLDER = GOLDEN / "pipeline" / "tokenizer"
-PROMPTS = {
-    "p0": "",
-    "p1": "A red bicycle.",
-    "p2": "A wide watercolor painting of an old lighthouse on a cliff at night, with neon signs "
-    "along the street below, two cats on a blue sofa near the window, seven paper boats in a "
-    "shallow pool, each boat with a number painted on it, and snowy mountains in the background "
-    "under soft morning light.",
-    "neg": "Blurry, low quality.",
-}
+PROMPTS = {f"p{j}": prompt for j, prompt in enumerate(image_launches.PROMPTS)}
+PROMPTS["neg"] = image_launches.NEGATIVE
 VOCAB_SIZE = 572
 
 

@@ -22,15 +22,6 @@ from jdllm.models.images import registry
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "data" / "goldens" / "images" / "flux"
 STORED = GOLDENS / "pipeline"
-PROMPTS = (
-    "",
-    "A red bicycle.",
-    "A wide watercolor painting of an old lighthouse on a cliff at night, with neon signs along "
-    "the street below, two cats on a blue sofa near the window, seven paper boats in a shallow "
-    "pool, each boat with a number painted on it, and snowy mountains in the background under "
-    "soft morning light.",
-)
-NEGATIVE = "Blurry, low quality."
 SQUARE, TALL = (96, 96), (112, 64)
 CLIP_IDS, LENGTH = 77, 64  # the ids of every prompt for CLIP, and those for T5 in most runs
 _CLASSES = {
