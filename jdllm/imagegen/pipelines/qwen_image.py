@@ -35,6 +35,9 @@ _BEFORE = (
 )
 _AFTER = "<|im_end|>\n<|im_start|>assistant\n"
 
+# That of the other pipelines; there are positions for more.
+_MAX_SIDE = 8192
+
 _DEFAULTS = interface.Defaults(
     height=1024,
     width=1024,
@@ -93,9 +96,7 @@ class QwenImagePipeline:
 
     @property
     def max_side(self) -> int:
-        # Text stands behind half of the longer side, on every axis.
-        half = qwen_image_config.NUM_POSITIONS - self.max_caption_tokens
-        return 2 * half * self.size_multiple
+        return _MAX_SIDE
 
     @property
     def caption_multiple(self) -> int:
