@@ -29,8 +29,9 @@ def resolve(
 ) -> image_requests.ImageRequest:
     """Returns `request` with every default filled in, or raises a `RequestError` with its field.
 
-    Options that the pipeline does not have stay None. A seed is drawn where there is none; apart
-    from that, a request that is resolved already comes back as it is.
+    Options that the pipeline does not have stay None, and so does a `true_cfg_scale` without a
+    negative prompt to weigh. A seed is drawn where there is none; apart from that, a request that
+    is resolved already comes back as it is.
     """
     _check_prompt(request.prompt, "prompt")
     if not request.prompt.strip():
@@ -197,9 +198,11 @@ def _with_guidance(
     if normalization and not has_limits:
         raise _no_effect("cfg_normalization", resolved, facts)
     negative = (given.negative_prompt or "") if guided else None
+    has_no_use = facts.cfg_switch == "true_cfg_scale" and not guided
     return dataclasses.replace(
         resolved,
         negative_prompt=negative,
+        true_cfg_scale=None if has_no_use else resolved.true_cfg_scale,
         cfg_truncation=min(float(truncation), 1.0) if facts.has_cfg_limits else None,
         cfg_normalization=float(normalization) if facts.has_cfg_limits else None,
     )

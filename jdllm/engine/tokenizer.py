@@ -9,7 +9,6 @@ special tokens.
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import pathlib
 import warnings
@@ -17,18 +16,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jdllm import errors
+from jdllm.checkpoint.quiet_transformers import tokenization_auto, transformers
 from jdllm.templates import chat, conversations
-
-# On import, transformers warns that PyTorch is missing; only its tokenizers are used here.
-logging.getLogger("transformers").disabled = True
-import transformers  # noqa: E402
-from transformers.models.auto import tokenization_auto  # noqa: E402
-
-logging.getLogger("transformers").disabled = False
-# It reads config.json next to the tokenizer and warns about model types and RoPE keys that it
-# does not know; `models/` decides about that file.
-logging.getLogger("transformers.configuration_utils").setLevel(logging.ERROR)
-logging.getLogger("transformers.modeling_rope_utils").setLevel(logging.ERROR)
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # Dream's class is Qwen2's byte-level BPE; its own special tokens are data in its files.

@@ -16,12 +16,14 @@ import tokenizers
 
 from jdllm import errors, value_checks
 from jdllm.checkpoint import source
+from jdllm.checkpoint.quiet_transformers import transformers
 from jdllm.templates import chat
 
 TOKENIZER_NAME = "tokenizer.json"
 _CONFIG_NAME = "tokenizer_config.json"
 _TEMPLATE_NAME = "chat_template.jinja"
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+_QWEN2_NAMES = ("vocab.json", "merges.txt")  # of a tokenizer without tokenizer.json
 _BYTES = 256
 
 
@@ -51,7 +53,7 @@ class ChatTokenizer:
     """
 
     def __init__(self, directory: pathlib.Path, *, vocab_size: int):
-        self._tokenizer = _load(directory / TOKENIZER_NAME, vocab_size)
+        self._tokenizer = _load(directory, vocab_size)
         self._template = _chat_template(directory)
 
     def encode(self, prompt: str, *, max_sequence_length: int) -> PromptIds:
@@ -81,7 +83,7 @@ class FramedTokenizer:
         after: str,
         prefix_tokens: int,
     ):
-        self._tokenizer = _load(directory / TOKENIZER_NAME, vocab_size)
+        self._tokenizer = _load(directory, vocab_size)
         self._before, self._after = before, after
         self._prefix_tokens = prefix_tokens
 
@@ -136,20 +138,28 @@ def _cut(ids: list[int], max_sequence_length: int, *, prefix_tokens: int = 0) ->
     return PromptIds(ids=tuple(kept), num_cut=len(ids) - len(kept))
 
 
-def _load(path: pathlib.Path, vocab_size: int) -> tokenizers.Tokenizer:
-    """Returns a tokenizer that neither cuts nor pads."""
-    if not path.is_file():
-        raise errors.ConfigError(f"{path} does not exist")
+def _load(directory: pathlib.Path, vocab_size: int) -> tokenizers.Tokenizer:
+    """Returns a tokenizer that neither cuts nor pads; without tokenizer.json it is Qwen2's."""
+    path = directory / TOKENIZER_NAME
+    is_whole = path.is_file()
+    if not is_whole and not all((directory / name).is_file() for name in _QWEN2_NAMES):
+        raise errors.ConfigError(f"{path} does not exist, nor do {' and '.join(_QWEN2_NAMES)}")
+    read_from = path if is_whole else directory
     try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises plain Exceptions
-        raise errors.ConfigError(f"{path} is no usable tokenizer: {error}") from error
+        if is_whole:
+            tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        else:
+            # The published Qwen-Image has only what the older class of transformers writes.
+            read = transformers.Qwen2Tokenizer.from_pretrained
+            tokenizer = read(str(directory), local_files_only=True).backend_tokenizer
+    except Exception as error:  # the libraries raise plain Exceptions
+        raise errors.ConfigError(f"{read_from} is no usable tokenizer: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
     if largest not in range(vocab_size):
         raise errors.ConfigError(
-            f"{path}: the largest id is {largest}, but the text encoder has a vocabulary of "
+            f"{read_from}: the largest id is {largest}, but the text encoder has a vocabulary of "
             f"{vocab_size}"
         )
     return tokenizer

@@ -12,6 +12,8 @@ from jdllm import errors
 from jdllm.engine import image_checks, image_requests
 
 FACTS, FLUX = fake_images.FACTS, fake_images.FLUX_FACTS
+# As Qwen-Image: a scale above 1 by default, which counts only beside a negative prompt.
+QWEN = dataclasses.replace(FLUX, default_guidance_scale=None, default_true_cfg_scale=4.0)
 BARE = dataclasses.replace(
     FACTS, default_guidance_scale=None, cfg_switch=None, has_cfg_limits=False
 )
@@ -34,14 +36,17 @@ def test_every_default_is_filled_in():
         partial_images=0,
     )  # fmt: skip
     found = image_checks.resolve(asked(seed=5), FLUX)
-    assert (found.guidance_scale, found.true_cfg_scale) == (3.5, 1.0)
+    assert (found.guidance_scale, found.true_cfg_scale) == (3.5, None)
     assert (found.cfg_truncation, found.cfg_normalization) == (None, None)
 
 
-@pytest.mark.parametrize("facts", [FACTS, FLUX, BARE], ids=["z_image", "flux", "bare"])
-def test_a_resolved_request_comes_back_as_it_is(facts):
+@pytest.mark.parametrize("negative", [None, ""])
+@pytest.mark.parametrize(
+    "facts", [FACTS, FLUX, QWEN, BARE], ids=["z_image", "flux", "qwen_image", "bare"]
+)
+def test_a_resolved_request_comes_back_as_it_is(facts, negative):
     given = latents(*facts.latents_shape(64, 96), value=0.5)
-    once = image_checks.resolve(asked(latents=given), facts)
+    once = image_checks.resolve(asked(latents=given, negative_prompt=negative), facts)
     again = image_checks.resolve(once, facts)
     assert again == once
     assert np.array_equal(again.latents, given) and again.latents.dtype == np.float32
@@ -64,6 +69,14 @@ def test_guidance_of_flux_needs_a_scale_and_a_negative_prompt():
     assert image_requests.is_guided(found, FLUX) and found.negative_prompt == ""
     found = image_checks.resolve(asked(true_cfg_scale=1), FLUX)
     assert not image_requests.is_guided(found, FLUX)
+
+
+def test_guidance_of_qwen_image_needs_a_negative_prompt_alone():
+    off = image_checks.resolve(asked(), QWEN)
+    assert not image_requests.is_guided(off, QWEN) and off.true_cfg_scale is None
+    on = image_checks.resolve(asked(negative_prompt=" "), QWEN)
+    assert image_requests.is_guided(on, QWEN)
+    assert (on.negative_prompt, on.true_cfg_scale) == (" ", 4.0)
 
 
 def test_an_option_that_does_not_exist_may_ask_for_nothing():

@@ -10,21 +10,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support import image_launches
 
 from jdllm import errors
 from jdllm.imagegen import prompts
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "data" / "goldens" / "images" / "z_image"
 FOLDER = GOLDEN / "pipeline" / "tokenizer"
-PROMPTS = {
-    "p0": "",
-    "p1": "A red bicycle.",
-    "p2": "A wide watercolor painting of an old lighthouse on a cliff at night, with neon signs "
-    "along the street below, two cats on a blue sofa near the window, seven paper boats in a "
-    "shallow pool, each boat with a number painted on it, and snowy mountains in the background "
-    "under soft morning light.",
-    "neg": "Blurry, low quality.",
-}
+PROMPTS = {f"p{j}": prompt for j, prompt in enumerate(image_launches.PROMPTS)}
+PROMPTS["neg"] = image_launches.NEGATIVE
 VOCAB_SIZE = 572
 
 
@@ -139,11 +133,57 @@ def test_folders_that_cannot_be_used_are_refused_with_the_file(tmp_path, name, t
     assert str(tmp_path) in str(error.value)
 
 
-def test_ids_must_be_in_the_vocabulary_of_the_encoder():
+def test_ids_must_be_in_the_vocabulary_of_the_encoder(tmp_path):
+    split_into_parts(tmp_path)
+    with pytest.raises(errors.ConfigError, match="largest id is 571.* vocabulary of 571"):
+        prompts.ChatTokenizer(tmp_path, vocab_size=VOCAB_SIZE - 1)
     with pytest.raises(errors.ConfigError, match="largest id is 571.* vocabulary of 571"):
         prompts.ChatTokenizer(FOLDER, vocab_size=VOCAB_SIZE - 1)
     with pytest.raises(errors.ConfigError, match="vocab_size=299"):
         prompts.ByteTokenizer(vocab_size=299, offset=44)
+
+
+def split_into_parts(folder):
+    """Puts the files of Qwen2's older class into a folder, instead of tokenizer.json."""
+    whole = json.loads((FOLDER / "tokenizer.json").read_text())
+    model, added = whole["model"], whole["added_tokens"]
+    (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (folder / "merges.txt").write_text(
+        "\n".join(["#version: 0.2", *map(" ".join, model["merges"])])
+    )
+    tokens = {token.pop("id"): token for token in added}
+    config = json.loads((FOLDER / "tokenizer_config.json").read_text())
+    config |= {"tokenizer_class": "Qwen2Tokenizer", "added_tokens_decoder": tokens}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    "prompt", [*PROMPTS.values(), "Line\n\n end <|im_end|> 2512 Stück\tÅ", " ", "猫 \u0301e"]
+)
+def test_the_parts_of_a_tokenizer_give_the_same_ids(tmp_path, tokenizer, prompt):
+    split_into_parts(tmp_path)
+    parts = prompts.ChatTokenizer(tmp_path, vocab_size=VOCAB_SIZE)
+    found = parts.encode(prompt, max_sequence_length=512)
+    assert found == tokenizer.encode(prompt, max_sequence_length=512)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("merges.txt", None, "tokenizer.json does not exist, nor do vocab.json and merges.txt"),
+        ("vocab.json", "{", "is no usable tokenizer"),
+        ("vocab.json", '{"a": 0}', "is no usable tokenizer: .*out of vocabulary"),
+    ],
+)
+def test_parts_that_cannot_be_used_are_refused_with_the_folder(tmp_path, name, text, message):
+    split_into_parts(tmp_path)
+    if text is None:
+        (tmp_path / name).unlink()
+    else:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(errors.ConfigError, match=message) as error:
+        prompts.ChatTokenizer(tmp_path, vocab_size=VOCAB_SIZE)
+    assert str(tmp_path) in str(error.value)
 
 
 def test_what_tokenizer_json_says_about_padding_has_no_effect(tmp_path, tokenizer):

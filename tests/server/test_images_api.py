@@ -145,6 +145,17 @@ def test_a_png_tells_how_it_was_made_unless_told_not_to():
     assert np.array_equal(np.asarray(bare), np.asarray(found))
 
 
+def test_the_scale_of_a_negative_prompt_is_told_where_there_is_one():
+    server, _ = server_of(facts=fake_images.FLUX_FACTS)
+    guided = {"negative_prompt": "fog", "true_cfg_scale": 2.5}
+    entry = ask(server, **guided).json()["data"][0]
+    assert entry["true_cfg_scale"] == 2.5
+    assert picture(entry).text["true_cfg_scale"] == "2.5"
+    entry = ask(server).json()["data"][0]
+    assert "true_cfg_scale" not in entry
+    assert "true_cfg_scale" not in picture(entry).text
+
+
 def test_a_url_leads_to_the_image_until_it_is_dropped():
     server, _ = server_of()
     headers = {"host": "images.example:8080"}

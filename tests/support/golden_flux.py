@@ -16,21 +16,13 @@ import tempfile
 import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
-from support import drawn_weights
+from support import drawn_weights, image_launches
 
 from jdllm.models.images import registry
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "data" / "goldens" / "images" / "flux"
 STORED = GOLDENS / "pipeline"
-PROMPTS = (
-    "",
-    "A red bicycle.",
-    "A wide watercolor painting of an old lighthouse on a cliff at night, with neon signs along "
-    "the street below, two cats on a blue sofa near the window, seven paper boats in a shallow "
-    "pool, each boat with a number painted on it, and snowy mountains in the background under "
-    "soft morning light.",
-)
-NEGATIVE = "Blurry, low quality."
+PROMPTS, NEGATIVE = image_launches.PROMPTS, image_launches.NEGATIVE
 SQUARE, TALL = (96, 96), (112, 64)
 CLIP_IDS, LENGTH = 77, 64  # the ids of every prompt for CLIP, and those for T5 in most runs
 _CLASSES = {

@@ -17,6 +17,10 @@ import zlib
 import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
+from support import image_launches
+from support.image_launches import NEGATIVE
+
+from jdllm.imagegen import kind
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "data" / "goldens" / "images" / "qwen_image"
 FILES = {
@@ -25,16 +29,9 @@ FILES = {
     "vae": "diffusion_pytorch_model",
 }
 UNUSED = ("visual.", "lm_head.", "encoder.", "quant_conv.")
-PROMPTS = (
-    "",
-    "A red bicycle.",
-    "A wide watercolor painting of an old lighthouse on a cliff at night, with neon signs along "
-    "the street below, two cats on a blue sofa near the window, seven paper boats in a shallow "
-    "pool, each boat with a number painted on it, and snowy mountains in the background under "
-    "soft morning light.",
-)
-NEGATIVE = "Blurry, low quality."
 PREFIX = 34  # ids of the template before the prompt
+SIZES = (80, 80), (112, 64)  # 5x5 and 7x4 tokens
+PATCH = 16  # pixels per token, on each side
 
 
 @functools.cache
@@ -103,3 +100,52 @@ def params(one, component: str, dtype: str = "float32"):
         for fill in of_path:
             fill.row.write(made[fill.row.target], tensors(component)[fill.tensor])
     return graphdef, {path: jnp.asarray(array) for path, array in made.items()}
+
+
+def levels(steps: int, size: tuple[int, int]) -> list[float]:
+    """Returns the noise levels of the golden schedule by the formula.
+
+    The shift grows with the tokens along the line through both bounds, and all levels are stretched
+    so that the last before 0 is the terminal one.
+    """
+    config = json.loads((GOLDENS / "pipeline/scheduler/scheduler_config.json").read_text())
+    tokens = size[0] // PATCH * (size[1] // PATCH)
+    bounds = [config[f"{name}_image_seq_len"] for name in ("base", "max")]
+    shifts = [config[f"{name}_shift"] for name in ("base", "max")]
+    slope = (shifts[1] - shifts[0]) / (bounds[1] - bounds[0])
+    strength = np.exp(shifts[0] + slope * (tokens - bounds[0]))
+    plain = np.linspace(1, 1 / steps, steps)
+    shifted = strength / (strength + 1 / plain - 1)
+    if steps > 1:
+        shifted = 1 - (1 - shifted) * (1 - config["shift_terminal"]) / (1 - shifted[-1])
+    return [*shifted, 0.0]
+
+
+def draw(rng, is_guided):
+    return {"true_cfg_scale": rng.choice([1.5, 4.0]) if is_guided else 4.0}
+
+
+GOLDEN = image_launches.Golden(
+    name="qwen_image",
+    folder_path=pipeline_path,
+    read_arrays=lambda: arrays("runs"),
+    sizes=SIZES,
+    runs={
+        "nocfg": {},
+        "cfg4": {"negative": NEGATIVE},
+        "cfg1.5": {"negative": NEGATIVE, "true_cfg_scale": 1.5},
+        "cfg4_space": {"negative": " "},
+        "cfg4_empty": {"negative": ""},
+    },
+    # Far more memory than a program needs for itself, so that a copy of it shows.
+    config=kind.ImageKindConfig(
+        num_slots=512, num_entries=256, max_pixels=256 * 256, max_tokens=PREFIX + 384
+    ),
+    tokens=PREFIX + 96,  # the longest prompt has 81
+    short_tokens=PREFIX + 16,
+    levels=levels,
+    plain={"true_cfg_scale": 4.0},  # the default, which asks for nothing by itself
+    guided={"true_cfg_scale": 4.0},
+    draw=draw,
+    max_sequence_length=512,
+)

@@ -1,10 +1,11 @@
-"""One engine for the golden Z-Image pipeline, which all test files of a process share."""
+"""Engines for golden pipelines, which all test files of a process share."""
 
 from __future__ import annotations
 
 import functools
 
 from support import golden_images as golden
+from support import golden_qwen_image
 
 import jdllm
 
@@ -22,3 +23,10 @@ OPTIONS = {
 @functools.cache
 def shared() -> jdllm.ImageEngine:
     return jdllm.ImageEngine(**OPTIONS)
+
+
+@functools.cache
+def qwen_image() -> jdllm.ImageEngine:
+    """Returns an engine for the golden Qwen-Image, which all test files share, too."""
+    path = str(golden_qwen_image.pipeline_path())
+    return jdllm.ImageEngine(**OPTIONS | {"model_path": path, "warmup_resolutions": "80x80"})

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from jdllm.imagegen.pipelines import interface, z_image
+from jdllm.imagegen.pipelines import interface, qwen_image, z_image
 
 # By the class name in `model_index.json`.
-PIPELINES: dict[str, type[interface.Pipeline]] = {"ZImagePipeline": z_image.ZImagePipeline}
+PIPELINES: dict[str, type[interface.Pipeline]] = {
+    "ZImagePipeline": z_image.ZImagePipeline,
+    "QwenImagePipeline": qwen_image.QwenImagePipeline,
+}

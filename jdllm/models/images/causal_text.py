@@ -1,4 +1,4 @@
-"""What text encoders from causal language models share: their layers over padded captions.
+"""What text encoders from causal language models share: sizes, layers over padded captions, tables.
 
 The layers are those of the decoder that language models share. They take packed tokens, so all
 captions of a batch are packed with their padding, and attention unpacks them.
@@ -6,47 +6,81 @@ captions of a batch are packed with their padding, and attention unpacks them.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import typing
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import Array, Float, Int32
 
 import pallas_kernels
 from jdllm import errors
-from jdllm.layers import attention, rope
-from jdllm.models import decoder, hf_config
+from jdllm.layers import attention, mlp, rope
+from jdllm.models import decoder, decoder_config, hf_config
 
 _ROPE_KEYS = frozenset({"rope_theta", "rope_type", "type"})
 
 Packed = Float[Array, "B*L D"]
 
 
-def run(
-    layers: Iterable[decoder.DecoderLayer],
-    words: Float[Array, "B L D"],
-    lens: Int32[Array, " B"],
-    *,
-    kind: rope.RopeConfig,
-    implementation: str,
-) -> tuple[Packed, tuple[Packed, ...]]:
-    """Returns the residual stream after the layers, and the arrays that it still lacks.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TextConfig:
+    """The sizes of a language model; `num_layers` are those of its checkpoint."""
 
-    A token sees those before it in its row. What stands past the length of a row changes nothing
-    in it.
-    """
-    B, L, _ = words.shape
-    positions = jnp.tile(jnp.arange(L, dtype=jnp.int32), B)
-    angles = rope.rope_angles(positions, rotary_dim=kind.rotary_dim, theta=kind.theta)
-    x = words.reshape(B * L, -1)
-    attend = functools.partial(_attend, jnp.maximum(lens, 1), implementation)
-    pending: tuple[jax.Array, ...] = ()
-    for layer in layers:
-        x, pending, _ = layer(x, pending, {kind: angles}, attend=attend, cache=None)
-    return x, pending
+    vocab_size: int
+    num_layers: int
+    width: int  # of a feed-forward
+    eps: float
+    attention: attention.AttentionConfig
+
+    @property
+    def hidden_size(self) -> int:
+        return self.attention.dim
+
+
+class CausalText(nnx.Module):
+    """The embeddings and the first layers of a language model; classes of models add the rest."""
+
+    def __init__(
+        self, config: TextConfig, dtype: jnp.dtype, *, num_layers: int, implementation: str
+    ):
+        layer = decoder_config.LayerConfig(
+            attention=config.attention, feed_forward=mlp.MLPConfig(width=config.width)
+        )
+        self.config = config
+        self.implementation = implementation
+        self.word_embeddings = nnx.Param(jnp.zeros((config.vocab_size, config.hidden_size), dtype))
+        self.layers = nnx.List(
+            decoder.DecoderLayer(layer, eps=config.eps, dtype=dtype, implementation=implementation)
+            for _ in range(num_layers)
+        )
+
+    def words(self, ids: Int32[Array, "B L"]) -> Float[Array, "B L hidden_size"]:
+        """Returns the tokens' rows of `word_embeddings`."""
+        return jnp.take(self.word_embeddings[...], ids, axis=0, mode="clip")
+
+    def run(
+        self, words: Float[Array, "B L hidden_size"], lens: Int32[Array, " B"]
+    ) -> tuple[Packed, tuple[Packed, ...]]:
+        """Returns the residual stream after the layers, and the arrays that it still lacks.
+
+        A token sees those before it in its row. What stands past the length of a row changes
+        nothing in it.
+        """
+        B, L, _ = words.shape
+        kind = self.config.attention.rope
+        positions = jnp.tile(jnp.arange(L, dtype=jnp.int32), B)
+        angles = rope.rope_angles(positions, rotary_dim=kind.rotary_dim, theta=kind.theta)
+        x = words.reshape(B * L, -1)
+        attend = functools.partial(_attend, jnp.maximum(lens, 1), self.implementation)
+        pending: tuple[jax.Array, ...] = ()
+        for layer in self.layers:
+            x, pending, _ = layer(x, pending, {kind: angles}, attend=attend, cache=None)
+        return x, pending
 
 
 def unpacked(x: Packed, lens: Int32[Array, " B"], L: int) -> Float[Array, "B L D"]:
@@ -67,6 +101,15 @@ def _attend(
         q, k, v, lens, is_causal=True, implementation=implementation
     )
     return out.reshape(-1, *out.shape[2:]), cache
+
+
+def head_counts(hf: Mapping[str, Any], sizes: hf_config.SizeKeys) -> tuple[int, int]:
+    """Returns how many heads q has, and k and v."""
+    heads = hf_config.integer(hf, sizes.num_query_heads)
+    kv_heads = hf_config.integer(hf, sizes.num_kv_heads)
+    if heads % kv_heads:
+        refuse(f"{sizes.num_query_heads}={heads} is no multiple of {sizes.num_kv_heads}={kv_heads}")
+    return heads, kv_heads
 
 
 def rope_theta(
@@ -101,3 +144,28 @@ def rope_theta(
 def refuse(reason: str) -> typing.NoReturn:
     """Raises a ConfigError of a config.json."""
     raise errors.ConfigError(f"config.json: {reason}")
+
+
+def qkv_weights(config: TextConfig, kind: Literal["weight", "bias"]) -> str:
+    """Returns the rows of a weight table for q, k and v, which one parameter holds."""
+    target = {"weight": "w_qkv", "bias": "b_qkv"}[kind]
+    k = config.attention.num_query_heads
+    v = k + config.attention.num_kv_heads
+    end = v + config.attention.num_kv_heads
+    return "".join(
+        f"layers.{{i}}.self_attn.{name}_proj.{kind} "
+        f"layers.{{i}}.attention.{target}[{begin}:{stop}/{end}]\n"
+        for name, begin, stop in (("q", 0, k), ("k", k, v), ("v", v, end))
+    )
+
+
+# The other rows that do not differ between models.
+WEIGHTS = """
+embed_tokens.weight                          word_embeddings
+layers.{i}.input_layernorm.weight            layers.{i}.input_layernorm.weight
+layers.{i}.self_attn.o_proj.weight           layers.{i}.attention.w_out
+layers.{i}.post_attention_layernorm.weight   layers.{i}.post_attention_layernorm.weight
+layers.{i}.mlp.gate_proj.weight              layers.{i}.mlp.w_gate_up[0/2]
+layers.{i}.mlp.up_proj.weight                layers.{i}.mlp.w_gate_up[1/2]
+layers.{i}.mlp.down_proj.weight              layers.{i}.mlp.w_down
+"""

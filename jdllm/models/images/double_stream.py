@@ -9,7 +9,7 @@ The norms have no weights. Attention is over both streams together, in the order
 a batch pads captions with is then the end of a row, and attention needs only a length per row. The
 order changes nothing else, since every token carries its position.
 
-Letters: those of the whole project, and L tokens of a caption.
+Letters: those of the whole project, L tokens of a caption, and C channels of a packed token.
 """
 
 from __future__ import annotations
@@ -102,6 +102,19 @@ def modulated(
     """Returns norm(x) * (1 + scale) + shift in the dtype of `x`."""
     shift, scale = shift_and_scale[:, None, 0], shift_and_scale[:, None, 1]
     return (norm.layer_norm(x, eps=_EPS) * (1 + scale) + shift).astype(x.dtype)
+
+
+def final(
+    image: Float[Array, "B T D"],
+    embedding: Float32[Array, "B D"],
+    *,
+    modulation: linear.Linear,
+    out: linear.Linear,
+) -> Float32[Array, "B T C"]:
+    """Returns the result of a transformer; here the scale comes before the shift."""
+    active = jax.nn.silu(embedding).astype(image.dtype)
+    scale_and_shift = modulation(active, out_dtype=jnp.float32).reshape(len(embedding), 2, -1)
+    return out(modulated(image, scale_and_shift[:, ::-1]), out_dtype=jnp.float32)
 
 
 def _add(

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Float32, Int, Int32
 
 import pallas_kernels
 from jdllm.layers import axial_rope, linear, norm, timestep
-from jdllm.models.images import component, double_stream, flux_config
+from jdllm.models.images import component, double_stream, flux_config, packing
 from jdllm.models.images.double_stream import NUM_MODULATIONS, Modulation
 from jdllm.models.images.flux_config import MLP_RATIO, FluxConfig
 
@@ -134,11 +134,7 @@ class FluxTransformer(nnx.Module):
         of another shape.
         """
         T, L = latents.shape[1], text.shape[1]
-        if (tokens := grid[0] * grid[1]) != T or self.config.in_channels != latents.shape[2]:
-            raise ValueError(
-                f"latents of {latents.shape=} must have {tokens} tokens for {grid=}, each of "
-                f"{self.config.in_channels} channels"
-            )
+        packing.check(latents.shape, grid, self.config.in_channels)
         embedding = self.embed(sigma, guidance, pooled)
         doubles, singles = self.modulations(embedding)
         image = self.x_embedder(latents.astype(self.dtype))
@@ -182,10 +178,10 @@ class FluxTransformer(nnx.Module):
     def final(
         self, image: Float[Array, "B T D"], embedding: Float32[Array, "B D"]
     ) -> Float32[Array, "B T C"]:
-        """Returns the velocities; here the scale comes before the shift."""
-        (scale_and_shift,) = _vectors(self.final_modulation, embedding, 1, 2)
-        h = double_stream.modulated(image, scale_and_shift[:, ::-1])
-        return self.proj_out(h, out_dtype=jnp.float32)
+        """Returns the velocities."""
+        return double_stream.final(
+            image, embedding, modulation=self.final_modulation, out=self.proj_out
+        )
 
 
 def positions(grid: tuple[int, int], L: int) -> Int[np.ndarray, "1 J 3"]:

@@ -23,3 +23,13 @@ def unpack(tokens: Float[Array, "B T 4*C"], grid: tuple[int, int]) -> Float[Arra
     rows, columns = grid
     x = tokens.reshape(B, rows, columns, F // PATCH**2, PATCH, PATCH)
     return x.transpose(0, 3, 1, 4, 2, 5).reshape(B, -1, rows * PATCH, columns * PATCH)
+
+
+def check(shape: tuple[int, ...], grid: tuple[int, int], channels: int) -> None:
+    """Raises ValueError unless this is the shape of tokens with so many channels on a grid."""
+    tokens = grid[0] * grid[1]
+    if shape[1:] != (tokens, channels):
+        raise ValueError(
+            f"latents of {shape=} must have {tokens} tokens for {grid=}, each of {channels} "
+            "channels"
+        )

@@ -7,17 +7,15 @@ token, as in a model with one axis.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array, Float, Int32
 
 from jdllm import errors
-from jdllm.layers import attention, mlp, norm, rope
-from jdllm.models import decoder, decoder_config, hf_config, key_rules
+from jdllm.layers import attention, norm, rope
+from jdllm.models import hf_config, key_rules
 from jdllm.models.images import causal_text, component
 
 _RULES = key_rules.KeyRules(
@@ -46,35 +44,13 @@ _SECTIONS = "mrope_section"
 _ROPE_TYPES = ("default", "mrope")
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Qwen25VLConfig:
-    """The sizes of the language model."""
-
-    vocab_size: int
-    num_layers: int
-    width: int  # of a feed-forward
-    eps: float
-    attention: attention.AttentionConfig
-
-    @property
-    def hidden_size(self) -> int:
-        return self.attention.dim
-
-
-class Qwen25VLTextEncoder(nnx.Module):
+class Qwen25VLTextEncoder(causal_text.CausalText):
     """Embeddings of prompts; see `encode`."""
 
-    def __init__(self, config: Qwen25VLConfig, dtype: jnp.dtype, *, implementation: str = "auto"):
-        layer = decoder_config.LayerConfig(
-            attention=config.attention, feed_forward=mlp.MLPConfig(width=config.width)
-        )
-        self.config = config
-        self.implementation = implementation
-        self.word_embeddings = nnx.Param(jnp.zeros((config.vocab_size, config.hidden_size), dtype))
-        self.layers = nnx.List(
-            decoder.DecoderLayer(layer, eps=config.eps, dtype=dtype, implementation=implementation)
-            for _ in range(config.num_layers)
-        )
+    def __init__(
+        self, config: causal_text.TextConfig, dtype: jnp.dtype, *, implementation: str = "auto"
+    ):
+        super().__init__(config, dtype, num_layers=config.num_layers, implementation=implementation)
         self.norm = norm.RMSNorm(config.hidden_size, eps=config.eps, dtype=dtype)
 
     def encode(
@@ -85,31 +61,20 @@ class Qwen25VLTextEncoder(nnx.Module):
         The first `lens[b]` tokens of a row count. Neither the other tokens nor the bucket L nor
         the other rows change their embeddings. A row of length 0 is all zeros.
         """
-        x, pending = causal_text.run(
-            self.layers,
-            jnp.take(self.word_embeddings[...], ids, axis=0, mode="clip"),
-            lens,
-            kind=self.config.attention.rope,
-            implementation=self.implementation,
-        )
+        x, pending = self.run(self.words(ids), lens)
         _, normed = self.norm.add(x, pending)
         return causal_text.unpacked(normed, lens, ids.shape[1])
 
 
-def _read(hf: Mapping[str, Any]) -> Qwen25VLConfig:
+def _read(hf: Mapping[str, Any]) -> causal_text.TextConfig:
     hf = _language_model(hf)
     _RULES.check(hf)
     sizes = _RULES.sizes
-    heads = hf_config.integer(hf, sizes.num_query_heads)
-    kv_heads = hf_config.integer(hf, sizes.num_kv_heads)
+    heads, kv_heads = causal_text.head_counts(hf, sizes)
     head_dim = hf_config.shared_head_dim(hf, sizes)
-    if heads % kv_heads:
-        causal_text.refuse(
-            f"{sizes.num_query_heads}={heads} is no multiple of {sizes.num_kv_heads}={kv_heads}"
-        )
     _check_sections(hf, head_dim)
     theta = causal_text.rope_theta(hf, types=_ROPE_TYPES, read=(_SECTIONS,))
-    return Qwen25VLConfig(
+    return causal_text.TextConfig(
         vocab_size=hf_config.integer(hf, "vocab_size"),
         num_layers=hf_config.depth(hf, sizes),
         width=hf_config.integer(hf, sizes.intermediate_size),
@@ -148,29 +113,16 @@ def _check_sections(hf: Mapping[str, Any], head_dim: int) -> None:
             )
 
 
-def _weights(config: Qwen25VLConfig) -> str:
-    k = config.attention.num_query_heads
-    v = k + config.attention.num_kv_heads
-    end = v + config.attention.num_kv_heads
-    return f"""
-    embed_tokens.weight                          word_embeddings
-    norm.weight                                  norm.weight
-    layers.{{i}}.input_layernorm.weight          layers.{{i}}.input_layernorm.weight
-    layers.{{i}}.self_attn.q_proj.weight         layers.{{i}}.attention.w_qkv[0:{k}/{end}]
-    layers.{{i}}.self_attn.q_proj.bias           layers.{{i}}.attention.b_qkv[0:{k}/{end}]
-    layers.{{i}}.self_attn.k_proj.weight         layers.{{i}}.attention.w_qkv[{k}:{v}/{end}]
-    layers.{{i}}.self_attn.k_proj.bias           layers.{{i}}.attention.b_qkv[{k}:{v}/{end}]
-    layers.{{i}}.self_attn.v_proj.weight         layers.{{i}}.attention.w_qkv[{v}:{end}/{end}]
-    layers.{{i}}.self_attn.v_proj.bias           layers.{{i}}.attention.b_qkv[{v}:{end}/{end}]
-    layers.{{i}}.self_attn.o_proj.weight         layers.{{i}}.attention.w_out
-    layers.{{i}}.post_attention_layernorm.weight layers.{{i}}.post_attention_layernorm.weight
-    layers.{{i}}.mlp.gate_proj.weight            layers.{{i}}.mlp.w_gate_up[0/2]
-    layers.{{i}}.mlp.up_proj.weight              layers.{{i}}.mlp.w_gate_up[1/2]
-    layers.{{i}}.mlp.down_proj.weight            layers.{{i}}.mlp.w_down
-    """
+def _weights(config: causal_text.TextConfig) -> str:
+    return (
+        causal_text.WEIGHTS
+        + "norm.weight norm.weight\n"
+        + causal_text.qkv_weights(config, "weight")
+        + causal_text.qkv_weights(config, "bias")
+    )
 
 
-def _is_unused(_config: Qwen25VLConfig, name: str) -> bool:
+def _is_unused(_config: causal_text.TextConfig, name: str) -> bool:
     return name == "lm_head.weight" or name.startswith("visual.")
 
 

@@ -19,7 +19,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int, Int32
 
 from jdllm.layers import axial_rope, linear, norm, timestep
-from jdllm.models.images import component, double_stream, qwen_image_config
+from jdllm.models.images import component, double_stream, packing, qwen_image_config
 from jdllm.models.images.double_stream import NUM_MODULATIONS, Modulation
 from jdllm.models.images.qwen_image_config import NUM_POSITIONS, ROPE_THETA, QwenImageConfig
 
@@ -83,7 +83,8 @@ class QwenImageTransformer(nnx.Module):
     ) -> Float32[Array, "B T C"]:
         """Returns what `__call__` returns, given the result of `embed_text`."""
         T, L = latents.shape[1], text.shape[1]
-        self._check(latents.shape, L, grid)
+        packing.check(latents.shape, grid, self.config.in_channels)
+        _check_positions(grid, L)
         embedding = self.timestep_embedder(sigma * _TIMESTEPS_PER_SIGMA)
         image = self.image_in(latents.astype(self.dtype))
         rotation = self.rotation(positions(grid, L))
@@ -110,27 +111,13 @@ class QwenImageTransformer(nnx.Module):
     def final(
         self, image: Float[Array, "B T D"], embedding: Float32[Array, "B D"]
     ) -> Float32[Array, "B T C"]:
-        """Returns the velocities; here the scale comes before the shift."""
-        active = jax.nn.silu(embedding).astype(self.dtype)
-        made = self.final_modulation(active, out_dtype=jnp.float32)
-        scale_and_shift = made.reshape(len(embedding), 2, -1)
-        h = double_stream.modulated(image, scale_and_shift[:, ::-1])
-        return self.final_linear(h, out_dtype=jnp.float32)
+        """Returns the velocities."""
+        return double_stream.final(
+            image, embedding, modulation=self.final_modulation, out=self.final_linear
+        )
 
     def rotation(self, at: Int[np.ndarray, "1 T 3"]) -> axial_rope.CosSin:
         return axial_rope.angles(at, axes_dims=self.config.axes_dims_rope, theta=ROPE_THETA)
-
-    def _check(self, shape: tuple[int, ...], L: int, grid: tuple[int, int]) -> None:
-        _, T, C = shape
-        if (rows := grid[0] * grid[1]) != T or self.config.in_channels != C:
-            raise ValueError(
-                f"latents of {shape=} must have {rows} tokens for {grid=}, each of "
-                f"{self.config.in_channels} channels"
-            )
-        if max(grid) // 2 + L > NUM_POSITIONS:
-            raise ValueError(
-                f"{grid=} and captions of {L} tokens need more than {NUM_POSITIONS} positions"
-            )
 
 
 def positions(grid: tuple[int, int], L: int) -> Int[np.ndarray, "1 T+L 3"]:
@@ -144,6 +131,13 @@ def positions(grid: tuple[int, int], L: int) -> Int[np.ndarray, "1 T+L 3"]:
     at[0, :T, 1:] = np.indices(grid).reshape(2, -1).T - centre
     at[0, T:] = max(grid) // 2 + np.arange(L)[:, None]
     return at
+
+
+def _check_positions(grid: tuple[int, int], L: int) -> None:
+    if max(grid) // 2 + L > NUM_POSITIONS:
+        raise ValueError(
+            f"{grid=} and captions of {L} tokens need more than {NUM_POSITIONS} positions"
+        )
 
 
 _BLOCK = "transformer_blocks.{i}"

@@ -75,7 +75,7 @@ class Answer:
             "image_index": event.request_index,  # OpenAI's events have none; n may be above 1
         }
         if is_final:
-            return content | _facts(event) | {"usage": self._usage([event])}
+            return content | self._facts(event) | {"usage": self._usage([event])}
         return content | {"partial_image_index": event.partial_index}
 
     async def _item(self, event: image_requests.ImageEvent) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class Answer:
                 "expires_at": int(time.time() + store.lifetime_s),
             }
         # SGLang's servers may write files; this one writes none.
-        return picture | {"revised_prompt": None, "file_path": None} | _facts(event)
+        return picture | {"revised_prompt": None, "file_path": None} | self._facts(event)
 
     async def _encoded(
         self, event: image_requests.ImageEvent, form: Callable[[bytes], File]
@@ -125,6 +125,21 @@ class Answer:
         }
         return {name: str(value) for name, value in found.items() if value is not None}
 
+    def _facts(self, event: image_requests.ImageEvent) -> dict[str, Any]:
+        """Returns what a finished image tells of itself."""
+        scale = self.call.requests[event.request_index].true_cfg_scale
+        return {
+            "seed": event.seed,
+            "num_inference_steps": event.steps,
+            **({} if scale is None else {"true_cfg_scale": scale}),
+            "timings": {
+                "queue_s": event.queue_s,
+                "encode_s": event.encode_s,
+                "denoise_s": event.denoise_s,
+                "decode_s": event.decode_s,
+            },
+        }
+
     @property
     def _size(self) -> str:
         first = self.call.requests[0]
@@ -150,17 +165,3 @@ class Answer:
             "total_tokens": text_tokens + image_tokens,
             "num_inference_steps": sum(one.steps for one in finals),
         }
-
-
-def _facts(event: image_requests.ImageEvent) -> dict[str, Any]:
-    """Returns what a finished image tells of itself."""
-    return {
-        "seed": event.seed,
-        "num_inference_steps": event.steps,
-        "timings": {
-            "queue_s": event.queue_s,
-            "encode_s": event.encode_s,
-            "denoise_s": event.denoise_s,
-            "decode_s": event.decode_s,
-        },
-    }

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import golden_qwen_image as golden
+from support import text_encoders
 
 from jdllm import errors
-from jdllm.models import loading
 from jdllm.models.images import qwen25_vl
 
 TOLERANCE = 5e-5  # of the goldens' README
@@ -29,19 +28,7 @@ PUBLISHED = {
 
 @pytest.fixture(scope="module")
 def encode():
-    graphdef, params = golden.params(qwen25_vl.COMPONENT, "text_encoder")
-
-    @jax.jit
-    def run(ids, lens):
-        return loading.merge(graphdef, params).encode(ids, lens)
-
-    def call(rows, bucket):
-        ids = np.full((len(rows), bucket), 7, np.int32)
-        for i, row in enumerate(rows):
-            ids[i, : len(row)] = row
-        return np.asarray(run(ids, np.array([len(row) for row in rows], np.int32)))
-
-    return call
+    return text_encoders.compiled(*golden.params(qwen25_vl.COMPONENT, "text_encoder"))
 
 
 @pytest.mark.parametrize("name", NAMES)

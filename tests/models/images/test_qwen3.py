@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import pathlib
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import text_encoders
 
 from jdllm import errors
 from jdllm.checkpoint import assemble, safetensors_source
@@ -49,19 +49,7 @@ def load(hf):
 
 @pytest.fixture(scope="module")
 def encode():
-    graphdef, params = load(HF)
-
-    @jax.jit
-    def run(ids, lens):
-        return loading.merge(graphdef, params).encode(ids, lens)
-
-    def call(rows, bucket):
-        ids = np.full((len(rows), bucket), 7, np.int32)
-        for i, row in enumerate(rows):
-            ids[i, : len(row)] = row
-        return np.asarray(run(ids, np.array([len(row) for row in rows], np.int32)))
-
-    return call
+    return text_encoders.compiled(*load(HF))
 
 
 def ids_of(golden, name, bucket=512):

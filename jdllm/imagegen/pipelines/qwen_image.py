@@ -1,0 +1,202 @@
+"""Qwen-Image and Qwen-Image-2512 (`QwenImagePipeline`): Qwen2.5-VL, a transformer of two streams.
+
+A fixed text stands before and after each prompt; the transformer sees neither what is before it nor
+that there was something. What is kept of a caption are its text tokens as the blocks take them.
+Latents are packed (`models/images/packing.py`), as the published pipeline takes and gives them.
+
+All is as diffusers 0.42.1 computes it for a request alone. (With several prompts and several images
+of each, that version gives embeddings the padding of others.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float32, Int32
+
+from jdllm.imagegen import flow_schedule, prompts
+from jdllm.imagegen.pipelines import interface
+from jdllm.models.images import packing, qwen_image_config
+from jdllm.models.images.autoencoder_kl_qwen_image import QwenImageAutoencoderConfig
+
+Latents = Float32[Array, "R T C"]
+
+PREFIX_TOKENS = 34  # what the published tokenizer makes of the text before the prompt
+_BEFORE = (
+    "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, "
+    "quantity, text, spatial relationships of the objects and background:<|im_end|>\n"
+    "<|im_start|>user\n"
+)
+_AFTER = "<|im_end|>\n<|im_start|>assistant\n"
+
+# That of the other pipelines; there are positions for more.
+_MAX_SIDE = 8192
+
+_DEFAULTS = interface.Defaults(
+    height=1024,
+    width=1024,
+    num_inference_steps=50,
+    guidance_scale=None,
+    max_sequence_length=512,
+    longest_sequence_length=1024,
+    true_cfg_scale=4.0,
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class QwenImagePipeline:
+    """A loaded Qwen-Image without its weights; see `interface.Pipeline`."""
+
+    layout: ClassVar[interface.Layout] = interface.Layout(
+        models={
+            "text_encoder": ("Qwen2_5_VLForConditionalGeneration",),
+            "transformer": ("QwenImageTransformer2DModel",),
+            "vae": ("AutoencoderKLQwenImage",),
+        },
+        tokenizers={
+            "tokenizer": interface.TokenizerPlace(
+                class_names=(
+                    "Qwen2Tokenizer",
+                    "Qwen2TokenizerFast",
+                    "PreTrainedTokenizerFast",
+                    "TokenizersBackend",
+                ),
+                encoder="text_encoder",
+                read=functools.partial(
+                    prompts.FramedTokenizer,
+                    before=_BEFORE,
+                    after=_AFTER,
+                    prefix_tokens=PREFIX_TOKENS,
+                ),
+                stand_in=functools.partial(prompts.ByteTokenizer, prefix_tokens=PREFIX_TOKENS),
+            )
+        },
+    )
+    options: ClassVar[interface.Options] = interface.Options(cfg_switch="true_cfg_scale")
+
+    parts: interface.Parts
+
+    @classmethod
+    def build(cls, parts: interface.Parts) -> Self:
+        return cls(parts=parts)
+
+    @property
+    def defaults(self) -> interface.Defaults:
+        return _DEFAULTS
+
+    @property
+    def size_multiple(self) -> int:
+        return self._vae.scale * packing.PATCH
+
+    @property
+    def max_side(self) -> int:
+        return _MAX_SIDE
+
+    @property
+    def caption_multiple(self) -> int:
+        return 1
+
+    @property
+    def max_caption_tokens(self) -> int:
+        return _DEFAULTS.longest_sequence_length
+
+    @property
+    def prefix_tokens(self) -> int:
+        return PREFIX_TOKENS
+
+    @property
+    def pads_captions(self) -> bool:
+        return False
+
+    def prompt_tokenizer(
+        self, tokenizers: Mapping[str, prompts.PromptTokenizer]
+    ) -> prompts.PromptTokenizer:
+        return tokenizers["tokenizer"]
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+        return self.image_tokens(height, width), self._transformer.in_channels
+
+    def image_tokens(self, height: int, width: int) -> int:
+        rows, columns = self._grid((height, width))
+        return rows * columns
+
+    def sigmas(self, num_steps: int, height: int, width: int) -> np.ndarray:
+        return _sigmas(self.parts.schedule, num_steps, self.image_tokens(height, width))
+
+    def caption_shapes(self, tokens: int) -> jax.ShapeDtypeStruct:
+        shape = tokens - PREFIX_TOKENS, self._transformer.dim
+        return jax.ShapeDtypeStruct(shape, self.parts.dtype)
+
+    def encode(
+        self, params: interface.Params, ids: Int32[Array, "R L"], lens: Int32[Array, " R"]
+    ) -> Float[Array, "R L-34 D"]:
+        embeddings = self.parts.module("text_encoder", params).encode(ids, lens)
+        transformer = self.parts.module("transformer", params)
+        return transformer.embed_text(embeddings[:, PREFIX_TOKENS:])
+
+    def predict(
+        self,
+        params: interface.Params,
+        latents: Latents,
+        sigma: Float32[Array, " R"],
+        captions: Float[Array, "R L-34 D"],
+        lens: Int32[Array, " R"],
+        guidance: interface.Guidance,
+        size: interface.Size,
+    ) -> Latents:
+        del guidance
+        # Padding rows have captions that end within the prefix.
+        own = jnp.maximum(lens - PREFIX_TOKENS, 1)
+        transformer = self.parts.module("transformer", params)
+        return transformer.denoise(latents, sigma, captions, own, self._grid(size))
+
+    def guide(
+        self,
+        positive: Latents,
+        negative: Latents,
+        sigma: Float32[Array, " R"],
+        guidance: interface.Guidance,
+    ) -> Latents:
+        """Returns negative + s (positive - negative), each token as long as the positive one's."""
+        del sigma
+        scale = guidance.true_cfg_scale[:, None, None]
+        mixed = negative + scale * (positive - negative)
+        # A token that is 0 stays so.
+        length = jnp.maximum(_length(mixed), jnp.finfo(jnp.float32).tiny)
+        return mixed * (_length(positive) / length)
+
+    def decode(
+        self, params: interface.Params, latents: Latents, size: interface.Size
+    ) -> Float32[Array, "R H W 3"]:
+        unpacked = packing.unpack(latents, self._grid(size))
+        return self.parts.module("vae", params).decode(unpacked)
+
+    def _grid(self, size: interface.Size) -> tuple[int, int]:
+        """Returns how many rows and columns of tokens an image has."""
+        height, width = size
+        return height // self.size_multiple, width // self.size_multiple
+
+    @property
+    def _transformer(self) -> qwen_image_config.QwenImageConfig:
+        return self.parts.configs["transformer"]
+
+    @property
+    def _vae(self) -> QwenImageAutoencoderConfig:
+        return self.parts.configs["vae"]
+
+
+def _length(x: Latents) -> Float32[Array, "R T 1"]:
+    return jnp.linalg.norm(x, axis=-1, keepdims=True)
+
+
+@functools.lru_cache(maxsize=1024)
+def _sigmas(
+    schedule: flow_schedule.FlowSchedule, num_steps: int, image_tokens: int
+) -> Float32[np.ndarray, " num_steps+1"]:
+    return schedule.sigmas(num_steps, image_tokens)
