@@ -40,7 +40,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         recipe = recipes.build(config, pathlib.Path(folder), time.monotonic())
         state = recipe.first_state()
         if args.import_state is not None:
-            state = recipe.adopt(checkpoints.import_parts(args.import_state))
+            stem = args.import_state
+            weights = recipe.weights_of(stem) if stem.is_dir() else checkpoints.import_parts(stem)
+            state = recipe.adopt(weights)
         began = time.monotonic()
         batches = recipe.batches(state)
         state = _run(recipe, state, batches, args.warm_steps)

@@ -60,7 +60,9 @@ def test_all_code_and_all_assets_are_in_the_wheel(wheel):
     assert "jdllm/tasks/word_problems/problems/one_step.txt" in problems
     tables = files(ROOT / "pallas_kernels", "*.json")
     assert "pallas_kernels/extend_attention/tiles/nvidia_h200.json" in tables
-    assert {f"jdllm/assets/{name}/tokenizer.json" for name in source.BUNDLED_MODELS} <= assets
+    tokenizers = {f"{name}/tokenizer.json" for name in source.BUNDLED_MODELS}
+    tokenizers |= {f"{name}/tokenizer/tokenizer.json" for name in source.BUNDLED_IMAGE_MODELS}
+    assert {f"jdllm/assets/{path}" for path in tokenizers} <= assets
     assert (code | assets | tables | problems) - names == set()
 
 
@@ -92,3 +94,16 @@ def test_a_bundled_model_is_complete_and_small(name):
     assert any(name.endswith(".safetensors") for name in sizes)
     assert sum(sizes.values()) <= 24 * MEBIBYTE
     assert max(sizes.values()) < 16 * MEBIBYTE
+
+
+@pytest.mark.parametrize("name", source.BUNDLED_IMAGE_MODELS)
+def test_the_parts_of_a_bundled_image_model_take_at_most_10_megabytes(name):
+    folder = ROOT / "jdllm" / "assets" / name
+    sizes = {
+        str(path.relative_to(folder)): path.stat().st_size
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+    assert {"model_index.json", "generation_config.json"} <= sizes.keys()
+    assert sum(name.endswith(".safetensors") for name in sizes) == 3
+    assert sum(sizes.values()) <= 10_000_000

@@ -19,7 +19,7 @@ MODEL_INDEX_NAME = "model_index.json"  # of a pipeline folder, which has a folde
 BUNDLED_MODEL = "jdllm-nano"  # the default model
 BUNDLED_MODELS = (BUNDLED_MODEL, "jdllm-nano-canvas")  # those that write text
 # Those that make images, each a pipeline folder; the first is the default of `ImageEngine`.
-BUNDLED_IMAGE_MODELS: tuple[str, ...] = ()
+BUNDLED_IMAGE_MODELS = ("jdllm-nano-image",)
 
 _PATTERNS = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 # Of each component of a pipeline; the whole model in one file and other precisions stay there.

@@ -50,6 +50,7 @@ def load(
         configs={name: one.config for name, one in components.items()},
         schedule=folder.schedule,
         dtype=jnp.dtype(dtype),
+        request_defaults=folder.request_defaults,
     )
     params = {
         interface.prefix_of(name) + path: array

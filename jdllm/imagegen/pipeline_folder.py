@@ -1,6 +1,7 @@
 """Reads the folder of an image pipeline: which components it has, their configs and weights.
 
     model_index.json                       the class of the pipeline, and of each component
+    generation_config.json                 options of requests that do not say (may be missing)
     scheduler/scheduler_config.json
     tokenizer/                             tokenizer.json, tokenizer_config.json
     text_encoder/                          config.json, model*.safetensors
@@ -25,7 +26,7 @@ from jax.typing import DTypeLike
 
 from jdllm import device, errors
 from jdllm.checkpoint import assemble, orbax_checkpoint, safetensors_source, source, weight_table
-from jdllm.imagegen import flow_schedule, prompts
+from jdllm.imagegen import flow_schedule, prompts, request_defaults
 from jdllm.imagegen.pipelines import interface
 from jdllm.imagegen.pipelines import registry as pipelines
 from jdllm.models import hf_config, loading
@@ -113,6 +114,7 @@ class PipelineFolder:
     schedule: flow_schedule.FlowSchedule
     models: Mapping[str, ModelFolder]
     tokenizers: Mapping[str, prompts.PromptTokenizer]
+    request_defaults: Mapping[str, Any]
 
     @property
     def component_names(self) -> tuple[str, ...]:
@@ -148,6 +150,7 @@ def read(directory: pathlib.Path, *, load_format: str = "auto") -> PipelineFolde
         for name, place in layout.tokenizers.items()
     }
     schedule = reader.schedule()
+    defaults = reader.request_defaults()
     reader.report()
     assert schedule is not None, "a missing schedule is a fault"
     return PipelineFolder(
@@ -156,6 +159,7 @@ def read(directory: pathlib.Path, *, load_format: str = "auto") -> PipelineFolde
         schedule=schedule,
         models={model.name: model for model in models if model is not None},
         tokenizers={name: one for name, one in tokenizers.items() if one is not None},
+        request_defaults=defaults,
     )
 
 
@@ -254,6 +258,14 @@ class _Reader:
             path = self._directory / _SCHEDULER / flow_schedule.FILE_NAME
             return flow_schedule.read(source.read_json(path))
         return None
+
+    def request_defaults(self) -> Mapping[str, Any]:
+        """Returns the options that the folder gives, none without the file or after a fault."""
+        path = self._directory / request_defaults.FILE_NAME
+        if path.is_file():
+            with self._collect(request_defaults.FILE_NAME):
+                return request_defaults.read(path)
+        return {}
 
     def _class_of(self, name: str, class_names: tuple[str, ...]) -> tuple[str, str]:
         """Returns library and class of a component; the class is one of `class_names`."""

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jdllm.models import loading
 from jdllm.train import recipe
 
 MAX_PART_BYTES = 15 * 2**20
@@ -64,13 +63,7 @@ def export_parts(state: recipe.State | recipe.Weights, stem: pathlib.Path) -> li
 
 
 def import_parts(stem: pathlib.Path) -> recipe.Weights:
-    """Returns what files of `export_parts` hold.
-
-    `stem` may also be a model folder in Hugging Face layout; its weights begin at step 0.
-    """
-    if stem.is_dir():
-        weights = loading.load(stem, dtype="float32", show_progress=False).params
-        return recipe.Weights(step=0, params=weights, average=weights)
+    """Returns what files of `export_parts` hold."""
     files = sorted(stem.parent.glob(f"{stem.name}.*.npz"))
     if not files:
         raise FileNotFoundError(f"no {stem}.0.npz: give --import-state the name without .N.npz")

@@ -77,7 +77,8 @@ def _first_state(
     if restored is not None:
         return restored
     if paths.import_state is not None:
-        weights = checkpoints.import_parts(paths.import_state)
+        stem = paths.import_state
+        weights = recipe.weights_of(stem) if stem.is_dir() else checkpoints.import_parts(stem)
         _check_shapes(recipe.shapes(), weights.params, paths.import_state)
         return recipe.adopt(weights)
     return fresh

@@ -67,6 +67,10 @@ class Recipe(Protocol):
         """Returns the shape of each of a state's parameters."""
         ...
 
+    def weights_of(self, folder: pathlib.Path) -> Weights:
+        """Returns the weights of a model folder, or of a pipeline's, for a run from step 0."""
+        ...
+
     def adopt(self, weights: Weights) -> Any:
         """Returns a state with these weights, fresh moments and a new warm-up."""
         ...

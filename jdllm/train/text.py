@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from jdllm.checkpoint import source
+from jdllm.models import loading
 from jdllm.train import clock, evaluate, examples, export, question_noise, recipe, step
 from jdllm.train.config import TrainConfig
 
@@ -64,6 +65,10 @@ class TextRecipe:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {path: array.shape for path, array in self._network.shapes.items()}
+
+    def weights_of(self, folder: pathlib.Path) -> recipe.Weights:
+        weights = loading.load(folder, dtype="float32", show_progress=False).params
+        return recipe.Weights(step=0, params=weights, average=weights)
 
     def adopt(self, weights: recipe.Weights) -> step.TrainState:
         return step.init_state(

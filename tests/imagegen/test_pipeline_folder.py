@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
 import shutil
@@ -12,8 +13,9 @@ import pytest
 import safetensors.numpy
 
 from jdllm import convert, errors
+from jdllm import device as device_lib
 from jdllm.checkpoint import orbax_checkpoint
-from jdllm.imagegen import pipeline_folder, prompts
+from jdllm.imagegen import loaded, pipeline_folder, prompts
 from jdllm.imagegen.pipelines import registry as pipelines
 from jdllm.models.images import registry
 
@@ -307,3 +309,32 @@ def test_a_pipeline_with_faults_is_not_converted(folder, capsys):
     assert convert.main(["--model-path", str(folder), "--output", str(output)]) == 2
     assert "vae/config.json" in capsys.readouterr().err
     assert sorted(p.name for p in folder.parent.iterdir()) == ["pipeline"]
+
+
+def defaults_of(folder):
+    read = pipeline_folder.read(folder)
+    return loaded.load(read, "float32", device_lib.facts(), show_progress=False).pipeline.defaults
+
+
+def test_a_folder_may_give_the_defaults_of_requests(folder):
+    of_class = defaults_of(folder)
+    values = {"num_inference_steps": 3, "guidance_scale": 1.5}
+    (folder / "generation_config.json").write_text(json.dumps(values))
+    assert defaults_of(folder) == dataclasses.replace(of_class, **values) != of_class
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"guidance": 2}, "'guidance' is no option"),
+        ({"guidance_scale": "2"}, "guidance_scale must be a finite number"),
+        ({"guidance_scale": -1}, "guidance_scale"),
+        ({"num_inference_steps": 0}, "num_inference_steps"),
+        ({"num_inference_steps": 2.5}, "num_inference_steps must be an integer"),
+    ],
+)
+def test_defaults_that_cannot_be_are_faults_of_the_folder(folder, values, message):
+    (folder / "generation_config.json").write_text(json.dumps(values))
+    with pytest.raises(errors.ConfigError, match=message) as error:
+        pipeline_folder.read(folder)
+    assert "generation_config.json" in str(error.value)

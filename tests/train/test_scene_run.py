@@ -75,6 +75,19 @@ def test_the_export_is_a_pipeline_of_normalised_latents(run, served):
         assert np.array_equal(array, want), path
 
 
+def test_a_run_begins_with_the_weights_of_an_exported_pipeline(run, model_path, tmp_path, served):
+    _, model = served
+    words = tiny_scenes.arguments(model_path, tmp_path)
+    config = recipes.load(tiny_scenes.RECIPE, words[words.index("--set") + 1 :])
+    weights = recipes.build(config, tmp_path, 0.0).weights_of(run / "pipeline")
+    state = checkpoints.import_parts(run / "state")
+    assert weights.step == 0 and weights.params.keys() == state.params.keys()
+    for path, array in weights.params.items():
+        want = np.asarray(state.average[path].astype(jnp.bfloat16).astype(jnp.float32))
+        is_number = path in (networks.FACTOR, networks.SHIFT)
+        assert np.allclose(array, state.average[path] if is_number else want, rtol=1e-6), path
+
+
 def trainer_of(run, tmp_path, model):
     """Returns the trainer's networks, and the served weights as it holds them."""
     trained = networks.build(run / "pipeline", tmp_path / "copy", "float32")

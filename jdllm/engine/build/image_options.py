@@ -63,11 +63,6 @@ def find(config: config_lib.EngineConfig) -> pathlib.Path:
     """Returns the directory of the model; without a name it is the bundled image model."""
     name = config.model_path
     if name is None:
-        if not source.BUNDLED_IMAGE_MODELS:
-            raise errors.ConfigError(
-                "model_path is missing: name a pipeline folder or a hub id, such as "
-                "Tongyi-MAI/Z-Image-Turbo"
-            )
         name = source.BUNDLED_IMAGE_MODELS[0]
     return source.resolve(
         name,

@@ -80,13 +80,18 @@ class Options:
 class Parts:
     """What a pipeline is built from: all of its loaded components but their weights.
 
-    `dtype` is that of all weights.
+    `dtype` is that of all weights. `request_defaults` are those that the folder gives.
     """
 
     graphdefs: Mapping[str, nnx.GraphDef]
     configs: Mapping[str, Any]
     schedule: flow_schedule.FlowSchedule
     dtype: jnp.dtype
+    request_defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def defaults(self, of_class: Defaults) -> Defaults:
+        """Returns the defaults of a pipeline class, or those that the folder gives instead."""
+        return dataclasses.replace(of_class, **self.request_defaults)
 
     def module(self, name: str, params: Params) -> Any:
         """Returns a component with its weights, inside a traced function."""

@@ -88,7 +88,7 @@ class QwenImagePipeline:
 
     @property
     def defaults(self) -> interface.Defaults:
-        return _DEFAULTS
+        return self.parts.defaults(_DEFAULTS)
 
     @property
     def size_multiple(self) -> int:
@@ -104,7 +104,7 @@ class QwenImagePipeline:
 
     @property
     def max_caption_tokens(self) -> int:
-        return _DEFAULTS.longest_sequence_length
+        return self.parts.defaults(_DEFAULTS).longest_sequence_length
 
     @property
     def prefix_tokens(self) -> int:

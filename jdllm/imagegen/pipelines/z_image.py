@@ -69,7 +69,7 @@ class ZImagePipeline:
 
     @property
     def defaults(self) -> interface.Defaults:
-        return _DEFAULTS
+        return self.parts.defaults(_DEFAULTS)
 
     @property
     def size_multiple(self) -> int:

@@ -21,7 +21,7 @@ import numpy as np
 from flax import nnx
 
 from jdllm import errors
-from jdllm.checkpoint import source
+from jdllm.checkpoint import assemble, safetensors_source, source
 from jdllm.imagegen import flow_schedule, pipeline_folder
 from jdllm.imagegen.pipelines import interface
 from jdllm.imagegen.pipelines import z_image as z_image_pipeline
@@ -38,7 +38,7 @@ LATENTS_DTYPE = jnp.bfloat16  # of latents that wait for their steps
 _LOG_VARIANCE = -4.0  # of drawn latents at the start
 _GATE = 0.1  # of a block at the start
 LEAST_DEVIATION = 1e-3  # of latents, by which they are divided
-_COPIED = ("model_index.json", "scheduler", TEXT, TRANSFORMER, VAE)
+_COPIED = ("model_index.json", "generation_config.json", "scheduler", TEXT, TRANSFORMER, VAE)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +160,24 @@ def init_params(networks: Networks, seed: int) -> Params:
     bias.reshape(-1, 2, networks.configs[TRANSFORMER].dim)[:, 1] = _GATE
     zero = np.zeros((), np.float32)
     return jax.device_put(params | {SHIFT: zero, FACTOR: zero})
+
+
+def read_params(networks: Networks, folder: pathlib.Path) -> Params:
+    """Returns the weights of a pipeline folder that a run wrote, in float32."""
+    read = pipeline_folder.read(folder)
+    found = {}
+    for name, one in networks.components.items():
+        model = read.models[name]
+        tensors = safetensors_source.SafetensorsSource(model.path, base_name=model.base_name)
+        fills = one.match(networks.configs[name], tensors.shapes)
+        shapes = one.abstract(networks.configs[name], jnp.dtype(jnp.float32))[1]
+        made = assemble.assemble(tensors, fills, shapes, show_progress=False, desc=name)
+        found |= {interface.prefix_of(name) + path: array for path, array in made.items()}
+    latents = read.models[VAE].config
+    return found | {
+        SHIFT: jnp.float32(latents.shift_factor),
+        FACTOR: jnp.float32(latents.scaling_factor),
+    }
 
 
 def _random(rng: np.random.Generator, path: str, shape: tuple[int, ...]) -> np.ndarray:

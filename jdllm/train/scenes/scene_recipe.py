@@ -73,6 +73,10 @@ class SceneRecipe:
         own = {path: shape.shape for path, shape in self._networks.shapes.items()}
         return own | {networks.SHIFT: (), networks.FACTOR: ()}
 
+    def weights_of(self, folder: pathlib.Path) -> recipe.Weights:
+        weights = networks.read_params(self._networks, folder)
+        return recipe.Weights(step=0, params=weights, average=weights)
+
     def adopt(self, weights: recipe.Weights) -> update.SceneState:
         return update.init(self._config, weights.params, average=weights.average, step=weights.step)
 
