@@ -12,6 +12,7 @@ It is static, or dynamic: then it depends on the number of image tokens.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import typing
@@ -94,6 +95,14 @@ class FlowSchedule:
         tokens = self.max_image_seq_len - self.base_image_seq_len
         slope = (self.max_shift - self.base_shift) / tokens
         return self.base_shift + slope * (image_tokens - self.base_image_seq_len)
+
+
+@functools.lru_cache(maxsize=1024)
+def sigmas_of(
+    schedule: FlowSchedule, num_steps: int, image_tokens: int
+) -> Float32[np.ndarray, " num_steps+1"]:
+    """Returns `schedule.sigmas`, which every step of every row asks for; not to be written."""
+    return schedule.sigmas(num_steps, image_tokens)
 
 
 def read(values: Mapping[str, Any]) -> FlowSchedule:

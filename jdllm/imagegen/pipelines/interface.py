@@ -25,6 +25,14 @@ Params = Mapping[str, jax.Array]  # of all components: the name of each begins i
 Captions = Any  # a tree of arrays [R, ...], see `Pipeline.caption_shapes`
 Size = tuple[int, int]  # (height, width) of an image in pixels
 
+# What the versions of transformers call the class of one tokenizer.
+QWEN2_TOKENIZERS = (
+    "Qwen2Tokenizer",
+    "Qwen2TokenizerFast",
+    "PreTrainedTokenizerFast",
+    "TokenizersBackend",
+)
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerPlace:

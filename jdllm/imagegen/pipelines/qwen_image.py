@@ -61,12 +61,7 @@ class QwenImagePipeline:
         },
         tokenizers={
             "tokenizer": interface.TokenizerPlace(
-                class_names=(
-                    "Qwen2Tokenizer",
-                    "Qwen2TokenizerFast",
-                    "PreTrainedTokenizerFast",
-                    "TokenizersBackend",
-                ),
+                class_names=interface.QWEN2_TOKENIZERS,
                 encoder="text_encoder",
                 read=functools.partial(
                     prompts.FramedTokenizer,
@@ -127,7 +122,8 @@ class QwenImagePipeline:
         return rows * columns
 
     def sigmas(self, num_steps: int, height: int, width: int) -> np.ndarray:
-        return _sigmas(self.parts.schedule, num_steps, self.image_tokens(height, width))
+        tokens = self.image_tokens(height, width)
+        return flow_schedule.sigmas_of(self.parts.schedule, num_steps, tokens)
 
     def caption_shapes(self, tokens: int) -> jax.ShapeDtypeStruct:
         shape = tokens - PREFIX_TOKENS, self._transformer.dim
@@ -193,10 +189,3 @@ class QwenImagePipeline:
 
 def _length(x: Latents) -> Float32[Array, "R T 1"]:
     return jnp.linalg.norm(x, axis=-1, keepdims=True)
-
-
-@functools.lru_cache(maxsize=1024)
-def _sigmas(
-    schedule: flow_schedule.FlowSchedule, num_steps: int, image_tokens: int
-) -> Float32[np.ndarray, " num_steps+1"]:
-    return schedule.sigmas(num_steps, image_tokens)

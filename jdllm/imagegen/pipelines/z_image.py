@@ -9,7 +9,6 @@ All is as diffusers 0.42.1 computes it.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
@@ -47,12 +46,7 @@ class ZImagePipeline:
         },
         tokenizers={
             "tokenizer": interface.TokenizerPlace(
-                class_names=(
-                    "Qwen2Tokenizer",
-                    "Qwen2TokenizerFast",
-                    "PreTrainedTokenizerFast",
-                    "TokenizersBackend",
-                ),
+                class_names=interface.QWEN2_TOKENIZERS,
                 encoder="text_encoder",
             )
         },
@@ -110,7 +104,8 @@ class ZImagePipeline:
         return (height // self.size_multiple) * (width // self.size_multiple)
 
     def sigmas(self, num_steps: int, height: int, width: int) -> np.ndarray:
-        return _sigmas(self.parts.schedule, num_steps, self.image_tokens(height, width))
+        tokens = self.image_tokens(height, width)
+        return flow_schedule.sigmas_of(self.parts.schedule, num_steps, tokens)
 
     def caption_shapes(self, tokens: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((tokens, self._transformer.dim), self.parts.dtype)
@@ -176,10 +171,3 @@ def _length(x: Latents) -> Float32[Array, " R"]:
 
 def _per_row(x: Any) -> Any:
     return x[:, None, None, None]
-
-
-@functools.lru_cache(maxsize=1024)
-def _sigmas(
-    schedule: flow_schedule.FlowSchedule, num_steps: int, image_tokens: int
-) -> Float32[np.ndarray, " num_steps+1"]:
-    return schedule.sigmas(num_steps, image_tokens)
