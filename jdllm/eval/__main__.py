@@ -18,7 +18,17 @@ import jax
 from jdllm import algorithms, arguments, errors, sampling_params
 from jdllm import config as config_lib
 from jdllm.engine import engine as engine_lib
-from jdllm.eval import backends, evaluation, model_args, sandbox, scenes, store, summary
+from jdllm.eval import (
+    backends,
+    evaluation,
+    model_args,
+    presets,
+    sandbox,
+    scenes,
+    store,
+    summary,
+    sweep,
+)
 from jdllm.server import cli
 from jdllm.tasks import registry
 
@@ -103,6 +113,11 @@ def make_parser() -> arguments.Parser:
         metavar="KEY=VALUE",
         help="denoising options, such as threshold=0.9",
     )
+    group.add_argument(
+        "--preset",
+        choices=sorted(presets.PRESETS),
+        help="settings of a published evaluation; what other options give comes before them",
+    )
     group.add_argument("--sweep", metavar="KEY=A,B,C", help="one run per value, with a summary")
     group.add_argument(
         "--parallel", type=_positive, metavar="N", help="requests at a time (default: by backend)"
@@ -174,7 +189,9 @@ def run(options: argparse.Namespace) -> None:
             )
             print(f"\n{label}\n" if options.sweep else "", summary.lines(results[label]), sep="")
     if options.sweep:
-        write_sweep(root, results)
+        name, points = sweep.labels(results)
+        csv, table = summary.sweep_csv(name, points), summary.sweep_markdown(name, points)
+        print(sweep.write(root, name, points, csv=csv, table=table, kind=sweep.TEXT))
 
 
 def merged(flags: Mapping[str, Any], line: Mapping[str, Any]) -> dict[str, Any]:
@@ -209,11 +226,14 @@ def sampling(
     """Returns the sampling parameters of one point, checked by the engine's own rules."""
     own = {**dict(map(key_value, options.dllm)), **changed}
     flags = {name: vars(options)[name] for name in ("max_new_tokens", "temperature", "seed")}
+    given = merged(own, line.sampling.get("dllm", {}))
+    preset = presets.PRESETS.get(options.preset)
     values = {
         **dict.fromkeys(flags),
         "temperature": 0.0,
+        "max_new_tokens": None if preset is None else preset.max_new_tokens,
         **merged(flags, {k: v for k, v in line.sampling.items() if k != "dllm"}),
-        "dllm": merged(own, line.sampling.get("dllm", {})),
+        "dllm": given if preset is None else {**preset.options_for(options.task), **given},
     }
     sampling_params.SamplingParams.from_mapping(values)
     return values
@@ -239,14 +259,6 @@ def key_value(text: str, *, as_text: bool = False) -> tuple[str, Any]:
         known = ", ".join(("algorithm", *algorithms.option_names()))
         raise errors.ConfigError(f"{text!r} is not KEY=VALUE; keys: {known}")
     return key, value if as_text else config_lib.parse_yaml(value, text)
-
-
-def write_sweep(root: pathlib.Path, results: dict[str, dict[str, Any]]) -> None:
-    name = next(iter(results)).partition("=")[0]
-    points = {label.partition("=")[2]: one for label, one in results.items()}
-    store.write_text(root / "sweep.csv", summary.sweep_csv(name, points))
-    store.write_text(root / "summary.md", summary.sweep_markdown(name, points))
-    print(f"\n{summary.sweep_markdown(name, points)}")
 
 
 def _positive(text: str) -> int:

@@ -20,7 +20,7 @@ from PIL import Image
 from jdllm import config as config_lib
 from jdllm import errors, progress
 from jdllm.engine import image_checks, image_engine
-from jdllm.eval import asking, evaluation, pictures, scene_summary, store
+from jdllm.eval import asking, evaluation, pictures, scene_summary, store, sweep
 from jdllm.tasks import registry, scene_pictures
 from jdllm.tasks.scenes.scene import Scene
 
@@ -39,6 +39,7 @@ TEXT_FLAGS: dict[str, Any] = {
     "max_new_tokens": None,
     "temperature": None,
     "dllm": [],
+    "preset": None,
     "api": "chat",
 }
 SHEET_PICTURES, SHEET_COLUMNS, SHEET_SIDE, FRAME = 64, 8, 128, 3
@@ -100,12 +101,10 @@ def run(options: argparse.Namespace, *, engine_flags: Collection[str]) -> Iterat
             head = f"\n{label}\n" if options.sweep else "\n"
             yield head + scene_summary.lines(task, results[label])
     if options.sweep:
-        name = next(iter(results)).partition("=")[0]
-        shown = {label.partition("=")[2]: one for label, one in results.items()}
+        name, shown = sweep.labels(results)
+        csv = scene_summary.sweep_csv(task, name, shown)
         table = scene_summary.sweep_markdown(task, name, shown)
-        store.write_text(root / "sweep.csv", scene_summary.sweep_csv(task, name, shown))
-        store.write_text(root / "summary.md", table)
-        yield f"\n{table}"
+        yield sweep.write(root, name, shown, csv=csv, table=table, kind=sweep.PICTURES)
 
 
 def sweep_points(options: argparse.Namespace) -> dict[str, dict[str, Any]]:

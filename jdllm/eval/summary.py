@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from jdllm.eval import aup
 from jdllm.tasks import registry
 
 # lm-eval's name of a figure -> (our name, whether more is better).
@@ -128,7 +129,7 @@ def sweep_csv(name: str, points: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def sweep_markdown(name: str, points: Mapping[str, Mapping[str, Any]]) -> str:
-    """Returns the same points as a table, which shows the accuracy beside each speed."""
+    """Returns the same points as a table, accuracy beside each speed, and their AUP."""
     rows = [
         f"| {name} | accuracy | invalid | TPF | NFE | output token/s |",
         "|---|---|---|---|---|---|",
@@ -139,7 +140,8 @@ def sweep_markdown(name: str, points: Mapping[str, Mapping[str, Any]]) -> str:
             f"| {_percent(results['invalid_rate'])} | {_number(results['tpf_mean'])} "
             f"| {_number(results['nfe_mean'])} | {_number(results['output_tokens_per_s'])} |"
         )
-    return "\n".join(rows) + "\n"
+    area = aup.of_sweep(points)
+    return "\n".join(rows if area is None else [*rows, "", area]) + "\n"
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -14,6 +14,7 @@ from jdllm import device_facts, errors
 from jdllm.engine import generations
 from jdllm.eval import __main__ as cli
 from jdllm.eval import backends, evaluation
+from jdllm.plots import style
 
 
 @pytest.fixture
@@ -159,6 +160,16 @@ def test_shots_are_shown_and_not_asked(server, data, tmp_path):
     assert server.bodies[0]["path"] == "/v1/completions"
 
 
+def test_without_matplotlib_a_sweep_says_why_there_is_no_plot(
+    server, data, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(style, "matplotlib", None)
+    assert run(server, data, tmp_path / "out", "--sweep", "threshold=0.5,0.9") == 0
+    assert "no plot: plots need matplotlib" in capsys.readouterr().out
+    assert (tmp_path / "out" / "summary.md").is_file()
+    assert not (tmp_path / "out" / "sweep.png").exists()
+
+
 def test_a_sweep_has_one_folder_per_point(server, data, tmp_path):
     out = tmp_path / "out"
     assert run(server, data, out, "--sweep", "threshold=0.5,0.9", "--dllm", "algorithm=X") == 2
@@ -168,6 +179,10 @@ def test_a_sweep_has_one_folder_per_point(server, data, tmp_path):
     assert thresholds == {0.5, 0.9}
     assert (out / "threshold=0.9" / "results.json").exists()
     assert len((out / "sweep.csv").read_text().splitlines()) == 3
+    assert (out / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    drawn = (out / "sweep.svg").read_text()
+    for text in ("tokens per forward (TPF)", "output tokens/s", "by threshold", "0.5", "0.9"):
+        assert text in drawn
 
 
 @pytest.mark.parametrize(

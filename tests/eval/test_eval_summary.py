@@ -76,5 +76,8 @@ def test_sweep_has_one_row_per_point():
     assert rows[1].startswith("0.5,0.75,")
     assert rows[2].startswith("0.9,1.0,,0.0,4.0,4.0,10.0,,")
     table = summary.sweep_markdown("threshold", points).splitlines()
-    assert len(table) == 4
+    assert sum(row.startswith("|") for row in table) == 4
+    # TPF 2 and 4; accuracies 75 and 100 %; the weight of 75 % is exp(-3 / 4).
+    area = 2 * 75 + (75 * math.exp(-0.75) + 100)
+    assert table[5].startswith(f"AUP: {area:.2f} (best accuracy 100.00 %")
     assert "| 0.5 | 75.00 %" in table[2]
