@@ -21,6 +21,7 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str]] = {
         "jdllm.bench.offline_throughput",
         "throughput of many prompts at once, in process",
     ),
+    ("plot",): ("jdllm.plots", "plots of benchmark results and training curves"),
     ("train",): ("jdllm.train", "train a small model from scratch"),
     ("convert",): ("jdllm.convert", "convert a checkpoint, so that it loads faster"),
 }

@@ -13,6 +13,7 @@ import pytest
 from jdllm import arguments, convert
 from jdllm.bench import images, offline_throughput, one_batch, serving
 from jdllm.eval import __main__ as eval_main
+from jdllm.plots import __main__ as plots_main
 from jdllm.server import cli
 from jdllm.train import __main__ as train_main
 
@@ -29,6 +30,7 @@ MAINS: dict[tuple[str, ...], Callable[[Sequence[str]], Any]] = {
     ("bench", "images"): images.main,
     ("bench", "one-batch"): one_batch.main,
     ("bench", "offline-throughput"): offline_throughput.main,
+    ("plot",): plots_main.main,
     ("train",): train_main.main,
     ("convert",): convert.main,
 }
