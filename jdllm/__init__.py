@@ -11,24 +11,42 @@ from typing import TYPE_CHECKING, Any
 from jdllm.version import __version__
 
 if TYPE_CHECKING:
+    from jdllm.decoding import register as register_algorithm
+    from jdllm.decoding.block.fill import BlockRule
+    from jdllm.decoding.canvas.fill import CanvasRule
     from jdllm.engine.engine import Engine
     from jdllm.engine.image_engine import ImageEngine
     from jdllm.engine.llm import LLM
     from jdllm.runner.full_forward import load_model
     from jdllm.sampling_params import SamplingParams
 
-__all__ = ["LLM", "Engine", "ImageEngine", "SamplingParams", "__version__", "load_model"]
+__all__ = [
+    "LLM",
+    "BlockRule",
+    "CanvasRule",
+    "Engine",
+    "ImageEngine",
+    "SamplingParams",
+    "__version__",
+    "load_model",
+    "register_algorithm",
+]
 
+# name -> its module, and its name there
 _HOME = {
-    "Engine": "jdllm.engine.engine",
-    "ImageEngine": "jdllm.engine.image_engine",
-    "LLM": "jdllm.engine.llm",
-    "SamplingParams": "jdllm.sampling_params",
-    "load_model": "jdllm.runner.full_forward",
+    "BlockRule": ("jdllm.decoding.block.fill", "BlockRule"),
+    "CanvasRule": ("jdllm.decoding.canvas.fill", "CanvasRule"),
+    "Engine": ("jdllm.engine.engine", "Engine"),
+    "ImageEngine": ("jdllm.engine.image_engine", "ImageEngine"),
+    "LLM": ("jdllm.engine.llm", "LLM"),
+    "SamplingParams": ("jdllm.sampling_params", "SamplingParams"),
+    "load_model": ("jdllm.runner.full_forward", "load_model"),
+    "register_algorithm": ("jdllm.decoding", "register"),
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'jdllm' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    module, found = _HOME[name]
+    return getattr(importlib.import_module(module), found)

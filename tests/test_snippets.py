@@ -23,6 +23,7 @@ import pytest
 from support import snippets
 
 import jdllm
+from jdllm import decoding
 from jdllm.server import lifecycle
 from jdllm.tasks import example
 
@@ -38,7 +39,7 @@ CLIENTS = "docs/clients.md"
 # Pages with Python, and how many snippets each has. Two are not run here, as their packages are no
 # dependencies of the tests: Ollama's client, and lm-eval's table (`eval/test_eval_tasks.py`). Those
 # about images name a published model; `server/test_image_server.py` makes the same calls.
-PYTHON = {"docs/images.md": 2, "README.md": 3, CANVAS: 1, CLIENTS: 2, "docs/evaluation.md": 1}
+PYTHON = {"docs/images.md": 2, "README.md": 3, CANVAS: 2, CLIENTS: 2, "docs/evaluation.md": 1}
 needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 
 
@@ -97,8 +98,8 @@ def llm():
     made, kind = [], jdllm.LLM
 
     @functools.cache
-    def make(model: str | None = None) -> jdllm.LLM:
-        made.append(kind(model=model, **SHAPES[model]))
+    def make(model: str | None = None, **options: str) -> jdllm.LLM:
+        made.append(kind(model=model, **SHAPES[model], **options))
         return made[-1]
 
     yield make
@@ -186,8 +187,17 @@ def test_the_offline_snippet_of_the_readme_prints_an_answer(llm, monkeypatch, ca
 
 
 @pytest.mark.campaign
+def test_the_rule_of_ones_own_writes_the_answer(llm, monkeypatch, capsys):
+    (text,) = [one for one in snippets.blocks(CANVAS, "python") if "register" in one]
+    try:
+        assert "#### 12" in run(text, monkeypatch, capsys, llm)
+    finally:
+        decoding.unregister("LeftFirst")
+
+
+@pytest.mark.campaign
 def test_snippets_about_infilling_fill_the_gap(llm, monkeypatch, capsys):
-    (text,) = snippets.blocks(CANVAS, "python")
+    (text,) = [one for one in snippets.blocks(CANVAS, "python") if "canvas" in one]
     gap, *whole = run(text, monkeypatch, capsys, llm).splitlines()
     assert "7+5=" in gap and "12" in gap
     assert whole == ["5 + 7 = <<5+7=12>>12", "#### 12"]

@@ -6,7 +6,8 @@ rule is not declared.
 """
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import cast
 
 from jdllm import algorithms
 from jdllm.decoding.block.interface import Algorithm
@@ -15,6 +16,7 @@ from jdllm.decoding.block.low_confidence import LowConfidence
 from jdllm.decoding.canvas.dream import Dream
 from jdllm.decoding.canvas.entropy_threshold import EntropyThreshold
 from jdllm.decoding.canvas.fast_dllm import FastDLLM
+from jdllm.decoding.canvas.fill import CanvasRule
 from jdllm.decoding.canvas.full_attn_multi_block import FullAttnMultiBlock
 from jdllm.decoding.canvas.interface import CanvasAlgorithm
 from jdllm.decoding.canvas.llada import LLaDA
@@ -55,6 +57,76 @@ def check_names(kind: str, rules: Collection[str]) -> None:
             f"algorithms for {kind} rows without a rule, or rules that are not declared: "
             f"{', '.join(unpaired)}; see jdllm/algorithms.py and jdllm/decoding/__init__.py"
         )
+
+
+DEFAULT_BLOCK_LENGTH = 32  # of a registered `CanvasRule`
+_registered: set[str] = set()  # names of `register`
+
+
+def register(
+    name: str,
+    rule: Algorithm | CanvasAlgorithm,
+    *,
+    options: Mapping[str, algorithms.Value] | None = None,
+    writes: str = "as its author says",
+) -> None:
+    """Adds an algorithm of the caller's own, for engines that are made afterwards.
+
+    `rule` is a `BlockRule`, a `CanvasRule`, or anything with the methods of `Algorithm` or
+    `CanvasAlgorithm`; its structure is part of the compiled step, so it must be hashable and never
+    change. `options` are the options that requests may set and their defaults: names of options
+    that algorithms of the same kind have, which the rule reads from `params` (a `CanvasRule` always
+    has `block_length`). The same name may be registered again, and then means the new rule; a name
+    of ours may not. Raises ValueError.
+    """
+    kind = _kind_of(rule)
+    if not name.isidentifier():
+        raise ValueError(f"{name=} must be an identifier")
+    if name in algorithms.TABLE and name not in _registered:
+        raise ValueError(f"{name=} is an algorithm of jdllm; choose another name")
+    hash(rule)
+    defaults = dict(options or {})
+    if isinstance(rule, CanvasRule):
+        defaults.setdefault("block_length", DEFAULT_BLOCK_LENGTH)
+    known = algorithms.arrays_of(kind)
+    declared = []
+    for option, default in defaults.items():
+        if option not in known:
+            raise ValueError(
+                f"{option=} is no option of algorithms for {kind} rows: {', '.join(known)}"
+            )
+        known[option].check(default)
+        declared.append(dataclasses.replace(known[option], default=default))
+    if name in _registered:
+        unregister(name)
+    algorithms.TABLE[name] = algorithms.Algorithm(
+        name=name, kind=kind, writes=writes, options=tuple(declared)
+    )
+    _registered.add(name)
+    if kind == algorithms.BLOCK:
+        BLOCK_ALGORITHMS[name] = cast("Algorithm", rule)
+    else:
+        CANVAS_ALGORITHMS[name] = Variants(cast("CanvasAlgorithm", rule))
+
+
+def unregister(name: str) -> None:
+    """Forgets an algorithm that `register` added; engines that have it must be shut down first."""
+    _registered.remove(name)
+    del algorithms.TABLE[name]
+    BLOCK_ALGORITHMS.pop(name, None)
+    CANVAS_ALGORITHMS.pop(name, None)
+
+
+def _kind_of(rule: object) -> str:
+    if not isinstance(rule, type):  # a class has the methods, too
+        if isinstance(rule, CanvasAlgorithm):
+            return algorithms.CANVAS
+        if isinstance(rule, Algorithm):
+            return algorithms.BLOCK
+    raise ValueError(
+        f"{rule!r} is no rule: derive it from jdllm.BlockRule or jdllm.CanvasRule, and give an "
+        "instance, not the class"
+    )
 
 
 check_names(algorithms.BLOCK, BLOCK_ALGORITHMS)

@@ -11,7 +11,7 @@ Letters: B rows, T block length (one position per token).
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -84,6 +84,7 @@ class Proposal:
     best_logprob: Float32[Array, "B T"]
 
 
+@runtime_checkable
 class Algorithm(Protocol):
     """A rule; frozen dataclasses implement it, so it is hashable and static under jit.
 
@@ -117,8 +118,18 @@ def select_masked(
     If no position does, the result is the most probable masked one, the lowest position on a tie.
     In a row without a masked position it is empty.
     """
+    return at_least_one(masked, prob, prob > threshold[:, None])
+
+
+def at_least_one(
+    masked: Bool[Array, "B T"], prob: Float[Array, "B T"], chosen: Bool[Array, "B T"]
+) -> Bool[Array, "B T"]:
+    """Returns the masked positions among the `chosen` ones, or else the most probable masked one.
+
+    On a tie that is the lowest position. In a row without a masked position the result is empty.
+    """
+    chosen = masked & chosen
     score = jnp.where(masked, prob, -1.0)  # [B, T]
-    confident = masked & (score > threshold[:, None])
     best = jnp.arange(score.shape[-1]) == jnp.argmax(score, axis=-1)[:, None]
-    some = jnp.any(confident, axis=-1, keepdims=True)  # [B, 1]
-    return masked & jnp.where(some, confident, best)
+    some = jnp.any(chosen, axis=-1, keepdims=True)  # [B, 1]
+    return masked & jnp.where(some, chosen, best)

@@ -17,7 +17,7 @@ Letters: R rows, S positions (the longest compiled canvas), E end tokens.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -125,6 +125,7 @@ class CanvasProposal:
     margin: Float32[Array, "R S"]
 
 
+@runtime_checkable
 class CanvasAlgorithm(Protocol):
     """A rule; frozen dataclasses implement it, so it is hashable and static under jit.
 
