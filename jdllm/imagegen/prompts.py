@@ -12,18 +12,12 @@ import dataclasses
 import pathlib
 from typing import Protocol
 
-import tokenizers
-
 from jdllm import errors, value_checks
-from jdllm.checkpoint import source
-from jdllm.checkpoint.quiet_transformers import transformers
+from jdllm.imagegen import tokenizer_files
 from jdllm.templates import chat
 
-TOKENIZER_NAME = "tokenizer.json"
-_CONFIG_NAME = "tokenizer_config.json"
 _TEMPLATE_NAME = "chat_template.jinja"
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
-_QWEN2_NAMES = ("vocab.json", "merges.txt")  # of a tokenizer without tokenizer.json
 _BYTES = 256
 
 
@@ -53,7 +47,9 @@ class ChatTokenizer:
     """
 
     def __init__(self, directory: pathlib.Path, *, vocab_size: int):
-        self._tokenizer = _load(directory, vocab_size)
+        self._tokenizer = tokenizer_files.load(
+            directory, vocab_size=vocab_size, read_parts=tokenizer_files.qwen2
+        )
         self._template = _chat_template(directory)
 
     def encode(self, prompt: str, *, max_sequence_length: int) -> PromptIds:
@@ -83,7 +79,9 @@ class FramedTokenizer:
         after: str,
         prefix_tokens: int,
     ):
-        self._tokenizer = _load(directory, vocab_size)
+        self._tokenizer = tokenizer_files.load(
+            directory, vocab_size=vocab_size, read_parts=tokenizer_files.qwen2
+        )
         self._before, self._after = before, after
         self._prefix_tokens = prefix_tokens
 
@@ -138,35 +136,8 @@ def _cut(ids: list[int], max_sequence_length: int, *, prefix_tokens: int = 0) ->
     return PromptIds(ids=tuple(kept), num_cut=len(ids) - len(kept))
 
 
-def _load(directory: pathlib.Path, vocab_size: int) -> tokenizers.Tokenizer:
-    """Returns a tokenizer that neither cuts nor pads; without tokenizer.json it is Qwen2's."""
-    path = directory / TOKENIZER_NAME
-    is_whole = path.is_file()
-    if not is_whole and not all((directory / name).is_file() for name in _QWEN2_NAMES):
-        raise errors.ConfigError(f"{path} does not exist, nor do {' and '.join(_QWEN2_NAMES)}")
-    read_from = path if is_whole else directory
-    try:
-        if is_whole:
-            tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        else:
-            # The published Qwen-Image has only what the older class of transformers writes.
-            read = transformers.Qwen2Tokenizer.from_pretrained
-            tokenizer = read(str(directory), local_files_only=True).backend_tokenizer
-    except Exception as error:  # the libraries raise plain Exceptions
-        raise errors.ConfigError(f"{read_from} is no usable tokenizer: {error}") from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-    if largest not in range(vocab_size):
-        raise errors.ConfigError(
-            f"{read_from}: the largest id is {largest}, but the text encoder has a vocabulary of "
-            f"{vocab_size}"
-        )
-    return tokenizer
-
-
 def _chat_template(directory: pathlib.Path) -> chat.ChatTemplate:
-    config = source.read_optional_json(directory / _CONFIG_NAME)
+    config = tokenizer_files.read_config(directory)
     try:
         file = directory / _TEMPLATE_NAME
         template = file.read_text(encoding="utf-8") if file.is_file() else None
@@ -176,11 +147,10 @@ def _chat_template(directory: pathlib.Path) -> chat.ChatTemplate:
     if not isinstance(template, str) or not template:
         raise errors.ConfigError(
             f"{directory} has no chat template: neither {_TEMPLATE_NAME} nor a text as "
-            f"chat_template in {_CONFIG_NAME}"
+            f"chat_template in {tokenizer_files.CONFIG_NAME}"
         )
-    # A token is its text, or an object that holds it.
     special = {
-        name: str(token.get("content") if isinstance(token, dict) else token)
+        name: tokenizer_files.text_of(token)
         for name in _SPECIAL_TOKENS
         if (token := config.get(name)) is not None
     }
