@@ -55,7 +55,7 @@ class ChatTokenizer:
     def encode(self, prompt: str, *, max_sequence_length: int) -> PromptIds:
         """Returns the ids of the templated prompt."""
         text = self._template.render(
-            [{"role": "user", "content": _checked(prompt)}],
+            [{"role": "user", "content": checked(prompt)}],
             variables={"enable_thinking": True},
             add_generation_prompt=True,
         )
@@ -87,7 +87,7 @@ class FramedTokenizer:
 
     def encode(self, prompt: str, *, max_sequence_length: int) -> PromptIds:
         """Returns the ids of the prompt in its frame."""
-        text = f"{self._before}{_checked(prompt)}{self._after}"
+        text = f"{self._before}{checked(prompt)}{self._after}"
         ids = self._tokenizer.encode(text).ids
         return _cut(ids, max_sequence_length, prefix_tokens=self._prefix_tokens)
 
@@ -109,12 +109,13 @@ class ByteTokenizer:
 
     def encode(self, prompt: str, *, max_sequence_length: int) -> PromptIds:
         """Returns the ids of the prompt's bytes; the line end gives an empty prompt an id too."""
-        encoded = f"{_checked(prompt)}\n".encode()
+        encoded = f"{checked(prompt)}\n".encode()
         ids = [*self._prefix, *(byte + self._offset for byte in encoded)]
         return _cut(ids, max_sequence_length, prefix_tokens=len(self._prefix))
 
 
-def _checked(prompt: str) -> str:
+def checked(prompt: str) -> str:
+    """Returns the prompt, or raises a RequestError for what is no Unicode text."""
     if not isinstance(prompt, str):
         raise errors.RequestError(
             f"prompt must be a string, got {errors.quote(prompt)}", param="prompt"

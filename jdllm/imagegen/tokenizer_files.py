@@ -23,19 +23,20 @@ ReadParts = Callable[[pathlib.Path], tokenizers.Tokenizer]
 
 
 def load(
-    directory: pathlib.Path, *, vocab_size: int, read_parts: ReadParts
+    directory: pathlib.Path, *, vocab_size: int, read_parts: ReadParts | None
 ) -> tokenizers.Tokenizer:
     """Returns a tokenizer; without tokenizer.json it is what `read_parts` makes of the parts.
 
-    Raises a ConfigError also if an id is outside the vocabulary of the encoder.
+    Without `read_parts` the older class writes a model of sentencepiece, which is not read. Raises
+    a ConfigError also if an id is outside the vocabulary of the encoder.
     """
     path = directory / TOKENIZER_NAME
     is_whole = path.is_file()
-    if not is_whole and not all((directory / name).is_file() for name in PARTS):
-        raise errors.ConfigError(f"{path} does not exist, nor do {' and '.join(PARTS)}")
+    if not is_whole:
+        _check_parts(path, read_parts)
     read_from = path if is_whole else directory
     try:
-        if is_whole:
+        if is_whole or read_parts is None:
             tokenizer = tokenizers.Tokenizer.from_file(str(path))
         else:
             tokenizer = read_parts(directory)
@@ -58,6 +59,12 @@ def qwen2(directory: pathlib.Path) -> tokenizers.Tokenizer:
     return read(str(directory), local_files_only=True).backend_tokenizer
 
 
+def clip(directory: pathlib.Path) -> tokenizers.Tokenizer:
+    """Returns the tokenizer of CLIP's parts; the published FLUX.1 has no others."""
+    read = transformers.CLIPTokenizer.from_pretrained
+    return read(str(directory), local_files_only=True).backend_tokenizer
+
+
 def read_config(directory: pathlib.Path) -> Mapping[str, Any]:
     """Returns what tokenizer_config.json holds; nothing without the file."""
     return source.read_optional_json(directory / CONFIG_NAME)
@@ -66,3 +73,15 @@ def read_config(directory: pathlib.Path) -> Mapping[str, Any]:
 def text_of(token: Any) -> str:
     """Returns the text of a token of a config: it is its text, or an object that holds it."""
     return str(token.get("content") if isinstance(token, dict) else token)
+
+
+def _check_parts(path: pathlib.Path, read_parts: ReadParts | None) -> None:
+    """Raises unless there is something to read in place of tokenizer.json."""
+    if read_parts is None:
+        raise errors.ConfigError(
+            f"{path} does not exist, and a spiece.model alone is not read; where sentencepiece is "
+            "installed, transformers makes the file: "
+            "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+        )
+    if not all((path.parent / name).is_file() for name in PARTS):
+        raise errors.ConfigError(f"{path} does not exist, nor do {' and '.join(PARTS)}")

@@ -181,7 +181,10 @@ INDEX = "model_index.json"
     [
         (remove(INDEX), [INDEX, "does not exist"]),
         (write(INDEX, b'{"_class_name": "ZIm'), [INDEX, "not valid JSON"]),
-        (put(INDEX, _class_name="FluxPipeline"), [INDEX, "_class_name='FluxPipeline'"]),
+        (
+            put(INDEX, _class_name="FluxKontextPipeline"),
+            [INDEX, "_class_name='FluxKontextPipeline'"],
+        ),
         (put(INDEX, _class_name=None), [INDEX, "_class_name=None"]),
         (put(INDEX, vae=None), [INDEX, "vae: ", "vae=None", "AutoencoderKL"]),
         (put(INDEX, vae=[None, None]), [INDEX, "vae=[None, None]"]),

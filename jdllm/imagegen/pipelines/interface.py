@@ -18,20 +18,17 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float32, Int32
 
-from jdllm.imagegen import flow_schedule, prompts
+from jdllm import errors
+from jdllm.imagegen import flow_schedule, prompts, request_defaults
 from jdllm.models import loading
 
 Params = Mapping[str, jax.Array]  # of all components: the name of each begins its parameters'
 Captions = Any  # a tree of arrays [R, ...], see `Pipeline.caption_shapes`
 Size = tuple[int, int]  # (height, width) of an image in pixels
 
-# What the versions of transformers call the class of one tokenizer.
-QWEN2_TOKENIZERS = (
-    "Qwen2Tokenizer",
-    "Qwen2TokenizerFast",
-    "PreTrainedTokenizerFast",
-    "TokenizersBackend",
-)
+# What the versions of transformers call the class of one tokenizer: of any, and of Qwen2's.
+ANY_TOKENIZER = ("PreTrainedTokenizerFast", "TokenizersBackend")
+QWEN2_TOKENIZERS = ("Qwen2Tokenizer", "Qwen2TokenizerFast", *ANY_TOKENIZER)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +95,15 @@ class Parts:
     request_defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def defaults(self, of_class: Defaults) -> Defaults:
-        """Returns the defaults of a pipeline class, or those that the folder gives instead."""
+        """Returns the defaults of a pipeline class, or those that the folder gives instead.
+
+        Raises a ConfigError for an option that the class does not have.
+        """
+        scale = self.request_defaults.get("guidance_scale")
+        if scale is not None and of_class.guidance_scale is None:
+            raise errors.ConfigError(
+                f"{request_defaults.FILE_NAME}: guidance_scale={scale} is no option of this model"
+            )
         return dataclasses.replace(of_class, **self.request_defaults)
 
     def module(self, name: str, params: Params) -> Any:

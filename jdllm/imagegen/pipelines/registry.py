@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from jdllm.imagegen.pipelines import interface, qwen_image, z_image
+from jdllm.imagegen.pipelines import flux, interface, qwen_image, z_image
 
 # By the class name in `model_index.json`.
 PIPELINES: dict[str, type[interface.Pipeline]] = {
     "ZImagePipeline": z_image.ZImagePipeline,
+    "FluxPipeline": flux.FluxPipeline,
     "QwenImagePipeline": qwen_image.QwenImagePipeline,
 }
