@@ -94,7 +94,7 @@ def noise_of(golden, request):
     (row,) = device.enter(request)
     device.step(row)
     before, after = golden.levels(request.image.num_inference_steps, row.size)[:2]
-    assert before == 1.0
+    assert before == pytest.approx(1.0, abs=1e-12)
     clean = device.decoded(row, output="latent")[0].frames[0].value
     return clean + (device.latents(row) - clean) / after
 
@@ -201,13 +201,19 @@ def test_memory_is_never_copied(golden):
         name: [leaf.nbytes for leaf in jax.tree.leaves(part)]
         for name, part in runner._memory.items()
     }
+    num_checked = 0
     for bucket, compiled in runner.compiled.items():
         parts = MEMORY_PARTS.get(bucket.name, ["captions", "slots"])
-        used = [size for part in parts for size in sizes[part]]
         memory = compiled.memory_analysis()
-        assert memory.alias_size_in_bytes >= sum(used), bucket
+        assert memory.alias_size_in_bytes >= sum(sum(sizes[part]) for part in parts), bucket
+        if bucket.tokens == golden.long_tokens:
+            continue  # what attention needs is as large as a copy
+        # A part's largest array; small ones beside it are only known not to be given out anew.
+        least = min(max(sizes[part]) for part in parts)
         extra = memory.output_size_in_bytes - memory.alias_size_in_bytes
-        assert memory.temp_size_in_bytes + extra < min(used) / 4, bucket
+        assert memory.temp_size_in_bytes + extra < least / 4, bucket
+        num_checked += 1
+    assert num_checked > 6
 
 
 @golden_pipelines.of_each

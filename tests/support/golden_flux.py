@@ -18,12 +18,14 @@ import numpy as np
 import safetensors.numpy
 from support import drawn_weights, image_launches
 
+from jdllm.imagegen import kind
 from jdllm.models.images import registry
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "data" / "goldens" / "images" / "flux"
 STORED = GOLDENS / "pipeline"
 PROMPTS, NEGATIVE = image_launches.PROMPTS, image_launches.NEGATIVE
 SQUARE, TALL = (96, 96), (112, 64)
+PATCH = 16  # pixels per token, on each side
 CLIP_IDS, LENGTH = 77, 64  # the ids of every prompt for CLIP, and those for T5 in most runs
 _CLASSES = {
     "text_encoder": "CLIPTextModel",
@@ -77,3 +79,41 @@ def folder() -> pathlib.Path:
         file = made / name / _FILES.get(name, "model.safetensors")
         safetensors.numpy.save_file(tensors(name), file)
     return made
+
+
+def levels(steps: int, size: tuple[int, int]) -> list[float]:
+    """Returns the noise levels of the golden schedule by the formula."""
+    schedule = json.loads((STORED / "scheduler" / "scheduler_config.json").read_text())
+    return image_launches.shifted_levels(schedule, steps, size[0] // PATCH * (size[1] // PATCH))
+
+
+def draw(rng, is_guided):
+    return {
+        "guidance_scale": rng.choice([1.0, 3.5, 7.0]),
+        "true_cfg_scale": rng.choice([1.5, 2.0]) if is_guided else 1.0,
+    }
+
+
+GOLDEN = image_launches.Golden(
+    name="flux",
+    folder_path=folder,
+    read_arrays=lambda: arrays("runs"),
+    sizes=(SQUARE, TALL),
+    runs={
+        "g3.5": {},
+        "g3.5_truecfg2": {"negative": NEGATIVE},
+        "g3.5_len512": {"length": 512},
+    },
+    # Far more memory than a program needs for itself, so that a copy of it shows.
+    config=kind.ImageKindConfig(
+        num_slots=512, num_entries=256, max_pixels=256 * 256, max_tokens=CLIP_IDS + 512
+    ),
+    tokens=CLIP_IDS + LENGTH + 16,  # which are masked
+    short_tokens=CLIP_IDS + LENGTH,
+    long_tokens=CLIP_IDS + 512,
+    levels=levels,
+    plain={"guidance_scale": 3.5},
+    guided={"guidance_scale": 3.5, "true_cfg_scale": 2.0},
+    draw=draw,
+    max_sequence_length=LENGTH,
+)

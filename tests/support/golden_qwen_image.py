@@ -103,22 +103,9 @@ def params(one, component: str, dtype: str = "float32"):
 
 
 def levels(steps: int, size: tuple[int, int]) -> list[float]:
-    """Returns the noise levels of the golden schedule by the formula.
-
-    The shift grows with the tokens along the line through both bounds, and all levels are stretched
-    so that the last before 0 is the terminal one.
-    """
-    config = json.loads((GOLDENS / "pipeline/scheduler/scheduler_config.json").read_text())
-    tokens = size[0] // PATCH * (size[1] // PATCH)
-    bounds = [config[f"{name}_image_seq_len"] for name in ("base", "max")]
-    shifts = [config[f"{name}_shift"] for name in ("base", "max")]
-    slope = (shifts[1] - shifts[0]) / (bounds[1] - bounds[0])
-    strength = np.exp(shifts[0] + slope * (tokens - bounds[0]))
-    plain = np.linspace(1, 1 / steps, steps)
-    shifted = strength / (strength + 1 / plain - 1)
-    if steps > 1:
-        shifted = 1 - (1 - shifted) * (1 - config["shift_terminal"]) / (1 - shifted[-1])
-    return [*shifted, 0.0]
+    """Returns the noise levels of the golden schedule by the formula."""
+    schedule = json.loads((GOLDENS / "pipeline/scheduler/scheduler_config.json").read_text())
+    return image_launches.shifted_levels(schedule, steps, size[0] // PATCH * (size[1] // PATCH))
 
 
 def draw(rng, is_guided):

@@ -56,16 +56,34 @@ def begin_bucket(size):
     return image_buckets.BeginBucket(height=size[0], width=size[1])
 
 
+def shifted_levels(schedule, steps, tokens):
+    """Returns the noise levels of a dynamic schedule (a parsed config) by the published formula.
+
+    The shift grows with the tokens along the line through both bounds. With a terminal level all
+    are stretched so that the last before 0 is that one.
+    """
+    assert schedule["use_dynamic_shifting"] and schedule["time_shift_type"] == "exponential"
+    bounds = [schedule[f"{name}_image_seq_len"] for name in ("base", "max")]
+    shifts = [schedule[f"{name}_shift"] for name in ("base", "max")]
+    slope = (shifts[1] - shifts[0]) / (bounds[1] - bounds[0])
+    strength = np.exp(shifts[0] + slope * (tokens - bounds[0]))
+    plain = np.linspace(1, 1 / steps, steps)
+    shifted = strength / (strength + 1 / plain - 1)
+    if schedule["shift_terminal"] and steps > 1:
+        shifted = 1 - (1 - shifted) * (1 - schedule["shift_terminal"]) / (1 - shifted[-1])
+    return [*shifted, 0.0]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Golden:
     """One pipeline with whole runs of diffusers; lengths of captions count the prefix.
 
     `runs` has options of `ask` by the names of the runs in the arrays, `{H}x{W}/{run}/{prompt}/`;
-    the first run has no negative prompt. Captions have `tokens` in launches. The first two prompts
-    fit `short_tokens`, too; runs of the first size that are too long for `tokens` fit
-    `long_tokens`. `plain` and `guided` are options of requests without and with a negative prompt;
-    `draw` draws more, its second argument says whether there is one. `levels` gives the noise
-    levels of steps by the published formula.
+    the first run has no negative prompt. Captions have `tokens` in launches, more than any needs.
+    The first two prompts fit `short_tokens`, too; runs of the first size that are too long for
+    `tokens` fit `long_tokens`. `plain` and `guided` are options of requests without and with a
+    negative prompt; `draw` draws more, its second argument says whether there is one. `levels`
+    gives the noise levels of steps by the published formula.
     """
 
     name: str
