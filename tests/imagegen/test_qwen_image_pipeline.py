@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import math
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import golden_qwen_image as golden
+from support import published_pipelines
 from support.image_launches import NEGATIVE, PROMPTS
 
 from jdllm.imagegen import kind as kind_lib
-from jdllm.imagegen import pipeline_folder
-from jdllm.imagegen.pipelines import interface, qwen_image
+from jdllm.imagegen.pipelines import interface
 from jdllm.runner.launch import interrupts
 from jdllm.scheduler import batch as batch_lib
 from jdllm.scheduler.rows import image_buckets
 
 GOLDEN, PREFIX = golden.GOLDEN, golden.PREFIX
-PUBLISHED = pathlib.Path(__file__).parents[2] / "configs" / "qwen-image"
 ATOL_TEXT = 5e-5  # of the makers of the arrays
 ATOL_LATENTS = 6e-4  # that of test_golden_runs.py
 # The third begins with a line end, as the text before a prompt ends with one.
@@ -127,67 +125,24 @@ def test_a_launch_of_padding_is_finite():
     assert np.isfinite(velocity).all()
 
 
-def full_size() -> tuple[qwen_image.QwenImagePipeline, dict[str, jax.ShapeDtypeStruct]]:
-    """Returns the pipeline of the published sizes and the shapes of its parameters."""
-    folder = pipeline_folder.read(PUBLISHED, load_format="dummy")
-    dtype = jnp.dtype("bfloat16")
-    abstract = {
-        name: one.component.abstract(one.config, dtype) for name, one in folder.models.items()
-    }
-    parts = interface.Parts(
-        graphdefs={name: graphdef for name, (graphdef, _) in abstract.items()},
-        configs={name: one.config for name, one in folder.models.items()},
-        schedule=folder.schedule,
-        dtype=dtype,
-    )
-    params = {
-        interface.prefix_of(name) + path: shape
-        for name, (_, shapes) in abstract.items()
-        for path, shape in shapes.items()
-    }
-    return qwen_image.QwenImagePipeline.build(parts), params
-
-
 def test_the_published_sizes_are_a_dummy():
-    folder = pipeline_folder.read(PUBLISHED, load_format="dummy")
-    _, params = full_size()
-    counts = dict.fromkeys(folder.models, 0)
-    for path, shape in params.items():
-        counts[path.partition(".")[0]] += math.prod(shape.shape)
-    assert counts == {
+    published = published_pipelines.read("qwen-image")
+    assert published.num_parameters == {
         "text_encoder": 7_070_619_136,
         "transformer": 20_430_401_088,
         "vae": 25_291_955,
     }
-    ids = folder.tokenizers["tokenizer"].encode("a", max_sequence_length=9).ids
+    ids = published.folder.tokenizers["tokenizer"].encode("a", max_sequence_length=9).ids
     assert ids[PREFIX:] == (97, 10)
 
 
 def test_every_launch_of_the_published_sizes_has_shapes():
-    pipeline, params = full_size()
-    tokens, (height, width) = PREFIX + 64, (1024, 1024)
-    config = kind_lib.ImageKindConfig(
-        num_slots=4, num_entries=4, max_pixels=2048 * 2048, max_tokens=PREFIX + 1024
-    )
-    kind = kind_lib.ImageKind(pipeline, config)
-    memory = jax.eval_shape(kind.create_memory)
-    buckets = (
-        image_buckets.EncodeBucket(rows=2, tokens=tokens),
-        image_buckets.StepBucket(rows=2, tokens=tokens, height=height, width=width, is_guided=True),
-        image_buckets.DecodeBucket(rows=2, height=height, width=width, output="image"),
-    )
-    for bucket in buckets:
-        program = kind.program(bucket)
-        empty = batch_lib.ScheduleBatch(rows=(), bucket=bucket)
-        inputs = program.inputs(empty, interrupts.shapes())
-        parts = {name: memory[name] for name in program.uses}
-        after, outputs = jax.eval_shape(program.step, params, parts, inputs)
-        assert after == parts
-    assert outputs.value.shape == (2, height * width * 3 // 4)
+    published = published_pipelines.read("qwen-image")
+    published.check_launches(PREFIX + 64, max_tokens=PREFIX + 1024)
 
 
 def test_facts_of_the_published_sizes():
-    pipeline, _ = full_size()
+    pipeline = published_pipelines.read("qwen-image").pipeline
     assert pipeline.size_multiple == 16
     assert pipeline.latent_shape(1024, 512) == (64 * 32, 64)
     assert pipeline.caption_shapes(PREFIX + 64).shape == (64, 3072)

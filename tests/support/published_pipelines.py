@@ -1,0 +1,81 @@
+"""Pipelines of the published sizes (`configs/`): what they compute has shapes, and no weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import pathlib
+
+import jax
+import jax.numpy as jnp
+
+from jdllm.imagegen import kind as kind_lib
+from jdllm.imagegen import pipeline_folder
+from jdllm.imagegen.pipelines import interface, registry
+from jdllm.runner.launch import interrupts
+from jdllm.scheduler import batch as batch_lib
+from jdllm.scheduler.rows import image_buckets
+
+CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Published:
+    """A pipeline, and the shapes of its parameters."""
+
+    folder: pipeline_folder.PipelineFolder
+    pipeline: interface.Pipeline
+    params: dict[str, jax.ShapeDtypeStruct]
+
+    @property
+    def num_parameters(self) -> dict[str, int]:
+        """Returns those of each component."""
+        counts = dict.fromkeys(self.folder.models, 0)
+        for path, shape in self.params.items():
+            counts[path.partition(".")[0]] += math.prod(shape.shape)
+        return counts
+
+    def check_launches(self, tokens: int, *, max_tokens: int, side: int = 1024) -> None:
+        """Traces a launch of each kind with captions of `tokens`."""
+        config = kind_lib.ImageKindConfig(
+            num_slots=4, num_entries=4, max_pixels=2048 * 2048, max_tokens=max_tokens
+        )
+        kind = kind_lib.ImageKind(self.pipeline, config)
+        memory = jax.eval_shape(kind.create_memory)
+        size = {"height": side, "width": side}
+        for bucket in (
+            image_buckets.EncodeBucket(rows=2, tokens=tokens),
+            image_buckets.StepBucket(rows=2, tokens=tokens, is_guided=True, **size),
+            image_buckets.DecodeBucket(rows=2, output="image", **size),
+        ):
+            program = kind.program(bucket)
+            empty = batch_lib.ScheduleBatch(rows=(), bucket=bucket)
+            inputs = program.inputs(empty, interrupts.shapes())
+            parts = {name: memory[name] for name in program.uses}
+            after, outputs = jax.eval_shape(program.step, self.params, parts, inputs)
+            assert after == parts
+        assert outputs.value.shape == (2, side * side * 3 // 4)
+
+
+@functools.cache
+def read(name: str) -> Published:
+    """Returns the pipeline of a folder of `configs/`, in bfloat16."""
+    folder = pipeline_folder.read(CONFIGS / name, load_format="dummy")
+    dtype = jnp.dtype("bfloat16")
+    abstract = {
+        name: one.component.abstract(one.config, dtype) for name, one in folder.models.items()
+    }
+    parts = interface.Parts(
+        graphdefs={name: graphdef for name, (graphdef, _) in abstract.items()},
+        configs={name: one.config for name, one in folder.models.items()},
+        schedule=folder.schedule,
+        dtype=dtype,
+    )
+    params = {
+        interface.prefix_of(name) + path: shape
+        for name, (_, shapes) in abstract.items()
+        for path, shape in shapes.items()
+    }
+    pipeline = registry.PIPELINES[folder.class_name].build(parts)
+    return Published(folder=folder, pipeline=pipeline, params=params)
