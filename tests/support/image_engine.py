@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 
+from support import golden_flux, golden_qwen_image
 from support import golden_images as golden
-from support import golden_qwen_image
 
 import jdllm
 
@@ -30,3 +30,9 @@ def qwen_image() -> jdllm.ImageEngine:
     """Returns an engine for the golden Qwen-Image, which all test files share, too."""
     path = str(golden_qwen_image.pipeline_path())
     return jdllm.ImageEngine(**OPTIONS | {"model_path": path, "warmup_resolutions": "80x80"})
+
+
+@functools.cache
+def flux() -> jdllm.ImageEngine:
+    """Returns an engine for the golden FLUX.1-dev, which all test files share, too."""
+    return jdllm.ImageEngine(**OPTIONS | {"model_path": str(golden_flux.folder())})
