@@ -3,15 +3,18 @@
     python scripts/bench_image_parts.py --pipeline configs/z-image-turbo \
         --transformer 512x1 512x4 512x12 1024x1 1024x4 --vae 512x1 512x4 --text 64x1 512x4
 
-A point is SIDExBATCH (pixels) or TOKENSxBATCH. Steps feed each other as in sampling. The device
-first runs for `--warm-s`, so that it is at the clock that it can hold. Then at least `--timed-s`
-are measured, three times; the median is printed. F790 and F650 are the FLOPs at 790 TFLOP/s (a
-short burst) and at 650 (what an H200 holds at its power limit). `--profile` lists kernels.
+A point is SIDExBATCH (pixels) or TOKENSxBATCH; an image with a negative prompt counts as two. Steps
+feed each other as in sampling. The device first runs for `--warm-s`, so that it is at the clock
+that it can hold. Then at least `--timed-s` are measured, three times; the median is printed. F790
+and F650 are the FLOPs at 790 TFLOP/s (a short burst) and at 650 (what an H200 holds at its power
+limit). `--profile` lists kernels.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import functools
 import pathlib
 import statistics
 import sys
@@ -23,15 +26,52 @@ import jax
 import jax.numpy as jnp
 import kernel_profile
 
-from jdllm.imagegen import pipeline_folder
-from jdllm.models import loading
-from jdllm.models.images import z_image_config
+from jdllm.imagegen import loaded, pipeline_folder
+from jdllm.imagegen.pipelines import interface
+from jdllm.models.images import (
+    autoencoder_kl_qwen_image,
+    clip_text,
+    flux_config,
+    qwen_image_config,
+    z_image_config,
+)
 from jdllm.models.images.autoencoder import config as autoencoder_config
 
 SCOPES = ("attention", "feed_forward")
 STEP = -0.01  # of sigma: the latents stay finite over thousands of steps
 TOP_KERNELS = 14
+SHORT_CAPTION = 64  # tokens of a caption where captions are not padded
+MOST_IDS = 1000  # of the ids that encoders read
 Point = tuple[int, int]
+# Of one row, from the component's config: of a transformer and its tokens of image and caption, of
+# an autoencoder and the sides of latents.
+FLOPS: dict[str, Callable[[Any, int, int], int]] = {
+    "ZImageTransformer2DModel": z_image_config.flops,
+    "FluxTransformer2DModel": flux_config.flops,
+    "QwenImageTransformer2DModel": qwen_image_config.flops,
+    "AutoencoderKL": autoencoder_config.flops,
+    "AutoencoderKLQwenImage": autoencoder_kl_qwen_image.flops,
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Measured:
+    """A pipeline without weights, one loaded component of it, and its parameters for both."""
+
+    pipeline: interface.Pipeline
+    model: pipeline_folder.LoadedComponent
+    params: dict[str, jax.Array]
+    flops: Callable[[Any, int, int], int] | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Work:
+    """What is timed; the last argument of a step is replaced by its result."""
+
+    point: str
+    step: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    flops: float
 
 
 def main() -> None:
@@ -41,96 +81,119 @@ def main() -> None:
     )
     parser.add_argument("--transformer", type=_point, nargs="*", default=[], metavar="SIDExB")
     parser.add_argument("--vae", type=_point, nargs="*", default=[], metavar="SIDExB")
-    parser.add_argument("--text", type=_point, nargs="*", default=[], metavar="TOKENSxB")
-    parser.add_argument("--caption-tokens", type=int, default=64)
+    parser.add_argument(
+        "--text", type=_point, nargs="*", default=[], metavar="TOKENSxB", help="of each encoder"
+    )
+    parser.add_argument(
+        "--caption-tokens",
+        type=int,
+        help="of the transformer's captions (default: 64, or the most where captions are padded)",
+    )
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--warm-s", type=float, default=2.0)
     parser.add_argument("--timed-s", type=float, default=1.0)
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
-    models = pipeline_folder.read(options.pipeline, load_format="dummy").models
-    say("part         point      ms   F790   F650  of F650  temp GB  compile s")
-    parts = (("transformer", transformer), ("vae", vae), ("text_encoder", text))
-    for (name, build), points in zip(
-        parts, (options.transformer, options.vae, options.text), strict=True
+    folder = pipeline_folder.read(options.pipeline, load_format="dummy")
+    pipeline, _ = loaded.without_weights(folder, jnp.dtype(options.dtype))
+    caption = options.caption_tokens or default_caption(pipeline)
+    say(f"# {options.pipeline}, {caption} caption tokens, {jax.devices()[0].device_kind}")
+    say("part             point      ms   F790   F650  of F650  temp GB  compile s")
+    texts = [name for name in folder.models if name.startswith("text_encoder")]
+    for name, build, points in (
+        (
+            "transformer",
+            functools.partial(transformer, caption_tokens=caption),
+            options.transformer,
+        ),
+        ("vae", vae, options.vae),
+        *((name, functools.partial(text, name=name), options.text) for name in texts),
     ):
         if not points:
             continue
-        model = models[name].load(options.dtype)
+        model = folder.models[name].load(options.dtype)
+        params = {interface.prefix_of(name) + path: array for path, array in model.params.items()}
+        count = FLOPS.get(folder.models[name].component.class_names[0])
         for point in points:
-            measure(name, point, *build(model, point, options.caption_tokens), options)
+            measure(name, build(Measured(pipeline, model, params, count), point), options)
         for array in model.params.values():
             array.delete()
 
 
-def transformer(
-    model: pipeline_folder.LoadedComponent, point: Point, caption_tokens: int
-) -> tuple[Callable[..., Any], tuple[Any, ...], float]:
-    """Returns (function, its arguments, FLOPs); the last argument is replaced by the result."""
+def default_caption(pipeline: interface.Pipeline) -> int:
+    return pipeline.defaults.max_sequence_length if pipeline.pads_captions else SHORT_CAPTION
+
+
+def transformer(of: Measured, point: Point, *, caption_tokens: int) -> Work:
+    """Returns one step of images; the guidance of all is 3.5, where there is such an option."""
     side, batch = point
-    config: z_image_config.ZImageConfig = model.config
-    h = side // 8
-    lens = jnp.full((batch,), caption_tokens, jnp.int32)
     key = jax.random.key(0)
-    width = z_image_config.padded(caption_tokens)
-    captions = jax.random.normal(key, (batch, width, config.dim), model.params["x_pad_token"].dtype)
+    tokens = of.pipeline.prefix_tokens + caption_tokens
+    multiple = of.pipeline.caption_multiple
+    shapes = of.pipeline.caption_shapes(-(-tokens // multiple) * multiple)
+    captions = jax.tree.map(
+        lambda one: jax.random.normal(key, (batch, *one.shape), one.dtype), shapes
+    )
+    lens = jnp.full((batch,), tokens, jnp.int32)
+    ones = jnp.ones((batch,))
+    guidance = interface.Guidance(
+        guidance_scale=3.5 * ones,
+        true_cfg_scale=ones,
+        cfg_truncation=ones,
+        cfg_normalization=0 * ones,
+    )
 
-    def step(params: Any, captions: Any, lens: Any, latents: Any) -> Any:
-        t = jnp.full((batch,), 0.5)
-        return latents + STEP * module(model, params).denoise(latents, t, captions, lens)
+    def step(params: Any, captions: Any, latents: Any) -> Any:
+        return latents + STEP * of.pipeline.predict(
+            params, latents, 0.5 * ones, captions, lens, guidance, (side, side)
+        )
 
-    latents = jax.random.normal(key, (batch, config.in_channels, h, h))
-    flops = batch * z_image_config.flops(config, (h // 2) ** 2, caption_tokens)
-    return step, (model.params, captions, lens, latents), flops
+    latents = jax.random.normal(key, (batch, *of.pipeline.latent_shape(side, side)))
+    assert of.flops is not None, "of a transformer"
+    flops = of.flops(of.model.config, of.pipeline.image_tokens(side, side), caption_tokens)
+    return Work(f"{side}x{batch}", step, (of.params, captions, latents), batch * flops)
 
 
-def vae(
-    model: pipeline_folder.LoadedComponent, point: Point, _: int
-) -> tuple[Callable[..., Any], tuple[Any, ...], float]:
+def vae(of: Measured, point: Point) -> Work:
     side, batch = point
-    h = side // model.config.scale
 
     def step(params: Any, latents: Any) -> Any:
-        images = module(model, params).decode(latents)
+        images = of.pipeline.decode(params, latents, (side, side))
         return latents + 1e-6 * jnp.mean(images)  # the next decode needs this one
 
-    latents = jax.random.normal(jax.random.key(0), (batch, model.config.latent_channels, h, h))
-    flops = batch * autoencoder_config.flops(model.config, h, h)
-    return step, (model.params, latents), flops
+    shape = of.pipeline.latent_shape(side, side)
+    latents = jax.random.normal(jax.random.key(0), (batch, *shape))
+    h = side // of.model.config.scale
+    assert of.flops is not None, "of an autoencoder"
+    flops = of.flops(of.model.config, h, h)
+    return Work(f"{side}x{batch}", step, (of.params, latents), batch * flops)
 
 
-def text(
-    model: pipeline_folder.LoadedComponent, point: Point, _: int
-) -> tuple[Callable[..., Any], tuple[Any, ...], float]:
+def text(of: Measured, point: Point, *, name: str) -> Work:
+    """Returns an encoding; CLIP reads as many tokens as it has positions, whatever the point."""
     tokens, batch = point
-    lens = jnp.full((batch,), tokens, jnp.int32)
+    is_clip = isinstance(of.model.config, clip_text.ClipTextConfig)
+    if is_clip:
+        tokens = of.model.config.max_positions
+    given = () if is_clip else (jnp.full((batch,), tokens, jnp.int32),)
 
     def step(params: Any, ids: Any) -> Any:
-        found = module(model, params).encode(ids, lens)
-        return (ids + (found[:, :, 0] > 0)) % 1000
+        found = of.pipeline.parts.module(name, params).encode(ids, *given)
+        is_positive = found.reshape(batch, -1).sum(axis=1) > 0  # the next encoding needs this one
+        return (ids + is_positive[:, None]) % MOST_IDS
 
-    layers = sum(a.size for p, a in model.params.items() if p != "word_embeddings")
+    layers = sum(a.size for path, a in of.model.params.items() if "embedding" not in path)
     ids = jnp.zeros((batch, tokens), jnp.int32)
-    return step, (model.params, ids), 2.0 * layers * tokens * batch
+    return Work(f"{tokens}x{batch}", step, (of.params, ids), 2.0 * layers * tokens * batch)
 
 
-def module(model: pipeline_folder.LoadedComponent, params: Any) -> Any:
-    return loading.merge(model.graphdef, params)
-
-
-def measure(
-    name: str,
-    point: Point,
-    step: Callable[..., Any],
-    arguments: tuple[Any, ...],
-    flops: float,
-    options: argparse.Namespace,
-) -> None:
+def measure(name: str, work: Work, options: argparse.Namespace) -> None:
     """Compiles, warms, times and prints one point."""
     began = time.perf_counter()
-    compiled = jax.jit(step, donate_argnums=len(arguments) - 1).lower(*arguments).compile()
+    last = len(work.arguments) - 1
+    compiled = jax.jit(work.step, donate_argnums=last).lower(*work.arguments).compile()
     compile_s = time.perf_counter() - began
-    *fixed, state = arguments
+    *fixed, state = work.arguments
 
     def run(count: int, state: Any) -> tuple[float, Any]:
         began = time.perf_counter()
@@ -149,10 +212,10 @@ def measure(
         seconds, state = run(count, state)
         times.append(seconds / count)
     ms, memory = 1e3 * statistics.median(times), compiled.memory_analysis()
-    f790, f650 = (1e3 * flops / (rate * 1e12) for rate in (790, 650))
+    f790, f650 = (1e3 * work.flops / (rate * 1e12) for rate in (790, 650))
     temp = memory.temp_size_in_bytes / 1e9 if memory else 0.0
     say(
-        f"{name:12s} {point[0]}x{point[1]:<3d} {ms:7.2f} {f790:6.1f} {f650:6.1f} "
+        f"{name:14s} {work.point:>7s} {ms:7.2f} {f790:6.1f} {f650:6.1f} "
         f"{ms / f650:8.2f} {temp:8.2f} {compile_s:8.1f}"
     )
     if options.profile:

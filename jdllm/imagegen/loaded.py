@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from jdllm import device_facts, errors
 from jdllm.imagegen import pipeline_folder
@@ -45,18 +47,41 @@ def load(
     components = folder.load(
         dict.fromkeys(folder.models, dtype), seed=seed, show_progress=show_progress
     )
-    parts = interface.Parts(
-        graphdefs={name: one.graphdef for name, one in components.items()},
-        configs={name: one.config for name, one in components.items()},
-        schedule=folder.schedule,
-        dtype=jnp.dtype(dtype),
-        request_defaults=folder.request_defaults,
-    )
+    graphdefs = {name: one.graphdef for name, one in components.items()}
     params = {
         interface.prefix_of(name) + path: array
         for name, one in components.items()
         for path, array in one.params.items()
     }
-    return LoadedPipeline(
-        pipeline=registry.PIPELINES[folder.class_name].build(parts), params=params
+    return LoadedPipeline(pipeline=_built(folder, graphdefs, jnp.dtype(dtype)), params=params)
+
+
+def without_weights(
+    folder: pipeline_folder.PipelineFolder, dtype: jnp.dtype
+) -> tuple[interface.Pipeline, dict[str, jax.ShapeDtypeStruct]]:
+    """Returns a pipeline and the shapes of its parameters, without allocating memory."""
+    abstract = {
+        name: one.component.abstract(one.config, dtype) for name, one in folder.models.items()
+    }
+    shapes = {
+        interface.prefix_of(name) + path: shape
+        for name, (_, of_component) in abstract.items()
+        for path, shape in of_component.items()
+    }
+    graphdefs = {name: graphdef for name, (graphdef, _) in abstract.items()}
+    return _built(folder, graphdefs, dtype), shapes
+
+
+def _built(
+    folder: pipeline_folder.PipelineFolder,
+    graphdefs: Mapping[str, nnx.GraphDef],
+    dtype: jnp.dtype,
+) -> interface.Pipeline:
+    parts = interface.Parts(
+        graphdefs=graphdefs,
+        configs={name: one.config for name, one in folder.models.items()},
+        schedule=folder.schedule,
+        dtype=dtype,
+        request_defaults=folder.request_defaults,
     )
+    return registry.PIPELINES[folder.class_name].build(parts)

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from jdllm.imagegen import kind as kind_lib
-from jdllm.imagegen import pipeline_folder
-from jdllm.imagegen.pipelines import interface, registry
+from jdllm.imagegen import loaded, pipeline_folder
+from jdllm.imagegen.pipelines import interface
 from jdllm.runner.launch import interrupts
 from jdllm.scheduler import batch as batch_lib
 from jdllm.scheduler.rows import image_buckets
@@ -62,20 +62,5 @@ class Published:
 def read(name: str) -> Published:
     """Returns the pipeline of a folder of `configs/`, in bfloat16."""
     folder = pipeline_folder.read(CONFIGS / name, load_format="dummy")
-    dtype = jnp.dtype("bfloat16")
-    abstract = {
-        name: one.component.abstract(one.config, dtype) for name, one in folder.models.items()
-    }
-    parts = interface.Parts(
-        graphdefs={name: graphdef for name, (graphdef, _) in abstract.items()},
-        configs={name: one.config for name, one in folder.models.items()},
-        schedule=folder.schedule,
-        dtype=dtype,
-    )
-    params = {
-        interface.prefix_of(name) + path: shape
-        for name, (_, shapes) in abstract.items()
-        for path, shape in shapes.items()
-    }
-    pipeline = registry.PIPELINES[folder.class_name].build(parts)
+    pipeline, params = loaded.without_weights(folder, jnp.dtype("bfloat16"))
     return Published(folder=folder, pipeline=pipeline, params=params)
