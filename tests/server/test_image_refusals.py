@@ -45,6 +45,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "enable_teacache": ("true",),
     "flow_shift": ("3.0", "0"),
     "latents": ("[[0.5]]",),
+    "prompt_2": ('"a cat"',),
     "svg": ('{"model": "x"}',),
     "frame_count": ("9",),
     "num_inference_step": ("5",),
@@ -56,6 +57,7 @@ KWARGS = (
     "guidance_scale",
     "max_sequence_length",
     "negative_prompt",
+    "prompt_2",
 )
 
 

@@ -38,10 +38,11 @@ FOREIGN: foreign_fields.Neutral = {
         (
             "complexity", "enable_teacache", "enable_upscaling", "extra_body", "flow_shift", "fps",
             "frame_count", "frame_duration_ms", "guidance_rescale", "guidance_scale_2", "image",
-            "image_url", "input_image", "latents", "loras", "mask", "messages", "output_path",
-            "perf_dump_path", "profile", "progressive_delta", "progressive_levels",
-            "progressive_mode", "prompt_rewriter", "reference_images", "sampler", "scheduler",
-            "stream_options", "svg", "upscaling_model_path",
+            "image_url", "input_image", "latents", "loras", "mask", "messages",
+            "negative_prompt_2", "output_path", "perf_dump_path", "profile", "progressive_delta",
+            "progressive_levels", "progressive_mode", "prompt_2", "prompt_rewriter",
+            "reference_images", "sampler", "scheduler", "stream_options", "svg",
+            "upscaling_model_path",
         ),
         (),
     ),
@@ -74,11 +75,17 @@ class PipelineOptions(request_model.RequestModel):
 
 class DiffusersOptions(PipelineOptions):
     foreign: ClassVar = {
-        **dict.fromkeys(("callback_on_step_end", "generator", "latents", "sigmas"), ()),
+        **dict.fromkeys(
+            (
+                "callback_on_step_end", "generator", "latents", "negative_prompt_2", "prompt_2",
+                "sigmas",
+            ),
+            (),
+        ),
         "num_images_per_prompt": (1,),
         "output_type": ("pil",),
         "return_dict": (True,),
-    }
+    }  # fmt: skip
 
 
 class GenerationRequest(PipelineOptions):
