@@ -145,6 +145,11 @@ class Pipeline(Protocol):
         ...
 
     @property
+    def parts(self) -> Parts:
+        """What the pipeline was built from."""
+        ...
+
+    @property
     def defaults(self) -> Defaults:
         """What requests get that do not say."""
         ...
