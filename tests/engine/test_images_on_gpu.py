@@ -16,8 +16,8 @@ import time
 
 import numpy as np
 import pytest
+from support import golden_flux, image_fake
 from support import golden_images as golden
-from support import image_fake
 
 from jdllm import device as device_lib
 from jdllm.engine.build import images, startup
@@ -30,9 +30,9 @@ if device.local_device().platform != "gpu":
     pytest.skip("needs a GPU", allow_module_level=True)
 
 # Where sizes of launches differ, values of 0..255 are rounding noise apart, which random weights do
-# not damp as trained ones do. On a CPU it leaves 99.3 % of values (golden) and 98.6 % (mid-size)
-# within 2 and none further than 6, while bfloat16 and float32 agree for 96.4 % (golden) and to 9. A
-# neighbour's picture has less than half within 2.
+# not damp as trained ones do. On a CPU it leaves 99.3 % of values (golden), 98.6 % (mid-size) and
+# 99.8 % (flux) within 2 and none further than 6, while bfloat16 and float32 agree for 96.4 %
+# (golden) and to 9. A neighbour's picture has less than half within 2.
 MOST_DIFFERENCE, SHARE_WITHIN, FAR = 2, 0.97, 9
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs" / "z-image-turbo"
 # Z-Image-Turbo with its heads and its autoencoder, but narrow and of few layers.
@@ -53,6 +53,8 @@ def folder_of(name, directory):
     """Returns (pipeline folder, load format, side of images in pixels)."""
     if name == "golden":
         return golden.PIPELINE, "auto", 96
+    if name == "flux":
+        return golden_flux.folder(), "auto", 96
     shutil.copytree(CONFIGS, directory / name)
     for component, changes in MID_SIZE.items():
         path = directory / name / component / "config.json"
@@ -61,15 +63,10 @@ def folder_of(name, directory):
 
 
 @pytest.fixture(scope="module", params=["golden", "mid-size"])
-def place(request, tmp_path_factory):
-    """Returns what `folder_of` does."""
-    return folder_of(request.param, tmp_path_factory.mktemp("pipelines"))
-
-
-@pytest.fixture(scope="module")
-def launches(place):
+def launches(request, tmp_path_factory):
     """Returns (a device for launches made by hand, the size of images): programs of one size."""
-    directory, load_format, side = place
+    made = tmp_path_factory.mktemp("pipelines")
+    directory, load_format, side = folder_of(request.param, made)
     size = side, side
     model = loaded.load(
         pipeline_folder.read(directory, load_format=load_format),
@@ -86,9 +83,10 @@ def launches(place):
     runner.release()
 
 
-@pytest.fixture(scope="module")
-def built(place):
-    directory, load_format, side = place
+@pytest.fixture(scope="module", params=["golden", "mid-size", "flux"])
+def built(request, tmp_path_factory):
+    made = tmp_path_factory.mktemp("pipelines")
+    directory, load_format, side = folder_of(request.param, made)
     one = images.build(
         images.ImageBuildConfig(
             directory=directory,
