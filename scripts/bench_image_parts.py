@@ -79,19 +79,17 @@ def main() -> None:
     parser.add_argument(
         "--pipeline", type=pathlib.Path, default=pathlib.Path("configs/z-image-turbo")
     )
-    parser.add_argument("--transformer", type=_point, nargs="*", default=[], metavar="SIDExB")
-    parser.add_argument("--vae", type=_point, nargs="*", default=[], metavar="SIDExB")
+    parser.add_argument("--transformer", type=parse_point, nargs="*", default=[], metavar="SIDExB")
+    parser.add_argument("--vae", type=parse_point, nargs="*", default=[], metavar="SIDExB")
     parser.add_argument(
-        "--text", type=_point, nargs="*", default=[], metavar="TOKENSxB", help="of each encoder"
+        "--text",
+        type=parse_point,
+        nargs="*",
+        default=[],
+        metavar="TOKENSxB",
+        help="of each encoder",
     )
-    parser.add_argument(
-        "--caption-tokens",
-        type=int,
-        help="of the transformer's captions (default: 64, or the most where captions are padded)",
-    )
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--warm-s", type=float, default=2.0)
-    parser.add_argument("--timed-s", type=float, default=1.0)
+    add_timing_flags(parser)
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
     folder = pipeline_folder.read(options.pipeline, load_format="dummy")
@@ -118,6 +116,17 @@ def main() -> None:
             measure(name, build(Measured(pipeline, model, params, count), point), options)
         for array in model.params.values():
             array.delete()
+
+
+def add_timing_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--caption-tokens",
+        type=int,
+        help="of the transformer's captions (default: 64, or the most where captions are padded)",
+    )
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--warm-s", type=float, default=2.0)
+    parser.add_argument("--timed-s", type=float, default=1.0)
 
 
 def default_caption(pipeline: interface.Pipeline) -> int:
@@ -189,11 +198,38 @@ def text(of: Measured, point: Point, *, name: str) -> Work:
 
 def measure(name: str, work: Work, options: argparse.Namespace) -> None:
     """Compiles, warms, times and prints one point."""
+    timed = time_steps(work.step, work.arguments, options)
+    f790, f650 = (1e3 * work.flops / (rate * 1e12) for rate in (790, 650))
+    say(
+        f"{name:14s} {work.point:>7s} {timed.ms:7.2f} {f790:6.1f} {f650:6.1f} "
+        f"{timed.ms / f650:8.2f} {timed.temp_gb:8.2f} {timed.compile_s:8.1f}"
+    )
+    if options.profile:
+        found = kernel_profile.profile(timed.run_three, timed.hlo, SCOPES, 3)
+        say(f"  busy {found.busy_ms:.2f} ms, {found.launches} kernels; " + str(found.by_scope))
+        for scope, kernel, kernel_ms, launches in found.by_kernel[:TOP_KERNELS]:
+            say(f"  {kernel_ms:8.3f} ms {launches:4d} x {scope:14s} {kernel[:70]}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Timed:
+    """A step's time and needs; `run_three` runs three more of them."""
+
+    ms: float
+    temp_gb: float
+    compile_s: float
+    hlo: str
+    run_three: Callable[[], None]
+
+
+def time_steps(
+    step: Callable[..., Any], arguments: tuple[Any, ...], options: argparse.Namespace
+) -> Timed:
+    """Compiles, warms and times steps, each of which gets the result of the one before it."""
     began = time.perf_counter()
-    last = len(work.arguments) - 1
-    compiled = jax.jit(work.step, donate_argnums=last).lower(*work.arguments).compile()
+    compiled = jax.jit(step, donate_argnums=len(arguments) - 1).lower(*arguments).compile()
     compile_s = time.perf_counter() - began
-    *fixed, state = work.arguments
+    *fixed, state = arguments
 
     def run(count: int, state: Any) -> tuple[float, Any]:
         began = time.perf_counter()
@@ -211,23 +247,18 @@ def measure(name: str, work: Work, options: argparse.Namespace) -> None:
         count = max(2, int(options.timed_s / per_step))
         seconds, state = run(count, state)
         times.append(seconds / count)
-    ms, memory = 1e3 * statistics.median(times), compiled.memory_analysis()
-    f790, f650 = (1e3 * work.flops / (rate * 1e12) for rate in (790, 650))
-    temp = memory.temp_size_in_bytes / 1e9 if memory else 0.0
-    say(
-        f"{name:14s} {work.point:>7s} {ms:7.2f} {f790:6.1f} {f650:6.1f} "
-        f"{ms / f650:8.2f} {temp:8.2f} {compile_s:8.1f}"
+    memory, held = compiled.memory_analysis(), [state]
+
+    def run_three() -> None:
+        held[0] = run(3, held[0])[1]
+
+    return Timed(
+        ms=1e3 * statistics.median(times),
+        temp_gb=memory.temp_size_in_bytes / 1e9 if memory else 0.0,
+        compile_s=compile_s,
+        hlo=compiled.as_text() or "",
+        run_three=run_three,
     )
-    if options.profile:
-        held = [state]
-
-        def once() -> None:
-            held[0] = run(3, held[0])[1]
-
-        found = kernel_profile.profile(once, compiled.as_text() or "", SCOPES, 3)
-        say(f"  busy {found.busy_ms:.2f} ms, {found.launches} kernels; " + str(found.by_scope))
-        for scope, kernel, kernel_ms, launches in found.by_kernel[:TOP_KERNELS]:
-            say(f"  {kernel_ms:8.3f} ms {launches:4d} x {scope:14s} {kernel[:70]}")
 
 
 def say(line: str) -> None:
@@ -235,7 +266,7 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
-def _point(text: str) -> Point:
+def parse_point(text: str) -> Point:
     side, _, batch = text.partition("x")
     return int(side), int(batch)
 
