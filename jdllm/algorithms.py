@@ -36,6 +36,7 @@ class Option:
     None means that the option is not set; `unset` says what happens then. `padding` is the value
     in the array for rows without the option. `counts_positions`: the value is a number of
     positions, so the algorithm treats a value above the length of the row like that length.
+    `only_with`: an option of the algorithm, and those of its words with which this option exists.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Option:
     unset: str = ""
     padding: int = 0
     counts_positions: bool = False
+    only_with: tuple[str, tuple[str, ...]] | None = None
 
     def check(self, value: Any) -> None:
         """Raises a `RequestError` that names the option unless it may hold `value`."""
@@ -91,6 +93,15 @@ class Algorithm:
         """The value of each option that neither the request nor the server sets."""
         return {option.name: option.default for option in self.options}
 
+    def without_meaning(self, values: Mapping[str, Value | None]) -> list[Option]:
+        """Returns the options that do not exist with these values of the others."""
+        return [
+            option
+            for option in self.options
+            if option.only_with is not None
+            and values[option.only_with[0]] not in option.only_with[1]
+        ]
+
     def forwards_whole_canvas(self, cache_mode: str | None) -> bool:
         """Returns whether every step of a row forwards its whole canvas."""
         if self.option("cache_mode") is None:
@@ -98,16 +109,12 @@ class Algorithm:
         return cache_mode in self.exact_modes
 
 
-def _number(
-    name: str, default: float | None, help: str, *, low: float = 0, high: float, unset: str = ""
-) -> Option:
-    return Option(
-        name=name, type="number", default=default, help=help, low=low, high=high, unset=unset
-    )
+def _number(name: str, default: float | None, help: str, **bounds: Any) -> Option:
+    return Option(name=name, type="number", default=default, help=help, **bounds)
 
 
-def _share(name: str, default: float, help: str) -> Option:
-    return _number(name, default, help, high=1)
+def _share(name: str, default: float, help: str, **bounds: Any) -> Option:
+    return _number(name, default, help, high=1, **bounds)
 
 
 def _integer(name: str, default: int | None, help: str, **bounds: Any) -> Option:
@@ -126,6 +133,8 @@ _BLOCK_LENGTH = _integer(
     "block_length", 32, "positions per block", low=1, padding=1, counts_positions=True
 )
 _STEPS = "number of steps for the whole output"
+_LOWEST = "the lowest probability at which a position is written"
+_ALL_POSITIONS = "as many as positions of the block"
 # Nats; no vocabulary has so much entropy.
 _MOST_ENTROPY = 100
 
@@ -157,6 +166,78 @@ TABLE: dict[str, Algorithm] = {
                 0.0,
                 "subtracted from the logit of the token to the left",
                 high=100,
+            ),
+        ),
+        takes_filters=True,
+    ),
+    "SDAR": Algorithm(
+        name="SDAR",
+        kind=BLOCK,
+        writes="by SDAR's own rules: every step of a block writes its share of the positions, and "
+        "`low_confidence_dynamic` all with a probability above `threshold` if these are more",
+        options=(
+            _word(
+                "remasking_strategy",
+                (
+                    "low_confidence_dynamic",
+                    "low_confidence_static",
+                    "sequential",
+                    "entropy_bounded",
+                ),
+                "which masked positions of the block a step writes",
+            ),
+            _share(
+                "threshold",
+                0.85,
+                _CONFIDENCE,
+                only_with=("remasking_strategy", ("low_confidence_dynamic",)),
+            ),
+            _integer(
+                "denoising_steps",
+                None,
+                "steps of a block; each writes its share of the positions",
+                low=1,
+                counts_positions=True,
+                unset=_ALL_POSITIONS,
+                only_with=(
+                    "remasking_strategy",
+                    ("low_confidence_dynamic", "low_confidence_static", "sequential"),
+                ),
+            ),
+            _number(
+                "eb_threshold",
+                0.35,
+                "the highest sum of the entropies (nats) of the positions that a step writes",
+                high=_MOST_ENTROPY,
+                only_with=("remasking_strategy", ("entropy_bounded",)),
+            ),
+        ),
+        takes_filters=True,
+    ),
+    "MaskedDiffusion": Algorithm(
+        name="MaskedDiffusion",
+        kind=BLOCK,
+        writes="positions with a probability of at least `threshold`, and the most probable one; "
+        "`low_confidence` and `leftmost` write a number of positions per step instead",
+        options=(
+            _word(
+                "selection_policy",
+                ("confidence_threshold", "low_confidence", "leftmost"),
+                "which masked positions of the block a step writes",
+            ),
+            _share(
+                "threshold",
+                0.9,
+                _LOWEST,
+                only_with=("selection_policy", ("confidence_threshold",)),
+            ),
+            _integer(
+                "max_denoising_steps",
+                None,
+                "most steps of a block; the last one writes all that are left",
+                low=1,
+                counts_positions=True,
+                unset=_ALL_POSITIONS,
             ),
         ),
         takes_filters=True,
@@ -240,7 +321,7 @@ TABLE: dict[str, Algorithm] = {
         writes="one block after the other: positions with a probability of at least `threshold`; "
         "`factor` or `steps` replaces that rule",
         options=(
-            _share("threshold", 0.9, "the lowest probability at which a position is written"),
+            _share("threshold", 0.9, _LOWEST),
             _number(
                 "factor",
                 None,
@@ -368,11 +449,18 @@ def markdown_options(kind: str) -> str:
     meanings: dict[tuple[str, str, str], list[str]] = {}
     for algorithm in of_kind(kind).values():
         for option in algorithm.options:
-            meaning = (option.name, _values(option), option.help)
+            meaning = (option.name, _values(option), _meaning(option))
             meanings.setdefault(meaning, []).append(f"`{algorithm.name}`")
     for (name, values, help), owners in sorted(meanings.items()):
         lines.append(f"| `{name}` | {', '.join(owners)} | {values} | {help} |")
     return "\n".join(lines)
+
+
+def _meaning(option: Option) -> str:
+    if option.only_with is None:
+        return option.help
+    name, words = option.only_with
+    return f"{option.help}; only with `{name}` {' or '.join(words)}"
 
 
 def _shown(option: Option) -> str:

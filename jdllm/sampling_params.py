@@ -135,8 +135,9 @@ class DllmParams:
         """Returns options with every field of the chosen algorithm filled in.
 
         `default` holds the server's options. They apply only if the request keeps the server's
-        algorithm. An option that the algorithm does not have is an error. So are two options that
-        exclude one another; if the request gives one of them, it unsets the others.
+        algorithm. An option that the algorithm does not have is an error, also if it only lacks it
+        with the words of other options. So are two options that exclude one another; if the request
+        gives one of them, it unsets the others.
         """
         name = self.algorithm or default.algorithm or next(iter(algorithms.TABLE))
         own = DllmParams(algorithm=name, **self.options)
@@ -154,6 +155,15 @@ class DllmParams:
         # If the request gives none of them, the first one with a default applies.
         chosen = given or [one for one in declared.alternatives if values[one] is not None]
         values |= {one: None for one in declared.alternatives if one != chosen[0]}
+        for option in declared.without_meaning(values):
+            if option.name in own.options and option.only_with is not None:
+                other, words = option.only_with
+                raise errors.RequestError(
+                    f"{option.name} of {name} has no meaning with {other}={values[other]}; only "
+                    f"with {' or '.join(words)}",
+                    param=f"dllm.{option.name}",
+                )
+            values[option.name] = None
         return DllmParams(algorithm=name, **values)
 
 

@@ -30,6 +30,11 @@ LAYOUT = {
         ("edit_threshold", "float32", 0),
         ("max_post_edit_steps", "int32", 0),
         ("penalty_lambda", "float32", 0),
+        ("remasking_strategy", "int32", 0),
+        ("denoising_steps", "int32", 0),
+        ("eb_threshold", "float32", 0),
+        ("selection_policy", "int32", 0),
+        ("max_denoising_steps", "int32", 0),
     ],
     algorithms.CANVAS: [
         ("threshold", "float32", 0),

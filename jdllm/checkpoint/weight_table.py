@@ -8,7 +8,7 @@ and reports every difference in one error.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
 import numpy as np
 
@@ -20,6 +20,8 @@ MAX_LISTED = 20
 _SKIPPED_PARTS = frozenset({"v_head", "inv_freq"})
 # Multimodal checkpoints nest the language model. (prefix in the file, prefix in the table)
 _PREFIXES = (("model.language_model.", "model."), ("model.lm_head.", "lm_head."))
+# A checkpoint of the decoder without its LM head lacks this prefix, and so do a few with the head.
+_DECODER = "model."
 
 
 def whole(array: np.ndarray) -> np.ndarray:
@@ -77,12 +79,13 @@ def match(
     `shapes` (name -> shape) describes the checkpoint. If it does not fit, one `ConfigError` lists
     all its missing, unexpected, doubly matched and wrongly shaped tensors. The names of the
     checkpoint may begin with `optional_prefix`, which those of the rows and those that `is_unused`
-    gets lack; a tensor that `is_unused` may be there or not.
+    gets lack; a tensor that `is_unused` may be there or not. They may lack the prefix "model.".
     """
-    sources, doubled = _sources(shapes, optional_prefix, is_unused or _none_unused)
     by_target: dict[str, dict[str, list[WeightRow]]] = {}
     for row in rows:
         by_target.setdefault(row.target, {}).setdefault(row.form, []).append(row)
+    known = {row.name for forms in by_target.values() for form in forms.values() for row in form}
+    sources, doubled = _sources(shapes, optional_prefix, is_unused or _none_unused, known)
     fills: dict[str, list[Fill]] = {}
     missing, wrong = [], []
     used: set[str] = set()
@@ -110,7 +113,10 @@ def _none_unused(_: str) -> bool:
 
 
 def _sources(
-    shapes: Mapping[str, tuple[int, ...]], optional_prefix: str, is_unused: Callable[[str], bool]
+    shapes: Mapping[str, tuple[int, ...]],
+    optional_prefix: str,
+    is_unused: Callable[[str], bool],
+    known: Set[str],
 ) -> tuple[dict[str, str], list[str]]:
     sources: dict[str, str] = {}
     doubled = []
@@ -122,6 +128,8 @@ def _sources(
             if raw.startswith(prefix):
                 name = plain + raw.removeprefix(prefix)
         name = name.removeprefix(optional_prefix)
+        if name not in known and _DECODER + name in known:
+            name = _DECODER + name
         if is_unused(name):
             continue
         if name in sources:

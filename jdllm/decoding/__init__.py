@@ -13,6 +13,8 @@ from jdllm import algorithms
 from jdllm.decoding.block.interface import Algorithm
 from jdllm.decoding.block.joint_threshold import JointThreshold
 from jdllm.decoding.block.low_confidence import LowConfidence
+from jdllm.decoding.block.masked_diffusion import MaskedDiffusion
+from jdllm.decoding.block.sdar import SDAR
 from jdllm.decoding.canvas.dream import Dream
 from jdllm.decoding.canvas.entropy_threshold import EntropyThreshold
 from jdllm.decoding.canvas.fast_dllm import FastDLLM
@@ -33,6 +35,8 @@ class Variants:
 BLOCK_ALGORITHMS: dict[str, Algorithm] = {
     "LowConfidence": LowConfidence(),
     "JointThreshold": JointThreshold(),
+    "SDAR": SDAR(),
+    "MaskedDiffusion": MaskedDiffusion(),
 }
 CANVAS_ALGORITHMS: dict[str, Variants] = {
     "FullAttnMultiBlock": Variants(FullAttnMultiBlock(), FullAttnMultiBlock(is_shifted=True)),

@@ -93,7 +93,10 @@ def depth(hf: Mapping[str, Any], sizes: SizeKeys) -> int:
 def head_dim(hf: Mapping[str, Any], sizes: SizeKeys) -> int:
     """Returns the width of a head; without the key, the heads divide the hidden size."""
     hidden, heads = integer(hf, sizes.hidden_size), integer(hf, sizes.num_query_heads)
-    return integer(hf, "head_dim", default=hidden // heads)
+    width = integer(hf, "head_dim", default=hidden // heads)
+    if width % 2:
+        raise errors.ConfigError(f"config.json: head_dim={width} must be even")
+    return width
 
 
 def shared_head_dim(hf: Mapping[str, Any], sizes: SizeKeys) -> int:

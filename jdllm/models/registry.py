@@ -7,12 +7,13 @@ from typing import Any
 
 from jdllm import errors
 from jdllm.models import family as family_lib
-from jdllm.models.families import dream, llada, llada2
+from jdllm.models.families import dream, llada, llada2, sdar
 
 FAMILIES: dict[str, family_lib.Family] = {
     "LLaDA2MoeModelLM": llada2.FAMILY,
     "LLaDAModelLM": llada.FAMILY,
     "DreamModel": dream.FAMILY,
+    "SDARForCausalLM": sdar.FAMILY,
 }
 
 

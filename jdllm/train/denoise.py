@@ -141,6 +141,8 @@ def _proposal(logits: Float32[Array, "B T V"], mask_token_id: int) -> interface.
         is_drawn=jnp.zeros(tokens.shape[:1], bool),
         logprob=logprob,
         best_logprob=logprob,
+        draw_prob=prob,
+        entropy=-jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1),
     )
 
 

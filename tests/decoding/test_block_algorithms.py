@@ -2,24 +2,11 @@
 
 import numpy as np
 import pytest
-from support.blocks import make_block
+from support.blocks import make_block, make_proposal
 
 from jdllm import decoding
-from jdllm.decoding.block import interface
 
 VOCAB = 7
-
-
-def make_proposal(tokens, prob, *, best=None, best_prob=None, is_drawn=None):
-    return interface.Proposal(
-        tokens=tokens,
-        prob=prob,
-        best=tokens if best is None else best,
-        best_prob=prob if best_prob is None else best_prob,
-        is_drawn=np.zeros(tokens.shape[0], bool) if is_drawn is None else is_drawn,
-        logprob=np.log(np.maximum(prob, 1e-30)),
-        best_logprob=np.log(np.maximum(prob, 1e-30)),
-    )
 
 
 def random_case(rng, rows, length):

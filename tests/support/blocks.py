@@ -2,19 +2,15 @@
 
 import numpy as np
 
+from jdllm import algorithms
 from jdllm.decoding.block import interface
 
 
 def make_block(tokens, masked, editable, *, extra=(), done=None, **options):
     rows = tokens.shape[0]
-    params = {
-        "threshold": 0.5,
-        "edit_threshold": 0.0,
-        "max_post_edit_steps": 16,
-        "penalty_lambda": 0.0,
-    } | options
-    full = {name: np.broadcast_to(np.float32(value), (rows,)) for name, value in params.items()}
-    full["max_post_edit_steps"] = full["max_post_edit_steps"].astype(np.int32)
+    full = algorithms.padding(algorithms.BLOCK, rows)
+    for name, value in ({"threshold": 0.5, "max_post_edit_steps": 16} | options).items():
+        full[name] = np.broadcast_to(np.asarray(value, full[name].dtype), (rows,))
     return interface.BlockState(
         tokens=tokens,
         masked=masked,
@@ -23,3 +19,18 @@ def make_block(tokens, masked, editable, *, extra=(), done=None, **options):
         params=interface.BlockParams(**full),
         extra=extra,
     )
+
+
+def make_proposal(tokens, prob, **changes):
+    """Returns a greedy proposal with these probabilities; `changes` replace single arrays."""
+    logprob = np.log(np.maximum(prob, 1e-30))
+    arrays = {
+        "best": tokens,
+        "best_prob": prob,
+        "is_drawn": np.zeros(tokens.shape[0], bool),
+        "logprob": logprob,
+        "best_logprob": logprob,
+        "draw_prob": prob,
+        "entropy": -logprob,
+    }
+    return interface.Proposal(tokens=tokens, prob=prob, **(arrays | changes))

@@ -72,7 +72,9 @@ class Proposal:
     and its probability, which the threshold applies to. `best`/`best_prob`: the argmax and its
     probability, for edits. `is_drawn`: the row samples. The mask id is never proposed. `logprob`
     and `best_logprob`: the log-probabilities of `tokens` and `best` at temperature 1, under the
-    logits of the choice (penalty included).
+    logits of the choice (penalty included). `draw_prob`: the probability of `tokens` in the
+    distribution that it was drawn from (tempered and filtered), or `best_prob` in greedy rows.
+    `entropy`, in nats: that of the whole vocabulary at temperature 1, the penalty lambda left out.
     """
 
     tokens: Int32[Array, "B T"]
@@ -82,6 +84,8 @@ class Proposal:
     is_drawn: Bool[Array, " B"]
     logprob: Float32[Array, "B T"]
     best_logprob: Float32[Array, "B T"]
+    draw_prob: Float32[Array, "B T"]
+    entropy: Float32[Array, "B T"]
 
 
 @runtime_checkable

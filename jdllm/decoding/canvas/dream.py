@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from jdllm import algorithms
+from jdllm.decoding import order
 from jdllm.decoding.canvas import interface as canvas_lib
 from jdllm.decoding.canvas import rules as canvas_rules
 
@@ -55,7 +56,7 @@ class Dream:
         chance = jnp.where(is_last, 1.0, (1 - params.eps) / left)
         drawn = canvas_lib.uniform(canvas, SALT)
         score = _score(params, proposal, drawn)
-        best = canvas_lib.ranks(score, canvas.masked) < count[:, None]
+        best = order.ranks(score, canvas.masked) < count[:, None]
         is_origin = (params.alg == ORIGIN)[:, None]
         return canvas.write(
             proposal.tokens, where=jnp.where(is_origin, drawn < chance[:, None], best)

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
 from jdllm import algorithms
+from jdllm.decoding import order
 from jdllm.decoding.canvas import interface as canvas_lib
 from jdllm.decoding.canvas import rules as canvas_rules
 
@@ -73,7 +74,7 @@ class FastDLLM:
         """
         params, prob = canvas.params, proposal.prob
         eligible = canvas_lib.current_block(canvas) & canvas.masked
-        rank = canvas_lib.ranks(prob, eligible)  # 0 for n = 1
+        rank = order.ranks(prob, eligible)  # 0 for n = 1
         factor, steps = params.factor[:, None], params.steps[:, None]
         count = canvas_rules.scheduled(canvas, canvas.extra.initial)[:, None]
         passes = jnp.where(

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from jdllm import algorithms
+from jdllm.decoding import order
 from jdllm.decoding.canvas import interface as canvas_lib
 from jdllm.decoding.canvas import rules as canvas_rules
 
@@ -41,4 +42,4 @@ class LLaDA:
         score = jnp.where(is_random, canvas_lib.uniform(canvas, SALT), proposal.prob)
         eligible = canvas_lib.current_block(canvas) & canvas.masked
         count = canvas_rules.scheduled(canvas, canvas.extra)[:, None]
-        return canvas.write(proposal.tokens, where=canvas_lib.ranks(score, eligible) < count)
+        return canvas.write(proposal.tokens, where=order.ranks(score, eligible) < count)

@@ -194,12 +194,18 @@ def _propose_row(
         allowed = logits
         for token_id in config.forbidden_ids:
             allowed = allowed.at[:, token_id].set(sampling.NEVER)
-        drawn, relative = sampling.draw_row(allowed, positions, row.step, draw, options.min_p)
-        return jnp.where(row.wanted, drawn, tokens), jnp.where(row.wanted, relative, 1.0)
+        drawn, relative, share = sampling.draw_row(
+            allowed, positions, row.step, draw, options.min_p
+        )
+        return (
+            jnp.where(row.wanted, drawn, tokens),
+            jnp.where(row.wanted, relative, 1.0),
+            jnp.where(row.wanted, share, 0.0),
+        )
 
     draws = (draw.temperature > 0).astype(jnp.int32)
-    proposed, relative = jax.lax.fori_loop(
-        0, draws, draw_tokens, (best, jnp.ones((L,), jnp.float32))
+    proposed, relative, draw_prob = jax.lax.fori_loop(
+        0, draws, draw_tokens, (best, jnp.ones((L,), jnp.float32), best_prob)
     )
     mine = dataclasses.replace(
         streamed,
@@ -209,6 +215,8 @@ def _propose_row(
         best_prob=best_prob,
         logprob=logits[at, proposed] - stats.logsumexp,
         best_logprob=logits[at, best] - stats.logsumexp,
+        draw_prob=draw_prob,
+        entropy=jnp.where(options.edits, stats.entropy, streamed.entropy),
     )
     listed = logit_rows.top_tokens(logits, stats.logsumexp, options.num_top, config.forbidden_ids)
     return mine, listed

@@ -72,23 +72,24 @@ def propose(
     (drawing_rows,) = jnp.nonzero(draws, size=B, fill_value=0)
 
     def draw_one(i, drawn):
-        tokens, relative = drawn
+        tokens, relative, share = drawn
         r = drawing_rows[i]
         logits = jnp.einsum("TD,VD->TV", hidden[r], lm_head, preferred_element_type=jnp.float32)
         logits = logits.at[jnp.arange(T), left[r]].add(-penalty[r])
         for token_id in forbidden_ids:
             logits = logits.at[:, token_id].set(sampling.NEVER)
         row = jax.tree.map(lambda leaf: leaf[r], rows)
-        new_tokens, new_relative = sampling.draw_row(logits, positions[r], step[r], row)
+        new_tokens, new_relative, new_share = sampling.draw_row(logits, positions[r], step[r], row)
         return (
             tokens.at[r].set(jnp.where(wanted[r], new_tokens, tokens[r])),
             relative.at[r].set(jnp.where(wanted[r], new_relative, relative[r])),
+            share.at[r].set(jnp.where(wanted[r], new_share, share[r])),
         )
 
     # A loop with one turn for each row that draws. Unlike a conditional around a loop over all
     # rows, it stays on the device (`launch/executables.py` says what that takes).
-    tokens, relative = jax.lax.fori_loop(
-        0, jnp.sum(draws), draw_one, (best, jnp.ones((B, T), jnp.float32))
+    tokens, relative, draw_prob = jax.lax.fori_loop(
+        0, jnp.sum(draws), draw_one, (best, jnp.ones((B, T), jnp.float32), best_prob)
     )
     return interface.Proposal(
         tokens=tokens,
@@ -99,6 +100,8 @@ def propose(
         # `relative` is exp((z_drawn - z_best) / temperature), 1 where nothing is drawn.
         logprob=best_logprob + rows.temperature[:, None] * jnp.log(relative),
         best_logprob=best_logprob,
+        draw_prob=draw_prob,
+        entropy=stats.entropy.reshape(B, T),
     )
 
 

@@ -93,11 +93,12 @@ def draw_row(
     step: Int32[Array, ""],
     row: SamplingRows,
     min_p: Float32[Array, ""] | None = None,
-) -> tuple[Int32[Array, " T"], Float32[Array, " T"]]:
-    """Returns the drawn ids of one row, and exp((z_drawn - z_best) / temperature).
+) -> tuple[Int32[Array, " T"], Float32[Array, " T"], Float32[Array, " T"]]:
+    """Returns the drawn ids of one row, exp((z_drawn - z_best) / temperature), and their share.
 
-    The logits of forbidden ids are `NEVER`; `row` has the fields of one row, without B. With
-    `min_p`, no id is drawn whose tempered probability is less than `min_p` times the best one's.
+    The share is the probability in the distribution that the id was drawn from. The logits of
+    forbidden ids are `NEVER`; `row` has the fields of one row, without B. With `min_p`, no id is
+    drawn whose tempered probability is less than `min_p` times the best one's.
     """
     temperature = jnp.maximum(row.temperature, 1e-6)
     scaled = jnp.where(logits <= NEVER / 2, NEVER, logits / temperature)
@@ -114,4 +115,5 @@ def draw_row(
 
     drawn = jnp.argmax(allowed + jax.vmap(noise)(positions), axis=-1).astype(jnp.int32)
     taken = jnp.take_along_axis(scaled, drawn[:, None], axis=-1)[:, 0]
-    return drawn, jnp.exp(taken - jnp.max(scaled, axis=-1))
+    share = jnp.exp(taken - jax.nn.logsumexp(allowed, axis=-1))
+    return drawn, jnp.exp(taken - jnp.max(scaled, axis=-1)), share
