@@ -1,4 +1,4 @@
-"""Sparse feed-forward layer: group-limited sigmoid router, routed and shared experts.
+"""Sparse feed-forward layer: router (group-limited sigmoid, or softmax), routed and shared experts.
 
 The router computes in float32, its matmul included: with a matmul of lower precision some
 tokens reach other experts, and the model's logits move by whole units.
@@ -9,6 +9,7 @@ Letters: those of the whole project, and k experts of a token.
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +21,20 @@ import pallas_kernels
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
-    """Routing constants; `num_groups` 1 means no group limit."""
+    """Routing constants; `num_groups` 1 means no group limit.
+
+    `pallas_kernels.top_k_routing` says what they mean. With `has_bias`, a bias takes part in the
+    choice of experts.
+    """
 
     num_experts: int
     experts_per_token: int
-    num_groups: int
-    kept_groups: int
-    scaling_factor: float
+    num_groups: int = 1
+    kept_groups: int = 1
+    scaling_factor: float = 1.0
+    scores: Literal["sigmoid", "softmax"] = "sigmoid"
+    renormalizes: bool = True
+    has_bias: bool = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +56,8 @@ class Router(nnx.Module):
         self.config = config
         self.implementation = implementation
         self.weight = nnx.Param(jnp.zeros((dim, config.num_experts), jnp.float32))
-        self.expert_bias = nnx.Param(jnp.zeros((config.num_experts,), jnp.float32))
+        bias = jnp.zeros((config.num_experts,), jnp.float32)
+        self.expert_bias = nnx.Param(bias) if config.has_bias else None
 
     def logits(self, x: Float[Array, "T D"]) -> Float32[Array, "T E"]:
         """Returns the router logits."""
@@ -62,11 +71,13 @@ class Router(nnx.Module):
         """Returns (expert ids, weights) of each token, by descending score."""
         return pallas_kernels.top_k_routing(
             self.logits(x),
-            self.expert_bias[...],
+            None if self.expert_bias is None else self.expert_bias[...],
             experts_per_token=self.config.experts_per_token,
             num_groups=self.config.num_groups,
             kept_groups=self.config.kept_groups,
             scaling_factor=self.config.scaling_factor,
+            scores=self.config.scores,
+            renormalizes=self.config.renormalizes,
             implementation=self.implementation,
         )
 

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from jdllm import errors
 from jdllm import spec as spec_lib
 from jdllm.layers import attention, mlp, moe, rope
 from jdllm.models import hf_config, key_rules
@@ -92,13 +93,40 @@ def read_dense(
 ) -> DecoderConfig:
     """Returns the config of a model whose layers are all the same, with a dense feed-forward."""
     width = hf_config.integer(hf, rules.sizes.intermediate_size)
-    layer = LayerConfig(attention=attention_config, feed_forward=mlp.MLPConfig(width=width))
+    return read_uniform(hf, rules, spec, attention_config, mlp.MLPConfig(width=width))
+
+
+def read_uniform(
+    hf: Mapping[str, Any],
+    rules: key_rules.KeyRules,
+    spec: spec_lib.ModelSpec,
+    attention_config: attention.AttentionConfig,
+    feed_forward: mlp.MLPConfig | moe.MoEConfig,
+) -> DecoderConfig:
+    """Returns the config of a model whose layers are all the same."""
+    layer = LayerConfig(attention=attention_config, feed_forward=feed_forward)
     return DecoderConfig(
         spec=spec,
         layers=(layer,) * spec.num_layers,
         rms_norm_eps=hf_config.number(hf, "rms_norm_eps"),
         tie_word_embeddings=hf_config.flag(hf, rules.sizes.tie_word_embeddings),
     )
+
+
+def check_routing(router: moe.RouterConfig) -> None:
+    """Raises if the numbers of experts and groups do not fit together."""
+    experts, groups, kept = router.num_experts, router.num_groups, router.kept_groups
+    if experts % groups or (groups > 1 and experts // groups < 2) or kept > groups:
+        raise errors.ConfigError(
+            f"config.json: num_experts={experts} cannot form n_group={groups} groups of two or "
+            f"more experts, with topk_group={kept} groups kept"
+        )
+    reachable = experts * kept // groups if groups > 1 else experts
+    if router.experts_per_token > reachable:
+        raise errors.ConfigError(
+            f"config.json: num_experts_per_tok={router.experts_per_token} exceeds the "
+            f"{reachable} experts a token can reach"
+        )
 
 
 def _moe_spec(experts: moe.MoEConfig) -> spec_lib.MoESpec:

@@ -7,13 +7,15 @@ from typing import Any
 
 from jdllm import errors
 from jdllm.models import family as family_lib
-from jdllm.models.families import dream, llada, llada2, sdar
+from jdllm.models.families import dream, llada, llada2, sdar, sdar_moe, stable_diffcoder
 
 FAMILIES: dict[str, family_lib.Family] = {
     "LLaDA2MoeModelLM": llada2.FAMILY,
     "LLaDAModelLM": llada.FAMILY,
     "DreamModel": dream.FAMILY,
     "SDARForCausalLM": sdar.FAMILY,
+    "SDARMoeForCausalLM": sdar_moe.FAMILY,
+    "StableDiffcoderForCausalLM": stable_diffcoder.FAMILY,
 }
 
 

@@ -1,8 +1,9 @@
 """Group-limited top-k routing of a mixture-of-experts layer: which experts, at which weights.
 
-This is DeepSeek-V3's sigmoid gate ("noaux_tc"), as LLaDA2 uses it. A bias changes which experts are
-chosen but not their weights, and only experts of the best groups can be chosen. The XLA
-implementation (`reference.py`) is three `top_k`; the kernel (`mosaic_gpu.py`) is one launch.
+With "sigmoid" scores this is DeepSeek-V3's gate ("noaux_tc"), as LLaDA2 uses it. A bias changes
+which experts are chosen but not their weights, and only experts of the best groups can be chosen.
+With "softmax" scores it is Qwen3-MoE's gate, without bias and groups. The XLA implementation
+(`reference.py`) is three `top_k`; the kernel (`mosaic_gpu.py`) is one launch.
 """
 
 import functools
@@ -13,6 +14,7 @@ from jaxtyping import Array, Float32, Int32
 from pallas_kernels import dispatch, lowered_once
 from pallas_kernels.top_k_routing import checks, reference
 from pallas_kernels.top_k_routing import mosaic_gpu as gpu_kernel
+from pallas_kernels.top_k_routing.checks import Scores
 
 
 def choose(
@@ -21,35 +23,46 @@ def choose(
     num_experts: int,
     num_groups: int = 1,
     experts_per_token: int = 1,
+    renormalizes: bool = True,
 ) -> dispatch.Choice:
     """Returns which implementation serves this shape."""
     reason = gpu_kernel.why_not(
-        num_experts=num_experts, num_groups=num_groups, experts_per_token=experts_per_token
+        num_experts=num_experts,
+        num_groups=num_groups,
+        experts_per_token=experts_per_token,
+        renormalizes=renormalizes,
     )
     return dispatch.choose("top_k_routing", implementation, refusals={"mosaic_gpu": reason})
 
 
 def top_k_routing(
     router_logits: Float32[Array, "T E"],
-    expert_bias: Float32[Array, " E"],
+    expert_bias: Float32[Array, " E"] | None,
     *,
     experts_per_token: int,
     num_groups: int = 1,
     kept_groups: int = 1,
     scaling_factor: float = 1.0,
+    scores: Scores = "sigmoid",
+    renormalizes: bool = True,
     implementation: str = "auto",
 ) -> tuple[Int32[Array, "T k"], Float32[Array, "T k"]]:
     """Returns (expert ids, weights) of the k chosen experts of each token, by descending score.
 
-    Of equal scores, the lower id comes first. A token with NaN logits gets arbitrary ids; on a GPU
-    they are in range.
+    The weights are the scores without the bias, divided by their sum if the gate `renormalizes`,
+    times `scaling_factor`. "softmax" scores are those of all experts of the token, and have neither
+    bias nor groups. Of equal scores (of "softmax": equal logits), the lower id comes first. A token
+    with NaN logits gets arbitrary ids; on a GPU they are in range.
     """
-    checks.check_shapes(router_logits, expert_bias, experts_per_token, num_groups, kept_groups)
+    checks.check_shapes(
+        router_logits, expert_bias, experts_per_token, num_groups, kept_groups, scores
+    )
     chosen = choose(
         implementation,
         num_experts=router_logits.shape[1],
         num_groups=num_groups,
         experts_per_token=experts_per_token,
+        renormalizes=renormalizes,
     )
     return _top_k_routing(
         router_logits,
@@ -58,6 +71,8 @@ def top_k_routing(
         num_groups=num_groups,
         kept_groups=kept_groups,
         scaling_factor=scaling_factor,
+        scores=scores,
+        renormalizes=renormalizes,
         implementation=chosen.implementation,
     )
 
@@ -65,7 +80,8 @@ def top_k_routing(
 @functools.partial(
     jax.jit,
     static_argnames=(
-        "experts_per_token", "num_groups", "kept_groups", "scaling_factor", "implementation",
+        "experts_per_token", "num_groups", "kept_groups", "scaling_factor", "scores",
+        "renormalizes", "implementation",
     ),
 )  # fmt: skip
 def _top_k_routing(router_logits, expert_bias, *, implementation, **rule):

@@ -5,7 +5,8 @@ XLA alone runs this op as three sorts and some ten launches: 100 us for 2048 tok
 scores do (`lane_code.ordered`). A group is a few neighbouring lanes: shuffles between them find its
 two best scores. The lanes of groups that are not kept drop their experts. Then k rounds pick the
 experts in descending order. A round takes two warp reductions: the maximum, and the lowest index
-that has it; that expert is dropped for the next round.
+that has it; that expert is dropped for the next round. With softmax scores the logits themselves
+are compared, and the weights are exponentials of their distances to the best one.
 
 The T * E * 4 bytes do not matter; the bound is latency and, with thousands of tokens, instructions:
 about 650 a warp for 256 experts. Two other ways were slower. A warpgroup per token, with reductions
@@ -24,14 +25,23 @@ from jaxtyping import Array, Float32, Int32
 
 from pallas_kernels.hopper import compat, lane_code
 from pallas_kernels.hopper.lane_code import WARP, Float, Int
+from pallas_kernels.top_k_routing.checks import Scores
 
 _TOKENS_PER_CTA = 4  # a warpgroup
 _DROPPED = -(2**31)  # below every score: a dropped or taken expert
 _NO_EXPERT = 2**30
 
 
-def why_not(*, num_experts: int, num_groups: int = 1, experts_per_token: int = 1) -> str | None:
+def why_not(
+    *,
+    num_experts: int,
+    num_groups: int = 1,
+    experts_per_token: int = 1,
+    renormalizes: bool = True,
+) -> str | None:
     """Returns why this kernel cannot route the shape, or None."""
+    if not renormalizes:
+        return "weights must sum to a constant, these are not renormalised"
     if num_experts % 128 or num_experts > 1024:
         return f"experts must be a multiple of 128 and at most 1024, {num_experts=}"
     if WARP % num_groups or experts_per_token > WARP:
@@ -52,6 +62,7 @@ class Rule:
     num_groups: int
     kept_groups: int
     scaling_factor: float
+    scores: Scores = "sigmoid"
 
     @property
     def experts_per_lane(self) -> int:
@@ -60,17 +71,22 @@ class Rule:
 
 def top_k_routing(
     router_logits: Float32[Array, "T E"],
-    expert_bias: Float32[Array, " E"],
+    expert_bias: Float32[Array, " E"] | None,
     *,
     experts_per_token: int,
     num_groups: int,
     kept_groups: int,
     scaling_factor: float,
+    scores: Scores = "sigmoid",
+    renormalizes: bool = True,
 ) -> tuple[Int32[Array, "T k"], Float32[Array, "T k"]]:
     """Returns (ids, weights) of k experts a token; see `pallas_kernels.top_k_routing`."""
     T, E = router_logits.shape
     k = experts_per_token
-    if reason := why_not(num_experts=E, num_groups=num_groups, experts_per_token=k):
+    reason = why_not(
+        num_experts=E, num_groups=num_groups, experts_per_token=k, renormalizes=renormalizes
+    )
+    if reason is not None:
         raise ValueError(f"top_k_routing: {reason}: router_logits {router_logits.shape}")
     rule = Rule(
         tokens=T,
@@ -79,16 +95,18 @@ def top_k_routing(
         num_groups=num_groups,
         kept_groups=kept_groups,
         scaling_factor=scaling_factor,
+        scores=scores,
     )
+    arrays = [router_logits.reshape(-1)] + ([] if expert_bias is None else [expert_bias])
 
-    def route_tokens(logits_gmem, bias_gmem, ids_gmem, weights_gmem):
-        refs = (plgpu.RefType(),) * 4
+    def route_tokens(*gmem):
+        @compat.inline_mgpu(arg_types=(*(plgpu.RefType(),) * len(gmem), plgpu.Layout.WG_SPLAT(())))
+        def route(_, logits, *rest):
+            *bias, ids, weights, cta = rest
+            at = lane_code.scalar(cta)
+            route_token(logits, bias[0] if bias else None, ids, weights, at, rule)
 
-        @compat.inline_mgpu(arg_types=(*refs, plgpu.Layout.WG_SPLAT(())))
-        def route(_, logits, bias, ids, weights, cta):
-            route_token(logits, bias, ids, weights, lane_code.scalar(cta), rule)
-
-        route(logits_gmem, bias_gmem, ids_gmem, weights_gmem, lax.axis_index("cta"))
+        route(*gmem, lax.axis_index("cta"))
 
     ids, weights = compat.kernel(
         route_tokens,
@@ -100,12 +118,12 @@ def top_k_routing(
         grid_names=("cta",),
         # Scores decide who is chosen: the exponential must be that of the reference.
         compiler_params={"approx_math": False},
-    )(router_logits.reshape(-1), expert_bias)
+    )(*arrays)
     return ids.reshape(T, k), weights.reshape(T, k)
 
 
 def route_token(logits, bias, ids, weights, cta: Int, rule: Rule) -> None:
-    """Routes the token of this thread's warp; the refs, in global memory, are flat."""
+    """Routes the token of this thread's warp; the refs (`bias` may be None) are flat."""
     E, k = rule.num_experts, rule.experts_per_token
     warp, lane = lane_code.thread() // WARP, lane_code.thread() % WARP
     token = cta * _TOKENS_PER_CTA + warp
@@ -114,12 +132,13 @@ def route_token(logits, bias, ids, weights, cta: Int, rule: Rule) -> None:
     experts = [first + place for place in range(rule.experts_per_lane)]
     scores = []
     for place in range(0, rule.experts_per_lane, 4):
-        four = lane_code.load_four_floats(logits, row + first + place)
-        biases = lane_code.load_four_floats(bias, first + place)
-        scores += [
-            lane_code.ordered(_sigmoid(logit) + shift)
-            for logit, shift in zip(four, biases, strict=True)
-        ]
+        choice = lane_code.load_four_floats(logits, row + first + place)
+        if rule.scores == "sigmoid":
+            choice = [_sigmoid(logit) for logit in choice]
+        if bias is not None:
+            biases = lane_code.load_four_floats(bias, first + place)
+            choice = [score + shift for score, shift in zip(choice, biases, strict=True)]
+        scores += [lane_code.ordered(score) for score in choice]
     if rule.num_groups > 1:
         kept = _group_is_kept(scores, lane, rule)
         scores = [lane_code.select(kept, score, _DROPPED) for score in scores]
@@ -140,7 +159,11 @@ def route_token(logits, bias, ids, weights, cta: Int, rule: Rule) -> None:
             lane_code.select(expert.equals(chosen), _DROPPED, score)
             for expert, score in zip(experts, scores, strict=True)
         ]
-    weight = _sigmoid(lane_code.load_float(logits, row + mine))
+    weight = lane_code.load_float(logits, row + mine)
+    if rule.scores == "sigmoid":
+        weight = _sigmoid(weight)
+    else:
+        weight = lane_code.exp(weight + -lane_code.of_lane(weight, 0))  # lane 0 has the best one
     total = lane_code.of_lane(weight, 0)
     for choice in range(1, k):
         total += lane_code.of_lane(weight, choice)

@@ -4,24 +4,33 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32
 
+from pallas_kernels.top_k_routing.checks import Scores
+
 
 def top_k_routing(
     router_logits: Float32[Array, "T E"],
-    expert_bias: Float32[Array, " E"],
+    expert_bias: Float32[Array, " E"] | None,
     *,
     experts_per_token: int,
     num_groups: int,
     kept_groups: int,
     scaling_factor: float,
+    scores: Scores,
+    renormalizes: bool,
 ) -> tuple[Int32[Array, "T k"], Float32[Array, "T k"]]:
     """Returns (ids, weights) of k experts a token; see `pallas_kernels.top_k_routing`."""
-    scores = jax.nn.sigmoid(router_logits)  # [T, E]
-    choice = scores + expert_bias
+    if scores == "softmax":
+        score = jax.nn.softmax(router_logits, axis=-1)  # [T, E]
+        choice = router_logits  # in the order of the scores, and without ties by rounding
+    else:
+        score = jax.nn.sigmoid(router_logits)
+        choice = score if expert_bias is None else score + expert_bias
     if num_groups > 1:
         choice = _keep_best_groups(choice, num_groups, kept_groups)
     _, ids = jax.lax.top_k(choice, experts_per_token)
-    weights = jnp.take_along_axis(scores, ids, axis=-1)
-    weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+    weights = jnp.take_along_axis(score, ids, axis=-1)
+    if renormalizes:
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
     return ids.astype(jnp.int32), weights * scaling_factor
 
 

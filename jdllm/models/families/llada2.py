@@ -126,7 +126,7 @@ def _read(hf: Mapping[str, Any], diffusion: spec_lib.DiffusionSpec) -> LLaDA2Con
         experts=experts if is_routed else None,
     )
     if is_routed:
-        _check_routing(experts.router)
+        decoder_config.check_routing(experts.router)
     attention = decoder_config.read_attention(hf, spec, has_qk_norm=True)
     width = hf_config.integer(hf, RULES.sizes.intermediate_size)
     kinds = (mlp.MLPConfig(width=width), experts)
@@ -159,21 +159,6 @@ def _experts(hf: Mapping[str, Any]) -> moe.MoEConfig:
         scaling_factor=hf_config.number(hf, "routed_scaling_factor"),
     )
     return moe.MoEConfig(width=width, shared_width=shared_width, router=router)
-
-
-def _check_routing(router: moe.RouterConfig) -> None:
-    experts, groups, kept = router.num_experts, router.num_groups, router.kept_groups
-    if experts % groups or (groups > 1 and experts // groups < 2) or kept > groups:
-        raise errors.ConfigError(
-            f"config.json: num_experts={experts} cannot form n_group={groups} groups of two or "
-            f"more experts, with topk_group={kept} groups kept"
-        )
-    reachable = experts * kept // groups if groups > 1 else experts
-    if router.experts_per_token > reachable:
-        raise errors.ConfigError(
-            f"config.json: num_experts_per_tok={router.experts_per_token} exceeds the "
-            f"{reachable} experts a token can reach"
-        )
 
 
 def _prepare(config: LLaDA2Config, params: Mapping[str, jax.Array]) -> dict[str, jax.Array]:

@@ -66,6 +66,30 @@ def test_routing_equals_a_loop_over_tokens(seed):
         )
 
 
+@pytest.mark.parametrize("renormalizes", [True, False])
+def test_softmax_routing_equals_a_loop_over_tokens(renormalizes):
+    rng = np.random.default_rng(9)
+    T, E, k = 12, 32, 4
+    logits = 3 * rng.normal(size=(T, E)).astype(np.float32)
+    options = {"experts_per_token": k, "scores": "softmax", "renormalizes": renormalizes}
+    ids, weights = top_k_routing(jnp.asarray(logits), None, **options)
+    for t in range(T):
+        score = np.exp(logits[t].astype(np.float64))
+        score /= score.sum()
+        expected = np.argsort(-score, kind="stable")[:k]
+        assert ids[t].tolist() == expected.tolist()
+        whole = score[expected].sum() if renormalizes else 1.0
+        np.testing.assert_allclose(weights[t], score[expected] / whole, rtol=1e-5)
+
+
+def test_softmax_scores_have_neither_bias_nor_groups():
+    for bias, groups in ((jnp.zeros(8), 1), (None, 2)):
+        with pytest.raises(ValueError, match="neither bias nor groups"):
+            top_k_routing(
+                jnp.zeros((2, 8)), bias, experts_per_token=2, num_groups=groups, scores="softmax"
+            )
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -31,10 +31,14 @@ def routed(logits, bias, **options):
     k = options["experts_per_token"]
     rule = gpu_kernel.Rule(tokens=T, num_experts=E, **options)
     ids, weights = np.full(T * k, -1, np.int32), np.full(T * k, np.nan, np.float32)
-    arrays = [np.array(logits).reshape(-1), np.array(bias), ids.view(np.uint32), weights]
+    arrays = [np.array(logits).reshape(-1), ids.view(np.uint32), weights]
+    if bias is not None:
+        arrays.insert(1, np.array(bias))
 
     def emit(refs, _, scalars):
-        gpu_kernel.route_token(*refs, lane_code.scalar(*scalars), rule)
+        logits, *shift, ids, weights = refs
+        shift = shift[0] if shift else None
+        gpu_kernel.route_token(logits, shift, ids, weights, lane_code.scalar(*scalars), rule)
 
     with np.errstate(all="ignore"):
         for cta in range(-(-T // 4)):
@@ -61,6 +65,17 @@ def test_kernel_equals_the_xla_implementation(T, E, options):
     expected_ids, expected_weights = top_k_routing(logits, bias, **options, implementation="xla")
     np.testing.assert_array_equal(ids, expected_ids)
     np.testing.assert_allclose(weights, expected_weights, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("T", "E", "k"), [(3, 128, 8), (2, 256, 4), (1, 128, 32)])
+def test_kernel_equals_the_xla_implementation_with_softmax_scores(T, E, k):
+    logits, _ = random_router(T, E)
+    options = {"experts_per_token": k, "num_groups": 1, "kept_groups": 1, "scaling_factor": 1.5}
+    options |= {"scores": "softmax"}
+    ids, weights = routed(20 * logits, None, **options)
+    expected = top_k_routing(20 * logits, None, **options, implementation="xla")
+    np.testing.assert_array_equal(ids, expected[0])
+    np.testing.assert_allclose(weights, expected[1], rtol=1e-5, atol=1e-9)
 
 
 def test_equal_scores_go_to_the_lower_id_and_the_first_groups():
@@ -97,10 +112,23 @@ def test_serving_shapes_lower_for_cuda(tokens, num_experts, num_groups):
     assert "mosaic_gpu" in lowered.as_text()
 
 
+def test_softmax_scores_lower_for_cuda():
+    def run(logits):
+        return gpu_kernel.top_k_routing(
+            logits, None, experts_per_token=8, num_groups=1, kept_groups=1, scaling_factor=1.0,
+            scores="softmax",
+        )  # fmt: skip
+
+    shape = jax.ShapeDtypeStruct((128, 128), jnp.float32)
+    lowered = jax.jit(run).trace(shape).lower(lowering_platforms=("cuda",))
+    assert "mosaic_gpu" in lowered.as_text()
+
+
 def test_what_the_kernel_cannot_route_has_a_reason():
     assert "multiple of 128" in gpu_kernel.why_not(num_experts=64)
     assert "at most 1024" in gpu_kernel.why_not(num_experts=2048)
     assert "must divide 32" in gpu_kernel.why_not(num_experts=384, num_groups=3)
+    assert "not renormalised" in gpu_kernel.why_not(num_experts=128, renormalizes=False)
     assert "at most 32" in gpu_kernel.why_not(num_experts=384, experts_per_token=33)
     with pytest.raises(ValueError, match=r"num_groups=3.*\(2, 384\)"):
         gpu_kernel.top_k_routing(
