@@ -7,21 +7,19 @@ import jax
 import numpy as np
 import pytest
 import safetensors.numpy
-from support.tiny_engine import BLOCK, GOLDEN, VOCAB, assert_nothing_held, make_engine
+from support.tiny_engine import (
+    BLOCK,
+    GOLDEN,
+    alone,
+    answers,
+    assert_nothing_held,
+    make_engine,
+    random_prompts,
+)
 from support.waiting import wait_until
 
 from jdllm import errors
 from jdllm.engine import requests
-
-
-def random_prompts(seed, count, longest=60):
-    rng = np.random.default_rng(seed)
-    shared = rng.integers(0, VOCAB, 40).tolist()
-    prompts = []
-    for i in range(count):
-        own = rng.integers(0, VOCAB, rng.integers(1, longest)).tolist()
-        prompts.append((shared + own)[:longest] if i % 2 else own)
-    return prompts
 
 
 def params_for(i):
@@ -42,19 +40,8 @@ def params_for(i):
     return options[i % len(options)]
 
 
-def answers(results):
-    return [(r["output_ids"], r["meta_info"]["finish_reason"]) for r in results]
-
-
 def forwards(results):
     return [r["meta_info"]["nfe"] for r in results]
-
-
-def alone(engine, prompts, params):
-    return [
-        engine.generate(input_ids=prompt, sampling_params=one)
-        for prompt, one in zip(prompts, params, strict=True)
-    ]
 
 
 def test_together_equals_alone_and_hit_equals_miss(engine, plain_engine):

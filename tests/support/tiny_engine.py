@@ -5,6 +5,7 @@ import pathlib
 from unittest import mock
 
 import jax
+import numpy as np
 
 import jdllm
 from jdllm.scheduler.rows import block
@@ -44,3 +45,27 @@ def assert_nothing_held(engine):
     assert (stats.num_running, stats.num_queued, stats.num_used_pages) == (0, 0, 0)
     allocator = scheduler.pages.allocator
     assert allocator.num_free + stats.num_cached_pages == allocator.num_pages
+
+
+def random_prompts(seed, count, longest=60, vocab=VOCAB):
+    """Returns prompts of random lengths; every second one begins like the others."""
+    rng = np.random.default_rng(seed)
+    shared = rng.integers(0, vocab, 40).tolist()
+    prompts = []
+    for i in range(count):
+        own = rng.integers(0, vocab, rng.integers(1, longest)).tolist()
+        prompts.append((shared + own)[:longest] if i % 2 else own)
+    return prompts
+
+
+def answers(results):
+    """Returns what must not depend on how requests are batched."""
+    return [(r["output_ids"], r["meta_info"]["finish_reason"]) for r in results]
+
+
+def alone(engine, prompts, params):
+    """Returns the results of one request after the other."""
+    return [
+        engine.generate(input_ids=prompt, sampling_params=one)
+        for prompt, one in zip(prompts, params, strict=True)
+    ]
