@@ -1,10 +1,10 @@
 """The decoding algorithms and their options, each declared once, here.
 
-Everything else that knows an option reads this table: the checks and defaults of requests
-(`sampling_params`) and of the server (`config`, `engine/build/`), the help of the command line,
-the tables of the documentation, and the arrays that carry the options of many rows to the
-device. `decoding/` holds one rule for each algorithm; it takes the numbers of words and the names
-of the arrays from here.
+Everything else that knows an option (`algorithm_options`) reads this table: the checks and defaults
+of requests (`sampling_params`) and of the server (`config`, `engine/build/`), the help of the
+command line, the tables of the documentation (`algorithm_docs`), and the arrays that carry the
+options of many rows to the device. `decoding/` holds one rule for each algorithm; it takes the
+numbers of words and the names of the arrays from here.
 
 Several algorithms may have an option of the same name. They then agree on its type and its
 padding; default, range and words may differ.
@@ -14,99 +14,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from jaxtyping import Shaped
 
 from jdllm import errors, value_checks
+from jdllm.algorithm_options import BLOCK, CANVAS, Algorithm, Option, Value
 
-BLOCK, CANVAS = "block", "canvas"  # kinds of rows
-Value = float | int | bool | str
 Arrays = dict[str, Shaped[np.ndarray, " R"]]
 _DTYPES = {"number": np.float32, "integer": np.int32, "flag": np.bool_, "word": np.int32}
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Option:
-    """One option of an algorithm.
-
-    A number lies in [low, high], where float32 computes with it without overflow and without
-    rounding it to 0. A word is one of `words`; the device gets its index there. A `default` of
-    None means that the option is not set; `unset` says what happens then. `padding` is the value
-    in the array for rows without the option. `counts_positions`: the value is a number of
-    positions, so the algorithm treats a value above the length of the row like that length.
-    `only_with`: an option of the algorithm, and those of its words with which this option exists.
-    """
-
-    name: str
-    type: Literal["number", "integer", "flag", "word"]
-    default: Value | None
-    help: str
-    low: float = 0
-    high: float = 1
-    words: tuple[str, ...] = ()
-    unset: str = ""
-    padding: int = 0
-    counts_positions: bool = False
-    only_with: tuple[str, tuple[str, ...]] | None = None
-
-    def check(self, value: Any) -> None:
-        """Raises a `RequestError` that names the option unless it may hold `value`."""
-        param = f"dllm.{self.name}"
-        match self.type:
-            case "number":
-                value_checks.check_number(value, param, low=self.low, high=self.high)
-            case "integer":
-                value_checks.check_integer(value, param, low=int(self.low), high=int(self.high))
-            case "flag":
-                value_checks.check_flag(value, param)
-            case "word":
-                value_checks.check_word(value, param, words=self.words)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Algorithm:
-    """One algorithm: the kind of rows it is for, its options, and what the host must know of it.
-
-    `alternatives`: options that exclude one another; a request gives at most one. Without one, the
-    first of them that has a default applies. `exact_modes`: the words of `cache_mode` with which
-    every step forwards the whole canvas. `whole_blocks`: the positions to write must form whole
-    blocks. `takes_filters`: the algorithm applies top_p and top_k when it draws a token.
-    """
-
-    name: str
-    kind: str
-    writes: str
-    options: tuple[Option, ...]
-    alternatives: tuple[str, ...] = ()
-    exact_modes: tuple[str, ...] = ()
-    whole_blocks: bool = False
-    takes_filters: bool = False
-
-    def option(self, name: str) -> Option | None:
-        """Returns the option of that name, or None if the algorithm has none."""
-        return next((option for option in self.options if option.name == name), None)
-
-    @property
-    def defaults(self) -> dict[str, Value | None]:
-        """The value of each option that neither the request nor the server sets."""
-        return {option.name: option.default for option in self.options}
-
-    def without_meaning(self, values: Mapping[str, Value | None]) -> list[Option]:
-        """Returns the options that do not exist with these values of the others."""
-        return [
-            option
-            for option in self.options
-            if option.only_with is not None
-            and values[option.only_with[0]] not in option.only_with[1]
-        ]
-
-    def forwards_whole_canvas(self, cache_mode: str | None) -> bool:
-        """Returns whether every step of a row forwards its whole canvas."""
-        if self.option("cache_mode") is None:
-            return self.kind == CANVAS
-        return cache_mode in self.exact_modes
 
 
 def _number(name: str, default: float | None, help: str, **bounds: Any) -> Option:
@@ -426,61 +343,3 @@ def fill(
         elif option.counts_positions:
             value = min(int(value), row_length)  # the same meaning, and its sums fit into 32 bits
         arrays[name][row] = value
-
-
-# The tables of the documentation.
-
-
-def markdown_table(kind: str) -> str:
-    """Returns the algorithms of a kind with their options and defaults, as a table."""
-    lines = ["| algorithm | writes | options and their defaults |", "|---|---|---|"]
-    for number, algorithm in enumerate(of_kind(kind).values()):
-        name = f"`{algorithm.name}`" + (" (the default)" if number == 0 else "")
-        options = ", ".join(_shown(option) for option in algorithm.options)
-        if algorithm.alternatives:
-            options += f"; a request gives at most one of {', '.join(algorithm.alternatives)}"
-        lines.append(f"| {name} | {algorithm.writes} | {options} |")
-    return "\n".join(lines)
-
-
-def markdown_options(kind: str) -> str:
-    """Returns a table of what each option of a kind means."""
-    lines = ["| option | algorithms | values | meaning |", "|---|---|---|---|"]
-    meanings: dict[tuple[str, str, str], list[str]] = {}
-    for algorithm in of_kind(kind).values():
-        for option in algorithm.options:
-            meaning = (option.name, _values(option), _meaning(option))
-            meanings.setdefault(meaning, []).append(f"`{algorithm.name}`")
-    for (name, values, help), owners in sorted(meanings.items()):
-        lines.append(f"| `{name}` | {', '.join(owners)} | {values} | {help} |")
-    return "\n".join(lines)
-
-
-def _meaning(option: Option) -> str:
-    if option.only_with is None:
-        return option.help
-    name, words = option.only_with
-    return f"{option.help}; only with `{name}` {' or '.join(words)}"
-
-
-def _shown(option: Option) -> str:
-    match option.default:
-        case None:
-            default = f"({option.unset})"
-        case bool():
-            default = str(option.default).lower()
-        case float():
-            default = f"{option.default:g}"
-        case _:
-            default = str(option.default)
-    return f"`{option.name}` {default}"
-
-
-def _values(option: Option) -> str:
-    if option.type == "word":
-        return ", ".join(option.words)
-    if option.type == "flag":
-        return "true, false"
-    if option.high == value_checks.LARGEST_INTEGER:
-        return f"{option.low:g} and above"
-    return f"{option.low:g} to {option.high:g}"

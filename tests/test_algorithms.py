@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from jdllm import algorithms, config, errors
+from jdllm import algorithm_docs, algorithms, config, errors
 from jdllm.decoding.block import interface as block_lib
 from jdllm.decoding.canvas import interface as canvas_lib
 from jdllm.sampling_params import DllmParams
@@ -178,8 +178,8 @@ def test_a_new_option_is_declared_in_the_table_alone(monkeypatch):
     algorithms.fill(arrays, 0, resolved.algorithm, resolved.options, row_length=32)
     assert arrays["patience"].tolist() == [7, 3] and arrays["patience"].dtype == np.int32
     assert "patience" not in algorithms.padding(algorithms.CANVAS, 2)
-    assert "`patience` 5" in algorithms.markdown_table(algorithms.BLOCK)
-    assert "| 2 to 9 | steps to wait |" in algorithms.markdown_options(algorithms.BLOCK)
+    assert "`patience` 5" in algorithm_docs.markdown_table(algorithms.BLOCK)
+    assert "| 2 to 9 | steps to wait |" in algorithm_docs.markdown_options(algorithms.BLOCK)
 
 
 def test_without_an_algorithm_a_value_of_any_algorithm_passes():

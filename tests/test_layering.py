@@ -22,8 +22,8 @@ Sources = Mapping[str, str]  # repository-relative path -> text
 # Files of the lowest floor.
 OPTIONS = """
     version errors config arguments foreign_flags value_checks progress algorithms
-    neutral_values logit_options sampling_params image_params spec offload device_facts host
-    batching_rules foreign_image_flags
+    algorithm_options algorithm_docs neutral_values logit_options sampling_params image_params spec
+    offload device_facts host batching_rules foreign_image_flags
 """
 # (path or folder, floor, group). A file may import lower floors and its own group; the
 # first row that fits a path counts.

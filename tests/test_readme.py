@@ -11,7 +11,7 @@ import pytest
 import safetensors
 from support import snippets
 
-from jdllm import algorithms, config, sampling_params
+from jdllm import algorithm_docs, algorithms, config, sampling_params
 from jdllm.checkpoint import source
 from jdllm.server import cli
 from jdllm.tasks import registry
@@ -66,7 +66,7 @@ def test_paths_of_the_layout_exist():
 
 @pytest.mark.parametrize("kind", [algorithms.BLOCK, algorithms.CANVAS])
 def test_algorithms_and_options_are_those_of_the_table(kind):
-    for table in (algorithms.markdown_table(kind), algorithms.markdown_options(kind)):
+    for table in (algorithm_docs.markdown_table(kind), algorithm_docs.markdown_options(kind)):
         assert table in TEXT, f"put this into docs/algorithms.md:\n{table}"
 
 

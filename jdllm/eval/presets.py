@@ -38,7 +38,7 @@ _D3LLM = {
 _FAST = {"algorithm": "FastDLLM", "threshold": 0.9, "block_length": 32}
 _JOINT = {"algorithm": "JointThreshold"}
 # Thresholds of the LLaDA2.1 report (speed and quality mode); recipes of hao-ai-lab/d3LLM's
-# evaluation scripts; defaults of NVlabs/Fast-dLLM's generate.py.
+# evaluation scripts; defaults of the samplers of SDAR, Stable-DiffCoder and NVlabs/Fast-dLLM.
 PRESETS: dict[str, Preset] = {
     "llada20": Preset(
         about="LLaDA2.0",
@@ -51,6 +51,23 @@ PRESETS: dict[str, Preset] = {
     "llada21-q": Preset(
         about="LLaDA2.1, quality mode",
         dllm={**_JOINT, "threshold": 0.7, "edit_threshold": 0.5, "max_post_edit_steps": 16},
+    ),
+    "sdar": Preset(
+        about="SDAR, dynamic",
+        dllm={
+            "algorithm": "SDAR",
+            "remasking_strategy": "low_confidence_dynamic",
+            "threshold": 0.85,
+        },
+    ),
+    "sdar-static": Preset(
+        about="SDAR, static",
+        dllm={"algorithm": "SDAR", "remasking_strategy": "low_confidence_static"},
+    ),
+    "stable-diffcoder": Preset(
+        about="Stable-DiffCoder",
+        dllm={"algorithm": "MaskedDiffusion", "threshold": 0.95},
+        max_new_tokens=128,
     ),
     "d3llm-llada": Preset(
         about="d3LLM-LLaDA, by task",
