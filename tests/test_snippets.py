@@ -216,10 +216,13 @@ def test_what_is_not_run_is_known():
     """A new snippet is run here, or is a command whose flags `test_readme.py` checks."""
     checked = ("jdllm ", "pip install ", "docker ", "kubectl ", "python scripts/")
     lm_eval = ("python -m jdllm.eval.lm_eval run ", "lm_eval run ")  # its own command line
+    aup = ("python -m jdllm.eval.aup ",)  # `eval/test_aup.py` runs it
     for page in snippets.PAGES:
         assert len(snippets.blocks(page, "python")) == PYTHON.get(page, 0)
         for text in snippets.blocks(page, "bash"):
             others = [
-                line for line in text.splitlines() if not line.startswith((*checked, *lm_eval))
+                line
+                for line in text.splitlines()
+                if not line.startswith((*checked, *lm_eval, *aup))
             ]
             assert others == [] or text.startswith("curl "), page

@@ -11,8 +11,8 @@ shape are orthogonalised in one batched product each.
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Hashable, Mapping
+from typing import Protocol, cast
 
 import jax.numpy as jnp
 import optax
@@ -44,45 +44,57 @@ def build(options: Options) -> optax.GradientTransformation:
     """Returns the optimiser of flat dicts; matrices decay, vectors and numbers do not."""
     adam = optax.scale_by_adam(b1=_ADAM_B1, b2=options.adam_b2)
     if options.optimizer == "muon":
+        kinds: dict[Hashable, optax.GradientTransformation]
         kinds = {"matrix": _by_shape(), "other": adam}
         chosen = optax.partition(kinds, _kinds)
     else:
         chosen = adam
-    decay = optax.add_decayed_weights(
-        options.weight_decay,
-        mask=lambda params: {path: array.ndim > 1 for path, array in params.items()},
-    )
+    decay = optax.add_decayed_weights(options.weight_decay, mask=_decays)
     return optax.chain(optax.clip_by_global_norm(options.clip_norm), chosen, decay)
 
 
-def _kinds(params: Arrays) -> dict[str, str]:
+def _decays(params: optax.Params) -> dict[str, bool]:
+    return {path: array.ndim > 1 for path, array in _dict(params).items()}
+
+
+def _kinds(params: optax.Params) -> dict[str, str]:
     return {
         path: "matrix" if path.endswith(_MATRICES) and array.ndim > 1 else "other"
-        for path, array in params.items()
+        for path, array in _dict(params).items()
+    }
+
+
+def _dimensions(stacks: optax.Params) -> dict[str, contrib.MuonDimensionNumbers]:
+    return {
+        name: contrib.MuonDimensionNumbers(reduction_axis=2, output_axis=1)
+        for name in _dict(stacks)
     }
 
 
 def _by_shape() -> optax.GradientTransformation:
     """Returns Muon on stacks [count, out, in] of the matrices of each shape."""
-    muon = contrib.scale_by_muon(
-        weight_dimension_numbers=lambda stacks: {
-            name: contrib.MuonDimensionNumbers(reduction_axis=2, output_axis=1) for name in stacks
-        }
-    )
+    muon = contrib.scale_by_muon(weight_dimension_numbers=_dimensions)
 
-    def init(params):
-        return muon.init(_stacked(params))
+    def init(params: optax.Params) -> optax.OptState:
+        return muon.init(_stacked(_dict(params)))
 
-    def update(updates, state, params=None):
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+    ) -> tuple[dict[str, jnp.ndarray], optax.OptState]:
         del params
-        stacks, state = muon.update(_stacked(updates), state)
+        stacks, state = muon.update(_stacked(_dict(updates)), state)
         scaled = {
             name: stack * (_MUON_RMS * max(stack.shape[1:]) ** 0.5)
-            for name, stack in stacks.items()
+            for name, stack in _dict(stacks).items()
         }
-        return _unstacked(scaled, updates), state
+        return _unstacked(scaled, _dict(updates)), state
 
     return optax.GradientTransformation(init, update)
+
+
+def _dict(tree: optax.Params) -> Arrays:
+    """Returns the tree as what it is here: arrays by path."""
+    return cast("Arrays", tree)
 
 
 def _groups(arrays: Arrays) -> dict[str, list[str]]:
