@@ -81,6 +81,12 @@ def build_network(hf_config: Mapping[str, Any], dtype: str) -> Network:
             f"position; this family has {diffusion.attention_pattern} attention, "
             f"{diffusion.logit_alignment} logits"
         )
+    routed = (one.feed_forward for one in config.layers)
+    if any(isinstance(one, moe.MoEConfig) and not one.router.has_bias for one in routed):
+        raise errors.ConfigError(
+            f"{architecture}: training balances experts by a bias of the router, which this family "
+            "does not have"
+        )
     graphdef, shapes = family.abstract(config, dtype=jnp.dtype(dtype), implementation="dense")
     return Network(graphdef=graphdef, shapes=shapes, config=config)
 

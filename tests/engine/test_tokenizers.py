@@ -231,7 +231,41 @@ def end_tokens(architecture, directory, eos_token_ids=(7,)):
 
 
 def test_every_family_ends_its_turns():
-    assert all(family.end_of_turn for family in registry.FAMILIES.values())
+    # Stable-DiffCoder's template ends a turn with the end of the text.
+    without = [name for name, family in registry.FAMILIES.items() if not family.end_of_turn]
+    assert without == ["StableDiffcoderForCausalLM"]
+
+
+def sdar_files(directory):
+    """Writes a tokenizer as SDAR's checkpoints hold it: Qwen2's class, code only for the model."""
+    first_id = dream_files(directory)
+    options = json.loads((directory / "tokenizer_config.json").read_text())
+    specials = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|MASK|>")
+    options |= {
+        "added_tokens_decoder": added_tokens(first_id, specials),
+        "additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|MASK|>"],
+        "bos_token": None,
+        "mask_token": "<|MASK|>",
+        "tokenizer_class": "Qwen2Tokenizer",
+    }
+    del options["auto_map"]
+    write_json(directory / "tokenizer_config.json", options)
+    code = {"AutoConfig": "configuration_sdar.SDARConfig"}
+    write_json(directory / "config.json", {"model_type": "sdar", "auto_map": code})
+    shutil.copy(directory / "configuration_dream.py", directory / "configuration_sdar.py")
+    return first_id
+
+
+def test_sdar_has_qwen2_s_tokenizer_and_its_code_is_not_run(tmp_path):
+    first_id = sdar_files(tmp_path)
+    loaded = tokenizer.Tokenizer(tmp_path)
+    assert not (tmp_path / "ran").exists()
+    assert (loaded.token_id("<|MASK|>"), loaded.eos_token_id) == (first_id + 3, first_id)
+    ids = loaded.apply_chat_template([{"role": "user", "content": "the cat"}])
+    shown = "<|im_start|>user\nthe cat<|im_end|>\n<|im_start|>assistant\n"
+    assert loaded.decode(ids, skip_special_tokens=False) == shown
+    for architecture in ("SDARForCausalLM", "SDARMoeForCausalLM"):
+        assert end_tokens(architecture, tmp_path) == ["<|endoftext|>", "<|im_end|>"]
 
 
 def test_end_tokens_are_those_of_the_family(tmp_path):

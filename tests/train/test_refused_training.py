@@ -20,6 +20,12 @@ def test_training_of_shifted_logits_is_refused():
         step.build_network(hf_config("dream"), "float32")
 
 
+def test_training_of_routers_without_a_bias_is_refused():
+    with pytest.raises(errors.ConfigError, match="SDARMoeForCausalLM: .* bias of the router"):
+        step.build_network(hf_config("sdar_moe"), "float32")
+    step.build_network(hf_config("sdar"), "float32")
+
+
 def test_noise_copies_of_full_attention_are_refused():
     network = step.build_network(hf_config("llada"), "float32")
     step.noise_config(network, config.from_mapping({"model_path": "x"}))

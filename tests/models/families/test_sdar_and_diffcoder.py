@@ -74,15 +74,19 @@ def test_router_logits_and_chosen_experts_of_sdar_moe_are_the_reference_s():
 
 @pytest.mark.parametrize(
     ("name", "tensors", "parameters"),
-    [("sdar-1.7b", None, None), ("sdar-8b", 399, 8.19e9), ("sdar-30b-a3b", 18867, 30.53e9)],
+    [
+        ("sdar-1.7b", 311, 2.03e9),
+        ("sdar-4b", 399, 4.41e9),
+        ("sdar-8b", 399, 8.19e9),
+        ("sdar-30b-a3b", 18867, 30.53e9),
+    ],
 )
 def test_published_sizes_have_the_published_tensors(name, tensors, parameters):
     config = parse(json.loads((ROOT / "configs" / name / "config.json").read_text()))
     rows = registry.family(config.spec.architecture).weight_rows(config)
-    if tensors is not None:
-        assert len(rows) == tensors
-        total = sum(math.prod(row.shape) for row in rows)
-        assert total == pytest.approx(parameters, rel=2e-3)
+    assert len(rows) == tensors
+    total = sum(math.prod(row.shape) for row in rows)
+    assert total == pytest.approx(parameters, rel=2e-3)
     diffusion = config.spec.diffusion
     assert diffusion.attention_pattern is spec.AttentionPattern.BLOCK_CAUSAL
     assert diffusion.logit_alignment is spec.LogitAlignment.SAME_POSITION

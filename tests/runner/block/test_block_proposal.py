@@ -191,3 +191,26 @@ def test_positions_that_cannot_change_are_left_alone_and_change_no_other(count, 
     for name in ("prob", "best_prob"):
         expected = np.where(wanted, getattr(every, name), 0.0)
         np.testing.assert_array_equal(getattr(got, name), expected)
+
+
+def test_the_probability_of_a_draw_and_the_entropy_are_those_of_dense_logits():
+    hidden, lm_head, tokens = case(13, 4)
+    temperature, top_k = np.float32([0.0, 0.7, 2.0, 1.3]), 5
+    got = run(
+        hidden, lm_head, tokens, sampling_rows(4, temperature=temperature, top_k=top_k, seed=8)
+    )
+    for r in range(4):
+        for i in range(T):
+            z = hidden[r, i].astype(np.float64) @ lm_head.T.astype(np.float64)
+            p = np.exp(z - z.max()) / np.sum(np.exp(z - z.max()))
+            np.testing.assert_allclose(got.entropy[r, i], -np.sum(p * np.log(p)), rtol=1e-4)
+            if temperature[r] == 0:
+                np.testing.assert_allclose(got.draw_prob[r, i], got.prob[r, i])
+                continue
+            z[MASK_ID] = -np.inf
+            kept = np.argsort(-z)[:top_k]
+            share = np.exp(z[kept] / temperature[r] - z[kept].max() / temperature[r])
+            place = np.flatnonzero(kept == int(got.tokens[r, i]))
+            np.testing.assert_allclose(
+                got.draw_prob[r, i], (share / share.sum())[place[0]], rtol=1e-4
+            )
