@@ -7,11 +7,12 @@ from typing import Any
 
 from jdllm import errors
 from jdllm.models import family as family_lib
-from jdllm.models.families import dream, llada, llada2, sdar, sdar_moe, stable_diffcoder
+from jdllm.models.families import dream, llada, llada2, llada_moe, sdar, sdar_moe, stable_diffcoder
 
 FAMILIES: dict[str, family_lib.Family] = {
     "LLaDA2MoeModelLM": llada2.FAMILY,
     "LLaDAModelLM": llada.FAMILY,
+    "LLaDAMoEModelLM": llada_moe.FAMILY,
     "DreamModel": dream.FAMILY,
     "SDARForCausalLM": sdar.FAMILY,
     "SDARMoeForCausalLM": sdar_moe.FAMILY,
