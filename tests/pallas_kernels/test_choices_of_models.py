@@ -1,0 +1,92 @@
+"""Which ops of published models run as kernels on Hopper, whatever the block size, and why not."""
+
+import json
+import pathlib
+
+import jax.numpy as jnp
+import pytest
+from support import devices
+
+from jdllm.kv_cache import pool
+from jdllm.models import registry
+from pallas_kernels.add_rms_norm import api as add_rms_norm
+from pallas_kernels.dense_matmul import api as dense_matmul
+from pallas_kernels.dense_matmul.mosaic_gpu import MAX_TOKENS
+from pallas_kernels.extend_attention import api as extend_attention
+from pallas_kernels.grouped_matmul import api as grouped_matmul
+from pallas_kernels.rotate_and_cache import api as rotate_and_cache
+from pallas_kernels.top_k_routing import api as top_k_routing
+from pallas_kernels.unembed_stats import api as unembed_stats
+
+CONFIGS = pathlib.Path(__file__).resolve().parents[2] / "configs"
+DTYPE = jnp.dtype(jnp.bfloat16)
+
+
+def choices_of(name, *, rows, block_size):
+    """Returns the choice of each op in a decode step of `rows` rows."""
+    hf = json.loads((CONFIGS / name / "config.json").read_text())
+    config = registry.family(registry.architecture_of(hf)).parse_config(hf, block_size=block_size)
+    spec, tokens = config.spec, rows * block_size
+    width = spec.num_query_heads * spec.head_dim
+    found = {
+        "add_rms_norm": add_rms_norm.choose(dtype=DTYPE, width=spec.hidden_size),
+        "extend_attention": extend_attention.choose(
+            dtype=DTYPE,
+            head_dim=spec.head_dim,
+            page_size=pool.choose_page_size(block_size, None),
+            block_size=block_size,
+            q_heads=spec.num_query_heads,
+            kv_heads=spec.num_kv_heads,
+            visibility=spec.diffusion.attention_pattern.value,
+            tokens=tokens,
+            rows=rows,
+        ),
+        "rotate_and_cache": rotate_and_cache.choose(
+            dtype=DTYPE, pool_dtype=DTYPE, head_dim=spec.head_dim, rotary_dim=spec.rotary_dim
+        ),
+        "unembed_stats": unembed_stats.choose(dtype=DTYPE, hidden_size=spec.hidden_size),
+    }
+    columns = {
+        "w_qkv": (width + 2 * spec.num_kv_heads * spec.head_dim, spec.hidden_size),
+        "w_out": (spec.hidden_size, width),
+    }
+    if spec.moe is None:
+        inner = config.layers[0].feed_forward.width
+        columns |= {"w_gate_up": (2 * inner, spec.hidden_size), "w_down": (spec.hidden_size, inner)}
+    else:
+        router = config.layers[0].feed_forward.router
+        found["top_k_routing"] = top_k_routing.choose(
+            num_experts=router.num_experts,
+            num_groups=router.num_groups,
+            experts_per_token=router.experts_per_token,
+            renormalizes=router.renormalizes,
+        )
+        found["grouped_matmul"] = grouped_matmul.choose(
+            dtype=DTYPE,
+            hidden_size=spec.hidden_size,
+            intermediate_size=spec.moe.intermediate_size,
+        )
+    for weight, (out, contraction) in columns.items():
+        found[weight] = dense_matmul.choose(
+            dtype=DTYPE, tokens=tokens, columns=out, contraction=contraction
+        )
+    return found
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64])
+@pytest.mark.parametrize("block_size", [4, 8, 16, 32, 64])
+@pytest.mark.parametrize("name", ["sdar-1.7b", "sdar-4b", "sdar-8b", "sdar-30b-a3b"])
+def test_sdar_runs_kernels_only_at_every_block_size(name, block_size, rows, monkeypatch):
+    devices.pretend(monkeypatch, devices.HOPPER)
+    for op, choice in choices_of(name, rows=rows, block_size=block_size).items():
+        # Products of more tokens are XLA's own, unless a recorded tile beats them.
+        if not (op.startswith("w_") and rows * block_size > MAX_TOKENS):
+            assert choice.implementation == "mosaic_gpu", (op, choice.reasons)
+
+
+def test_llada_moe_s_routing_is_xla_s_and_says_why(monkeypatch):
+    devices.pretend(monkeypatch, devices.HOPPER)
+    found = choices_of("llada-moe-7b-a1b", rows=4, block_size=32)
+    slow = {op: one.reasons for op, one in found.items() if one.implementation != "mosaic_gpu"}
+    assert list(slow) == ["top_k_routing"]
+    assert "not renormalised" in slow["top_k_routing"]
