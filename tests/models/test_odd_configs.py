@@ -17,6 +17,7 @@ CONFIGS = {
     "jdllm-nano": source.bundled_model("jdllm-nano"),
     "dream-7b": ROOT / "configs/dream-7b",
     "llada-8b": ROOT / "configs/llada-8b",
+    "llada-moe-7b-a1b": ROOT / "configs/llada-moe-7b-a1b",
     "sdar-30b-a3b": ROOT / "configs/sdar-30b-a3b",
 }
 NAN, INFINITY = float("nan"), float("inf")

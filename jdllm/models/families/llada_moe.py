@@ -31,7 +31,7 @@ RULES = key_rules.KeyRules(
     only={
         "hidden_act": ("silu",),
         "qk_layernorm": (True,),
-        # The published model class takes these for granted, whatever the config says.
+        # What the published model class computes, whatever its config says.
         "norm_topk_prob": (None, False),
         "moe_router_score_function": (None, "softmax"),
     },
