@@ -43,7 +43,8 @@ REFUSALS: dict[str, str] = {
     "transformer_weights_path text_encoder_path",
     "all components have one dtype; use --dtype": "dit_precision vae_precision "
     "text_encoder_precisions image_encoder_precision",
-    "every step is computed in full": "cache_dit_config enable_cache_dit enable_teacache",
+    "use --enable-step-cache, and send residual_diff_threshold with requests": "cache_dit_config "
+    "enable_cache_dit enable_teacache",
     "change scheduler/scheduler_config.json of a copy of the pipeline": "flow_shift",
     "send guidance_scale with the request": "embedded_cfg_scale",
     "only images are made, and of texts alone": "boundary_ratio mask_strategy_file_path "

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 
 import jax
 
-from jdllm.imagegen import kind
+from jdllm.imagegen import kind, state
 from jdllm.imagegen.pipelines import interface
 from jdllm.scheduler import batch as batch_lib
 from jdllm.scheduler.rows import image_buckets
@@ -25,6 +25,12 @@ MOST_ENTRIES = 4096  # captions of tiny models need no more, however many would 
 def slot_bytes(pipeline: interface.Pipeline, max_pixels: int) -> int:
     """Returns the bytes of a slot: latents and clean latents of at most `max_pixels`."""
     return 2 * _FLOAT32_BYTES * kind.latent_elements(pipeline, max_pixels)
+
+
+def residual_bytes(pipeline: interface.Pipeline, max_pixels: int) -> int:
+    """Returns the bytes of the step cache of a slot: two arrays for each of two passes."""
+    elements = kind.residual_elements(pipeline, max_pixels)
+    return 2 * state.MOST_PASSES * elements * pipeline.parts.dtype.itemsize
 
 
 def entry_bytes(pipeline: interface.Pipeline, max_tokens: int) -> int:

@@ -55,7 +55,8 @@ class ImageBuildConfig:
     in rules. When nothing runs, the first step may wait `batching_delay_ms`
     for others. `mem_fraction_static` is the share of device memory for weights, latents, captions
     and what a launch needs; the rest is a margin. `caption_cache_bytes` bounds the captions that
-    stay on the device. `compiles_behind`: programs for several images are compiled after the start.
+    stay on the device. `has_step_cache`: requests may have a step cache, whose memory and programs
+    exist only then. `compiles_behind`: programs for several images are compiled after the start.
     """
 
     directory: pathlib.Path
@@ -73,6 +74,7 @@ class ImageBuildConfig:
     sizes: tuple[tuple[int, int], ...] | None = None
     max_pixels: int = image_limits.DEFAULT_MAX_PIXELS
     caption_cache_bytes: int | None = None
+    has_step_cache: bool = False
     disable_overlap_schedule: bool = False
     decode_log_interval: int = 40
     show_progress: bool = True
@@ -106,6 +108,7 @@ class BuiltImages:
     first_use: first_use.FirstUse
     weight_bytes: int
     slot_bytes: int  # of all slots
+    residual_bytes: int  # of the step cache of all slots
     caption_bytes: int  # of all entries
     startup_s: float
     compiles_at_ready: int
@@ -147,6 +150,7 @@ def build(config: ImageBuildConfig, progress: startup.StartupProgress) -> BuiltI
             num_entries=num_entries,
             max_pixels=config.max_pixels,
             max_tokens=max_tokens,
+            has_step_cache=config.has_step_cache,
         ),
     )
     runner = model_runner.ModelRunner(model.params, kind, device=device)
@@ -198,6 +202,11 @@ def build(config: ImageBuildConfig, progress: startup.StartupProgress) -> BuiltI
         dtype=str(next(iter(model.params.values())).dtype),
         first_use=programs,
         weight_bytes=sum(array.nbytes for array in model.params.values()),
+        residual_bytes=(
+            num_slots * sizes_lib.residual_bytes(pipeline, config.max_pixels)
+            if config.has_step_cache
+            else 0
+        ),
         slot_bytes=num_slots * sizes_lib.slot_bytes(pipeline, config.max_pixels),
         caption_bytes=num_entries * sizes_lib.entry_bytes(pipeline, max_tokens),
         startup_s=time.monotonic() - began_s,
@@ -236,6 +245,7 @@ def _buckets(
         rows=rows,
         tokens=_caption_lengths(pipeline, device),
         sizes=sizes,
+        cached=(False, True) if config.has_step_cache else (False,),
         most_requests=_most_requests(config, pipeline, device),
     )
     if device.is_cpu:
