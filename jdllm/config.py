@@ -56,6 +56,7 @@ IMAGE_OPTIONS = frozenset(
         "warmup_resolutions",
         "max_image_pixels",
         "enable_step_cache",
+        "text_encoder_cpu_offload",
     ]
 )
 
@@ -110,6 +111,7 @@ class EngineConfig:
     warmup_resolutions: str | None = None
     max_image_pixels: int | None = None
     enable_step_cache: bool = False
+    text_encoder_cpu_offload: bool = False
 
     def __post_init__(self) -> None:
         _check_types(self)

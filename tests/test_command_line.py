@@ -160,6 +160,7 @@ PASTED = {
         "batching_max_size": 4,
         "batching_delay_ms": 5.0,
         "enable_batching_metrics": True,
+        "text_encoder_cpu_offload": True,
     },
     "--port 5 my-model --enable-prefix-caching --async-scheduling": {
         "model_path": "my-model",

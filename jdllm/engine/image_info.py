@@ -52,6 +52,7 @@ class ImageStats:
     jit_compile_seconds: float
     startup_time_seconds: float
     weight_memory_usage_gb: float
+    host_weight_memory_usage_gb: float
     latent_memory_usage_gb: float
     step_cache_memory_usage_gb: float
     caption_memory_usage_gb: float
@@ -90,6 +91,7 @@ def stats(built: images.BuiltImages) -> ImageStats:
         jit_compiles_total=compiles.count - built.compiles_at_ready,
         jit_compile_seconds=compiles.seconds,
         startup_time_seconds=built.startup_s,
+        host_weight_memory_usage_gb=built.host_weight_bytes / 1e9,
         weight_memory_usage_gb=built.weight_bytes / 1e9,
         latent_memory_usage_gb=built.slot_bytes / 1e9,
         step_cache_memory_usage_gb=built.residual_bytes / 1e9,

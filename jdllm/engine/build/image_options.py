@@ -46,6 +46,7 @@ def build_config(config: config_lib.EngineConfig) -> images.ImageBuildConfig:
         model_path=config.model_path or directory.name,
         sizes=_sizes(config.warmup_resolutions),
         has_step_cache=config.enable_step_cache,
+        offloads_text_encoders=config.text_encoder_cpu_offload,
         max_pixels=config.max_image_pixels or image_limits.DEFAULT_MAX_PIXELS,
         disable_overlap_schedule=config.disable_overlap_schedule,
         decode_log_interval=config.decode_log_interval,

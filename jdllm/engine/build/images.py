@@ -52,11 +52,12 @@ class ImageBuildConfig:
 
     `sizes` are the (height, width) in pixels that are compiled at start. A launch has at most
     `batching_max_size` requests, or fewer where the rules say so; `model_path` is the model's name
-    in rules. When nothing runs, the first step may wait `batching_delay_ms`
-    for others. `mem_fraction_static` is the share of device memory for weights, latents, captions
-    and what a launch needs; the rest is a margin. `caption_cache_bytes` bounds the captions that
-    stay on the device. `has_step_cache`: requests may have a step cache, whose memory and programs
-    exist only then. `compiles_behind`: programs for several images are compiled after the start.
+    in rules. When nothing runs, the first step may wait `batching_delay_ms` for others.
+    `mem_fraction_static` is the share of device memory for weights, latents, captions and what a
+    launch needs; the rest is a margin. `caption_cache_bytes` bounds the captions that stay on the
+    device. `has_step_cache`: requests may have a step cache, whose memory and programs exist only
+    then. `offloads_text_encoders`: their weights wait in the host's memory. `compiles_behind`:
+    programs for several images are compiled after the start.
     """
 
     directory: pathlib.Path
@@ -75,6 +76,7 @@ class ImageBuildConfig:
     max_pixels: int = image_limits.DEFAULT_MAX_PIXELS
     caption_cache_bytes: int | None = None
     has_step_cache: bool = False
+    offloads_text_encoders: bool = False
     disable_overlap_schedule: bool = False
     decode_log_interval: int = 40
     show_progress: bool = True
@@ -106,7 +108,8 @@ class BuiltImages:
     num_slots: int
     dtype: str  # of the weights
     first_use: first_use.FirstUse
-    weight_bytes: int
+    weight_bytes: int  # on the device
+    host_weight_bytes: int
     slot_bytes: int  # of all slots
     residual_bytes: int  # of the step cache of all slots
     caption_bytes: int  # of all entries
@@ -129,10 +132,19 @@ def build(config: ImageBuildConfig, progress: startup.StartupProgress) -> BuiltI
     progress.enter("load")
     device = device_lib.facts()
     folder = pipeline_folder.read(config.directory, load_format=config.load_format)
+    dtype = loaded.resolve_dtype(config.dtype, device)
+    sizes_lib.check_weights(
+        folder,
+        dtype,
+        share=config.mem_fraction_static,
+        memory_bytes=device.memory_bytes,
+        offloads_text_encoders=config.offloads_text_encoders,
+    )
     model = loaded.load(
         folder,
-        config.dtype,
+        dtype,
         device,
+        offloads_text_encoders=config.offloads_text_encoders,
         seed=config.random_seed,
         show_progress=config.show_progress,
     )
@@ -201,7 +213,8 @@ def build(config: ImageBuildConfig, progress: startup.StartupProgress) -> BuiltI
         num_slots=num_slots,
         dtype=str(next(iter(model.params.values())).dtype),
         first_use=programs,
-        weight_bytes=sum(array.nbytes for array in model.params.values()),
+        weight_bytes=model.weight_bytes(on_host=False),
+        host_weight_bytes=model.weight_bytes(on_host=True),
         residual_bytes=(
             num_slots * sizes_lib.residual_bytes(pipeline, config.max_pixels)
             if config.has_step_cache

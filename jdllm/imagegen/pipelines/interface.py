@@ -52,6 +52,11 @@ class Layout:
     models: Mapping[str, tuple[str, ...]]
     tokenizers: Mapping[str, TokenizerPlace]
 
+    @property
+    def text_encoders(self) -> frozenset[str]:
+        """The components that only captions need."""
+        return frozenset(place.encoder for place in self.tokenizers.values())
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Defaults:
