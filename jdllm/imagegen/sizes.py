@@ -35,6 +35,17 @@ def residual_bytes(pipeline: interface.Pipeline, max_pixels: int) -> int:
     return 2 * state.MOST_PASSES * elements * pipeline.parts.dtype.itemsize
 
 
+def check_residuals(num_slots: int, slot_bytes: int, free_bytes: int | None) -> None:
+    """Raises a ConfigError if the step cache of all slots takes more than what is free."""
+    needed = num_slots * slot_bytes
+    if free_bytes is not None and needed > free_bytes:
+        raise errors.ConfigError(
+            f"enable_step_cache takes {needed / 1e9:.1f} GB for max_running_requests={num_slots} "
+            f"images of max_image_pixels, and {max(free_bytes, 0) / 1e9:.1f} GB are left beside "
+            "the weights; lower one of them"
+        )
+
+
 def entry_bytes(pipeline: interface.Pipeline, max_tokens: int) -> int:
     """Returns the bytes of an entry for captions of at most `max_tokens`."""
     leaves = jax.tree.leaves(pipeline.caption_shapes(max_tokens))

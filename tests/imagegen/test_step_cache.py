@@ -224,3 +224,10 @@ def test_a_pipeline_without_a_cache_refuses_it(golden, monkeypatch):
     config = dataclasses.replace(golden.config, has_step_cache=True)
     with pytest.raises(errors.ConfigError, match="enable_step_cache"):
         kind_lib.ImageKind(pipeline, config)
+
+
+def test_a_step_cache_that_does_not_fit_names_what_to_lower():
+    sizes.check_residuals(4, 1000, None)
+    sizes.check_residuals(4, 1000, 4000)
+    with pytest.raises(errors.ConfigError, match="max_running_requests=4 images of max_image_pix"):
+        sizes.check_residuals(4, 1000, 3999)

@@ -155,6 +155,10 @@ def build(config: ImageBuildConfig, progress: startup.StartupProgress) -> BuiltI
     num_slots = config.max_running_requests or _default_rows(device)
     max_tokens = buckets.tokens[-1]
     num_entries = sizes_lib.entries_that_fit(pipeline, max_tokens, _caption_bytes(config, device))
+    if config.has_step_cache:
+        slot_bytes = sizes_lib.residual_bytes(pipeline, config.max_pixels)
+        free_bytes = sizing.free_bytes(config.mem_fraction_static)
+        sizes_lib.check_residuals(num_slots, slot_bytes, free_bytes)
     kind = kind_lib.ImageKind(
         pipeline,
         kind_lib.ImageKindConfig(
