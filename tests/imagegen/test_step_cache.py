@@ -9,7 +9,7 @@ import random
 import jax
 import numpy as np
 import pytest
-from support import golden_pipelines, image_launches, step_cache_oracle
+from support import golden_pipelines, image_launches, marks, step_cache_oracle
 from support.image_launches import NEGATIVE, PROMPTS, ROWS
 
 from jdllm import device as device_lib
@@ -23,11 +23,22 @@ ATOL_LATENTS = 6e-4  # that of test_golden_runs.py
 ATOL_ALONE = 5e-5  # that of test_step_launches.py
 LEAST_MARGIN = 1e-4  # of a change to a threshold: rounding must not decide
 
+# One stream and two streams; the third class is like the latter.
+of_few = pytest.mark.parametrize(
+    "golden", marks.every(2, golden_pipelines.PIPELINES), ids=lambda golden: golden.name
+)
+
+
+@functools.cache
+def small(golden):
+    """Returns a pipeline with as many slots as the tests here need: residuals are large."""
+    config = dataclasses.replace(golden.config, num_slots=6, num_entries=12, has_step_cache=True)
+    return dataclasses.replace(golden, config=config)
+
 
 @functools.cache
 def runner(golden):
-    model, size = golden.pipeline(), golden.sizes[0]
-    config = dataclasses.replace(golden.config, has_step_cache=True)
+    model, size, config = golden.pipeline(), golden.sizes[0], small(golden).config
     made = model_runner.ModelRunner(
         model.params, kind_lib.ImageKind(model.pipeline, config), device=device_lib.facts()
     )
@@ -45,7 +56,7 @@ def runner(golden):
 
 
 def device(golden, rng=None):
-    return golden.device(rng, runner(golden))
+    return small(golden).device(rng, runner(golden))
 
 
 def ask(golden, j, threshold, *, negative=None):
@@ -83,8 +94,8 @@ def steps_of(row, device, *others, **options):
     return latents, skipped
 
 
+@of_few
 @pytest.mark.parametrize("negative", [None, NEGATIVE], ids=["plain", "guided"])
-@golden_pipelines.of_each
 def test_decisions_and_latents_are_those_of_a_plain_loop(golden, negative):
     request = ask(golden, 1, threshold_of(golden, 1, negative), negative=negative)
     expected = step_cache_oracle.run(golden, request)
@@ -98,7 +109,7 @@ def test_decisions_and_latents_are_those_of_a_plain_loop(golden, negative):
     assert np.abs(latents[-1] - computed.latents[-1]).max() > 10 * ATOL_LATENTS
 
 
-@golden_pipelines.of_each
+@of_few
 def test_rows_that_skip_are_alone_what_they_are_among_rows_that_compute(golden):
     """In any slots, at different steps, beside a row that never skips and one that always does."""
     asked = [
@@ -133,7 +144,7 @@ def test_rows_that_skip_are_alone_what_they_are_among_rows_that_compute(golden):
         np.testing.assert_allclose(found[id(row)][0], latents, atol=ATOL_ALONE)
 
 
-@golden_pipelines.of_each
+@of_few
 def test_a_row_begins_without_the_residuals_of_the_one_before_it_in_its_slot(golden):
     on_device = device(golden)
     slot = on_device._slots[-1]
@@ -151,7 +162,7 @@ def test_a_row_begins_without_the_residuals_of_the_one_before_it_in_its_slot(gol
     np.testing.assert_allclose(latents[-1], wanted, atol=ATOL_LATENTS)
 
 
-@golden_pipelines.of_each
+@of_few
 def test_a_row_that_never_skips_is_the_row_without_a_cache(golden):
     plain, cached = (ask(golden, 2, threshold) for threshold in (0.0, 1e-9))
     products = []
@@ -209,7 +220,7 @@ def test_programs_without_a_cache_have_neither_its_inputs_nor_its_memory(golden)
     assert "residuals" not in plain
     held = made._memory["residuals"]
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(held))
-    config, pipeline = golden.config, golden.pipeline().pipeline
+    config, pipeline = small(golden).config, golden.pipeline().pipeline
     assert num_bytes == config.num_slots * sizes.residual_bytes(pipeline, config.max_pixels)
     # Two passes, two arrays, float32, a token for each 16 x 16 pixels.
     tokens = config.max_pixels // 256

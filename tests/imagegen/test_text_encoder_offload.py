@@ -9,7 +9,7 @@ import pathlib
 import jax
 import numpy as np
 import pytest
-from support import golden_pipelines, image_launches
+from support import golden_pipelines, image_launches, marks
 from support.image_launches import PROMPTS, ROWS
 
 from jdllm import device as device_lib
@@ -58,21 +58,26 @@ def memory_kinds(params, prefix):
 @golden_pipelines.of_each
 def test_only_text_encoders_are_in_the_memory_of_the_host(golden):
     model, plain = offloaded(golden), golden.pipeline()
-    assert memory_kinds(model.params, "text_encoder.") == {device_facts.HOST_MEMORY}
+    encoders = model.pipeline.layout.text_encoders
+    for name in encoders:
+        assert memory_kinds(model.params, f"{name}.") == {device_facts.HOST_MEMORY}
     for prefix in ("transformer.", "vae."):
         kinds = memory_kinds(model.params, prefix)
         assert kinds == memory_kinds(plain.params, prefix) != {device_facts.HOST_MEMORY}
     expected = sizes.component_bytes(golden.folder(), "float32")
-    assert model.weight_bytes(on_host=True) == expected["text_encoder"] > 0
+    of_encoders = sum(expected[name] for name in encoders)
+    assert model.weight_bytes(on_host=True) == of_encoders > 0
     of_others = expected["transformer"] + expected["vae"]
     assert model.weight_bytes(on_host=False) == of_others
-    assert plain.weight_bytes(on_host=False) == of_others + expected["text_encoder"]
+    assert plain.weight_bytes(on_host=False) == of_others + of_encoders
     assert plain.weight_bytes(on_host=True) == 0
     for path, array in plain.params.items():
         np.testing.assert_array_equal(np.asarray(model.params[path]), np.asarray(array))
 
 
-@golden_pipelines.of_each
+@pytest.mark.parametrize(
+    "golden", marks.every(2, golden_pipelines.PIPELINES), ids=lambda golden: golden.name
+)
 def test_images_are_the_same_and_nothing_stays_on_the_device(golden):
     asked = [golden.ask(prompt, steps=2, seed=i) for i, prompt in enumerate(PROMPTS)]
     plain, away = golden.device(), golden.device(runner=runner(golden))
@@ -103,12 +108,12 @@ def test_a_layer_is_copied_only_when_the_layer_before_the_last_one_has_ended(gol
     ids, lens = np.ones((1, golden.tokens), np.int32), np.full((1,), golden.tokens, np.int32)
     jaxpr = jax.make_jaxpr(pipeline.encode)(params, ids, lens).jaxpr
     barriers = [one for one in _equations(jaxpr) if one.primitive.name == "optimization_barrier"]
-    module = pipeline.parts.module("text_encoder", params)
-    num_layers = len(module.layers)
-    waited_for = [one.invars[-1] for one in barriers]
+    encoders = pipeline.layout.text_encoders
+    num_layers = sum(len(pipeline.parts.module(name, params).layers) for name in encoders)
+    waited_for = {id(one.invars[-1]) for one in barriers}
     assert len(barriers) >= num_layers
-    # The first two layers wait for the words, every other one for another value.
-    assert len(set(map(id, waited_for[:num_layers]))) == num_layers - 1
+    # The first two layers of an encoder wait for the words, every other one for another value.
+    assert len(waited_for) >= num_layers - len(encoders)
 
 
 def _equations(jaxpr):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from support import golden_images, golden_qwen_image
+from support import golden_flux, golden_images, golden_qwen_image
 
 from jdllm.imagegen.pipelines import interface, qwen_image
 from jdllm.models.images import qwen_image as qwen_transformer
@@ -28,8 +28,8 @@ class Forward:
     velocity: Callable[[np.ndarray], np.ndarray]
 
 
-def z_image_forward(model, latents, sigma, caption, num_ids, size):
-    del size
+def z_image_forward(model, latents, sigma, caption, num_ids, image):
+    del image
     lens, x = jnp.array([num_ids]), jnp.asarray(latents)[None]
     rows, columns = latents.shape[1] // 2, latents.shape[2] // 2
     T = rows * columns
@@ -64,8 +64,8 @@ def z_image_forward(model, latents, sigma, caption, num_ids, size):
     )
 
 
-def qwen_image_forward(model, latents, sigma, caption, num_ids, size):
-    grid = size[0] // 16, size[1] // 16
+def qwen_image_forward(model, latents, sigma, caption, num_ids, params):
+    grid = params.height // 16, params.width // 16
     embedding = model.timestep_embedder(jnp.array([sigma * 1000], jnp.float32))
     active = jax.nn.silu(embedding)
     image = model.image_in(jnp.asarray(latents)[None])
@@ -89,8 +89,39 @@ def qwen_image_forward(model, latents, sigma, caption, num_ids, size):
     )
 
 
+def flux_forward(model, latents, sigma, caption, num_ids, params):
+    grid = params.height // 16, params.width // 16
+    scale = jnp.array([params.guidance_scale], jnp.float32)
+    embedding = model.embed(jnp.array([sigma], jnp.float32), scale, caption.pooled)
+    doubles, singles = model.modulations(embedding)
+    image = model.x_embedder(jnp.asarray(latents)[None])
+    rotation = model.rotation(grid, caption.text.shape[1])
+    own = num_ids - golden_flux.GOLDEN.pipeline().pipeline.prefix_tokens
+    lengths = jnp.array([image.shape[1] + own])
+    T = image.shape[1]
+    first, *others = model.transformer_blocks
+    after, text = first(image, caption.text, rotation, lengths, doubles[0])
+
+    def rest():
+        x, y = after, text
+        for block, of_both in zip(others, doubles[1:], strict=True):
+            x, y = block(x, y, rotation, lengths, of_both)
+        joint = jnp.concatenate([x, y], axis=1)
+        for block, modulation in zip(model.single_transformer_blocks, singles, strict=True):
+            joint = block(joint, rotation, lengths, modulation)
+        return np.asarray(joint)[0, :T]
+
+    return Forward(
+        before=np.asarray(image)[0],
+        after_first=np.asarray(after)[0],
+        rest=rest,
+        velocity=lambda tokens: np.asarray(model.final(jnp.asarray(tokens)[None], embedding))[0],
+    )
+
+
 FORWARDS = {
     golden_images.GOLDEN.name: z_image_forward,
+    golden_flux.GOLDEN.name: flux_forward,
     golden_qwen_image.GOLDEN.name: qwen_image_forward,
 }
 
@@ -118,7 +149,7 @@ def run(golden, request, threshold=None):
     held, skipped, changes, after = [None] * len(captions), [], [], []
     for step, (sigma, next_sigma) in enumerate(zip(levels, levels[1:], strict=False)):
         passes = [
-            FORWARDS[golden.name](transformer, x, sigma, caption, len(ids), size)
+            FORWARDS[golden.name](transformer, x, sigma, caption, len(ids), image)
             for caption, ids in zip(encoded, captions, strict=True)
         ]
         firsts = [one.after_first - one.before for one in passes]
