@@ -55,6 +55,8 @@ IMAGE_OPTIONS = frozenset(
         "enable_batching_metrics",
         "warmup_resolutions",
         "max_image_pixels",
+        "enable_step_cache",
+        "text_encoder_cpu_offload",
     ]
 )
 
@@ -108,6 +110,8 @@ class EngineConfig:
     enable_batching_metrics: bool = False
     warmup_resolutions: str | None = None
     max_image_pixels: int | None = None
+    enable_step_cache: bool = False
+    text_encoder_cpu_offload: bool = False
 
     def __post_init__(self) -> None:
         _check_types(self)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+HOST_MEMORY = "pinned_host"  # JAX's name of memory of the host from which a device can copy
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceFacts:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 # What happens instead -> names; flags that only concern speed or memory, and change no image.
 SWITCHES: dict[str, str] = {
-    "all weights stay on the device while the server runs": "dit_cpu_offload "
-    "dit_layerwise_offload text_encoder_cpu_offload image_encoder_cpu_offload vae_cpu_offload "
+    "these weights stay on the device while the server runs": "dit_cpu_offload "
+    "dit_layerwise_offload image_encoder_cpu_offload vae_cpu_offload "
     "pin_cpu_memory use_fsdp_inference",
     "a first image is made before the server is ready, unless --skip-server-warmup is set": ""
     "warmup",
@@ -19,7 +19,7 @@ SWITCHES: dict[str, str] = {
     "weights have one dtype, noise levels and latents are float32": "disable_autocast",
 }
 VALUED: dict[str, str] = {
-    "all weights stay on the device while the server runs": "dit_offload_prefetch_size "
+    "these weights stay on the device while the server runs": "dit_offload_prefetch_size "
     "dit_layerwise_resident_layers",
     "a first image is made before the server is ready, unless --skip-server-warmup is set": ""
     "warmup_mode warmup_steps",
@@ -29,7 +29,7 @@ VALUED: dict[str, str] = {
     "there is one implementation of a pipeline, whatever is asked for": "backend",
 }
 LISTS: dict[str, str] = {
-    "all weights stay on the device while the server runs": "layerwise_offload_components",
+    "these weights stay on the device while the server runs": "layerwise_offload_components",
 }
 
 # What to use instead -> flags that are refused.
@@ -43,7 +43,8 @@ REFUSALS: dict[str, str] = {
     "transformer_weights_path text_encoder_path",
     "all components have one dtype; use --dtype": "dit_precision vae_precision "
     "text_encoder_precisions image_encoder_precision",
-    "every step is computed in full": "cache_dit_config enable_cache_dit enable_teacache",
+    "use --enable-step-cache, and send residual_diff_threshold with requests": "cache_dit_config "
+    "enable_cache_dit enable_teacache",
     "change scheduler/scheduler_config.json of a copy of the pipeline": "flow_shift",
     "send guidance_scale with the request": "embedded_cfg_scale",
     "only images are made, and of texts alone": "boundary_ratio mask_strategy_file_path "

@@ -21,9 +21,10 @@ class ImageParams:
     negative prompt ("" is one, too); None exactly if the image is not guided. The meaning of
     `guidance_scale` is the model's; `true_cfg_scale` weighs the negative prompts of FLUX and
     Qwen-Image, `cfg_truncation` and `cfg_normalization` are options of Z-Image. `partial_images`
-    previews are decoded on the way. `latents` are the initial latents, in the model's shape; None:
-    they are drawn from the seed. `output`: the decoded image in 8 bits or as floats 0 to 1, or its
-    latents.
+    previews are decoded on the way. Above 0, `residual_diff_threshold` lets steps leave out most of
+    the transformer (`models/images/step_cache.py`). `latents` are the initial latents, in the
+    model's shape; None: they are drawn from the seed. `output`: the decoded image in 8 bits or as
+    floats 0 to 1, or its latents.
     """
 
     height: int
@@ -35,6 +36,7 @@ class ImageParams:
     negative_ids: tuple[int, ...] | None = None
     cfg_truncation: float = 1.0
     cfg_normalization: float = 0.0
+    residual_diff_threshold: float = 0.0
     partial_images: int = 0
     latents: Float32[np.ndarray, " ..."] | None = None
     output: Output = "image"

@@ -160,6 +160,7 @@ PASTED = {
         "batching_max_size": 4,
         "batching_delay_ms": 5.0,
         "enable_batching_metrics": True,
+        "text_encoder_cpu_offload": True,
     },
     "--port 5 my-model --enable-prefix-caching --async-scheduling": {
         "model_path": "my-model",
@@ -207,7 +208,7 @@ def test_a_value_that_asks_for_something_else_is_refused(name):
         ("--num-gpus 2", "one process per GPU"),
         ("--webui", "no web page"),
         ("--vae-path x/y", "copy of the pipeline folder"),
-        ("--cache-dit-config x.yaml", "every step is computed"),
+        ("--cache-dit-config x.yaml", "use --enable-step-cache"),
         ("--lora-path x/y", "LoRA is not supported"),
         ("--output-path outputs", "nothing is written to a disk"),
         ("--dit-precision bf16", "use --dtype"),

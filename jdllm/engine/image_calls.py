@@ -65,14 +65,30 @@ def asked(
 
 
 def joined(
-    products: Sequence[np.ndarray], output_type: str
+    finals: Sequence[image_requests.ImageEvent], output_type: str
 ) -> list[Image.Image] | np.ndarray | list[np.ndarray]:
-    """Returns what images ended with in the form of an output type."""
+    """Returns what images ended with in the form of an output type.
+
+    The `info` of a PIL image says what the server's answers say.
+    """
+    products = [_product(one) for one in finals]
     if output_type == "pil":
-        return [Image.fromarray(image) for image in products]
+        images = [Image.fromarray(product) for product in products]
+        for image, one in zip(images, finals, strict=True):
+            image.info |= {
+                "seed": one.seed,
+                "num_inference_steps": one.steps,
+                "num_skipped_steps": one.skipped_steps,
+            }
+        return images
     if len({product.shape for product in products}) == 1:
         return np.stack(products)
     return list(products)
+
+
+def _product(event: image_requests.ImageEvent) -> np.ndarray:
+    assert event.image is not None, "a finished image"
+    return event.image
 
 
 def _each(value: Any, name: str, count: int) -> Sequence[Any]:

@@ -18,6 +18,7 @@ from jdllm.engine import image_requests
 MAX_PROMPT_CHARACTERS = 32_000  # OpenAI's
 MAX_PARTIAL_IMAGES = 3  # OpenAI's
 MAX_GUIDANCE = 100.0
+MAX_RESIDUAL_DIFF = 1.0  # a change as large as what changes
 MAX_SEED = (1 << 63) - 1
 # A drawn seed has fewer bits, so that a program that reads JSON numbers as floats can repeat it.
 DRAWN_SEED_BITS = 32
@@ -66,6 +67,7 @@ def resolve(
         partial_images=_integer(
             request.partial_images, "partial_images", 0, low=0, high=MAX_PARTIAL_IMAGES
         ),
+        residual_diff_threshold=_threshold(request.residual_diff_threshold, facts),
         latents=_latents(request.latents, facts.latents_shape(height, width)),
     )  # fmt: skip
     return _with_guidance(resolved, request, facts)
@@ -149,6 +151,21 @@ def _scale(
             param=param,
         )
     return float(value)
+
+
+def _threshold(value: float | None, facts: image_requests.ImageFacts) -> float | None:
+    """Returns the threshold of the step cache, None for 0, which asks for none."""
+    param = "residual_diff_threshold"
+    if value is None:
+        return None
+    value_checks.check_number(value, param, low=0.0, high=MAX_RESIDUAL_DIFF)
+    if value and not facts.has_step_cache:
+        raise errors.RequestError(
+            f"{param}={value} needs a server that was started with --enable-step-cache, for a "
+            "pipeline that has such a cache; leave it out",
+            param=param,
+        )
+    return float(value) or None
 
 
 def _latents(value: object, shape: tuple[int, ...]) -> np.ndarray | None:

@@ -66,7 +66,13 @@ class ImageChoice:
             message = commit.finish.message
             kind = "abort" if message is None else "fault"
             return told(kind=kind, steps=commit.nfe, message=message or "aborted", **times)
-        return told(kind="final", steps=image.num_inference_steps, image=commit.product, **times)
+        return told(
+            kind="final",
+            steps=image.num_inference_steps,
+            skipped_steps=commit.num_skipped,
+            image=commit.product,
+            **times,
+        )
 
 
 def _times(request: request_lib.Request, at_s: float) -> dict[str, Any]:
@@ -147,6 +153,7 @@ def _params(
         "true_cfg_scale": one.true_cfg_scale,
         "cfg_truncation": one.cfg_truncation,
         "cfg_normalization": normalization,
+        "residual_diff_threshold": one.residual_diff_threshold,
     }
     made = image_params.ImageParams(
         height=one.height,

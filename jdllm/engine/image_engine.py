@@ -77,6 +77,7 @@ class ImageEngine(control.EngineControl):
         max_sequence_length: image_calls.OneOrEach[int] = None,
         cfg_truncation: image_calls.OneOrEach[float] = None,
         cfg_normalization: image_calls.OneOrEach[bool | float] = None,
+        residual_diff_threshold: image_calls.OneOrEach[float] = None,
         use_tqdm: bool = True,
     ) -> list[Image.Image] | np.ndarray | list[np.ndarray]:
         """Returns the images of one prompt or of several, in their order: `[image, ...]` for one.
@@ -86,7 +87,8 @@ class ImageEngine(control.EngineControl):
         image, image i has `seed` + i; a list has one for each image. `latents` are the initial
         latents of all images, [B, C, h, w]. `output_type` "pil" gives a list of PIL images, "np"
         float32 [B, H, W, 3] from 0 to 1, "latent" the final latents, float32 [B, C, h, w]; where
-        sizes differ, the last two give a list of arrays.
+        sizes differ, the last two give a list of arrays. The `info` of a PIL image has its seed,
+        its number of steps, and how many of them left out most of the transformer.
 
         Raises a RequestError with the name of a wrong option, and EngineFault for an image that
         could not be made.
@@ -108,6 +110,7 @@ class ImageEngine(control.EngineControl):
                 "max_sequence_length": max_sequence_length,
                 "cfg_truncation": cfg_truncation,
                 "cfg_normalization": cfg_normalization,
+                "residual_diff_threshold": residual_diff_threshold,
             },
         )
         return image_calls.joined(self._run(asked, use_tqdm=use_tqdm), output_type)
@@ -160,21 +163,20 @@ class ImageEngine(control.EngineControl):
 
     def _run(
         self, asked: Sequence[image_requests.ImageRequest], *, use_tqdm: bool
-    ) -> list[np.ndarray]:
-        """Returns what requests end with, in their order; the first that fails ends all."""
+    ) -> list[image_requests.ImageEvent]:
+        """Returns the last events of requests, in their order; the first that fails ends all."""
         choices = self._inputs.choices(asked, requests.new_id(), priority_class=0)
         stream = streams.ChoiceStream(self._loop, choices, lambda event: event)
-        products: dict[int, np.ndarray] = {}
+        finals: dict[int, image_requests.ImageEvent] = {}
         bar = progress.bar(total=len(asked), desc="Images", unit="image", is_shown=use_tqdm)
         with contextlib.closing(stream) as events, bar:
             for event in events:
                 if event.kind != "final":
                     _raise_end(event)
                     continue
-                assert event.image is not None, "a finished image"
-                products[event.request_index] = event.image
+                finals[event.request_index] = event
                 bar.update()
-        return [products[index] for index in range(len(asked))]
+        return [finals[index] for index in range(len(asked))]
 
 
 def _raise_end(event: image_requests.ImageEvent) -> None:

@@ -16,13 +16,13 @@ from jdllm.runner.launch import compile_counter
 class ImageStats:
     """A snapshot; the metrics have the same names (`server/metrics.py`). A GB is 1e9 bytes.
 
-    `denoising_steps_total` counts the steps of all images, `denoise_launches_total` the launches
-    that took them together; `merged_steps_total` are the steps of launches that had several images.
-    `other_launches_total` encode captions and decode images.
-    `batch_occupancy` is the share of real rows in the steps' launches. `first_use_compiles_total`
-    are programs that were compiled after the start, and `num_waiting_compiles` those that are still
-    to come. `peak_memory_usage_gb` is the most that JAX has held
-    on the device since the process began; 0 where it does not count (CPU).
+    `denoising_steps_total` counts the steps of all images, `skipped_steps_total` those of them that
+    left out most of the transformer, `denoise_launches_total` the launches that took them together;
+    `merged_steps_total` are the steps of launches that had several images. `other_launches_total`
+    encode captions and decode images. `batch_occupancy` is the share of real rows in the steps'
+    launches. `first_use_compiles_total` are programs that were compiled after the start, and
+    `num_waiting_compiles` those that are still to come. `peak_memory_usage_gb` is the most that JAX
+    has held on the device since the process began; 0 where it does not count (CPU).
     """
 
     num_running_reqs: int
@@ -33,6 +33,7 @@ class ImageStats:
     images_total: int
     prompt_tokens_total: int
     denoising_steps_total: int
+    skipped_steps_total: int
     merged_steps_total: int
     denoise_launches_total: int
     other_launches_total: int
@@ -51,7 +52,9 @@ class ImageStats:
     jit_compile_seconds: float
     startup_time_seconds: float
     weight_memory_usage_gb: float
+    host_weight_memory_usage_gb: float
     latent_memory_usage_gb: float
+    step_cache_memory_usage_gb: float
     caption_memory_usage_gb: float
     launch_memory_usage_gb: float
     peak_memory_usage_gb: float
@@ -70,6 +73,7 @@ def stats(built: images.BuiltImages) -> ImageStats:
         images_total=counters.products,
         prompt_tokens_total=counters.prompt_tokens,
         denoising_steps_total=counters.denoising_steps,
+        skipped_steps_total=counters.skipped_steps,
         merged_steps_total=counters.merged_forwards,
         denoise_launches_total=counters.decode_launches,
         other_launches_total=counters.prefill_launches,
@@ -87,8 +91,10 @@ def stats(built: images.BuiltImages) -> ImageStats:
         jit_compiles_total=compiles.count - built.compiles_at_ready,
         jit_compile_seconds=compiles.seconds,
         startup_time_seconds=built.startup_s,
+        host_weight_memory_usage_gb=built.host_weight_bytes / 1e9,
         weight_memory_usage_gb=built.weight_bytes / 1e9,
         latent_memory_usage_gb=built.slot_bytes / 1e9,
+        step_cache_memory_usage_gb=built.residual_bytes / 1e9,
         caption_memory_usage_gb=built.caption_bytes / 1e9,
         launch_memory_usage_gb=built.runner.step_bytes / 1e9,
         peak_memory_usage_gb=(device.peak_memory() or 0) / 1e9,

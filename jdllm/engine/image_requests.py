@@ -37,6 +37,7 @@ class ImageRequest:
     true_cfg_scale: float | None = None
     cfg_truncation: float | None = None
     cfg_normalization: bool | float | None = None
+    residual_diff_threshold: float | None = None
     max_sequence_length: int | None = None
     seed: int | None = None
     partial_images: int | None = None
@@ -52,8 +53,9 @@ class ImageFacts:
     switches classifier-free guidance on, a second forward with the negative prompt:
     `guidance_scale` above 0 (Z-Image), or `true_cfg_scale` above 1 with a negative prompt (FLUX,
     Qwen-Image); None says that there is no negative prompt at all. `has_cfg_limits` says whether
-    `cfg_truncation` and `cfg_normalization` exist. `compiled_size` is the smallest (height, width)
-    whose images need no compilation; None: the default one.
+    `cfg_truncation` and `cfg_normalization` exist, `has_step_cache` whether steps may reuse
+    residuals (`residual_diff_threshold`). `compiled_size` is the smallest (height, width) whose
+    images need no compilation; None: the default one.
     """
 
     family: str
@@ -72,6 +74,7 @@ class ImageFacts:
     default_true_cfg_scale: float | None = None
     cfg_switch: Literal["guidance_scale", "true_cfg_scale"] | None = None
     has_cfg_limits: bool = False
+    has_step_cache: bool = False
     default_output_format: OutputFormat = "png"
     compiled_size: tuple[int, int] | None = None
 
@@ -98,6 +101,7 @@ class ImageEvent:
     aborted; both have no image, but a `message`. Every request ends in exactly one event of the
     last three kinds.
     Times are seconds of this request so far: waiting, text encoding, denoising, decoding.
+    Of the `steps`, `skipped_steps` left out most of the transformer.
     `prompt_tokens` are those that the text encoder saw, `truncated_tokens` those cut off before.
     """
 
@@ -105,6 +109,7 @@ class ImageEvent:
     kind: Literal["partial", "final", "fault", "abort"]
     seed: int
     steps: int
+    skipped_steps: int = 0
     image: np.ndarray | None = None
     partial_index: int | None = None
     queue_s: float = 0.0

@@ -55,10 +55,11 @@ class EngineStats:
 class Counters:
     """Totals since start; only the engine thread changes them.
 
-    `denoising_steps` counts row-forwards, `canvas_full_forwards` those of them that computed a
-    whole canvas. `canvas_positions` counts the positions that were computed for rows that
-    denoise, `canvas_forwarded_tokens` those of them that belong to rows of canvases.
-    `merged_forwards` counts the row-forwards of launches that forwarded several rows.
+    `denoising_steps` counts row-forwards, `skipped_steps` those that left out most of the model,
+    `canvas_full_forwards` those of them that computed a whole canvas. `canvas_positions` counts the
+    positions that were computed for rows that denoise, `canvas_forwarded_tokens` those of them that
+    belong to rows of canvases. `merged_forwards` counts the row-forwards of launches that forwarded
+    several rows.
     """
 
     requests: int = 0
@@ -67,6 +68,7 @@ class Counters:
     prompt_tokens: int = 0
     generation_tokens: int = 0
     denoising_steps: int = 0
+    skipped_steps: int = 0
     canvas_positions: int = 0
     canvas_full_forwards: int = 0
     canvas_forwarded_tokens: int = 0
@@ -94,6 +96,7 @@ class Counters:
         self.decode_rows += forwards
         self.decode_row_places += batch.bucket.rows * result.num_steps
         self.denoising_steps += forwards
+        self.skipped_steps += sum(row.num_skipped for row in result.rows)
         if forwards > result.num_steps:
             self.merged_forwards += forwards
         self.canvas_positions += result.denoised_tokens

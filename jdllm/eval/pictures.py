@@ -34,14 +34,24 @@ class Wanted:
     seed: int
     num_inference_steps: int | None = None
     guidance_scale: float | None = None
+    residual_diff_threshold: float | None = None
 
     def options(self) -> dict[str, Any]:
         """Returns the options that are given."""
         found = {
             "num_inference_steps": self.num_inference_steps,
             "guidance_scale": self.guidance_scale,
+            "residual_diff_threshold": self.residual_diff_threshold,
         }
         return {name: value for name, value in found.items() if value is not None}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Made:
+    """A picture, and how many of its steps left out most of the transformer."""
+
+    picture: Picture
+    skipped_steps: int
 
 
 class Backend(Protocol):
@@ -51,7 +61,7 @@ class Backend(Protocol):
     default_size: tuple[int, int]
     default_steps: int
 
-    def picture(self, wanted: Wanted, /) -> Picture: ...
+    def picture(self, wanted: Wanted, /) -> Made: ...
 
     def describe(self) -> dict[str, Any]: ...
 
@@ -67,7 +77,7 @@ class InProcess:
         self.default_size = (engine.facts.default_height, engine.facts.default_width)
         self.default_steps = engine.facts.default_steps
 
-    def picture(self, wanted: Wanted) -> Picture:
+    def picture(self, wanted: Wanted) -> Made:
         try:
             (image,) = self._engine.generate(
                 wanted.prompt,
@@ -81,7 +91,8 @@ class InProcess:
             raise backends.BackendError(f"the engine refuses the request: {error}") from error
         except requests.EngineFault as error:
             raise backends.BackendError(f"a launch failed on the device: {error}") from error
-        return np.asarray(image)
+        assert isinstance(image, Image.Image), "the default output type"
+        return Made(picture=np.asarray(image), skipped_steps=image.info["num_skipped_steps"])
 
     def describe(self) -> dict[str, Any]:
         """Returns what identifies the model and the machine."""
@@ -110,7 +121,7 @@ class Http(backends.Http):
                 f"the model at {base_url} makes no images: its /model_info tells no size of them"
             ) from error
 
-    def picture(self, wanted: Wanted) -> Picture:
+    def picture(self, wanted: Wanted) -> Made:
         body = {
             "model": self._model,
             "prompt": wanted.prompt,
@@ -122,9 +133,12 @@ class Http(backends.Http):
         }
         answer = self._json("POST", ROUTE, body)
         try:
-            content = base64.b64decode(answer["data"][0]["b64_json"])
-            return np.asarray(Image.open(io.BytesIO(content)).convert("RGB"))
-        except (KeyError, IndexError, TypeError, binascii.Error, OSError) as error:
+            (one,) = answer["data"]
+            content = base64.b64decode(one["b64_json"])
+            picture = np.asarray(Image.open(io.BytesIO(content)).convert("RGB"))
+            # Other servers of OpenAI's endpoint have no such count.
+            return Made(picture=picture, skipped_steps=int(one.get("num_skipped_steps", 0)))
+        except (KeyError, ValueError, TypeError, binascii.Error, OSError) as error:
             raise backends.BackendError(f"{ROUTE} answers without an image: {error!r}") from error
 
     def describe(self) -> dict[str, Any]:
@@ -132,7 +146,7 @@ class Http(backends.Http):
         return {name: value for name, value in super().describe().items() if name != "api"}
 
 
-def timed(backend: Backend, wanted: Wanted) -> tuple[Picture, float]:
+def timed(backend: Backend, wanted: Wanted) -> tuple[Made, float]:
     """Returns a picture and the seconds that it took."""
     began_s = time.monotonic()
     return backend.picture(wanted), time.monotonic() - began_s

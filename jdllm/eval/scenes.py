@@ -26,9 +26,11 @@ from jdllm.tasks.scenes.scene import Scene
 
 DEFAULT_LIMIT = 200
 # Options of an image engine that this command has beside those of text engines.
-ENGINE_FLAGS = frozenset(["batching_max_size", "max_image_pixels", "warmup_resolutions"])
-OWN_FLAGS = ("num_inference_steps", "guidance_scale", "image_size")
-SWEPT = ("num_inference_steps", "guidance_scale")
+ENGINE_FLAGS = frozenset(
+    ["batching_max_size", "enable_step_cache", "max_image_pixels", "warmup_resolutions"]
+)
+SWEPT = ("num_inference_steps", "guidance_scale", "residual_diff_threshold")
+OWN_FLAGS = (*SWEPT, "image_size")
 # Flags that say how to write text, with their defaults.
 TEXT_FLAGS: dict[str, Any] = {
     "data": None,
@@ -56,6 +58,12 @@ def add_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--guidance-scale", type=float, metavar="X", help="of every picture (default: the model's)"
+    )
+    group.add_argument(
+        "--residual-diff-threshold",
+        type=float,
+        metavar="X",
+        help="step cache of every picture; in process with --enable-step-cache (default: none)",
     )
     group.add_argument(
         "--image-size", metavar="WIDTHxHEIGHT", help="of every picture (default: the model's)"
@@ -234,6 +242,7 @@ def _records(
                 seed=point["seed"] + index,
                 num_inference_steps=point["num_inference_steps"],
                 guidance_scale=point["guidance_scale"],
+                residual_diff_threshold=point["residual_diff_threshold"],
             ),
         )
         for index, scene in missing
@@ -246,25 +255,28 @@ def _records(
         abort=backend.abort,
     )
     with contextlib.closing(answered):
-        for (scene, wanted), (picture, latency_s) in answered:
+        for (scene, wanted), (made, latency_s) in answered:
             # Before its record: a record says that there is a picture.
-            Image.fromarray(picture).save(folder / f"{scene.id}.png")
+            Image.fromarray(made.picture).save(folder / f"{scene.id}.png")
             steps = wanted.num_inference_steps or backend.default_steps
-            yield judged(task, scene, picture, seed=wanted.seed, steps=steps, latency_s=latency_s)
+            yield judged(task, scene, made, seed=wanted.seed, steps=steps, latency_s=latency_s)
 
 
 def judged(
     task: registry.ImageTask,
     scene: Scene,
-    picture: pictures.Picture,
+    made: pictures.Made,
     *,
     seed: int,
     steps: int,
     latency_s: float,
 ) -> store.Record:
-    """Returns the record of a picture: the oracle's verdict, and each kind of fact by itself."""
+    """Returns the record of a picture: the oracle's verdict, and each kind of fact by itself.
+
+    `nfe` counts the steps that ran the whole transformer.
+    """
     facts = scene.facts()
-    verdict = task.check(facts, picture)
+    verdict = task.check(facts, made.picture)
     return {
         "id": scene.id,
         "prompt": scene.caption,
@@ -273,7 +285,7 @@ def judged(
         "wrong": list(verdict.wrong),
         "kinds": task.by_kind(facts, verdict.reading),
         "invalid": verdict.reading.ground is None or not verdict.reading.shapes,
-        "nfe": steps,
+        "nfe": steps - made.skipped_steps,
         "latency": latency_s,
     }
 

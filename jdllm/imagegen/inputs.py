@@ -46,10 +46,24 @@ class BeginInputs:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CacheInputs:
+    """Which rows may leave out blocks: those whose change is below their threshold.
+
+    The first step of an image computes in any case. Padding rows never compute.
+    """
+
+    is_first: Bool[Any, " R"]
+    is_padding: Bool[Any, " R"]
+    threshold: Float32[Any, " R"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepInputs:
     """One step of each row, from noise level `sigma` to `next_sigma`.
 
     The latents of a fresh row are drawn from its seed. `lens` are the tokens of the captions.
+    `cache` is for steps with a step cache.
     """
 
     slot: Int32[Any, " R"]
@@ -60,6 +74,7 @@ class StepInputs:
     sigma: Float32[Any, " R"]
     next_sigma: Float32[Any, " R"]
     guidance: interface.Guidance
+    cache: CacheInputs | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -100,6 +115,7 @@ def step(
     bucket = batch.bucket
     assert isinstance(bucket, image_buckets.StepBucket)
     R, P = bucket.rows, 1 + bucket.is_guided
+    cache = _no_cache(R) if bucket.is_cached else None
     inputs = StepInputs(
         slot=_past(num_slots, R),
         is_fresh=np.zeros((R,), bool),
@@ -109,6 +125,7 @@ def step(
         sigma=np.ones((R,), np.float32),
         next_sigma=np.ones((R,), np.float32),
         guidance=_no_guidance(R),
+        cache=cache,
     )
     for i, row in enumerate(batch.rows):
         assert isinstance(row, image_buckets.StepRow)
@@ -121,6 +138,9 @@ def step(
         sigmas = pipeline.sigmas(image.num_inference_steps, image.height, image.width)
         inputs.sigma[i], inputs.next_sigma[i] = sigmas[row.step : row.step + 2]
         _fill_guidance(inputs.guidance, i, image)
+        if cache is not None:
+            cache.is_first[i], cache.is_padding[i] = row.step == 0, False
+            cache.threshold[i] = image.residual_diff_threshold
     return inputs
 
 
@@ -144,6 +164,14 @@ def _no_guidance(rows: int) -> interface.Guidance:
         true_cfg_scale=zeros(),
         cfg_truncation=zeros(),
         cfg_normalization=zeros(),
+    )
+
+
+def _no_cache(rows: int) -> CacheInputs:
+    return CacheInputs(
+        is_first=np.zeros((rows,), bool),
+        is_padding=np.ones((rows,), bool),
+        threshold=np.zeros((rows,), np.float32),
     )
 
 

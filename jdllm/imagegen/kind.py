@@ -18,18 +18,20 @@ from jdllm.scheduler.rows import image_buckets
 class ImageKindConfig:
     """The memory of image rows: how many of them there are, and how large they may be.
 
-    `max_pixels` are those of one image, `max_tokens` those of the longest compiled caption.
+    `max_pixels` are those of one image, `max_tokens` those of the longest compiled caption. With
+    `has_step_cache` there is memory for the residuals of all slots.
     """
 
     num_slots: int
     num_entries: int
     max_pixels: int
     max_tokens: int
+    has_step_cache: bool = False
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            if (value := getattr(self, field.name)) < 1:
-                raise errors.ConfigError(f"{field.name}={value} must be at least 1")
+        for name in ("num_slots", "num_entries", "max_pixels", "max_tokens"):
+            if (value := getattr(self, name)) < 1:
+                raise errors.ConfigError(f"{name}={value} must be at least 1")
 
 
 class ImageKind:
@@ -45,10 +47,17 @@ class ImageKind:
         config, pipeline = self._config, self._pipeline
         elements = latent_elements(pipeline, config.max_pixels)
         captions = pipeline.caption_shapes(config.max_tokens)
-        return {
+        memory: program.Memory = {
             programs.SLOTS: state.empty_slots(config.num_slots, elements),
             programs.CAPTIONS: state.Captions.empty(config.num_entries, captions),
         }
+        if config.has_step_cache:
+            memory[programs.RESIDUALS] = state.SlotResiduals.empty(
+                config.num_slots,
+                residual_elements(pipeline, config.max_pixels),
+                pipeline.parts.dtype,
+            )
+        return memory
 
     def program(self, bucket: batch_lib.Bucket) -> program.Program:
         """Returns the program of a launch of images."""
@@ -70,10 +79,11 @@ class ImageKind:
                     inputs=lambda batch, _: inputs.begin(batch, shape, num_slots=num_slots),
                     results=results.of_begin,
                 )
-            case image_buckets.StepBucket():
+            case image_buckets.StepBucket(is_cached=is_cached):
+                residuals = (programs.RESIDUALS,) if is_cached else ()
                 return program.Program(
                     step=functools.partial(programs.step, pipeline, bucket),
-                    uses=(programs.SLOTS, programs.CAPTIONS),
+                    uses=(programs.SLOTS, programs.CAPTIONS, *residuals),
                     inputs=lambda batch, _: inputs.step(batch, pipeline, num_slots=num_slots),
                     results=functools.partial(results.of_step, pipeline),
                 )
@@ -93,6 +103,11 @@ def latent_elements(pipeline: interface.Pipeline, pixels: int) -> int:
     return pixels // side**2 * math.prod(pipeline.latent_shape(side, side))
 
 
+def residual_elements(pipeline: interface.Pipeline, pixels: int) -> int:
+    """Returns the elements of the image tokens of an image of at most `pixels`."""
+    return pixels // pipeline.size_multiple**2 * pipeline.transformer_width
+
+
 def _check(pipeline: interface.Pipeline, config: ImageKindConfig) -> None:
     multiple, most = pipeline.caption_multiple, pipeline.max_caption_tokens
     prefix = pipeline.prefix_tokens
@@ -101,6 +116,10 @@ def _check(pipeline: interface.Pipeline, config: ImageKindConfig) -> None:
         raise errors.ConfigError(
             f"captions of max_tokens={config.max_tokens} must have a multiple of {multiple} "
             f"tokens, at most {most}" + (f", after the {prefix} before them" if prefix else "")
+        )
+    if config.has_step_cache and not pipeline.options.has_step_cache:
+        raise errors.ConfigError(
+            f"enable_step_cache: {type(pipeline).__name__} has no step cache; leave it out"
         )
     if config.max_pixels < pipeline.size_multiple**2:
         raise errors.ConfigError(

@@ -12,14 +12,23 @@ from flax import nnx
 from jdllm import device_facts, errors
 from jdllm.imagegen import pipeline_folder
 from jdllm.imagegen.pipelines import interface, registry
+from jdllm.models.images import host_weights
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedPipeline:
-    """What launches of images are compiled from."""
+    """What launches of images are compiled from; weights may be in the host's memory."""
 
     pipeline: interface.Pipeline
     params: dict[str, jax.Array]
+
+    def weight_bytes(self, *, on_host: bool) -> int:
+        """Returns the bytes of the weights in one of the two memories."""
+        return sum(
+            array.nbytes
+            for array in self.params.values()
+            if host_weights.is_on_host(array) == on_host
+        )
 
 
 def load(
@@ -29,8 +38,28 @@ def load(
     *,
     seed: int = 0,
     show_progress: bool = True,
+    offloads_text_encoders: bool = False,
 ) -> LoadedPipeline:
     """Returns the pipeline of a folder, all of its components in one dtype.
+
+    With `offloads_text_encoders` these components wait in the host's memory.
+    """
+    dtype = resolve_dtype(dtype, device)
+    layout = registry.PIPELINES[folder.class_name].layout
+    away = layout.text_encoders if offloads_text_encoders else frozenset()
+    graphdefs, params = {}, {}
+    # Text encoders first, so that they have left the device when the others come.
+    for name in sorted(folder.models, key=lambda name: name not in away):
+        one = folder.load({name: dtype}, seed=seed, show_progress=show_progress)[name]
+        arrays = host_weights.moved_to_host(one.params) if name in away else one.params
+        prefix = interface.prefix_of(name)
+        params |= {prefix + path: array for path, array in arrays.items()}
+        graphdefs[name] = one.graphdef
+    return LoadedPipeline(pipeline=_built(folder, graphdefs, jnp.dtype(dtype)), params=params)
+
+
+def resolve_dtype(dtype: str, device: device_facts.DeviceFacts) -> str:
+    """Returns the dtype of all components.
 
     "auto" is bfloat16, but float32 on a CPU, which emulates bfloat16. Published checkpoints may
     hold float32, of which nothing is lost that an image would show. Raises a ConfigError for
@@ -44,16 +73,7 @@ def load(
             "dtype=float16 is not served for models that make images: numbers inside their "
             "transformers exceed its largest, 65504; use bfloat16 or float32"
         )
-    components = folder.load(
-        dict.fromkeys(folder.models, dtype), seed=seed, show_progress=show_progress
-    )
-    graphdefs = {name: one.graphdef for name, one in components.items()}
-    params = {
-        interface.prefix_of(name) + path: array
-        for name, one in components.items()
-        for path, array in one.params.items()
-    }
-    return LoadedPipeline(pipeline=_built(folder, graphdefs, jnp.dtype(dtype)), params=params)
+    return dtype
 
 
 def without_weights(

@@ -18,12 +18,12 @@ from jaxtyping import Array, Bool, Float32, Int32, UInt32
 from jdllm.imagegen import inputs as inputs_lib
 from jdllm.imagegen import state
 from jdllm.imagegen.pipelines import interface
-from jdllm.models.images import pixels
+from jdllm.models.images import pixels, step_cache
 from jdllm.runner.launch import program
 from jdllm.runner.launch.rows import select
 from jdllm.scheduler.rows import image_buckets
 
-CAPTIONS, SLOTS = "captions", "slots"  # the parts of the memory
+CAPTIONS, SLOTS, RESIDUALS = "captions", "slots", "residuals"  # the parts of the memory
 _BYTES_PER_WORD = 4
 
 
@@ -32,12 +32,14 @@ _BYTES_PER_WORD = 4
 class Outputs:
     """Which rows are invalid: something that they computed is infinite or NaN.
 
+    `is_skipped`: which rows of a step with a step cache left out most of the transformer.
     Decoded rows have a value: latents float32 [R, ...], images float32 [R, H, W, 3] from 0 to 1, or
     images of 8 bits as words [R, W] of four bytes, the first byte the lowest.
     """
 
     is_invalid: Bool[Array, " R"]
     value: Float32[Array, "R ..."] | Int32[Array, "R W"] | None = None
+    is_skipped: Bool[Array, " R"] | None = None
 
 
 def encode(
@@ -83,6 +85,7 @@ def step(
     def for_each_pass(tree: Any) -> Any:
         return jax.tree.map(lambda leaf: jnp.concatenate([leaf] * num_passes), tree)
 
+    cache = _cache(pipeline, bucket, memory, inputs)
     velocity = pipeline.predict(
         params,
         for_each_pass(x),
@@ -91,6 +94,7 @@ def step(
         inputs.lens.reshape(-1),
         for_each_pass(inputs.guidance),
         (bucket.height, bucket.width),
+        *(() if cache is None else (cache,)),
     )
     if bucket.is_guided:
         velocity = pipeline.guide(velocity[:R], velocity[R:], inputs.sigma, inputs.guidance)
@@ -101,7 +105,37 @@ def step(
         clean=state.write(slots.clean, inputs.slot, clean),
     )
     is_invalid = ~(_is_finite(x) & _is_finite(clean))
-    return {SLOTS: written, CAPTIONS: held}, Outputs(is_invalid=is_invalid)
+    left = {SLOTS: written, CAPTIONS: held}
+    if cache is None:
+        return left, Outputs(is_invalid=is_invalid)
+    assert cache.kept is not None and cache.is_skipped is not None, "`predict` went through it"
+    residuals: state.SlotResiduals = memory[RESIDUALS]
+    left[RESIDUALS] = residuals.write(inputs.slot, num_passes, cache.kept)
+    return left, Outputs(is_invalid=is_invalid, is_skipped=cache.is_skipped[:R])
+
+
+def _cache(
+    pipeline: interface.Pipeline,
+    bucket: image_buckets.StepBucket,
+    memory: program.Memory,
+    inputs: inputs_lib.StepInputs,
+) -> step_cache.StepCache | None:
+    """Returns the step cache of a launch, None if its bucket has none."""
+    asked = inputs.cache
+    if asked is None:
+        return None
+    num_passes, R = inputs.entry.shape
+    tokens = pipeline.image_tokens(bucket.height, bucket.width)
+    residuals: state.SlotResiduals = memory[RESIDUALS]
+    held = residuals.read(inputs.slot, num_passes, (tokens, pipeline.transformer_width))
+
+    def skips(change: Float32[Array, " P*R"]) -> Bool[Array, " P*R"]:
+        # Both forwards of a guided row do the same: guidance would enlarge what one of them lacks.
+        changes = change.reshape(num_passes, R).max(axis=0)
+        of_rows = (changes < asked.threshold) & ~asked.is_first
+        return jnp.tile(of_rows | asked.is_padding, num_passes)
+
+    return step_cache.StepCache(held, skips)
 
 
 def decode(

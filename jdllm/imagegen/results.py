@@ -6,6 +6,8 @@ launch. Decode launches have none.
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
 from jdllm.imagegen import programs
@@ -31,14 +33,20 @@ def of_begin(outputs: programs.Outputs, batch: batch_lib.ScheduleBatch) -> batch
 def of_step(
     pipeline: interface.Pipeline, outputs: programs.Outputs, batch: batch_lib.ScheduleBatch
 ) -> batch_lib.LaunchResult:
-    """Returns one forward for each row; that of a guided row counts once."""
+    """Returns one forward for each row; that of a guided row counts once, a skipped one, too."""
     bucket = batch.bucket
     assert isinstance(bucket, image_buckets.StepBucket)
     # The transformer does not see the prefix of captions.
     tokens = pipeline.image_tokens(bucket.height, bucket.width) - pipeline.prefix_tokens
     captions = [ids for row in batch.rows for ids in image_stay.captions_of(row.request)]
+    rows = _rows(outputs, batch, nfe=1)
+    if outputs.is_skipped is not None:
+        rows = tuple(
+            dataclasses.replace(row, num_skipped=int(is_skipped))
+            for row, is_skipped in zip(rows, outputs.is_skipped)
+        )
     return batch_lib.LaunchResult(
-        rows=_rows(outputs, batch, nfe=1),
+        rows=rows,
         num_steps=1,
         computed_tokens=bucket.rows * (1 + bucket.is_guided) * (tokens + bucket.tokens),
         real_tokens=sum(tokens + len(ids) for ids in captions),

@@ -12,9 +12,11 @@ import math
 from collections.abc import Callable, Mapping
 
 import jax
+import jax.numpy as jnp
 
-from jdllm.imagegen import kind
-from jdllm.imagegen.pipelines import interface
+from jdllm import errors
+from jdllm.imagegen import kind, pipeline_folder, state
+from jdllm.imagegen.pipelines import interface, registry
 from jdllm.scheduler import batch as batch_lib
 from jdllm.scheduler.rows import image_buckets
 
@@ -27,10 +29,72 @@ def slot_bytes(pipeline: interface.Pipeline, max_pixels: int) -> int:
     return 2 * _FLOAT32_BYTES * kind.latent_elements(pipeline, max_pixels)
 
 
+def residual_bytes(pipeline: interface.Pipeline, max_pixels: int) -> int:
+    """Returns the bytes of the step cache of a slot: two arrays for each of two passes."""
+    elements = kind.residual_elements(pipeline, max_pixels)
+    return 2 * state.MOST_PASSES * elements * pipeline.parts.dtype.itemsize
+
+
+def check_residuals(num_slots: int, slot_bytes: int, free_bytes: int | None) -> None:
+    """Raises a ConfigError if the step cache of all slots takes more than what is free."""
+    needed = num_slots * slot_bytes
+    if free_bytes is not None and needed > free_bytes:
+        raise errors.ConfigError(
+            f"enable_step_cache takes {needed / 1e9:.1f} GB for max_running_requests={num_slots} "
+            f"images of max_image_pixels, and {max(free_bytes, 0) / 1e9:.1f} GB are left beside "
+            "the weights; lower one of them"
+        )
+
+
 def entry_bytes(pipeline: interface.Pipeline, max_tokens: int) -> int:
     """Returns the bytes of an entry for captions of at most `max_tokens`."""
     leaves = jax.tree.leaves(pipeline.caption_shapes(max_tokens))
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def check_weights(
+    folder: pipeline_folder.PipelineFolder,
+    dtype: str,
+    *,
+    share: float,
+    memory_bytes: int | None,
+    offloads_text_encoders: bool,
+) -> None:
+    """Raises a ConfigError for weights that do not fit into a share of the device's memory.
+
+    It says what would help. `memory_bytes` is None where JAX does not report it: all fits.
+    """
+    if memory_bytes is None:
+        return
+    sizes = component_bytes(folder, dtype)
+    encoders = registry.PIPELINES[folder.class_name].layout.text_encoders
+    without = sum(size for name, size in sizes.items() if name not in encoders)
+    needed, limit = without if offloads_text_encoders else sum(sizes.values()), share * memory_bytes
+    if needed <= limit:
+        return
+    parts = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in sizes.items())
+    if needed > without <= limit:
+        advice = f"with --text-encoder-cpu-offload only {without / 1e9:.1f} GB stay there"
+    else:
+        advice = f"it needs a device of {without / share / 1e9:.1f} GB"
+        if not offloads_text_encoders:
+            advice += ", and there --text-encoder-cpu-offload"
+    raise errors.ConfigError(
+        f"the weights of {folder.path} take {needed / 1e9:.1f} GB on the device in {dtype} "
+        f"({parts}), but mem_fraction_static={share:g} leaves {limit / 1e9:.1f} GB of its "
+        f"{memory_bytes / 1e9:.1f}: {advice}"
+    )
+
+
+def component_bytes(folder: pipeline_folder.PipelineFolder, dtype: str) -> dict[str, int]:
+    """Returns the bytes of the weights of each component."""
+    return {
+        name: sum(
+            math.prod(array.shape) * array.dtype.itemsize
+            for array in model.component.abstract(model.config, jnp.dtype(dtype))[1].values()
+        )
+        for name, model in folder.models.items()
+    }
 
 
 def entries_that_fit(pipeline: interface.Pipeline, max_tokens: int, cache_bytes: int) -> int:

@@ -1,4 +1,4 @@
-"""What image launches share on the device: latents in slots, captions in entries.
+"""What image launches share on the device: latents and residuals in slots, captions in entries.
 
 Slots and entries serve images and captions of every size. A latent is the beginning of its slot's
 elements, and a caption the beginning of each axis of its entry.
@@ -14,7 +14,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32
+
+from jdllm.models.images import step_cache
+
+MOST_PASSES = 2  # a guided step computes two forwards of a row
 
 
 @jax.tree_util.register_dataclass
@@ -24,6 +28,44 @@ class Slots:
 
     latents: Float32[Array, "N E"]
     clean: Float32[Array, "N E"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SlotResiduals:
+    """The residuals (`step_cache.Residuals`) of both passes of each slot.
+
+    Pass p of slot n is row 2n + p. Those of rows without guidance are pass 0. E are the elements of
+    the largest image's tokens.
+    """
+
+    first: Float[Array, "2*N E"]
+    rest: Float[Array, "2*N E"]
+
+    @classmethod
+    def empty(cls, num_slots: int, num_elements: int, dtype: jnp.dtype) -> SlotResiduals:
+        """Returns residuals for tokens of up to so many elements."""
+        zeros = jnp.zeros((num_slots * MOST_PASSES, num_elements), dtype)
+        return cls(first=zeros, rest=zeros + 0)  # two arrays: each is donated
+
+    def read(
+        self, slot: Int32[Array, " R"], num_passes: int, shape: tuple[int, int]
+    ) -> step_cache.Residuals:
+        """Returns those of rows: of the first pass, then of the second; clips as `read` does."""
+        place = _places(slot, num_passes)
+        return step_cache.Residuals(
+            first=read(self.first, place, shape), rest=read(self.rest, place, shape)
+        )
+
+    def write(
+        self, slot: Int32[Array, " R"], num_passes: int, residuals: step_cache.Residuals
+    ) -> SlotResiduals:
+        """Returns them with those of rows; the ones of slots out of range are dropped."""
+        place = _places(slot, num_passes)
+        return SlotResiduals(
+            first=write(self.first, place, residuals.first),
+            rest=write(self.rest, place, residuals.rest),
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -75,22 +117,26 @@ def empty_slots(num_slots: int, num_elements: int) -> Slots:
 
 
 def read(
-    held: Float32[Array, "N E"], slot: Int32[Array, " R"], shape: tuple[int, ...]
-) -> Float32[Array, "R ..."]:
+    held: Float[Array, "N E"], slot: Int32[Array, " R"], shape: tuple[int, ...]
+) -> Float[Array, "R ..."]:
     """Returns latents of this shape; slots out of range are the last."""
     flat = held.at[slot, : math.prod(shape)].get(mode="clip")
     return flat.reshape(len(slot), *shape)
 
 
 def write(
-    held: Float32[Array, "N E"], slot: Int32[Array, " R"], latents: Float32[Array, "R ..."]
-) -> Float32[Array, "N E"]:
+    held: Float[Array, "N E"], slot: Int32[Array, " R"], latents: Float[Array, "R ..."]
+) -> Float[Array, "N E"]:
     """Returns the slots with these latents; those for slots out of range are dropped.
 
     No two rows may have the same slot, in range or not.
     """
     flat = latents.reshape(len(latents), -1)
     return held.at[slot, : flat.shape[1]].set(flat, mode="drop", unique_indices=True)
+
+
+def _places(slot: Int32[Array, " R"], num_passes: int) -> Int32[Array, " P*R"]:
+    return jnp.concatenate([slot * MOST_PASSES + i for i in range(num_passes)])
 
 
 def _beginning(shape: tuple[int, ...]) -> tuple[slice, ...]:

@@ -138,6 +138,7 @@ class RowResult:
 
     `nfe` counts the row's forwards. `committed` holds the blocks that became final, in order; a
     canvas has at most one. `context_len` tokens have final K,V; None if the launch does not say.
+    `num_skipped` counts the steps of `nfe` that left out most of the model.
     `frames` are outputs of single steps, for kinds that have them. `product` is the result of a
     finished row that writes no tokens. `is_invalid`: the statistics are NaN (broken weights,
     overflow).
@@ -147,6 +148,7 @@ class RowResult:
     committed: tuple[CommittedBlock, ...] = ()
     context_len: int | None = None
     num_edited: int = 0
+    num_skipped: int = 0
     frames: tuple[Frame, ...] = ()
     product: Any = None
     is_invalid: bool = False

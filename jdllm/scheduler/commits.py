@@ -56,6 +56,7 @@ class RequestCommit:
     num_blocks: int
     num_edited: int
     num_discarded: int
+    num_skipped: int
 
     @classmethod
     def of(cls, request: request_lib.Request, progress: Progress) -> RequestCommit:
@@ -71,4 +72,5 @@ class RequestCommit:
             num_blocks=request.num_blocks,
             num_edited=request.num_edited,
             num_discarded=request.num_discarded,
+            num_skipped=request.num_skipped,
         )

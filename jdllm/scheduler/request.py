@@ -54,8 +54,9 @@ class Request:
     tokens that are fixed.
 
     Only image models use `image`, what kind of image is wanted, `num_frames`, how many frames have
-    been reported, and the times (of `time.monotonic`) at which everything that precedes the first
-    step was there, and the last step was done.
+    been reported, `num_skipped`, how many steps have left out most of the model since it last
+    began, and the times (of `time.monotonic`) at which everything that precedes the first step was
+    there, and the last step was done.
     """
 
     request_id: str
@@ -85,6 +86,7 @@ class Request:
     num_edited: int = 0
     num_discarded: int = 0
     num_frames: int = 0
+    num_skipped: int = 0
     began_s: float | None = None
     denoised_s: float | None = None
     num_preemptions: int = 0

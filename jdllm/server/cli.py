@@ -24,6 +24,8 @@ DESCRIPTION = """Serves a diffusion language model over HTTP.
 
 Flags are SGLang's, and vLLM's names are known. Flags of either that only concern speed are
 accepted, and the log says what happens instead; docs/flags.md lists them."""
+# Whose value, true or false, SGLang's command lines may give.
+SWITCHES_WITH_VALUES = frozenset({"text_encoder_cpu_offload"})
 CONFIG = "options by flag name; flags win (default: none)"
 
 HELP = {
@@ -80,6 +82,10 @@ HELP = {
     "warmup_resolutions": "image models: sizes that are compiled at start, such as 1024x1024 "
     "512x512; others are at their first use (default: the size of images without a size)",
     "max_image_pixels": "image models: most pixels of an image (default: 2048 times 2048)",
+    "enable_step_cache": "image models: requests may leave out most of a step that changes little "
+    "(residual_diff_threshold); takes device memory for every image that runs",
+    "text_encoder_cpu_offload": "image models: the weights of text encoders wait in the host's "
+    "memory, and each layer is copied to the device when a new caption is encoded",
     "host": "address to listen on",
     "port": "port to listen on; 0 chooses a free one",
     "api_key": "bearer key for all routes but /health and its like and /metrics; every user of the "
@@ -242,6 +248,8 @@ def add_options(
             how |= {"action": OneName, "nargs": "+"}
         if name == "warmup_resolutions":
             how |= {"action": Joined, "nargs": "+"}
+        if name in SWITCHES_WITH_VALUES:
+            how = {"nargs": "?", "const": True, "type": _boolean, "metavar": "true|false"}
         if name in foreign_flags.VALUES:
             how["type"] = lambda text, known=foreign_flags.VALUES[name]: known.get(text, text)
         group.add_argument(
@@ -256,6 +264,12 @@ def add_options(
             hidden["help"] = argparse.SUPPRESS
             group.add_argument(foreign_flags.spelled(other), action="store_false", **hidden)
             group.add_argument(foreign_flags.spelled(f"no_{other}"), action="store_true", **hidden)
+
+
+def _boolean(text: str) -> bool:
+    if text not in foreign_flags.BOOLEANS:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+    return text.lower() == "true"
 
 
 class OneName(argparse.Action):

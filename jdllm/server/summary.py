@@ -50,14 +50,18 @@ def image_engine_lines(engine: image_engine.ImageEngine) -> list[str]:
     options, stats, info, facts = engine.config, engine.stats(), engine.server_info(), engine.facts
     guidance = facts.default_guidance_scale
     others = "" if guidance is None else f", guidance {guidance:g}"
+    host_gb = stats.host_weight_memory_usage_gb
+    host = f"in the host's {host_gb:.2f} GB, " if options.text_encoder_cpu_offload else ""
+    cache_gb = stats.step_cache_memory_usage_gb
+    cache = f"step cache {cache_gb:.2f} GB, " if options.enable_step_cache else ""
     return [
         f"model {engine.model_name}: {info['pipeline']}, {options.dtype}, makes images of "
         f"{facts.default_width}x{facts.default_height} unless asked otherwise",
         f"denoising: {facts.default_steps} steps{others}; up to {engine.images_per_step} images in "
         f"a step; compiled for {options.warmup_resolutions}, other sizes at their first use",
         f"device {engine.device}; kernels: {kernels(info['kernels'])}",
-        f"memory: weights {stats.weight_memory_usage_gb:.2f} GB, "
-        f"latents {stats.latent_memory_usage_gb:.2f} GB, "
+        f"memory: weights {stats.weight_memory_usage_gb:.2f} GB, {host}"
+        f"latents {stats.latent_memory_usage_gb:.2f} GB, {cache}"
         f"captions {stats.caption_memory_usage_gb:.2f} GB, "
         f"launch {stats.launch_memory_usage_gb:.2f} GB; "
         f"at most {engine.max_running_requests} images at a time",

@@ -122,7 +122,7 @@ def test_a_sweep_and_a_resumed_run(url, engine, tmp_path):
         ("--data x", "--data is for tasks of texts"),
         ("--api completion", "--api is for tasks of texts"),
         ("--model_args model_path=x", "--model-args is for tasks of texts"),
-        ("--sweep threshold=0.5", "with one of num_inference_steps, guidance_scale"),
+        ("--sweep threshold=0.5", "with one of num_inference_steps, guidance_scale, residual"),
         ("--sweep num_inference_steps=a", "--sweep"),
         ("--sweep num_inference_steps=1 --num-inference-steps 2", "both give"),
         ("--dtype float32", "--dtype is for evaluation in process"),
@@ -151,8 +151,9 @@ def test_in_process():
     backend = pictures.InProcess(image_engine.shared())
     assert backend.default_size == (128, 128)
     wanted = pictures.Wanted(prompt="a cat", height=96, width=64, seed=3, num_inference_steps=2)
-    picture, seconds = pictures.timed(backend, wanted)
-    assert picture.shape == (96, 64, 3) and picture.dtype == np.uint8 and seconds > 0
+    made, seconds = pictures.timed(backend, wanted)
+    assert made.picture.shape == (96, 64, 3) and made.picture.dtype == np.uint8 and seconds > 0
+    assert made.skipped_steps == 0
     assert backend.describe()["model"] == "golden"
     with pytest.raises(cli.backends.BackendError, match="multiple of"):
         backend.picture(dataclasses.replace(wanted, width=65))

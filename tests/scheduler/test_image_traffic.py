@@ -1,14 +1,32 @@
 """The law for images: whatever the traffic, every request gets the image it would get alone."""
 
+import dataclasses
 import random
 
 import pytest
-from support.image_fake import Client, build, random_ask
+from support.image_fake import BUCKETS, Client, build, random_ask
 from support.image_watch import Watch, check_memory, check_products
 
 from jdllm.engine import core as core_lib
 
 NUM_REQUESTS = 60
+WITH_CACHE = dataclasses.replace(BUCKETS, cached=(False, True))
+
+
+def random_asks(rng):
+    """Returns requests, some of which have a step cache."""
+    asks = [random_ask(rng, seed) for seed in range(NUM_REQUESTS)]
+    for one in asks[::10]:
+        one.image = dataclasses.replace(one.image, residual_diff_threshold=0.5)
+    return asks
+
+
+def check_skipped(asks, client):
+    """Checks the skipped steps of those that ended, also of those that began anew."""
+    for one in asks:
+        if one.request_id in client.products:
+            is_cached = one.image.residual_diff_threshold > 0
+            assert one.num_skipped == is_cached * (one.image.num_inference_steps // 2)
 
 
 @pytest.mark.parametrize("overlaps", [False, True], ids=["waiting", "overlapped"])
@@ -16,8 +34,10 @@ NUM_REQUESTS = 60
 @pytest.mark.parametrize("seed", range(3))
 def test_no_neighbour_changes_an_image_and_nobody_starves(overlaps, running, num_entries, seed):
     rng = random.Random(repr((overlaps, running, num_entries, seed)))
-    core, device = build(rng, running=running, num_entries=num_entries, overlaps=overlaps)
-    asks = [random_ask(rng, seed) for seed in range(NUM_REQUESTS)]
+    core, device = build(
+        rng, running=running, num_entries=num_entries, overlaps=overlaps, buckets=WITH_CACHE
+    )
+    asks = random_asks(rng)
     watch, client, todo, gone = Watch(core, device), Client(), asks[::-1], set()
     while todo or core.has_work:
         for _ in range(rng.choice([0, 0, 0, 1, 4])):
@@ -31,6 +51,7 @@ def test_no_neighbour_changes_an_image_and_nobody_starves(overlaps, running, num
         watch.after()
         check_memory(core)
     check_products(asks, client, gone)
+    check_skipped(asks, client)
     captions = core.scheduler.rows.captions
     assert captions.num_held == 0 and not core.requests
     encoded = sum(len(b.rows) for b in device.trace if b.bucket.name == "encode")
@@ -51,8 +72,8 @@ def test_faults_end_their_own_rows_and_lack_of_memory_ends_none(overlaps, seed):
     def most(bucket):
         return 2 if bucket.name == "step" and bucket.height == 64 else 1
 
-    core, device = build(rng, overlaps=overlaps, fault=fault, most=most)
-    asks = [random_ask(rng, seed) for seed in range(NUM_REQUESTS)]
+    core, device = build(rng, overlaps=overlaps, fault=fault, most=most, buckets=WITH_CACHE)
+    asks = random_asks(rng)
     client, todo, gone, halved = Client(), asks[::-1], set(), 0
     while todo or core.has_work:
         for _ in range(rng.choice([0, 0, 0, 1, 4])):
@@ -70,6 +91,7 @@ def test_faults_end_their_own_rows_and_lack_of_memory_ends_none(overlaps, seed):
             assert "RESOURCE_EXHAUSTED" not in str(failed) or not failed.requests
         check_memory(core)
     check_products(asks, client, gone)
+    check_skipped(asks, client)
     assert halved > 1 and len(gone) < NUM_REQUESTS // 2
     assert core.scheduler.stats().total_preemptions > 0
     assert core.scheduler.rows.captions.num_held == 0 and not core.requests

@@ -24,6 +24,8 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "true_cfg_scale": (*SCALES, "2"),
     "cfg_truncation": (*SCALES, "0.5"),
     "cfg_normalization": ('"0.5"', "[]", "{}", '""', "-1", "true", "1", "1e300"),
+    # The fake pipeline has no step cache.
+    "residual_diff_threshold": (*bodies.WRONG_NUMBER, "-0.1", "1.5", "0.5"),
     "negative_prompt": (*bodies.WRONG_TEXT, '"fog"'),
     "max_sequence_length": (*bodies.WRONG_INTEGER, "0", "65"),
     "seed": ('"5"', "1.5", "true", "false", "[]", "{}", '""', "-1", "9" * 25, "[1, 2]", "[true]"),
@@ -126,6 +128,7 @@ NEUTRAL = {
     "n": None, "size": "auto", "style": "vivid", "quality": "auto", "background": "auto",
     "moderation": "low", "user": "somebody", "safety_identifier": "x", "output_quality": "default",
     "generator_device": "cuda", "enable_teacache": False, "negative_prompt": "",
+    "residual_diff_threshold": 0,
     "cfg_truncation": 1.0, "cfg_normalization": False, "true_cfg_scale": 1.0,
     "output_compression": 100, "partial_images": 0, "stream": False, "diffusers_kwargs": {},
     "upscaling_scale": 4, "latents": None, "extra_headers": {}, "priority": 0, "svg": None,

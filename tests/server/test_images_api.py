@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import dataclasses
 import io
 import json
 import math
@@ -60,8 +61,30 @@ def test_the_defaults_are_the_pipelines():
         "output_tokens_details": {"image_tokens": 24, "text_tokens": 0},
         "total_tokens": 26,
         "num_inference_steps": STEPS,
+        "num_skipped_steps": 0,
     }
     assert not engine.open_requests
+
+
+class SkippingEngine(fake_images.FakeImageEngine):
+    """Says that image i of a request has skipped i + 1 steps."""
+
+    def _events(self, request, name, index, step):
+        events = super()._events(request, name, index, step)
+        return [dataclasses.replace(event, skipped_steps=index + 1) for event in events]
+
+
+def test_usage_tells_how_many_steps_were_skipped():
+    engine = SkippingEngine(facts=dataclasses.replace(fake_images.FACTS, has_step_cache=True))
+    body = ask(edge.make_state(engine), n=2, residual_diff_threshold=0.25).json()
+    assert [one.residual_diff_threshold for one in engine.seen] == [0.25, 0.25]
+    assert [entry["num_skipped_steps"] for entry in body["data"]] == [1, 2]
+    assert body["usage"]["num_skipped_steps"] == 3
+    assert body["usage"]["num_inference_steps"] == 2 * STEPS
+    assert picture(body["data"][0]).text["residual_diff_threshold"] == "0.25"
+    inner = {"diffusers_kwargs": {"residual_diff_threshold": 0.5}}
+    assert ask(edge.make_state(engine), **inner).status_code == 200
+    assert engine.seen[-1].residual_diff_threshold == 0.5
 
 
 def test_options_reach_the_engine_from_every_place():

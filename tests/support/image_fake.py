@@ -130,6 +130,7 @@ class Device:
     def step(self, row, bucket):
         one, stay = row.request, row.stay
         assert self.fits(row, bucket) and one.image.is_guided == bucket.is_guided
+        assert (one.image.residual_diff_threshold > 0) == bucket.is_cached
         texts = [one.prompt_ids, *([one.image.negative_ids] if bucket.is_guided else [])]
         assert all(len(ids) <= bucket.tokens for ids in texts)
         assert len(stay.entries) == len(texts)
@@ -139,7 +140,9 @@ class Device:
         latents = self.latents[stay.slot] = advanced(latents, row.step, one, captions)
         self.clean[stay.slot] = clean(latents)
         is_invalid = one.seed == INVALID_SEED and row.step == 1
-        return batch_lib.RowResult(nfe=1, is_invalid=is_invalid)
+        # A step cache skips every second step here.
+        skipped = bucket.is_cached and row.step % 2
+        return batch_lib.RowResult(nfe=1, num_skipped=int(skipped), is_invalid=is_invalid)
 
     def decode(self, row, bucket):
         assert self.fits(row, bucket)

@@ -36,10 +36,15 @@ PROMPTS = (
 NEGATIVE = "Blurry, low quality."
 
 
-def step_bucket(size, rows=ROWS, *, is_guided=False, tokens):
+def step_bucket(size, rows=ROWS, *, is_guided=False, is_cached=False, tokens):
     height, width = size
     return image_buckets.StepBucket(
-        rows=rows, tokens=tokens, height=height, width=width, is_guided=is_guided
+        rows=rows,
+        tokens=tokens,
+        height=height,
+        width=width,
+        is_guided=is_guided,
+        is_cached=is_cached,
     )
 
 
@@ -248,7 +253,8 @@ class Row:
 
     @property
     def group(self):
-        return self.size, self.request.image.is_guided
+        image = self.request.image
+        return self.size, image.is_guided, image.residual_diff_threshold > 0
 
 
 class Device:
@@ -290,7 +296,7 @@ class Device:
 
     def step(self, *rows, bucket_rows=ROWS, tokens=None):
         """Takes one step of rows of a group; returns the rows' results."""
-        ((size, is_guided),) = {row.group for row in rows}
+        ((size, is_guided, is_cached),) = {row.group for row in rows}
         scheduled = [
             image_buckets.StepRow(
                 request=row.request, stay=row.stay, step=row.step, is_fresh=row.is_fresh
@@ -300,7 +306,9 @@ class Device:
         for row in rows:
             row.step, row.is_fresh = row.step + 1, False
         tokens = tokens or self.golden.tokens_of(*(row.request for row in rows))
-        bucket = step_bucket(size, bucket_rows, is_guided=is_guided, tokens=tokens)
+        bucket = step_bucket(
+            size, bucket_rows, is_guided=is_guided, is_cached=is_cached, tokens=tokens
+        )
         result = self.launch(bucket, scheduled)
         assert [one.nfe for one in result.rows] == [1] * len(rows)
         return result.rows

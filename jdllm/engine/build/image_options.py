@@ -45,6 +45,8 @@ def build_config(config: config_lib.EngineConfig) -> images.ImageBuildConfig:
         batching_rules=config.batching_rules(),
         model_path=config.model_path or directory.name,
         sizes=_sizes(config.warmup_resolutions),
+        has_step_cache=config.enable_step_cache,
+        offloads_text_encoders=config.text_encoder_cpu_offload,
         max_pixels=config.max_image_pixels or image_limits.DEFAULT_MAX_PIXELS,
         disable_overlap_schedule=config.disable_overlap_schedule,
         decode_log_interval=config.decode_log_interval,
@@ -115,6 +117,7 @@ def facts(built: images.BuiltImages) -> image_requests.ImageFacts:
         default_true_cfg_scale=defaults.true_cfg_scale,
         cfg_switch=options.cfg_switch,
         has_cfg_limits=options.has_cfg_limits,
+        has_step_cache=built.config.has_step_cache,
         compiled_size=min(built.buckets.sizes, key=math.prod),
     )
 

@@ -52,10 +52,12 @@ class ImageBuildConfig:
 
     `sizes` are the (height, width) in pixels that are compiled at start. A launch has at most
     `batching_max_size` requests, or fewer where the rules say so; `model_path` is the model's name
-    in rules. When nothing runs, the first step may wait `batching_delay_ms`
-    for others. `mem_fraction_static` is the share of device memory for weights, latents, captions
-    and what a launch needs; the rest is a margin. `caption_cache_bytes` bounds the captions that
-    stay on the device. `compiles_behind`: programs for several images are compiled after the start.
+    in rules. When nothing runs, the first step may wait `batching_delay_ms` for others.
+    `mem_fraction_static` is the share of device memory for weights, latents, captions and what a
+    launch needs; the rest is a margin. `caption_cache_bytes` bounds the captions that stay on the
+    device. `has_step_cache`: requests may have a step cache, whose memory and programs exist only
+    then. `offloads_text_encoders`: their weights wait in the host's memory. `compiles_behind`:
+    programs for several images are compiled after the start.
     """
 
     directory: pathlib.Path
@@ -73,6 +75,8 @@ class ImageBuildConfig:
     sizes: tuple[tuple[int, int], ...] | None = None
     max_pixels: int = image_limits.DEFAULT_MAX_PIXELS
     caption_cache_bytes: int | None = None
+    has_step_cache: bool = False
+    offloads_text_encoders: bool = False
     disable_overlap_schedule: bool = False
     decode_log_interval: int = 40
     show_progress: bool = True
@@ -104,8 +108,10 @@ class BuiltImages:
     num_slots: int
     dtype: str  # of the weights
     first_use: first_use.FirstUse
-    weight_bytes: int
+    weight_bytes: int  # on the device
+    host_weight_bytes: int
     slot_bytes: int  # of all slots
+    residual_bytes: int  # of the step cache of all slots
     caption_bytes: int  # of all entries
     startup_s: float
     compiles_at_ready: int
@@ -126,10 +132,19 @@ def build(config: ImageBuildConfig, progress: startup.StartupProgress) -> BuiltI
     progress.enter("load")
     device = device_lib.facts()
     folder = pipeline_folder.read(config.directory, load_format=config.load_format)
+    dtype = loaded.resolve_dtype(config.dtype, device)
+    sizes_lib.check_weights(
+        folder,
+        dtype,
+        share=config.mem_fraction_static,
+        memory_bytes=device.memory_bytes,
+        offloads_text_encoders=config.offloads_text_encoders,
+    )
     model = loaded.load(
         folder,
-        config.dtype,
+        dtype,
         device,
+        offloads_text_encoders=config.offloads_text_encoders,
         seed=config.random_seed,
         show_progress=config.show_progress,
     )
@@ -140,6 +155,10 @@ def build(config: ImageBuildConfig, progress: startup.StartupProgress) -> BuiltI
     num_slots = config.max_running_requests or _default_rows(device)
     max_tokens = buckets.tokens[-1]
     num_entries = sizes_lib.entries_that_fit(pipeline, max_tokens, _caption_bytes(config, device))
+    if config.has_step_cache:
+        slot_bytes = sizes_lib.residual_bytes(pipeline, config.max_pixels)
+        free_bytes = sizing.free_bytes(config.mem_fraction_static)
+        sizes_lib.check_residuals(num_slots, slot_bytes, free_bytes)
     kind = kind_lib.ImageKind(
         pipeline,
         kind_lib.ImageKindConfig(
@@ -147,6 +166,7 @@ def build(config: ImageBuildConfig, progress: startup.StartupProgress) -> BuiltI
             num_entries=num_entries,
             max_pixels=config.max_pixels,
             max_tokens=max_tokens,
+            has_step_cache=config.has_step_cache,
         ),
     )
     runner = model_runner.ModelRunner(model.params, kind, device=device)
@@ -197,7 +217,13 @@ def build(config: ImageBuildConfig, progress: startup.StartupProgress) -> BuiltI
         num_slots=num_slots,
         dtype=str(next(iter(model.params.values())).dtype),
         first_use=programs,
-        weight_bytes=sum(array.nbytes for array in model.params.values()),
+        weight_bytes=model.weight_bytes(on_host=False),
+        host_weight_bytes=model.weight_bytes(on_host=True),
+        residual_bytes=(
+            num_slots * sizes_lib.residual_bytes(pipeline, config.max_pixels)
+            if config.has_step_cache
+            else 0
+        ),
         slot_bytes=num_slots * sizes_lib.slot_bytes(pipeline, config.max_pixels),
         caption_bytes=num_entries * sizes_lib.entry_bytes(pipeline, max_tokens),
         startup_s=time.monotonic() - began_s,
@@ -236,6 +262,7 @@ def _buckets(
         rows=rows,
         tokens=_caption_lengths(pipeline, device),
         sizes=sizes,
+        cached=(False, True) if config.has_step_cache else (False,),
         most_requests=_most_requests(config, pipeline, device),
     )
     if device.is_cpu:

@@ -27,7 +27,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from jdllm.imagegen import flow_schedule, padded_prompts, prompts, tokenizer_files
 from jdllm.imagegen.pipelines import interface
-from jdllm.models.images import packing
+from jdllm.models.images import packing, step_cache
 from jdllm.models.images.autoencoder.config import AutoencoderConfig
 from jdllm.models.images.clip_text import ClipTextConfig
 from jdllm.models.images.flux_config import FluxConfig
@@ -99,7 +99,9 @@ class FluxPipeline:
             ),
         },
     )
-    options: ClassVar[interface.Options] = interface.Options(cfg_switch="true_cfg_scale")
+    options: ClassVar[interface.Options] = interface.Options(
+        cfg_switch="true_cfg_scale", has_step_cache=True
+    )
 
     parts: interface.Parts
 
@@ -151,6 +153,10 @@ class FluxPipeline:
         rows, columns = self._grid((height, width))
         return rows * columns
 
+    @property
+    def transformer_width(self) -> int:
+        return self._transformer.dim
+
     def sigmas(self, num_steps: int, height: int, width: int) -> np.ndarray:
         tokens = self.image_tokens(height, width)
         return flow_schedule.sigmas_of(self.parts.schedule, num_steps, tokens)
@@ -180,6 +186,7 @@ class FluxPipeline:
         lens: Int32[Array, " R"],
         guidance: interface.Guidance,
         size: interface.Size,
+        cache: step_cache.StepCache | None = None,
     ) -> Latents:
         return self.parts.module("transformer", params).denoise(
             latents,
@@ -189,6 +196,7 @@ class FluxPipeline:
             captions.pooled,
             self._own(lens),
             self._grid(size),
+            cache,
         )
 
     def guide(

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float32, Int32
 from jdllm import errors
 from jdllm.imagegen import flow_schedule, prompts, request_defaults
 from jdllm.models import loading
+from jdllm.models.images import step_cache
 
 Params = Mapping[str, jax.Array]  # of all components: the name of each begins its parameters'
 Captions = Any  # a tree of arrays [R, ...], see `Pipeline.caption_shapes`
@@ -51,6 +52,11 @@ class Layout:
     models: Mapping[str, tuple[str, ...]]
     tokenizers: Mapping[str, TokenizerPlace]
 
+    @property
+    def text_encoders(self) -> frozenset[str]:
+        """The components that only captions need."""
+        return frozenset(place.encoder for place in self.tokenizers.values())
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Defaults:
@@ -75,10 +81,12 @@ class Options:
 
     `cfg_switch` is the one that asks for a second forward, with the negative prompt; None: there is
     no negative prompt. `has_cfg_limits`: there are `cfg_truncation` and `cfg_normalization`.
+    `has_step_cache`: `predict` takes a cache, and steps may leave out most of the transformer.
     """
 
     cfg_switch: Literal["guidance_scale", "true_cfg_scale"] | None
     has_cfg_limits: bool = False
+    has_step_cache: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,6 +209,11 @@ class Pipeline(Protocol):
         """Returns how many tokens an image has in the transformer, without padding."""
         ...
 
+    @property
+    def transformer_width(self) -> int:
+        """The numbers of one token inside the transformer."""
+        ...
+
     def sigmas(self, num_steps: int, height: int, width: int) -> Float32[Any, " num_steps+1"]:
         """Returns the noise levels before each step, and the last one, 0 (numpy)."""
         ...
@@ -228,10 +241,12 @@ class Pipeline(Protocol):
         lens: Int32[Array, " R"],
         guidance: Guidance,
         size: Size,
+        cache: step_cache.StepCache | None = None,
     ) -> Float32[Array, "R ..."]:
         """Returns velocities (noise - clean) of latents at the noise levels `sigma`.
 
-        `lens` are the numbers of ids of the captions, `size` is that of all images.
+        `lens` are the numbers of ids of the captions, `size` is that of all images. A `cache` comes
+        only if there is a step cache; its tokens are those of the image, without padding.
         """
         ...
 

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from jdllm.imagegen import flow_schedule, prompts
 from jdllm.imagegen.pipelines import interface
-from jdllm.models.images import packing, qwen_image_config
+from jdllm.models.images import packing, qwen_image_config, step_cache
 from jdllm.models.images.autoencoder_kl_qwen_image import QwenImageAutoencoderConfig
 
 Latents = Float32[Array, "R T C"]
@@ -73,7 +73,9 @@ class QwenImagePipeline:
             )
         },
     )
-    options: ClassVar[interface.Options] = interface.Options(cfg_switch="true_cfg_scale")
+    options: ClassVar[interface.Options] = interface.Options(
+        cfg_switch="true_cfg_scale", has_step_cache=True
+    )
 
     parts: interface.Parts
 
@@ -121,6 +123,10 @@ class QwenImagePipeline:
         rows, columns = self._grid((height, width))
         return rows * columns
 
+    @property
+    def transformer_width(self) -> int:
+        return self._transformer.dim
+
     def sigmas(self, num_steps: int, height: int, width: int) -> np.ndarray:
         tokens = self.image_tokens(height, width)
         return flow_schedule.sigmas_of(self.parts.schedule, num_steps, tokens)
@@ -145,12 +151,13 @@ class QwenImagePipeline:
         lens: Int32[Array, " R"],
         guidance: interface.Guidance,
         size: interface.Size,
+        cache: step_cache.StepCache | None = None,
     ) -> Latents:
         del guidance
         # Padding rows have captions that end within the prefix.
         own = jnp.maximum(lens - PREFIX_TOKENS, 1)
         transformer = self.parts.module("transformer", params)
-        return transformer.denoise(latents, sigma, captions, own, self._grid(size))
+        return transformer.denoise(latents, sigma, captions, own, self._grid(size), cache)
 
     def guide(
         self,

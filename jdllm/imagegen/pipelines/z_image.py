@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from jdllm.imagegen import flow_schedule, prompts
 from jdllm.imagegen.pipelines import interface
-from jdllm.models.images import z_image_config
+from jdllm.models.images import step_cache, z_image_config
 from jdllm.models.images.autoencoder.config import AutoencoderConfig
 
 Latents = Float32[Array, "R C h w"]
@@ -52,7 +52,7 @@ class ZImagePipeline:
         },
     )
     options: ClassVar[interface.Options] = interface.Options(
-        cfg_switch="guidance_scale", has_cfg_limits=True
+        cfg_switch="guidance_scale", has_cfg_limits=True, has_step_cache=True
     )
 
     parts: interface.Parts
@@ -103,6 +103,10 @@ class ZImagePipeline:
     def image_tokens(self, height: int, width: int) -> int:
         return (height // self.size_multiple) * (width // self.size_multiple)
 
+    @property
+    def transformer_width(self) -> int:
+        return self._transformer.dim
+
     def sigmas(self, num_steps: int, height: int, width: int) -> np.ndarray:
         tokens = self.image_tokens(height, width)
         return flow_schedule.sigmas_of(self.parts.schedule, num_steps, tokens)
@@ -125,10 +129,11 @@ class ZImagePipeline:
         lens: Int32[Array, " R"],
         guidance: interface.Guidance,
         size: interface.Size,
+        cache: step_cache.StepCache | None = None,
     ) -> Latents:
         del guidance, size
         transformer = self.parts.module("transformer", params)
-        return -transformer.denoise(latents, 1 - sigma, captions, lens)
+        return -transformer.denoise(latents, 1 - sigma, captions, lens, cache)
 
     def guide(
         self,

@@ -21,6 +21,7 @@ import pallas_kernels
 from jdllm import errors
 from jdllm.layers import attention, mlp, rope
 from jdllm.models import decoder, decoder_config, hf_config
+from jdllm.models.images import host_weights
 
 _ROPE_KEYS = frozenset({"rope_theta", "rope_type", "type"})
 
@@ -61,7 +62,8 @@ class CausalText(nnx.Module):
 
     def words(self, ids: Int32[Array, "B L"]) -> Float[Array, "B L hidden_size"]:
         """Returns the tokens' rows of `word_embeddings`."""
-        return jnp.take(self.word_embeddings[...], ids, axis=0, mode="clip")
+        table = host_weights.on_device(self.word_embeddings[...])
+        return jnp.take(table, ids, axis=0, mode="clip")
 
     def run(
         self, words: Float[Array, "B L hidden_size"], lens: Int32[Array, " B"]
@@ -78,8 +80,10 @@ class CausalText(nnx.Module):
         x = words.reshape(B * L, -1)
         attend = functools.partial(_attend, jnp.maximum(lens, 1), self.implementation)
         pending: tuple[jax.Array, ...] = ()
+        before = x
         for layer in self.layers:
-            x, pending, _ = layer(x, pending, {kind: angles}, attend=attend, cache=None)
+            here, before = host_weights.fetched(layer, after=before), x
+            x, pending, _ = here(x, pending, {kind: angles}, attend=attend, cache=None)
         return x, pending
 
 

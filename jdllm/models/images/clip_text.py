@@ -19,7 +19,7 @@ import pallas_kernels
 from jdllm import errors
 from jdllm.layers import linear, norm
 from jdllm.models import hf_config, key_rules
-from jdllm.models.images import component
+from jdllm.models.images import component, host_weights
 
 _RULES = key_rules.KeyRules(
     architecture="CLIPTextModel",
@@ -99,15 +99,18 @@ class ClipTextEncoder(nnx.Module):
 
         What a row without an end token gives, such as padding of a batch, means nothing.
         """
-        states = self.final_layer_norm(self.hidden_states(ids)[-1])
+        last = self.hidden_states(ids)[-1]
+        states = host_weights.fetched(self.final_layer_norm, after=last)(last)
         return jnp.take_along_axis(states, self._ends(ids)[:, None, None], axis=1)[:, 0]
 
     def hidden_states(self, ids: Int32[Array, "B T"]) -> list[Float[Array, "B T D"]]:
         """Returns the embeddings, and what each layer makes of them."""
-        words = jnp.take(self.token_embedding[...], ids, axis=0, mode="clip")
-        states = [words + self.position_embedding[...]]
+        table = host_weights.on_device(self.token_embedding[...])
+        words = jnp.take(table, ids, axis=0, mode="clip")
+        states = [words + host_weights.on_device(self.position_embedding[...])]
         for layer in self.layers:
-            states.append(layer(states[-1]))
+            here = host_weights.fetched(layer, after=states[-2:][0])
+            states.append(here(states[-1]))
         return states
 
     def _ends(self, ids: Int32[Array, "B T"]) -> Int32[Array, " B"]:

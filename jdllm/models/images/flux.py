@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Float32, Int, Int32
 
 import pallas_kernels
 from jdllm.layers import axial_rope, linear, norm, timestep
-from jdllm.models.images import component, double_stream, flux_config, packing
+from jdllm.models.images import component, double_stream, flux_config, packing, step_cache
 from jdllm.models.images.double_stream import NUM_MODULATIONS, Modulation
 from jdllm.models.images.flux_config import MLP_RATIO, FluxConfig
 
@@ -127,11 +127,12 @@ class FluxTransformer(nnx.Module):
         pooled: Float32[Array, "B D"],
         text_lens: Int32[Array, " B"],  # 0 to L; what stands past them is finite
         grid: tuple[int, int],  # rows and columns of tokens
+        cache: step_cache.StepCache | None = None,
     ) -> Float32[Array, "B T C"]:
         """Returns the velocities `noise - clean`.
 
         A model without `guidance_embeds` does not read `guidance`. Raises ValueError for latents
-        of another shape.
+        of another shape. With a `cache`, rows may leave out all blocks but the first.
         """
         T, L = latents.shape[1], text.shape[1]
         packing.check(latents.shape, grid, self.config.in_channels)
@@ -140,12 +141,20 @@ class FluxTransformer(nnx.Module):
         image = self.x_embedder(latents.astype(self.dtype))
         rotation = self.rotation(grid, L)
         lengths = T + text_lens
-        for block, of_both in zip(self.transformer_blocks, doubles, strict=True):
-            image, text = block(image, text, rotation, lengths, of_both)
-        x = jnp.concatenate([image, text], axis=1)
-        for block, modulation in zip(self.single_transformer_blocks, singles, strict=True):
-            x = block(x, rotation, lengths, modulation)
-        return self.final(x[:, :T], embedding)
+        (first, of_first), *others = zip(self.transformer_blocks, doubles, strict=True)
+        after_first = first(image, text, rotation, lengths, of_first)
+
+        def rest() -> Float[Array, "B T D"]:
+            image, text = after_first
+            for block, of_both in others:
+                image, text = block(image, text, rotation, lengths, of_both)
+            x = jnp.concatenate([image, text], axis=1)
+            for block, modulation in zip(self.single_transformer_blocks, singles, strict=True):
+                x = block(x, rotation, lengths, modulation)
+            return x[:, :T]
+
+        last = rest() if cache is None else cache.through(image, after_first[0], rest)
+        return self.final(last, embedding)
 
     def embed(
         self,

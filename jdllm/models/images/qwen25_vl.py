@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int32
 from jdllm import errors
 from jdllm.layers import attention, norm, rope
 from jdllm.models import hf_config, key_rules
-from jdllm.models.images import causal_text, component
+from jdllm.models.images import causal_text, component, host_weights
 
 _RULES = key_rules.KeyRules(
     architecture="Qwen2_5_VLForConditionalGeneration",
@@ -62,7 +62,7 @@ class Qwen25VLTextEncoder(causal_text.CausalText):
         the other rows change their embeddings. A row of length 0 is all zeros.
         """
         x, pending = self.run(self.words(ids), lens)
-        _, normed = self.norm.add(x, pending)
+        _, normed = host_weights.fetched(self.norm, after=x).add(x, pending)
         return causal_text.unpacked(normed, lens, ids.shape[1])
 
 

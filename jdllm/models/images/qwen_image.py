@@ -12,6 +12,8 @@ Letters: those of the whole project, and L tokens of a caption, C latent channel
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +21,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int, Int32
 
 from jdllm.layers import axial_rope, linear, norm, timestep
-from jdllm.models.images import component, double_stream, packing, qwen_image_config
+from jdllm.models.images import component, double_stream, packing, qwen_image_config, step_cache
 from jdllm.models.images.double_stream import NUM_MODULATIONS, Modulation
 from jdllm.models.images.qwen_image_config import NUM_POSITIONS, ROPE_THETA, QwenImageConfig
 
@@ -34,6 +36,16 @@ class Block(double_stream.DoubleBlock):
         D = config.dim
         super().__init__(D, config.attention_head_dim, dtype=dtype, implementation=implementation)
         self.modulation = linear.Linear(D, 2 * NUM_MODULATIONS * D, dtype=dtype)
+
+    def modulations(self, active: Float[Array, "B D"]) -> tuple[Modulation, Modulation]:
+        """Returns the modulations of image and text; they follow from the timestep alone.
+
+        Each block has its own product: one for all would hold 6.8e9 weights, more than the 2**31
+        that 32-bit indices reach, and be no faster, since reading the weights takes the time.
+        """
+        made = self.modulation(active, out_dtype=jnp.float32)
+        made = made.reshape(len(active), 2, NUM_MODULATIONS, -1)
+        return made[:, 0], made[:, 1]
 
 
 class QwenImageTransformer(nnx.Module):
@@ -80,8 +92,12 @@ class QwenImageTransformer(nnx.Module):
         text: Float[Array, "B L D"],
         caption_lens: Int32[Array, " B"],
         grid: tuple[int, int],
+        cache: step_cache.StepCache | None = None,
     ) -> Float32[Array, "B T C"]:
-        """Returns what `__call__` returns, given the result of `embed_text`."""
+        """Returns what `__call__` returns, given the result of `embed_text`.
+
+        With a `cache`, rows may leave out all blocks but the first.
+        """
         T, L = latents.shape[1], text.shape[1]
         packing.check(latents.shape, grid, self.config.in_channels)
         _check_positions(grid, L)
@@ -89,24 +105,22 @@ class QwenImageTransformer(nnx.Module):
         image = self.image_in(latents.astype(self.dtype))
         rotation = self.rotation(positions(grid, L))
         lengths = T + caption_lens
-        modulations = self.modulations(embedding)
-        for block, both in zip(self.transformer_blocks, modulations, strict=True):
-            image, text = block(image, text, rotation, lengths, both)
-        return self.final(image, embedding)
-
-    def modulations(self, embedding: Float32[Array, "B D"]) -> list[tuple[Modulation, Modulation]]:
-        """Returns the modulations of image and text of every block; all follow from the timestep.
-
-        Each block has its own product: one for all would hold 6.8e9 weights, more than the 2**31
-        that 32-bit indices reach, and be no faster, since reading the weights takes the time.
-        """
         active = jax.nn.silu(embedding).astype(self.dtype)
-        shape = (len(embedding), 2, NUM_MODULATIONS, -1)
-        made = [
-            block.modulation(active, out_dtype=jnp.float32).reshape(shape)
-            for block in self.transformer_blocks
-        ]
-        return [(both[:, 0], both[:, 1]) for both in made]
+        first, *rest = self.transformer_blocks
+
+        def run(blocks: Sequence[Block], image: Array, text: Array) -> tuple[Array, Array]:
+            for block in blocks:
+                # Here, so that a step without these blocks does not read their weights.
+                both = block.modulations(active)
+                image, text = block(image, text, rotation, lengths, both)
+            return image, text
+
+        after_first = run([first], image, text)
+        if cache is None:
+            image, _ = run(rest, *after_first)
+        else:
+            image = cache.through(image, after_first[0], lambda: run(rest, *after_first)[0])
+        return self.final(image, embedding)
 
     def final(
         self, image: Float[Array, "B T D"], embedding: Float32[Array, "B D"]

@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 from jdllm import errors
 from jdllm.layers import norm
 from jdllm.models import hf_config, key_rules
-from jdllm.models.images import component
+from jdllm.models.images import component, host_weights
 
 _FEED_FORWARD = "gated-gelu"
 _RULES = key_rules.KeyRules(
@@ -147,7 +147,8 @@ class T5Encoder(nnx.Module):
         the other rows change their embeddings.
         """
         is_own = jnp.arange(ids.shape[1]) < lens[:, None]
-        embeddings = self.final_norm(self.hidden_states(ids, lens)[-1])
+        last = self.hidden_states(ids, lens)[-1]
+        embeddings = host_weights.fetched(self.final_norm, after=last)(last)
         return jnp.where(is_own[:, :, None], embeddings, 0)
 
     def hidden_states(
@@ -156,9 +157,11 @@ class T5Encoder(nnx.Module):
         """Returns the words, and what each layer makes of them; finite past the lengths."""
         is_own = jnp.arange(ids.shape[1]) < lens[:, None]
         bias = self._bias(ids.shape[1])
-        states = [jnp.take(self.word_embeddings[...], ids, axis=0, mode="clip")]
+        table = host_weights.on_device(self.word_embeddings[...])
+        states = [jnp.take(table, ids, axis=0, mode="clip")]
         for layer in self.layers:
-            states.append(layer(states[-1], bias, is_own))
+            here = host_weights.fetched(layer, after=states[-2:][0])
+            states.append(here(states[-1], bias, is_own))
         return states
 
     def _bias(self, T: int) -> Float32[Array, "N T T"]:
@@ -168,7 +171,7 @@ class T5Encoder(nnx.Module):
             num_buckets=self.config.num_buckets,
             max_distance=self.config.max_distance,
         )
-        table = self.relative_attention_bias[...].astype(jnp.float32)
+        table = host_weights.on_device(self.relative_attention_bias[...]).astype(jnp.float32)
         return jnp.moveaxis(table[found], -1, 0)
 
 

@@ -19,6 +19,8 @@ E width of the timestep embedding.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,7 +29,7 @@ from jaxtyping import Array, Float, Float32, Int, Int32
 
 import pallas_kernels
 from jdllm.layers import axial_rope, linear, norm, timestep
-from jdllm.models.images import component, z_image_config
+from jdllm.models.images import component, step_cache, z_image_config
 from jdllm.models.images.z_image_config import PATCH, ZImageConfig, padded
 
 _TIMESTEP_WIDTH = 1024
@@ -180,8 +182,12 @@ class ZImageTransformer(nnx.Module):
         t: Float32[Array, " B"],
         refined: Float[Array, "B L D"],
         caption_lens: Int32[Array, " B"],
+        cache: step_cache.StepCache | None = None,
     ) -> Float32[Array, "B C h w"]:
-        """Returns what `__call__` returns, given the result of `refine_captions`."""
+        """Returns what `__call__` returns, given the result of `refine_captions`.
+
+        With a `cache`, rows may leave out all `layers` but the first.
+        """
         B, _, h, w = latents.shape
         rows, columns = h // PATCH, w // PATCH
         self._check_latents(latents.shape)
@@ -199,9 +205,23 @@ class ZImageTransformer(nnx.Module):
             for i, c in zip(image, caption)
         )
         lengths = image_tokens + padded(caption_lens)
-        for block in self.layers:
-            x = block(x, (cos, sin), lengths, next(modulations))
-        return unpatchify(self.final(x[:, : rows * columns], embedding), rows, columns)
+        first, *rest = zip(self.layers, modulations, strict=True)
+
+        def run(blocks: Sequence[tuple[Block, Modulation]], x: Array) -> Array:
+            for block, modulation in blocks:
+                x = block(x, (cos, sin), lengths, modulation)
+            return x
+
+        def own(x: Array) -> Array:
+            """Returns the image tokens without padding."""
+            return x[:, : rows * columns]
+
+        after_first = run([first], x)
+        if cache is None:
+            image_out = own(run(rest, after_first))
+        else:
+            image_out = cache.through(own(x), own(after_first), lambda: own(run(rest, after_first)))
+        return unpatchify(self.final(image_out, embedding), rows, columns)
 
     def embed_patches(self, patches: Float32[Array, "B T P"]) -> Float[Array, "B T_padded D"]:
         """Returns the image tokens, with pad tokens up to the next multiple of 32."""

@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 
@@ -111,8 +112,7 @@ class Executables:
         empty = batch_lib.ScheduleBatch(rows=(), bucket=bucket)
         parts = {name: memory[name] for name in program.uses}
         arguments = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
-            (params, parts, program.inputs(empty, interrupts.shapes())),
+            _shape, (params, parts, program.inputs(empty, interrupts.shapes()))
         )
         with pallas_kernels.record_choices() as choices:
             packed = words.packed_launch(program.step, arguments)
@@ -123,6 +123,13 @@ class Executables:
             compiled=lowered.compile(compiler_options=self._options),
             choices=choices,
         )
+
+
+def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Returns shape and dtype of an argument, and its place if that is the host's memory."""
+    if isinstance(leaf, jax.Array) and leaf.sharding.memory_kind == device_facts.HOST_MEMORY:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
 
 def compile_threads() -> int:

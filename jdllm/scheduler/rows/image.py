@@ -5,11 +5,11 @@ if its latents are given), takes its steps and is decoded; previews are decoded 
 host knows all of that beforehand, and launches run in order. So it plans without reading results:
 a stay counts what has been planned.
 
-Whose turn it is. Images of one size share steps, at whatever step each is; guided ones have steps
-of their own. The row that was stepped least recently goes next, with the rows of its group, again
-the least recently stepped first. So a row that is ready waits for fewer steps than there are
-running rows. Between two steps there is at most one other launch while some row is ready for a
-step. Outputs go before new rows, the oldest first.
+Whose turn it is. Images of one size share steps, at whatever step each is; guided ones and those
+with a step cache have steps of their own. The row that was stepped least recently goes next, with
+the rows of its group, again the least recently stepped first. So a row that is ready waits for
+fewer steps than there are running rows. Between two steps there is at most one other launch while
+some row is ready for a step. Outputs go before new rows, the oldest first.
 """
 
 from __future__ import annotations
@@ -132,6 +132,7 @@ class ImageRows:
             request,
             request.image,
             guided=self._buckets.guided,
+            cached=self._buckets.cached,
             max_tokens=self._buckets.tokens[-1],
             num_entries=self.captions.num_entries,
         )
@@ -183,6 +184,8 @@ class ImageRows:
         """Counts the row's forwards; returns previews and, at the end, the product."""
         request.nfe += result.nfe
         stay = stay_of(request)
+        stay.num_skipped += result.num_skipped
+        request.num_skipped = stay.num_skipped
         stay.num_done += result.nfe
         if not stay.num_done:  # its caption or its latents are there only now
             request.began_s = self._now()
@@ -264,7 +267,7 @@ class ImageRows:
         """Notes a step of `members` for the log, if it is wanted."""
         if self._batching_log is None:
             return
-        height, width, is_guided = group_of(members[0])
+        height, width, is_guided, _ = group_of(members[0])
         most = self._step_sizes(members[0])[-1]
         bound = "max_size" if most > 1 else "dynamic_disabled"
         if self._buckets.is_bounded_by_rules(height, width, is_guided):
@@ -339,18 +342,16 @@ class ImageRows:
 
     def _step_sizes(self, request: request_lib.Request) -> tuple[int, ...]:
         """Returns how many requests of this group a step may have."""
-        ladder = self._buckets.step_sizes(*group_of(request))
+        height, width, is_guided, _ = group_of(request)
+        ladder = self._buckets.step_sizes(height, width, is_guided)
         return self._row_limits.allowed(self._step_bucket([request], rows=1), ladder)
 
     def _step_bucket(
         self, requests: Sequence[request_lib.Request], *, rows: int
     ) -> buckets_lib.StepBucket:
         """Returns the bucket of `rows` rows for requests of a group: the longest caption counts."""
-        height, width, is_guided = group_of(requests[0])
         longest = max(
             len(self.captions.caption(entry)) for one in requests for entry in stay_of(one).entries
         )
         tokens = self._buckets.tokens_of(longest)
-        return buckets_lib.StepBucket(
-            rows=rows, tokens=tokens, height=height, width=width, is_guided=is_guided
-        )
+        return buckets_lib.StepBucket(rows=rows, tokens=tokens, **group_of(requests[0])._asdict())

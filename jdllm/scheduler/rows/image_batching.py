@@ -89,7 +89,10 @@ def _difference(first: request_lib.Request, other: request_lib.Request) -> str |
         return "sampling_params.height"
     if one.width != two.width:
         return "sampling_params.width"
-    return "sampling_params.guidance_scale" if one.is_guided != two.is_guided else None
+    if one.is_guided != two.is_guided:
+        return "sampling_params.guidance_scale"
+    is_cached, is_other = (image.residual_diff_threshold > 0 for image in (one, two))
+    return "sampling_params.residual_diff_threshold" if is_cached != is_other else None
 
 
 def _top(counts: collections.Counter[str]) -> str:

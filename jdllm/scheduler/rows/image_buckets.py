@@ -51,7 +51,8 @@ class BeginBucket(batch_lib.Bucket):
 class StepBucket(batch_lib.Bucket):
     """One denoising step of up to `rows` requests with captions of at most `tokens` tokens.
 
-    Guided requests take 2 * `rows` rows of the transformer.
+    Guided requests take 2 * `rows` rows of the transformer. `is_cached`: rows may leave out blocks
+    of the transformer.
     """
 
     name: ClassVar[str] = "step"
@@ -59,6 +60,7 @@ class StepBucket(batch_lib.Bucket):
     height: int
     width: int
     is_guided: bool
+    is_cached: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,8 +119,8 @@ class ImageBuckets:
     """Ascending compiled sizes; those of rows begin with 1.
 
     `rows` are requests of a step, `tokens` lengths of captions, and `sizes` the (height, width)
-    that are compiled at start. `guided` says which kinds of steps are served. A forward of an
-    image (height, width) has at most `most_rows` rows, two for a guided request, and a decode
+    that are compiled at start. `guided` and `cached` say which kinds of steps are served. A forward
+    of an image (height, width) has at most `most_rows` rows, two for a guided request, and a decode
     launch `most_decode_rows`; both have at most `most_requests` (None: no such bound). An encode
     launch has at most `encode_tokens` tokens, padding included, because running rows wait for it.
 
@@ -135,6 +137,7 @@ class ImageBuckets:
     encode_tokens: int = 2048
     sizes: tuple[tuple[int, int], ...] = ((1024, 1024),)
     guided: tuple[bool, ...] = (False, True)
+    cached: tuple[bool, ...] = (False,)
     most_rows: Callable[[int, int], int] = rows_by_pixels(MOST_STEP_PIXELS)
     most_decode_rows: Callable[[int, int], int] = rows_by_pixels(MOST_DECODE_PIXELS)
     most_requests: Callable[[int, int], int | None] | None = None
@@ -168,11 +171,15 @@ class ImageBuckets:
         """Returns the buckets that images of one size need, but for the encoding of captions."""
         begin: batch_lib.Bucket = BeginBucket(height=height, width=width)
         steps = [
-            StepBucket(rows=rows, tokens=tokens, height=height, width=width, is_guided=is_guided)
+            StepBucket(
+                rows=rows, tokens=tokens, height=height, width=width,
+                is_guided=is_guided, is_cached=is_cached,
+            )
+            for is_cached in self.cached
             for is_guided in self.guided
             for rows in self.step_sizes(height, width, is_guided)
             for tokens in self.tokens
-        ]
+        ]  # fmt: skip
         outputs: tuple[image_params.Output, ...] = ("image", "latent")
         decodes = [
             DecodeBucket(rows=rows, height=height, width=width, output=output)

@@ -43,7 +43,13 @@ class ImageLimits:
                 f"partial_images={errors.quote(image.partial_images)} must be between 0 and {most}",
                 param="partial_images",
             )
-        for name in ("guidance_scale", "true_cfg_scale", "cfg_truncation", "cfg_normalization"):
+        for name in (
+            "guidance_scale",
+            "true_cfg_scale",
+            "cfg_truncation",
+            "cfg_normalization",
+            "residual_diff_threshold",
+        ):
             if not math.isfinite(value := getattr(image, name)):
                 raise errors.RequestError(f"{name}={value} must be a finite number", param=name)
         if image.latents is not None:
@@ -85,19 +91,26 @@ def check_captions(
     image: image_params.ImageParams,
     *,
     guided: tuple[bool, ...],
+    cached: tuple[bool, ...],
     max_tokens: int,
     num_entries: int,
 ) -> None:
-    """Raises a `RequestError` for captions or a guidance that could not be served.
+    """Raises a `RequestError` for captions, a guidance or a step cache that could not be served.
 
-    `guided` says which kinds of steps there are. A request takes one of the `num_entries` entries
-    for captions, of at most `max_tokens` tokens, or two.
+    `guided` and `cached` say which kinds of steps there are. A request takes one of the
+    `num_entries` entries for captions, of at most `max_tokens` tokens, or two.
     """
     if image.is_guided not in guided:
         served = "with" if guided[0] else "without"
         raise errors.RequestError(
             f"guidance_scale={image.guidance_scale}: images are served only {served} guidance",
             param="guidance_scale",
+        )
+    if (image.residual_diff_threshold > 0) not in cached:
+        raise errors.RequestError(
+            f"residual_diff_threshold={image.residual_diff_threshold} needs a server that was "
+            "started with --enable-step-cache",
+            param="residual_diff_threshold",
         )
     if image.is_guided == (image.negative_ids is None):
         raise errors.RequestError(

@@ -68,24 +68,20 @@ class Programs:
 
 
 def _alone(
-    group: tuple[int, int, bool],
+    group: image_stay.Group,
     tokens: int,
     unknown: Iterable[int],
     draws_latents: bool,
     outputs: Iterable[image_params.Output],
 ) -> list[batch_lib.Bucket]:
     """Returns the buckets of one row with which a request runs alone, in the order of their use."""
-    height, width, is_guided = group
+    height, width = group.height, group.width
     buckets: list[batch_lib.Bucket] = [
         buckets_lib.EncodeBucket(rows=1, tokens=length) for length in sorted(unknown)
     ]
     if not draws_latents:
         buckets.append(buckets_lib.BeginBucket(height=height, width=width))
-    buckets.append(
-        buckets_lib.StepBucket(
-            rows=1, tokens=tokens, height=height, width=width, is_guided=is_guided
-        )
-    )
+    buckets.append(buckets_lib.StepBucket(rows=1, tokens=tokens, **group._asdict()))
     return buckets + [
         buckets_lib.DecodeBucket(rows=1, height=height, width=width, output=output)
         for output in sorted(outputs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 from jdllm import image_params
 from jdllm.scheduler import request as request_lib
@@ -11,7 +12,8 @@ from jdllm.scheduler.rows import image_buckets, image_captions
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class ImageStay(image_captions.CaptionStay):
-    """What has been planned for a row; `num_done` counts the steps whose results are known.
+    """What has been planned for a row; `num_done` counts the steps whose results are known,
+    and `num_skipped` those of them that left out most of the transformer.
 
     `previews` are the steps after which a preview is still to be decoded. `turn` numbers the step
     launches: the row's last one, or the last one when the row was admitted.
@@ -22,6 +24,7 @@ class ImageStay(image_captions.CaptionStay):
     has_begun: bool
     num_planned: int = 0
     num_done: int = 0
+    num_skipped: int = 0
     is_decoded: bool = False
 
     @property
@@ -50,10 +53,20 @@ def captions_of(request: request_lib.Request) -> list[tuple[int, ...]]:
     return [ids] if negative_ids is None else [ids, negative_ids]
 
 
-def group_of(request: request_lib.Request) -> tuple[int, int, bool]:
-    """Returns what rows of a step have in common: height, width, and whether they are guided."""
+class Group(NamedTuple):
+    """What rows of a step have in common; see `image_buckets.StepBucket`."""
+
+    height: int
+    width: int
+    is_guided: bool
+    is_cached: bool
+
+
+def group_of(request: request_lib.Request) -> Group:
+    """Returns the group whose steps a request takes."""
     image = image_of(request)
-    return image.height, image.width, image.is_guided
+    is_cached = image.residual_diff_threshold > 0
+    return Group(image.height, image.width, image.is_guided, is_cached)
 
 
 def is_final_due(request: request_lib.Request) -> bool:

@@ -120,6 +120,7 @@ class Answer:
             "num_inference_steps": event.steps,
             "guidance_scale": request.guidance_scale,
             "true_cfg_scale": request.true_cfg_scale,
+            "residual_diff_threshold": request.residual_diff_threshold,
             "model": self.server.served.model_name,
             "Software": f"jdllm {version.__version__}",  # a keyword of the PNG standard
         }
@@ -131,6 +132,7 @@ class Answer:
         return {
             "seed": event.seed,
             "num_inference_steps": event.steps,
+            "num_skipped_steps": event.skipped_steps,
             **({} if scale is None else {"true_cfg_scale": scale}),
             "timings": {
                 "queue_s": event.queue_s,
@@ -164,4 +166,5 @@ class Answer:
             "output_tokens_details": {"image_tokens": image_tokens, "text_tokens": 0},
             "total_tokens": text_tokens + image_tokens,
             "num_inference_steps": sum(one.steps for one in finals),
+            "num_skipped_steps": sum(one.skipped_steps for one in finals),
         }

@@ -31,6 +31,7 @@ OPTIONS = (
     "true_cfg_scale",
     "cfg_truncation",
     "cfg_normalization",
+    "residual_diff_threshold",
     "max_sequence_length",
 )
 FOREIGN: foreign_fields.Neutral = {
@@ -70,6 +71,7 @@ class PipelineOptions(request_model.RequestModel):
     true_cfg_scale: StrictFloat | None = None
     cfg_truncation: StrictFloat | None = None
     cfg_normalization: Any = None  # a flag or a number
+    residual_diff_threshold: StrictFloat | None = None
     max_sequence_length: StrictInt | None = None
 
 
