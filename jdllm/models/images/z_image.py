@@ -58,7 +58,7 @@ class Attention(nnx.Module):
         lengths: Int32[Array, " B"] | None,
     ) -> Float[Array, "B T D"]:
         B, T, D = x.shape
-        qkv = jnp.einsum("BTD,FD->BTF", x, self.w_qkv[...])
+        qkv = linear.product(x, self.w_qkv)
         qkv = qkv.reshape(B, T, 3, self.num_heads, -1)
         q, k, v = (qkv[:, :, part] for part in range(3))  # [B, T, N, H]
         out = pallas_kernels.padded_attention(
@@ -68,7 +68,7 @@ class Attention(nnx.Module):
             lengths,
             implementation=self.implementation,
         )
-        return jnp.einsum("BTF,DF->BTD", out.reshape(B, T, D), self.w_out[...])
+        return linear.product(out.reshape(B, T, D), self.w_out)
 
 
 class FeedForward(nnx.Module):
@@ -80,8 +80,8 @@ class FeedForward(nnx.Module):
         self.w_down = nnx.Param(jnp.zeros((D, F), dtype))
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        gate, up = jnp.split(jnp.einsum("BTD,FD->BTF", x, self.w_gate_up[...]), 2, axis=-1)
-        return jnp.einsum("BTF,DF->BTD", jax.nn.silu(gate) * up, self.w_down[...])
+        gate, up = jnp.split(linear.product(x, self.w_gate_up), 2, axis=-1)
+        return linear.product(jax.nn.silu(gate) * up, self.w_down)
 
 
 class Block(nnx.Module):
