@@ -21,6 +21,7 @@ from jdllm import algorithms, batching_rules, errors
 
 LoadFormat = Literal["auto", "safetensors", "orbax", "dummy"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Quantization = Literal["fp8"]
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 LOAD_FORMATS: tuple[str, ...] = typing.get_args(LoadFormat)
 DTYPES: tuple[str, ...] = typing.get_args(Dtype)
@@ -55,6 +56,7 @@ IMAGE_OPTIONS = frozenset(
         "enable_batching_metrics",
         "warmup_resolutions",
         "max_image_pixels",
+        "quantization",
     ]
 )
 
@@ -108,6 +110,7 @@ class EngineConfig:
     enable_batching_metrics: bool = False
     warmup_resolutions: str | None = None
     max_image_pixels: int | None = None
+    quantization: Quantization | None = None
 
     def __post_init__(self) -> None:
         _check_types(self)

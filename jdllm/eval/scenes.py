@@ -26,7 +26,9 @@ from jdllm.tasks.scenes.scene import Scene
 
 DEFAULT_LIMIT = 200
 # Options of an image engine that this command has beside those of text engines.
-ENGINE_FLAGS = frozenset(["batching_max_size", "max_image_pixels", "warmup_resolutions"])
+ENGINE_FLAGS = frozenset(
+    ["batching_max_size", "max_image_pixels", "quantization", "warmup_resolutions"]
+)
 OWN_FLAGS = ("num_inference_steps", "guidance_scale", "image_size")
 SWEPT = ("num_inference_steps", "guidance_scale")
 # Flags that say how to write text, with their defaults.

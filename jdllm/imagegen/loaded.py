@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jdllm import config as config_lib
 from jdllm import device_facts, errors
 from jdllm.imagegen import pipeline_folder
 from jdllm.imagegen.pipelines import interface, registry
@@ -27,10 +28,13 @@ def load(
     dtype: str,
     device: device_facts.DeviceFacts,
     *,
+    quantization: config_lib.Quantization | None = None,
     seed: int = 0,
     show_progress: bool = True,
 ) -> LoadedPipeline:
     """Returns the pipeline of a folder, all of its components in one dtype.
+
+    With a `quantization` large weights of the transformer are quantised (`Component.fp8_weights`).
 
     "auto" is bfloat16, but float32 on a CPU, which emulates bfloat16. Published checkpoints may
     hold float32, of which nothing is lost that an image would show. Raises a ConfigError for
@@ -45,7 +49,10 @@ def load(
             "transformers exceed its largest, 65504; use bfloat16 or float32"
         )
     components = folder.load(
-        dict.fromkeys(folder.models, dtype), seed=seed, show_progress=show_progress
+        dict.fromkeys(folder.models, dtype),
+        quantization=quantization,
+        seed=seed,
+        show_progress=show_progress,
     )
     graphdefs = {name: one.graphdef for name, one in components.items()}
     params = {
@@ -57,11 +64,15 @@ def load(
 
 
 def without_weights(
-    folder: pipeline_folder.PipelineFolder, dtype: jnp.dtype
+    folder: pipeline_folder.PipelineFolder,
+    dtype: jnp.dtype,
+    *,
+    quantization: config_lib.Quantization | None = None,
 ) -> tuple[interface.Pipeline, dict[str, jax.ShapeDtypeStruct]]:
     """Returns a pipeline and the shapes of its parameters, without allocating memory."""
     abstract = {
-        name: one.component.abstract(one.config, dtype) for name, one in folder.models.items()
+        name: one.component.abstract(one.config, dtype, quantization=quantization)
+        for name, one in folder.models.items()
     }
     shapes = {
         interface.prefix_of(name) + path: shape

@@ -80,6 +80,8 @@ HELP = {
     "warmup_resolutions": "image models: sizes that are compiled at start, such as 1024x1024 "
     "512x512; others are at their first use (default: the size of images without a size)",
     "max_image_pixels": "image models: most pixels of an image (default: 2048 times 2048)",
+    "quantization": "image models: fp8 keeps the large weights of the transformer in 8-bit floats, "
+    "which are made while the checkpoint loads (default: none)",
     "host": "address to listen on",
     "port": "port to listen on; 0 chooses a free one",
     "api_key": "bearer key for all routes but /health and its like and /metrics; every user of the "

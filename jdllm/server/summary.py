@@ -50,9 +50,10 @@ def image_engine_lines(engine: image_engine.ImageEngine) -> list[str]:
     options, stats, info, facts = engine.config, engine.stats(), engine.server_info(), engine.facts
     guidance = facts.default_guidance_scale
     others = "" if guidance is None else f", guidance {guidance:g}"
+    quantized = f" and {options.quantization}" if options.quantization else ""
     return [
-        f"model {engine.model_name}: {info['pipeline']}, {options.dtype}, makes images of "
-        f"{facts.default_width}x{facts.default_height} unless asked otherwise",
+        f"model {engine.model_name}: {info['pipeline']}, {options.dtype}{quantized}, "
+        f"makes images of {facts.default_width}x{facts.default_height} unless asked otherwise",
         f"denoising: {facts.default_steps} steps{others}; up to {engine.images_per_step} images in "
         f"a step; compiled for {options.warmup_resolutions}, other sizes at their first use",
         f"device {engine.device}; kernels: {kernels(info['kernels'])}",
