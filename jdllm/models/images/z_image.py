@@ -312,8 +312,8 @@ blocks.{i}.attention_norm2.weight                     blocks.{i}.attention_norm2
 blocks.{i}.ffn_norm1.weight                           blocks.{i}.ffn_norm1.weight
 blocks.{i}.ffn_norm2.weight                           blocks.{i}.ffn_norm2.weight
 """
-# The context refiner runs once for a prompt, so 8 bits would save nothing there, and all steps would
-# have its error.
+# The context refiner runs once for a prompt, so 8 bits would save nothing there, and all steps
+# would have its error.
 _FP8_WEIGHTS = """
 layers.{i}.attention.w_qkv
 layers.{i}.attention.w_out
