@@ -21,6 +21,7 @@ from jdllm import algorithms, batching_rules, errors
 
 LoadFormat = Literal["auto", "safetensors", "orbax", "dummy"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Quantization = Literal["fp8"]
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 LOAD_FORMATS: tuple[str, ...] = typing.get_args(LoadFormat)
 DTYPES: tuple[str, ...] = typing.get_args(Dtype)
@@ -57,6 +58,7 @@ IMAGE_OPTIONS = frozenset(
         "max_image_pixels",
         "enable_step_cache",
         "text_encoder_cpu_offload",
+        "quantization",
     ]
 )
 
@@ -112,6 +114,7 @@ class EngineConfig:
     max_image_pixels: int | None = None
     enable_step_cache: bool = False
     text_encoder_cpu_offload: bool = False
+    quantization: Quantization | None = None
 
     def __post_init__(self) -> None:
         _check_types(self)

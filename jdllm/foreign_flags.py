@@ -198,7 +198,7 @@ REFUSALS: dict[str, str] = {
     "JAX takes a GPU if it has one; JAX_PLATFORMS=cpu in the environment takes the CPU": "device",
     "CUDA_VISIBLE_DEVICES in the environment chooses the GPU": "base_gpu_id gpu_id_step device_ids",
     "put it into HF_TOKEN in the environment": "hf_token",
-    "quantised weights are not supported; use --dtype": "quantization quantization_* modelopt_* "
+    "weights are quantised only by --quantization fp8, for images": "quantization_* modelopt_* "
     "quantize_and_serve allow_deprecated_quantization fp4_* mxfp4_*",
     "the KV pool has the dtype of the model; use --dtype": "kv_cache_dtype kv_cache_dtype_*",
     "use --dtype float32: then no request changes another's output": "rl_on_policy_target "

@@ -53,7 +53,7 @@ REFUSALS: dict[str, str] = {
     "input_save_path",
     "send prompts to the server, or use jdllm.ImageEngine": "prompt_file_path",
     "there is no web page but /docs": "webui webui_port",
-    "quantised weights are not supported; use --dtype": "enable_svdquant quantized_model_path "
+    "weights are quantised only by --quantization fp8": "enable_svdquant quantized_model_path "
     "nunchaku_*",
 }
 # Values, as text, at which a refused flag asks for what happens anyway.

@@ -11,6 +11,7 @@ from pallas_kernels.dense_matmul.api import dense_matmul, swiglu_matmul
 from pallas_kernels.dispatch import Choice, Choices, describe_choices, record_choices
 from pallas_kernels.extend_attention.api import extend_attention
 from pallas_kernels.extend_attention.reference import AttentionTiling
+from pallas_kernels.fp8_matmul.api import fp8_matmul, quantize_rows
 from pallas_kernels.grouped_matmul.api import grouped_matmul
 from pallas_kernels.grouped_matmul.gate_up import gate_up_group, interleave_gate_up, split_gate_up
 from pallas_kernels.grouped_matmul.reference import swiglu
@@ -39,6 +40,7 @@ __all__ = [
     "dense_matmul",
     "describe_choices",
     "extend_attention",
+    "fp8_matmul",
     "gate_up_group",
     "grouped_matmul",
     "interleave_gate_up",
@@ -47,6 +49,7 @@ __all__ = [
     "padded_attention",
     "penalize",
     "probability",
+    "quantize_rows",
     "read_cancel_flag",
     "record_choices",
     "rms_norm",

@@ -45,6 +45,16 @@ class Device:
             return f"needs compute capability 8.0 or later, this is {major}.{minor}"
         return None
 
+    @property
+    def fp8_refusal(self) -> str | None:
+        """Why tensor cores cannot multiply 8-bit floats here, None if they can."""
+        major, minor = self.compute_capability
+        if not major:
+            return f"needs an NVIDIA GPU, this is {self.platform}"
+        if (major, minor) < (8, 9):
+            return f"needs compute capability 8.9 or later, this is {major}.{minor}"
+        return None
+
 
 @functools.cache
 def local_device() -> Device:

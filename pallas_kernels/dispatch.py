@@ -25,6 +25,7 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "add_rms_norm": ("mosaic_gpu", "xla"),
     "dense_matmul": ("mosaic_gpu", "xla"),
     "extend_attention": ("mosaic_gpu", "cudnn", "xla"),
+    "fp8_matmul": ("xla_fp8", "xla"),
     "grouped_matmul": ("mosaic_gpu", "xla", "dense"),
     "padded_attention": ("cudnn", "xla"),
     "read_cancel_flag": ("mosaic_gpu", "xla"),
@@ -129,7 +130,11 @@ def _choose(
         raise ValueError(
             f"{op}: unknown {implementation=}; known names are {', '.join(('auto', *names))}"
         )
-    device_refusals = {"mosaic_gpu": device.hopper_refusal, "cudnn": device.cudnn_refusal}
+    device_refusals = {
+        "mosaic_gpu": device.hopper_refusal,
+        "cudnn": device.cudnn_refusal,
+        "xla_fp8": device.fp8_refusal,
+    }
 
     def refusal(name: str) -> str | None:
         return device_refusals.get(name) or refusals.get(name)

@@ -90,10 +90,13 @@ def main() -> None:
         help="of each encoder",
     )
     add_timing_flags(parser)
+    parser.add_argument("--quantization", choices=("fp8",), help="as for jdllm serve")
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
     folder = pipeline_folder.read(options.pipeline, load_format="dummy")
-    pipeline, _ = loaded.without_weights(folder, jnp.dtype(options.dtype))
+    pipeline, _ = loaded.without_weights(
+        folder, jnp.dtype(options.dtype), quantization=options.quantization
+    )
     caption = options.caption_tokens or default_caption(pipeline)
     say(f"# {options.pipeline}, {caption} caption tokens, {jax.devices()[0].device_kind}")
     say("part             point      ms   F790   F650  of F650  temp GB  compile s")
@@ -109,7 +112,7 @@ def main() -> None:
     ):
         if not points:
             continue
-        model = folder.models[name].load(options.dtype)
+        model = folder.models[name].load(options.dtype, quantization=options.quantization)
         params = {interface.prefix_of(name) + path: array for path, array in model.params.items()}
         count = FLOPS.get(folder.models[name].component.class_names[0])
         for point in points:

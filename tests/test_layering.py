@@ -33,6 +33,7 @@ FLOORS: tuple[tuple[str, int, str], ...] = (
     ("pallas_kernels/add_rms_norm/", -2, "add_rms_norm"),
     ("pallas_kernels/dense_matmul/", -1, "dense_matmul"),
     ("pallas_kernels/extend_attention/", -1, "extend_attention"),
+    ("pallas_kernels/fp8_matmul/", -1, "fp8_matmul"),
     ("pallas_kernels/grouped_matmul/", -1, "grouped_matmul"),
     ("pallas_kernels/padded_attention/", -1, "padded_attention"),
     ("pallas_kernels/read_cancel_flag/", -1, "read_cancel_flag"),

@@ -25,6 +25,9 @@ OWN_FIELDS = frozenset(
      "max_sequence_length"]
 )  # fmt: skip
 
+# What an engine says of itself that identifies what was measured.
+_KEPT = ("dtype", "quantization", "pipeline", "batching_max_size", "warmup_resolutions")
+
 
 class Target(Protocol):
     """Answers requests; a failure is put into the record, not raised."""
@@ -83,7 +86,7 @@ class Http:
     def describe(self) -> dict[str, Any]:
         """Returns where it is and what it says of itself."""
         info = running_server.server_info(self._client) or {}
-        keep = ("device", "dtype", "pipeline", "batching_max_size", "warmup_resolutions", "version")
+        keep = ("device", *_KEPT, "version")
         return {
             "kind": "http",
             "base_url": self._client.base_url,
@@ -130,7 +133,7 @@ class InProcess:
     def describe(self) -> dict[str, Any]:
         """Returns what identifies the model and the machine."""
         info = self._engine.server_info()
-        keep = ("dtype", "pipeline", "batching_max_size", "warmup_resolutions", "load_format")
+        keep = (*_KEPT, "load_format")
         return {
             "kind": "in process",
             "model": self._engine.model_name,

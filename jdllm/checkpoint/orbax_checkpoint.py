@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -20,6 +20,8 @@ from jdllm.checkpoint import source
 
 MARKER_NAME = "jdllm_checkpoint.json"
 FORMAT_VERSION = 3  # versions 1 and 2 stored (some) linear weights as [in, out]
+
+GROUP_BYTES = 1 << 30  # of parameters that are restored together: each restore takes 25 ms or more
 
 _PARAMS_DIR = "params"
 
@@ -61,23 +63,60 @@ def restore(
     device: jax.Device,  # pyright: ignore[reportInvalidTypeForm]  # a class that jax assigns
 ) -> dict[str, jax.Array]:
     """Returns the parameters on `device`, cast to the dtypes of `arrays`."""
+    return dict(_restore_groups(directory, [arrays], arrays, device))
+
+
+def restore_each(
+    directory: pathlib.Path,
+    arrays: Mapping[str, jax.ShapeDtypeStruct],
+    device: jax.Device,  # pyright: ignore[reportInvalidTypeForm]  # a class that jax assigns
+) -> Iterator[tuple[str, jax.Array]]:
+    """Yields the parameters of `restore`, of which it holds at most `GROUP_BYTES`, or one."""
+    return _restore_groups(directory, _groups(arrays), arrays, device)
+
+
+def _groups(
+    arrays: Mapping[str, jax.ShapeDtypeStruct],
+) -> Iterator[dict[str, jax.ShapeDtypeStruct]]:
+    group, held = {}, 0
+    for path, array in arrays.items():
+        size = array.size * array.dtype.itemsize
+        if group and held + size > GROUP_BYTES:
+            yield group
+            group, held = {}, 0
+        group[path] = array
+        held += size
+    yield group
+
+
+def _restore_groups(
+    directory: pathlib.Path,
+    groups: Iterable[Mapping[str, jax.ShapeDtypeStruct]],
+    arrays: Mapping[str, jax.ShapeDtypeStruct],
+    device: jax.Device,  # pyright: ignore[reportInvalidTypeForm]
+) -> Iterator[tuple[str, jax.Array]]:
     check(directory, arrays)
     stored = directory.absolute() / _PARAMS_DIR
     sharding = jax.sharding.SingleDeviceSharding(device)
-    targets = {
-        path: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
-        for path, array in arrays.items()
-    }
-    try:
-        storable = _storable(targets)
-        restore_args = ocp.checkpoint_utils.construct_restore_args(storable)
-        with _checkpointer() as checkpointer:
-            restored = checkpointer.restore(
-                stored, args=ocp.args.PyTreeRestore(storable, restore_args=restore_args)
-            )
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise errors.ConfigError(f"{stored} cannot be restored: {error}") from error
-    return {path: restored[_key(path)] for path in arrays}
+    for group in groups:
+        targets = {
+            path: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+            for path, array in group.items()
+        }
+        try:
+            storable = _storable(targets)
+            restore_args = ocp.checkpoint_utils.construct_restore_args(storable)
+            with _checkpointer() as checkpointer:
+                restored = checkpointer.restore(
+                    stored,
+                    args=ocp.args.PyTreeRestore(
+                        storable, restore_args=restore_args, partial_restore=True
+                    ),
+                )
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            raise errors.ConfigError(f"{stored} cannot be restored: {error}") from error
+        for path in group:
+            yield path, restored.pop(_key(path))
 
 
 def _checkpointer() -> ocp.Checkpointer:

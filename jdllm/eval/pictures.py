@@ -101,6 +101,7 @@ class InProcess:
             "model": self._engine.model_name,
             "device": str(self._engine.device),
             "dtype": self._engine.config.dtype,
+            "quantization": self._engine.config.quantization,
         }
 
     def abort(self) -> None:

@@ -27,7 +27,13 @@ from jdllm.tasks.scenes.scene import Scene
 DEFAULT_LIMIT = 200
 # Options of an image engine that this command has beside those of text engines.
 ENGINE_FLAGS = frozenset(
-    ["batching_max_size", "enable_step_cache", "max_image_pixels", "warmup_resolutions"]
+    [
+        "batching_max_size",
+        "enable_step_cache",
+        "max_image_pixels",
+        "quantization",
+        "warmup_resolutions",
+    ]
 )
 SWEPT = ("num_inference_steps", "guidance_scale", "residual_diff_threshold")
 OWN_FLAGS = (*SWEPT, "image_size")

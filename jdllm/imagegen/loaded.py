@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jdllm import config as config_lib
 from jdllm import device_facts, errors
 from jdllm.imagegen import pipeline_folder
 from jdllm.imagegen.pipelines import interface, registry
@@ -36,13 +37,15 @@ def load(
     dtype: str,
     device: device_facts.DeviceFacts,
     *,
+    quantization: config_lib.Quantization | None = None,
     seed: int = 0,
     show_progress: bool = True,
     offloads_text_encoders: bool = False,
 ) -> LoadedPipeline:
     """Returns the pipeline of a folder, all of its components in one dtype.
 
-    With `offloads_text_encoders` these components wait in the host's memory.
+    With a `quantization` large weights of the transformer are quantised (`Component.fp8_weights`);
+    with `offloads_text_encoders` these components wait in the host's memory.
     """
     dtype = resolve_dtype(dtype, device)
     layout = registry.PIPELINES[folder.class_name].layout
@@ -50,7 +53,9 @@ def load(
     graphdefs, params = {}, {}
     # Text encoders first, so that they have left the device when the others come.
     for name in sorted(folder.models, key=lambda name: name not in away):
-        one = folder.load({name: dtype}, seed=seed, show_progress=show_progress)[name]
+        one = folder.load(
+            {name: dtype}, quantization=quantization, seed=seed, show_progress=show_progress
+        )[name]
         arrays = host_weights.moved_to_host(one.params) if name in away else one.params
         prefix = interface.prefix_of(name)
         params |= {prefix + path: array for path, array in arrays.items()}
@@ -77,11 +82,15 @@ def resolve_dtype(dtype: str, device: device_facts.DeviceFacts) -> str:
 
 
 def without_weights(
-    folder: pipeline_folder.PipelineFolder, dtype: jnp.dtype
+    folder: pipeline_folder.PipelineFolder,
+    dtype: jnp.dtype,
+    *,
+    quantization: config_lib.Quantization | None = None,
 ) -> tuple[interface.Pipeline, dict[str, jax.ShapeDtypeStruct]]:
     """Returns a pipeline and the shapes of its parameters, without allocating memory."""
     abstract = {
-        name: one.component.abstract(one.config, dtype) for name, one in folder.models.items()
+        name: one.component.abstract(one.config, dtype, quantization=quantization)
+        for name, one in folder.models.items()
     }
     shapes = {
         interface.prefix_of(name) + path: shape

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from jdllm import config as config_lib
 from jdllm import device, errors
 from jdllm.checkpoint import assemble, orbax_checkpoint, safetensors_source, source, weight_table
 from jdllm.imagegen import flow_schedule, prompts, request_defaults
@@ -31,6 +32,7 @@ from jdllm.imagegen.pipelines import interface
 from jdllm.imagegen.pipelines import registry as pipelines
 from jdllm.models import hf_config, loading
 from jdllm.models.images import component, registry
+from jdllm.models.images import quantization as quantization_lib
 
 _SCHEDULER = "scheduler"
 _CLASS_KEY = "_class_name"
@@ -81,17 +83,24 @@ class ModelFolder:
         return loading.resolve_dtype("auto", self.hf_config).name
 
     def load(
-        self, dtype: DTypeLike = "auto", *, seed: int = 0, show_progress: bool = True
+        self,
+        dtype: DTypeLike = "auto",
+        *,
+        quantization: config_lib.Quantization | None = None,
+        seed: int = 0,
+        show_progress: bool = True,
     ) -> LoadedComponent:
         """Returns the component with its parameters on the default device.
 
         "auto" is the dtype of the weights on disk. The weights of a dummy are drawn from `seed`.
+        With a `quantization` the weights that the component names for it are quantised, one by one.
         """
         is_auto = isinstance(dtype, str) and dtype == "auto"
         resolved = loading.resolve_dtype(self.stored_dtype if is_auto else dtype, {})
-        graphdef, arrays = self.component.abstract(self.config, resolved)
+        graphdef, shapes = self.component.abstract(self.config, resolved, quantization=quantization)
+        arrays = quantization_lib.read_as(shapes)
         if self.checkpoint is not None:
-            params = assemble.assemble(
+            read = assemble.each(
                 self.checkpoint.tensors,
                 self.checkpoint.fills,
                 arrays,
@@ -99,9 +108,10 @@ class ModelFolder:
                 desc=f"loading {self.name}",
             )
         elif self.load_format == "orbax":
-            params = orbax_checkpoint.restore(self.path, arrays, device.used())
+            read = orbax_checkpoint.restore_each(self.path, arrays, device.used())
         else:
-            params = loading.random_params(arrays, seed=seed)
+            read = loading.random_params_each(arrays, seed=seed)
+        params = quantization_lib.quantize(read, shapes)
         return LoadedComponent(graphdef=graphdef, params=params, config=self.config)
 
 
@@ -122,11 +132,18 @@ class PipelineFolder:
         return (*self.models, *self.tokenizers, _SCHEDULER)
 
     def load(
-        self, dtypes: Mapping[str, DTypeLike], *, seed: int = 0, show_progress: bool = True
+        self,
+        dtypes: Mapping[str, DTypeLike],
+        *,
+        quantization: config_lib.Quantization | None = None,
+        seed: int = 0,
+        show_progress: bool = True,
     ) -> dict[str, LoadedComponent]:
         """Returns the components that `dtypes` names, each in its dtype or "auto"."""
         return {
-            name: self.models[name].load(dtype, seed=seed, show_progress=show_progress)
+            name: self.models[name].load(
+                dtype, quantization=quantization, seed=seed, show_progress=show_progress
+            )
             for name, dtype in dtypes.items()
         }
 

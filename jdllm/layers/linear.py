@@ -1,14 +1,36 @@
-"""A linear layer with a bias; its weight is [out, in], as checkpoints have it."""
+"""Products with weights [out, in], as checkpoints have them, and a linear layer with a bias.
+
+A weight is a parameter in the dtype of the model, or quantised (`fp8_weight.Fp8Weight`).
+"""
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jdllm.layers import fp8_weight
+
+Weight = nnx.Param[jax.Array] | fp8_weight.Fp8Weight  # [F, D]
+
+
+def product(
+    x: Float[Array, "... D"], weight: Weight, *, out_dtype: jnp.dtype | None = None
+) -> Float[Array, "... F"]:
+    """Returns `x @ weight.T` over the last axis in `out_dtype`.
+
+    It is by default the dtype of `x` and the weight together; of `x`, if the weight is quantised.
+    """
+    if isinstance(weight, fp8_weight.Fp8Weight):
+        return weight.product(x, out_dtype=out_dtype)
+    return jnp.einsum("...D,FD->...F", x, weight[...], preferred_element_type=out_dtype)
+
 
 class Linear(nnx.Module):
     """Computes `x @ weight.T + bias` over the last axis."""
+
+    weight: Weight
 
     def __init__(self, num_inputs: int, num_outputs: int, *, dtype: jnp.dtype):
         self.weight = nnx.Param(jnp.zeros((num_outputs, num_inputs), dtype))
@@ -17,6 +39,6 @@ class Linear(nnx.Module):
     def __call__(
         self, x: Float[Array, "... D"], *, out_dtype: jnp.dtype | None = None
     ) -> Float[Array, "... F"]:
-        """Returns the result in `out_dtype`, by default that of `x` and the weight together."""
-        out = jnp.einsum("...D,FD->...F", x, self.weight[...], preferred_element_type=out_dtype)
+        """Returns the result in `out_dtype`, by default that of `product`."""
+        out = product(x, self.weight, out_dtype=out_dtype)
         return out + self.bias[...].astype(out.dtype)

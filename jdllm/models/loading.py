@@ -11,7 +11,7 @@ import dataclasses
 import math
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -194,11 +194,16 @@ def random_params(shapes: Mapping[str, jax.ShapeDtypeStruct], *, seed: int = 0) 
     standard deviation of 1/sqrt(fan_in), norms are one and biases zero. So activations keep their
     scale at any depth.
     """
+    return dict(random_params_each(shapes, seed=seed))
+
+
+def random_params_each(
+    shapes: Mapping[str, jax.ShapeDtypeStruct], *, seed: int = 0
+) -> Iterator[tuple[str, jax.Array]]:
+    """Yields the arrays of `random_params` one by one, and keeps none."""
     key = jax.random.key(seed)
-    return {
-        path: _random_array(path, shape, jax.random.fold_in(key, i))
-        for i, (path, shape) in enumerate(sorted(shapes.items()))
-    }
+    for i, (path, shape) in enumerate(sorted(shapes.items())):
+        yield path, _random_array(path, shape, jax.random.fold_in(key, i))
 
 
 def _random_array(path: str, array: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:

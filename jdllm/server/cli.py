@@ -86,6 +86,8 @@ HELP = {
     "(residual_diff_threshold); takes device memory for every image that runs",
     "text_encoder_cpu_offload": "image models: the weights of text encoders wait in the host's "
     "memory, and each layer is copied to the device when a new caption is encoded",
+    "quantization": "image models: fp8 keeps the large weights of the transformer in 8-bit floats, "
+    "which are made while the checkpoint loads (default: none)",
     "host": "address to listen on",
     "port": "port to listen on; 0 chooses a free one",
     "api_key": "bearer key for all routes but /health and its like and /metrics; every user of the "

@@ -54,9 +54,10 @@ def image_engine_lines(engine: image_engine.ImageEngine) -> list[str]:
     host = f"in the host's {host_gb:.2f} GB, " if options.text_encoder_cpu_offload else ""
     cache_gb = stats.step_cache_memory_usage_gb
     cache = f"step cache {cache_gb:.2f} GB, " if options.enable_step_cache else ""
+    quantized = f" and {options.quantization}" if options.quantization else ""
     return [
-        f"model {engine.model_name}: {info['pipeline']}, {options.dtype}, makes images of "
-        f"{facts.default_width}x{facts.default_height} unless asked otherwise",
+        f"model {engine.model_name}: {info['pipeline']}, {options.dtype}{quantized}, "
+        f"makes images of {facts.default_width}x{facts.default_height} unless asked otherwise",
         f"denoising: {facts.default_steps} steps{others}; up to {engine.images_per_step} images in "
         f"a step; compiled for {options.warmup_resolutions}, other sizes at their first use",
         f"device {engine.device}; kernels: {kernels(info['kernels'])}",

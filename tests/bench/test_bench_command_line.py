@@ -59,8 +59,8 @@ def test_flags_of_features_that_do_not_exist_are_refused_by_name(tool, flag):
 
 
 def test_engine_flags_are_refused_as_the_server_refuses_them():
-    with pytest.raises(errors.ConfigError, match="--quantization is not supported: quant"):
-        one_batch.parse_args(["--quantization", "fp8"])
+    with pytest.raises(errors.ConfigError, match="is not supported: weights are quantised only"):
+        one_batch.parse_args(["--quantization-param-path", "a.json"])
 
 
 @pytest.mark.parametrize("tool", PARSERS)

@@ -42,6 +42,21 @@ def test_what_cannot_run_is_said(changes, hopper, cudnn):
         assert refusal is None if expected is None else expected in refusal
 
 
+@pytest.mark.parametrize(
+    ("capability", "refusal"),
+    [
+        ((9, 0), None),
+        ((8, 9), None),
+        ((10, 0), None),
+        ((8, 6), "8.9 or later, this is 8.6"),
+        ((0, 0), "needs an NVIDIA GPU, this is gpu"),
+    ],
+)
+def test_where_8_bit_floats_are_multiplied(capability, refusal):
+    found = dataclasses.replace(devices.HOPPER, compute_capability=capability).fp8_refusal
+    assert found is None if refusal is None else found is not None and refusal in found
+
+
 def test_tables_are_found_by_the_device(monkeypatch):
     devices.pretend(monkeypatch, devices.HOPPER)
     assert tiles.device_name() == "nvidia_h200"

@@ -74,7 +74,8 @@ def test_file_values_and_their_precedence(tmp_path):
         ("enable-metrics: 1", "enable_metrics=1"),
         ("schedule-policy: best", "schedule_policy='best'"),
         ("model: a\nmodel-path: b", "repeats option model_path"),
-        ("quantization: fp8", "use --dtype"),
+        ("quantization: awq", "quantization='awq'"),
+        ("quantization-param-path: a.json", "only by --quantization fp8"),
         ("- 1", "must hold a mapping"),
         ("a: [", "not valid YAML"),
         ("log-level-http: loud", "log_level_http='loud'"),
@@ -138,7 +139,7 @@ def test_the_description_names_sources_and_masks_keys():
 
 @pytest.mark.parametrize(
     ("argv", "text"),
-    [(["--tp-size", "2"], "tp_size=2"), (["--quantization", "fp8"], "use --dtype")],
+    [(["--tp-size", "2"], "tp_size=2"), (["--quantization", "fp8"], "quantization='fp8'")],
 )
 def test_the_program_exits_2_with_one_line(argv, text):
     done = subprocess.run(

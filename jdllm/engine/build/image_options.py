@@ -31,6 +31,7 @@ def build_config(config: config_lib.EngineConfig) -> images.ImageBuildConfig:
         directory=directory,
         load_format=config.load_format,
         dtype=config.dtype,
+        quantization=config.quantization,
         random_seed=config.random_seed,
         mem_fraction_static=config.mem_fraction_static,
         max_running_requests=config.max_running_requests,

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 
 from jdllm import batching_rules, device_facts, errors, image_params
+from jdllm import config as config_lib
 from jdllm import device as device_lib
 from jdllm.engine import core as core_lib
 from jdllm.engine.build import build as text_build
@@ -63,6 +64,7 @@ class ImageBuildConfig:
     directory: pathlib.Path
     load_format: str = "auto"
     dtype: str = "auto"
+    quantization: config_lib.Quantization | None = None
     random_seed: int = 0
     mem_fraction_static: float = 0.85
     max_running_requests: int | None = None
@@ -145,6 +147,7 @@ def build(config: ImageBuildConfig, progress: startup.StartupProgress) -> BuiltI
         dtype,
         device,
         offloads_text_encoders=config.offloads_text_encoders,
+        quantization=config.quantization,
         seed=config.random_seed,
         show_progress=config.show_progress,
     )

@@ -15,6 +15,8 @@ equal parts of the first axis, `[4:6/8]` are parts 4 and 5 of eight; `[conv]` tu
 tap 2 of a kernel that has 3 taps over time, [out, in, time, height, width]; the other taps are not
 read. With `[1x1]` the tensor has two more axes than the parameter, of size 1. Linear weights are
 [out, in] on both sides.
+
+A second text names the parameters that `--quantization` turns into 8-bit floats.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jdllm import config as config_lib
 from jdllm.checkpoint import weight_table
+from jdllm.models.images import quantization as quantization_lib
 
 Config = TypeVar("Config")
 Shapes = Mapping[str, jax.ShapeDtypeStruct]
@@ -55,6 +59,8 @@ class Component(Generic[Config]):
     `is_unused` tells which tensors of a checkpoint no forward pass reads. Tensors of a checkpoint
     may have names that begin with `optional_prefix`; the table and `is_unused` leave it out.
     `example` is the config.json of a tiny model with every parameter that the class may have.
+    `fp8_weights` has a line for each kind of weight that is quantised if fp8 is asked for: those of
+    the large products that each step computes for every token. All else keeps its dtype.
     """
 
     class_names: tuple[str, ...]
@@ -64,16 +70,37 @@ class Component(Generic[Config]):
     example: Mapping[str, Any]
     is_unused: Callable[[Config, str], bool] = _uses_all
     optional_prefix: str = ""
+    fp8_weights: str = ""
 
     def __post_init__(self) -> None:
         config = self.read(self.example)
-        _check(self.weights(config), self.abstract(config, jnp.dtype(jnp.float32))[1])
+        shapes = self.abstract(config, jnp.dtype(jnp.float32))[1]
+        _check(self.weights(config), shapes)
+        for line in _lines(self.fp8_weights):
+            if not any(_pattern(line).fullmatch(path) for path in shapes):
+                raise ValueError(f"{line!r}: no parameter has this name")
 
     def abstract(
-        self, config: Config, dtype: jnp.dtype
+        self,
+        config: Config,
+        dtype: jnp.dtype,
+        *,
+        quantization: config_lib.Quantization | None = None,
     ) -> tuple[nnx.GraphDef, dict[str, jax.ShapeDtypeStruct]]:
-        """Returns (graphdef, shape and dtype of every parameter) without allocating memory."""
-        graphdef, state = nnx.split(nnx.eval_shape(lambda: self.build(config, dtype)))
+        """Returns (graphdef, shape and dtype of every parameter) without allocating memory.
+
+        A weight that is quantised is two parameters, see `fp8_weight`.
+        """
+        patterns = [_pattern(line) for line in _lines(self.fp8_weights) if quantization == "fp8"]
+
+        def build() -> nnx.Module:
+            module = self.build(config, dtype)
+            quantization_lib.replace_weights(
+                module, lambda path: any(pattern.fullmatch(path) for pattern in patterns)
+            )
+            return module
+
+        graphdef, state = nnx.split(nnx.eval_shape(build))
         return graphdef, {
             ".".join(map(str, path)): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
             for path, leaf in nnx.to_flat_state(state)
@@ -99,6 +126,11 @@ class Component(Generic[Config]):
         )
 
 
+def _pattern(parameter: str) -> re.Pattern[str]:
+    """Returns what matches the paths of a parameter with placeholders."""
+    return re.compile(_PLACEHOLDER.sub(r"(?P<\1>\\d+)", re.escape(parameter)))
+
+
 def _lines(text: str) -> list[str]:
     return [line.strip() for line in text.splitlines() if line.strip()]
 
@@ -109,7 +141,7 @@ def _expand(line: str, shapes: Shapes) -> Iterator[weight_table.WeightRow]:
     if found is None:
         raise ValueError(f"{line!r} is no row of a weight table: tensor, parameter[part]")
     tensor, parameter, part = found.groups(default="")
-    pattern = re.compile(_PLACEHOLDER.sub(r"(?P<\1>\\d+)", re.escape(parameter)))
+    pattern = _pattern(parameter)
     view, tap = _view(part), _tap(part)
     for path, whole in shapes.items():
         if match := pattern.fullmatch(path):

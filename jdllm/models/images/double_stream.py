@@ -147,6 +147,14 @@ attn.to_add_out.weight       text.out.weight
 attn.to_add_out.bias         text.out.bias
 """
 
+# The weights of both streams that are quantised, under the list of blocks. Text tokens are few, but
+# their weights are read in every step.
+FP8_WEIGHTS = "\n".join(
+    f"transformer_blocks.{{i}}.{stream}.{layer}.weight"
+    for stream in ("image", "text")
+    for layer in ("qkv", "out", "mlp_in", "mlp_out")
+)
+
 
 def weights(block: str, image_mlp: str, text_mlp: str) -> str:
     """Returns the rows of a weight table for blocks at a path, such as `transformer_blocks.{i}`.

@@ -243,6 +243,13 @@ single_transformer_blocks.{i}.proj_out.weight    single_transformer_blocks.{i}.o
 single_transformer_blocks.{i}.proj_out.bias      single_transformer_blocks.{i}.out.bias
 """
 )
+_FP8_WEIGHTS = (
+    double_stream.FP8_WEIGHTS
+    + """
+single_transformer_blocks.{i}.qkv_mlp.weight
+single_transformer_blocks.{i}.out.weight
+"""
+)
 _GUIDANCE = """
 time_text_embed.guidance_embedder.linear_1.weight guidance_embedder.linear_1.weight
 time_text_embed.guidance_embedder.linear_1.bias  guidance_embedder.linear_1.bias
@@ -272,6 +279,7 @@ COMPONENT = component.Component(
     read=flux_config.read,
     build=FluxTransformer,
     weights=_weights,
+    fp8_weights=_FP8_WEIGHTS,
     example={
         "in_channels": 16,
         "num_layers": 2,

@@ -183,6 +183,8 @@ COMPONENT = component.Component(
     read=qwen_image_config.read,
     build=QwenImageTransformer,
     weights=lambda _: _WEIGHTS,
+    # Not `modulation`: it sees one row for each image, and every token its error.
+    fp8_weights=double_stream.FP8_WEIGHTS,
     example={
         "in_channels": 16,
         "out_channels": 4,

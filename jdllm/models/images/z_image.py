@@ -48,8 +48,8 @@ class Attention(nnx.Module):
         D, H = config.dim, config.head_dim
         self.num_heads = config.n_heads
         self.implementation = implementation
-        self.w_qkv = nnx.Param(jnp.zeros((3 * D, D), dtype))
-        self.w_out = nnx.Param(jnp.zeros((D, D), dtype))
+        self.w_qkv: linear.Weight = nnx.Param(jnp.zeros((3 * D, D), dtype))
+        self.w_out: linear.Weight = nnx.Param(jnp.zeros((D, D), dtype))
         self.norm_q = norm.RMSNorm(H, eps=_QK_NORM_EPS, dtype=dtype)
         self.norm_k = norm.RMSNorm(H, eps=_QK_NORM_EPS, dtype=dtype)
 
@@ -60,7 +60,7 @@ class Attention(nnx.Module):
         lengths: Int32[Array, " B"] | None,
     ) -> Float[Array, "B T D"]:
         B, T, D = x.shape
-        qkv = jnp.einsum("BTD,FD->BTF", x, self.w_qkv[...])
+        qkv = linear.product(x, self.w_qkv)
         qkv = qkv.reshape(B, T, 3, self.num_heads, -1)
         q, k, v = (qkv[:, :, part] for part in range(3))  # [B, T, N, H]
         out = pallas_kernels.padded_attention(
@@ -70,7 +70,7 @@ class Attention(nnx.Module):
             lengths,
             implementation=self.implementation,
         )
-        return jnp.einsum("BTF,DF->BTD", out.reshape(B, T, D), self.w_out[...])
+        return linear.product(out.reshape(B, T, D), self.w_out)
 
 
 class FeedForward(nnx.Module):
@@ -78,12 +78,12 @@ class FeedForward(nnx.Module):
 
     def __init__(self, config: ZImageConfig, *, dtype: jnp.dtype):
         D, F = config.dim, config.feed_forward_width
-        self.w_gate_up = nnx.Param(jnp.zeros((2 * F, D), dtype))
-        self.w_down = nnx.Param(jnp.zeros((D, F), dtype))
+        self.w_gate_up: linear.Weight = nnx.Param(jnp.zeros((2 * F, D), dtype))
+        self.w_down: linear.Weight = nnx.Param(jnp.zeros((D, F), dtype))
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        gate, up = jnp.split(jnp.einsum("BTD,FD->BTF", x, self.w_gate_up[...]), 2, axis=-1)
-        return jnp.einsum("BTF,DF->BTD", jax.nn.silu(gate) * up, self.w_down[...])
+        gate, up = jnp.split(linear.product(x, self.w_gate_up), 2, axis=-1)
+        return linear.product(jax.nn.silu(gate) * up, self.w_down)
 
 
 class Block(nnx.Module):
@@ -332,6 +332,18 @@ blocks.{i}.attention_norm2.weight                     blocks.{i}.attention_norm2
 blocks.{i}.ffn_norm1.weight                           blocks.{i}.ffn_norm1.weight
 blocks.{i}.ffn_norm2.weight                           blocks.{i}.ffn_norm2.weight
 """
+# The context refiner runs once for a prompt, so 8 bits would save nothing there, and all steps
+# would have its error.
+_FP8_WEIGHTS = """
+layers.{i}.attention.w_qkv
+layers.{i}.attention.w_out
+layers.{i}.feed_forward.w_gate_up
+layers.{i}.feed_forward.w_down
+noise_refiner.{i}.attention.w_qkv
+noise_refiner.{i}.attention.w_out
+noise_refiner.{i}.feed_forward.w_gate_up
+noise_refiner.{i}.feed_forward.w_down
+"""
 _MODULATED = ("noise_refiner", "layers")
 
 
@@ -353,6 +365,7 @@ COMPONENT = component.Component(
     read=z_image_config.read,
     build=ZImageTransformer,
     weights=_weights,
+    fp8_weights=_FP8_WEIGHTS,
     example={
         "in_channels": 4,
         "dim": 16,

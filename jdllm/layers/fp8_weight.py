@@ -1,0 +1,38 @@
+"""The weight of a product in 8-bit floats, in the place of a parameter [out, in].
+
+Each output channel has a scale. Activations are quantised in each product, every token with a scale
+of its own, so a token is the same alone and among others.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+import pallas_kernels
+
+
+class Fp8Weight(nnx.Module):
+    """Stands for the weight `values * scale[:, None]`: values in e4m3 [F, D], scale in float32."""
+
+    def __init__(self, shape: tuple[int, ...]):
+        self.values = nnx.Param(jnp.zeros(shape, jnp.float8_e4m3fn))
+        self.scale = nnx.Param(jnp.ones(shape[:1], jnp.float32))
+
+    def product(
+        self, x: Float[Array, "... D"], *, out_dtype: jnp.dtype | None = None
+    ) -> Float[Array, "... F"]:
+        """Returns `x @ weight.T` over the last axis, by default in the dtype of `x`."""
+        rows = x.reshape(-1, x.shape[-1])
+        out = pallas_kernels.fp8_matmul(
+            rows, self.values[...], self.scale[...], out_dtype=out_dtype
+        )
+        return out.reshape(*x.shape[:-1], -1)
+
+
+def quantized(path: str, weight: Float[Array, "F D"]) -> dict[str, jax.Array]:
+    """Returns the parameters of an `Fp8Weight` in the place of the parameter at a path."""
+    values, scale = pallas_kernels.quantize_rows(weight)
+    return {f"{path}.values": values, f"{path}.scale": scale}

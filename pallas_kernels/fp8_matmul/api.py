@@ -1,0 +1,81 @@
+"""A dense matmul in 8-bit floats (e4m3): weights quantised once, activations in every call.
+
+A row of the weights is an output channel, a row of x is a token, and each has a scale of its own.
+So no row depends on another, and a token is the same alone and among others. The accumulation is
+in float32.
+
+`xla_fp8` multiplies 8-bit floats, which takes compute capability 8.9 or later (Ada, Hopper). `xla`
+widens them first: on a GPU to bfloat16, on a CPU to float32. Both dtypes hold the values and their
+products exactly, so all implementations differ in the order of their sums alone (and the tensor
+cores of Hopper in the bits of a sum).
+
+Shape letters: T tokens, D the contraction, F columns of the result.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32
+
+from pallas_kernels import device, dispatch
+from pallas_kernels.fp8_matmul import checks, reference
+
+
+def choose(implementation: str = "auto", *, columns: int, contraction: int) -> dispatch.Choice:
+    """Returns which implementation serves this shape."""
+    reason = checks.why_not_fp8_product(columns, contraction)
+    return dispatch.choose("fp8_matmul", implementation, refusals={"xla_fp8": reason})
+
+
+def quantize_rows(x: Float[Array, "T D"]) -> reference.Quantized:
+    """Returns rows as 8-bit floats with a scale each, as `fp8_matmul` takes weights."""
+    if x.ndim != 2:
+        raise ValueError(f"quantize_rows: x must be [T, D], not {x.shape}")
+    return _quantize_rows(x)
+
+
+def fp8_matmul(
+    x: Float[Array, "T D"],
+    w: Float[Array, "F D"],  # e4m3
+    scale: Float32[Array, " F"],
+    *,
+    out_dtype: DTypeLike | None = None,
+    implementation: str = "auto",
+) -> Float[Array, "T F"]:
+    """Returns x @ (w * scale[:, None]).T with x quantised by rows, by default in the dtype of x.
+
+    A NaN or an infinity in a row of x makes this row of the result NaN, and no other.
+    """
+    checks.check_shapes(x, w, scale)
+    chosen = choose(implementation, columns=len(w), contraction=x.shape[1])
+    return _fp8_matmul(
+        x,
+        w,
+        scale,
+        out_dtype=jnp.dtype(out_dtype or x.dtype),
+        implementation=chosen.implementation,
+        wide=jnp.dtype(jnp.float32 if device.local_device().platform == "cpu" else jnp.bfloat16),
+    )
+
+
+_quantize_rows = jax.jit(reference.quantize_rows)
+
+
+@functools.partial(jax.jit, static_argnames=("out_dtype", "implementation", "wide"))
+def _fp8_matmul(
+    x: jax.Array,
+    w: jax.Array,
+    scale: jax.Array,
+    *,
+    out_dtype: jnp.dtype,
+    implementation: str,
+    wide: jnp.dtype,
+) -> jax.Array:
+    values, x_scale = reference.quantize_rows(x)
+    if implementation == "xla_fp8":
+        product = reference.fp8_product(values, w)
+    else:
+        product = reference.widened_product(values, w, wide)
+    return reference.scaled(product, x_scale, scale, out_dtype)
