@@ -38,6 +38,7 @@ from jdllm.runner import config as config_lib
 from jdllm.runner import logit_rows
 from jdllm.runner.block import asked as asked_lib
 from jdllm.runner.block import forward, proposal
+from jdllm.runner.block import frames as frames_lib
 from jdllm.runner.block import inputs as inputs_lib
 from jdllm.runner.block.state import RowState, advance, enter, has_ended, is_active
 from jdllm.runner.launch import driver, program
@@ -70,6 +71,7 @@ class DenoiseOutputs:
     """What the host reads after a launch; `scheduler.batch` says what the fields mean.
 
     `computed_blocks` counts all forwarded blocks, padding included; `real_blocks` those of rows.
+    Only launches for rows that need their logits or show their steps have `frames`.
     """
 
     blocks: FinishedBlocks
@@ -81,6 +83,11 @@ class DenoiseOutputs:
     num_steps: Int32[Any, ""]
     computed_blocks: Int32[Any, ""]
     real_blocks: Int32[Any, ""]
+    frames: frames_lib.StepFrames | None = None
+
+
+# What a launch gathers; the last two are None if no row needs its logits or shows its steps.
+_Gathered = tuple[FinishedBlocks, asked_lib.AskedState | None, frames_lib.StepFrames | None]
 
 
 def commit_rows(
@@ -113,6 +120,7 @@ def denoise_launch(
     K = config.max_launch_steps
     is_row = inputs.slot < slots.step.shape[0]
     asked = None if inputs.logits is None else asked_lib.enter(inputs, memory["logit_slots"])
+    frames = None if asked is None else frames_lib.none_yet(R, K, L)
     blocks = FinishedBlocks(
         tokens=jnp.zeros((R, K, L), jnp.int32),
         steps=jnp.zeros((R, K, L), jnp.int32),
@@ -131,14 +139,14 @@ def denoise_launch(
         inputs.limits,
         memory=memory["pools"],
         rows=enter(config, inputs, slots, is_row),
-        gathered=(blocks, asked),
+        gathered=(blocks, asked, frames),
         num_counts=2,
     )
     carry = driver.run(body, begin, inputs.limits, implementation=config.implementation)
     state: RowState = carry.rows
     slots = jax.tree.map(lambda old, new: old.at[inputs.slot].set(new, mode="drop"), slots, state)
     computed_blocks, real_blocks = carry.counts
-    blocks, asked = carry.gathered
+    blocks, asked, frames = carry.gathered
     outputs = DenoiseOutputs(
         blocks=blocks,
         num_blocks=state.num_blocks,
@@ -149,6 +157,7 @@ def denoise_launch(
         num_steps=carry.num_steps,
         computed_blocks=computed_blocks,
         real_blocks=real_blocks,
+        frames=frames,
     )
     memory = {"pools": carry.memory, "slots": slots} | (
         {}
@@ -184,7 +193,7 @@ class _Body:
     def step(self, variant: int, carry: driver.Carry) -> driver.Carry:
         config, inputs, state = self.config, self.inputs, carry.rows
         computed_blocks, real_blocks = carry.counts
-        blocks, asked = carry.gathered
+        blocks, asked, frames = carry.gathered
         if asked is not None:
             asked = asked_lib.remember(asked, state)
         wants = _wants_commit(inputs, state)
@@ -196,12 +205,13 @@ class _Body:
         real_blocks += jnp.sum(is_active(inputs, advanced), dtype=jnp.int32)
         real_blocks += jnp.sum(granted, dtype=jnp.int32)
         lm_head = self.model.unembedding()
-        state, blocks, asked = _update(config, inputs, lm_head, hidden, advanced, blocks, asked)
+        gathered = (blocks, asked, frames)
+        state, gathered = _update(config, inputs, lm_head, hidden, advanced, gathered)
         return dataclasses.replace(
             carry,
             memory=pools,
             rows=state,
-            gathered=(blocks, asked),
+            gathered=gathered,
             num_steps=carry.num_steps + 1,
             counts=(computed_blocks + self.is_row.shape[0] + variant, real_blocks),
         )
@@ -267,10 +277,10 @@ def _update(
     lm_head: Float[Array, "V D"],
     hidden: Float[Array, "R L D"],
     state: RowState,
-    blocks: FinishedBlocks,
-    asked: asked_lib.AskedState | None,
-) -> tuple[RowState, FinishedBlocks, asked_lib.AskedState | None]:
-    """Returns states and finished blocks after each active row's algorithm saw its proposal."""
+    gathered: _Gathered,
+) -> tuple[RowState, _Gathered]:
+    """Returns states and what is gathered after each active row's algorithm saw its proposal."""
+    blocks, asked, frames = gathered
     active = is_active(inputs, state)
     seen = _denoise(config, inputs, lm_head, hidden, state, asked, active)
     if asked is not None and seen.top is not None:
@@ -311,7 +321,9 @@ def _update(
         num_edited=state.num_edited + jnp.where(works, seen.num_edited, 0),
         nfe=nfe,
     )
-    return advance(config, updated, works & after.done & ~ended), blocks, asked
+    if frames is not None:
+        frames = frames_lib.add(frames, state, updated, works & ~state.is_final)
+    return advance(config, updated, works & after.done & ~ended), (blocks, asked, frames)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

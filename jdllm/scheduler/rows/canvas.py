@@ -189,13 +189,15 @@ class CanvasStay(stay_lib.Stay):
 
     `canvas_ids` is the whole canvas, None where a token is to be written; the suffix begins at
     `canvas_end`. `num_settled` counts the tokens that the row has reported since it began.
-    `tokens_per_step` is the pace of its last launch, 0 if it is unknown.
+    `tokens_per_step` is the pace of its last launch, 0 if it is unknown. `last_step` is the last
+    step of which a frame was shown.
     """
 
     canvas_ids: list[int | None]
     canvas_end: int
     num_settled: int = 0
     tokens_per_step: float = 0.0
+    last_step: int = 0
 
 
 class CanvasRows:
@@ -331,6 +333,8 @@ class CanvasRows:
     ) -> commits_lib.Progress:
         """Stores the tokens that settled, if any; says whether one of them ends the output."""
         known = len(request.output_ids)
+        if result.frames:
+            result = dataclasses.replace(result, frames=_frames(request, result))
         progress = tokens.apply(request, result, self._append, self._detokenize)
         # Only what is new to the host: a row that began again reports its earlier tokens too.
         new = len(request.output_ids) - known
@@ -379,6 +383,18 @@ class CanvasRows:
         length = request.sampling.dllm.block_length or 1
         room = min(self._limits.context_length, self._limits.pool_tokens) - len(request.prompt_ids)
         return max(wanted, min(-(-wanted // length) * length, room))
+
+
+def _frames(
+    request: request_lib.Request, result: batch_lib.RowResult
+) -> tuple[batch_lib.Frame, ...]:
+    """Returns the frames of a launch's steps, of which the device's side gives the last picture."""
+    (last,), stay, start = result.frames, stay_of(request), len(request.prompt_ids)
+    places = stay.canvas_ids[start : start + request.max_new_tokens]
+    given = np.array([token is not None for token in places], bool)
+    frames = last.value.frames(given, stay.num_settled, stay.last_step)
+    stay.last_step = max(stay.last_step, last.step)
+    return frames
 
 
 def stay_of(request: request_lib.Request) -> CanvasStay:
