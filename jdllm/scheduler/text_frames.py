@@ -8,7 +8,7 @@ kind: a position is written once, so the steps that wrote the tokens say what ev
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,8 +22,7 @@ class TextFrame:
     """The positions of an output from number `start` on, as they were after a step.
 
     `token_ids` is None where nothing is written yet. `logprobs` are those of the steps that wrote
-    the tokens; None where nothing is written, and for tokens that no step wrote (given ones, and
-    what fills a canvas behind an end token). The first `num_final` tokens of the output never
+    the tokens; None where nothing is written, and for tokens that were given. The first `num_final` tokens of the output never
     change again.
     """
 
@@ -93,30 +92,40 @@ class CanvasPicture:
     is_masked: np.ndarray
 
     def frames(
-        self, given: np.ndarray, num_settled: int, after_step: int
+        self,
+        given: np.ndarray,
+        num_settled: int,
+        *,
+        after_step: int,
+        end_ids: Collection[int],
     ) -> tuple[batch_lib.Frame, ...]:
         """Returns a frame for each step after `after_step` that wrote something.
 
-        `given` [T] says what was given; `num_settled` positions were settled before. Whatever else
-        no step wrote fills the canvas behind an end token and appears with the last step.
+        `given` [T] says what was given; `num_settled` positions were settled before. A frame ends
+        with the first end token that is written. So it never shows what fills a canvas behind it.
+        (A rule may fill in tokens that were written there before; a frame of an earlier step then
+        has the filling, if its launch also saw the end token.)
         """
-        later = np.unique(self.steps[(self.steps > after_step) & ~self.is_masked]).tolist()
-        has_step = self.steps > 0
-        frames = []
-        for step in later:
+        frames, start = [], num_settled
+        has_step, is_end = self.steps > 0, np.isin(self.token_ids, list(end_ids))
+        for step in np.unique(self.steps[(self.steps > after_step) & ~self.is_masked]).tolist():
             is_written = ~self.is_masked & (given | (has_step & (self.steps <= step)))
-            if step == later[-1]:
-                is_written = ~self.is_masked
-            (open_places,) = np.nonzero(~is_written)
-            num_final = int(open_places[0]) if len(open_places) else len(is_written)
-            part = slice(num_settled, None)
+            shown = slice(start, _first(is_written & is_end) + 1)
+            num_final = min(_first(~is_written), shown.stop)
             frame = TextFrame.of(
-                num_settled,
-                self.token_ids[part],
-                self.logprobs[part],
-                is_written=is_written[part],
-                has_step=has_step[part],
+                start,
+                self.token_ids[shown],
+                self.logprobs[shown],
+                is_written=is_written[shown],
+                has_step=has_step[shown],
                 num_final=num_final,
             )
             frames.append(batch_lib.Frame(step=step, value=frame))
+            start = num_final
         return tuple(frames)
+
+
+def _first(condition: np.ndarray) -> int:
+    """Returns the first place where the condition holds, or the number of places."""
+    (places,) = np.nonzero(condition)
+    return int(places[0]) if len(places) else len(condition)

@@ -131,6 +131,18 @@ def test_the_frames_of_a_canvas_are_those_of_the_step_map(canvases, dllm):
     assert [f["step"] for f in frames] == sorted(set(result["meta_info"]["step_map"]))
 
 
+def test_a_canvas_is_shown_up_to_its_end_token(canvases):
+    """Positions behind an end token are no output, whatever fills them."""
+    params = {"dllm": CANVAS[2], "max_new_tokens": 24}
+    ids = silent(canvases, PROMPT, **params)["output_ids"]
+    stop = ids[13]
+    frames, last = watched(canvases, PROMPT, **params, stop_token_ids=[stop])
+    assert finals(frames) == last["output_ids"]
+    assert last["output_ids"][-1] == stop
+    for frame in frames:
+        assert stop not in frame["token_ids"][:-1]
+
+
 @pytest.mark.parametrize("which", ["engine", "canvases"])
 def test_together_equals_alone_and_those_who_do_not_ask_get_the_same(which, request):
     engine = request.getfixturevalue(which)

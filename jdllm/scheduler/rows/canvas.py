@@ -392,7 +392,9 @@ def _frames(
     (last,), stay, start = result.frames, stay_of(request), len(request.prompt_ids)
     places = stay.canvas_ids[start : start + request.max_new_tokens]
     given = np.array([token is not None for token in places], bool)
-    frames = last.value.frames(given, stay.num_settled, stay.last_step)
+    frames = last.value.frames(
+        given, stay.num_settled, after_step=stay.last_step, end_ids=request.end_token_ids
+    )
     stay.last_step = max(stay.last_step, last.step)
     return frames
 
