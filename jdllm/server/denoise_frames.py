@@ -30,19 +30,24 @@ CACHED_TOKENS = 1 << 15
 
 
 class Thinning:
-    """Bounds how many frames of a choice are sent; the last frame of an event always is."""
+    """Bounds how many frames of a choice are sent; its very last frame always is."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic):
         self._now = now
         self._at_s = now()
         self._allowed = float(BURST)
 
-    def keep(self, frames: Sequence[batch_lib.Frame]) -> Sequence[batch_lib.Frame]:
-        """Returns the frames of an event that are sent, evenly spread over it."""
+    def keep(
+        self, frames: Sequence[batch_lib.Frame], *, is_last: bool = False
+    ) -> Sequence[batch_lib.Frame]:
+        """Returns the frames of an event that are sent, evenly spread, the last one included.
+
+        `is_last`: no event follows.
+        """
         at_s = self._now()
         self._allowed = min(BURST, self._allowed + (at_s - self._at_s) * MAX_FRAMES_PER_S)
         self._at_s = at_s
-        count = min(len(frames), max(1, int(self._allowed)))
+        count = min(len(frames), max(int(is_last), int(self._allowed)))
         self._allowed = max(0.0, self._allowed - count)
         if count == 0:
             return ()
@@ -64,7 +69,8 @@ class Frames:
         """Yields what the frames of an event have beside the fields of every chunk."""
         if index not in self._thinning:
             self._thinning[index] = Thinning()
-        for one in self._thinning[index].keep(generation.frames):
+        is_last = generation.finish_reason is not None
+        for one in self._thinning[index].keep(generation.frames, is_last=is_last):
             yield {
                 "index": index,
                 "step": one.step,

@@ -77,9 +77,7 @@ def add(
     )
 
 
-def of_row(
-    frames: StepFrames, i: int, request: request_lib.Request
-) -> tuple[batch_lib.Frame, ...]:
+def of_row(frames: StepFrames, i: int, request: request_lib.Request) -> tuple[batch_lib.Frame, ...]:
     """Returns the frames of row `i`, whose places are counted from the prompt's end."""
     found, block_size = [], frames.tokens.shape[2]
     prompt_len = len(request.prompt_ids)

@@ -18,8 +18,7 @@ def of_canvases(
     forwarded = int(outputs.num_forwarded[real].sum())
     return batch_lib.LaunchResult(
         rows=tuple(
-            _row_result(outputs, i, row.request, mask_token_id)
-            for i, row in enumerate(batch.rows)
+            _row_result(outputs, i, row.request, mask_token_id) for i, row in enumerate(batch.rows)
         ),
         num_steps=int(outputs.num_steps),
         computed_tokens=int(outputs.num_tokens),

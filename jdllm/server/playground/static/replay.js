@@ -96,7 +96,7 @@ export class Replay {
     this.scrubber.value = index;
     this.place.value = `frame ${index + 1} of ${this.pictures.length}`;
     const nodes = this.around.before ? [this.fixed(this.around.before)] : [];
-    const last = Math.max(1, this.pictures.length - 1);
+    const last = this.pictures.length - 1;
     const cuts = new Set(picture.cuts);
     picture.cells.forEach((cell, i) => {
       nodes.push(this.cell(cell, index, last));
@@ -118,7 +118,7 @@ export class Replay {
     node.classList.toggle("end", cell.text === "");
     node.classList.toggle("edited", cell.edited);
     node.classList.toggle("fresh", cell.at === index && index < last);
-    node.style.setProperty("--t", cell.at / last);
+    node.style.setProperty("--t", cell.at / Math.max(1, last));
     node.style.setProperty("--c", cell.conf ?? 1);
     const sure = cell.conf === null ? "given" : `${(100 * cell.conf).toFixed(1)} %`;
     node.title = `frame ${cell.at + 1}, confidence ${sure}${cell.edited ? ", edited" : ""}`;

@@ -2,10 +2,11 @@
 
 import { field, make, number } from "./dom.js";
 
+const PHONE = "(max-width: 860px)"; // as in style.css: settings stand above the chat there
 const FIRST = ["threshold", "block_length", "cache_mode", "steps", "edit_threshold"];
 
 export class Settings {
-  constructor(title, info, { isOpen = true, maxTokens = 128 } = {}) {
+  constructor(title, info, { isOpen = !matchMedia(PHONE).matches, maxTokens = 128 } = {}) {
     this.info = info;
     this.options = new Map();
     this.algorithm = make("select");
