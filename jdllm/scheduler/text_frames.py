@@ -22,8 +22,8 @@ class TextFrame:
     """The positions of an output from number `start` on, as they were after a step.
 
     `token_ids` is None where nothing is written yet. `logprobs` are those of the steps that wrote
-    the tokens; None where nothing is written, and for tokens that were given. The first `num_final` tokens of the output never
-    change again.
+    the tokens; None where nothing is written, and for tokens that were given. The first `num_final`
+    tokens of the output never change again.
     """
 
     start: int

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+from unittest import mock
 
 import httpx
 import pytest
@@ -18,6 +19,7 @@ from support.waiting import wait_until
 import jdllm
 from jdllm import config
 from jdllm.engine.build import startup
+from jdllm.scheduler.rows import canvas
 from jdllm.server import state
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs pip install '.[browser]'")
@@ -50,13 +52,14 @@ def served(engine, **options):
 
 @pytest.fixture(scope="module")
 def text_engine():
-    """One token a step, so that an answer has many frames."""
-    return jdllm.Engine(
-        model_path="jdllm-nano-canvas",
-        dllm_algorithm="LLaDA",
-        context_length=320,
-        max_running_requests=2,
-    )
+    """One token a step, so that an answer has many frames; one row, to compile little."""
+    with mock.patch.object(canvas.CanvasBuckets, "logit_rows", ()):
+        return jdllm.Engine(
+            model_path="jdllm-nano-canvas",
+            dllm_algorithm="LLaDA",
+            context_length=320,
+            max_running_requests=1,
+        )
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +70,7 @@ def text_url(text_engine):
 
 @pytest.fixture(scope="module")
 def image_url():
-    engine = jdllm.ImageEngine(model_path="jdllm-nano-image", max_running_requests=2)
+    engine = jdllm.ImageEngine(model_path="jdllm-nano-image", max_running_requests=1)
     with served(engine, api_key="page-key") as url:
         yield url
 
@@ -155,7 +158,7 @@ def test_replay_plays_from_the_first_frame_and_stops_at_the_last(page, text_url)
     page.get_by_role("button", name="Replay").click()
     assert int(bar.input_value()) < int(bar.get_attribute("max"))
     page.wait_for_function(
-        "() => { const bar = document.querySelector('.replay input'); return bar.value === bar.max }"
+        "() => { const b = document.querySelector('.replay input'); return b.value === b.max; }"
     )
     page.get_by_role("button", name="Replay").wait_for()
     assert page.said == []
