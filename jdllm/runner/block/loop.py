@@ -24,7 +24,6 @@ Letters: R rows, L tokens of a block, K blocks that a row can finish in the laun
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +39,7 @@ from jdllm.runner.block import asked as asked_lib
 from jdllm.runner.block import forward, proposal
 from jdllm.runner.block import frames as frames_lib
 from jdllm.runner.block import inputs as inputs_lib
+from jdllm.runner.block import outputs as outputs_lib
 from jdllm.runner.block.state import RowState, advance, enter, has_ended, is_active
 from jdllm.runner.launch import driver, program
 from jdllm.runner.launch.rows import select
@@ -49,45 +49,10 @@ from jdllm.runner.launch.rows import select
 FORWARD_TOKENS = 3072
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class FinishedBlocks:
-    """The blocks of each row that became final in the launch, and the row's `nfe` at that moment.
-
-    `top` has the lists of launches with rows that need their logits. The arrays are traced in the
-    launch and numpy's on the host, hence `Any`.
-    """
-
-    tokens: Int32[Any, "R K L"]
-    steps: Int32[Any, "R K L"]
-    logprobs: Float32[Any, "R K L"]
-    nfe: Int32[Any, "R K"]
-    top: logit_rows.TopTokens | None = None
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class DenoiseOutputs:
-    """What the host reads after a launch; `scheduler.batch` says what the fields mean.
-
-    `computed_blocks` counts all forwarded blocks, padding included; `real_blocks` those of rows.
-    Only launches for rows that need their logits or show their steps have `frames`.
-    """
-
-    blocks: FinishedBlocks
-    num_blocks: Int32[Any, " R"]
-    context_lens: Int32[Any, " R"]
-    nfe: Int32[Any, " R"]
-    num_edited: Int32[Any, " R"]
-    is_invalid: Bool[Any, " R"]
-    num_steps: Int32[Any, ""]
-    computed_blocks: Int32[Any, ""]
-    real_blocks: Int32[Any, ""]
-    frames: frames_lib.StepFrames | None = None
-
-
 # What a launch gathers; the last two are None if no row needs its logits or shows its steps.
-_Gathered = tuple[FinishedBlocks, asked_lib.AskedState | None, frames_lib.StepFrames | None]
+_Gathered = tuple[
+    outputs_lib.FinishedBlocks, asked_lib.AskedState | None, frames_lib.StepFrames | None
+]
 
 
 def commit_rows(
@@ -110,7 +75,7 @@ def denoise_launch(
     params: program.Params,
     memory: program.Memory,
     inputs: inputs_lib.DenoiseInputs,
-) -> tuple[program.Memory, DenoiseOutputs]:
+) -> tuple[program.Memory, outputs_lib.DenoiseOutputs]:
     """Returns the memory (pools, row states of all slots) and the outputs after the launch.
 
     The caller donates `memory`.
@@ -121,7 +86,7 @@ def denoise_launch(
     is_row = inputs.slot < slots.step.shape[0]
     asked = None if inputs.logits is None else asked_lib.enter(inputs, memory["logit_slots"])
     frames = None if asked is None else frames_lib.none_yet(R, K, L)
-    blocks = FinishedBlocks(
+    blocks = outputs_lib.FinishedBlocks(
         tokens=jnp.zeros((R, K, L), jnp.int32),
         steps=jnp.zeros((R, K, L), jnp.int32),
         logprobs=jnp.zeros((R, K, L), jnp.float32),
@@ -147,7 +112,7 @@ def denoise_launch(
     slots = jax.tree.map(lambda old, new: old.at[inputs.slot].set(new, mode="drop"), slots, state)
     computed_blocks, real_blocks = carry.counts
     blocks, asked, frames = carry.gathered
-    outputs = DenoiseOutputs(
+    outputs = outputs_lib.DenoiseOutputs(
         blocks=blocks,
         num_blocks=state.num_blocks,
         context_lens=state.context_lens,
@@ -296,7 +261,7 @@ def _update(
     blocks = jax.tree.map(
         lambda old, new: jnp.where(place.reshape(place.shape + (1,) * (old.ndim - 2)), new, old),
         blocks,
-        FinishedBlocks(
+        outputs_lib.FinishedBlocks(
             tokens=after.tokens[:, None],
             steps=steps_of[:, None],
             logprobs=logprobs[:, None],

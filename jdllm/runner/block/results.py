@@ -6,7 +6,8 @@ from typing import Any
 
 from jaxtyping import Int32
 
-from jdllm.runner.block import frames, loop
+from jdllm.runner.block import frames
+from jdllm.runner.block import outputs as outputs_lib
 from jdllm.scheduler import batch as batch_lib
 from jdllm.scheduler import request as request_lib
 
@@ -23,7 +24,7 @@ def of_prefill(
 
 
 def of_denoise(
-    outputs: loop.DenoiseOutputs, batch: batch_lib.ScheduleBatch, *, block_size: int
+    outputs: outputs_lib.DenoiseOutputs, batch: batch_lib.ScheduleBatch, *, block_size: int
 ) -> batch_lib.LaunchResult:
     """Returns the blocks that became final, row by row."""
     rows = tuple(_row_result(outputs, i, row.request) for i, row in enumerate(batch.rows))
@@ -37,7 +38,7 @@ def of_denoise(
 
 
 def _row_result(
-    outputs: loop.DenoiseOutputs, i: int, request: request_lib.Request
+    outputs: outputs_lib.DenoiseOutputs, i: int, request: request_lib.Request
 ) -> batch_lib.RowResult:
     blocks, shown = outputs.blocks, ()
     if request.sampling.shows_steps:
