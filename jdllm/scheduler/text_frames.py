@@ -8,13 +8,14 @@ kind: a position is written once, so the steps that wrote the tokens say what ev
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float32, Int32
 
 from jdllm.scheduler import batch as batch_lib
+from jdllm.scheduler import request as request_lib
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,21 +94,23 @@ class CanvasPicture:
 
     def frames(
         self,
-        given: np.ndarray,
+        request: request_lib.Request,
+        canvas_ids: Sequence[int | None],
         num_settled: int,
-        *,
         after_step: int,
-        end_ids: Collection[int],
     ) -> tuple[batch_lib.Frame, ...]:
         """Returns a frame for each step after `after_step` that wrote something.
 
-        `given` [T] says what was given; `num_settled` positions were settled before. A frame ends
+        `canvas_ids` is the whole canvas as it began, None where nothing was given; `num_settled`
+        positions of the output were settled before. A frame ends
         with the first end token that is written. So it never shows what fills a canvas behind it.
         (A rule may fill in tokens that were written there before; a frame of an earlier step then
         has the filling, if its launch also saw the end token.)
         """
-        frames, start = [], num_settled
-        has_step, is_end = self.steps > 0, np.isin(self.token_ids, list(end_ids))
+        frames, start, first = [], num_settled, len(request.prompt_ids)
+        places = canvas_ids[first : first + len(self.token_ids)]
+        given = np.array([token is not None for token in places], bool)
+        has_step, is_end = self.steps > 0, np.isin(self.token_ids, request.end_token_ids)
         for step in np.unique(self.steps[(self.steps > after_step) & ~self.is_masked]).tolist():
             is_written = ~self.is_masked & (given | (has_step & (self.steps <= step)))
             shown = slice(start, _first(is_written & is_end) + 1)

@@ -202,6 +202,7 @@ def test_a_gap_is_dragged_and_filled(page, text_url):
     page.mouse.up()
     assert page.locator("#infill-words .taken").all_inner_texts() == [" =", " 12"]
     page.fill("#infill-length", "4")
+    page.locator("#infill-settings").get_by_label("block length").fill("4")
     page.click("#fill")
     done(page, "#fill")
     assert page.locator(".lane .fixed").all_inner_texts()[0] == "7 + 5"

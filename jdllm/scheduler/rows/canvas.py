@@ -334,7 +334,10 @@ class CanvasRows:
         """Stores the tokens that settled, if any; says whether one of them ends the output."""
         known = len(request.output_ids)
         if result.frames:
-            result = dataclasses.replace(result, frames=_frames(request, result))
+            (last,), stay = result.frames, stay_of(request)
+            shown = last.value.frames(request, stay.canvas_ids, stay.num_settled, stay.last_step)
+            stay.last_step = max(stay.last_step, last.step)
+            result = dataclasses.replace(result, frames=shown)
         progress = tokens.apply(request, result, self._append, self._detokenize)
         # Only what is new to the host: a row that began again reports its earlier tokens too.
         new = len(request.output_ids) - known
@@ -383,20 +386,6 @@ class CanvasRows:
         length = request.sampling.dllm.block_length or 1
         room = min(self._limits.context_length, self._limits.pool_tokens) - len(request.prompt_ids)
         return max(wanted, min(-(-wanted // length) * length, room))
-
-
-def _frames(
-    request: request_lib.Request, result: batch_lib.RowResult
-) -> tuple[batch_lib.Frame, ...]:
-    """Returns the frames of a launch's steps, of which the device's side gives the last picture."""
-    (last,), stay, start = result.frames, stay_of(request), len(request.prompt_ids)
-    places = stay.canvas_ids[start : start + request.max_new_tokens]
-    given = np.array([token is not None for token in places], bool)
-    frames = last.value.frames(
-        given, stay.num_settled, after_step=stay.last_step, end_ids=request.end_token_ids
-    )
-    stay.last_step = max(stay.last_step, last.step)
-    return frames
 
 
 def stay_of(request: request_lib.Request) -> CanvasStay:
