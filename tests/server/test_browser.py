@@ -133,7 +133,7 @@ def test_a_question_fills_in_and_the_answer_is_that_of_the_api(page, text_url):
     answer = httpx.post(f"{text_url}/v1/chat/completions", json=body, timeout=120).json()
     text = answer["choices"][0]["message"]["content"]
     page.wait_for_function("() => document.querySelector('.lane .hidden').textContent")
-    assert page.locator(".lane .hidden").inner_text() == text
+    assert page.locator(".lane .hidden").text_content() == text
     # The replay goes through the frames in order, and ends with the same text.
     last = int(page.locator(".lane .replay input").get_attribute("max"))
     assert last + 1 >= answer["usage"]["completion_tokens"]
@@ -195,9 +195,10 @@ def test_a_gap_is_dragged_and_filled(page, text_url):
     page.goto(text_url)
     page.get_by_role("tab", name="Infilling").click()
     words = page.locator("#infill-words .word")
-    first, last = words.nth(3).bounding_box(), words.nth(4).bounding_box()
+    first = words.nth(3).bounding_box()
     page.mouse.move(first["x"] + first["width"] / 2, first["y"] + 8)
     page.mouse.down()
+    last = words.nth(4).bounding_box()  # the gap has moved here and pushed the word on
     page.mouse.move(last["x"] + last["width"] / 2, last["y"] + 8, steps=4)
     page.mouse.up()
     assert page.locator("#infill-words .taken").all_inner_texts() == [" =", " 12"]
