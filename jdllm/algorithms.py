@@ -13,7 +13,7 @@ padding; default, range and words may differ.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -261,6 +261,22 @@ TABLE: dict[str, Algorithm] = {
 def of_kind(kind: str) -> dict[str, Algorithm]:
     """Returns the algorithms for rows of a kind; the first one is the default."""
     return {name: algorithm for name, algorithm in TABLE.items() if algorithm.kind == kind}
+
+
+def described(names: Iterable[str]) -> dict[str, Any]:
+    """Returns some algorithms with their options as JSON, for clients that show them."""
+    fields = ("type", "default", "help", "low", "high", "words")
+    return {
+        name: {
+            "writes": TABLE[name].writes,
+            "alternatives": TABLE[name].alternatives,
+            "options": {
+                one.name: {field: getattr(one, field) for field in fields}
+                for one in TABLE[name].options
+            },
+        }
+        for name in names
+    }
 
 
 def option_names() -> tuple[str, ...]:

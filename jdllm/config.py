@@ -224,6 +224,7 @@ class ServerConfig:
     timeout_keep_alive: float = 5.0
     timeout_read_request: float = 60.0
     profile_dir: str | None = None
+    disable_playground: bool = False
 
     def __post_init__(self) -> None:
         _check_types(self)

@@ -22,6 +22,7 @@ MAX_STOP_TOKEN_IDS = 1024
 # at which 16-bit states can still be divided by it (vLLM's rule).
 GREEDY_BELOW, LEAST_TEMPERATURE = 1e-6, 0.01
 MAX_TOP_LOGPROBS = 20  # OpenAI's
+STREAM_MODES = ("block", "denoise")  # what a stream shows: final tokens, or also each step
 # Fields that are numbers, their checks and their bounds; None stands for a default.
 _NUMBERS: tuple[tuple[str, Callable[..., None], dict[str, Any]], ...] = (
     ("max_new_tokens", value_checks.check_integer, {"low": 1}),
@@ -61,12 +62,18 @@ class DllmParams:
 
     Each option of `algorithms` is an attribute, as in
     `DllmParams(algorithm="LowConfidence", threshold=0.9).threshold`; it is None if not given.
+
+    `stream_mode` is no option of an algorithm: with "denoise" a stream also shows what the output
+    looked like after each step.
     """
 
     algorithm: str | None
+    stream_mode: str | None
     given: tuple[tuple[str, algorithms.Value], ...]  # in the order of the table
 
-    def __init__(self, /, *, algorithm: str | None = None, **options: Any):
+    def __init__(
+        self, /, *, algorithm: str | None = None, stream_mode: str | None = None, **options: Any
+    ):
         if algorithm is not None and (
             not isinstance(algorithm, str) or algorithm not in algorithms.TABLE
         ):
@@ -74,18 +81,24 @@ class DllmParams:
             raise errors.RequestError(
                 f"unknown dLLM algorithm {errors.quote(algorithm)}{hint}", param="dllm.algorithm"
             )
+        if stream_mode not in (None, *STREAM_MODES):
+            raise errors.RequestError(
+                f"stream_mode is one of {', '.join(STREAM_MODES)}, got {errors.quote(stream_mode)}",
+                param="dllm.stream_mode",
+            )
         known = algorithms.option_names()
         for name in options:
             if name not in known:
                 raise errors.RequestError(
                     f"unknown dLLM option {errors.quote(name)}"
-                    f"{errors.nearest(name, ('algorithm', *known))}",
+                    f"{errors.nearest(name, ('algorithm', 'stream_mode', *known))}",
                     param=f"dllm.{name}",
                 )
         given = tuple((name, options[name]) for name in known if options.get(name) is not None)
         for name, value in given:
             algorithms.check(algorithm, name, value)
         object.__setattr__(self, "algorithm", algorithm)
+        object.__setattr__(self, "stream_mode", stream_mode)
         object.__setattr__(self, "given", given)
 
     def __getattr__(self, name: str) -> Any:
@@ -99,6 +112,8 @@ class DllmParams:
 
     def __repr__(self) -> str:
         values = {"algorithm": self.algorithm, **self.options}
+        if self.stream_mode is not None:
+            values["stream_mode"] = self.stream_mode
         return f"DllmParams({', '.join(f'{name}={value!r}' for name, value in values.items())})"
 
     @property
@@ -164,7 +179,7 @@ class DllmParams:
                     param=f"dllm.{option.name}",
                 )
             values[option.name] = None
-        return DllmParams(algorithm=name, **values)
+        return DllmParams(algorithm=name, stream_mode=self.stream_mode, **values)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,6 +295,11 @@ class SamplingParams:
     def needs_logits(self) -> bool:
         """Whether the launches of the row must compute its logits, not only their statistics."""
         return self.edits_logits or self.top_logprobs > 0
+
+    @property
+    def shows_steps(self) -> bool:
+        """Whether a stream shows what the output looked like after each step."""
+        return self.dllm.stream_mode == "denoise"
 
     def _check_filters(self) -> None:
         """Raises if top_p or top_k is set and the algorithm draws from the whole distribution."""

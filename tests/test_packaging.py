@@ -58,12 +58,14 @@ def test_all_code_and_all_assets_are_in_the_wheel(wheel):
     assets = files(ROOT / "jdllm" / "assets", "*")
     problems = files(ROOT / "jdllm" / "tasks", "*.txt")
     assert "jdllm/tasks/word_problems/problems/one_step.txt" in problems
+    page = files(ROOT / "jdllm" / "server" / "playground" / "static", "*")
+    assert "jdllm/server/playground/static/index.html" in page
     tables = files(ROOT / "pallas_kernels", "*.json")
     assert "pallas_kernels/extend_attention/tiles/nvidia_h200.json" in tables
     tokenizers = {f"{name}/tokenizer.json" for name in source.BUNDLED_MODELS}
     tokenizers |= {f"{name}/tokenizer/tokenizer.json" for name in source.BUNDLED_IMAGE_MODELS}
     assert {f"jdllm/assets/{path}" for path in tokenizers} <= assets
-    assert (code | assets | tables | problems) - names == set()
+    assert (code | assets | tables | problems | page) - names == set()
 
 
 def test_nothing_else_is_in_the_wheel(wheel):

@@ -75,7 +75,8 @@ class Engine(control.EngineControl):
         """Returns a dict (text, output_ids, meta_info) for one prompt, a list of them for a list.
 
         With `stream=True` it returns an iterator, which yields dicts with cumulative text as
-        blocks commit; for several prompts or choices each dict carries its `index`.
+        blocks commit; for several prompts or choices each dict carries its `index`. If a prompt
+        asks for `stream_mode` "denoise", `frames` show its output after each step.
         Models with full attention can write towards a `suffix` (text or ids) and around
         tokens that are `given` at offsets from the prompt's end. Both may be one value for all
         prompts, or a list with one per prompt. `priority` is for all of them, and needs
@@ -86,6 +87,7 @@ class Engine(control.EngineControl):
         )
         if stream:
             return streams.ChoiceStream(self._loop, choices, collector.part)
+        requests.refuse_steps(choice.request.sampling for choice in choices.values())
         with contextlib.closing(self._iterate(choices)) as events:
             for generation in events:
                 collector.add(generation)
@@ -110,6 +112,8 @@ class Engine(control.EngineControl):
         choices, collector = await asyncio.to_thread(
             self._call, prompt, input_ids, sampling_params, rid, suffix, given, priority
         )
+        if not stream:
+            requests.refuse_steps(choice.request.sampling for choice in choices.values())
         events = streams.async_stream(self._loop, lambda: choices, size=0, is_bounded=False)
         if stream:
             return streams.transformed(events, collector.part)

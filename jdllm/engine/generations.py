@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jdllm import sampling_params
     from jdllm.engine import loop as loop_lib
+    from jdllm.scheduler import batch as batch_lib
     from jdllm.scheduler import commits as commits_lib
     from jdllm.scheduler import request as request_lib
 
@@ -21,7 +22,8 @@ class Generation:
     """One choice so far. `text` and `output_ids` only grow.
 
     `delta_text` and `delta_ids` are what this event added; `finish_reason` is None
-    until the last event of the choice.
+    until the last event of the choice. `frames` are what the output looked like after each step
+    since the event before (`value` is a `TextFrame`), for requests that ask for that.
     """
 
     request_id: str
@@ -33,6 +35,7 @@ class Generation:
     delta_ids: list[int]
     finish_reason: dict[str, Any] | None
     meta_info: dict[str, Any]
+    frames: tuple[batch_lib.Frame, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Returns SGLang's `/generate` object."""
@@ -64,6 +67,10 @@ class Collector:
     def part(self, generation: Generation) -> dict[str, Any]:
         """Returns what a stream yields for a generation; with its number, if there are several."""
         item = generation.as_dict()
+        if generation.frames:
+            item["frames"] = [
+                {"step": one.step, **dataclasses.asdict(one.value)} for one in generation.frames
+            ]
         if not self._is_single:
             item["index"] = self._places[generation.request_id]
             item["prompt_index"] = generation.prompt_index

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from jdllm import algorithms
 from jdllm import config as config_lib
 from jdllm.engine import stats as stats_lib
 from jdllm.engine.build import build
@@ -86,4 +87,9 @@ def model_info(built: build.Built) -> dict[str, Any]:
         "model_type": built.spec.model_type,
         "architectures": [built.spec.architecture],
         "context_length": built.sizes.context_length,
+        "dllm": {
+            "rows": built.spec.diffusion.kind,
+            "block_size": built.spec.diffusion.block_size,
+            "algorithms": algorithms.described(built.algorithms),
+        },
     }

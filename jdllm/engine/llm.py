@@ -116,6 +116,7 @@ class LLM:
         given: infilling.Givens = None,
     ) -> list[RequestOutput]:
         params = requests.params_per_prompt(sampling_params, len(ids))
+        requests.refuse_steps(params)
         choices: dict[tuple[int, int], generations.Generation] = {}
         began, tokens, nfe = time.monotonic(), 0, 0
         total = sum(one.n for one in params)

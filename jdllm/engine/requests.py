@@ -10,7 +10,7 @@ import dataclasses
 import math
 import typing
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -79,6 +79,7 @@ class Choice:
             delta_ids=delta_ids,
             finish_reason=reason,
             meta_info=generations.meta_info(self.request, event, reason),
+            frames=event.commit.frames,
         )
 
 
@@ -97,6 +98,15 @@ def with_length(params: Params) -> sampling_params.SamplingParams:
     if made.max_new_tokens is None:
         return dataclasses.replace(made, max_new_tokens=DEFAULT_MAX_NEW_TOKENS)
     return made
+
+
+def refuse_steps(params: Iterable[sampling_params.SamplingParams]) -> None:
+    """Raises if one of them asks to see its steps, where only whole answers are returned."""
+    if any(one.shows_steps for one in params):
+        raise errors.RequestError(
+            "stream_mode=denoise shows the steps of a stream: it needs stream=True",
+            param="dllm.stream_mode",
+        )
 
 
 def seed_of_choice(seed: int, index: int) -> int:

@@ -21,6 +21,7 @@ from jdllm.server import (
 from jdllm.server.images_api import route as images_route
 from jdllm.server.ollama import plain_errors
 from jdllm.server.ollama import routes as ollama_routes
+from jdllm.server.playground import page
 from jdllm.server.responses_api import route as responses_route
 
 COMMON_ROUTERS = (health.router, admin.router, loads.router, docs_page.router)
@@ -42,10 +43,13 @@ def create_app(server: state.ServerState) -> fastapi.FastAPI:
     # `docs_page` stands in for FastAPI's pages, which load scripts from other servers.
     app = fastapi.FastAPI(title="jdllm", redirect_slashes=False, docs_url=None, redoc_url=None)
     app.state.server = server
-    for router in ROUTERS:
+    routers = list(ROUTERS)
+    if not server.server_config.disable_playground:
+        routers.append(page.router())
+    for router in routers:
         app.include_router(router, dependencies=_needs(router))
     methods: dict[str, set[str]] = {}
-    for route in (route for router in ROUTERS for route in router.routes):
+    for route in (route for router in routers for route in router.routes):
         assert isinstance(route, routing.Route), "the routers have plain routes only"
         methods.setdefault(route.path, set()).update(route.methods or ())
     responses.install_handlers(app, methods)

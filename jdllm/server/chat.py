@@ -56,6 +56,7 @@ async def chat_completions(request: requests.Request) -> starlette_responses.Res
         field_names=names,
         priority=body.priority,
         is_prompt_only=body.is_prompt_only,
+        shows_frames=body.stream is True,
     )
     answer = openai_format.Answer(
         server=server, shape=SHAPE, prompt_list=prompt_list, answer_id=answer_id, body=body

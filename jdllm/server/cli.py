@@ -110,6 +110,7 @@ HELP = {
     "timeout_read_request": "seconds in which the head of a request must arrive, and then its body",
     "profile_dir": "folder that /start_profile may write to (default: the system's folder for "
     "temporary files)",
+    "disable_playground": "no page for browsers at /",
 }
 
 

@@ -52,6 +52,7 @@ async def completions(request: requests.Request) -> starlette_responses.Response
         priority=body.priority,
         suffix_ids=suffix,
         is_prompt_only=body.is_prompt_only,
+        shows_frames=body.stream is True,
     )
     shape = SHAPE
     if body.echo:

@@ -19,14 +19,16 @@ from starlette import types as asgi
 from starlette.middleware import cors
 
 from jdllm.server import log_format, request_context, responses, state
+from jdllm.server.playground import page
 
 logger = logging.getLogger(__name__)
 
 PROBE_PATHS = frozenset({"/health", "/ready", "/ping", "/livez", "/readyz"})
 METRICS_PATH = "/metrics"
 ADMIN_PATHS = frozenset({"/flush_cache", "/start_profile", "/stop_profile"})
-# Routes that answer during start and drain: they report the phase themselves, or show metrics.
-UNGATED_PATHS = PROBE_PATHS | {METRICS_PATH, "/version"}
+# Routes that answer during start and drain: they report the phase themselves, or show metrics, or
+# are a page that waits for the server.
+UNGATED_PATHS = PROBE_PATHS | {METRICS_PATH, "/version"} | page.PATHS
 REQUEST_ID_HEADER = b"x-request-id"
 MAX_LOGGED_PATH = 512
 # How many bytes of a refused body are read, and for how many seconds, before the answer is sent.
@@ -56,7 +58,7 @@ class Authenticate:
         self._app = app
         self._keys = server.keys
         is_open = not server.server_config.metrics_require_api_key
-        self._open_paths = PROBE_PATHS | ({METRICS_PATH} if is_open else set())
+        self._open_paths = PROBE_PATHS | page.PATHS | ({METRICS_PATH} if is_open else set())
 
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
         refusal = None

@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Any
 from starlette import requests
 from starlette import responses as starlette_responses
 
-from jdllm.server import protocol, responses, running, sse, state, token_logprobs
+from jdllm.server import (
+    denoise_frames,
+    protocol,
+    responses,
+    running,
+    sse,
+    state,
+    token_logprobs,
+)
 
 if TYPE_CHECKING:
     from jdllm.engine import generations
@@ -68,11 +76,16 @@ class Answer:
         options = self.body.stream_options or protocol.StreamOptions()
         last: dict[int, generations.Generation] = {}
         num_listed: dict[int, int] = {}
+        frames = self._denoise_frames()
         async with contextlib.aclosing(running.stream(self.server, self.prompt_list)) as events:
             async for one in events:
                 index = self.prompt_list.choice_index(one)
                 is_first = index not in last
                 last[index] = one
+                if frames is not None and one.frames:
+                    # Read before the tokens that they led to become final.
+                    for found in frames.of(index, one):
+                        yield sse.frame(self._object(denoise_frames.OBJECT, []) | found)
                 choices = self.shape.chunk_choices(index, one, is_first)
                 if self._has_logprobs and choices:
                     first = num_listed.get(index, 0)
@@ -93,6 +106,12 @@ class Answer:
             finals = [last[key] for key in sorted(last)]
             chunk = self._object(self.shape.chunk_object_name, [])
             yield sse.frame(chunk | {"usage": usage(finals)})
+
+    def _denoise_frames(self) -> denoise_frames.Frames | None:
+        if not any(one.shows_steps for one in self.prompt_list.params):
+            return None
+        skips = self.body.skip_special_tokens is not False
+        return denoise_frames.Frames(self.server.tokenizer, skip_special_tokens=skips)
 
     @property
     def _has_logprobs(self) -> bool:

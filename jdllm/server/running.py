@@ -35,7 +35,7 @@ class PromptList:
     The output of each prompt stands between the prompt and `suffix_ids`. With `is_prompt_only`
     nothing is written at all (`max_tokens: 0`), whatever `params` say. `field_names` maps the
     engine's names (`prompt`, `max_new_tokens` and so on) to the fields of the body, where the
-    two differ.
+    two differ. `shows_frames`: the answer has a place for the frames of `stream_mode: "denoise"`.
     """
 
     prompts: list[list[int]]
@@ -45,6 +45,7 @@ class PromptList:
     suffix_ids: Sequence[int] = ()
     priority: int | None = None
     is_prompt_only: bool = False
+    shows_frames: bool = False
 
     def choice_index(self, generation: generations.Generation) -> int:
         """Returns the place of a choice among the choices of all prompts."""
@@ -104,6 +105,12 @@ async def stream(
     trackers: dict[tuple[int, int], metrics.Tracker] = {}
     num_choices = sum(one.n for one in prompt_list.params)
     check_places(server, num_choices, len(prompt_list.prompts), prompt_list.field_names)
+    if not prompt_list.shows_frames and any(one.shows_steps for one in prompt_list.params):
+        raise errors.RequestError(
+            "stream_mode=denoise shows the steps of a stream: it needs stream=true, on "
+            "/v1/chat/completions or /v1/completions",
+            param="dllm.stream_mode",
+        )
     try:
         if prompt_list.is_prompt_only:
             events = _prompt_only(server, prompt_list, arrival_s)

@@ -24,7 +24,6 @@ Letters: R rows, L tokens of a block, K blocks that a row can finish in the laun
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +37,9 @@ from jdllm.runner import config as config_lib
 from jdllm.runner import logit_rows
 from jdllm.runner.block import asked as asked_lib
 from jdllm.runner.block import forward, proposal
+from jdllm.runner.block import frames as frames_lib
 from jdllm.runner.block import inputs as inputs_lib
+from jdllm.runner.block import outputs as outputs_lib
 from jdllm.runner.block.state import RowState, advance, enter, has_ended, is_active
 from jdllm.runner.launch import driver, program
 from jdllm.runner.launch.rows import select
@@ -48,39 +49,10 @@ from jdllm.runner.launch.rows import select
 FORWARD_TOKENS = 3072
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class FinishedBlocks:
-    """The blocks of each row that became final in the launch, and the row's `nfe` at that moment.
-
-    `top` has the lists of launches with rows that need their logits. The arrays are traced in the
-    launch and numpy's on the host, hence `Any`.
-    """
-
-    tokens: Int32[Any, "R K L"]
-    steps: Int32[Any, "R K L"]
-    logprobs: Float32[Any, "R K L"]
-    nfe: Int32[Any, "R K"]
-    top: logit_rows.TopTokens | None = None
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class DenoiseOutputs:
-    """What the host reads after a launch; `scheduler.batch` says what the fields mean.
-
-    `computed_blocks` counts all forwarded blocks, padding included; `real_blocks` those of rows.
-    """
-
-    blocks: FinishedBlocks
-    num_blocks: Int32[Any, " R"]
-    context_lens: Int32[Any, " R"]
-    nfe: Int32[Any, " R"]
-    num_edited: Int32[Any, " R"]
-    is_invalid: Bool[Any, " R"]
-    num_steps: Int32[Any, ""]
-    computed_blocks: Int32[Any, ""]
-    real_blocks: Int32[Any, ""]
+# What a launch gathers; the last two are None if no row needs its logits or shows its steps.
+_Gathered = tuple[
+    outputs_lib.FinishedBlocks, asked_lib.AskedState | None, frames_lib.StepFrames | None
+]
 
 
 def commit_rows(
@@ -103,7 +75,7 @@ def denoise_launch(
     params: program.Params,
     memory: program.Memory,
     inputs: inputs_lib.DenoiseInputs,
-) -> tuple[program.Memory, DenoiseOutputs]:
+) -> tuple[program.Memory, outputs_lib.DenoiseOutputs]:
     """Returns the memory (pools, row states of all slots) and the outputs after the launch.
 
     The caller donates `memory`.
@@ -113,7 +85,8 @@ def denoise_launch(
     K = config.max_launch_steps
     is_row = inputs.slot < slots.step.shape[0]
     asked = None if inputs.logits is None else asked_lib.enter(inputs, memory["logit_slots"])
-    blocks = FinishedBlocks(
+    frames = None if asked is None else frames_lib.none_yet(R, K, L)
+    blocks = outputs_lib.FinishedBlocks(
         tokens=jnp.zeros((R, K, L), jnp.int32),
         steps=jnp.zeros((R, K, L), jnp.int32),
         logprobs=jnp.zeros((R, K, L), jnp.float32),
@@ -131,15 +104,15 @@ def denoise_launch(
         inputs.limits,
         memory=memory["pools"],
         rows=enter(config, inputs, slots, is_row),
-        gathered=(blocks, asked),
+        gathered=(blocks, asked, frames),
         num_counts=2,
     )
     carry = driver.run(body, begin, inputs.limits, implementation=config.implementation)
     state: RowState = carry.rows
     slots = jax.tree.map(lambda old, new: old.at[inputs.slot].set(new, mode="drop"), slots, state)
     computed_blocks, real_blocks = carry.counts
-    blocks, asked = carry.gathered
-    outputs = DenoiseOutputs(
+    blocks, asked, frames = carry.gathered
+    outputs = outputs_lib.DenoiseOutputs(
         blocks=blocks,
         num_blocks=state.num_blocks,
         context_lens=state.context_lens,
@@ -149,6 +122,7 @@ def denoise_launch(
         num_steps=carry.num_steps,
         computed_blocks=computed_blocks,
         real_blocks=real_blocks,
+        frames=frames,
     )
     memory = {"pools": carry.memory, "slots": slots} | (
         {}
@@ -184,7 +158,7 @@ class _Body:
     def step(self, variant: int, carry: driver.Carry) -> driver.Carry:
         config, inputs, state = self.config, self.inputs, carry.rows
         computed_blocks, real_blocks = carry.counts
-        blocks, asked = carry.gathered
+        blocks, asked, frames = carry.gathered
         if asked is not None:
             asked = asked_lib.remember(asked, state)
         wants = _wants_commit(inputs, state)
@@ -196,12 +170,13 @@ class _Body:
         real_blocks += jnp.sum(is_active(inputs, advanced), dtype=jnp.int32)
         real_blocks += jnp.sum(granted, dtype=jnp.int32)
         lm_head = self.model.unembedding()
-        state, blocks, asked = _update(config, inputs, lm_head, hidden, advanced, blocks, asked)
+        gathered = (blocks, asked, frames)
+        state, gathered = _update(config, inputs, lm_head, hidden, advanced, gathered)
         return dataclasses.replace(
             carry,
             memory=pools,
             rows=state,
-            gathered=(blocks, asked),
+            gathered=gathered,
             num_steps=carry.num_steps + 1,
             counts=(computed_blocks + self.is_row.shape[0] + variant, real_blocks),
         )
@@ -267,10 +242,10 @@ def _update(
     lm_head: Float[Array, "V D"],
     hidden: Float[Array, "R L D"],
     state: RowState,
-    blocks: FinishedBlocks,
-    asked: asked_lib.AskedState | None,
-) -> tuple[RowState, FinishedBlocks, asked_lib.AskedState | None]:
-    """Returns states and finished blocks after each active row's algorithm saw its proposal."""
+    gathered: _Gathered,
+) -> tuple[RowState, _Gathered]:
+    """Returns states and what is gathered after each active row's algorithm saw its proposal."""
+    blocks, asked, frames = gathered
     active = is_active(inputs, state)
     seen = _denoise(config, inputs, lm_head, hidden, state, asked, active)
     if asked is not None and seen.top is not None:
@@ -286,7 +261,7 @@ def _update(
     blocks = jax.tree.map(
         lambda old, new: jnp.where(place.reshape(place.shape + (1,) * (old.ndim - 2)), new, old),
         blocks,
-        FinishedBlocks(
+        outputs_lib.FinishedBlocks(
             tokens=after.tokens[:, None],
             steps=steps_of[:, None],
             logprobs=logprobs[:, None],
@@ -311,7 +286,9 @@ def _update(
         num_edited=state.num_edited + jnp.where(works, seen.num_edited, 0),
         nfe=nfe,
     )
-    return advance(config, updated, works & after.done & ~ended), blocks, asked
+    if frames is not None:
+        frames = frames_lib.add(frames, state, updated, works & ~state.is_final)
+    return advance(config, updated, works & after.done & ~ended), (blocks, asked, frames)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,10 @@ from typing import Any
 
 from jaxtyping import Int32
 
-from jdllm.runner.block import loop
+from jdllm.runner.block import frames
+from jdllm.runner.block import outputs as outputs_lib
 from jdllm.scheduler import batch as batch_lib
+from jdllm.scheduler import request as request_lib
 
 
 def of_prefill(
@@ -22,10 +24,10 @@ def of_prefill(
 
 
 def of_denoise(
-    outputs: loop.DenoiseOutputs, batch: batch_lib.ScheduleBatch, *, block_size: int
+    outputs: outputs_lib.DenoiseOutputs, batch: batch_lib.ScheduleBatch, *, block_size: int
 ) -> batch_lib.LaunchResult:
     """Returns the blocks that became final, row by row."""
-    rows = tuple(_row_result(outputs, i) for i in range(len(batch.rows)))
+    rows = tuple(_row_result(outputs, i, row.request) for i, row in enumerate(batch.rows))
     return batch_lib.LaunchResult(
         rows=rows,
         num_steps=int(outputs.num_steps),
@@ -35,8 +37,13 @@ def of_denoise(
     )
 
 
-def _row_result(outputs: loop.DenoiseOutputs, i: int) -> batch_lib.RowResult:
-    blocks = outputs.blocks
+def _row_result(
+    outputs: outputs_lib.DenoiseOutputs, i: int, request: request_lib.Request
+) -> batch_lib.RowResult:
+    blocks, shown = outputs.blocks, ()
+    if request.sampling.shows_steps:
+        assert outputs.frames is not None, "the row was planned with its steps"
+        shown = frames.of_row(outputs.frames, i, request)
     return batch_lib.RowResult(
         committed=tuple(
             batch_lib.CommittedBlock(
@@ -52,5 +59,6 @@ def _row_result(outputs: loop.DenoiseOutputs, i: int) -> batch_lib.RowResult:
         context_len=int(outputs.context_lens[i]),
         nfe=int(outputs.nfe[i]),
         num_edited=int(outputs.num_edited[i]),
+        frames=shown,
         is_invalid=bool(outputs.is_invalid[i]),
     )

@@ -55,5 +55,5 @@ class CanvasKind:
             inputs=lambda batch, interrupt: inputs_lib.build(
                 batch, config, interrupt, with_logits=with_logits
             ),
-            results=results.of_canvases,
+            results=functools.partial(results.of_canvases, mask_token_id=config.mask_token_id),
         )

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from jdllm.runner.canvas import loop
 from jdllm.scheduler import batch as batch_lib
+from jdllm.scheduler import request as request_lib
+from jdllm.scheduler import text_frames
 
 
 def of_canvases(
-    outputs: loop.CanvasOutputs, batch: batch_lib.ScheduleBatch
+    outputs: loop.CanvasOutputs, batch: batch_lib.ScheduleBatch, *, mask_token_id: int
 ) -> batch_lib.LaunchResult:
-    """Returns the tokens that settled, row by row."""
+    """Returns the tokens that settled, row by row; rows that show their steps have a picture."""
     real = slice(len(batch.rows))
     forwarded = int(outputs.num_forwarded[real].sum())
     return batch_lib.LaunchResult(
-        rows=tuple(_row_result(outputs, i) for i in range(len(batch.rows))),
+        rows=tuple(
+            _row_result(outputs, i, row.request, mask_token_id) for i, row in enumerate(batch.rows)
+        ),
         num_steps=int(outputs.num_steps),
         computed_tokens=int(outputs.num_tokens),
         real_tokens=forwarded,
@@ -23,7 +29,9 @@ def of_canvases(
     )
 
 
-def _row_result(outputs: loop.CanvasOutputs, i: int) -> batch_lib.RowResult:
+def _row_result(
+    outputs: loop.CanvasOutputs, i: int, request: request_lib.Request, mask_token_id: int
+) -> batch_lib.RowResult:
     settled = slice(outputs.settled_before[i], outputs.num_settled[i])
     nfe = int(outputs.nfe[i])
     committed = batch_lib.CommittedBlock(
@@ -37,5 +45,26 @@ def _row_result(outputs: loop.CanvasOutputs, i: int) -> batch_lib.RowResult:
     return batch_lib.RowResult(
         committed=(committed,) if len(committed.tokens) else (),
         nfe=nfe,
+        frames=_picture(outputs, i, request, mask_token_id),
         is_invalid=bool(outputs.is_invalid[i]),
     )
+
+
+def _picture(
+    outputs: loop.CanvasOutputs, i: int, request: request_lib.Request, mask_token_id: int
+) -> tuple[batch_lib.Frame, ...]:
+    """Returns the output positions of a row that shows its steps, as one frame of the launch."""
+    if not request.sampling.shows_steps:
+        return ()
+    start = len(request.prompt_ids)
+    shown = slice(start, start + request.max_new_tokens)
+    tokens = np.asarray(outputs.tokens[i, shown])
+    steps = np.asarray(outputs.steps[i, shown])
+    picture = text_frames.CanvasPicture(
+        token_ids=tokens,
+        steps=steps,
+        logprobs=outputs.logprobs[i, shown],
+        # A masked position holds the mask, which is never written.
+        is_masked=tokens == mask_token_id,
+    )
+    return (batch_lib.Frame(step=int(steps.max(initial=0)), value=picture),)

@@ -189,13 +189,15 @@ class CanvasStay(stay_lib.Stay):
 
     `canvas_ids` is the whole canvas, None where a token is to be written; the suffix begins at
     `canvas_end`. `num_settled` counts the tokens that the row has reported since it began.
-    `tokens_per_step` is the pace of its last launch, 0 if it is unknown.
+    `tokens_per_step` is the pace of its last launch, 0 if it is unknown. `last_step` is the last
+    step of which a frame was shown.
     """
 
     canvas_ids: list[int | None]
     canvas_end: int
     num_settled: int = 0
     tokens_per_step: float = 0.0
+    last_step: int = 0
 
 
 class CanvasRows:
@@ -331,6 +333,11 @@ class CanvasRows:
     ) -> commits_lib.Progress:
         """Stores the tokens that settled, if any; says whether one of them ends the output."""
         known = len(request.output_ids)
+        if result.frames:
+            (last,), stay = result.frames, stay_of(request)
+            shown = last.value.frames(request, stay.canvas_ids, stay.num_settled, stay.last_step)
+            stay.last_step = max(stay.last_step, last.step)
+            result = dataclasses.replace(result, frames=shown)
         progress = tokens.apply(request, result, self._append, self._detokenize)
         # Only what is new to the host: a row that began again reports its earlier tokens too.
         new = len(request.output_ids) - known

@@ -8,6 +8,7 @@ from jdllm.scheduler import batch as batch_lib
 from jdllm.scheduler import commits as commits_lib
 from jdllm.scheduler import finish as finish_lib
 from jdllm.scheduler import request as request_lib
+from jdllm.scheduler import text_frames
 
 # Stores a committed block in the request and returns the tokens that are new output.
 Append = Callable[[request_lib.Request, batch_lib.CommittedBlock], list[int]]
@@ -34,6 +35,7 @@ def apply(
         request.num_discarded += surplus + unseen
         request.truncate(finish.finished_len)
         new += tokens[: len(tokens) - surplus]
-        return commits_lib.Progress(new_token_ids=new, frames=result.frames, finish=finish)
+        frames = text_frames.ending(result.frames, finish.finished_len)
+        return commits_lib.Progress(new_token_ids=new, frames=frames, finish=finish)
     request.nfe = nfe + result.nfe
     return commits_lib.Progress(new_token_ids=new, frames=result.frames)
