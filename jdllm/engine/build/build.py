@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 DEFAULT_QUEUE = 4096
+ALL_REDUCE = "psum (XLA's collectives; on a GPU the host runs the loop of a launch, no CUDA graph)"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +60,13 @@ class Built:
     sizes: sizing.Sizes
     startup_s: float
     compiles_at_ready: int
+
+    @property
+    def kernels(self) -> dict[str, str]:
+        """For each op, a line that says what the programs run; also for sums over ranks."""
+        if self.config.tp_size == 1:
+            return self.runner.kernels
+        return self.runner.kernels | {"all_reduce": ALL_REDUCE}
 
 
 def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) -> Built:
@@ -132,6 +140,8 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
         sizes.kv_bytes / 1e9,
         sizes.step_bytes / 1e9,
     )
+    if shards.is_split:
+        logger.info("%s over %d devices; sums are %s", shards, shards.tp, ALL_REDUCE)
     scheduler = scheduler_lib.Scheduler(
         rows, max_queued_requests=_queue_limit(config), policy=config.schedule_policy
     )

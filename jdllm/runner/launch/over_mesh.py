@@ -68,7 +68,7 @@ def on_every_rank(step: Step, params: Any, memory: Any, mesh: Mesh) -> Step:
 
 
 def _spec(leaf: Any) -> PartitionSpec:
-    placed = getattr(leaf, "sharding", None)
+    placed = leaf.sharding if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else None
     return placed.spec if isinstance(placed, NamedSharding) else sharding.REPLICATED
 
 
