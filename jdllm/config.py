@@ -44,6 +44,8 @@ TEXT_OPTIONS = frozenset(
         "disable_radix_cache",
         "dllm_algorithm",
         "dllm_algorithm_config",
+        "tp_size",
+        "ep_size",
     ]
 )
 # Options that only models that make images have.
@@ -105,6 +107,7 @@ class EngineConfig:
     log_level: LogLevel = "info"
     decode_log_interval: int = 40
     tp_size: int = 1
+    ep_size: int | None = None
     batching_mode: Literal["dynamic"] = "dynamic"
     batching_max_size: int | None = None
     batching_delay_ms: float = 0.0
@@ -127,6 +130,8 @@ class EngineConfig:
             "max_prefill_tokens",
             "num_continuous_decode_steps",
             "decode_log_interval",
+            "tp_size",
+            "ep_size",
             "batching_max_size",
             "max_image_pixels",
         ):
@@ -140,11 +145,6 @@ class EngineConfig:
         if not 0.0 < self.mem_fraction_static < 1.0:
             raise errors.ConfigError(
                 f"mem_fraction_static={self.mem_fraction_static} must lie between 0 and 1"
-            )
-        if self.tp_size != 1:
-            raise errors.ConfigError(
-                f"tp_size={self.tp_size} is not supported yet; run one process per GPU "
-                "(replicas behind a load balancer) and leave tp_size at 1"
             )
         if self.schedule_low_priority_values_first and not self.enable_priority_scheduling:
             raise errors.ConfigError(

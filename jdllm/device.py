@@ -8,13 +8,14 @@ from jdllm import device_facts
 from pallas_kernels import device as kernel_device
 
 
-def facts() -> device_facts.DeviceFacts:
-    """Returns the facts of the device that this process computes on."""
-    device, memory = kernel_device.local_device(), memory_use()
+def facts(count: int = 1) -> device_facts.DeviceFacts:
+    """Returns the facts of the devices that this process computes on, the first `count`."""
+    device, memory = kernel_device.local_device(), memory_use(count)
     return device_facts.DeviceFacts(
         platform=device.platform,
         device_kind=device.kind,
         memory_bytes=None if memory is None else memory[1],
+        num_devices=count,
         runs_hopper_kernels=device.hopper_refusal is None,
     )
 
@@ -24,13 +25,36 @@ def used() -> jax.Device:  # pyright: ignore[reportInvalidTypeForm] # jax has no
     return jax.local_devices()[0]
 
 
-def memory_use() -> tuple[int, int] | None:
-    """Returns (bytes in use, total bytes) of the accelerator; None if JAX does not report them."""
-    stats = used().memory_stats()
-    return (stats["bytes_in_use"], stats["bytes_limit"]) if stats else None
+def every() -> list[jax.Device]:  # pyright: ignore[reportInvalidTypeForm] # as above
+    """Returns the devices of this host, by number."""
+    return jax.local_devices()
+
+
+def memory_use(count: int = 1) -> tuple[int, int] | None:
+    """Returns (bytes in use, total bytes) of the accelerator; None if JAX does not report them.
+
+    Of several accelerators, the first `count`, it is the one with the least free memory.
+    """
+    every = [of_device for one in jax.local_devices()[:count] if (of_device := _memory(one))]
+    return min(every, key=lambda one: one[1] - one[0], default=None)
+
+
+def describe(count: int) -> list[dict[str, str | int | None]]:
+    """Returns the first `count` devices: kind, number, and bytes of memory in use and in all."""
+    devices = jax.local_devices()[:count]
+    return [
+        {"id": one.id, "kind": one.device_kind, "bytes_in_use": use[0], "bytes_limit": use[1]}
+        for one in devices
+        for use in [_memory(one) or (None, None)]
+    ]
 
 
 def peak_memory() -> int | None:
     """Returns the most bytes that were in use since the process began, or None as above."""
     stats = used().memory_stats()
     return stats["peak_bytes_in_use"] if stats else None
+
+
+def _memory(device: jax.Device) -> tuple[int, int] | None:  # pyright: ignore[reportInvalidTypeForm] # as above
+    stats = device.memory_stats()
+    return (stats["bytes_in_use"], stats["bytes_limit"]) if stats else None

@@ -24,6 +24,9 @@ ALIASES: dict[str, str] = {
     "model": "model_path",
     "tokenizer": "tokenizer_path",
     "tensor_parallel_size": "tp_size",
+    "tp": "tp_size",
+    "expert_parallel_size": "ep_size",
+    "ep": "ep_size",
     "max_model_len": "context_length",
     "gpu_memory_utilization": "mem_fraction_static",
     "device_memory_utilization": "mem_fraction_static",
@@ -103,7 +106,7 @@ SPEED: tuple[Group, ...] = (
         "long_prefill_token_threshold max_num_partial_prefills",
     ),
     Group(
-        instead="one process uses one GPU: there is nothing to communicate",
+        instead="with --tp-size, sums over the GPUs of the one process are XLA's collectives",
         switches="disable_custom_all_reduce enable_nccl_nvls enable_symm_mem enable_mscclpp "
         "enable_torch_symm_mem enable_p2p_check pre_warm_nccl enable_two_batch_overlap "
         "enable_single_batch_overlap enable_flashinfer_allreduce_fusion "
@@ -112,6 +115,10 @@ SPEED: tuple[Group, ...] = (
         valued="nccl_port dist_timeout distributed_executor_backend load_balance_method "
         "distributed_timeout_seconds "
         "flashinfer_allreduce_fusion_backend",
+    ),
+    Group(
+        instead="whole experts are spread over the GPUs of --tp-size, unless --ep-size is 1",
+        switches="enable_expert_parallel",
     ),
     Group(
         instead="text is tokenised in threads of this one process",
@@ -205,11 +212,12 @@ REFUSALS: dict[str, str] = {
     "enable_deterministic_inference",
     "run one process per replica behind a load balancer": "dp_size data_parallel_* attn_dp_size "
     "enable_dp_attention enable_dp_attention_* api_server_count dwdp_size moe_dp_size",
-    "run one process per GPU behind a load balancer": "pp_* pipeline_parallel_size dcp_* cp_* "
+    "use --tp-size for the GPUs of one host; run one process per host behind a load balancer": ""
+    "pp_* pipeline_parallel_size dcp_* cp_* "
     "decode_context_parallel_size prefill_context_parallel_size attn_cp_size enable_prefill_cp "
     "nnodes node_rank dist_init_addr nccl_init_addr master_* use_ray ray_*",
-    "experts are not sharded yet; leave it out": "ep_* ep expert_* enable_expert_parallel "
-    "enable_ep_* moe_a2a_backend all2all_backend deepep_* eplb_* enable_eplb elastic_ep_* "
+    "use --ep-size: tp-size (the default) spreads whole experts, 1 slices them": "ep_num_* "
+    "ep_dispatch_* expert_* enable_ep_* moe_a2a_backend all2all_backend deepep_* eplb_* enable_eplb elastic_ep_* "
     "enable_elastic_* init_expert_location max_ep_size moe_dense_tp_size shared_experts_*",
     "the model must fit on the device; leave it out": "cpu_offload_* offload_* kt_* ple_* "
     "enable_paged_experts paged_experts_*",
@@ -278,15 +286,7 @@ REFUSED, REFUSED_PREFIXES = _by_name(False), _by_name(True)
 # Values, as text, at which a refused flag asks for what happens anyway.
 NEUTRAL_VALUES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
-        [
-            "dp_size",
-            "data_parallel_size",
-            "attn_dp_size",
-            "api_server_count",
-            "nnodes",
-            "ep",
-            "ep_size",
-        ]
+        ["dp_size", "data_parallel_size", "attn_dp_size", "api_server_count", "nnodes"]
         + ["pp_size", "pipeline_parallel_size", "dcp_size", "decode_context_parallel_size"],
         ("1",),
     ),

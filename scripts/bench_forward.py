@@ -31,7 +31,6 @@ import kernel_profile
 import numpy as np
 from tqdm import tqdm
 
-import pallas_kernels
 from jdllm.kv_cache import pool as pool_lib
 from jdllm.layers import attention
 from jdllm.models import loading
@@ -108,12 +107,15 @@ def denoise(
         pools, tokens = state
         hidden, pools = forward(model_of, shape, implementation, params, pools, tokens)
         with jax.named_scope("head"):
-            stats = pallas_kernels.unembed_stats(
-                hidden,
-                loading.merge(model_of.graphdef, params).unembedding(),
-                forbidden_ids=(mask_id,),
-                given_ids=tokens,
-                implementation=implementation,
+            stats = (
+                loading.merge(model_of.graphdef, params)
+                .unembedding()
+                .stats(
+                    hidden,
+                    forbidden_ids=(mask_id,),
+                    given_ids=tokens,
+                    implementation=implementation,
+                )
             )
         return pools, stats.best_id
 

@@ -44,6 +44,7 @@ FLOORS: tuple[tuple[str, int, str], ...] = (
     ("pallas_kernels/", -3, "dispatch"),
     *((f"jdllm/{name}.py", 0, "options") for name in OPTIONS.split()),
     ("jdllm/device.py", 1, "device"),
+    ("jdllm/sharding.py", 1, "sharding"),
     ("jdllm/tasks/", 0, "tasks"),
     ("jdllm/plots/", 1, "plots"),
     ("jdllm/templates/", 1, "templates"),
@@ -94,7 +95,7 @@ HOST = (
 )
 # grain imports jax, so it counts as jax here.
 DEVICE_LIBRARIES = {"jax", "jaxlib", "flax", "optax", "orbax", "grain", "pallas_kernels"}
-MAY_JIT = ("jdllm/runner/", "jdllm/train/", "pallas_kernels/")
+MAY_JIT = ("jdllm/runner/", "jdllm/train/", "jdllm/sharding.py", "pallas_kernels/")
 MAY_PRINT = (
     "jdllm/serve.py",
     "jdllm/convert.py",

@@ -74,7 +74,7 @@ def test_support_matrix_names_what_exists():
     for name in ("regex", "json_schema", "structural_tag"):
         assert name in sampling_params.NEUTRAL_ONLY
     with pytest.raises(ValueError, match="tp_size"):
-        config.EngineConfig(tp_size=2)
+        config.EngineConfig(tp_size=2).check_for("images")
     for task in registry.TASKS:
         assert f"--task {task}" in TEXT
 

@@ -6,7 +6,7 @@ copies it to the device and drops it. So neither host nor device ever holds the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -14,17 +14,26 @@ import numpy as np
 from jdllm import progress
 from jdllm.checkpoint import safetensors_source, weight_table
 
+# place(path, array) -> the parameters, by path, that this array becomes on the device
+Place = Callable[[str, np.ndarray], dict[str, jax.Array]]
+
+
+def on_default_device(path: str, array: np.ndarray) -> dict[str, jax.Array]:
+    """Returns the parameter on the default device, after the transfer has ended."""
+    return {path: jax.block_until_ready(jax.device_put(array))}
+
 
 def assemble(
     source: safetensors_source.SafetensorsSource,
     fills: Mapping[str, Sequence[weight_table.Fill]],
     arrays: Mapping[str, jax.ShapeDtypeStruct],
     *,
+    place: Place = on_default_device,
     show_progress: bool = True,
     desc: str = "loading weights",
 ) -> dict[str, jax.Array]:
-    """Returns every parameter of `arrays` (path -> shape, dtype) on the default device."""
-    return dict(each(source, fills, arrays, show_progress=show_progress, desc=desc))
+    """Returns every parameter of `arrays` (path -> shape, dtype) where `place` puts it."""
+    return dict(each(source, fills, arrays, place=place, show_progress=show_progress, desc=desc))
 
 
 def each(
@@ -32,6 +41,7 @@ def each(
     fills: Mapping[str, Sequence[weight_table.Fill]],
     arrays: Mapping[str, jax.ShapeDtypeStruct],
     *,
+    place: Place = on_default_device,
     show_progress: bool = True,
     desc: str = "loading weights",
 ) -> Iterator[tuple[str, jax.Array]]:
@@ -40,5 +50,5 @@ def each(
         staging = np.empty(arrays[path].shape, arrays[path].dtype)
         for fill in fills[path]:
             fill.row.write(staging, source.read(fill.tensor))
-        # Without this wait, the host would hold the staging buffers of all transfers in flight.
-        yield path, jax.block_until_ready(jax.device_put(staging))
+        # It waits. Otherwise the host would hold the staging buffers of all transfers in flight.
+        yield from place(path, staging).items()

@@ -13,10 +13,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore
 
 from jdllm import errors
-from jdllm.checkpoint import source
+from jdllm.checkpoint import assemble, source
 
 MARKER_NAME = "jdllm_checkpoint.json"
 FORMAT_VERSION = 3  # versions 1 and 2 stored (some) linear weights as [in, out]
@@ -117,6 +119,27 @@ def _restore_groups(
             raise errors.ConfigError(f"{stored} cannot be restored: {error}") from error
         for path in group:
             yield path, restored.pop(_key(path))
+
+
+def restore_placed(
+    directory: pathlib.Path, arrays: Mapping[str, jax.ShapeDtypeStruct], place: assemble.Place
+) -> dict[str, jax.Array]:
+    """Returns the parameters, cast to the dtypes of `arrays`, where `place` puts them.
+
+    The host holds one parameter at a time, and no device need ever hold a whole one. Stored arrays
+    are one chunk each, so reading a part of one would take as long as reading all of it.
+    """
+    check(directory, arrays)
+    stored = directory.absolute() / _PARAMS_DIR
+    params: dict[str, jax.Array] = {}
+    for path, array in arrays.items():
+        spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(stored / _key(path))}}
+        try:
+            found = tensorstore.open(spec, open=True, read=True).result().read().result()
+        except (ValueError, OSError) as error:
+            raise errors.ConfigError(f"{stored} cannot be restored: {error}") from error
+        params |= place(path, np.asarray(found).astype(array.dtype, copy=False))
+    return params
 
 
 def _checkpointer() -> ocp.Checkpointer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from jdllm import algorithms
+from jdllm import algorithms, device
 from jdllm import config as config_lib
 from jdllm.engine import stats as stats_lib
 from jdllm.engine.build import build
@@ -52,6 +52,8 @@ def stats(built: build.Built) -> stats_lib.EngineStats:
         weight_memory_usage_gb=sizes.weight_bytes / 1e9,
         kv_cache_memory_usage_gb=sizes.kv_bytes / 1e9,
         launch_memory_usage_gb=sizes.step_bytes / 1e9,
+        tp_size=built.config.tp_size,
+        ep_size=built.config.ep_size or 1,
     )
 
 
@@ -60,9 +62,10 @@ def server_info(built: build.Built) -> dict[str, Any]:
     options = dataclasses.asdict(built.config).items()
     return {
         **{name: value for name, value in options if name not in config_lib.IMAGE_OPTIONS},
-        "kernels": built.runner.kernels,
+        "kernels": built.kernels,
         "device": str(built.device),
         "device_facts": dataclasses.asdict(built.device),
+        "devices": device.describe(built.device.num_devices),
         "block_size": built.spec.diffusion.block_size,
         "algorithms": list(built.algorithms),
         "internal_states": [dataclasses.asdict(stats(built))],

@@ -49,6 +49,8 @@ class EngineStats:
     weight_memory_usage_gb: float
     kv_cache_memory_usage_gb: float
     launch_memory_usage_gb: float
+    tp_size: int = 1
+    ep_size: int = 1
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -20,7 +21,11 @@ CPU_POOL_BYTES = 1 << 30
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PoolConfig:
-    """Shape of the pool: `num_pages` pages of `page_size` tokens in each layer."""
+    """Shape of the pool: `num_pages` pages of `page_size` tokens in each layer.
+
+    `num_kv_heads` are those of one device. With a `mesh` of one axis, an array has a leading axis
+    of its devices, and each device has its own heads of every page.
+    """
 
     num_pages: int
     page_size: int
@@ -28,15 +33,20 @@ class PoolConfig:
     num_kv_heads: int
     head_dim: int
     dtype: str
+    mesh: jax.sharding.Mesh | None = None
 
     @property
     def layer_shape(self) -> tuple[int, int, int, int, int]:
         return (self.num_pages, 2, self.num_kv_heads, self.page_size, self.head_dim)
 
 
-def create(config: PoolConfig) -> list[Float[Array, "P 2 K Z H"]]:
+def create(config: PoolConfig) -> list[Float[Array, "*devices P 2 K Z H"]]:
     """Returns an array of zeros for each layer; not garbage, since padding must never hold NaN."""
-    return [jnp.zeros(config.layer_shape, config.dtype) for _ in range(config.num_layers)]
+    shape, place, mesh = config.layer_shape, None, config.mesh
+    if mesh is not None:
+        shape = (mesh.devices.size, *shape)
+        place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*mesh.axis_names))
+    return [jnp.zeros(shape, config.dtype, device=place) for _ in range(config.num_layers)]
 
 
 def choose_page_size(block_size: int, wanted: int | None) -> int:

@@ -17,6 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 import pallas_kernels
+from jdllm import sharding
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,11 +40,15 @@ class RouterConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MoEConfig:
-    """Widths of the experts, and their router; `shared_width` 0 means no shared expert."""
+    """Widths of the experts, and their router; `shared_width` 0 means no shared expert.
+
+    With `num_ranks`, expert e is on rank e % num_ranks, as its expert e // num_ranks.
+    """
 
     width: int
     shared_width: int
     router: RouterConfig
+    num_ranks: int = 1
 
 
 class Router(nnx.Module):
@@ -123,12 +128,17 @@ class SharedExpert(nnx.Module):
 
 
 class SparseMoE(nnx.Module):
-    """Adds the weighted sum of the routed experts and the unscaled output of the shared expert."""
+    """Adds the weighted sum of the routed experts and the unscaled output of the shared expert.
+
+    Where experts are split over ranks, the result is this rank's part of that sum.
+    """
 
     def __init__(self, dim: int, config: MoEConfig, *, dtype: jnp.dtype, implementation: str):
         self.implementation = implementation
+        self.num_ranks = config.num_ranks
         self.router = Router(dim, config.router, implementation=ops_around_experts(implementation))
-        self.experts = Experts(dim, config.width, config.router.num_experts, dtype=dtype)
+        num_experts = config.router.num_experts // config.num_ranks
+        self.experts = Experts(dim, config.width, num_experts, dtype=dtype)
         self.shared_experts = (
             SharedExpert(dim, config.shared_width, dtype=dtype) if config.shared_width else None
         )
@@ -138,6 +148,9 @@ class SparseMoE(nnx.Module):
     ) -> Float[Array, "T D"]:
         with jax.named_scope("router"):
             ids, weights = self.router(x)
+            if self.num_ranks > 1:
+                is_mine = ids % self.num_ranks == jax.lax.axis_index(sharding.AXIS)
+                ids = jnp.where(is_mine, ids // self.num_ranks, -1)
         shared = self.shared_experts
         with jax.named_scope("experts"):
             return pallas_kernels.grouped_matmul(

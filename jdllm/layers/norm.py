@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
 import pallas_kernels
+from jdllm import sharding
 
 
 class RMSNorm(nnx.Module):
-    """Normalises the last axis of size `dim` to unit root mean square."""
+    """Normalises the last axis of size `dim` to unit root mean square.
 
-    def __init__(self, dim: int, *, eps: float, dtype: jnp.dtype):
+    With `num_ranks`, `add` runs in a shard_map, and each rank has a part of what is added.
+    """
+
+    def __init__(self, dim: int, *, eps: float, dtype: jnp.dtype, num_ranks: int = 1):
         self.eps = eps
+        self.num_ranks = num_ranks
         self.weight = nnx.Param(jnp.ones((dim,), dtype))
 
     def __call__(self, x: Float[Array, "... dim"]) -> Float[Array, "... dim"]:
@@ -27,10 +34,20 @@ class RMSNorm(nnx.Module):
         *,
         implementation: str = "auto",
     ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
-        """Returns (x + sum(added), the norm of that sum)."""
+        """Returns (x + sum(added), the norm of that sum), with `added` of all ranks."""
+        added = sum_of_parts(added, self.num_ranks)
         return pallas_kernels.add_rms_norm(
             x, added, self.weight[...], eps=self.eps, implementation=implementation
         )
+
+
+def sum_of_parts(
+    added: tuple[Float[Array, "T D"], ...], num_ranks: int
+) -> tuple[Float[Array, "T D"], ...]:
+    """Returns arrays that have the same sum on every rank: that of the arrays of all ranks."""
+    if num_ranks == 1:
+        return added
+    return (sharding.sum_over_ranks(functools.reduce(jnp.add, added), num_ranks),)
 
 
 def layer_norm(x: Float[Array, "... D"], *, eps: float) -> Float[Array, "... D"]:

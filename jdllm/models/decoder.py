@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from jdllm.layers import attention, mlp, moe, norm, rope
+from jdllm.layers import attention, mlp, moe, norm, rope, unembedding
 from jdllm.models import decoder_config
 
 # Odd constants of common integer hashes; other constants that mix well are just as good.
@@ -52,12 +52,16 @@ class DecoderLayer(nnx.Module):
         eps: float,
         dtype: jnp.dtype,
         implementation: str,
+        num_ranks: int = 1,
     ):
         dim = config.attention.dim
         self.ops = moe.ops_around_experts(implementation)
-        self.input_layernorm = norm.RMSNorm(dim, eps=eps, dtype=dtype)
+        # The parts of all ranks are summed where they are first needed whole.
+        adds_from = 1 if config.has_post_norms else num_ranks
+        added_norm = functools.partial(norm.RMSNorm, dim, eps=eps, dtype=dtype, num_ranks=adds_from)
+        self.input_layernorm = added_norm()
         self.attention = attention.Attention(config.attention, dtype=dtype, implementation=self.ops)
-        self.post_attention_layernorm = norm.RMSNorm(dim, eps=eps, dtype=dtype)
+        self.post_attention_layernorm = added_norm()
         match config.feed_forward:
             case mlp.MLPConfig(width=width):
                 self.mlp = mlp.DenseMLP(dim, width, dtype=dtype, implementation=self.ops)
@@ -65,7 +69,7 @@ class DecoderLayer(nnx.Module):
                 self.mlp = moe.SparseMoE(
                     dim, config.feed_forward, dtype=dtype, implementation=implementation
                 )
-        post_norm = functools.partial(_post_norm, config, eps=eps, dtype=dtype)
+        post_norm = functools.partial(_post_norm, config, eps=eps, dtype=dtype, num_ranks=num_ranks)
         self.attention_post_norm, self.mlp_post_norm = post_norm(), post_norm()
 
     def __call__(
@@ -114,14 +118,22 @@ class Decoder(nnx.Module):
         self.hash_embedding_positions = hash_embedding_positions
         self.ops = moe.ops_around_experts(implementation)
         dim, eps = config.spec.hidden_size, config.rms_norm_eps
-        shape = (config.spec.vocab_size, dim)
-        self.word_embeddings = nnx.Param(jnp.zeros(shape, dtype))
+        vocab_size, num_ranks = config.spec.vocab_size, config.shards.tp
+        self.word_embeddings = nnx.Param(jnp.zeros((vocab_size, dim), dtype))
         self.layers = nnx.List(
-            DecoderLayer(layer, eps=eps, dtype=dtype, implementation=implementation)
+            DecoderLayer(
+                layer, eps=eps, dtype=dtype, implementation=implementation, num_ranks=num_ranks
+            )
             for layer in config.layers
         )
-        self.norm = norm.RMSNorm(dim, eps=eps, dtype=dtype)
-        self.lm_head = None if config.tie_word_embeddings else nnx.Param(jnp.zeros(shape, dtype))
+        is_last_whole = bool(config.layers) and config.layers[-1].has_post_norms
+        self.norm = norm.RMSNorm(
+            dim, eps=eps, dtype=dtype, num_ranks=1 if is_last_whole else num_ranks
+        )
+        head_shape = (vocab_size // num_ranks, dim)
+        self.lm_head = (
+            None if config.tie_word_embeddings else nnx.Param(jnp.zeros(head_shape, dtype))
+        )
 
     def __call__(
         self,
@@ -195,29 +207,33 @@ class Decoder(nnx.Module):
             for kind in kinds
         }
 
-    def unembedding(self) -> Float[Array, "V D"]:
+    def unembedding(self) -> unembedding.LMHead:
         """Returns the LM head: its own array, or the embedding if they are tied."""
-        return (self.word_embeddings if self.lm_head is None else self.lm_head)[...]
+        weight = (self.word_embeddings if self.lm_head is None else self.lm_head)[...]
+        return unembedding.LMHead(weight=weight, num_ranks=self.config.shards.tp)
 
     def logits(self, hidden: Activations) -> Float32[Array, "T V"]:
         """Returns the logits; for training and oracles, not for serving."""
-        return jnp.einsum(
-            "TD,VD->TV", hidden, self.unembedding(), preferred_element_type=jnp.float32
-        )
+        return self.unembedding().logits(hidden)
 
 
 def _post_norm(
-    config: decoder_config.LayerConfig, *, eps: float, dtype: jnp.dtype
+    config: decoder_config.LayerConfig, *, eps: float, dtype: jnp.dtype, num_ranks: int
 ) -> norm.RMSNorm | None:
     dim = config.attention.dim
-    return norm.RMSNorm(dim, eps=eps, dtype=dtype) if config.has_post_norms else None
+    if not config.has_post_norms:
+        return None
+    return norm.RMSNorm(dim, eps=eps, dtype=dtype, num_ranks=num_ranks)
 
 
 def _normalised(
     post_norm: norm.RMSNorm | None, parts: tuple[Activations, ...]
 ) -> tuple[Activations, ...]:
     """Returns the output of a sub-layer: its parts, or the norm of their sum."""
-    return parts if post_norm is None else (post_norm(functools.reduce(jnp.add, parts)),)
+    if post_norm is None:
+        return parts
+    whole = norm.sum_of_parts(parts, post_norm.num_ranks)
+    return (post_norm(functools.reduce(jnp.add, whole)),)
 
 
 def _hash_rows(

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jdllm import errors
+from jdllm import errors, sharding
 from jdllm import spec as spec_lib
 from jdllm.layers import attention, mlp, moe, rope
 from jdllm.models import hf_config, key_rules
@@ -27,12 +27,16 @@ class LayerConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
-    """The facts of a model, its layers in order, and options of the final norm and the LM head."""
+    """The facts of a model, its layers in order, and options of the final norm and the LM head.
+
+    With `shards`, heads and widths are those of one rank (`models/split.py`).
+    """
 
     spec: spec_lib.ModelSpec
     layers: tuple[LayerConfig, ...]
     rms_norm_eps: float
     tie_word_embeddings: bool
+    shards: sharding.Shards = sharding.ONE_RANK
 
 
 def read_spec(

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jdllm import spec as spec_lib
@@ -31,20 +32,23 @@ _TINY_SIZES = {
 }
 _TINY = {"vocab_size": 1 << 18, "rms_norm_eps": 1e-6, "rope_theta": 1e4}
 
+AnyArray = TypeVar("AnyArray", jax.Array, np.ndarray)
 
-def as_stored(_: Any, params: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Returns the parameters as they are, for families that need no `prepare`."""
-    return dict(params)
+
+def as_stored(_: Any, __: str, array: AnyArray) -> AnyArray:
+    """Returns a parameter as it is, for families that need no `prepare`."""
+    return array
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """One family; `defaults` holds the facts that a config.json may leave out.
 
-    `read` parses a config.json that passed `rules`. `prepare` is the last step of loading a
-    checkpoint. `end_of_turn` is the token that ends a turn in the family's chats, or None if only
-    the end of the text does. `example` is the config.json, without sizes, of a model that has
-    every parameter that a model of this family may have.
+    `read` parses a config.json that passed `rules`. `prepare` (config, path, array) is the last
+    step of loading a parameter of a checkpoint, on the device or on the host. `end_of_turn` is the
+    token that ends a turn in the family's chats, or None if only the end of the text does.
+    `example` is the config.json, without sizes, of a model that has every parameter that a model of
+    this family may have.
     """
 
     rules: key_rules.KeyRules
@@ -54,7 +58,7 @@ class Family:
     end_of_turn: str | None
     example: Mapping[str, Any]
     build: Callable[..., decoder.Decoder] = decoder.Decoder
-    prepare: Callable[[Any, Mapping[str, jax.Array]], dict[str, jax.Array]] = as_stored
+    prepare: Callable[[Any, str, AnyArray], AnyArray] = as_stored
 
     def __post_init__(self) -> None:
         try:

@@ -8,19 +8,22 @@ target name in the weight tables.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jdllm import config as config_lib
-from jdllm import device, errors
+from jdllm import device, errors, sharding
 from jdllm import spec as spec_lib
 from jdllm.checkpoint import (
     assemble,
@@ -31,14 +34,18 @@ from jdllm.checkpoint import (
     weight_table,
 )
 from jdllm.layers import moe
-from jdllm.models import decoder, decoder_config, registry
+from jdllm.models import decoder, decoder_config, registry, split
 
 Params = dict[str, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model for a runner: static `graphdef`, `params`, and facts about the model."""
+    """A model for a runner: static `graphdef`, `params`, and facts about the model.
+
+    `config` and `spec` are those of the whole model. With a mesh, `graphdef` is the module of one
+    rank, and parameters that are cut are arrays `[tp, *part]` (`sharding.py`).
+    """
 
     graphdef: nnx.GraphDef
     params: Params
@@ -46,6 +53,7 @@ class LoadedModel:
     spec: spec_lib.ModelSpec
     hf_config: Mapping[str, Any]
     path: pathlib.Path | None = None
+    mesh: Mesh | None = None
 
 
 def load(
@@ -57,11 +65,14 @@ def load(
     implementation: str = "auto",
     seed: int = 0,
     show_progress: bool = True,
+    shards: sharding.Shards = sharding.ONE_RANK,
+    mesh: Mesh | None = None,
 ) -> LoadedModel:
     """Returns the model of a local directory, with its parameters on the default device.
 
     dtype "auto" is the dtype of the checkpoint; router arrays stay float32 in every dtype.
-    load_format "dummy" needs only config.json and draws weights from `seed`.
+    load_format "dummy" needs only config.json and draws weights from `seed`. With a `mesh`,
+    parameters are split over it as `shards` (of `split.shards_of`) says; the model is the same.
     """
     directory = pathlib.Path(directory)
     hf_config, architecture, config = _parse(directory, block_size)
@@ -69,22 +80,42 @@ def load(
     chosen = resolve_load_format(directory, load_format)
     if chosen == "orbax" and dtype == "auto":
         dtype = orbax_checkpoint.stored_dtype(directory)
-    graphdef, arrays = family.abstract(
-        config,
+    abstract = functools.partial(
+        family.abstract,
         dtype=resolve_dtype(dtype, hf_config),
         implementation=implementation,
         hash_embedding_positions=chosen == "dummy",
     )
+    graphdef, arrays = abstract(config)
+    place = None
+    if mesh is not None:
+        graphdef, _ = abstract(split.local_config(config, shards))
+        place = split.Placement(
+            cuts=split.cuts(config, arrays, shards), mesh=mesh, is_tied=config.tie_word_embeddings
+        )
     match chosen:
-        case "dummy":
+        case "dummy" if place is None:
             params = random_params(arrays, seed=seed)
-        case "orbax":
+        case "dummy":
+            params = _placed_random_params(arrays, place, seed=seed)
+        case "orbax" if place is None:
             params = orbax_checkpoint.restore(directory, arrays, device.used())
+        case "orbax":
+            params = orbax_checkpoint.restore_placed(directory, arrays, place)
         case _:
             tensors = safetensors_source.SafetensorsSource(directory)
             fills = weight_table.match(family.weight_rows(config), tensors.shapes)
-            params = assemble.assemble(tensors, fills, arrays, show_progress=show_progress)
-            params = family.prepare(config, params)
+            put = assemble.on_default_device
+
+            def prepare(path: str, array: np.ndarray) -> dict[str, jax.Array]:
+                # Before the cut: what is done to the head is done along the whole vocabulary.
+                if place is not None:
+                    return place(path, family.prepare(config, path, array))
+                return {path: family.prepare(config, path, put(path, array)[path])}
+
+            params = assemble.assemble(
+                tensors, fills, arrays, place=prepare, show_progress=show_progress
+            )
     return LoadedModel(
         graphdef=graphdef,
         params=params,
@@ -92,6 +123,7 @@ def load(
         spec=config.spec,
         hf_config=hf_config,
         path=directory,
+        mesh=mesh,
     )
 
 
@@ -112,7 +144,14 @@ def read_spec(
     directory: str | os.PathLike[str], *, block_size: int | None = None
 ) -> spec_lib.ModelSpec:
     """Returns the facts in a local directory's config files, without reading any weight."""
-    return _parse(pathlib.Path(directory), block_size)[2].spec
+    return read_config(directory, block_size=block_size).spec
+
+
+def read_config(
+    directory: str | os.PathLike[str], *, block_size: int | None = None
+) -> decoder_config.DecoderConfig:
+    """Returns the config of a local directory's model, without reading any weight."""
+    return _parse(pathlib.Path(directory), block_size)[2]
 
 
 def _parse(
@@ -201,17 +240,37 @@ def random_params_each(
     shapes: Mapping[str, jax.ShapeDtypeStruct], *, seed: int = 0
 ) -> Iterator[tuple[str, jax.Array]]:
     """Yields the arrays of `random_params` one by one, and keeps none."""
+    for path, array, key in _keys(shapes, seed):
+        yield path, _random_array(path, array, jax.random.normal, key)
+
+
+def _placed_random_params(
+    shapes: Mapping[str, jax.ShapeDtypeStruct], place: split.Placement, *, seed: int
+) -> Params:
+    """Returns what `random_params` returns, on a mesh; no device holds a whole array of experts."""
+    params: Params = {}
+    for path, array, key in _keys(shapes, seed):
+        draw = functools.partial(sharding.draw_normal, how=place.cuts[path], mesh=place.mesh)
+        params |= place(path, np.asarray(_random_array(path, array, draw, key)))
+    return params
+
+
+def _keys(
+    shapes: Mapping[str, jax.ShapeDtypeStruct], seed: int
+) -> Iterator[tuple[str, jax.ShapeDtypeStruct, jax.Array]]:
     key = jax.random.key(seed)
-    for i, (path, shape) in enumerate(sorted(shapes.items())):
-        yield path, _random_array(path, shape, jax.random.fold_in(key, i))
+    for i, (path, array) in enumerate(sorted(shapes.items())):
+        yield path, array, jax.random.fold_in(key, i)
 
 
-def _random_array(path: str, array: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
+def _random_array(
+    path: str, array: jax.ShapeDtypeStruct, normal: Callable[..., jax.Array], key: jax.Array
+) -> jax.Array:
     if path.endswith("bias") or path.rpartition(".")[2].startswith("b_"):
         return jnp.zeros(array.shape, array.dtype)
     if len(array.shape) == 1:
         return jnp.ones(array.shape, array.dtype)
-    draw = jax.random.normal(key, array.shape, array.dtype)
+    draw = normal(key, array.shape, array.dtype)
     if path == "word_embeddings":
         return draw
     return draw * jnp.asarray(_fan_in(path, array.shape) ** -0.5, array.dtype)

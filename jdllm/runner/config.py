@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TypedDict
 
 from jdllm import spec as spec_lib
 from jdllm.kv_cache import pool as pool_lib
+
+
+class LoopOptions(TypedDict):
+    """Arguments of `driver.run` that are the same for all launches."""
+
+    implementation: str
+    num_ranks: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,7 +22,8 @@ class StepConfig:
 
     `num_slots` counts the rows whose states stay on the device. `max_launch_steps` bounds the
     denoising steps of one launch, and the blocks that a row finishes in it. With `fuses_commits`,
-    a forward that persists a block also begins the next one.
+    a forward that persists a block also begins the next one. With `num_ranks`, steps run on each
+    rank of a mesh; `pool` is what one rank has.
     """
 
     spec: spec_lib.ModelSpec
@@ -24,7 +33,13 @@ class StepConfig:
     algorithms: tuple[str, ...]
     max_launch_steps: int = 1
     fuses_commits: bool = True
+    num_ranks: int = 1
     implementation: str = "auto"
+
+    @property
+    def loop_options(self) -> LoopOptions:
+        """What the loop of a launch (`launch/driver.py`) is told."""
+        return {"implementation": self.implementation, "num_ranks": self.num_ranks}
 
     @property
     def block_size(self) -> int:

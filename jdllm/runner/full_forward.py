@@ -19,7 +19,6 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 from numpy.typing import ArrayLike
 
-import pallas_kernels
 from jdllm import spec as spec_lib
 from jdllm.checkpoint import source
 from jdllm.layers import attention
@@ -141,8 +140,8 @@ def _token_scores(
     chosen = jnp.take_along_axis(
         hidden.reshape(*ids.shape, -1), places[:, :, None], axis=1
     )  # [B, P, D]
-    stats = pallas_kernels.unembed_stats(
-        chosen.reshape(-1, chosen.shape[-1]), model.unembedding(), given_ids=tokens.reshape(-1)
+    stats = model.unembedding().stats(
+        chosen.reshape(-1, chosen.shape[-1]), given_ids=tokens.reshape(-1)
     )
     return TokenScores(
         logprob=(stats.given_logit - stats.logsumexp).reshape(places.shape),

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, Int32
 
 from jdllm import device_facts
-from jdllm.runner.launch import executables, interrupts
+from jdllm.runner.launch import executables, interrupts, over_mesh
 from jdllm.runner.launch import program as program_lib
 from jdllm.scheduler import batch as batch_lib
 
@@ -39,7 +39,7 @@ class ModelRunner:
         self._interrupts = interrupts.Interrupts(implementation=implementation)
         self._interrupt: interrupts.Interrupt | None = None  # for the next launch
         self._executables = executables.Executables(kind, device)
-        self._memory = kind.create_memory()
+        self._memory = self._create_memory()
 
     @property
     def compiled(self) -> dict[batch_lib.Bucket, jax.stages.Compiled]:
@@ -105,12 +105,16 @@ class ModelRunner:
     def reset(self) -> None:
         """Replaces the memory after a failed launch, which may have consumed it."""
         _delete(jax.tree.leaves(self._memory))  # first, since there is no room for two pools
-        self._memory = self._kind.create_memory()
+        self._memory = self._create_memory()
 
     def release(self) -> None:
         """Frees weights and memory on the device; no launch can start afterwards."""
         _delete((*self._params.values(), *jax.tree.leaves(self._memory)))
         self._executables.by_bucket.clear()
+
+    def _create_memory(self) -> program_lib.Memory:
+        memory, mesh = self._kind.create_memory(), over_mesh.mesh_of(self._params)
+        return memory if mesh is None else over_mesh.replicated(memory, mesh)
 
     def _next_interrupt(self) -> interrupts.Interrupt:
         # The interrupt of a round serves one launch. Used again after `interrupt` was called, it

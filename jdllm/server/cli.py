@@ -69,7 +69,9 @@ HELP = {
     "random_seed": "seed for requests that give none",
     "log_level": "debug, info, warning, error or critical",
     "decode_log_interval": "launches between two statistics lines",
-    "tp_size": "GPUs per replica; only 1 so far",
+    "tp_size": "GPUs of this host over which the model is split",
+    "ep_size": "over how many GPUs whole experts are spread: tp-size (the default for models with "
+    "experts), or 1 to slice every expert",
     "batching_mode": "image models: how requests share launches; images of one size share steps, "
     "and a new request joins at the next step",
     "batching_max_size": "image models: most requests in a launch; 1 switches batching off "

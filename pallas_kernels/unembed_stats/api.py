@@ -46,11 +46,14 @@ def choose(
     dtype: DTypeLike,
     hidden_size: int,
     forbidden_ids: tuple[int, ...] = (),
+    is_split: bool = False,
 ) -> dispatch.Choice:
-    """Returns which implementation serves this shape."""
+    """Returns which implementation serves this shape; `is_split`: the vocabulary, over ranks."""
     reason = gpu_kernel.why_not(
         dtype=dtype, hidden_size=hidden_size, num_forbidden=len(forbidden_ids)
     )
+    if is_split:
+        reason = reason or "forbidden ids are static, and differ from rank to rank"
     return dispatch.choose("unembed_stats", implementation, refusals={"mosaic_gpu": reason})
 
 
@@ -63,6 +66,7 @@ def unembed_stats(
     draw_keys: UInt32[Array, "T 2"] | None = None,
     temperature: Float32[Array, " T"] | None = None,
     num_rows: Int32[Array, ""] | None = None,
+    axis_name: str | None = None,
     implementation: str = "auto",
     chunk_size: int | None = None,
 ) -> UnembedStats:
@@ -72,15 +76,26 @@ def unembed_stats(
     if there are no keys or temperatures, "draw" the best id. The caller wants only the first
     `num_rows` rows (default: all): behind them every field is 0, and the GPU kernel saves the time
     of these rows.
+
+    With `axis_name`, the axis of a `shard_map`, `w` has the V / n rows of one of n ranks. The ranks
+    exchange their statistics and merge them in rank order, so all have the same bits; ids and
+    logits are exactly those of the whole vocabulary. `x` and the other arguments are equal on all
+    ranks.
     """
-    checks.check_shapes(x, w, forbidden_ids, given_ids, draw_keys, temperature, num_rows)
+    num_ranks = 1 if axis_name is None else jax.lax.axis_size(axis_name)
+    checks.check_shapes(x, w, forbidden_ids, given_ids, draw_keys, temperature, num_rows, num_ranks)
     forbidden_ids = tuple(sorted(set(forbidden_ids)))
     chosen = choose(
-        implementation, dtype=x.dtype, hidden_size=x.shape[1], forbidden_ids=forbidden_ids
+        implementation,
+        dtype=x.dtype,
+        hidden_size=x.shape[1],
+        forbidden_ids=forbidden_ids,
+        is_split=axis_name is not None,
     )
     return _unembed_stats(
         x, w, given_ids=given_ids, draw_keys=draw_keys, temperature=temperature, num_rows=num_rows,
         forbidden_ids=forbidden_ids, implementation=chosen.implementation, chunk_size=chunk_size,
+        axis_name=axis_name,
     )  # fmt: skip
 
 
@@ -148,10 +163,13 @@ def penalize(
     )
 
 
-@functools.partial(jax.jit, static_argnames=("forbidden_ids", "implementation", "chunk_size"))
+@functools.partial(
+    jax.jit, static_argnames=("forbidden_ids", "implementation", "chunk_size", "axis_name")
+)
 def _unembed_stats(
-    x, w, *, given_ids, draw_keys, temperature, num_rows, forbidden_ids, implementation, chunk_size
-) -> UnembedStats:
+    x, w, *, given_ids, draw_keys, temperature, num_rows, forbidden_ids, implementation, chunk_size,
+    axis_name,
+) -> UnembedStats:  # fmt: skip
     rows, cold = _draw_rows(draw_keys, temperature, x.shape[0])
     if given_ids is not None:
         rows = {"given_ids": given_ids} | rows
@@ -159,8 +177,12 @@ def _unembed_stats(
         total = lowered_once.call(
             gpu_kernel.partial_stats, x, w, rows, forbidden_ids=forbidden_ids, num_rows=num_rows
         )
-    else:
+    elif axis_name is None:
         total = reference.partial_stats(x, w, rows, forbidden_ids, chunk_size)
+    else:
+        first_id = jax.lax.axis_index(axis_name) * w.shape[0]
+        mine = reference.partial_stats(x, w, rows, forbidden_ids, chunk_size, first_id)
+        total = partials.merge_ranks(mine, axis_name)
     stats = _finish(total, cold)
     if num_rows is None:
         return stats

@@ -12,8 +12,12 @@ def check_shapes(
     draw_keys: jax.Array | None,
     temperature: jax.Array | None,
     num_rows: jax.Array | None,
+    num_ranks: int = 1,
 ) -> None:
-    """Raises ValueError if the arrays and ids do not fit together."""
+    """Raises ValueError if the arrays and ids do not fit together.
+
+    With `num_ranks`, `w` has the rows of one of them.
+    """
     arrays = {
         "x": x, "w": w, "given_ids": given_ids, "draw_keys": draw_keys, "temperature": temperature,
         "num_rows": num_rows,
@@ -24,7 +28,7 @@ def check_shapes(
     shapes += f", {forbidden_ids=}"
     if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[1]:
         raise ValueError(f"unembed_stats: x must be [T, D] and w [V, D]: {shapes}")
-    T, V = x.shape[0], w.shape[0]
+    T, V = x.shape[0], w.shape[0] * num_ranks
     problems = {
         "x and w must have one dtype": x.dtype != w.dtype,
         "x needs at least one row": T == 0,

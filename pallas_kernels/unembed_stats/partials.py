@@ -1,7 +1,7 @@
 """Statistics of logits over a range of ids, how two ranges merge, and the noise of a draw.
 
-The chunks of the XLA implementation, the partials of the GPU kernel and (later) the vocabulary
-shards of tensor parallelism are all `PartialStats`, and `merge` is the only rule that joins them.
+The chunks of the XLA implementation, the partials of the GPU kernel and the vocabulary shards of
+tensor parallelism are all `PartialStats`, and `merge` is the only rule that joins them.
 It is exact for ids and logits: any order and grouping of ranges gives the same bits. The sums are
 rescaled, so their rounding depends on the grouping; static shapes fix the grouping everywhere.
 
@@ -11,6 +11,7 @@ on chunk, tile, bucket, row or neighbours, and the implementations agree in ever
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -110,6 +111,22 @@ def merge_all(partials: PartialStats) -> PartialStats:
         return tuple(jax.tree.leaves(merged))
 
     return structure.unflatten(lax.reduce(tuple(leaves), tuple(start), join, (leaves[0].ndim - 1,)))
+
+
+def merge_ranks(mine: PartialStats, axis_name: str) -> PartialStats:
+    """Returns the merge of every rank's statistics, in rank order: the same bits on all ranks.
+
+    All fields travel together, as words: 44 bytes for each token, or 32 if nothing is drawn.
+    """
+    leaves, structure = jax.tree.flatten(mine)
+    words = jnp.stack([lax.bitcast_convert_type(leaf, jnp.int32) for leaf in leaves])
+    ranks = lax.all_gather(words, axis_name)  # [ranks, fields, T]
+
+    def of(rank: jax.Array) -> PartialStats:
+        fields = zip(rank, leaves, strict=True)
+        return structure.unflatten(lax.bitcast_convert_type(word, to.dtype) for word, to in fields)
+
+    return functools.reduce(merge, [of(ranks[rank]) for rank in range(len(ranks))])
 
 
 def draw_words(

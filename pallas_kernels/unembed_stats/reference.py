@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Num
+from jaxtyping import Array, Float, Int32, Num
 
 from pallas_kernels.unembed_stats import partials
 from pallas_kernels.unembed_stats.partials import LOWEST, PartialStats
@@ -22,8 +22,12 @@ def partial_stats(
     rows: Mapping[str, Num[Array, " T"]],
     forbidden_ids: tuple[int, ...],
     chunk_size: int | None,
+    first_id: Int32[Array, ""] | None = None,
 ) -> PartialStats:
-    """Returns the statistics of x @ w.T, as the kernel of the same name does."""
+    """Returns the statistics of x @ w.T, as the kernel of the same name does.
+
+    The rows of `w` have the ids from `first_id` on, by default from 0.
+    """
     T, V = x.shape[0], w.shape[0]
     size = min(chunk_size or _default_chunk(T, V), V)
 
@@ -32,6 +36,8 @@ def partial_stats(
     ) -> PartialStats:
         ids = start + jnp.arange(chunk.shape[0], dtype=jnp.int32)
         fresh = ids >= first_new
+        if first_id is not None:
+            ids += first_id
         allowed = fresh & ~_is_any_of(ids, forbidden_ids)
         logits = jnp.einsum("td,vd->tv", x, chunk, preferred_element_type=jnp.float32)
         return _chunk_statistics(logits, ids, fresh, allowed, allowed, rows)

@@ -139,7 +139,10 @@ def test_the_description_names_sources_and_masks_keys():
 
 @pytest.mark.parametrize(
     ("argv", "text"),
-    [(["--tp-size", "2"], "tp_size=2"), (["--quantization", "fp8"], "quantization='fp8'")],
+    [
+        (["--tp", "64"], "tp_size=64 needs 64"),
+        (["--quantization", "fp8"], "quantization='fp8'"),
+    ],
 )
 def test_the_program_exits_2_with_one_line(argv, text):
     done = subprocess.run(

@@ -20,14 +20,14 @@ import jax.numpy as jnp
 from jdllm import algorithms as algorithm_table
 from jdllm import config as config_lib
 from jdllm import device as device_lib
-from jdllm import device_facts, errors, sampling_params
+from jdllm import device_facts, errors, sampling_params, sharding
 from jdllm import spec as spec_lib
 from jdllm.checkpoint import source
 from jdllm.engine import core as core_lib
 from jdllm.engine import tokenizer as tokenizer_lib
 from jdllm.engine.build import algorithm_defaults, kinds, sampling_defaults, sizing, startup
 from jdllm.kv_cache import pool as pool_lib
-from jdllm.models import loading, registry
+from jdllm.models import loading, registry, split
 from jdllm.runner import config as runner_config
 from jdllm.runner import model_runner
 from jdllm.runner.launch import compile_counter
@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 DEFAULT_QUEUE = 4096
+ALL_REDUCE = "psum (XLA's collectives; on a GPU the host runs the loop of a launch, no CUDA graph)"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +61,13 @@ class Built:
     startup_s: float
     compiles_at_ready: int
 
+    @property
+    def kernels(self) -> dict[str, str]:
+        """For each op, a line that says what the programs run; also for sums over ranks."""
+        if self.config.tp_size == 1:
+            return self.runner.kernels
+        return self.runner.kernels | {"all_reduce": ALL_REDUCE}
+
 
 def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) -> Built:
     """Loads the model, chooses the size of the KV pool and compiles every bucket."""
@@ -76,11 +84,14 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
         _refuse_pipeline({}, model_dir)
     config.check_for("text")
     generation_config = source.read_optional_json(model_dir / "generation_config.json")
-    device = device_lib.facts()
-    dtype = _dtype(config.dtype, device)
     # What can be refused without the weights is refused before they are read.
+    mesh = sharding.make_mesh(config.tp_size, device_lib.every())
+    device = device_lib.facts(config.tp_size)
+    dtype = _dtype(config.dtype, device)
     block_size = config.algorithm_options().get("block_size")
-    spec = loading.read_spec(model_dir, block_size=block_size)
+    model_config = loading.read_config(model_dir, block_size=block_size)
+    shards = split.shards_of(model_config, config.tp_size, config.ep_size)
+    spec = model_config.spec
     kind = kinds.kind_of(spec)
     algorithms, default_dllm = algorithm_defaults.choose(config, generation_config, spec)
     shapes = sizing.choose_shapes(config, spec, kind.rows.defaults, device)
@@ -92,18 +103,22 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
         load_format=config.load_format,
         block_size=block_size,
         seed=config.random_seed,
+        shards=shards,
+        mesh=mesh,
     )
     kv_dtype = str(model.params["norm.weight"].dtype)
-    sizes = sizing.choose_sizes(config, spec, shapes, model.params, kv_dtype, device)
+    local_spec = split.local_config(model_config, shards).spec
+    sizes = sizing.choose_sizes(config, local_spec, shapes, model.params, kv_dtype, device)
     rows = kind.rows.build(_row_config(config, spec, sizes, device, kind, tokenizer))
     step_config = runner_config.StepConfig(
         spec=spec,
-        pool=_pool_config(spec, sizes, kv_dtype),
+        pool=_pool_config(local_spec, sizes, kv_dtype, mesh),
         context_length=sizes.context_length,
         num_slots=sizes.max_running_requests,
         algorithms=algorithms,
         max_launch_steps=config.num_continuous_decode_steps,
         fuses_commits=not config.disable_fused_commit,
+        num_ranks=shards.tp,
     )
     runner = model_runner.ModelRunner(
         loading.serving_params(model.params, jnp.dtype(kv_dtype)),
@@ -115,7 +130,7 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
     runner.compile(buckets, progress.advance)
     sizes = dataclasses.replace(sizes, step_bytes=runner.step_bytes)
     try:
-        sizing.check_memory(sizes, device_lib.memory_use())
+        sizing.check_memory(sizes, device_lib.memory_use(shards.tp))
     except errors.ConfigError:
         runner.release()
         raise
@@ -125,12 +140,17 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
         sizes.kv_bytes / 1e9,
         sizes.step_bytes / 1e9,
     )
+    if shards.is_split:
+        logger.info("%s over %d devices; sums are %s", shards, shards.tp, ALL_REDUCE)
     scheduler = scheduler_lib.Scheduler(
         rows, max_queued_requests=_queue_limit(config), policy=config.schedule_policy
     )
     return Built(
-        config=_resolved(
-            config, model_dir, dtype, algorithms, default_dllm, sizes, tokenizer is not None
+        config=dataclasses.replace(
+            _resolved(
+                config, model_dir, dtype, algorithms, default_dllm, sizes, tokenizer is not None
+            ),
+            ep_size=shards.ep,
         ),
         device=device,
         core=core_lib.EngineCore(
@@ -225,7 +245,7 @@ def _eos_token_ids(
 
 
 def _pool_config(
-    spec: spec_lib.ModelSpec, sizes: sizing.Sizes, kv_dtype: str
+    spec: spec_lib.ModelSpec, sizes: sizing.Sizes, kv_dtype: str, mesh: jax.sharding.Mesh | None
 ) -> pool_lib.PoolConfig:
     return pool_lib.PoolConfig(
         num_pages=sizes.num_pages,
@@ -234,6 +254,7 @@ def _pool_config(
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         dtype=kv_dtype,
+        mesh=mesh,
     )
 
 

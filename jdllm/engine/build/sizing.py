@@ -107,7 +107,10 @@ def choose_sizes(
     kv_dtype: str,
     device: device_facts.DeviceFacts,
 ) -> Sizes:
-    """Returns the shapes and the size of the pool that fits beside the loaded weights."""
+    """Returns the shapes and the size of the pool that fits beside the loaded weights.
+
+    All bytes are those of one device; `spec` has the heads of one device.
+    """
     num_pages = pool.choose_num_pages(
         spec,
         page_size=shapes.page_size,
@@ -115,7 +118,9 @@ def choose_sizes(
         context_length=shapes.context_length,
         max_running_requests=shapes.max_running_requests,
         max_total_tokens=config.max_total_tokens,
-        free_bytes=None if device.is_cpu else free_bytes(config.mem_fraction_static),
+        free_bytes=None
+        if device.is_cpu
+        else free_bytes(config.mem_fraction_static, device.num_devices),
     )
     if config.max_running_requests is None:
         rows = rows_that_fit(
@@ -126,7 +131,7 @@ def choose_sizes(
     return Sizes(
         **dataclasses.asdict(shapes),
         num_pages=num_pages,
-        weight_bytes=sum(array.nbytes for array in params.values()),
+        weight_bytes=sum(array.addressable_shards[0].data.nbytes for array in params.values()),
         kv_bytes=per_token * num_pages * shapes.page_size,
     )
 
@@ -165,12 +170,13 @@ def rows_that_fit(pool_tokens: int, context_length: int, most: int) -> int:
     return 1 << (wanted.bit_length() - 1)
 
 
-def free_bytes(mem_fraction_static: float) -> int | None:
+def free_bytes(mem_fraction_static: float, num_devices: int = 1) -> int | None:
     """Returns the bytes of the accelerator's memory that the share leaves beside what is in use.
 
-    They may be negative; None if JAX does not report the memory.
+    They may be negative; None if JAX does not report the memory. Of several accelerators, the one
+    with the least free memory decides.
     """
-    memory = device_lib.memory_use()
+    memory = device_lib.memory_use(num_devices)
     if memory is None:
         return None
     in_use, limit = memory

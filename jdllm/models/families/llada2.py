@@ -11,7 +11,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import numpy as np
 
 from jdllm import errors
@@ -161,14 +160,13 @@ def _experts(hf: Mapping[str, Any]) -> moe.MoEConfig:
     return moe.MoEConfig(width=width, shared_width=shared_width, router=router)
 
 
-def _prepare(config: LLaDA2Config, params: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Returns the parameters; with `norm_head`, L2-normalises the LM head along the vocabulary."""
-    if not config.norm_head:
-        return dict(params)
-    head = params["lm_head"].astype(np.float32)
+def _prepare(config: LLaDA2Config, path: str, array: family.AnyArray) -> family.AnyArray:
+    """Returns a parameter; with `norm_head`, L2-normalises the LM head along the vocabulary."""
+    if not config.norm_head or path != "lm_head":
+        return array
+    head = array.astype(np.float32)
     length = (head * head).sum(axis=0, keepdims=True) ** 0.5
-    unit = head / length.clip(1e-7)
-    return {**params, "lm_head": unit.astype(params["lm_head"].dtype)}
+    return (head / length.clip(1e-7)).astype(array.dtype)
 
 
 FAMILY = family.Family(

@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 import pallas_kernels
 from jdllm.decoding.block import interface
+from jdllm.layers import unembedding
 from jdllm.runner import config as config_lib
 from jdllm.runner import logit_rows
 from jdllm.runner.block import inputs as inputs_lib
@@ -80,7 +81,7 @@ def propose(
     config: config_lib.StepConfig,
     inputs: inputs_lib.DenoiseInputs,
     asked: AskedState,
-    lm_head: Float[Array, "V D"],
+    lm_head: unembedding.LMHead,
     hidden: Float[Array, "R L D"],
     state: RowState,
     block: interface.BlockState,
@@ -170,14 +171,14 @@ def _propose_row(
     draw: sampling.SamplingRows,
     row: _Row,
     streamed: interface.Proposal,
-    lm_head: Float[Array, "V D"],
+    lm_head: unembedding.LMHead,
 ) -> tuple[interface.Proposal, logit_rows.TopTokens]:
     """Returns the proposal [L] and the lists of one row; `streamed` is its proposal so far."""
-    L, V = row.wanted.shape[0], lm_head.shape[0]
+    L, V = row.wanted.shape[0], lm_head.vocab_size
     tokens = row.block.tokens
     at = jnp.arange(L, dtype=jnp.int32)
     positions = row.start + at
-    logits = jnp.einsum("TD,VD->TV", row.hidden, lm_head, preferred_element_type=jnp.float32)
+    logits = lm_head.logits(row.hidden)
     left = proposal_lib.previous_tokens(tokens[None])[0]
     penalty = jnp.where(at > 0, row.block.params.penalty_lambda, 0.0)
     logits = logits.at[at, left].add(-penalty)

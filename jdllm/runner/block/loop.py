@@ -32,6 +32,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jdllm import decoding
 from jdllm.decoding.block import interface
+from jdllm.layers import unembedding
 from jdllm.models import decoder, loading
 from jdllm.runner import config as config_lib
 from jdllm.runner import logit_rows
@@ -107,7 +108,7 @@ def denoise_launch(
         gathered=(blocks, asked, frames),
         num_counts=2,
     )
-    carry = driver.run(body, begin, inputs.limits, implementation=config.implementation)
+    carry = driver.run(body, begin, inputs.limits, **config.loop_options)
     state: RowState = carry.rows
     slots = jax.tree.map(lambda old, new: old.at[inputs.slot].set(new, mode="drop"), slots, state)
     computed_blocks, real_blocks = carry.counts
@@ -239,7 +240,7 @@ def _forward(
 def _update(
     config: config_lib.StepConfig,
     inputs: inputs_lib.DenoiseInputs,
-    lm_head: Float[Array, "V D"],
+    lm_head: unembedding.LMHead,
     hidden: Float[Array, "R L D"],
     state: RowState,
     gathered: _Gathered,
@@ -312,7 +313,7 @@ class _Denoised:
 def _denoise(
     config: config_lib.StepConfig,
     inputs: inputs_lib.DenoiseInputs,
-    lm_head: Float[Array, "V D"],
+    lm_head: unembedding.LMHead,
     hidden: Float[Array, "R L D"],
     state: RowState,
     asked: asked_lib.AskedState | None,

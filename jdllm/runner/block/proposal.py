@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 import pallas_kernels
 from jdllm.decoding.block import interface
+from jdllm.layers import unembedding
 from jdllm.runner.block import sampling
 
 # Hidden states that one pass over the vocabulary takes on a GPU. Up to this number the time of a
@@ -32,7 +33,7 @@ def previous_tokens(tokens: Int32[Array, "B T"]) -> Int32[Array, "B T"]:
 
 def propose(
     hidden: Float[Array, "B T D"],
-    lm_head: Float[Array, "V D"],
+    lm_head: unembedding.LMHead,
     block: interface.BlockState,
     positions: Int32[Array, "B T"],
     step: Int32[Array, " B"],
@@ -52,10 +53,7 @@ def propose(
     penalty = jnp.broadcast_to(block.params.penalty_lambda[:, None], (B, T)).at[:, 0].set(0.0)
     stats = _statistics(
         functools.partial(
-            pallas_kernels.unembed_stats,
-            w=lm_head,
-            forbidden_ids=forbidden_ids,
-            implementation=implementation,
+            lm_head.stats, forbidden_ids=forbidden_ids, implementation=implementation
         ),
         hidden.reshape(B * T, D),
         left.reshape(-1),
@@ -74,7 +72,7 @@ def propose(
     def draw_one(i, drawn):
         tokens, relative, share = drawn
         r = drawing_rows[i]
-        logits = jnp.einsum("TD,VD->TV", hidden[r], lm_head, preferred_element_type=jnp.float32)
+        logits = lm_head.logits(hidden[r])
         logits = logits.at[jnp.arange(T), left[r]].add(-penalty[r])
         for token_id in forbidden_ids:
             logits = logits.at[:, token_id].set(sampling.NEVER)

@@ -15,9 +15,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float32, Int32
 
 import pallas_kernels
+from jdllm.layers import unembedding
 from jdllm.runner import config as config_lib
 from jdllm.runner import logit_rows
 from jdllm.runner.canvas import inputs as inputs_lib
@@ -62,7 +63,7 @@ class Found:
 def find(
     config: config_lib.StepConfig,
     inputs: inputs_lib.CanvasInputs,
-    lm_head: Float[Array, "V D"],
+    lm_head: unembedding.LMHead,
     state: state_lib.CanvasState,
     sources: Sources,
     draws: Draws,
@@ -76,7 +77,7 @@ def find(
     assert inputs.logits is not None, "only launches with logits come here"
     options, wanted = inputs.logits, state.window.wanted
     R, S = wanted.shape
-    V = lm_head.shape[0]
+    V = lm_head.vocab_size
     C = min(POSITIONS, S)
     asks = options.is_wanted & jnp.any(wanted, axis=1)
     (rows,) = jnp.nonzero(asks, size=R, fill_value=0)
@@ -100,7 +101,7 @@ def find(
             inside = jnp.minimum(position, S - 1)
             here = jnp.full((C,), r)
             hidden = unscaled.of(here, inside)
-            logits = jnp.einsum("TD,VD->TV", hidden, lm_head, preferred_element_type=jnp.float32)
+            logits = lm_head.logits(hidden)
             edited = logit_rows.edit(row, logits, context, inside, state.tokens[r, inside])
             logits = jnp.where(row.edits, edited, logits)
             if sources.scale is not None:

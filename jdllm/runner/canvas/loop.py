@@ -105,7 +105,7 @@ def canvas_launch(
         num_counts=1,
     )
     # Folded: each array that a step changes costs a kernel or a copy of its own, however short.
-    carry = driver.run(body, begin, inputs.limits, folds=True, implementation=config.implementation)
+    carry = driver.run(body, begin, inputs.limits, folds=True, **config.loop_options)
     state: state_lib.CanvasState = carry.rows
     (num_tokens,) = carry.counts
     outputs = CanvasOutputs(

@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int32, Shaped
 
 import pallas_kernels
 from jdllm.decoding.canvas import interface as canvas
+from jdllm.layers import unembedding
 from jdllm.runner import config as config_lib
 from jdllm.runner import logit_rows
 from jdllm.runner.canvas import asked
@@ -43,7 +44,7 @@ def positions_of_a_pass(rows: int, most: int) -> int:
 def propose(
     config: config_lib.StepConfig,
     inputs: inputs_lib.CanvasInputs,
-    lm_head: Float[Array, "V D"],
+    lm_head: unembedding.LMHead,
     state: state_lib.CanvasState,
     packing: packing_lib.Packing,
     hidden: Float[Array, "T D"],
@@ -115,7 +116,7 @@ def _from_words(words: Int32[Array, "4 R S"]) -> list[Shaped[Array, "R S"]]:
 
 def _statistics(
     config: config_lib.StepConfig,
-    lm_head: Float[Array, "V D"],
+    lm_head: unembedding.LMHead,
     sources: Sources,
     rank: Int32[Array, " R*S"],
     found: Int32[Array, "4 R S"],
@@ -141,9 +142,8 @@ def _statistics(
         at = jnp.sum(rank <= place[:, None], axis=1, dtype=jnp.int32)
         row, position = jnp.divmod(jnp.minimum(at, R * S - 1), S)
         options: DrawOptions = {} if draws is None else draws.options(row, position)
-        stats = pallas_kernels.unembed_stats(
+        stats = lm_head.stats(
             sources.of(row, position),
-            lm_head,
             forbidden_ids=config.forbidden_ids,
             num_rows=left,
             implementation=config.implementation,

@@ -118,11 +118,18 @@ class Body(Protocol):
 
 
 def run(
-    body: Body, begin: Carry, limits: LaunchLimits, *, folds: bool = False, implementation: str
+    body: Body,
+    begin: Carry,
+    limits: LaunchLimits,
+    *,
+    folds: bool = False,
+    implementation: str,
+    num_ranks: int = 1,
 ) -> Carry:
     """Returns the carry after the launch's last step.
 
     With `folds`, the loop carries all scalars and vectors outside `memory` as one vector of words.
+    With `num_ranks`, it runs on each rank of a mesh, and all of them leave it at the same step.
     """
     folding = words.Folding.of(_without_memory(begin)) if folds else None
 
@@ -145,7 +152,7 @@ def run(
     def one_step(variant: Any, folded: Any) -> Any:
         carry = body.step(variant, unfold(folded))
         written = body.written(carry.rows)
-        flag = limits.interrupt.poll(written, implementation=implementation)
+        flag = limits.interrupt.poll(written, implementation=implementation, num_ranks=num_ranks)
         return fold(dataclasses.replace(carry, cancel_flag=flag))
 
     def all_variants(folded: Any) -> Any:

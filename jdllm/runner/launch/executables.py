@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
 import pallas_kernels
-from jdllm import device_facts, host
-from jdllm.runner.launch import interrupts, words
+from jdllm import device_facts, host, sharding
+from jdllm.runner.launch import interrupts, over_mesh, words
 from jdllm.runner.launch import program as program_lib
 from jdllm.scheduler import batch as batch_lib
 
@@ -111,11 +112,17 @@ class Executables:
         program = self._kind.program(bucket)
         empty = batch_lib.ScheduleBatch(rows=(), bucket=bucket)
         parts = {name: memory[name] for name in program.uses}
-        arguments = jax.tree.map(
-            _shape, (params, parts, program.inputs(empty, interrupts.shapes()))
-        )
+        arguments = (params, parts, program.inputs(empty, interrupts.shapes()))
+        mesh, step, results = over_mesh.mesh_of(params), program.step, None
+        if mesh is None:
+            arguments = jax.tree.map(_shape, arguments)
+        else:
+            arguments = over_mesh.abstract(arguments, mesh)
+            step = over_mesh.on_every_rank(step, *arguments[:2], mesh)
+            whole = NamedSharding(mesh, sharding.REPLICATED)
+            results = over_mesh.shardings(arguments[1]), whole
         with pallas_kernels.record_choices() as choices:
-            packed = words.packed_launch(program.step, arguments)
+            packed = words.packed_launch(step, arguments, results)
             lowered = packed.launch.lower(*arguments[:2], packed.words)
         return Executable(
             program=program,

@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int32, Shaped
 
 import pallas_kernels
-from jdllm import device
+from jdllm import device, sharding
 
 _WORDS = 64  # cache lines that hold nothing else; the first word is the flag
 
@@ -40,11 +40,18 @@ class Interrupt:
         """Returns whether the host has asked for an end since it planned the launch."""
         return flag != self.count
 
-    def poll(self, after: Shaped[Array, " ..."], *, implementation: str) -> Int32[Array, ""]:
-        """Returns the flag, read after `after` has been computed."""
-        return pallas_kernels.read_cancel_flag(
+    def poll(
+        self, after: Shaped[Array, " ..."], *, implementation: str, num_ranks: int = 1
+    ) -> Int32[Array, ""]:
+        """Returns the flag, read after `after` has been computed.
+
+        Ranks read it at different moments, and must leave the loop together: rank 0 decides.
+        """
+        flag = pallas_kernels.read_cancel_flag(
             self.address, self.count, after, implementation=implementation
         )
+        is_read = pallas_kernels.choose_read_cancel_flag(implementation).implementation != "xla"
+        return sharding.of_first_rank(flag) if num_ranks > 1 and is_read else flag
 
 
 def shapes() -> Interrupt:

@@ -125,6 +125,7 @@ class PackedLaunch:
     launch: Callable[..., Any]
     inputs: Layout
     outputs: Layout
+    sharding: jax.sharding.Sharding | None = None  # of the words; None is one device
 
     @property
     def num_words(self) -> int:
@@ -132,7 +133,7 @@ class PackedLaunch:
 
     @property
     def words(self) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((self.num_words,), WORD)
+        return jax.ShapeDtypeStruct((self.num_words,), WORD, sharding=self.sharding)
 
     def pack(self, inputs: Any) -> Int32[np.ndarray, " W"]:
         """Returns the words of a launch with these inputs."""
@@ -140,11 +141,14 @@ class PackedLaunch:
 
 
 def packed_launch(
-    step: Callable[[Any, Any, Any], tuple[Any, Any]], arguments: tuple[Any, Any, Any]
+    step: Callable[[Any, Any, Any], tuple[Any, Any]],
+    arguments: tuple[Any, Any, Any],
+    results: tuple[Any, Any] | None = None,
 ) -> PackedLaunch:
     """Returns the launch of a step (params, memory, inputs) -> (memory, outputs).
 
-    `arguments` are those of the step, or their shapes.
+    `arguments` are those of the step, or their shapes. `results` are the shardings of memory and
+    words after a launch on several devices.
 
     Why the outputs overwrite the inputs: if XLA may write a result at any time, it uses the
     result's buffer for intermediate values of the loops, also for those that all layers read. A
@@ -168,7 +172,10 @@ def packed_launch(
 
     jax.eval_shape(packed, *arguments)
     return PackedLaunch(
-        launch=jax.jit(launch, donate_argnums=(1, 2)), inputs=inputs_layout, outputs=layouts[0]
+        launch=jax.jit(launch, donate_argnums=(1, 2), out_shardings=results),
+        inputs=inputs_layout,
+        outputs=layouts[0],
+        sharding=None if results is None else results[1],
     )
 
 

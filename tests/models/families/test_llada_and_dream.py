@@ -177,7 +177,7 @@ def test_a_tied_head_is_the_embedding(family, key, head, embedding, tmp_path):
     assert "lm_head" not in loaded.params
     module = loading.merge(loaded.graphdef, loaded.params)
     assert isinstance(module, decoder.Decoder)
-    np.testing.assert_array_equal(module.unembedding(), tensors[f"{embedding}.weight"])
+    np.testing.assert_array_equal(module.unembedding().weight, tensors[f"{embedding}.weight"])
 
 
 @every_family

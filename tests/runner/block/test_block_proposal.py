@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from support.blocks import make_block
 
+from jdllm.layers import unembedding
 from jdllm.runner.block import proposal, sampling
 
 V, D, T = 50, 16, 4
@@ -41,7 +42,7 @@ def run(hidden, lm_head, tokens, rows, *, penalty=0.0, start=0, step=0, wanted=N
     positions = start + np.tile(np.arange(T, dtype=np.int32), (count, 1))
     return propose(
         hidden,
-        lm_head,
+        unembedding.LMHead(weight=lm_head),
         block,
         positions,
         np.full(count, step, np.int32),

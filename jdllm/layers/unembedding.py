@@ -1,0 +1,60 @@
+"""The LM head, whole or split over ranks by rows of the vocabulary."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32, UInt32
+
+import pallas_kernels
+from jdllm import sharding
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LMHead:
+    """`weight` has the rows of one rank; the rank r holds the ids from r * V / num_ranks on.
+
+    Results are those of the whole vocabulary, with the same bits on every rank.
+    """
+
+    weight: Float[Array, "V/num_ranks D"]
+    num_ranks: int = dataclasses.field(default=1, metadata={"static": True})
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the whole head."""
+        return self.weight.shape[0] * self.num_ranks
+
+    def logits(self, x: Float[Array, "T D"]) -> Float32[Array, "T V"]:
+        """Returns the logits of the whole vocabulary."""
+        logits = jnp.einsum("TD,VD->TV", x, self.weight, preferred_element_type=jnp.float32)
+        if self.num_ranks == 1:
+            return logits
+        return jax.lax.all_gather(logits, sharding.AXIS, axis=1, tiled=True)
+
+    def stats(
+        self,
+        x: Float[Array, "T D"],
+        *,
+        forbidden_ids: tuple[int, ...] = (),
+        given_ids: Int32[Array, " T"] | None = None,
+        draw_keys: UInt32[Array, "T 2"] | None = None,
+        temperature: Float32[Array, " T"] | None = None,
+        num_rows: Int32[Array, ""] | None = None,
+        implementation: str = "auto",
+    ) -> pallas_kernels.UnembedStats:
+        """Returns the statistics of the logits; see `pallas_kernels.unembed_stats`."""
+        return pallas_kernels.unembed_stats(
+            x,
+            self.weight,
+            forbidden_ids=forbidden_ids,
+            given_ids=given_ids,
+            draw_keys=draw_keys,
+            temperature=temperature,
+            num_rows=num_rows,
+            axis_name=None if self.num_ranks == 1 else sharding.AXIS,
+            implementation=implementation,
+        )

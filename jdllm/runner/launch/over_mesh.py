@@ -1,0 +1,84 @@
+"""Runs the step of a program on every rank of a mesh, each with its parts of params and memory.
+
+What is split and what is replicated is read off the arrays themselves (`sharding.py`): a split
+array is `[tp, *part]`, and the step gets `part`. Inputs and outputs are replicated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jdllm import sharding
+
+Step = Callable[[Any, Any, Any], tuple[Any, Any]]
+
+
+def mesh_of(params: Any) -> Mesh | None:
+    """Returns the mesh that parameters lie on, None if they are on one device."""
+    found = next(iter(jax.tree.leaves(params)), None)
+    placed = None if found is None else found.sharding
+    return placed.mesh if isinstance(placed, NamedSharding) else None
+
+
+def replicated(tree: Any, mesh: Mesh) -> Any:
+    """Returns a tree with a copy of each array on every device; split arrays stay as they are."""
+    whole = NamedSharding(mesh, sharding.REPLICATED)
+    return jax.tree.map(
+        lambda leaf: leaf if _spec(leaf) == sharding.SPLIT else jax.device_put(leaf, whole), tree
+    )
+
+
+def abstract(tree: Any, mesh: Mesh) -> Any:
+    """Returns the shapes of a tree with their shardings; what lies on no mesh is replicated."""
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, _spec(leaf))
+        ),
+        tree,
+    )
+
+
+def shardings(tree: Any) -> Any:
+    """Returns the sharding of each array, or shape, of a tree."""
+    return jax.tree.map(lambda leaf: leaf.sharding, tree)
+
+
+def on_every_rank(step: Step, params: Any, memory: Any, mesh: Mesh) -> Step:
+    """Returns a step over the whole mesh; `params` and `memory` are arrays, or `abstract` ones."""
+    specs = jax.tree.map(_spec, params), jax.tree.map(_spec, memory)
+
+    def on_rank(params: Any, memory: Any, inputs: Any) -> tuple[Any, Any]:
+        memory, outputs = step(_parts(params, specs[0]), _parts(memory, specs[1]), inputs)
+        return _stacked(memory, specs[1]), outputs
+
+    return jax.shard_map(
+        on_rank,
+        mesh=mesh,
+        in_specs=(*specs, sharding.REPLICATED),
+        out_specs=(specs[1], sharding.REPLICATED),
+        # What is replicated has the same bits on all ranks by construction; collectives in loops
+        # hide that from the check.
+        check_vma=False,
+    )
+
+
+def _spec(leaf: Any) -> PartitionSpec:
+    placed = leaf.sharding if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else None
+    return placed.spec if isinstance(placed, NamedSharding) else sharding.REPLICATED
+
+
+def _parts(tree: Any, specs: Any) -> Any:
+    return jax.tree.map(
+        lambda leaf, spec: jnp.squeeze(leaf, 0) if spec == sharding.SPLIT else leaf, tree, specs
+    )
+
+
+def _stacked(tree: Any, specs: Any) -> Any:
+    return jax.tree.map(
+        lambda leaf, spec: leaf[None] if spec == sharding.SPLIT else leaf, tree, specs
+    )

@@ -1,0 +1,351 @@
+"""What a model split over ranks must keep, on virtual CPU devices.
+
+`test_sharding.py` runs this file in a process with eight of them. The oracle is always the same
+model on one device.
+"""
+
+import functools
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from support import canvas_engine
+from support.tiny_engine import VOCAB, assert_nothing_held, make_engine
+
+from jdllm import device, sharding
+from jdllm.checkpoint import orbax_checkpoint
+from jdllm.layers import attention, unembedding
+from jdllm.models import loading, split
+from jdllm.runner.launch import over_mesh
+
+GOLDENS = pathlib.Path(__file__).parents[1] / "data" / "goldens"
+EIGHT_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
+campaign = pytest.mark.campaign
+
+
+def mesh_of(tp):
+    return sharding.make_mesh(tp, jax.local_devices())
+
+
+def load(folder, tp=1, ep=None, **options):
+    shards = split.shards_of(loading.read_config(folder), tp, ep)
+    options = {"dtype": "float32", "show_progress": False} | options
+    return loading.load(folder, shards=shards, mesh=mesh_of(tp), **options), shards
+
+
+def variant(folder, family, **changes):
+    """Returns a folder with only the changed config.json of a golden."""
+    folder.mkdir(exist_ok=True)
+    config = json.loads((GOLDENS / family / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def shards_by_device(array):
+    return {shard.device.id: np.asarray(shard.data) for shard in array.addressable_shards}
+
+
+def assert_same_bits(tree):
+    for leaf in jax.tree.leaves(tree):
+        first, *others = shards_by_device(leaf).values()
+        for other in others:
+            np.testing.assert_array_equal(first.view(np.uint8), other.view(np.uint8))
+
+
+# Loading
+
+
+def assert_parts_of(split_model, whole, shards):
+    cuts = split.cuts(whole.config, whole.params, shards)
+    assert cuts.keys() == split_model.params.keys()
+    for path, how in cuts.items():
+        source = whole.params.get(path, whole.params["word_embeddings"])
+        held = shards_by_device(split_model.params[path])
+        assert len(held) == shards.tp
+        for rank, device_id in enumerate(sorted(held)):
+            expected = np.asarray(source)
+            if how is not None:
+                expected = sharding.cut(expected, how, rank, shards.tp)[None]
+            np.testing.assert_array_equal(held[device_id], expected, err_msg=path)
+
+
+@pytest.mark.parametrize(
+    ("family", "tp", "ep"),
+    [
+        ("llada2", 2, None),
+        ("llada2", 4, 1),
+        pytest.param("llada2", 2, 1, marks=campaign),
+        pytest.param("llada", 4, None, marks=campaign),
+        pytest.param("dream", 2, None, marks=campaign),
+    ],
+)
+def test_safetensors_orbax_and_drawn_weights_give_each_rank_its_parts(family, tp, ep, tmp_path):
+    whole, _ = load(GOLDENS / family)
+    parts, shards = load(GOLDENS / family, tp, ep)
+    assert_parts_of(parts, whole, shards)
+
+    stored = variant(tmp_path / "orbax", family)
+    orbax_checkpoint.save(stored, whole.params, dtype="float32")
+    assert_parts_of(load(stored, tp, ep, load_format="orbax")[0], whole, shards)
+
+    drawn, _ = load(GOLDENS / family, load_format="dummy")
+    drawn_parts, _ = load(GOLDENS / family, tp, ep, load_format="dummy")
+    assert_parts_of(drawn_parts, drawn, shards)
+
+
+def test_a_tied_head_is_split_and_the_embedding_is_not(tmp_path):
+    folder = variant(tmp_path, "dream", tie_word_embeddings=True)
+    whole, _ = load(folder, load_format="dummy")
+    parts, shards = load(folder, 4, load_format="dummy")
+    assert "lm_head" not in whole.params
+    assert parts.params["lm_head"].shape == (4, 64, 64)
+    assert_parts_of(parts, whole, shards)
+
+
+def test_norm_head_is_normalised_before_the_cut(tmp_path):
+    folder = variant(tmp_path, "llada2", norm_head=True)
+    tensors = safetensors.numpy.load_file(GOLDENS / "llada2" / "model.safetensors")
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+    whole, _ = load(folder)
+    parts, _ = load(folder, 2)
+    joined = np.concatenate(list(shards_by_device(parts.params["lm_head"]).values()), axis=1)[0]
+    np.testing.assert_allclose(joined, whole.params["lm_head"], rtol=1e-6)
+
+
+# The forward
+
+
+def logits_over(model, shards, tokens):
+    """Returns the logits [ranks, T, V] of every rank."""
+
+    def forward(params, memory, tokens):
+        mask = np.ones((len(tokens), len(tokens)), bool)
+        module = loading.merge(model.graphdef, params)
+        hidden, _ = module(
+            tokens,
+            jnp.arange(len(tokens), dtype=jnp.int32),
+            attend=attention.dense_attend(mask, 1),
+            caches=[None] * model.spec.num_layers,
+        )
+        return memory, module.logits(hidden)
+
+    with jax.default_matmul_precision("highest"):
+        if model.mesh is None:
+            return np.asarray(jax.jit(forward)(model.params, {}, tokens)[1])[None]
+        run = over_mesh.on_every_rank(forward, model.params, {}, model.mesh)
+        logits = jax.jit(run)(model.params, {}, tokens)[1]
+    assert_same_bits(logits)
+    assert len(logits.addressable_shards) == shards.tp
+    return np.stack(list(shards_by_device(logits).values()))
+
+
+@functools.cache
+def eight_heads(folder):
+    return load(variant(folder, "llada2", **EIGHT_HEADS), load_format="dummy")
+
+
+@pytest.mark.parametrize(
+    ("tp", "ep"),
+    [(8, None), (4, 1), pytest.param(2, None, marks=campaign), pytest.param(8, 1, marks=campaign)],
+)
+def test_logits_of_experts_and_shared_kv_heads_equal_those_of_one_device(tp, ep, tmp_path_factory):
+    """With 4 kv heads and 8 ranks, two ranks share a kv head."""
+    folder = tmp_path_factory.getbasetemp() / "eight_heads"
+    tokens = np.random.default_rng(3).integers(0, VOCAB, 24).astype(np.int32)
+    expected = logits_over(*eight_heads(folder), tokens)
+    found = logits_over(*load(folder, tp, ep, load_format="dummy"), tokens)
+    np.testing.assert_allclose(found, np.repeat(expected, tp, 0), atol=1e-5 * abs(expected).max())
+
+
+@pytest.mark.parametrize("family", [pytest.param("llada", marks=campaign), "dream"])
+@pytest.mark.parametrize("tp", [pytest.param(2, marks=campaign), 4])
+def test_logits_of_dense_families_equal_those_of_one_device(family, tp):
+    tokens = np.random.default_rng(4).integers(0, 240, 24).astype(np.int32)
+    expected = logits_over(*load(GOLDENS / family), tokens)
+    found = logits_over(*load(GOLDENS / family, tp), tokens)
+    np.testing.assert_allclose(found, np.repeat(expected, tp, 0), atol=1e-5 * abs(expected).max())
+
+
+# The vocabulary
+
+
+@pytest.mark.parametrize("tp", [2, 8])
+def test_merged_statistics_equal_those_of_the_whole_vocabulary(tp):
+    """Small integers make equal logits in several shards, and sums without rounding."""
+    rng = np.random.default_rng(tp)
+    T, D, V = 9, 8, 48
+    x = rng.integers(-2, 3, (T, D)).astype(np.float32)
+    head = rng.integers(-2, 3, (V, D)).astype(np.float32)
+    head[40] = head[3]  # a tie between the first and the last shard
+    x[5] = 0  # all logits are equal
+    x[6, 0] = np.nan
+    arguments = {
+        "given_ids": rng.integers(0, V, T).astype(np.int32),
+        "draw_keys": rng.integers(0, 2**32, (T, 2), dtype=np.uint32),
+        "temperature": np.where(np.arange(T) % 2, 0.7, 0.0).astype(np.float32),
+    }
+    forbidden = (0, 3, 47)
+
+    def stats(head, x, arguments):
+        return head.stats(x, forbidden_ids=forbidden, num_rows=jnp.int32(T), **arguments)
+
+    whole = jax.jit(stats)(unembedding.LMHead(weight=head), x, arguments)
+    mesh = mesh_of(tp)
+
+    def on_rank(weight, x, arguments):
+        mine = unembedding.LMHead(weight=weight, num_ranks=tp)
+        assert mine.vocab_size == V
+        return stats(mine, x, arguments), mine.logits(x)
+
+    found, logits = jax.jit(
+        jax.shard_map(
+            on_rank,
+            mesh=mesh,
+            in_specs=(sharding.SPLIT, sharding.REPLICATED, sharding.REPLICATED),
+            out_specs=sharding.REPLICATED,
+            check_vma=False,
+        )
+    )(head, x, arguments)
+    assert_same_bits((found, logits))
+    np.testing.assert_array_equal(logits, x @ head.T)
+    for name in ("best_id", "best_logit", "second_id", "second_logit", "given_logit"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(whole, name), err_msg=name)
+    np.testing.assert_array_equal(found.drawn_id, whole.drawn_id)
+    np.testing.assert_array_equal(found.drawn_logit, whole.drawn_logit)
+    np.testing.assert_allclose(found.logsumexp, whole.logsumexp, rtol=1e-6)
+    np.testing.assert_allclose(found.entropy, whole.entropy, rtol=1e-5, atol=1e-5)
+    assert np.isnan(np.asarray(found.logsumexp)[6])
+    assert set(np.delete(found.best_id, 6)).isdisjoint(forbidden)  # id 0 stands for NaN
+
+
+def test_ranks_take_the_word_of_the_first():
+    run = jax.shard_map(
+        lambda x: sharding.of_first_rank(x + jax.lax.axis_index(sharding.AXIS)),
+        mesh=mesh_of(8),
+        in_specs=sharding.REPLICATED,
+        out_specs=sharding.SPLIT,
+        check_vma=False,
+    )
+    np.testing.assert_array_equal(jax.jit(run)(jnp.array([-7], jnp.int32)), np.full(8, -7))
+
+
+# Engines
+
+
+def answers(results):
+    return [(one["output_ids"], one["meta_info"]["nfe"]) for one in results]
+
+
+def assert_state_is_replicated(engine, tp):
+    """The states of rows have the same bits everywhere, and each pool lies in parts."""
+    memory = engine._built.core.runner._memory
+    for pool in memory["pools"]:
+        assert pool.sharding.spec == sharding.SPLIT
+        assert len(pool.addressable_shards) == tp
+    assert_same_bits({name: part for name, part in memory.items() if name != "pools"})
+
+
+def requests(seed, count, vocab):
+    rng = np.random.default_rng(seed)
+    shared = rng.integers(0, vocab, 32).tolist()
+    prompts = [
+        (shared if i % 2 else []) + rng.integers(0, vocab, rng.integers(3, 20)).tolist()
+        for i in range(count)
+    ]
+    params = [
+        {"max_new_tokens": 24 + i}
+        | ({"temperature": 0.8, "seed": i, "top_p": 0.9} if i % 3 == 1 else {})
+        for i in range(count)
+    ]
+    return {"input_ids": prompts, "sampling_params": params}
+
+
+def served(engine, asked):
+    """Returns answers to requests all at once, then again, from a warm prefix cache."""
+    first = engine.generate(**asked)
+    return first, engine.generate(**asked)
+
+
+BLOCK_SIZES = {"max_running_requests": 2, "max_total_tokens": 11 * 16, "chunked_prefill_size": 64}
+
+
+@functools.cache
+def block_answers():
+    with make_engine(**BLOCK_SIZES) as engine:
+        return [answers(one) for one in served(engine, requests(1, 6, VOCAB))]
+
+
+@pytest.mark.parametrize(
+    ("tp", "ep"),
+    [(2, None), pytest.param(4, 1, marks=campaign), pytest.param(4, None, marks=campaign)],
+)
+def test_a_split_block_engine_gives_the_tokens_of_one_device(tp, ep):
+    """Greedy and sampled rows, fused commits, prefix hits, rows that are preempted."""
+    with make_engine(tp_size=tp, ep_size=ep, **BLOCK_SIZES) as engine:
+        first, again = served(engine, requests(1, 6, VOCAB))
+        assert [answers(first), answers(again)] == block_answers()
+        assert any(one["meta_info"]["cached_tokens"] for one in again)
+        assert engine.stats().preemptions_total > 0
+        assert engine.stats().jit_compiles_total == 0
+        assert_state_is_replicated(engine, tp)
+        assert_nothing_held(engine)
+        pool_bytes = sum(one.nbytes for one in engine._built.core.runner._memory["pools"])
+        assert engine._built.sizes.kv_bytes == pool_bytes / tp
+        for bucket, compiled in engine._built.core.runner.compiled.items():
+            assert compiled.memory_analysis().alias_size_in_bytes >= pool_bytes / tp, bucket
+        info = engine.server_info()
+        assert (info["tp_size"], info["ep_size"]) == (tp, tp if ep is None else ep)
+        assert [one["id"] for one in info["devices"]] == list(range(tp))
+        assert info["kernels"]["all_reduce"].startswith("psum")
+
+
+@pytest.mark.parametrize(
+    ("family", "tp"),
+    [
+        ("dream", 2),
+        pytest.param("llada", 4, marks=campaign),
+        pytest.param("dream", 4, marks=campaign),
+    ],
+)
+def test_a_split_canvas_engine_gives_the_tokens_of_one_device(family, tp):
+    asked = requests(2, 3, 240)
+    asked["input_ids"] = [one[:20] for one in asked["input_ids"]]
+    algorithm = canvas_engine.ALGORITHMS[family].split(",")[0]
+    make = functools.partial(canvas_engine.make, family, whole_tokens=(), dllm_algorithm=algorithm)
+    with make() as engine:
+        expected = answers(engine.generate(**asked))
+    with make(tp_size=tp) as engine:
+        assert answers(engine.generate(**asked)) == expected
+        assert engine.stats().jit_compiles_total == 0
+        assert_state_is_replicated(engine, tp)
+
+
+@campaign
+@pytest.mark.parametrize("family", ["llada2", "dream"])
+def test_edited_logits_and_lists_of_the_best_equal_those_of_one_device(family):
+    asked = requests(3, 2, 240)
+    asked["input_ids"] = [one[:20] for one in asked["input_ids"]]
+    for one in asked["sampling_params"]:
+        one |= {"repetition_penalty": 1.3, "logit_bias": {"7": 1.5}, "min_p": 0.01}
+    asked |= {"return_logprob": True, "top_logprobs_num": 3}
+    make = make_engine if family == "llada2" else functools.partial(canvas_engine.make, family)
+    with make(with_logits=True, max_running_requests=2) as engine:
+        expected = engine.generate(**asked)
+    with make(with_logits=True, max_running_requests=2, tp_size=2) as engine:
+        found = engine.generate(**asked)
+    assert answers(found) == answers(expected)
+    for one, other in zip(found, expected, strict=True):
+        mine, theirs = (
+            [entry[0] for entry in each["meta_info"]["output_token_logprobs"]]
+            for each in (one, other)
+        )
+        np.testing.assert_allclose(mine, theirs, atol=1e-4)
+
+
+def test_devices_are_the_first_of_the_host():
+    assert [one["id"] for one in device.describe(3)] == [0, 1, 2]
+    assert device.facts(3).num_devices == 3
