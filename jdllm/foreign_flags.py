@@ -217,7 +217,8 @@ REFUSALS: dict[str, str] = {
     "decode_context_parallel_size prefill_context_parallel_size attn_cp_size enable_prefill_cp "
     "nnodes node_rank dist_init_addr nccl_init_addr master_* use_ray ray_*",
     "use --ep-size: tp-size (the default) spreads whole experts, 1 slices them": "ep_num_* "
-    "ep_dispatch_* expert_* enable_ep_* moe_a2a_backend all2all_backend deepep_* eplb_* enable_eplb elastic_ep_* "
+    "ep_dispatch_* expert_* enable_ep_* moe_a2a_backend all2all_backend deepep_* eplb_* "
+    "enable_eplb elastic_ep_* "
     "enable_elastic_* init_expert_location max_ep_size moe_dense_tp_size shared_experts_*",
     "the model must fit on the device; leave it out": "cpu_offload_* offload_* kt_* ple_* "
     "enable_paged_experts paged_experts_*",
