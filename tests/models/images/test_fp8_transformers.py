@@ -134,6 +134,10 @@ def test_error_against_the_goldens_and_a_row_among_others(name):
     assert relative_error(forward(name, "exact", range(3)), expected(name)) < 1e-3
     together = forward(name, "float32", range(3))
     assert ERRORS[name] / 2.5 < relative_error(together, expected(name)) < ERRORS[name]
+    # Another number of rows may round a sum differently and so flip single 8-bit floats. A scale
+    # shared by rows would change all of them.
+    alone = forward(name, "float32", [1])
+    assert relative_error(alone[0], together[1]) < ERRORS[name] / 10
 
 
 def test_only_the_named_weights_are_quantised_and_take_a_byte_each():
@@ -153,7 +157,7 @@ def test_only_the_named_weights_are_quantised_and_take_a_byte_each():
 
 
 def test_every_loader_makes_the_same_weights(tmp_path):
-    """From safetensors and from a conversion; at no time is a second weight in float32."""
+    """From safetensors and from a conversion."""
     converted = convert.convert(golden_images.PIPELINE, tmp_path / "c", show_progress=False)
     found = [
         pipeline_folder.read(path)
