@@ -33,7 +33,9 @@ def test_default_follows_the_attention(family, has_canvas):
 @pytest.mark.parametrize("name", list(algorithms.TABLE))
 def test_an_algorithm_of_the_other_kind_is_refused_with_the_right_ones(family, has_canvas, name):
     fits = (name in algorithms.of_kind(algorithms.CANVAS)) == has_canvas
-    right = ("FullAttnMultiBlock.*FastDLLM", "LowConfidence, JointThreshold, .*MaskedDiffusion$")[not has_canvas]
+    right = "FullAttnMultiBlock.*FastDLLM"
+    if not has_canvas:
+        right = "LowConfidence, JointThreshold, .*MaskedDiffusion$"
     first = "LLaDA" if has_canvas else "LowConfidence"
     named = {"dllm_algorithm": f"{first},{name}"}, {"generation_config": {"dllm": {}}}
     recommended = {}, {"generation_config": {"dllm": {"algorithm": name}}}
