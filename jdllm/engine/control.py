@@ -8,13 +8,14 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Self, TypeVar
 
 from jdllm import config as config_lib
 from jdllm import errors
 from jdllm.engine import core as core_lib
 from jdllm.engine import loop as loop_lib
+from jdllm.engine import serving
 from jdllm.engine.build import startup
 
 Built = TypeVar("Built")
@@ -67,6 +68,10 @@ class EngineControl:
         Nothing else is kept between requests.
         """
         return self._loop.call(self._core.scheduler.flush_cache).result()
+
+    def stats_per_replica(self) -> Mapping[str, serving.Stats]:
+        """Returns nothing: this engine is no replica among others."""
+        return {}
 
     def stop_admitting(self) -> None:
         """Refuses new requests from now on; running requests continue."""

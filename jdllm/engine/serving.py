@@ -6,7 +6,7 @@ profiles and the shutdown use only what stands here.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, Literal, Protocol
 
 from jdllm import config as config_lib
@@ -58,6 +58,10 @@ class Serving(Protocol):
         ...
 
     def stats(self) -> Stats: ...
+
+    def stats_per_replica(self) -> Mapping[str, Stats]:
+        """Returns the statistics by the name of the replica; empty if the model runs here."""
+        ...
 
     def server_info(self) -> dict[str, Any]:
         """Returns what /server_info shows beside the options of the server; values are JSON."""

@@ -9,19 +9,24 @@ special tokens.
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import pathlib
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jdllm import config as config_lib
 from jdllm import errors
 from jdllm.checkpoint.quiet_transformers import tokenization_auto, transformers
 from jdllm.templates import chat, conversations
 
+logger = logging.getLogger(__name__)
+
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # Dream's class is Qwen2's byte-level BPE; its own special tokens are data in its files.
 STAND_INS = {"DreamTokenizer": transformers.Qwen2Tokenizer}
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
 class Tokenizer:
@@ -123,6 +128,22 @@ class Tokenizer:
         return self._hf.decode(
             list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
+
+
+def of_model(config: config_lib.EngineConfig, model_dir: pathlib.Path) -> Tokenizer | None:
+    """Returns the tokenizer of the model in `model_dir`; None if ids go in and come out."""
+    if config.skip_tokenizer_init:
+        return None
+    is_bare = not any((model_dir / name).is_file() for name in TOKENIZER_FILES)
+    if config.load_format == "dummy" and config.tokenizer_path is None and is_bare:
+        logger.warning("%s holds no tokenizer: token ids in, token ids out", model_dir)
+        return None
+    return Tokenizer(
+        config.tokenizer_path or model_dir,
+        chat_template=config.chat_template,
+        revision=config.revision,
+        download_dir=config.download_dir,
+    )
 
 
 @functools.cache

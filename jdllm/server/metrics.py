@@ -11,7 +11,7 @@ import dataclasses
 import http
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import prometheus_client
@@ -78,13 +78,27 @@ class EngineCollector:
         engine = self._find_engine()
         if engine is None:
             return
-        for name, value in dataclasses.asdict(engine.stats()).items():
-            full = PREFIX + ("dllm_" if name in DLLM_STATS else "") + name
-            counter = name.endswith("_total")
-            family = core.CounterMetricFamily if counter else core.GaugeMetricFamily
-            metric = family(full, name.replace("_", " "), labels=["model_name"])
-            metric.add_metric([engine.model_name], value)
-            yield metric
+        replicas = engine.stats_per_replica()
+        if not replicas:
+            yield from _families(["model_name"], {(engine.model_name,): engine.stats()})
+            return
+        rows = {(engine.model_name, replica): stats for replica, stats in replicas.items()}
+        yield from _families(["model_name", "replica"], rows)
+
+
+def _families(
+    labels: Sequence[str], rows: Mapping[tuple[str, ...], serving.Stats]
+) -> Iterator[core.Metric]:
+    """Yields a metric for each number of the statistics, with a sample for each row."""
+    numbers = {values: dataclasses.asdict(stats) for values, stats in rows.items()}
+    for name in next(iter(numbers.values())):
+        full = PREFIX + ("dllm_" if name in DLLM_STATS else "") + name
+        counter = name.endswith("_total")
+        family = core.CounterMetricFamily if counter else core.GaugeMetricFamily
+        metric = family(full, name.replace("_", " "), labels=labels)
+        for values, stats in numbers.items():
+            metric.add_metric(values, stats[name])
+        yield metric
 
 
 class EdgeMetrics:

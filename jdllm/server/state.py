@@ -19,8 +19,7 @@ from jdllm.server import keys, live_requests, metrics, responses, token_logprobs
 from jdllm.server.images_api import store
 
 if TYPE_CHECKING:
-    from jdllm.engine import engine as engine_lib
-    from jdllm.engine import image_requests, serving, tokenizer
+    from jdllm.engine import image_requests, serving, text_serving, tokenizer
     from jdllm.engine.build import startup
 
 ServerPhase = Literal["starting", "ready", "draining"]
@@ -33,7 +32,7 @@ class ServerState:
     server_config: config.ServerConfig
     progress: startup.StartupProgress
     phase: ServerPhase = "starting"
-    loaded_engine: engine_lib.Engine | image_requests.ImageServing | None = None
+    loaded_engine: text_serving.TextServing | image_requests.ImageServing | None = None
     created_s: int = dataclasses.field(default_factory=lambda: int(time.time()))
     ping_interval_s: float = 15.0
     keys: keys.Keys = dataclasses.field(init=False)
@@ -54,7 +53,7 @@ class ServerState:
         return self._loaded
 
     @property
-    def engine(self) -> engine_lib.Engine:
+    def engine(self) -> text_serving.TextServing:
         """The engine that writes text; raises a 400 if the model makes images."""
         loaded = self._loaded
         if loaded.output_modality == "image":
@@ -78,7 +77,7 @@ class ServerState:
         return loaded
 
     @property
-    def _loaded(self) -> engine_lib.Engine | image_requests.ImageServing:
+    def _loaded(self) -> text_serving.TextServing | image_requests.ImageServing:
         if self.loaded_engine is None:
             raise errors.EngineStopped("the server is starting")
         return self.loaded_engine

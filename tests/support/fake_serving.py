@@ -52,6 +52,9 @@ class FakeServing:
     def model_info(self) -> dict[str, Any]:
         return {"model_path": None, "is_generation": True}
 
+    def stats_per_replica(self) -> dict[str, Any]:
+        return {}
+
     def stop_admitting(self) -> None:
         self._admitting = False
 

@@ -36,7 +36,6 @@ from jdllm.scheduler.rows import interface
 
 logger = logging.getLogger(__name__)
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 DEFAULT_QUEUE = 4096
 ALL_REDUCE = "psum (XLA's collectives; on a GPU the host runs the loop of a launch, no CUDA graph)"
 
@@ -95,7 +94,7 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
     kind = kinds.kind_of(spec)
     algorithms, default_dllm = algorithm_defaults.choose(config, generation_config, spec)
     shapes = sizing.choose_shapes(config, spec, kind.rows.defaults, device)
-    tokenizer = _tokenizer(config, model_dir)
+    tokenizer = tokenizer_lib.of_model(config, model_dir)
     _check_vocabulary(tokenizer, spec)
     model = loading.load(
         model_dir,
@@ -200,23 +199,6 @@ def _dtype(wanted: str, device: device_facts.DeviceFacts) -> str:
     CPUs emulate bfloat16 matmuls; float32 is several times faster there.
     """
     return "float32" if wanted == "auto" and device.is_cpu else wanted
-
-
-def _tokenizer(
-    config: config_lib.EngineConfig, model_dir: pathlib.Path
-) -> tokenizer_lib.Tokenizer | None:
-    if config.skip_tokenizer_init:
-        return None
-    is_bare = not any((model_dir / name).is_file() for name in TOKENIZER_FILES)
-    if config.load_format == "dummy" and config.tokenizer_path is None and is_bare:
-        logger.warning("%s holds no tokenizer: token ids in, token ids out", model_dir)
-        return None
-    return tokenizer_lib.Tokenizer(
-        config.tokenizer_path or model_dir,
-        chat_template=config.chat_template,
-        revision=config.revision,
-        download_dir=config.download_dir,
-    )
 
 
 def _check_vocabulary(tokenizer: tokenizer_lib.Tokenizer | None, spec: spec_lib.ModelSpec) -> None:
