@@ -208,6 +208,7 @@ class ServerConfig:
 
     host: str = "127.0.0.1"
     port: int = 30000
+    replicas: int = 1
     api_key: str | None = dataclasses.field(default=None, repr=False)
     admin_api_key: str | None = dataclasses.field(default=None, repr=False)
     api_key_file: str | None = None
@@ -230,6 +231,8 @@ class ServerConfig:
         _check_types(self)
         if not 0 <= self.port <= 65535:
             raise errors.ConfigError(f"port={self.port} must be between 0 and 65535")
+        if self.replicas < 1:
+            raise errors.ConfigError(f"replicas={self.replicas} must be 1 or more")
         if self.max_choices_per_request < 1:
             raise errors.ConfigError(
                 f"max_choices_per_request={self.max_choices_per_request} must be 1 or more"

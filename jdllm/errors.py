@@ -53,6 +53,13 @@ class EngineStopped(RequestError):
     retry_after_s = 5
 
 
+class ReplicaLost(RequestError):
+    """Says that the replica that ran a request is gone; the client should ask again."""
+
+    status = 503
+    retry_after_s = 1
+
+
 class ConfigError(ValueError):
     """Says that a start-up option, config file or checkpoint is wrong."""
 

@@ -12,6 +12,7 @@ import functools
 import logging
 import os
 import pathlib
+import runpy
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -42,6 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             logger.info("%s", note)
         if options.engine.trust_remote_code:
             logger.info("--trust-remote-code: no remote code is ever run")
+        if options.server.replicas > 1:
+            # By name, so that nobody else waits for Ray, or needs it.
+            return runpy.run_module("jdllm.replicas.command")["run"](options)
         build = functools.partial(build_engine, options)
         return lifecycle.serve(options.server, build, startup.StartupProgress())
     except errors.ConfigError as error:

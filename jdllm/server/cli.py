@@ -92,6 +92,8 @@ HELP = {
     "which are made while the checkpoint loads (default: none)",
     "host": "address to listen on",
     "port": "port to listen on; 0 chooses a free one",
+    "replicas": "engines behind this server, each a process with GPUs of its own, by Ray Serve "
+    "(pip install 'jdllm[ray]'); 1 needs no Ray",
     "api_key": "bearer key for all routes but /health and its like and /metrics; every user of the "
     "machine can see it (ps), so prefer the file",
     "admin_api_key": "bearer key for /flush_cache, /start_profile, /stop_profile and abort_all",

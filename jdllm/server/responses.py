@@ -107,7 +107,7 @@ def describe(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
         logger.error("fault while serving request %s", request_id, exc_info=error)
         return 500, error_body("internal server error", status=500, code="internal_error"), {}
     code, headers = error.code, {}
-    if isinstance(error, errors.QueueFull | errors.EngineStopped):
+    if isinstance(error, errors.QueueFull | errors.EngineStopped | errors.ReplicaLost):
         headers["Retry-After"] = str(error.retry_after_s)
     elif isinstance(error, errors.RequestTooLong):
         code = code or "context_length_exceeded"

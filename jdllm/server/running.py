@@ -177,7 +177,19 @@ async def _prompt_only(
 async def collect(
     server: state.ServerState, prompt_list: PromptList
 ) -> list[generations.Generation]:
-    """Returns the last generation of every choice, ordered by prompt and choice."""
+    """Returns the last generation of every choice, ordered by prompt and choice.
+
+    If a replica is lost on the way, all of it runs once more: nothing has been sent yet.
+    """
+    try:
+        return await _collect_once(server, prompt_list)
+    except errors.ReplicaLost:
+        return await _collect_once(server, prompt_list)
+
+
+async def _collect_once(
+    server: state.ServerState, prompt_list: PromptList
+) -> list[generations.Generation]:
     last: dict[int, generations.Generation] = {}
     async with contextlib.aclosing(stream(server, prompt_list)) as events:
         async for generation in events:

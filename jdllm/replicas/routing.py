@@ -1,0 +1,84 @@
+"""Which replica runs a request: the one that has its prefix, unless that one is too busy.
+
+The ingress sees every request, so loads are exact: the choices that each replica holds now.
+Prefixes are known by chained hashes of the first pages of prompts, which a replica that has served
+a prompt probably still has in its prefix cache. The memory of hashes is bounded; the longest unused
+goes first. A wrong guess costs a prefill, never a wrong answer.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
+
+# Of each prompt; later pages follow the first ones.
+HASHED_PAGES = 64
+REMEMBERED_HASHES = 100_000
+
+
+class Router:
+    """Chooses replicas by name; for one thread.
+
+    `page` is the number of tokens of a hash, 0 if replicas share no prefixes. The replica with the
+    longest known prefix is chosen while its load exceeds the least one by at most `margin` choices.
+    """
+
+    def __init__(self, *, page: int, margin: int, remembered: int = REMEMBERED_HASHES):
+        self._page = page
+        self._margin = margin
+        self._remembered = remembered
+        self._loads: collections.Counter[str] = collections.Counter()
+        self._turns: dict[str, int] = {}  # when a replica was chosen last
+        self._turn = 0
+        self._homes: collections.OrderedDict[int, str] = collections.OrderedDict()
+
+    def load(self, name: str) -> int:
+        """Returns how many choices a replica holds now."""
+        return self._loads[name]
+
+    def choose(self, prompt_ids: Sequence[int], names: Collection[str]) -> str | None:
+        """Returns one of `names` for a prompt, None if there are none."""
+        if not names:
+            return None
+        # Among equals the one that has waited longest, so that they take turns.
+        least = min(names, key=lambda name: (self._loads[name], self._turns.get(name, 0)))
+        hashes = self._hashes(prompt_ids)
+        home = next((self._homes[one] for one in reversed(hashes) if one in self._homes), None)
+        is_home = home in names and self._loads[home] <= self._loads[least] + self._margin
+        chosen = home if is_home and home is not None else least
+        self._turn += 1
+        self._turns[chosen] = self._turn
+        for one in hashes:
+            self._homes[one] = chosen
+            self._homes.move_to_end(one)
+        while len(self._homes) > self._remembered:
+            self._homes.popitem(last=False)
+        return chosen
+
+    @contextlib.contextmanager
+    def hold(self, name: str, num_choices: int) -> Iterator[None]:
+        """Counts choices as load of a replica for as long as the context lasts."""
+        self._loads[name] += num_choices
+        try:
+            yield
+        finally:
+            self._loads[name] -= num_choices
+
+    def forget(self, name: str) -> None:
+        """Drops what is known of a replica that is gone."""
+        self._turns.pop(name, None)
+        self._homes = collections.OrderedDict(
+            (key, home) for key, home in self._homes.items() if home != name
+        )
+
+    def _hashes(self, prompt_ids: Sequence[int]) -> list[int]:
+        """Returns a hash for each of the first whole pages, of all tokens up to its end."""
+        if not self._page:
+            return []
+        pages = min(len(prompt_ids) // self._page, HASHED_PAGES)
+        found, last = [], 0
+        for page in range(pages):
+            last = hash((last, *prompt_ids[page * self._page : (page + 1) * self._page]))
+            found.append(last)
+        return found

@@ -1,0 +1,27 @@
+"""The statistics of several replicas as those of one server."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from jdllm.engine import stats as stats_lib
+
+# Of what replicas do at the same time, the slowest counts.
+LARGEST = frozenset({"jit_compile_seconds", "startup_time_seconds"})
+# Shares that have no sums to divide here; replicas count alike.
+MEANS = frozenset({"padding_fraction", "batch_occupancy"})
+
+
+def add(parts: Sequence[stats_lib.EngineStats]) -> stats_lib.EngineStats:
+    """Returns the sums; a share is computed from sums where there are some. None of them: zeros."""
+    columns = {
+        field.name: [getattr(one, field.name) for one in parts]
+        for field in dataclasses.fields(stats_lib.EngineStats)
+    }
+    values = {name: sum(column) for name, column in columns.items()}
+    values |= {name: max(columns[name], default=0.0) for name in LARGEST}
+    values |= {name: sum(columns[name]) / max(len(parts), 1) for name in MEANS}
+    values["token_usage"] = values["num_used_tokens"] / max(values["max_total_num_tokens"], 1)
+    values["cache_hit_rate"] = values["cached_tokens_total"] / max(values["prompt_tokens_total"], 1)
+    return stats_lib.EngineStats(**values)
