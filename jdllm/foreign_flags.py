@@ -210,7 +210,7 @@ REFUSALS: dict[str, str] = {
     "the KV pool has the dtype of the model; use --dtype": "kv_cache_dtype kv_cache_dtype_*",
     "use --dtype float32: then no request changes another's output": "rl_on_policy_target "
     "enable_deterministic_inference",
-    "run one process per replica behind a load balancer": "dp_size data_parallel_* attn_dp_size "
+    "use --replicas": "dp_size data_parallel_* attn_dp_size "
     "enable_dp_attention enable_dp_attention_* api_server_count dwdp_size moe_dp_size",
     "use --tp-size for the GPUs of one host; run one process per host behind a load balancer": ""
     "pp_* pipeline_parallel_size dcp_* cp_* "

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import socket
 from collections.abc import AsyncGenerator, Sequence
 
 import numpy as np
@@ -44,6 +46,8 @@ class EngineHost:
 
     def report(self) -> messages.Report:
         return messages.Report(
+            host=socket.gethostname(),
+            pid=os.getpid(),
             stats=self._engine.stats(),
             is_alive=self._engine.is_alive,
             heartbeat_age_s=self._engine.heartbeat_age_s(),

@@ -34,8 +34,10 @@ class Facts:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """How a replica is now."""
+    """How a replica is now, and where its process is."""
 
+    host: str
+    pid: int
     stats: stats_lib.EngineStats
     is_alive: bool
     heartbeat_age_s: float

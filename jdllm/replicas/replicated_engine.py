@@ -188,7 +188,12 @@ class ReplicatedEngine:
     def server_info(self) -> dict[str, Any]:
         """Returns what one replica says, with an entry of `internal_states` for each of them."""
         states = [
-            {"replica": name, "heartbeat_age_s": round(one.heartbeat_age_s(), 1)}
+            {
+                "replica": name,
+                "host": one.report.host,
+                "pid": one.report.pid,
+                "heartbeat_age_s": round(one.heartbeat_age_s(), 1),
+            }
             | dataclasses.asdict(one.report.stats)
             for name, one in self._reports().items()
         ]
