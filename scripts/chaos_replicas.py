@@ -6,8 +6,8 @@
 It runs on the machine of the replicas, finds their processes in /server_info, and sends SIGKILL to
 one of them each `--every-s` seconds, if at least two serve. Prompts run at temperature 0, so each
 has one right text. An answer must be right, or 503; a stream must be right, or a beginning of the
-right text with an error event behind it. At the end every replica must be back. Exit code 1 tells of
-anything else.
+right text with an error event behind it. At the end every replica must be back. Exit code 1 tells
+of anything else.
 """
 
 from __future__ import annotations
