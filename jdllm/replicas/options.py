@@ -18,6 +18,7 @@ from jdllm import config as config_lib
 from jdllm import errors
 from jdllm.server import cli
 
+Part = typing.TypeVar("Part")
 # Fields of `ServerConfig` that Ray Serve has in its own hands.
 SERVES_OWN = {
     "host": "set `http_options: {host: ...}` in the YAML file of `serve deploy`, or use "
@@ -121,11 +122,17 @@ def parse(arguments: Mapping[str, Any]) -> Options:
         if name in values:
             raise errors.ConfigError(f"{key} repeats option {name}")
         values[name] = _typed(name, value, hints[name])
-    made = [
-        part(**{f.name: values[f.name] for f in dataclasses.fields(part) if f.name in values})
-        for part in parts
-    ]
-    return Options(engine=made[0], server=made[1], replicas=made[2])
+
+    def made(part: type[Part]) -> Part:
+        return part(
+            **{name: values[name] for name in typing.get_type_hints(part) if name in values}
+        )
+
+    return Options(
+        engine=made(config_lib.EngineConfig),
+        server=made(config_lib.ServerConfig),
+        replicas=made(ReplicaConfig),
+    )
 
 
 def _typed(name: str, value: Any, hint: Any) -> Any:

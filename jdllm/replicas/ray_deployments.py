@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 # Far above what the queues of the engines take, so that their errors are the ones that clients see.
 MAX_ONGOING_REQUESTS = 1_000_000
+# The ingress asks each replica for a report every second, and jdllm has an access log of its own.
+QUIET = {"enable_access_log": False}
 
 
 class Engine:
@@ -153,6 +155,7 @@ def application(options: options_lib.Options, num_gpus: float) -> serve.Applicat
         name="Engine",
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
         graceful_shutdown_timeout_s=replicas.graceful_shutdown_timeout_s,
+        logging_config=QUIET,
         ray_actor_options={"num_cpus": replicas.num_cpus, "num_gpus": num_gpus},
         request_router_config=serve.config.RequestRouterConfig(
             request_router_class="jdllm.replicas.ray_router:TargetRouter"
@@ -165,6 +168,7 @@ def application(options: options_lib.Options, num_gpus: float) -> serve.Applicat
         num_replicas=1,
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
         graceful_shutdown_timeout_s=replicas.graceful_shutdown_timeout_s,
+        logging_config=QUIET,
         # A model would not fit beside those of the replicas, and none is loaded.
         ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": {"JAX_PLATFORMS": "cpu"}}},
     )

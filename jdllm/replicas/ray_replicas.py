@@ -10,7 +10,7 @@ from ray import exceptions as ray_exceptions  # pyright: ignore[reportMissingImp
 from ray.serve import exceptions as serve_exceptions  # pyright: ignore[reportMissingImports]
 from ray.serve import handle as serve_handle  # pyright: ignore[reportMissingImports]
 
-from jdllm.replicas import messages, ray_router
+from jdllm.replicas import messages, running_names
 
 # What says that a replica is gone or cannot be reached. Errors of requests are no exceptions here:
 # `EngineHost.stream` sends them as items.
@@ -25,7 +25,7 @@ class RayReplicas:
         self._key = (engines.app_name, engines.deployment_name)
 
     def names(self) -> Sequence[str]:
-        return ray_router.RUNNING.get(self._key, ())
+        return running_names.RUNNING.get(self._key, ())
 
     async def stream(self, name: str, call: messages.Call) -> AsyncGenerator[messages.Item, None]:
         response = self._engines.options(stream=True).stream.remote(call, target=name)

@@ -2,16 +2,15 @@
 
 Ray Serve's own routers know queue lengths only. The ingress decides by itself (`routing.py`), so
 this router has one rule: a call with `target` goes to the replica of that name while there is one.
-It also notes the names of the replicas; it lives in the process of the handle, and is the one
-place where Ray Serve tells them.
+It also notes the names of the replicas (`running_names.py`): it lives in the process of the
+handle, and is the one place where Ray Serve tells them.
 """
 
 from __future__ import annotations
 
 from ray.serve import request_router  # pyright: ignore[reportMissingImports]
 
-# The names of the running replicas, by (application, deployment).
-RUNNING: dict[tuple[str, str], tuple[str, ...]] = {}
+from jdllm.replicas import running_names
 
 
 class TargetRouter(request_router.RequestRouter):
@@ -40,11 +39,7 @@ class TargetRouter(request_router.RequestRouter):
         self._note()
 
     def _note(self) -> None:
-        for replica_id in self.curr_replicas:
-            deployment = replica_id.deployment_id
-            break
-        else:
-            deployment = self._deployment_id
-        RUNNING[deployment.app_name, deployment.name] = tuple(
+        deployment = self._deployment_id
+        running_names.RUNNING[deployment.app_name, deployment.name] = tuple(
             sorted(one.unique_id for one in self.curr_replicas)
         )

@@ -45,8 +45,10 @@ class Router:
         least = min(names, key=lambda name: (self._loads[name], self._turns.get(name, 0)))
         hashes = self._hashes(prompt_ids)
         home = next((self._homes[one] for one in reversed(hashes) if one in self._homes), None)
-        is_home = home in names and self._loads[home] <= self._loads[least] + self._margin
-        chosen = home if is_home and home is not None else least
+        chosen = least
+        if home is not None and home in names:
+            is_near = self._loads[home] <= self._loads[least] + self._margin
+            chosen = home if is_near else least
         self._turn += 1
         self._turns[chosen] = self._turn
         for one in hashes:

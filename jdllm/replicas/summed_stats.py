@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from jdllm.engine import stats as stats_lib
 
@@ -19,7 +20,7 @@ def add(parts: Sequence[stats_lib.EngineStats]) -> stats_lib.EngineStats:
         field.name: [getattr(one, field.name) for one in parts]
         for field in dataclasses.fields(stats_lib.EngineStats)
     }
-    values = {name: sum(column) for name, column in columns.items()}
+    values: dict[str, Any] = {name: sum(column) for name, column in columns.items()}
     values |= {name: max(columns[name], default=0.0) for name in LARGEST}
     values |= {name: sum(columns[name]) / max(len(parts), 1) for name in MEANS}
     values["token_usage"] = values["num_used_tokens"] / max(values["max_total_num_tokens"], 1)
