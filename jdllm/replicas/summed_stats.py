@@ -8,8 +8,8 @@ from typing import Any
 
 from jdllm.engine import stats as stats_lib
 
-# Of what replicas do at the same time, the slowest counts.
-LARGEST = frozenset({"jit_compile_seconds", "startup_time_seconds"})
+# Of what replicas do at the same time, the slowest counts; of what they have alike, any.
+LARGEST = frozenset({"jit_compile_seconds", "startup_time_seconds", "tp_size", "ep_size"})
 # Shares that have no sums to divide here; replicas count alike.
 MEANS = frozenset({"padding_fraction", "batch_occupancy"})
 
@@ -21,7 +21,7 @@ def add(parts: Sequence[stats_lib.EngineStats]) -> stats_lib.EngineStats:
         for field in dataclasses.fields(stats_lib.EngineStats)
     }
     values: dict[str, Any] = {name: sum(column) for name, column in columns.items()}
-    values |= {name: max(columns[name], default=0.0) for name in LARGEST}
+    values |= {name: max(columns[name], default=0) for name in LARGEST}
     values |= {name: sum(columns[name]) / max(len(parts), 1) for name in MEANS}
     values["token_usage"] = values["num_used_tokens"] / max(values["max_total_num_tokens"], 1)
     values["cache_hit_rate"] = values["cached_tokens_total"] / max(values["prompt_tokens_total"], 1)
