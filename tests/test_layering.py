@@ -84,7 +84,6 @@ FLOORS: tuple[tuple[str, int, str], ...] = (
     ("jdllm/convert.py", 7, "convert"),
     ("jdllm/eval/", 7, "eval"),
     ("jdllm/bench/", 7, "bench"),
-    # Loaded by name where replicas are asked for.
     ("jdllm/replicas/", 8, "replicas"),
     ("jdllm/ray_app.py", 8, "replicas"),
     ("jdllm/__main__.py", 8, "public"),
