@@ -249,7 +249,7 @@ def assert_state_is_replicated(engine, tp):
     assert_same_bits({name: part for name, part in memory.items() if name != "pools"})
 
 
-def requests(seed, count, vocab):
+def requests(seed, count, vocab, wanted=24):
     rng = np.random.default_rng(seed)
     shared = rng.integers(0, vocab, 32).tolist()
     prompts = [
@@ -257,7 +257,7 @@ def requests(seed, count, vocab):
         for i in range(count)
     ]
     params = [
-        {"max_new_tokens": 24 + i}
+        {"max_new_tokens": wanted + i}
         | ({"temperature": 0.8, "seed": i, "top_p": 0.9} if i % 3 == 1 else {})
         for i in range(count)
     ]
@@ -270,13 +270,13 @@ def served(engine, asked):
     return first, engine.generate(**asked)
 
 
-BLOCK_SIZES = {"max_running_requests": 2, "max_total_tokens": 11 * 16, "chunked_prefill_size": 64}
+BLOCK_SIZES = {"max_running_requests": 2, "max_total_tokens": 9 * 16, "chunked_prefill_size": 64}
 
 
 @functools.cache
 def block_answers():
     with make_engine(**BLOCK_SIZES) as engine:
-        return [answers(one) for one in served(engine, requests(1, 6, VOCAB))]
+        return [answers(one) for one in served(engine, requests(1, 6, VOCAB, wanted=50))]
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ def block_answers():
 def test_a_split_block_engine_gives_the_tokens_of_one_device(tp, ep):
     """Greedy and sampled rows, fused commits, prefix hits, rows that are preempted."""
     with make_engine(tp_size=tp, ep_size=ep, **BLOCK_SIZES) as engine:
-        first, again = served(engine, requests(1, 6, VOCAB))
+        first, again = served(engine, requests(1, 6, VOCAB, wanted=50))
         assert [answers(first), answers(again)] == block_answers()
         assert any(one["meta_info"]["cached_tokens"] for one in again)
         assert engine.stats().preemptions_total > 0
