@@ -96,11 +96,11 @@ def load(
     match chosen:
         case "dummy" if place is None:
             params = random_params(arrays, seed=seed)
-        case "dummy":
+        case "dummy" if place is not None:
             params = _placed_random_params(arrays, place, seed=seed)
         case "orbax" if place is None:
             params = orbax_checkpoint.restore(directory, arrays, device.used())
-        case "orbax":
+        case "orbax" if place is not None:
             params = orbax_checkpoint.restore_placed(directory, arrays, place)
         case _:
             tensors = safetensors_source.SafetensorsSource(directory)
@@ -110,8 +110,8 @@ def load(
             def prepare(path: str, array: np.ndarray) -> dict[str, jax.Array]:
                 # Before the cut: what is done to the head is done along the whole vocabulary.
                 if place is not None:
-                    return place(path, family.prepare(config, path, array))
-                return {path: family.prepare(config, path, put(path, array)[path])}
+                    return place(path, np.asarray(family.prepare(config, path, array)))
+                return {path: jnp.asarray(family.prepare(config, path, put(path, array)[path]))}
 
             params = assemble.assemble(
                 tensors, fills, arrays, place=prepare, show_progress=show_progress

@@ -205,7 +205,7 @@ def _vectors(
     layer: linear.Linear, embedding: Float32[Array, "B D"], blocks: int, count: int
 ) -> list[Float32[Array, "B count D"]]:
     """Returns `count` vectors for each block, from one product."""
-    active = jax.nn.silu(embedding).astype(layer.weight[...].dtype)
+    active = jax.nn.silu(embedding).astype(layer.weight[...].dtype)  # pyright: ignore[reportIndexIssue]  # never quantised
     made = layer(active, out_dtype=jnp.float32).reshape(len(embedding), blocks, count, -1)
     return [made[:, block] for block in range(blocks)]
 

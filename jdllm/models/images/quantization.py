@@ -8,6 +8,7 @@ one weight in float32 are in memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ def replace_weights(module: nnx.Module, is_quantized: Callable[[str], bool]) -> 
     for path, leaf in nnx.to_flat_state(nnx.state(module)):
         if not is_quantized(".".join(map(str, path))):
             continue
-        parent = module
+        parent: Any = module  # lists by number, modules by name
         for part in path[:-1]:
             parent = parent[part] if isinstance(parent, nnx.List) else getattr(parent, str(part))
         setattr(parent, str(path[-1]), fp8_weight.Fp8Weight(leaf.shape))

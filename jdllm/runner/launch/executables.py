@@ -118,7 +118,7 @@ class Executables:
             arguments = jax.tree.map(_shape, arguments)
         else:
             arguments = over_mesh.abstract(arguments, mesh)
-            step = over_mesh.on_every_rank(step, *arguments[:2], mesh)
+            step = over_mesh.on_every_rank(step, arguments[0], arguments[1], mesh)
             whole = NamedSharding(mesh, sharding.REPLICATED)
             results = over_mesh.shardings(arguments[1]), whole
         with pallas_kernels.record_choices() as choices:

@@ -22,7 +22,8 @@ def mesh_of(params: Any) -> Mesh | None:
     """Returns the mesh that parameters lie on, None if they are on one device."""
     found = next(iter(jax.tree.leaves(params)), None)
     placed = None if found is None else found.sharding
-    return placed.mesh if isinstance(placed, NamedSharding) else None
+    mesh = placed.mesh if isinstance(placed, NamedSharding) else None
+    return mesh if isinstance(mesh, Mesh) else None
 
 
 def replicated(tree: Any, mesh: Mesh) -> Any:
