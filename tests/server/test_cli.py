@@ -120,7 +120,9 @@ def test_abbreviations_are_not_accepted():
         cli.parse(["--por", "5"])
 
 
-@pytest.mark.parametrize("argv", [["--tp-size", "2"], ["--port", "70000"], ["--page-size", "0"]])
+@pytest.mark.parametrize(
+    "argv", [["--max-running-requests", "0"], ["--port", "70000"], ["--page-size", "0"]]
+)
 def test_config_checks_apply(argv):
     with pytest.raises(errors.ConfigError):
         cli.parse(argv)
