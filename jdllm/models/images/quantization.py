@@ -30,7 +30,9 @@ def replace_weights(module: nnx.Module, is_quantized: Callable[[str], bool]) -> 
         parent: Any = module  # lists by number, modules by name
         for part in path[:-1]:
             parent = (
-                parent[int(part)] if isinstance(parent, nnx.List) else getattr(parent, str(part))
+                parent[int(str(part))]
+                if isinstance(parent, nnx.List)
+                else getattr(parent, str(part))
             )
         setattr(parent, str(path[-1]), fp8_weight.Fp8Weight(leaf.shape))
 
