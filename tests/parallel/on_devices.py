@@ -285,9 +285,10 @@ def block_answers():
 )
 def test_a_split_block_engine_gives_the_tokens_of_one_device(tp, ep):
     """Greedy and sampled rows, fused commits, prefix hits, rows that are preempted."""
+    expected = block_answers()  # first, since compilations of the whole process are counted
     with make_engine(tp_size=tp, ep_size=ep, **BLOCK_SIZES) as engine:
         first, again = served(engine, requests(1, 6, VOCAB, wanted=50))
-        assert [answers(first), answers(again)] == block_answers()
+        assert [answers(first), answers(again)] == expected
         assert any(one["meta_info"]["cached_tokens"] for one in again)
         assert engine.stats().preemptions_total > 0
         assert engine.stats().jit_compiles_total == 0
