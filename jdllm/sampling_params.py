@@ -155,7 +155,7 @@ class DllmParams:
         gives one of them, it unsets the others.
         """
         name = self.algorithm or default.algorithm or next(iter(algorithms.TABLE))
-        own = DllmParams(algorithm=name, **self.options)
+        own = DllmParams(algorithm=name, stream_mode=None, **self.options)
         declared = algorithms.TABLE[name]
         values = declared.defaults
         if name == default.algorithm:
