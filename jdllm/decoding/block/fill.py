@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from typing import Any
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Float32, Int32
 
 from jdllm.decoding.block import interface
 
@@ -31,7 +33,7 @@ class BlockRule(abc.ABC):
         has the row's options; `proposal` what the model suggests.
         """
 
-    def init_extra(self, num_rows: int, block_size: int) -> tuple[()]:
+    def init_extra(self, num_rows: int, block_size: int) -> Any:
         """Returns nothing: such a rule has no state of its own."""
         del num_rows, block_size
         return ()
@@ -56,3 +58,30 @@ class BlockRule(abc.ABC):
     def settled(self, block: interface.BlockState) -> Bool[Array, "B T"]:
         """Returns which positions are written."""
         return ~block.masked
+
+
+class CountedRule(BlockRule):
+    """The base of such rules that give a block a number of steps; `block.extra` is the step's."""
+
+    def init_extra(self, num_rows: int, block_size: int) -> jax.Array:
+        """Returns the number of the next step of each row."""
+        del block_size
+        return jnp.zeros((num_rows,), jnp.int32)
+
+    def update(
+        self, block: interface.BlockState, proposal: interface.Proposal
+    ) -> interface.BlockState:
+        """Writes what `BlockRule` writes, and counts the step of rows that had masks at entry."""
+        counts = jnp.any(block.masked, axis=-1) & ~block.done
+        return dataclasses.replace(super().update(block, proposal), extra=block.extra + counts)
+
+
+def steps_of(given: Int32[Array, " B"], block_size: int) -> Int32[Array, " B"]:
+    """Returns how many steps a block has: `given`, at most one a position; 0 means that many."""
+    return jnp.where(given > 0, jnp.minimum(given, block_size), block_size)
+
+
+def leftmost(masked: Bool[Array, "B T"]) -> Float32[Array, "B T"]:
+    """Returns scores that rank positions from left to right."""
+    place = jnp.arange(masked.shape[1], dtype=jnp.float32)
+    return jnp.broadcast_to(-place, masked.shape)

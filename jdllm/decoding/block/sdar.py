@@ -22,13 +22,12 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jdllm import algorithms
 from jdllm.decoding import order
-from jdllm.decoding.block import interface
+from jdllm.decoding.block import fill, interface
 
 _STRATEGY = "remasking_strategy"
 DYNAMIC = algorithms.word("SDAR", _STRATEGY, "low_confidence_dynamic")
@@ -37,54 +36,30 @@ ENTROPY_BOUNDED = algorithms.word("SDAR", _STRATEGY, "entropy_bounded")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class SDAR:
-    """Only fills masks; a block of B positions needs at most B updates."""
+class SDAR(fill.CountedRule):
+    """Writes the positions that the row's strategy names."""
 
-    persists_apart = True
-
-    def init_extra(self, num_rows: int, block_size: int) -> jax.Array:
-        """Returns the number of the next step of each row."""
-        del block_size
-        return jnp.zeros((num_rows,), jnp.int32)
-
-    def update(
+    def choose(
         self, block: interface.BlockState, proposal: interface.Proposal
-    ) -> interface.BlockState:
-        """Writes the step's positions; a row without masks at entry is done."""
-        had_masked = jnp.any(block.masked, axis=-1)
+    ) -> Bool[Array, "R B"]:
         strategy = block.params.remasking_strategy[:, None]
         count = self._count(block)
-        place = jnp.arange(block.masked.shape[1], dtype=jnp.int32)
-        in_order = jnp.broadcast_to(-place.astype(jnp.float32), block.masked.shape)
         score = jnp.where(
             strategy == ENTROPY_BOUNDED,
             -proposal.entropy,
-            jnp.where(strategy == SEQUENTIAL, in_order, proposal.draw_prob),
+            jnp.where(strategy == SEQUENTIAL, fill.leftmost(block.masked), proposal.draw_prob),
         )
         rank = order.ranks(score, block.masked)
         confident = block.masked & (proposal.draw_prob > block.params.threshold[:, None])
         enough = jnp.sum(confident, axis=1, keepdims=True) >= count
         chosen = jnp.where((strategy == DYNAMIC) & enough, confident, rank < count)
         bounded = _sum_up_to(proposal.entropy, rank) <= block.params.eb_threshold[:, None]
-        chosen = jnp.where(strategy == ENTROPY_BOUNDED, bounded | (rank == 0), chosen)
-        written = block.write(proposal.tokens, where=chosen & block.masked)
-        return dataclasses.replace(
-            written,
-            done=block.done | ~had_masked,
-            extra=block.extra + (had_masked & ~block.done),
-        )
-
-    def is_final(self, block: interface.BlockState) -> Bool[Array, " R"]:
-        return ~jnp.any(block.masked, axis=-1)
-
-    def settled(self, block: interface.BlockState) -> Bool[Array, "R B"]:
-        return ~block.masked
+        return jnp.where(strategy == ENTROPY_BOUNDED, bounded | (rank == 0), chosen)
 
     def _count(self, block: interface.BlockState) -> Int[Array, "R 1"]:
         """Returns n; it is 0 in no step, since the steps of a block write B positions in all."""
         B = block.masked.shape[1]
-        given = block.params.denoising_steps
-        steps = jnp.where(given > 0, jnp.minimum(given, B), B)
+        steps = fill.steps_of(block.params.denoising_steps, B)
         return (B // steps + (block.extra < B % steps))[:, None]
 
 
