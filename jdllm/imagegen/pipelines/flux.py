@@ -18,24 +18,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
-from jdllm.imagegen import flow_schedule, padded_prompts, prompts, tokenizer_files
-from jdllm.imagegen.pipelines import interface
-from jdllm.models.images import packing, step_cache
-from jdllm.models.images.autoencoder.config import AutoencoderConfig
+from jdllm.imagegen import padded_prompts, prompts, tokenizer_files
+from jdllm.imagegen.pipelines import interface, packed
+from jdllm.models.images import step_cache
 from jdllm.models.images.clip_text import ClipTextConfig
 from jdllm.models.images.flux_config import FluxConfig
-
-Latents = Float32[Array, "R T C"]
-
-# That of the other pipelines; there are positions for more.
-_MAX_SIDE = 8192
 
 # true_cfg_scale 1 asks for nothing: it is an option beside the distilled guidance.
 _DEV = interface.Defaults(
@@ -66,7 +59,7 @@ class Captions:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class FluxPipeline:
+class FluxPipeline(packed.PackedPipeline):
     """A loaded FLUX.1 without its weights; see `interface.Pipeline`."""
 
     layout: ClassVar[interface.Layout] = interface.Layout(
@@ -103,27 +96,9 @@ class FluxPipeline:
         cfg_switch="true_cfg_scale", has_step_cache=True
     )
 
-    parts: interface.Parts
-
-    @classmethod
-    def build(cls, parts: interface.Parts) -> Self:
-        return cls(parts=parts)
-
     @property
     def defaults(self) -> interface.Defaults:
         return self.parts.defaults(_DEV if self._transformer.guidance_embeds else _SCHNELL)
-
-    @property
-    def size_multiple(self) -> int:
-        return self._vae.scale * packing.PATCH
-
-    @property
-    def max_side(self) -> int:
-        return _MAX_SIDE
-
-    @property
-    def caption_multiple(self) -> int:
-        return 1
 
     @property
     def max_caption_tokens(self) -> int:
@@ -146,21 +121,6 @@ class FluxPipeline:
             tokenizers["tokenizer"], tokenizers["tokenizer_2"], first_length=self.prefix_tokens
         )
 
-    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
-        return self.image_tokens(height, width), self._transformer.in_channels
-
-    def image_tokens(self, height: int, width: int) -> int:
-        rows, columns = self._grid((height, width))
-        return rows * columns
-
-    @property
-    def transformer_width(self) -> int:
-        return self._transformer.dim
-
-    def sigmas(self, num_steps: int, height: int, width: int) -> np.ndarray:
-        tokens = self.image_tokens(height, width)
-        return flow_schedule.sigmas_of(self.parts.schedule, num_steps, tokens)
-
     def caption_shapes(self, tokens: int) -> Captions:
         dim = self._transformer.dim
         text = jax.ShapeDtypeStruct((tokens - self.prefix_tokens, dim), self.parts.dtype)
@@ -171,7 +131,9 @@ class FluxPipeline:
     ) -> Captions:
         of_clip, of_t5 = jnp.split(ids, [self.prefix_tokens], axis=1)
         vector = self.parts.module("text_encoder", params).encode(of_clip)
-        embeddings = self.parts.module("text_encoder_2", params).encode(of_t5, self._own(lens))
+        embeddings = self.parts.module("text_encoder_2", params).encode(
+            of_t5, packed.after_prefix(lens, self.prefix_tokens)
+        )
         transformer = self.parts.module("transformer", params)
         return Captions(
             text=transformer.embed_text(embeddings), pooled=transformer.embed_pooled(vector)
@@ -180,55 +142,36 @@ class FluxPipeline:
     def predict(
         self,
         params: interface.Params,
-        latents: Latents,
+        latents: packed.Latents,
         sigma: Float32[Array, " R"],
         captions: Captions,
         lens: Int32[Array, " R"],
         guidance: interface.Guidance,
         size: interface.Size,
         cache: step_cache.StepCache | None = None,
-    ) -> Latents:
+    ) -> packed.Latents:
         return self.parts.module("transformer", params).denoise(
             latents,
             sigma,
             guidance.guidance_scale,
             captions.text,
             captions.pooled,
-            self._own(lens),
+            packed.after_prefix(lens, self.prefix_tokens),
             self._grid(size),
             cache,
         )
 
     def guide(
         self,
-        positive: Latents,
-        negative: Latents,
+        positive: packed.Latents,
+        negative: packed.Latents,
         sigma: Float32[Array, " R"],
         guidance: interface.Guidance,
-    ) -> Latents:
+    ) -> packed.Latents:
         """Returns negative + s (positive - negative)."""
         del sigma
         return negative + guidance.true_cfg_scale[:, None, None] * (positive - negative)
 
-    def decode(
-        self, params: interface.Params, latents: Latents, size: interface.Size
-    ) -> Float32[Array, "R H W 3"]:
-        unpacked = packing.unpack(latents, self._grid(size))
-        return self.parts.module("vae", params).decode(unpacked)
-
-    def _own(self, lens: Int32[Array, " R"]) -> Int32[Array, " R"]:
-        """Returns how many ids are T5's; padding rows have captions that end within the prefix."""
-        return jnp.maximum(lens - self.prefix_tokens, 1)
-
-    def _grid(self, size: interface.Size) -> tuple[int, int]:
-        """Returns how many rows and columns of tokens an image has."""
-        height, width = size
-        return height // self.size_multiple, width // self.size_multiple
-
     @property
     def _transformer(self) -> FluxConfig:
         return self.parts.configs["transformer"]
-
-    @property
-    def _vae(self) -> AutoencoderConfig:
-        return self.parts.configs["vae"]

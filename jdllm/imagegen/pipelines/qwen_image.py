@@ -13,19 +13,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
-from jdllm.imagegen import flow_schedule, prompts
-from jdllm.imagegen.pipelines import interface
-from jdllm.models.images import packing, qwen_image_config, step_cache
-from jdllm.models.images.autoencoder_kl_qwen_image import QwenImageAutoencoderConfig
-
-Latents = Float32[Array, "R T C"]
+from jdllm.imagegen import prompts
+from jdllm.imagegen.pipelines import interface, packed
+from jdllm.models.images import qwen_image_config, step_cache
 
 PREFIX_TOKENS = 34  # what the published tokenizer makes of the text before the prompt
 _BEFORE = (
@@ -34,9 +30,6 @@ _BEFORE = (
     "<|im_start|>user\n"
 )
 _AFTER = "<|im_end|>\n<|im_start|>assistant\n"
-
-# That of the other pipelines; there are positions for more.
-_MAX_SIDE = 8192
 
 _DEFAULTS = interface.Defaults(
     height=1024,
@@ -50,7 +43,7 @@ _DEFAULTS = interface.Defaults(
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class QwenImagePipeline:
+class QwenImagePipeline(packed.PackedPipeline):
     """A loaded Qwen-Image without its weights; see `interface.Pipeline`."""
 
     layout: ClassVar[interface.Layout] = interface.Layout(
@@ -77,27 +70,9 @@ class QwenImagePipeline:
         cfg_switch="true_cfg_scale", has_step_cache=True
     )
 
-    parts: interface.Parts
-
-    @classmethod
-    def build(cls, parts: interface.Parts) -> Self:
-        return cls(parts=parts)
-
     @property
     def defaults(self) -> interface.Defaults:
         return self.parts.defaults(_DEFAULTS)
-
-    @property
-    def size_multiple(self) -> int:
-        return self._vae.scale * packing.PATCH
-
-    @property
-    def max_side(self) -> int:
-        return _MAX_SIDE
-
-    @property
-    def caption_multiple(self) -> int:
-        return 1
 
     @property
     def max_caption_tokens(self) -> int:
@@ -116,21 +91,6 @@ class QwenImagePipeline:
     ) -> prompts.PromptTokenizer:
         return tokenizers["tokenizer"]
 
-    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
-        return self.image_tokens(height, width), self._transformer.in_channels
-
-    def image_tokens(self, height: int, width: int) -> int:
-        rows, columns = self._grid((height, width))
-        return rows * columns
-
-    @property
-    def transformer_width(self) -> int:
-        return self._transformer.dim
-
-    def sigmas(self, num_steps: int, height: int, width: int) -> np.ndarray:
-        tokens = self.image_tokens(height, width)
-        return flow_schedule.sigmas_of(self.parts.schedule, num_steps, tokens)
-
     def caption_shapes(self, tokens: int) -> jax.ShapeDtypeStruct:
         shape = tokens - PREFIX_TOKENS, self._transformer.dim
         return jax.ShapeDtypeStruct(shape, self.parts.dtype)
@@ -145,27 +105,26 @@ class QwenImagePipeline:
     def predict(
         self,
         params: interface.Params,
-        latents: Latents,
+        latents: packed.Latents,
         sigma: Float32[Array, " R"],
         captions: Float[Array, "R L-34 D"],
         lens: Int32[Array, " R"],
         guidance: interface.Guidance,
         size: interface.Size,
         cache: step_cache.StepCache | None = None,
-    ) -> Latents:
+    ) -> packed.Latents:
         del guidance
-        # Padding rows have captions that end within the prefix.
-        own = jnp.maximum(lens - PREFIX_TOKENS, 1)
+        own = packed.after_prefix(lens, PREFIX_TOKENS)
         transformer = self.parts.module("transformer", params)
         return transformer.denoise(latents, sigma, captions, own, self._grid(size), cache)
 
     def guide(
         self,
-        positive: Latents,
-        negative: Latents,
+        positive: packed.Latents,
+        negative: packed.Latents,
         sigma: Float32[Array, " R"],
         guidance: interface.Guidance,
-    ) -> Latents:
+    ) -> packed.Latents:
         """Returns negative + s (positive - negative), each token as long as the positive one's."""
         del sigma
         scale = guidance.true_cfg_scale[:, None, None]
@@ -174,25 +133,10 @@ class QwenImagePipeline:
         length = jnp.maximum(_length(mixed), jnp.finfo(jnp.float32).tiny)
         return mixed * (_length(positive) / length)
 
-    def decode(
-        self, params: interface.Params, latents: Latents, size: interface.Size
-    ) -> Float32[Array, "R H W 3"]:
-        unpacked = packing.unpack(latents, self._grid(size))
-        return self.parts.module("vae", params).decode(unpacked)
-
-    def _grid(self, size: interface.Size) -> tuple[int, int]:
-        """Returns how many rows and columns of tokens an image has."""
-        height, width = size
-        return height // self.size_multiple, width // self.size_multiple
-
     @property
     def _transformer(self) -> qwen_image_config.QwenImageConfig:
         return self.parts.configs["transformer"]
 
-    @property
-    def _vae(self) -> QwenImageAutoencoderConfig:
-        return self.parts.configs["vae"]
 
-
-def _length(x: Latents) -> Float32[Array, "R T 1"]:
+def _length(x: packed.Latents) -> Float32[Array, "R T 1"]:
     return jnp.linalg.norm(x, axis=-1, keepdims=True)
