@@ -63,7 +63,8 @@ def test_a_start_that_is_held_sleeps_and_an_arrival_wakes_it(overlaps):
 def test_missing_programs_are_asked_for_now_and_then():
     core, device = build(random.Random(0))
     one, events, is_compiled = ask(2), queue.SimpleQueue(), threading.Event()
-    core.scheduler.rows.is_ready = lambda bucket: bucket.name != "step" or is_compiled.is_set()
+    programs = core.scheduler.rows.programs
+    programs.is_ready = lambda bucket: bucket.name != "step" or is_compiled.is_set()
     rounds = Counted(core)
     engine = loop_lib.EngineLoop(core)
     engine.submit([one], lambda name, event: events.put((name, event))).result(timeout=30)

@@ -41,6 +41,7 @@ CALLS = {
         jnp.zeros(ROWS, INT), jnp.full(ROWS, 8), jnp.zeros((ROWS, 1), INT),
         visibility="full", block_size=8, scale=1.0,
     ),
+    "fp8_matmul": lambda x, w: pallas_kernels.fp8_matmul(x, *pallas_kernels.quantize_rows(w)),
     "grouped_matmul": lambda x, w: pallas_kernels.grouped_matmul(
         x, jnp.zeros((4, 16, 256), x.dtype), jnp.zeros((4, 256, 8), x.dtype),
         jnp.zeros((T, 2), INT), jnp.ones((T, 2), jnp.float32),

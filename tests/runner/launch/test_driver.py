@@ -111,7 +111,7 @@ def test_a_launch_is_the_loop_that_one_would_write(seed):
 def test_a_stop_that_is_seen_ends_the_launch_after_its_step(monkeypatch):
     """The flag reads as asked for once a row has had its third step."""
 
-    def poll(self, after, *, implementation):
+    def poll(self, after, **_):
         return self.count + jnp.any(after == 4)
 
     monkeypatch.setattr(interrupts.Interrupt, "poll", poll)

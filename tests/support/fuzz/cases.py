@@ -22,7 +22,7 @@ GET_PATHS = (
     "/health", "/ready", "/readyz", "/livez", "/ping", "/version", "/v1/models", "/model_info",
     "/get_model_info", "/server_info", "/get_server_info", "/v1/loads", "/get_load", "/metrics",
     "/v1/loads?include=core,memory", "/v1/loads?format=prometheus", "/api/tags", "/api/ps",
-    "/api/version", "/docs", "/openapi.json", "/health_generate",
+    "/", "/api/version", "/docs", "/openapi.json", "/health_generate",
 )  # fmt: skip
 POST_PATHS = (*asks.ROUTES, "/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize",
               "/abort_request", "/api/show", "/start_profile")  # fmt: skip
@@ -43,7 +43,7 @@ BAD_GETS = {
     "/v1/loads?format=%ff": "format",
 }
 MISSING = (
-    "/", "/v1", "/v1/", "/v1/chat/completions/", "/v1/embeddings", "/api", "/api/", "/api/pull",
+    "/v1", "/v1/", "/v1/chat/completions/", "/v1/embeddings", "/api", "/api/", "/api/pull",
     "/metrics/", "/../etc/passwd", "/v1/models/another", "/v1/models/%0a%1b", "/%2e%2e/",
     "/v1/models/" + "m" * 9000, "/health%00", "/HEALTH", "//health", "/generate?/",
 )  # fmt: skip
