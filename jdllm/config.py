@@ -46,6 +46,7 @@ TEXT_OPTIONS = frozenset(
         "dllm_algorithm_config",
         "tp_size",
         "ep_size",
+        "disable_custom_all_reduce",
     ]
 )
 # Options that only models that make images have.
@@ -108,6 +109,7 @@ class EngineConfig:
     decode_log_interval: int = 40
     tp_size: int = 1
     ep_size: int | None = None
+    disable_custom_all_reduce: bool = False
     batching_mode: Literal["dynamic"] = "dynamic"
     batching_max_size: int | None = None
     batching_delay_ms: float = 0.0

@@ -106,8 +106,9 @@ SPEED: tuple[Group, ...] = (
         "long_prefill_token_threshold max_num_partial_prefills",
     ),
     Group(
-        instead="with --tp-size, sums over the GPUs of the one process are XLA's collectives",
-        switches="disable_custom_all_reduce enable_nccl_nvls enable_symm_mem enable_mscclpp "
+        instead="with --tp-size, GPUs write sums into one another's memory, without NCCL; see "
+        "--disable-custom-all-reduce",
+        switches="enable_nccl_nvls enable_symm_mem enable_mscclpp "
         "enable_torch_symm_mem enable_p2p_check pre_warm_nccl enable_two_batch_overlap "
         "enable_single_batch_overlap enable_flashinfer_allreduce_fusion "
         "enforce_disable_flashinfer_allreduce_fusion enable_dp_lm_head "

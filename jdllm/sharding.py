@@ -14,16 +14,17 @@ Letters: those of the whole project, and r a rank.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array, Shaped
+from jaxtyping import Array, Int32
 
 import pallas_kernels
 from jdllm import errors
@@ -232,20 +233,32 @@ def draw_normal(
 
 # In a shard_map over the mesh
 
-
-def sum_over_ranks(x: Shaped[Array, "*shape"], tp: int) -> Shaped[Array, "*shape"]:
-    """Returns the sum of every rank's array, in float32 and rounded once: the same bits everywhere.
-
-    The sum of two numbers has no order. For more ranks the library's sum may start at each rank's
-    own place, so the parts are gathered, and added in rank order.
-    """
-    if tp == 2:
-        return jax.lax.psum(x, AXIS)
-    parts = jax.lax.all_gather(x, AXIS)
-    total = functools.reduce(jnp.add, [parts[rank].astype(jnp.float32) for rank in range(tp)])
-    return total.astype(x.dtype)
+_peers: contextvars.ContextVar[pallas_kernels.Peers | None] = contextvars.ContextVar(
+    "peers", default=None
+)
 
 
-def of_first_rank(x: Shaped[Array, "*shape"]) -> Shaped[Array, "*shape"]:
-    """Returns the array of rank 0 on every rank."""
-    return jax.lax.psum(jnp.where(jax.lax.axis_index(AXIS) == 0, x, jnp.zeros_like(x)), AXIS)
+@contextlib.contextmanager
+def reaching(peers: pallas_kernels.Peers | None) -> Iterator[None]:
+    """Lets steps that are traced inside the block exchange data through `peers`."""
+    token = _peers.set(peers)
+    try:
+        yield
+    finally:
+        _peers.reset(token)
+
+
+def peers() -> pallas_kernels.Peers | None:
+    """Returns how the step that is being traced reaches other ranks; None: by XLA's collectives."""
+    return _peers.get()
+
+
+def rank() -> Int32[Array, ""]:
+    """Returns the rank that the step runs on."""
+    found = peers()
+    return jax.lax.axis_index(AXIS) if found is None else found.number
+
+
+def of_first_rank(x: Int32[Array, ""]) -> Int32[Array, ""]:
+    """Returns the number of rank 0 on every rank."""
+    return pallas_kernels.exchange_words(x[None], axis_name=AXIS, peers=peers())[0, 0]

@@ -7,8 +7,10 @@ the kernels, one file per device. `dispatch.py` lists the ops and the implementa
 
 from pallas_kernels.add_rms_norm.api import add_rms_norm
 from pallas_kernels.add_rms_norm.reference import rms_norm
+from pallas_kernels.all_reduce.api import all_reduce, all_reduce_add_rms_norm
 from pallas_kernels.dense_matmul.api import dense_matmul, swiglu_matmul
 from pallas_kernels.dispatch import Choice, Choices, describe_choices, record_choices
+from pallas_kernels.exchange_words.api import exchange_words
 from pallas_kernels.extend_attention.api import extend_attention
 from pallas_kernels.extend_attention.reference import AttentionTiling
 from pallas_kernels.fp8_matmul.api import fp8_matmul, quantize_rows
@@ -16,6 +18,7 @@ from pallas_kernels.grouped_matmul.api import grouped_matmul
 from pallas_kernels.grouped_matmul.gate_up import gate_up_group, interleave_gate_up, split_gate_up
 from pallas_kernels.grouped_matmul.reference import swiglu
 from pallas_kernels.padded_attention.api import masked_attention, padded_attention
+from pallas_kernels.peers import Peers, buffer_words
 from pallas_kernels.read_cancel_flag.api import choose as choose_read_cancel_flag
 from pallas_kernels.read_cancel_flag.api import read_cancel_flag
 from pallas_kernels.rotate_and_cache.api import rotate_and_cache
@@ -33,12 +36,17 @@ __all__ = [
     "AttentionTiling",
     "Choice",
     "Choices",
+    "Peers",
     "UnembedStats",
     "add_rms_norm",
+    "all_reduce",
+    "all_reduce_add_rms_norm",
     "apply_rope",
+    "buffer_words",
     "choose_read_cancel_flag",
     "dense_matmul",
     "describe_choices",
+    "exchange_words",
     "extend_attention",
     "fp8_matmul",
     "gate_up_group",

@@ -23,7 +23,9 @@ from pallas_kernels import device as device_facts
 # The best comes first; "auto" never takes an implementation that comes after "xla".
 IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "add_rms_norm": ("mosaic_gpu", "xla"),
+    "all_reduce": ("mosaic_gpu", "xla"),
     "dense_matmul": ("mosaic_gpu", "xla"),
+    "exchange_words": ("mosaic_gpu", "xla"),
     "extend_attention": ("mosaic_gpu", "cudnn", "xla"),
     "fp8_matmul": ("xla_fp8", "xla"),
     "grouped_matmul": ("mosaic_gpu", "xla", "dense"),

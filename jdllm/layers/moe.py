@@ -149,7 +149,7 @@ class SparseMoE(nnx.Module):
         with jax.named_scope("router"):
             ids, weights = self.router(x)
             if self.num_ranks > 1:
-                is_mine = ids % self.num_ranks == jax.lax.axis_index(sharding.AXIS)
+                is_mine = ids % self.num_ranks == sharding.rank()
                 ids = jnp.where(is_mine, ids // self.num_ranks, -1)
         shared = self.shared_experts
         with jax.named_scope("experts"):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -35,10 +33,15 @@ class RMSNorm(nnx.Module):
         implementation: str = "auto",
     ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
         """Returns (x + sum(added), the norm of that sum), with `added` of all ranks."""
-        added = sum_of_parts(added, self.num_ranks)
-        return pallas_kernels.add_rms_norm(
-            x, added, self.weight[...], eps=self.eps, implementation=implementation
-        )
+        weight, eps = self.weight[...], self.eps
+        if self.num_ranks == 1:
+            return pallas_kernels.add_rms_norm(
+                x, added, weight, eps=eps, implementation=implementation
+            )
+        return pallas_kernels.all_reduce_add_rms_norm(
+            x, added, weight, eps=eps, axis_name=sharding.AXIS, peers=sharding.peers(),
+            implementation=implementation,
+        )  # fmt: skip
 
 
 def sum_of_parts(
@@ -47,7 +50,7 @@ def sum_of_parts(
     """Returns arrays that have the same sum on every rank: that of the arrays of all ranks."""
     if num_ranks == 1:
         return added
-    return (sharding.sum_over_ranks(functools.reduce(jnp.add, added), num_ranks),)
+    return (pallas_kernels.all_reduce(added, axis_name=sharding.AXIS, peers=sharding.peers()),)
 
 
 def layer_norm(x: Float[Array, "... D"], *, eps: float) -> Float[Array, "... D"]:

@@ -56,5 +56,6 @@ class LMHead:
             temperature=temperature,
             num_rows=num_rows,
             axis_name=None if self.num_ranks == 1 else sharding.AXIS,
+            peers=sharding.peers(),
             implementation=implementation,
         )

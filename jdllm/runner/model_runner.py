@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, Int32
 
 from jdllm import device_facts
-from jdllm.runner.launch import executables, interrupts, over_mesh
+from jdllm.runner.launch import executables, interrupts, over_mesh, peer_buffers
 from jdllm.runner.launch import program as program_lib
 from jdllm.scheduler import batch as batch_lib
 
@@ -32,9 +32,13 @@ class ModelRunner:
         kind: program_lib.Kind,
         *,
         device: device_facts.DeviceFacts,
+        peers: peer_buffers.PeerBuffers | None = None,
         implementation: str = "auto",
     ):
-        self._params = params
+        self._peers = peers  # programs write to them by address
+        self._params: program_lib.Params = params
+        if peers is not None:
+            self._params = {**params, over_mesh.PEERS: peers.peers}
         self._kind = kind
         self._interrupts = interrupts.Interrupts(implementation=implementation)
         self._interrupt: interrupts.Interrupt | None = None  # for the next launch
@@ -109,8 +113,9 @@ class ModelRunner:
 
     def release(self) -> None:
         """Frees weights and memory on the device; no launch can start afterwards."""
-        _delete((*self._params.values(), *jax.tree.leaves(self._memory)))
+        _delete(jax.tree.leaves((self._params, self._memory)))
         self._executables.by_bucket.clear()
+        self._peers = None
 
     def _create_memory(self) -> program_lib.Memory:
         memory, mesh = self._kind.create_memory(), over_mesh.mesh_of(self._params)

@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32, UInt32
 
 from pallas_kernels import dispatch, lowered_once
+from pallas_kernels import peers as peers_lib
 from pallas_kernels.unembed_stats import checks, partials, reference
 from pallas_kernels.unembed_stats import mosaic_gpu as gpu_kernel
 from pallas_kernels.unembed_stats.partials import PartialStats
@@ -67,6 +68,7 @@ def unembed_stats(
     temperature: Float32[Array, " T"] | None = None,
     num_rows: Int32[Array, ""] | None = None,
     axis_name: str | None = None,
+    peers: peers_lib.Peers | None = None,
     implementation: str = "auto",
     chunk_size: int | None = None,
 ) -> UnembedStats:
@@ -80,7 +82,7 @@ def unembed_stats(
     With `axis_name`, the axis of a `shard_map`, `w` has the V / n rows of one of n ranks. The ranks
     exchange their statistics and merge them in rank order, so all have the same bits; ids and
     logits are exactly those of the whole vocabulary. `x` and the other arguments are equal on all
-    ranks.
+    ranks. `peers` are their buffers, if they have any (`exchange_words`).
     """
     num_ranks = 1 if axis_name is None else jax.lax.axis_size(axis_name)
     checks.check_shapes(x, w, forbidden_ids, given_ids, draw_keys, temperature, num_rows, num_ranks)
@@ -95,7 +97,7 @@ def unembed_stats(
     return _unembed_stats(
         x, w, given_ids=given_ids, draw_keys=draw_keys, temperature=temperature, num_rows=num_rows,
         forbidden_ids=forbidden_ids, implementation=chosen.implementation, chunk_size=chunk_size,
-        axis_name=axis_name,
+        axis_name=axis_name, peers=peers,
     )  # fmt: skip
 
 
@@ -168,7 +170,7 @@ def penalize(
 )
 def _unembed_stats(
     x, w, *, given_ids, draw_keys, temperature, num_rows, forbidden_ids, implementation, chunk_size,
-    axis_name,
+    axis_name, peers,
 ) -> UnembedStats:  # fmt: skip
     rows, cold = _draw_rows(draw_keys, temperature, x.shape[0])
     if given_ids is not None:
@@ -180,9 +182,10 @@ def _unembed_stats(
     elif axis_name is None:
         total = reference.partial_stats(x, w, rows, forbidden_ids, chunk_size)
     else:
-        first_id = jax.lax.axis_index(axis_name) * w.shape[0]
+        rank = jax.lax.axis_index(axis_name) if peers is None else peers.number
+        first_id = rank * w.shape[0]
         mine = reference.partial_stats(x, w, rows, forbidden_ids, chunk_size, first_id)
-        total = partials.merge_ranks(mine, axis_name)
+        total = partials.merge_ranks(mine, axis_name, peers)
     stats = _finish(total, cold)
     if num_rows is None:
         return stats

@@ -2,20 +2,26 @@
 
 A value is a numpy array over threads. `run_threads` takes a warp at a time, 32 lanes; between
 barriers the warps run in random order, so a barrier that is missing shows as a wrong result.
+Code that reaches memory by its address (`peer_code`) may wait for other CTAs; warps take turns at
+each such access, in random order too. Every access is seen at once by all: what a missing fence
+does is not modelled.
 Needs the Mosaic GPU of a newer jax: import it after asking `compat.supported`.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
+import ml_dtypes
 import numpy as np
 from jax._src.interpreters import mlir as jax_mlir
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import func
 
 LANES = 32
+MOST_TURNS = 2000  # of a warp that waits, without another that does anything
 
 
 def signed(x):
@@ -93,6 +99,8 @@ class Interpreter:
                 return np.full(self.thread.size, along, np.int64)
             case "vector.extract":
                 return operands[0][attributes["static_position"][0]]
+            case "llvm.extractvalue":
+                return operands[0][attributes["position"][0]]
         raise NotImplementedError(str(op))
 
     def _constant(self, value, kind):
@@ -107,10 +115,12 @@ class Interpreter:
 class Warp(Interpreter):
     """Interprets a block for 32 threads; `step` runs to the next barrier and returns its kind."""
 
-    def __init__(self, block: ir.Block, values: dict, *, first_thread: int, threads: int, peers):
+    def __init__(
+        self, block: ir.Block, values: dict, *, first_thread: int, threads: int, peers, addressed
+    ):
         thread = np.arange(first_thread, first_thread + LANES, dtype=np.int64)
         super().__init__(values, thread=thread, threads=threads)
-        self.peers = peers
+        self.peers, self.addressed = peers, addressed
         self.arrivals, self.waits, self.barriers = 0, 0, 0
         self.stopped_at: str | None = None
         self._steps = self._run(block, np.ones(LANES, bool))
@@ -143,9 +153,11 @@ class Warp(Interpreter):
                     yield "arrive"
                 case "nvvm.cluster.wait":
                     yield "wait"
+                case "llvm.inline_asm" if _ptx(op).startswith("{"):
+                    yield from self._access(_ptx(op), active, op, operands)
                 case name:
                     if name.startswith("nvvm") or name == "llvm.inline_asm":
-                        assert active.all() or "popc" in str(op)
+                        assert active.all() or "popc" in str(op) or "cvt." in str(op)
                     self.values[op.results[0]] = self._result(op, operands)
 
     def _result(self, op, operands):
@@ -163,8 +175,34 @@ class Warp(Interpreter):
                 found = operands[0].min() if "umin" in kind else bits(signed(operands[0]).max())
                 return np.full(LANES, found, np.uint32)
             case "llvm.inline_asm":
-                return self._asm(ir.StringAttr(attributes["asm_string"]).value, operands[0])
+                return self._asm(_ptx(op), *operands)
         return self.result(op, operands)
+
+    def _access(self, ptx, active, op, operands) -> Iterator[str]:
+        """An access to memory by its address, whose upper half says which of `addressed` it is."""
+        low, high, by, *words = operands
+        places = [
+            (lane, self.addressed[int(high[lane])], (int(low[lane]) + int(by[lane])) // 4)
+            for lane in np.flatnonzero(active)
+        ]
+        yield "access"
+        if "ld.acquire" in ptx:
+            while any(
+                memory[place : place + 1].view(np.int32)[0] < words[0].view(np.int32)[lane]
+                for lane, memory, place in places
+            ):
+                yield "spin"
+        elif found := re.search(r"ld\.\S*global(\.v\d)?", ptx):
+            count = int((found[1] or ".v1")[2:])
+            result = np.zeros((count, LANES), np.uint32)
+            for lane, memory, place in places:
+                result[:, lane] = memory[place : place + count]
+            self.values[op.results[0]] = result if found[1] else result[0]
+        else:
+            assert re.search(r"st\.\S*global", ptx), ptx
+            for lane, memory, place in places:
+                assert 0 <= place <= memory.size - len(words), "store out of range"
+                memory[place : place + len(words)] = [word[lane] for word in words]
 
     def _load(self, memory, index):
         assert np.all((index >= 0) & (index < memory.size)), "load out of range"
@@ -183,7 +221,13 @@ class Warp(Interpreter):
             return value[np.where(lane < argument, lane, lane - argument)]
         return value[lane ^ argument if "bfly" in kind else argument]
 
-    def _asm(self, ptx, value):
+    def _asm(self, ptx, value, other=None):
+        if ptx.startswith("cvt.rn.bf16x2"):
+            upper, lower = (
+                np.asarray(part).astype(ml_dtypes.bfloat16).view(np.uint16).astype(np.uint32)
+                for part in (value, other)
+            )
+            return (upper << np.uint32(16)) | lower
         if ptx.startswith("match.any"):
             equal = value == value[:, None]
             return np.sum(equal << np.arange(LANES), axis=1).astype(np.uint32)
@@ -198,29 +242,36 @@ class Warp(Interpreter):
 
 def run_threads(
     emit: Callable[[list, list, list], None],
-    arrays: Sequence[np.ndarray],
+    arrays: Sequence[np.ndarray] | Sequence[Sequence[np.ndarray]],
     *,
     shared: Sequence[int] = (),
     scalars: Sequence[Sequence[int]],
     warps: int,
     seed: int = 0,
+    addressed: Mapping[int, np.ndarray] | None = None,
+    launches: Sequence[tuple[int, int]] | None = None,
+    resident: int | None = None,
 ) -> None:
     """Runs a cluster with a CTA for each of `scalars`, the values that the kernel passes it.
 
     `emit` gets refs of the arrays (uint32 or float32, written in place), refs of buffers of
-    `shared` uint32 each, and the scalars.
+    `shared` uint32 each, and the scalars. `arrays` may be a list for each CTA. `addressed` is
+    memory (uint32) by the upper half of the addresses that reach it. `launches` gives the device
+    and the launch of each CTA: those of a device run one after another, and at most `resident`
+    CTAs of one at a time, in their order.
     """
+    each = list(arrays) if isinstance(arrays[0], list) else [arrays] * len(scalars)
     with jax_mlir.make_ir_context(), ir.Location.unknown():
         module = ir.Module.create()
         i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
         types = [
-            ir.MemRefType.get((a.size,), f32 if a.dtype == np.float32 else i32) for a in arrays
+            ir.MemRefType.get((a.size,), f32 if a.dtype == np.float32 else i32) for a in each[0]
         ]
         types += [ir.MemRefType.get((size,), i32) for size in shared] + [i32] * len(scalars[0])
         with ir.InsertionPoint(module.body):
             function = func.FuncOp("kernel", (types, []))
             block = function.add_entry_block()
-        ends = len(arrays), len(arrays) + len(shared)
+        ends = len(each[0]), len(each[0]) + len(shared)
         with ir.InsertionPoint(block):
             refs = list(block.arguments)
             emit(refs[: ends[0]], refs[ends[0] : ends[1]], [Scalar(v) for v in refs[ends[1] :]])
@@ -231,25 +282,37 @@ def run_threads(
             [garbage.integers(0, 2**32, size, dtype=np.uint32) for size in shared] for _ in scalars
         ]
         ctas = []
-        for memory, numbers in zip(memories, scalars, strict=True):
+        for own, memory, numbers in zip(each, memories, scalars, strict=True):
             passed = [np.full(LANES, number, np.uint32) for number in numbers]
-            values = dict(zip(block.arguments, [*arrays, *memory, *passed], strict=True))
+            values = dict(zip(block.arguments, [*own, *memory, *passed], strict=True))
             ctas.append([
                 Warp(block, dict(values), first_thread=LANES * warp, threads=LANES * warps,
-                     peers=memories)
+                     peers=memories, addressed=addressed or {})
                 for warp in range(warps)
             ])  # fmt: skip
-        _schedule(ctas, random.Random(seed))
+        _schedule(ctas, random.Random(seed), launches or [(0, 0)] * len(ctas), resident)
 
 
-def _schedule(ctas: list[list[Warp]], order: random.Random) -> None:
+def _ptx(op) -> str:
+    return ir.StringAttr(op.attributes["asm_string"]).value
+
+
+def _schedule(
+    ctas: list[list[Warp]],
+    order: random.Random,
+    launches: Sequence[tuple[int, int]],
+    resident: int | None,
+) -> None:
     running = [(warp, cta) for cta in ctas for warp in cta]
     everyone = [warp for warp, _ in running]
+    idle_turns = 0
     while running:
+        on_device = _on_device(ctas, launches, resident)
         free = [
             (warp, cta)
             for warp, cta in running
-            if not (
+            if id(cta) in on_device
+            and not (
                 (warp.stopped_at == "barrier" and min(w.barriers for w in cta) < warp.barriers)
                 or (warp.stopped_at == "wait" and min(w.arrivals for w in everyone) <= warp.waits)
             )
@@ -258,6 +321,21 @@ def _schedule(ctas: list[list[Warp]], order: random.Random) -> None:
         chosen = order.choice(free)
         if not chosen[0].step():
             running.remove(chosen)
+        idle_turns = idle_turns + 1 if chosen[0].stopped_at == "spin" else 0
+        assert idle_turns < MOST_TURNS, "deadlock: warps wait for ever"
+
+
+def _on_device(ctas, launches, resident) -> set[int]:
+    """Returns the CTAs that have begun, or may begin, by their `id`."""
+    left: dict[int, list[tuple[int, int]]] = {}
+    for cta, (device, launch) in zip(ctas, launches, strict=True):
+        if any(warp.stopped_at != "end" for warp in cta):
+            left.setdefault(device, []).append((launch, id(cta)))
+    return {
+        cta
+        for waiting in left.values()
+        for launch, cta in [one for one in waiting if one[0] == min(waiting)[0]][:resident]
+    }
 
 
 def inlined(arg_types=(), return_type=None):  # noqa: ARG001

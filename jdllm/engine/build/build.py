@@ -30,14 +30,13 @@ from jdllm.kv_cache import pool as pool_lib
 from jdllm.models import loading, registry, split
 from jdllm.runner import config as runner_config
 from jdllm.runner import model_runner
-from jdllm.runner.launch import compile_counter
+from jdllm.runner.launch import compile_counter, peer_buffers
 from jdllm.scheduler import scheduler as scheduler_lib
 from jdllm.scheduler.rows import interface
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_QUEUE = 4096
-ALL_REDUCE = "psum (XLA's collectives; on a GPU the host runs the loop of a launch, no CUDA graph)"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,10 +61,8 @@ class Built:
 
     @property
     def kernels(self) -> dict[str, str]:
-        """For each op, a line that says what the programs run; also for sums over ranks."""
-        if self.config.tp_size == 1:
-            return self.runner.kernels
-        return self.runner.kernels | {"all_reduce": ALL_REDUCE}
+        """For each op, a line that says what the programs run."""
+        return self.runner.kernels
 
 
 def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) -> Built:
@@ -106,6 +103,13 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
         mesh=mesh,
     )
     kv_dtype = str(model.params["norm.weight"].dtype)
+    # Before the sizes are chosen, since they take memory.
+    peers = None
+    if mesh is not None:
+        row_bytes = spec.hidden_size * model.params["norm.weight"].dtype.itemsize
+        peers = peer_buffers.connect(
+            mesh, row_bytes=row_bytes, is_disabled=config.disable_custom_all_reduce
+        )
     local_spec = split.local_config(model_config, shards).spec
     sizes = sizing.choose_sizes(config, local_spec, shapes, model.params, kv_dtype, device)
     rows = kind.rows.build(_row_config(config, spec, sizes, device, kind, tokenizer))
@@ -123,6 +127,7 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
         loading.serving_params(model.params, jnp.dtype(kv_dtype)),
         kind.device(model.graphdef, step_config, device),
         device=device,
+        peers=peers,
     )
     buckets = rows.buckets()
     progress.enter("compile", total=len(buckets))
@@ -140,7 +145,9 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
         sizes.step_bytes / 1e9,
     )
     if shards.is_split:
-        logger.info("%s over %d devices; sums are %s", shards, shards.tp, ALL_REDUCE)
+        logger.info(
+            "%s over %d devices: all_reduce %s", shards, shards.tp, runner.kernels["all_reduce"]
+        )
     scheduler = scheduler_lib.Scheduler(
         rows, max_queued_requests=_queue_limit(config), policy=config.schedule_policy
     )

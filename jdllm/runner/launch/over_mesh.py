@@ -6,6 +6,7 @@ array is `[tp, *part]`, and the step gets `part`. Inputs and outputs are replica
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+import pallas_kernels
 from jdllm import sharding
 
 Step = Callable[[Any, Any, Any], tuple[Any, Any]]
+PEERS = "peers"  # among params: how ranks reach one another (`peer_buffers`), if they do
 
 
 def mesh_of(params: Any) -> Mesh | None:
@@ -50,11 +53,17 @@ def shardings(tree: Any) -> Any:
 
 
 def on_every_rank(step: Step, params: Any, memory: Any, mesh: Mesh) -> Step:
-    """Returns a step over the whole mesh; `params` and `memory` are arrays, or `abstract` ones."""
+    """Returns a step over the whole mesh; `params` and `memory` are arrays, or `abstract` ones.
+
+    The step gets `params` without `PEERS`, which `sharding.peers` gives it.
+    """
     specs = jax.tree.map(_spec, params), jax.tree.map(_spec, memory)
 
     def on_rank(params: Any, memory: Any, inputs: Any) -> tuple[Any, Any]:
-        memory, outputs = step(_parts(params, specs[0]), _parts(memory, specs[1]), inputs)
+        mine = dict(_parts(params, specs[0]))
+        peers = mine.pop(PEERS, None)
+        with sharding.reaching(None if peers is None else _met(peers)):
+            memory, outputs = step(mine, _parts(memory, specs[1]), inputs)
         return _stacked(memory, specs[1]), outputs
 
     return jax.shard_map(
@@ -66,6 +75,16 @@ def on_every_rank(step: Step, params: Any, memory: Any, mesh: Mesh) -> Step:
         # hide that from the check.
         check_vma=False,
     )
+
+
+def _met(peers: pallas_kernels.Peers) -> pallas_kernels.Peers:
+    """Returns `peers`, once the launch has begun on all ranks.
+
+    A rank whose launch is still being prepared must not keep others waiting on their GPUs: what
+    prepares it might wait for the device. XLA makes ranks meet at a collective of its own.
+    """
+    total = jax.lax.psum(peers.rank, sharding.AXIS)  # never negative, which XLA does not know
+    return dataclasses.replace(peers, addresses=jnp.where(total < 0, 0, peers.addresses))
 
 
 def _spec(leaf: Any) -> PartitionSpec:

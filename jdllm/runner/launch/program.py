@@ -11,12 +11,10 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-import jax
-
 from jdllm.runner.launch import interrupts
 from jdllm.scheduler import batch as batch_lib
 
-Params = Mapping[str, jax.Array]
+Params = Mapping[str, Any]  # arrays by path, and what a step over ranks needs (`over_mesh`)
 # What stays on the device from launch to launch, by name: KV pools and states of rows.
 Memory = dict[str, Any]
 

@@ -1,0 +1,89 @@
+"""Sums over the ranks of a mesh, alone and with the residual add and RMSNorm after them.
+
+`reference.py` uses XLA's collectives, which keep a loop out of a CUDA graph. The kernel in
+`mosaic_gpu.py` writes to the peers' memory, and needs their buffers (`peers.py`).
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels import dispatch, lowered_once
+from pallas_kernels import peers as peers_lib
+from pallas_kernels.add_rms_norm import api as norm_api
+from pallas_kernels.add_rms_norm import checks
+from pallas_kernels.all_reduce import mosaic_gpu as gpu_kernel
+from pallas_kernels.all_reduce import reference
+
+NO_BUFFERS = "the ranks have no buffers in one another's memory"
+
+
+def choose(
+    implementation: str = "auto",
+    *,
+    dtype: jnp.dtype,
+    tokens: int,
+    width: int,
+    peers: peers_lib.Peers | None,
+) -> dispatch.Choice:
+    """Returns which implementation of `all_reduce` serves this shape."""
+    reason = NO_BUFFERS
+    if peers is not None:
+        reason = gpu_kernel.why_not(dtype=dtype, tokens=tokens, width=width, peers=peers)
+    return dispatch.choose("all_reduce", implementation, refusals={"mosaic_gpu": reason})
+
+
+def all_reduce(
+    added: tuple[Float[Array, "T D"], ...],  # at least one
+    *,
+    axis_name: str,
+    peers: peers_lib.Peers | None = None,
+    implementation: str = "auto",
+) -> Float[Array, "T D"]:
+    """Returns the sum of `added` over all ranks of a `shard_map`, the same bits on each.
+
+    The arrays of one rank are summed first, rounded to the dtype after every addition; the sums of
+    the ranks in rank order in float32, rounded once.
+    """
+    tokens, width = added[0].shape
+    dtype = added[0].dtype
+    chosen = choose(implementation, dtype=dtype, tokens=tokens, width=width, peers=peers)
+    if chosen.implementation == "mosaic_gpu":
+        return _all_reduce(added, peers)
+    return reference.all_reduce(functools.reduce(jnp.add, added), axis_name)
+
+
+def all_reduce_add_rms_norm(
+    x: Float[Array, "T D"],
+    added: tuple[Float[Array, "T D"], ...],  # at least one
+    weight: Float[Array, " D"],
+    *,
+    eps: float,
+    axis_name: str,
+    peers: peers_lib.Peers | None = None,
+    implementation: str = "auto",
+) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
+    """Returns (x + the `all_reduce` of added, rms_norm of that); x is equal on all ranks.
+
+    `implementation` is that of `add_rms_norm` too, where the two are not one kernel.
+    """
+    checks.check_shapes(x, added, weight)
+    tokens, width = x.shape
+    chosen = choose(implementation, dtype=x.dtype, tokens=tokens, width=width, peers=peers)
+    if chosen.implementation == "mosaic_gpu":
+        return _all_reduce_add_rms_norm(x, added, weight, peers, eps=eps)
+    total = reference.all_reduce(functools.reduce(jnp.add, added), axis_name)
+    return norm_api.add_rms_norm(x, (total,), weight, eps=eps, implementation=implementation)
+
+
+@jax.jit
+def _all_reduce(added, peers) -> jax.Array:
+    return lowered_once.call(gpu_kernel.all_reduce, added, peers)
+
+
+@functools.partial(jax.jit, static_argnames=("eps",))
+def _all_reduce_add_rms_norm(x, added, weight, peers, *, eps) -> tuple[jax.Array, jax.Array]:
+    weight = weight.astype(x.dtype)
+    return lowered_once.call(gpu_kernel.all_reduce_add_rms_norm, x, added, weight, peers, eps=eps)

@@ -1,0 +1,42 @@
+"""What every rank of a mesh has, on all of them: few numbers, every step of a loop.
+
+XLA's `all_gather` keeps a loop out of a CUDA graph; the kernel in `mosaic_gpu.py` does not.
+"""
+
+import jax
+from jaxtyping import Array, Int32
+
+from pallas_kernels import dispatch, lowered_once
+from pallas_kernels import peers as peers_lib
+from pallas_kernels.all_reduce import api as all_reduce_api
+from pallas_kernels.exchange_words import mosaic_gpu as gpu_kernel
+
+
+def choose(
+    implementation: str = "auto", *, words: int, peers: peers_lib.Peers | None
+) -> dispatch.Choice:
+    """Returns which implementation of `exchange_words` serves so many words."""
+    reason = all_reduce_api.NO_BUFFERS
+    if peers is not None:
+        reason = gpu_kernel.why_not(words=words, peers=peers)
+    return dispatch.choose("exchange_words", implementation, refusals={"mosaic_gpu": reason})
+
+
+def exchange_words(
+    words: Int32[Array, "*shape"],
+    *,
+    axis_name: str,
+    peers: peers_lib.Peers | None = None,
+    implementation: str = "auto",
+) -> Int32[Array, "ranks *shape"]:
+    """Returns the words of all ranks of a `shard_map`, in rank order, the same on each."""
+    chosen = choose(implementation, words=words.size, peers=peers)
+    if chosen.implementation == "mosaic_gpu":
+        found = _exchange_words(words.reshape(-1), peers)
+        return found.reshape(-1, *words.shape)
+    return jax.lax.all_gather(words, axis_name)
+
+
+@jax.jit
+def _exchange_words(words, peers) -> jax.Array:
+    return lowered_once.call(gpu_kernel.exchange_words, words, peers)
