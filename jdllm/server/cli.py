@@ -72,8 +72,8 @@ HELP = {
     "tp_size": "GPUs of this host over which the model is split",
     "ep_size": "over how many GPUs whole experts are spread: tp-size (the default for models with "
     "experts), or 1 to slice every expert",
-    "disable_custom_all_reduce": "with tp-size: sum over GPUs with XLA's collectives, not in the GPUs' "
-    "memory; a loop of steps is then no CUDA graph",
+    "disable_custom_all_reduce": "with tp-size: sum over GPUs with XLA's collectives, not in "
+    "the GPUs' memory; a loop of steps is then no CUDA graph",
     "batching_mode": "image models: how requests share launches; images of one size share steps, "
     "and a new request joins at the next step",
     "batching_max_size": "image models: most requests in a launch; 1 switches batching off "

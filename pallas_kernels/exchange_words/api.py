@@ -23,12 +23,12 @@ def choose(
 
 
 def exchange_words(
-    words: Int32[Array, "*shape"],
+    words: Int32[Array, "..."],
     *,
     axis_name: str,
     peers: peers_lib.Peers | None = None,
     implementation: str = "auto",
-) -> Int32[Array, "ranks *shape"]:
+) -> Int32[Array, "ranks ..."]:
     """Returns the words of all ranks of a `shard_map`, in rank order, the same on each."""
     chosen = choose(implementation, words=words.size, peers=peers)
     if chosen.implementation == "mosaic_gpu":

@@ -69,7 +69,7 @@ def test_missing_programs_are_asked_for_now_and_then():
     engine = loop_lib.EngineLoop(core)
     engine.submit([one], lambda name, event: events.put((name, event))).result(timeout=30)
     time.sleep(0.3)
-    assert [b.bucket.name for b in device.trace] == ["encode"]
+    assert not device.trace  # a request holds no place before it has all that it needs
     assert rounds.rounds <= 0.3 / image.PROGRAM_POLL_S + 20
     is_compiled.set()
     assert products_of(events, 1) == {one.request_id: alone(one)[1]}

@@ -49,6 +49,16 @@ class Executable:
         return memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Traced:
+    """A program that is traced and not yet lowered for a platform."""
+
+    program: program_lib.Program
+    packed: words.PackedLaunch
+    traced: jax.stages.Traced
+    choices: pallas_kernels.Choices
+
+
 class Executables:
     """Every executable of a kind, by bucket."""
 
@@ -106,9 +116,10 @@ class Executables:
             [one.choices for one in list(self.by_bucket.values())]
         )
 
-    def _compile(
+    def trace(
         self, bucket: batch_lib.Bucket, params: program_lib.Params, memory: program_lib.Memory
-    ) -> Executable:
+    ) -> Traced:
+        """Returns the program of a bucket before it is lowered, for arrays like these."""
         program = self._kind.program(bucket)
         empty = batch_lib.ScheduleBatch(rows=(), bucket=bucket)
         parts = {name: memory[name] for name in program.uses}
@@ -123,12 +134,18 @@ class Executables:
             results = over_mesh.shardings(arguments[1]), whole
         with pallas_kernels.record_choices() as choices:
             packed = words.packed_launch(step, arguments, results)
-            lowered = packed.launch.lower(*arguments[:2], packed.words)
+            traced = packed.launch.trace(*arguments[:2], packed.words)
+        return Traced(program=program, packed=packed, traced=traced, choices=choices)
+
+    def _compile(
+        self, bucket: batch_lib.Bucket, params: program_lib.Params, memory: program_lib.Memory
+    ) -> Executable:
+        found = self.trace(bucket, params, memory)
         return Executable(
-            program=program,
-            packed=packed,
-            compiled=lowered.compile(compiler_options=self._options),
-            choices=choices,
+            program=found.program,
+            packed=found.packed,
+            compiled=found.traced.lower().compile(compiler_options=self._options),
+            choices=found.choices,
         )
 
 
