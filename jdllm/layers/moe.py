@@ -161,6 +161,7 @@ class SparseMoE(nnx.Module):
                 weights,
                 shared=None if shared is None else (shared.w_gate_up[...], shared.w_down[...]),
                 valid=valid,
+                experts_of_model=self.router.config.num_experts,
                 implementation=self.implementation,
                 out_dtype=x.dtype,
             )

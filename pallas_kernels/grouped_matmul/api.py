@@ -40,13 +40,15 @@ def grouped_matmul(
     valid: Bool[Array, " T"] | None = None,
     implementation: str = "auto",
     out_dtype: DTypeLike = jnp.float32,
+    experts_of_model: int | None = None,
 ) -> Float[Array, "T D"]:
     """Returns sum_k weight * expert(x), summed in float32, in `out_dtype`.
 
     Tokens that are not valid give zeros and use no expert, whatever they hold. The same holds for a
     (token, choice) pair with an expert id outside [0, E): a shard of the experts may get ids that
-    it does not own. `shared` is an expert of every token, with weight 1; it is added to all rows,
-    valid or not.
+    it does not own. How many experts the model has, `experts_of_model` (default E), says how many
+    rows an expert has. `shared` is an expert of every token, with weight 1; it is added to all
+    rows, valid or not.
     """
     checks.check_shapes(x, w_gate_up, w_down, expert_ids, expert_weights, valid)
     checks.check_shared(x, shared)
@@ -56,21 +58,31 @@ def grouped_matmul(
     return _grouped_matmul(
         x, w_gate_up, w_down, expert_ids, expert_weights, shared, valid,
         implementation=chosen.implementation, out_dtype=out_dtype,
+        experts_of_model=experts_of_model,
     )  # fmt: skip
 
 
-@functools.partial(jax.jit, static_argnames=("implementation", "out_dtype"))
+@functools.partial(jax.jit, static_argnames=("implementation", "out_dtype", "experts_of_model"))
 def _grouped_matmul(
-    x, w_gate_up, w_down, expert_ids, expert_weights, shared, valid, *, implementation, out_dtype
-) -> jax.Array:
+    x, w_gate_up, w_down, expert_ids, expert_weights, shared, valid, *, implementation, out_dtype,
+    experts_of_model,
+) -> jax.Array:  # fmt: skip
     arguments = (x, w_gate_up, w_down, expert_ids, expert_weights.astype(jnp.float32))
     if implementation == "mosaic_gpu":
         run = functools.partial(
-            lowered_once.call, gpu_kernel.grouped_matmul, *arguments, valid=valid
-        )
+            lowered_once.call, gpu_kernel.grouped_matmul, *arguments, valid=valid,
+            experts_of_model=experts_of_model,
+        )  # fmt: skip
         if shared is None or shared[1].shape == w_down.shape[1:]:
             return run(shared=shared, out_dtype=out_dtype)
         out = run()
+        if (
+            gpu_kernel.why_not(
+                dtype=x.dtype, hidden_size=x.shape[1], intermediate_size=shared[1].shape[1]
+            )
+            is None
+        ):
+            return (out + _of_one_expert(x, *shared)).astype(out_dtype)
     else:
         used = (expert_ids >= 0) & (expert_ids < w_gate_up.shape[0])  # [T, k]
         if valid is not None:
@@ -81,3 +93,12 @@ def _grouped_matmul(
     if shared is not None:
         out = out + reference.swiglu(x, *shared)
     return out.astype(out_dtype)
+
+
+def _of_one_expert(x: jax.Array, w_gate_up: jax.Array, w_down: jax.Array) -> jax.Array:
+    """Returns the float32 output of an expert of another width than the routed ones."""
+    ids = jnp.zeros((x.shape[0], 1), jnp.int32)
+    return lowered_once.call(
+        gpu_kernel.grouped_matmul, x, w_gate_up[None], w_down[None], ids,
+        jnp.ones(ids.shape, jnp.float32),
+    )  # fmt: skip

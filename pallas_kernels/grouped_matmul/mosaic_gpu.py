@@ -110,6 +110,7 @@ def grouped_matmul(
     valid: Bool[Array, " T"] | None = None,
     shared: tuple[Float[Array, "2*I D"], Float[Array, "D I"]] | None = None,  # interleaved; down
     out_dtype: DTypeLike = jnp.float32,
+    experts_of_model: int | None = None,
     tile: Tile | None = None,
     num_ctas: int | None = None,
     interpret: Any = None,
@@ -118,13 +119,14 @@ def grouped_matmul(
 
     Pairs with an id outside [0, E) and all pairs of tokens that are not valid are left out. The
     shared expert is one more expert, which has all tokens: its input rows are x itself, and its
-    hidden and output rows come after all others.
+    hidden and output rows come after all others. `experts_of_model` is E where these are not a
+    part of the experts that tokens choose from.
     """
     T, choices = expert_ids.shape
     E, D, size = w_down.shape
     if reason := why_not(dtype=x.dtype, hidden_size=D, intermediate_size=size):
         raise ValueError(f"grouped_matmul: {reason}: x {x.shape}, w_down {w_down.shape}")
-    tile = tile or tile_for(T, choices, E)
+    tile = tile or tile_for(T, choices, experts_of_model or E)
     num_ctas = num_ctas or device.local_device().num_multiprocessors
     routed_rows = max(expert_tiles.most_rows(T * choices, E), tile.rows)
     grouping = {

@@ -47,14 +47,11 @@ def choose(
     dtype: DTypeLike,
     hidden_size: int,
     forbidden_ids: tuple[int, ...] = (),
-    is_split: bool = False,
 ) -> dispatch.Choice:
-    """Returns which implementation serves this shape; `is_split`: the vocabulary, over ranks."""
+    """Returns which implementation serves this shape."""
     reason = gpu_kernel.why_not(
         dtype=dtype, hidden_size=hidden_size, num_forbidden=len(forbidden_ids)
     )
-    if is_split:
-        reason = reason or "forbidden ids are static, and differ from rank to rank"
     return dispatch.choose("unembed_stats", implementation, refusals={"mosaic_gpu": reason})
 
 
@@ -92,7 +89,6 @@ def unembed_stats(
         dtype=x.dtype,
         hidden_size=x.shape[1],
         forbidden_ids=forbidden_ids,
-        is_split=axis_name is not None,
     )
     return _unembed_stats(
         x, w, given_ids=given_ids, draw_keys=draw_keys, temperature=temperature, num_rows=num_rows,
@@ -175,17 +171,19 @@ def _unembed_stats(
     rows, cold = _draw_rows(draw_keys, temperature, x.shape[0])
     if given_ids is not None:
         rows = {"given_ids": given_ids} | rows
-    if implementation == "mosaic_gpu":
-        total = lowered_once.call(
-            gpu_kernel.partial_stats, x, w, rows, forbidden_ids=forbidden_ids, num_rows=num_rows
-        )
-    elif axis_name is None:
-        total = reference.partial_stats(x, w, rows, forbidden_ids, chunk_size)
-    else:
+    first_id = None
+    if axis_name is not None:
         rank = jax.lax.axis_index(axis_name) if peers is None else peers.number
         first_id = rank * w.shape[0]
-        mine = reference.partial_stats(x, w, rows, forbidden_ids, chunk_size, first_id)
-        total = partials.merge_ranks(mine, axis_name, peers)
+    if implementation == "mosaic_gpu":
+        total = lowered_once.call(
+            gpu_kernel.partial_stats, x, w, rows, forbidden_ids=forbidden_ids, num_rows=num_rows,
+            first_id=first_id,
+        )  # fmt: skip
+    else:
+        total = reference.partial_stats(x, w, rows, forbidden_ids, chunk_size, first_id)
+    if axis_name is not None:
+        total = partials.merge_ranks(total, axis_name, peers)
     stats = _finish(total, cold)
     if num_rows is None:
         return stats

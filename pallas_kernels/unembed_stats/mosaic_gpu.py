@@ -108,10 +108,16 @@ class _Plan:
     forbidden_ids: tuple[int, ...]
     row_names: tuple[str, ...]  # the names of the per-row inputs
     has_num_rows: bool = False  # whether `num_rows` is an input
+    is_part: bool = False  # whether w is a part of the vocabulary, and its first id an input
 
     @property
     def draws(self) -> bool:
         return "draw_first" in self.row_names
+
+    @property
+    def has_flags(self) -> bool:
+        """Whether only the inputs tell which tiles need masks."""
+        return "given_ids" in self.row_names or (self.is_part and bool(self.forbidden_ids))
 
     @property
     def cluster(self) -> int:
@@ -202,6 +208,7 @@ def partial_stats(
     *,
     forbidden_ids: tuple[int, ...] = (),
     num_rows: Int32[Array, ""] | None = None,
+    first_id: Int32[Array, ""] | None = None,
     tile: UnembedTile | None = None,
     interpret: Any = None,
 ) -> PartialStats:
@@ -209,7 +216,8 @@ def partial_stats(
 
     `draw_first`, `draw_second` and `inverse_temperature` come together or not at all. Results from
     row `num_rows` on are arbitrary, also NaN: if a group is not computed, they are what was in
-    memory.
+    memory. `first_id` is the id of the first row of a `w` that is a part of the vocabulary;
+    forbidden and given ids may then lie in other parts, and a part may have only forbidden ids.
     """
     (T, D), V = x.shape, w.shape[0]
     if reason := why_not(dtype=x.dtype, hidden_size=D, num_forbidden=len(forbidden_ids)):
@@ -218,12 +226,17 @@ def partial_stats(
     plan = _Plan(
         tile=tile or table_tile(T, draws="draw_first" in rows),
         T=T, V=V, D=D, dtype=jnp.dtype(x.dtype), forbidden_ids=forbidden_ids, row_names=names,
-        has_num_rows=num_rows is not None,
+        has_num_rows=num_rows is not None, is_part=first_id is not None,
     )  # fmt: skip
-    padded = {name: _pad(plan, name, rows[name].astype(_ROW_DTYPES[name])) for name in names}
+    rows = {name: rows[name].astype(_ROW_DTYPES[name]) for name in names}
+    if first_id is not None:
+        rows = _as_whole(rows, first_id)
+    padded = {name: _pad(plan, name, rows[name]) for name in names}
     inputs = [padded[name] for name in names]
-    if "given_ids" in padded:
-        inputs.insert(0, _flags(plan, padded["given_ids"]))
+    if plan.has_flags:
+        inputs.insert(0, _flags(plan, padded.get("given_ids"), first_id))
+    if first_id is not None:
+        inputs.insert(0, first_id.reshape(1))
     if num_rows is not None:
         inputs.insert(0, num_rows.astype(jnp.int32).reshape(1))
     floats, ids = _fields(plan)
@@ -232,7 +245,20 @@ def partial_stats(
     outputs = dict(zip(floats + ids, _kernel(plan, interpret)(x, w, *inputs), strict=True))
     absent = dict.fromkeys(() if plan.draws else (*_DRAWN_FLOATS, *_DRAWN_IDS))
     merged = partials.merge_all(PartialStats(**outputs, **absent))
+    if first_id is not None:
+        ids = {name: getattr(merged, name) + first_id for name in ids}
+        merged = dataclasses.replace(merged, **ids)
     return jax.tree.map(lambda a: a[:T], merged)
+
+
+def _as_whole(rows: Mapping[str, jax.Array], first_id: jax.Array) -> dict[str, jax.Array]:
+    """Returns the inputs with which ids counted from `first_id` on mean those of the vocabulary."""
+    rows = dict(rows)
+    if "given_ids" in rows:
+        rows["given_ids"] = rows["given_ids"] - first_id
+    if "draw_first" in rows:  # the counter is linear in the id
+        rows["draw_first"] = partials.draw_counter(rows["draw_first"], first_id)
+    return rows
 
 
 def _fields(plan: _Plan) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -242,8 +268,8 @@ def _fields(plan: _Plan) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _masked_tiles(plan: _Plan) -> tuple[int, ...]:
-    """Returns the tiles that need masks for any rows."""
-    found = {i // plan.tile_columns for i in plan.forbidden_ids}
+    """Returns the tiles that need masks for any rows, as far as shapes and options tell."""
+    found = set() if plan.is_part else {i // plan.tile_columns for i in plan.forbidden_ids}
     if plan.V % plan.tile_columns:
         found.add(plan.num_tiles - 1)
     return tuple(sorted(found))
@@ -254,12 +280,19 @@ def _pad(plan: _Plan, name: str, values: jax.Array) -> jax.Array:
     return jnp.pad(values, (0, plan.padded_rows - plan.T), constant_values=absent)
 
 
-def _flags(plan: _Plan, given_ids: jax.Array) -> jax.Array:
+def _flags(plan: _Plan, given_ids: jax.Array | None, first_id: jax.Array | None) -> jax.Array:
     """Returns int32 [blocks of 64 rows, tiles]: 1 where a tile needs masks for the block."""
     index = jnp.arange(plan.num_tiles, dtype=jnp.int32)[:, None]
-    first_id, blocks = index * plan.tile_columns, given_ids.reshape(-1, 1, ROWS)
-    given = (first_id <= blocks) & (blocks < first_id + plan.tile_columns)
-    masked = functools.reduce(jnp.logical_or, (index == i for i in _masked_tiles(plan)), given)
+    begin = index * plan.tile_columns
+    if given_ids is None:
+        given_ids = jnp.full((plan.padded_rows,), -1, jnp.int32)
+    ids = given_ids.reshape(-1, 1, ROWS)
+    if first_id is not None and plan.forbidden_ids:
+        forbidden = jnp.array(plan.forbidden_ids, jnp.int32) - first_id
+        forbidden = jnp.broadcast_to(forbidden, (ids.shape[0], 1, forbidden.size))
+        ids = jnp.concatenate([ids, forbidden], axis=2)
+    found = (begin <= ids) & (ids < begin + plan.tile_columns)
+    masked = functools.reduce(jnp.logical_or, (index == i for i in _masked_tiles(plan)), found)
     return masked.astype(jnp.int32).max(axis=2)
 
 
@@ -278,11 +311,11 @@ def _kernel(plan: _Plan, interpret: Any) -> Callable[..., Any]:
     """Returns the kernel, a function of x, w and the inputs; it returns the partials' fields."""
     tile, columns, stages = plan.tile, plan.columns, plan.tile.stages
     floats, ids = _fields(plan)
-    has_flags = "given_ids" in plan.row_names
 
     def body(x_gmem, w_gmem, *refs):
         num_rows_gmem, *refs = refs if plan.has_num_rows else (None, *refs)
-        flags_gmem, *refs = refs if has_flags else (None, *refs)
+        first_id_gmem, *refs = refs if plan.is_part else (None, *refs)
+        flags_gmem, *refs = refs if plan.has_flags else (None, *refs)
         rows_gmem, refs = refs[: len(plan.row_names)], refs[len(plan.row_names) :]
         outs, refs = refs[: len(floats) + len(ids)], refs[len(floats) + len(ids) :]
         x_smem, w_smem, full, empty = refs
@@ -348,6 +381,9 @@ def _kernel(plan: _Plan, interpret: Any) -> Callable[..., Any]:
             my_columns = jnp.int32(0) if by_rows else warpgroup * columns
             slots = plgpu.broadcasted_iota(jnp.int32, (ROWS, SLOTS), 1, layout=plgpu.Layout.WGMMA)
 
+            # What ids of the options are counted from.
+            origin = jnp.int32(0) if first_id_gmem is None else first_id_gmem[0]
+
             def one_group(visit, _):
                 my_row = first_row_of(visit) + (warpgroup * ROWS if by_rows else 0)
                 base, inputs = visit * group_steps, load_rows(my_row)
@@ -390,7 +426,7 @@ def _kernel(plan: _Plan, interpret: Any) -> Callable[..., Any]:
                     compat.ACC((ROWS, columns), jnp.float32),
                 )
                 first_id = index * plan.tile_columns + my_columns
-                given = (inputs, slots, first_id, logits, state)
+                given = (inputs, slots, first_id, origin, logits, state)
                 return lax.cond(
                     masked,
                     functools.partial(update, True),
@@ -475,10 +511,13 @@ def _update(
     inputs: _RowInputs,
     slots: jax.Array,
     first_id: jax.Array,
+    origin: jax.Array,
     logits: jax.Array,  # [ROWS, columns]
     state: dict[str, jax.Array],
 ) -> dict[str, jax.Array]:
     """Returns the running statistics after one tile; they hold ids without their slot.
+
+    Ids are counted from the first row of w; the id of that row is `origin`, also in a part.
 
     There are two passes over the accumulator: the first finds the best ids and so the maximum, the
     second sums the exponentials.
@@ -496,7 +535,8 @@ def _update(
         if masked:
             ids = base + slots
             for forbidden in plan.forbidden_ids:
-                candidates = jnp.where(ids == forbidden, LOWEST, candidates)
+                place = forbidden - origin if plan.is_part else forbidden
+                candidates = jnp.where(ids == place, LOWEST, candidates)
             if plan.forbidden_ids:
                 high = jnp.maximum(high, chunk)
             if inputs.given_ids is not None:

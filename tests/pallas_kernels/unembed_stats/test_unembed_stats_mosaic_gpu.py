@@ -50,7 +50,7 @@ def all_rows(rng, T, V):
     }
 
 
-def interpreted(x, w, rows, tile, forbidden=(), num_rows=None):
+def interpreted(x, w, rows, tile, forbidden=(), num_rows=None, first_id=None):
     if num_rows is not None:
         num_rows = jnp.int32(num_rows)
     return kernel_interpreter.run(
@@ -60,6 +60,7 @@ def interpreted(x, w, rows, tile, forbidden=(), num_rows=None):
         rows,
         forbidden_ids=forbidden,
         num_rows=num_rows,
+        first_id=None if first_id is None else jnp.int32(first_id),
         tile=tile,
     )
 
@@ -107,6 +108,23 @@ def test_equals_the_xla_implementation(T, V, tile, forbidden):
     rows = all_rows(rng, T, V)
     expected = reference.partial_stats(x, w, rows, forbidden, None)
     check(finish(interpreted(x, w, rows, tile, forbidden)), finish(expected))
+
+
+@pytest.mark.parametrize("names", [("given_ids",), (), None], ids=["given", "alone", "drawn"])
+@pytest.mark.parametrize("tile", [BY_COLUMNS, BY_ROWS], ids=["by_columns", "by_rows"])
+def test_parts_of_the_vocabulary_merge_to_the_whole(tile, names):
+    """Forbidden ids lie in two of three parts; ids, draws and given logits are the whole's."""
+    T, V, forbidden = 41, 300, (3, 150, 298)
+    x, w, rng = problem(T, V)
+    rows = all_rows(rng, T, V)
+    if names is not None:
+        rows = {name: rows[name] for name in names}
+    found = [
+        interpreted(x, w[first : first + 100], rows, tile, forbidden, first_id=first)
+        for first in (0, 100, 200)
+    ]
+    expected = reference.partial_stats(x, w, rows, forbidden, None)
+    check(finish(functools.reduce(partials.merge, found)), finish(expected))
 
 
 def test_greedy_equals_numpy_with_ties_within_and_across_tiles():
