@@ -18,7 +18,7 @@ from pallas_kernels.grouped_matmul.api import grouped_matmul
 from pallas_kernels.grouped_matmul.gate_up import gate_up_group, interleave_gate_up, split_gate_up
 from pallas_kernels.grouped_matmul.reference import swiglu
 from pallas_kernels.padded_attention.api import masked_attention, padded_attention
-from pallas_kernels.peers import Peers, buffer_words
+from pallas_kernels.peers import CHUNK_WORDS, Peers, buffer_words
 from pallas_kernels.read_cancel_flag.api import choose as choose_read_cancel_flag
 from pallas_kernels.read_cancel_flag.api import read_cancel_flag
 from pallas_kernels.rotate_and_cache.api import rotate_and_cache
@@ -33,6 +33,7 @@ from pallas_kernels.unembed_stats.api import (
 )
 
 __all__ = [
+    "CHUNK_WORDS",
     "AttentionTiling",
     "Choice",
     "Choices",

@@ -33,7 +33,13 @@ class LMHead:
         logits = jnp.einsum("TD,VD->TV", x, self.weight, preferred_element_type=jnp.float32)
         if self.num_ranks == 1:
             return logits
-        return jax.lax.all_gather(logits, sharding.AXIS, axis=1, tiled=True)
+        parts = pallas_kernels.exchange_words(
+            jax.lax.bitcast_convert_type(logits, jnp.int32),
+            axis_name=sharding.AXIS,
+            peers=sharding.peers(),
+        )
+        parts = jax.lax.bitcast_convert_type(parts, jnp.float32)
+        return jnp.moveaxis(parts, 0, 1).reshape(logits.shape[0], -1)
 
     def stats(
         self,

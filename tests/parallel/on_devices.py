@@ -374,7 +374,7 @@ def test_loops_of_gpus_hold_kernels_and_no_collective(family, tp, tmp_path, monk
     )
     with make(**options) as engine:
         runner = engine._built.runner
-        buffers = peer_buffers.allocate(mesh_of(tp), row_bytes=1024)
+        buffers = peer_buffers.allocate(mesh_of(tp), row_bytes=1024, words=8 * 320)
         params = {**runner._params, over_mesh.PEERS: buffers.peers}
         devices.pretend(monkeypatch, devices.HOPPER)
         for bucket in runner.compiled:

@@ -108,7 +108,11 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
     if mesh is not None:
         row_bytes = spec.hidden_size * model.params["norm.weight"].dtype.itemsize
         peers = peer_buffers.connect(
-            mesh, row_bytes=row_bytes, is_disabled=config.disable_custom_all_reduce
+            mesh,
+            row_bytes=row_bytes,
+            # The logits of a block, for rows that draw from a part of the vocabulary.
+            words=spec.diffusion.block_size * spec.vocab_size // shards.tp,
+            is_disabled=config.disable_custom_all_reduce,
         )
     local_spec = split.local_config(model_config, shards).spec
     sizes = sizing.choose_sizes(config, local_spec, shapes, model.params, kv_dtype, device)

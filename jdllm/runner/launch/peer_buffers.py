@@ -23,7 +23,7 @@ from jdllm import sharding
 logger = logging.getLogger(__name__)
 
 MOST_ROWS = 4096  # tokens of a step whose sums go through the buffers; more do not run in loops
-CHUNKS = 512  # of 512 words: the statistics of 4096 tokens and more, whole rows of draws included
+STATISTICS_WORDS = 11 * MOST_ROWS  # of the unembedding, for the tokens of such a step
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,16 +38,19 @@ class PeerBuffers:
         return self.buffers.nbytes // self.buffers.shape[0]
 
 
-def allocate(mesh: Mesh, *, row_bytes: int) -> PeerBuffers:
-    """Returns buffers for rows of up to `row_bytes`; raises ValueError if they would be too large.
+def allocate(mesh: Mesh, *, row_bytes: int, words: int = 0) -> PeerBuffers:
+    """Returns buffers for rows of up to `row_bytes` and for messages of `words`.
+
+    Statistics always fit. Raises ValueError if the buffers would be too large.
 
     The devices must reach one another's memory (`why_not`).
     """
     tp = mesh.devices.size
-    sizes = {"rows": MOST_ROWS, "row_bytes": row_bytes, "chunks": CHUNKS}
-    words = pallas_kernels.buffer_words(ranks=tp, **sizes)
+    chunks = -(-max(words, STATISTICS_WORDS) // pallas_kernels.CHUNK_WORDS)
+    sizes = {"rows": MOST_ROWS, "row_bytes": row_bytes, "chunks": chunks}
+    size = pallas_kernels.buffer_words(ranks=tp, **sizes)
     split = NamedSharding(mesh, sharding.SPLIT)
-    zeros = jax.jit(lambda: jnp.zeros((tp, words), jnp.int32), out_shardings=split)
+    zeros = jax.jit(lambda: jnp.zeros((tp, size), jnp.int32), out_shardings=split)
     buffers = jax.block_until_ready(zeros())
     addresses = np.zeros((tp, 1), np.uint64)
     for shard in buffers.addressable_shards:
@@ -63,13 +66,13 @@ def allocate(mesh: Mesh, *, row_bytes: int) -> PeerBuffers:
     return PeerBuffers(buffers=buffers, peers=peers)
 
 
-def connect(mesh: Mesh, *, row_bytes: int, is_disabled: bool) -> PeerBuffers | None:
+def connect(mesh: Mesh, *, row_bytes: int, words: int, is_disabled: bool) -> PeerBuffers | None:
     """Returns buffers; None, with a line of the log, where sums are left to XLA's collectives."""
     reason = "--disable-custom-all-reduce" if is_disabled else why_not(mesh)
     if reason is not None:
         logger.info("sums over ranks are XLA's, loops are no CUDA graphs: %s", reason)
         return None
-    return allocate(mesh, row_bytes=row_bytes)
+    return allocate(mesh, row_bytes=row_bytes, words=words)
 
 
 def why_not(mesh: Mesh) -> str | None:
