@@ -10,8 +10,7 @@ rank sends to all goes through one slot of each:
 
 A rank that has read the messages of an epoch knows that all ranks have sent theirs, and so have
 read those of the epoch before: two inboxes suffice, and nothing is ever zeroed. Epochs wrap around
-after 2^31 messages through one slot (weeks at 1,000 steps/s of 64 messages), which ends the order
-that flags are compared in; `MOST_EPOCHS` says so, and a server restarts long before.
+every few days, so they are compared by their difference.
 
 XLA does not know of these writes: addresses are data. Whoever creates the buffers keeps them for
 as long as a program runs that got their addresses.
@@ -23,7 +22,7 @@ from collections.abc import Iterator
 import jax
 from jaxtyping import Array, Int32
 
-MOST_EPOCHS = 2**31 - 1
+NO_BUFFERS = "the ranks have no buffers in one another's memory"
 CHUNK_WORDS = 512  # of a slot of the mailbox of words: 128 threads with 16 bytes each
 _WORD = 4  # bytes
 _ALIGN = 128

@@ -25,21 +25,20 @@ OPTIONS = """
     algorithm_options algorithm_docs neutral_values logit_options sampling_params image_params spec
     offload device_facts host batching_rules foreign_image_flags
 """
+OPS = """
+    all_reduce dense_matmul extend_attention fp8_matmul grouped_matmul padded_attention
+    read_cancel_flag rotate_and_cache top_k_routing unembed_stats
+"""
 # (path or folder, floor, group). A file may import lower floors and its own group; the
 # first row that fits a path counts.
 FLOORS: tuple[tuple[str, int, str], ...] = (
-    # An op imports no other op, but for the norm that comes before a rotation.
+    ("pallas_kernels/peers.py", -5, "peers"),
     ("pallas_kernels/hopper/", -4, "hopper"),
+    # An op imports no other op, but for the norm that comes before a rotation or after a sum, and
+    # the exchange of statistics.
     ("pallas_kernels/add_rms_norm/", -2, "add_rms_norm"),
-    ("pallas_kernels/dense_matmul/", -1, "dense_matmul"),
-    ("pallas_kernels/extend_attention/", -1, "extend_attention"),
-    ("pallas_kernels/fp8_matmul/", -1, "fp8_matmul"),
-    ("pallas_kernels/grouped_matmul/", -1, "grouped_matmul"),
-    ("pallas_kernels/padded_attention/", -1, "padded_attention"),
-    ("pallas_kernels/read_cancel_flag/", -1, "read_cancel_flag"),
-    ("pallas_kernels/rotate_and_cache/", -1, "rotate_and_cache"),
-    ("pallas_kernels/top_k_routing/", -1, "top_k_routing"),
-    ("pallas_kernels/unembed_stats/", -1, "unembed_stats"),
+    *((f"pallas_kernels/{op}/", -1, op) for op in OPS.split()),
+    ("pallas_kernels/exchange_words/", -2, "exchange_words"),
     ("pallas_kernels/__init__.py", 0, "pallas_kernels"),
     ("pallas_kernels/", -3, "dispatch"),
     *((f"jdllm/{name}.py", 0, "options") for name in OPTIONS.split()),

@@ -17,8 +17,6 @@ from pallas_kernels.add_rms_norm import checks
 from pallas_kernels.all_reduce import mosaic_gpu as gpu_kernel
 from pallas_kernels.all_reduce import reference
 
-NO_BUFFERS = "the ranks have no buffers in one another's memory"
-
 
 def choose(
     implementation: str = "auto",
@@ -29,7 +27,7 @@ def choose(
     peers: peers_lib.Peers | None,
 ) -> dispatch.Choice:
     """Returns which implementation of `all_reduce` serves this shape."""
-    reason = NO_BUFFERS
+    reason = peers_lib.NO_BUFFERS
     if peers is not None:
         reason = gpu_kernel.why_not(dtype=dtype, tokens=tokens, width=width, peers=peers)
     return dispatch.choose("all_reduce", implementation, refusals={"mosaic_gpu": reason})

@@ -8,7 +8,6 @@ from jaxtyping import Array, Int32
 
 from pallas_kernels import dispatch, lowered_once
 from pallas_kernels import peers as peers_lib
-from pallas_kernels.all_reduce import api as all_reduce_api
 from pallas_kernels.exchange_words import mosaic_gpu as gpu_kernel
 
 
@@ -16,7 +15,7 @@ def choose(
     implementation: str = "auto", *, words: int, peers: peers_lib.Peers | None
 ) -> dispatch.Choice:
     """Returns which implementation of `exchange_words` serves so many words."""
-    reason = all_reduce_api.NO_BUFFERS
+    reason = peers_lib.NO_BUFFERS
     if peers is not None:
         reason = gpu_kernel.why_not(words=words, peers=peers)
     return dispatch.choose("exchange_words", implementation, refusals={"mosaic_gpu": reason})

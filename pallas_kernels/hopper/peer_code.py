@@ -219,7 +219,9 @@ def wait_for(address: Address, offset: Int, epoch: Int) -> None:
     ptx = _block(
         0,
         "mov.u64 begin, %globaltimer; "
-        "AGAIN: ld.acquire.sys.global.b32 v, [at]; setp.ge.s32 p, v, $3; @p bra DONE; "
+        # By the difference, since epochs wrap around.
+        "AGAIN: ld.acquire.sys.global.b32 v, [at]; sub.s32 v, v, $3; "
+        "setp.ge.s32 p, v, 0; @p bra DONE; "
         "mov.u64 now, %globaltimer; sub.u64 now, now, begin; "
         f"setp.lt.u64 p, now, {WAIT_S}000000000; @p bra AGAIN; trap; DONE:",
     )

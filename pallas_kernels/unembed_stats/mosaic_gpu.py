@@ -41,7 +41,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,11 +56,9 @@ from pallas_kernels.hopper import compat, register_code
 from pallas_kernels.hopper import ring as rings
 from pallas_kernels.unembed_stats import partials
 from pallas_kernels.unembed_stats.partials import LOWEST, PartialStats
+from pallas_kernels.unembed_stats.plan import DEPTH, ROWS, WARPGROUPS, Plan, UnembedTile
 
-ROWS = 64  # accumulator rows of a warpgroup
 SLOTS = 8  # columns after which the accumulator layout repeats
-DEPTH = 64  # hidden columns of a stage: 128 bytes, the widest swizzle
-WARPGROUPS = 2  # that compute; one more loads
 NOISE_COLUMNS = 32  # columns whose noise is written as one array: fewer operations to lower
 MAX_FORBIDDEN = 16  # in a tile with forbidden ids, each costs two instructions a logit
 
@@ -76,113 +74,6 @@ _ROW_DTYPES = {
     "draw_second": jnp.uint32,
     "inverse_temperature": jnp.float32,
 }
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class UnembedTile:
-    """Tile parameters; `columns` is an upper bound, so that CTAs can have equal shares."""
-
-    columns: int = 256  # ids of one accumulator, a multiple of 16 up to 256
-    split: Literal["rows", "columns"] = "rows"  # what the two warpgroups divide
-    pair: bool = False  # two CTAs share each w tile
-    stages: int = 4
-    sms: int = 132  # persistent CTAs
-    teams: int = 1  # groups of rows at a time; each has its share of the CTAs
-
-    def __post_init__(self) -> None:
-        if self.columns % 16 or not 16 <= self.columns <= 256:
-            raise ValueError(f"{self.columns=} must be a multiple of 16 up to 256")
-        if self.stages < 2 or self.sms < 2 or self.teams < 1:
-            raise ValueError(f"{self.stages=} and {self.sms=} must be at least 2, {self.teams=} 1")
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Plan:
-    """Everything static about one launch."""
-
-    tile: UnembedTile
-    T: int
-    V: int
-    D: int
-    dtype: jnp.dtype
-    forbidden_ids: tuple[int, ...]
-    row_names: tuple[str, ...]  # the names of the per-row inputs
-    has_num_rows: bool = False  # whether `num_rows` is an input
-    is_part: bool = False  # whether w is a part of the vocabulary, and its first id an input
-
-    @property
-    def draws(self) -> bool:
-        return "draw_first" in self.row_names
-
-    @property
-    def has_flags(self) -> bool:
-        """Whether only the inputs tell which tiles need masks."""
-        return "given_ids" in self.row_names or (self.is_part and bool(self.forbidden_ids))
-
-    @property
-    def cluster(self) -> int:
-        return 2 if self.tile.pair else 1
-
-    @property
-    def cta_rows(self) -> int:
-        return ROWS * (WARPGROUPS if self.tile.split == "rows" else 1)
-
-    @property
-    def group_rows(self) -> int:
-        """Rows of a cluster."""
-        return self.cta_rows * self.cluster
-
-    @property
-    def groups(self) -> int:
-        return -(-self.T // self.group_rows)
-
-    @property
-    def padded_rows(self) -> int:
-        return self.groups * self.group_rows
-
-    @property
-    def accumulators(self) -> int:
-        """Accumulators side by side in a vocabulary tile."""
-        return WARPGROUPS if self.tile.split == "columns" else 1
-
-    @property
-    def teams(self) -> int:
-        """Groups of rows at a time; team i takes the groups i, i + teams, ..."""
-        return min(self.tile.teams, self.groups)
-
-    @property
-    def _most_workers(self) -> int:
-        return max(1, self.tile.sms // self.cluster // self.teams)
-
-    @property
-    def columns(self) -> int:
-        """Ids of one accumulator: a multiple of 16, as equal over the workers as possible."""
-        widest = self.tile.columns * self.accumulators
-        rounds = -(-self.V // (widest * self._most_workers))
-        even = -(-self.V // (rounds * self._most_workers * self.accumulators))
-        return min(self.tile.columns, -(-even // 16) * 16)
-
-    @property
-    def tile_columns(self) -> int:
-        return self.columns * self.accumulators
-
-    @property
-    def num_tiles(self) -> int:
-        return -(-self.V // self.tile_columns)
-
-    @property
-    def workers(self) -> int:
-        """Clusters of a team; in each group, a worker takes every `workers`-th tile."""
-        return min(self._most_workers, self.num_tiles)
-
-    @property
-    def parts(self) -> int:
-        """Partials of a row."""
-        return self.workers * self.accumulators
-
-    @property
-    def depth_steps(self) -> int:
-        return self.D // DEPTH
 
 
 def why_not(*, dtype: DTypeLike, hidden_size: int, num_forbidden: int = 0) -> str | None:
@@ -223,7 +114,7 @@ def partial_stats(
     if reason := why_not(dtype=x.dtype, hidden_size=D, num_forbidden=len(forbidden_ids)):
         raise ValueError(f"unembed_stats: mosaic_gpu {reason}: x {x.shape}, w {w.shape}")
     names = tuple(name for name in _ROW_DTYPES if name in rows)
-    plan = _Plan(
+    plan = Plan(
         tile=tile or table_tile(T, draws="draw_first" in rows),
         T=T, V=V, D=D, dtype=jnp.dtype(x.dtype), forbidden_ids=forbidden_ids, row_names=names,
         has_num_rows=num_rows is not None, is_part=first_id is not None,
@@ -261,13 +152,13 @@ def _as_whole(rows: Mapping[str, jax.Array], first_id: jax.Array) -> dict[str, j
     return rows
 
 
-def _fields(plan: _Plan) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _fields(plan: Plan) -> tuple[tuple[str, ...], tuple[str, ...]]:
     if plan.draws:
         return _FLOATS + _DRAWN_FLOATS, _IDS + _DRAWN_IDS
     return _FLOATS, _IDS
 
 
-def _masked_tiles(plan: _Plan) -> tuple[int, ...]:
+def _masked_tiles(plan: Plan) -> tuple[int, ...]:
     """Returns the tiles that need masks for any rows, as far as shapes and options tell."""
     found = set() if plan.is_part else {i // plan.tile_columns for i in plan.forbidden_ids}
     if plan.V % plan.tile_columns:
@@ -275,12 +166,12 @@ def _masked_tiles(plan: _Plan) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def _pad(plan: _Plan, name: str, values: jax.Array) -> jax.Array:
+def _pad(plan: Plan, name: str, values: jax.Array) -> jax.Array:
     absent = -1 if name == "given_ids" else 0
     return jnp.pad(values, (0, plan.padded_rows - plan.T), constant_values=absent)
 
 
-def _flags(plan: _Plan, given_ids: jax.Array | None, first_id: jax.Array | None) -> jax.Array:
+def _flags(plan: Plan, given_ids: jax.Array | None, first_id: jax.Array | None) -> jax.Array:
     """Returns int32 [blocks of 64 rows, tiles]: 1 where a tile needs masks for the block."""
     index = jnp.arange(plan.num_tiles, dtype=jnp.int32)[:, None]
     begin = index * plan.tile_columns
@@ -307,7 +198,7 @@ class _RowInputs:
     inverse_temperature: jax.Array | None = None
 
 
-def _kernel(plan: _Plan, interpret: Any) -> Callable[..., Any]:
+def _kernel(plan: Plan, interpret: Any) -> Callable[..., Any]:
     """Returns the kernel, a function of x, w and the inputs; it returns the partials' fields."""
     tile, columns, stages = plan.tile, plan.columns, plan.tile.stages
     floats, ids = _fields(plan)
@@ -493,7 +384,7 @@ def _wide(values: jax.Array) -> jax.Array:
     return lax.broadcast_in_dim(values, (ROWS, SLOTS), [0])
 
 
-def _start(plan: _Plan) -> dict[str, jax.Array]:
+def _start(plan: Plan) -> dict[str, jax.Array]:
     floats, ids = _fields(plan)
 
     def full(value, dtype):
@@ -506,7 +397,7 @@ def _start(plan: _Plan) -> dict[str, jax.Array]:
 
 
 def _update(
-    plan: _Plan,
+    plan: Plan,
     masked: bool,
     inputs: _RowInputs,
     slots: jax.Array,
@@ -588,7 +479,7 @@ def _scores(inputs: _RowInputs, first_id: jax.Array, logits: jax.Array) -> jax.A
 
 
 def _reduce_slots(
-    plan: _Plan, state: dict[str, jax.Array], slots: jax.Array
+    plan: Plan, state: dict[str, jax.Array], slots: jax.Array
 ) -> dict[str, jax.Array]:
     """Returns [ROWS] statistics: the merge of `partials.py` over the eight slots of a row."""
 

@@ -6,6 +6,7 @@ import threading
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from support import devices
 
@@ -31,11 +32,24 @@ def traced(function, *arguments) -> dispatch.Choices:
     return choices
 
 
+def alone(function, x):
+    """Runs a function of ranks on one."""
+    mesh = jax.sharding.Mesh(np.array(jax.local_devices()[:1]), ("tp",))
+    spec = jax.sharding.PartitionSpec()
+    return jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(x)
+
+
 INT = jnp.int32
 T, H, ROWS = 16, 64, 2
 CALLS = {
     "add_rms_norm": lambda x, w: pallas_kernels.add_rms_norm(x, (x,), w[0], eps=1e-6),
+    "all_reduce": lambda x, w: alone(
+        lambda x: pallas_kernels.all_reduce((x,), axis_name="tp"), x
+    ),
     "dense_matmul": pallas_kernels.dense_matmul,
+    "exchange_words": lambda x, w: alone(
+        lambda x: pallas_kernels.exchange_words(x.astype(INT), axis_name="tp"), x
+    ),
     "extend_attention": lambda x, w: pallas_kernels.extend_attention(
         x.reshape(T, 4, H), jnp.zeros((2, 2, 2, 32, H), x.dtype), jnp.arange(ROWS + 1) * 8,
         jnp.zeros(ROWS, INT), jnp.full(ROWS, 8), jnp.zeros((ROWS, 1), INT),

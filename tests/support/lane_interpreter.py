@@ -188,7 +188,7 @@ class Warp(Interpreter):
         yield "access"
         if "ld.acquire" in ptx:
             while any(
-                memory[place : place + 1].view(np.int32)[0] < words[0].view(np.int32)[lane]
+                (memory[place : place + 1] - words[0][lane]).view(np.int32)[0] < 0
                 for lane, memory, place in places
             ):
                 yield "spin"

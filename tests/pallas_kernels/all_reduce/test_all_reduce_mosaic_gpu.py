@@ -107,6 +107,18 @@ def test_forms_may_follow_one_another_on_the_same_slots():
         assert_same_bits(found, sum_in_rank_order(parts))
 
 
+@pytest.mark.parametrize("last", [2**31 - 2, 2**32 - 2])
+def test_epochs_wrap_around(last):
+    peers = ranks_lib.peers(2, rows=2, width=512)
+    buffers = ranks_lib.buffers(peers)
+    mailbox = peers.row_mailbox
+    for memory in buffers.values():
+        memory[mailbox.flags // 4 : mailbox.end // 4] = last
+    parts = drawn(4, 2, 2, 512, seed=3)
+    found = interpreted_sum(parts, two_shot=False, seed=3, peers=peers, buffers=buffers)
+    assert_same_bits(found, sum_in_rank_order(parts))
+
+
 def test_nan_stays_in_its_column():
     parts = drawn(1, 2, 1, 512, seed=1)
     parts[0, 1, 0, 7] = np.nan

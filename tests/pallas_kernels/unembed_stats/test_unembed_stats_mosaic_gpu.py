@@ -249,7 +249,7 @@ def test_the_lowered_shapes_take_every_entry_of_the_table():
 @pytest.mark.parametrize("V", [20, 50_257, 126_464, 151_936, 157_184])
 def test_the_tiles_cover_the_vocabulary_and_fit_shared_memory(T, V):
     tile = gpu_kernel.table_tile(T, draws=False)
-    plan = gpu_kernel._Plan(
+    plan = gpu_kernel.Plan(
         tile=tile, T=T, V=V, D=2048, dtype=jnp.dtype(jnp.bfloat16), forbidden_ids=(), row_names=()
     )
     assert plan.columns % 16 == 0 and plan.columns <= tile.columns
