@@ -72,7 +72,7 @@ class AnswerSteps:
     def of(
         cls, frames: Sequence[batch_lib.Frame], answer: generations.Generation, decode: Decode
     ) -> Self:
-        """Returns the steps of a finished answer; `answer` has a step map, and `frames` are all of it.
+        """Returns the steps of a finished answer, which has a step map, from all its frames.
 
         Positions behind the end of the output are no output, so steps leave them out.
         """
