@@ -80,7 +80,8 @@ class AnswerSteps:
         given = {i for i, step in enumerate(answer.meta_info["step_map"]) if step == 0}
         steps: list[Step] = []
         shown: list[int | None] = []
-        decided_at, confidences = [0] * length, [None] * length
+        decided_at = [0] * length
+        confidences: list[float | None] = [None] * length
         for frame in frames:
             before, first = list(shown), frame.value.start
             shown[first:] = frame.value.token_ids
