@@ -68,7 +68,7 @@ def html(shown: answer_steps.AnswerSteps) -> str:
 
 def _title(shown: answer_steps.AnswerSteps) -> str:
     info = shown.meta_info["dllm"]
-    skipped = len(shown.steps) - len(list(_lines(shown.steps)))
+    skipped = sum(bool(step.decided) for step in shown.steps) - len(list(_lines(shown.steps)))
     return (
         f"{len(shown.output_ids)} tokens in {info['nfe']} forwards "
         f"({info['tpf']:.2f} tokens per forward), {info['algorithm']}"
@@ -77,12 +77,16 @@ def _title(shown: answer_steps.AnswerSteps) -> str:
 
 
 def _lines(steps: Sequence[answer_steps.Step]) -> Iterator[tuple[answer_steps.Step, set[int]]]:
-    """Yields the steps that get a line, and the positions decided since the line before."""
-    stride = -(-len(steps) // MAX_LINES)
+    """Yields the steps that get a line, and the positions decided since the line before.
+
+    Steps that wrote only behind the end of the output have none.
+    """
+    telling = [step for step in steps if step.decided]
+    stride = -(-len(telling) // MAX_LINES)
     new: set[int] = set()
-    for step in steps:
+    for left, step in zip(range(len(telling) - 1, -1, -1), telling, strict=True):
         new |= {one.position for one in step.decided}
-        if (len(steps) - step.number) % stride == 0:
+        if left % stride == 0:
             yield step, new
             new = set()
 

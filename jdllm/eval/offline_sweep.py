@@ -114,11 +114,13 @@ def _questions(
                 f"task {questions} runs programs that the model writes: use jdllm eval --sweep, "
                 "which isolates them"
             )
+        if limit is not None and limit < 1:
+            raise errors.ConfigError(f"{limit=} must be a positive number of questions")
         return evaluation.load_questions(
             questions, data=data, limit=limit or DEFAULT_LIMIT, num_shots=num_shots
         )
-    for name, value in (("num_shots", num_shots), ("data", data), ("limit", limit)):
-        if value:
+    for name, value in (("num_shots", num_shots or None), ("data", data), ("limit", limit)):
+        if value is not None:
             raise errors.ConfigError(f"{name} is for tasks, not for a list of prompts")
     if not questions:
         raise errors.ConfigError("a sweep needs a prompt")

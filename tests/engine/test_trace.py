@@ -15,7 +15,7 @@ import pytest
 from support import canvas_engine
 
 from jdllm import errors
-from jdllm.engine import trace_view
+from jdllm.engine import answer_steps, trace_view
 
 PROMPT = [7, 9, 11]
 LONG = {"ignore_eos": True, "max_new_tokens": 29}
@@ -145,6 +145,29 @@ def test_a_notebook_displays_it(canvases, monkeypatch):
     monkeypatch.setitem(sys.modules, "IPython", ipython)
     trace.show()
     assert displayed == [trace]
+
+
+def test_long_traces_have_fewer_lines_and_steps_without_a_decision_none():
+    def step(number, decided):
+        kind = answer_steps.Decision
+        return answer_steps.Step(
+            number=number,
+            step=number,
+            decided=tuple(
+                kind(position=i, token_id=1, text="a", confidence=1.0, replaced=None)
+                for i in decided
+            ),
+            token_ids=(),
+            texts=(),
+            num_final=0,
+        )
+
+    few = [step(1, [4]), step(2, []), step(3, [0, 2])]
+    assert [(s.number, new) for s, new in trace_view._lines(few)] == [(1, {4}), (3, {0, 2})]
+    many = [step(i + 1, [i]) for i in range(2 * trace_view.MAX_LINES + 1)]
+    lines = list(trace_view._lines(many))
+    assert len(lines) <= trace_view.MAX_LINES and lines[-1][0] is many[-1]
+    assert sorted(i for _, new in lines for i in new) == list(range(len(many)))
 
 
 def test_special_characters_are_shown_as_text():

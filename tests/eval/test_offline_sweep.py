@@ -91,6 +91,7 @@ def test_it_is_a_data_frame(engine):
     [
         ("gsm9k", {"threshold": [1]}, {}, "did you mean 'gsm8k'"),
         ("humaneval", {"threshold": [1]}, {}, "jdllm eval --sweep"),
+        ("arithmetic", {"threshold": [1]}, {"limit": 0}, "limit=0 must be"),
         (["a"], {"threshold": []}, {}, "at least one value"),
         (["a"], {}, {}, "at least one value"),
         ([], {"threshold": [1]}, {}, "needs a prompt"),
