@@ -207,7 +207,7 @@ def test_the_rule_of_ones_own_writes_the_answer(llm, monkeypatch, capsys):
 def test_snippets_about_traces_and_sweeps_show_steps_and_a_table(llm, monkeypatch, capsys):
     trace, sweep = snippets.blocks(NOTEBOOKS, "python")
     printed = run(trace, monkeypatch, capsys, llm)
-    assert " tokens in " in printed and "'12'" in printed
+    assert " tokens in " in printed and "'<|role_end|>' " in printed
     monkeypatch.setattr(jdllm, "Engine", lambda: llm().engine)
     assert "| 0.9 | " in run(sweep, monkeypatch, capsys)
 
