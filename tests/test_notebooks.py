@@ -10,6 +10,8 @@ import subprocess
 
 import pytest
 
+from jdllm.train import recipes
+
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "notebooks"
 # Name -> what a run on a CPU must show.
@@ -77,6 +79,18 @@ def test_the_address_of_the_repository_is_in_one_place():
     }
     notebooks = {f"docs/notebooks/{name}.ipynb" for name in NOTEBOOKS}
     assert holders <= notebooks | {"README.md", "scripts/notebooks.py"}
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_the_config_of_the_training_is_valid(on_gpu, tmp_path):
+    """On a CPU the notebook never makes the one for a GPU."""
+    cells = ["".join(cell["source"]) for cell in read("train_nano")["cells"]]
+    (cell,) = [source for source in cells if "data_workers" in source]
+    names = {"on_gpu": on_gpu, "MINUTES": 8}
+    exec(cell.partition("pathlib.Path(")[0], names)
+    path = tmp_path / "nano.yaml"
+    path.write_text(names["config"])
+    assert recipes.load(path, []).max_minutes == (8 if on_gpu else None)
 
 
 @pytest.mark.campaign
