@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from jdllm.engine.engine import Engine
     from jdllm.engine.image_engine import ImageEngine
     from jdllm.engine.llm import LLM
+    from jdllm.eval.offline_sweep import sweep
     from jdllm.runner.full_forward import load_model
     from jdllm.sampling_params import SamplingParams
 
@@ -30,6 +31,7 @@ __all__ = [
     "__version__",
     "load_model",
     "register_algorithm",
+    "sweep",
 ]
 
 # name -> its module, and its name there
@@ -42,6 +44,7 @@ _HOME = {
     "SamplingParams": ("jdllm.sampling_params", "SamplingParams"),
     "load_model": ("jdllm.runner.full_forward", "load_model"),
     "register_algorithm": ("jdllm.decoding", "register"),
+    "sweep": ("jdllm.eval.offline_sweep", "sweep"),
 }
 
 

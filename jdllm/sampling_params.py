@@ -121,6 +121,10 @@ class DllmParams:
         """The given options by name."""
         return dict(self.given)
 
+    def with_stream_mode(self, stream_mode: str) -> DllmParams:
+        """Returns the same options with another stream mode."""
+        return DllmParams(algorithm=self.algorithm, stream_mode=stream_mode, **self.options)
+
     @property
     def declared(self) -> algorithms.Algorithm | None:
         """The algorithm's row of the table, or None if the server's default applies."""

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
 import re
 import shutil
 import subprocess
 import sys
+import types
 from typing import Any
 
 import pytest
 import yaml
+from prometheus_client import parser
 from support import edge, fake_engine
 
-from jdllm.server import cli, lifecycle, state
+from jdllm.engine import image_info, stats
+from jdllm.server import cli, lifecycle, metrics, state
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 DEPLOY = ROOT / "docs" / "deploy"
@@ -161,6 +165,79 @@ def test_commands_of_the_page_name_what_exists():
     assert options(line.split()).engine.dtype == "bfloat16"
     for flag in set(re.findall(r"`(--[a-z-]+)", page)) - {"--config"}:
         assert flag[2:].replace("-", "_") in {**cli.HELP, **cli.ALIASES}, flag
+
+
+def test_the_dashboard_asks_for_metrics_that_the_server_exports():
+    """Every name, and every label that a query selects or sums by."""
+    exported = exported_labels()
+    dashboard = json.loads((DEPLOY / "grafana" / "dashboard.json").read_text())
+    queries = [
+        target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())
+    ]
+    (variable,) = dashboard["templating"]["list"]
+    queries.append(variable["query"]["query"])
+    assert len(queries) > 30
+    for query in queries:
+        names = re.findall(r"jdllm:\w+", query)
+        assert names, query
+        for name in names:
+            assert name in exported, f"{name} in {query}"
+        labels = set(re.findall(r"(\w+)=~?\"", query))
+        for summed in re.findall(r"by \(([\w, ]+)\)", query):
+            labels |= set(summed.split(", "))
+        labels |= set(re.findall(r"label_values\(\S+, (\w+)\)", query))
+        for label in labels:
+            assert all(label in exported[name] for name in names), f"{label} in {query}"
+
+
+def exported_labels() -> dict[str, set[str]]:
+    """Returns the labels of each sample that `/metrics` may have, by the sample's name."""
+    found: dict[str, set[str]] = {}
+    for kind in (stats.EngineStats, image_info.ImageStats):
+        engine = types.SimpleNamespace(
+            model_name="m",
+            stats_per_replica=dict,
+            stats=lambda kind=kind: kind(**{one.name: 0 for one in dataclasses.fields(kind)}),
+        )
+        made = metrics.EdgeMetrics(lambda engine=engine: engine)
+        for name, _, _ in metrics.HISTOGRAMS:
+            made.observe(name, 1.0)
+        made.count_request("/x", "GET")
+        made.count_response("/x", "GET", 200)
+        for family in parser.text_string_to_metric_families(made.render().decode()):
+            for sample in family.samples:
+                found.setdefault(sample.name, set()).update(sample.labels)
+    return found
+
+
+def test_grafana_finds_what_compose_mounts():
+    grafana = COMPOSE["services"]["grafana"]
+    mounts = dict(volume.rsplit(":", 1)[0].split(":")[::-1] for volume in grafana["volumes"])
+    assert all((DEPLOY / path).is_file() for path in mounts.values())
+    files = {path: DEPLOY / local for path, local in mounts.items()}
+    home = grafana["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    dashboard = json.loads(files[home].read_text())
+    (provider,) = yaml.safe_load(
+        files["/etc/grafana/provisioning/dashboards/jdllm.yml"].read_text()
+    )["providers"]
+    assert provider["options"]["path"] == str(pathlib.PurePosixPath(home).parent)
+    (source,) = yaml.safe_load(
+        files["/etc/grafana/provisioning/datasources/prometheus.yml"].read_text()
+    )["datasources"]
+    sources = {
+        part["datasource"]["uid"]
+        for panel in dashboard["panels"]
+        for part in (panel, *panel.get("targets", ()))
+        if "datasource" in part
+    }
+    assert sources == {source["uid"]}
+    (published,) = COMPOSE["services"]["prometheus"]["ports"]
+    assert source["url"] == f"http://prometheus:{published.rsplit(':')[-1]}"
+    assert source["jsonData"]["timeInterval"] == PROMETHEUS["global"]["scrape_interval"]
+    ids = [panel["id"] for panel in dashboard["panels"]]
+    assert len(set(ids)) == len(ids)
+    for service in COMPOSE["services"].values():
+        assert all(port.startswith("127.0.0.1:") for port in service["ports"])
 
 
 # What a daemon or a cluster would say about the files; a tool that is missing is named.

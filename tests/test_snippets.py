@@ -36,10 +36,18 @@ SHAPES = {
 URL = "http://127.0.0.1:30000"
 CANVAS = "docs/algorithms.md"
 CLIENTS = "docs/clients.md"
+NOTEBOOKS = "docs/notebooks.md"
 # Pages with Python, and how many snippets each has. Two are not run here, as their packages are no
 # dependencies of the tests: Ollama's client, and lm-eval's table (`eval/test_eval_tasks.py`). Those
 # about images name a published model; `server/test_image_server.py` makes the same calls.
-PYTHON = {"docs/images.md": 2, "README.md": 3, CANVAS: 2, CLIENTS: 2, "docs/evaluation.md": 1}
+PYTHON = {
+    "README.md": 3,
+    "docs/images.md": 2,
+    "docs/evaluation.md": 1,
+    CANVAS: 2,
+    CLIENTS: 2,
+    NOTEBOOKS: 2,
+}
 needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 
 
@@ -193,6 +201,15 @@ def test_the_rule_of_ones_own_writes_the_answer(llm, monkeypatch, capsys):
         assert "#### 12" in run(text, monkeypatch, capsys, llm)
     finally:
         decoding.unregister("LeftFirst")
+
+
+@pytest.mark.campaign
+def test_snippets_about_traces_and_sweeps_show_steps_and_a_table(llm, monkeypatch, capsys):
+    trace, sweep = snippets.blocks(NOTEBOOKS, "python")
+    printed = run(trace, monkeypatch, capsys, llm)
+    assert " tokens in " in printed and "'<|role_end|>' " in printed
+    monkeypatch.setattr(jdllm, "Engine", lambda: llm().engine)
+    assert "| 0.9 | " in run(sweep, monkeypatch, capsys)
 
 
 @pytest.mark.campaign

@@ -6,7 +6,7 @@ a tail that could be the beginning of a stop string.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jdllm import sampling_params
 from jdllm.engine import prefix_match
@@ -16,6 +16,26 @@ from jdllm.scheduler import commits as commits_lib
 # A character that is cut between two tokens decodes to at most three replacement characters.
 MAX_CUT_CHARACTERS = 3
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+def texts_of_positions(
+    token_ids: Sequence[int | None], decode: Callable[[tuple[int, ...]], str]
+) -> list[str]:
+    """Returns the text of each position, empty where nothing is written (None).
+
+    Of a character in several tokens the first has it, and the others are empty.
+    """
+    texts = ["" if one is None else decode((one,)) for one in token_ids]
+    at = 0
+    while at < len(texts):
+        end = at
+        while end < len(texts) and REPLACEMENT in texts[end]:
+            end += 1
+        if end - at > 1:
+            run = tuple(one for one in token_ids[at:end] if one is not None)
+            texts[at:end] = [decode(run), *[""] * (end - at - 1)]
+        at = max(end, at + 1)
+    return texts
 
 
 class Detokenizer:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Literal
@@ -24,8 +25,10 @@ from jdllm.engine import (
     streams,
 )
 from jdllm.engine import stats as stats_lib
+from jdllm.engine import trace as trace_lib
 from jdllm.engine.build import build, startup
 from jdllm.models import loading
+from jdllm.templates import chat
 
 
 class Engine(control.EngineControl):
@@ -190,6 +193,33 @@ class Engine(control.EngineControl):
             errors.described_choices(num_choices, num_prompts),
             "n" if num_prompts == 1 else "prompt",
         )
+
+    def trace(
+        self,
+        prompt: requests.Prompt | chat.Messages,
+        sampling_params: requests.Params = None,
+        *,
+        suffix: infilling.Suffix | None = None,
+        given: infilling.Given | None = None,
+    ) -> trace_lib.Trace:
+        """Returns one answer with its denoising steps; `.show()` draws them.
+
+        A prompt is text or token ids as they stand, or the messages of a conversation, which go
+        through the chat template. Parameters are those of `generate`, for one choice; `suffix` and
+        `given` too.
+        """
+        params = requests.with_length(sampling_params)
+        if params.n != 1:
+            raise errors.RequestError(f"a trace shows one choice, got n={params.n}", param="n")
+        asked = dataclasses.replace(
+            params, dllm=params.dllm.with_stream_mode("denoise"), return_step_map=True
+        )
+        ids = self._inputs.one_prompt(prompt)
+        choices = self._inputs.choices([ids], [asked], suffix=[suffix], given=[given])
+        with contextlib.closing(self._iterate(choices)) as events:
+            seen = list(events)
+        frames = [frame for one in seen for frame in one.frames]
+        return trace_lib.Trace.of(frames, seen[-1], self._inputs.visible_text)
 
     # Information
 

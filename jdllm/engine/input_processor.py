@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from jdllm import errors, sampling_params
 from jdllm.engine import candidates, infilling, requests
 from jdllm.engine.build import build
 from jdllm.scheduler import request as request_lib
+from jdllm.templates import chat
 
 # Making a choice takes about as long as looking at so many token ids.
 SIZE_OF_A_CHOICE = 500
@@ -86,6 +87,22 @@ class InputProcessor:
                 "the engine runs with skip_tokenizer_init; give input_ids", param="prompt"
             )
         return self._built.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def one_prompt(self, prompt: requests.Prompt | chat.Messages) -> list[int]:
+        """Returns the ids of a prompt, or of a conversation through the chat template."""
+        # Any: the first element decides, which no checker follows.
+        given: Any = prompt
+        if not isinstance(given, list | tuple) or not given or not isinstance(given[0], Mapping):
+            return self._ids(given)
+        if self._built.tokenizer is None:
+            raise errors.RequestError("a conversation needs a tokenizer", param="prompt")
+        return self._built.tokenizer.apply_chat_template(given)
+
+    def visible_text(self, ids: Sequence[int]) -> str:
+        """Returns the text of output tokens with special ones; without a tokenizer, their ids."""
+        if self._built.tokenizer is None:
+            return "".join(f"[{token_id}]" for token_id in ids)
+        return self._built.tokenizer.decode(ids, skip_special_tokens=False)
 
     def default_max_new_tokens(self, prompt_len: int, block_length: int | None = None) -> int:
         """Returns how many tokens a request writes if it sets no limit; its kind of rows knows."""

@@ -198,23 +198,25 @@ def _answers(
 
 def _score(
     task: registry.Task, example: Example, text: str, outcome: sandbox.Outcome | None
-) -> Score:
+) -> Score | None:
+    """Returns the score of an answer, None if its task judges nothing."""
     if outcome is None:
-        assert task.score is not None, "a task without programs has a score"
-        return task.score(text, example.gold)
+        return None if task.score is None else task.score(text, example.gold)
     predicted = "passed" if outcome.passed else outcome.message
     return Score(is_correct=outcome.passed, is_invalid=not text.strip(), predicted=predicted)
 
 
-def _record(example: Example, prompt: str, answer: backends.Answer, score: Score) -> store.Record:
+def _record(
+    example: Example, prompt: str, answer: backends.Answer, score: Score | None
+) -> store.Record:
     return {
         "id": example.id,
         "prompt": prompt,
         "output": answer.text,
         "gold": example.gold,
-        "pred": score.predicted,
-        "correct": score.is_correct,
-        "invalid": score.is_invalid,
+        "pred": None if score is None else score.predicted,
+        "correct": None if score is None else score.is_correct,
+        "invalid": None if score is None else score.is_invalid,
         "nfe": answer.nfe,
         "completion_tokens": answer.completion_tokens,
         "finish_reason": answer.finish_reason,
@@ -226,8 +228,9 @@ def _progress(records: dict[str, store.Record]) -> str:
     done = records.values()
     nfe = sum(record["nfe"] or 0 for record in done)
     tokens = sum(record["completion_tokens"] for record in done)
-    correct = sum(record["correct"] for record in done)
-    return f"accuracy {correct / len(done):.3f}, TPF {tokens / max(nfe, 1):.2f}"
+    speed = f"TPF {tokens / max(nfe, 1):.2f}"
+    accuracy = summary.share_of(list(done), "correct")
+    return speed if accuracy is None else f"accuracy {accuracy:.3f}, {speed}"
 
 
 def _load(task: registry.Task, path: str | None, limit: int | None) -> list[Example]:

@@ -30,7 +30,7 @@ def summarize(
 ) -> dict[str, Any]:
     """Returns the figures of a run; a figure that was not measured is None."""
     n = len(records)
-    accuracy = sum(record["correct"] for record in records) / n if n else None
+    share = share_of(records, "correct")
     counted = [record for record in records if record["nfe"]]
     nfe = sum(record["nfe"] for record in counted)
     latencies = [record["latency"] for record in records]
@@ -38,11 +38,11 @@ def summarize(
     timed_tokens = sum(session["completion_tokens"] for session in sessions)
     return {
         "num_examples": n,
-        "accuracy": accuracy,
+        "accuracy": share,
         "accuracy_stderr": None
-        if accuracy is None or n < 2
-        else math.sqrt(accuracy * (1 - accuracy) / (n - 1)),
-        "invalid_rate": sum(record["invalid"] for record in records) / n if n else None,
+        if share is None or n < 2
+        else math.sqrt(share * (1 - share) / (n - 1)),
+        "invalid_rate": share_of(records, "invalid"),
         "tpf_mean": _mean([record["completion_tokens"] / record["nfe"] for record in counted]),
         "tpf_token_weighted": (
             sum(record["completion_tokens"] for record in counted) / nfe if nfe else None
@@ -57,6 +57,12 @@ def summarize(
         "num_sessions": len(sessions),
         "num_cut_by_length": sum(record["finish_reason"] == "length" for record in records),
     }
+
+
+def share_of(records: Sequence[Mapping[str, Any]], verdict: str) -> float | None:
+    """Returns the share of records with this verdict, None if nothing was judged."""
+    judged = [record[verdict] for record in records]
+    return None if None in judged or not judged else sum(judged) / len(judged)
 
 
 def harness_fields(

@@ -75,8 +75,10 @@ def save(points: Sequence[Point], axes_: Axes, name: str) -> list[pathlib.Path]:
 
 
 def _name_points(panel: axes.Axes, points: Sequence[Point], heights: Sequence[float]) -> None:
-    for point, height in zip(points, heights, strict=True):
+    # To the right above and to the left below, in turn: neighbours may lie close together.
+    for i, (point, height) in enumerate(zip(points, heights, strict=True)):
         panel.annotate(
-            point.label, (point.x, height), xytext=(5, 5), textcoords="offset points",
-            fontsize=8, color=style.GRAY,
+            point.label, (point.x, height), xytext=(-5, -11) if i % 2 else (5, 5),
+            ha="right" if i % 2 else "left", textcoords="offset points", fontsize=8,
+            color=style.GRAY,
         )  # fmt: skip

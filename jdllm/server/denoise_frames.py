@@ -80,7 +80,7 @@ class Frames:
             }
 
     def _canvas(self, frame: text_frames.TextFrame) -> list[dict[str, Any]]:
-        texts = self._texts(frame.token_ids)
+        texts = detokenizer.texts_of_positions(frame.token_ids, self._decode)
         return [
             {
                 "id": token_id,
@@ -89,17 +89,3 @@ class Frames:
             }
             for token_id, text, logprob in zip(frame.token_ids, texts, frame.logprobs, strict=True)
         ]
-
-    def _texts(self, token_ids: Sequence[int | None]) -> list[str]:
-        """Returns the text of each position; of a character in several tokens the first has it."""
-        texts = ["" if one is None else self._decode((one,)) for one in token_ids]
-        at = 0
-        while at < len(texts):
-            end = at
-            while end < len(texts) and detokenizer.REPLACEMENT in texts[end]:
-                end += 1
-            if end - at > 1:
-                run = tuple(one for one in token_ids[at:end] if one is not None)
-                texts[at:end] = [self._decode(run), *[""] * (end - at - 1)]
-            at = max(end, at + 1)
-        return texts

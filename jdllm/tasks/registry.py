@@ -16,9 +16,9 @@ class Task:
     """The functions of a task, all pure but `load(path, limit)`.
 
     An output is scored by `score(output, gold)`, or it becomes a `program(output, example)` that
-    must run to its end. `data` says what file the task needs, and `metric` names its score as
-    lm-eval does. With shots, an answer ends at `few_shot_stop`: a base model would go on with more
-    questions.
+    must run to its end; without either nothing is judged. `data` says what file the task needs, and
+    `metric` names its score as lm-eval does. With shots, an answer ends at `few_shot_stop`: a base
+    model would go on with more questions.
     """
 
     name: str

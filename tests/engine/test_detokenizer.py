@@ -162,3 +162,13 @@ def test_a_stop_string_of_a_megabyte_costs_no_more_than_the_text():
         assert incremental.update([ord("a")] * size, None) == ""
     assert time.monotonic() - began < 2.0
     assert incremental.update([ord("a")] * 2000 + [ord("c")], None) == "a" * 2000 + "c"
+
+
+def test_a_character_of_several_tokens_has_its_text_once():
+    def decode(ids):
+        return bytes(ids).decode(errors="replace")
+
+    data = "a\u00e9\u20acb".encode()
+    texts = detokenizer.texts_of_positions(list(data), decode)
+    assert texts == ["a", "\u00e9\u20ac", "", "", "", "", "b"]
+    assert detokenizer.texts_of_positions([data[1], None, data[3]], decode)[1] == ""

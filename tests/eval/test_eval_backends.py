@@ -8,10 +8,8 @@ import resource
 import threading
 
 import pytest
-from support import toy_server
+from support import toy_engine, toy_server
 
-from jdllm import device_facts, errors
-from jdllm.engine import generations
 from jdllm.eval import __main__ as cli
 from jdllm.eval import backends, evaluation
 from jdllm.plots import style
@@ -221,50 +219,6 @@ def test_no_server_says_so(data, tmp_path, capsys):
     assert cli.main([*argv, "--base-url", "127.0.0.1:30000"]) == 2
 
 
-class ToyTokenizer:
-    has_chat_template = True
-
-    def apply_chat_template(self, messages):
-        return [len(messages[0]["content"].split())]
-
-
-class ToyEngine:
-    """Answers with its prompt's only id, in two events."""
-
-    tokenizer = ToyTokenizer()
-    model_name = "toy"
-    device = device_facts.DeviceFacts(platform="cpu", device_kind="cpu")
-    max_running_requests = 2
-
-    def __init__(self):
-        self.params = []
-        self.aborted = 0
-
-    def default_max_new_tokens(self, prompt_len):
-        return 300 + prompt_len
-
-    def iterate(self, prompts, params):
-        self.params += params
-        ((word_count,),) = prompts
-        if word_count > 5:
-            raise errors.RequestTooLong("too long for the toy")
-        for text, reason in (("####", None), (f"#### {word_count}", {"type": "stop"})):
-            yield generations.Generation(
-                request_id="r",
-                index=0,
-                prompt_index=0,
-                text=text,
-                delta_text="",
-                output_ids=[1] * len(text),
-                delta_ids=[],
-                finish_reason=reason,
-                meta_info={"nfe": 2, "e2e_latency": 0.5},
-            )
-
-    def abort(self, *, abort_all):
-        self.aborted += abort_all
-
-
 def in_process(engine, data, out):
     return evaluation.evaluate(
         evaluation.load_questions("gsm8k", data=str(data)),
@@ -276,7 +230,7 @@ def in_process(engine, data, out):
 
 
 def test_a_run_in_process(data, tmp_path):
-    engine = ToyEngine()
+    engine = toy_engine.ToyEngine()
     results = in_process(engine, data, tmp_path / "out")
     assert results["accuracy"] == 0.75
     assert results["tpf_mean"] == 3.0  # six tokens in two forwards
@@ -288,7 +242,7 @@ def test_a_run_in_process(data, tmp_path):
 
 
 def test_a_refused_request_names_its_example(data, tmp_path):
-    engine = ToyEngine()
+    engine = toy_engine.ToyEngine()
     data.write_text(data.read_text() + '{"question": "a b c d e f", "answer": "#### 6"}\n')
     with pytest.raises(backends.BackendError, match="example 4: .*too long for the toy"):
         in_process(engine, data, tmp_path / "out")
@@ -296,7 +250,7 @@ def test_a_refused_request_names_its_example(data, tmp_path):
 
 
 def test_ctrl_c_keeps_what_is_written(data, tmp_path):
-    engine = ToyEngine()
+    engine = toy_engine.ToyEngine()
     backend = backends.InProcess(engine)
     questions = evaluation.load_questions("gsm8k", data=str(data))
     gate = threading.Event()

@@ -114,10 +114,3 @@ def test_the_rate_is_bounded_and_the_last_frame_is_kept():
         0.9 * denoise_frames.MAX_FRAMES_PER_S < count / seconds <= denoise_frames.MAX_FRAMES_PER_S
     )
     assert list(thinning.keep([])) == []
-
-
-def test_a_character_of_several_tokens_has_its_text_once():
-    made = denoise_frames.Frames(fake_engine.FakeTokenizer(), skip_special_tokens=True)
-    data = "aé€b".encode()
-    assert made._texts(list(data)) == ["a", "é€", "", "", "", "", "b"]
-    assert made._texts([data[1], None, data[3]])[1] == ""
