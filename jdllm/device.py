@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import jax
 
 from jdllm import device_facts
@@ -18,6 +20,18 @@ def facts(count: int = 1) -> device_facts.DeviceFacts:
         num_devices=count,
         runs_hopper_kernels=device.hopper_refusal is None,
     )
+
+
+def prepare_several() -> None:
+    """Sets what several GPUs need of CUDA and XLA, unless the environment does already.
+
+    It has an effect only before JAX has asked for devices for the first time. While a GPU waits for
+    another, nothing may wait for the GPU: CUDA loads all code at once, not at its first use. JAX
+    takes 92 % of each GPU instead of 75 %, since split models are those that need it.
+    """
+    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast, which nothing here uses
 
 
 def used() -> jax.Device:  # pyright: ignore[reportInvalidTypeForm] # jax has no type for it

@@ -105,7 +105,14 @@ MAY_PRINT = (
 )
 NON_EMPTY_INITS = ("jdllm/__init__.py", "pallas_kernels/__init__.py", "jdllm/decoding/__init__.py")
 VAGUE_NAMES = {"utils", "util", "common", "manager", "managers", "data", "helpers", "misc"}
-FOREIGN_VARIABLES = ("JAX_", "XLA_", "HF_", "HUGGINGFACE_")  # variables JAX and HF define
+FOREIGN_VARIABLES = (
+    "JAX_",
+    "XLA_",
+    "HF_",
+    "HUGGINGFACE_",
+    "CUDA_",
+    "NCCL_",
+)  # variables JAX and HF define
 MAX_LINES, MAX_KERNEL_LINES = 400, 600
 
 

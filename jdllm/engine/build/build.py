@@ -25,7 +25,14 @@ from jdllm import spec as spec_lib
 from jdllm.checkpoint import source
 from jdllm.engine import core as core_lib
 from jdllm.engine import tokenizer as tokenizer_lib
-from jdllm.engine.build import algorithm_defaults, kinds, sampling_defaults, sizing, startup
+from jdllm.engine.build import (
+    algorithm_defaults,
+    kinds,
+    sampling_defaults,
+    sizing,
+    startup,
+    weights_fit,
+)
 from jdllm.kv_cache import pool as pool_lib
 from jdllm.models import loading, registry, split
 from jdllm.runner import config as runner_config
@@ -81,12 +88,20 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
     config.check_for("text")
     generation_config = source.read_optional_json(model_dir / "generation_config.json")
     # What can be refused without the weights is refused before they are read.
+    if config.tp_size > 1:
+        device_lib.prepare_several()
     mesh = sharding.make_mesh(config.tp_size, device_lib.every())
     device = device_lib.facts(config.tp_size)
     dtype = _dtype(config.dtype, device)
     block_size = config.algorithm_options().get("block_size")
     model_config = loading.read_config(model_dir, block_size=block_size)
     shards = split.shards_of(model_config, config.tp_size, config.ep_size)
+    weights_fit.check(
+        model_config,
+        shards,
+        loading.resolve_dtype(dtype, source.read_json(model_dir / source.CONFIG_NAME)),
+        None if device.is_cpu else device.memory_bytes,
+    )
     spec = model_config.spec
     kind = kinds.kind_of(spec)
     algorithms, default_dllm = algorithm_defaults.choose(config, generation_config, spec)
