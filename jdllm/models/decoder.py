@@ -63,8 +63,10 @@ class DecoderLayer(nnx.Module):
         self.attention = attention.Attention(config.attention, dtype=dtype, implementation=self.ops)
         self.post_attention_layernorm = added_norm()
         match config.feed_forward:
-            case mlp.MLPConfig(width=width):
-                self.mlp = mlp.DenseMLP(dim, width, dtype=dtype, implementation=self.ops)
+            case mlp.MLPConfig(width=width, activation=activation):
+                self.mlp = mlp.DenseMLP(
+                    dim, width, dtype=dtype, activation=activation, implementation=self.ops
+                )
             case moe.MoEConfig():
                 self.mlp = moe.SparseMoE(
                     dim, config.feed_forward, dtype=dtype, implementation=implementation
@@ -203,7 +205,12 @@ class Decoder(nnx.Module):
         """Returns the rotary (cos, sin) for every RoPE config of the layers."""
         kinds = dict.fromkeys(layer.attention.rope for layer in self.config.layers)
         return {
-            kind: rope.rope_angles(positions, rotary_dim=kind.rotary_dim, theta=kind.theta)
+            kind: rope.rope_angles(
+                positions,
+                rotary_dim=kind.rotary_dim,
+                theta=kind.theta,
+                num_turning=kind.num_turning,
+            )
             for kind in kinds
         }
 
