@@ -22,7 +22,6 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels.grouped_matmul.gate_up import split_gate_up
 
-
 # What the gate is put through; "gelu_tanh" is GELU's approximation by a tanh.
 Activation = Literal["silu", "gelu_tanh"]
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}

@@ -86,9 +86,9 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
     dtype = _dtype(config.dtype, device)
     block_size = config.algorithm_options().get("block_size")
     model_config = loading.read_config(model_dir, block_size=block_size)
-    shards = split.shards_of(model_config, config.tp_size, config.ep_size)
     spec = model_config.spec
-    kind = kinds.kind_of(spec)
+    kind = kinds.kind_of(spec, config.tp_size)
+    shards = split.shards_of(model_config, config.tp_size, config.ep_size)
     algorithms, default_dllm = algorithm_defaults.choose(config, generation_config, spec)
     shapes = sizing.choose_shapes(config, spec, kind.rows.defaults, device)
     tokenizer = tokenizer_lib.of_model(config, model_dir)
@@ -178,6 +178,9 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
         default_sampling=sampling_defaults.default_sampling(
             generation_config,
             filters=any(algorithm_table.TABLE[name].takes_filters for name in algorithms),
+            draws_its_own_way=any(
+                algorithm_table.TABLE[name].has_own_temperature for name in algorithms
+            ),
         ),
         default_dllm=default_dllm,
         algorithms=algorithms,
@@ -248,6 +251,7 @@ def _pool_config(
         head_dim=spec.head_dim,
         dtype=kv_dtype,
         mesh=mesh,
+        kv_heads_of_layers=spec.kv_heads_of_layers,
     )
 
 
@@ -259,7 +263,6 @@ def _row_config(
     kind: kinds.KindOfRows,
     tokenizer: tokenizer_lib.Tokenizer | None,
 ) -> interface.RowConfig:
-    assert spec.diffusion.mask_token_id is not None, "checked when the config was parsed"
     shares_prefixes = kind.rows.defaults.shares_prefixes
     return interface.RowConfig(
         max_running_requests=sizes.max_running_requests,
