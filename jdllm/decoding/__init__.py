@@ -1,8 +1,8 @@
 """The rules of the algorithms that `algorithms.TABLE` declares, one dict for each kind of rows.
 
 `BLOCK_ALGORITHMS` write a block of a block-causal model. `CANVAS_ALGORITHMS` write the whole
-canvas of a full-attention model. `UNIFORM_ALGORITHMS` denoise canvases of random tokens. The import fails if a declared algorithm has no rule, or if a
-rule is not declared.
+canvas of a full-attention model. `UNIFORM_ALGORITHMS` denoise canvases of random tokens. The import
+fails if a declared algorithm has no rule, or if a rule is not declared.
 """
 
 import dataclasses

@@ -23,9 +23,9 @@ CPU_POOL_BYTES = 1 << 30
 class PoolConfig:
     """Shape of the pool: `num_pages` pages of `page_size` tokens in each layer.
 
-    `kv_heads_of_layers` holds the heads of each layer, if they differ; otherwise all layers have
-    `num_kv_heads` of `head_dim`. `num_kv_heads` are those of one device. With a `mesh` of one axis, an array has a leading axis
-    of its devices, and each device has its own heads of every page.
+    Every layer has `num_kv_heads` of `head_dim`, unless `kv_heads_of_layers` says otherwise; they
+    are those of one device. With a `mesh` of one axis, an array has a leading axis of its devices,
+    and each device has its own heads of every page.
     """
 
     num_pages: int

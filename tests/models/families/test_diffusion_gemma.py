@@ -5,11 +5,14 @@ import json
 import jax
 import numpy as np
 import pytest
+import safetensors.numpy
 from support.gemma_rows import CANVAS, GOLDEN, GemmaRows, load
 
 from jdllm import errors
 from jdllm import spec as spec_lib
 from jdllm.models import loading, registry
+from jdllm.runner import full_forward
+from jdllm.train import step
 
 # Those of the goldens: float32 sums in another order; logits are of size 30.
 TOLERANCE = {"atol": 2e-4, "rtol": 1e-4}
@@ -115,6 +118,26 @@ def test_what_is_not_implemented_is_refused_by_name(changes, text, message):
         if text is None:
             registry.family("DiffusionGemmaForBlockDiffusion").parse_config(CONFIG | changes)
         parse(changes, text)
+
+
+def test_what_needs_logits_of_whole_sequences_refuses_the_family_by_name():
+    with pytest.raises(errors.ConfigError, match="no logits of a whole sequence"):
+        full_forward.load_model(GOLDEN)
+    with pytest.raises(errors.ConfigError, match="DiffusionGemmaForBlockDiffusion: training needs"):
+        step.build_network(CONFIG, "float32")
+    with pytest.raises(ValueError, match="softcap=30.0 are not streamed"):
+        GemmaRows(1).model.unembedding().stats(np.zeros((1, 64), np.float32))
+
+
+def test_tensors_that_nobody_knows_are_refused_and_those_of_vision_are_not_read(tmp_path):
+    tensors = safetensors.numpy.load_file(GOLDEN / "model.safetensors")
+    assert any("vision_tower" in name for name in tensors)
+    tensors["model.decoder.layers.0.self_attn.v_norm.weight"] = np.ones(16, np.float32)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(errors.ConfigError, match=r"1 tensors unexpected:\s+.*v_norm") as refused:
+        loading.load(tmp_path)
+    assert "vision" not in str(refused.value)
 
 
 def test_the_published_sizes_have_the_parameters_of_the_published_files():
