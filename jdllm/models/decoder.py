@@ -30,13 +30,14 @@ Angles = Mapping[
     rope.RopeConfig, tuple[Float32[Array, "T rotary_dim/2"], Float32[Array, "T rotary_dim/2"]]
 ]
 # feed_forward(module, x, valid): the layer adds the sum of the results to the residual stream.
+FeedForwardModule = mlp.DenseMLP | moe.SparseMoE
 FeedForward = Callable[
-    [mlp.DenseMLP | moe.SparseMoE, Activations, Bool[Array, " T"] | None], tuple[Activations, ...]
+    [FeedForwardModule, Activations, Bool[Array, " T"] | None], tuple[Activations, ...]
 ]
 
 
-class Layer(Protocol):
-    """A layer of a decoder, as `DecoderLayer` or of another class."""
+class RunLayer(Protocol):
+    """What the loop over layers calls."""
 
     def __call__(
         self,
@@ -53,8 +54,17 @@ class Layer(Protocol):
         ...
 
 
+class Layer(RunLayer, Protocol):
+    """A layer of a decoder: a `DecoderLayer`, or a module of another class."""
+
+    @property
+    def mlp(self) -> FeedForwardModule:
+        """The layer's feed-forward; the dense one, if it has several."""
+        ...
+
+
 def run_feed_forward(
-    module: mlp.DenseMLP | moe.SparseMoE, x: Activations, valid: Bool[Array, " T"] | None
+    module: FeedForwardModule, x: Activations, valid: Bool[Array, " T"] | None
 ) -> tuple[Activations, ...]:
     """Returns arrays whose sum is the output of a layer's feed-forward."""
     if isinstance(module, moe.SparseMoE):
@@ -199,7 +209,7 @@ class Decoder(nnx.Module):
         caches: Sequence[jax.Array | None],
         valid: Bool[Array, " T"] | None = None,
         feed_forward: FeedForward = run_feed_forward,
-        layers: Sequence[Layer] | None = None,
+        layers: Sequence[RunLayer] | None = None,
     ) -> tuple[Activations, list[jax.Array | None]]:
         """Returns what `__call__` returns, for the embeddings `x` of the tokens.
 

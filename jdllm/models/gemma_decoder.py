@@ -186,7 +186,7 @@ class GemmaDecoder(decoder.Decoder):
         caches: Sequence[jax.Array | None],
         valid: Bool[Array, " T"] | None = None,
         feed_forward: decoder.FeedForward = decoder.run_feed_forward,
-        layers: Sequence[decoder.Layer] | None = None,
+        layers: Sequence[decoder.RunLayer] | None = None,
     ) -> tuple[Activations, list[jax.Array | None]]:
         """Runs the layers as the encoder does, unless `layers` says otherwise."""
         return super().run_layers(
@@ -196,9 +196,7 @@ class GemmaDecoder(decoder.Decoder):
             caches=caches,
             valid=valid,
             feed_forward=feed_forward,
-            layers=[functools.partial(layer, encodes=True) for layer in self.layers]
-            if layers is None
-            else layers,
+            layers=self._encoder_layers() if layers is None else layers,
         )
 
     def denoise(
@@ -233,6 +231,13 @@ class GemmaDecoder(decoder.Decoder):
     def unembedding(self) -> unembedding.LMHead:
         """Returns the LM head, which is the embedding, with its cap."""
         return dataclasses.replace(super().unembedding(), softcap=self.config.logit_softcap)
+
+    def _encoder_layers(self) -> list[decoder.RunLayer]:
+        found: list[decoder.RunLayer] = []
+        for layer in self.layers:
+            assert isinstance(layer, GemmaLayer), "`build_layer` makes no other"
+            found.append(functools.partial(layer, encodes=True))
+        return found
 
     @property
     def _embedding_scale(self) -> Array:
