@@ -31,8 +31,9 @@ def rope_angles(
 ) -> CosSin:
     """Returns (cos, sin) of the angles by which q and k at these positions are rotated."""
     exponent = jnp.arange(0, rotary_dim, 2, dtype=jnp.float32) / rotary_dim
+    times = positions.astype(jnp.float32)[:, None]
     frequency = theta**-exponent
     if num_turning is not None:
         frequency = jnp.where(jnp.arange(rotary_dim // 2) < num_turning, frequency, 0.0)
-    angles = positions.astype(jnp.float32)[:, None] * frequency[None, :]
+    angles = times * frequency[None, :]
     return jnp.cos(angles), jnp.sin(angles)
