@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from jdllm import value_checks
 
-BLOCK, CANVAS = "block", "canvas"  # kinds of rows
+BLOCK, CANVAS, UNIFORM = "block", "canvas", "uniform"  # kinds of rows
 Value = float | int | bool | str
 
 
@@ -58,6 +58,8 @@ class Algorithm:
     first of them that has a default applies. `exact_modes`: the words of `cache_mode` with which
     every step forwards the whole canvas. `whole_blocks`: the positions to write must form whole
     blocks. `takes_filters`: the algorithm applies top_p and top_k when it draws a token.
+    `has_own_temperature`: its options say how it draws; of a request it takes the temperatures 1,
+    which leaves that as it is, and 0, with which the most probable token is "drawn".
     """
 
     name: str
@@ -68,6 +70,7 @@ class Algorithm:
     exact_modes: tuple[str, ...] = ()
     whole_blocks: bool = False
     takes_filters: bool = False
+    has_own_temperature: bool = False
 
     def option(self, name: str) -> Option | None:
         """Returns the option of that name, or None if the algorithm has none."""

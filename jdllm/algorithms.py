@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Shaped
 
 from jdllm import errors, value_checks
-from jdllm.algorithm_options import BLOCK, CANVAS, Algorithm, Option, Value
+from jdllm.algorithm_options import BLOCK, CANVAS, UNIFORM, Algorithm, Option, Value
 
 Arrays = dict[str, Shaped[np.ndarray, " R"]]
 _DTYPES = {"number": np.float32, "integer": np.int32, "flag": np.bool_, "word": np.int32}
@@ -254,6 +254,35 @@ TABLE: dict[str, Algorithm] = {
         ),
         alternatives=("factor", "steps", "threshold"),
         exact_modes=("none",),
+    ),
+    "Gemma4Renoise": Algorithm(
+        name="Gemma4Renoise",
+        kind=UNIFORM,
+        writes="a canvas at once: a step draws all tokens, keeps those of the lowest entropies and "
+        "puts random tokens into the other positions",
+        options=(
+            _integer("max_denoising_steps", 48, "most steps of a canvas", low=1),
+            _number(
+                "entropy_bound",
+                0.1,
+                "a drawn token is kept while the lower entropies (nats) sum to at most this",
+                high=_MOST_ENTROPY * 4096,
+            ),
+            _number("t_max", 0.8, "temperature of the first step", low=0.01, high=100),
+            _number("t_min", 0.4, "temperature that the steps approach", low=0.01, high=100),
+            _number(
+                "confidence_threshold",
+                0.005,
+                "the mean entropy (nats) below which a canvas may be done",
+                high=_MOST_ENTROPY,
+            ),
+            _integer(
+                "stability_threshold",
+                1,
+                "steps before that had the same most probable tokens when a canvas is done",
+            ),
+        ),
+        has_own_temperature=True,
     ),
 }
 

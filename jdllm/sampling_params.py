@@ -306,15 +306,28 @@ class SamplingParams:
         return self.dllm.stream_mode == "denoise"
 
     def _check_filters(self) -> None:
-        """Raises if top_p or top_k is set and the algorithm draws from the whole distribution."""
-        if self.dllm.declared is None or self.dllm.declared.takes_filters:
+        """Raises for top_p, top_k or a temperature that the algorithm cannot apply."""
+        declared = self.dllm.declared
+        if declared is None:
+            return
+        hint = "temperature and seed are supported"
+        if declared.has_own_temperature:
+            hint = f"its options are {', '.join(declared.defaults)}"
+            if self.temperature not in (None, 0, 1):
+                raise errors.RequestError(
+                    f"temperature={errors.quote(self.temperature)} is not supported by "
+                    f"{self.dllm.algorithm}, whose temperature falls from t_max to t_min; "
+                    "supported: 1, and 0 to take the most probable tokens",
+                    param="temperature",
+                )
+        if declared.takes_filters:
             return
         for name, neutral in (("top_p", (None, 1)), ("top_k", (None, 0, -1))):
             value = getattr(self, name)
             if value not in neutral:
                 raise errors.RequestError(
                     f"{name}={errors.quote(value)} is not supported by "
-                    f"{self.dllm.algorithm}; leave it out, temperature and seed are supported",
+                    f"{self.dllm.algorithm}; leave it out, {hint}",
                     param=name,
                 )
 

@@ -42,8 +42,14 @@ class DiffusionSpec:
     logit_alignment: LogitAlignment = LogitAlignment.SAME_POSITION
 
     @property
-    def kind(self) -> Literal["block", "canvas"] | None:
-        """The kind of rows that serves the family; None if no kind does."""
+    def kind(self) -> Literal["block", "canvas", "uniform"] | None:
+        """The kind of rows that serves the family; None if no kind does.
+
+        A family without a mask token begins with noise: a canvas of uniformly random tokens behind
+        a context that is encoded causally.
+        """
+        if self.mask_token_id is None:
+            return "uniform" if self.attention_pattern is AttentionPattern.CAUSAL else None
         match self.attention_pattern:
             case AttentionPattern.FULL:
                 return "canvas"
@@ -69,6 +75,14 @@ class MoESpec:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class KVHeads:
+    """How many heads of K (and of V) a layer has, and their width."""
+
+    count: int
+    dim: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """Shapes and decoding facts of one loaded model."""
 
@@ -84,7 +98,14 @@ class ModelSpec:
     diffusion: DiffusionSpec
     rotary_dim: int
     moe: MoESpec | None = None  # None if no layer has experts
+    kv_heads_of_layers: tuple[KVHeads, ...] = ()  # where layers differ from the numbers above
+
+    @property
+    def kv_heads(self) -> tuple[KVHeads, ...]:
+        """KV heads of each layer."""
+        same = KVHeads(count=self.num_kv_heads, dim=self.head_dim)
+        return self.kv_heads_of_layers or (same,) * self.num_layers
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Returns bytes of K and V over all layers for one token."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
+        return 2 * sum(heads.count * heads.dim for heads in self.kv_heads) * itemsize

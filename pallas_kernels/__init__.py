@@ -16,7 +16,7 @@ from pallas_kernels.extend_attention.reference import AttentionTiling
 from pallas_kernels.fp8_matmul.api import fp8_matmul, quantize_rows
 from pallas_kernels.grouped_matmul.api import grouped_matmul
 from pallas_kernels.grouped_matmul.gate_up import gate_up_group, interleave_gate_up, split_gate_up
-from pallas_kernels.grouped_matmul.reference import swiglu
+from pallas_kernels.grouped_matmul.reference import ACTIVATIONS, Activation, swiglu
 from pallas_kernels.padded_attention.api import masked_attention, padded_attention
 from pallas_kernels.peers import CHUNK_WORDS, Peers, buffer_words
 from pallas_kernels.read_cancel_flag.api import choose as choose_read_cancel_flag
@@ -33,7 +33,9 @@ from pallas_kernels.unembed_stats.api import (
 )
 
 __all__ = [
+    "ACTIVATIONS",
     "CHUNK_WORDS",
+    "Activation",
     "AttentionTiling",
     "Choice",
     "Choices",

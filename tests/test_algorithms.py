@@ -12,9 +12,10 @@ import pytest
 from jdllm import algorithm_docs, algorithms, config, errors
 from jdllm.decoding.block import interface as block_lib
 from jdllm.decoding.canvas import interface as canvas_lib
+from jdllm.decoding.uniform import interface as uniform_lib
 from jdllm.sampling_params import DllmParams
 
-KINDS = (algorithms.BLOCK, algorithms.CANVAS)
+KINDS = (algorithms.BLOCK, algorithms.CANVAS, algorithms.UNIFORM)
 DECLARED = [
     pytest.param(algorithm, option, id=f"{algorithm.name}-{option.name}")
     for algorithm in algorithms.TABLE.values()
@@ -52,6 +53,14 @@ LAYOUT = {
         ("alg_temp", "float32", 0),
         ("eps", "float32", 0),
         ("factor", "float32", 0),
+    ],
+    algorithms.UNIFORM: [
+        ("max_denoising_steps", "int32", 0),
+        ("entropy_bound", "float32", 0),
+        ("t_max", "float32", 0),
+        ("t_min", "float32", 0),
+        ("confidence_threshold", "float32", 0),
+        ("stability_threshold", "int32", 0),
     ],
 }
 
@@ -127,6 +136,8 @@ def test_the_device_sees_the_arrays_by_name_and_in_their_order(kind):
     arrays = algorithms.padding(kind, 2)
     if kind == algorithms.BLOCK:
         params, more = block_lib.BlockParams(**arrays), []
+    elif kind == algorithms.UNIFORM:
+        params, more = uniform_lib.UniformParams(**arrays), []
     else:
         more = [np.zeros(2, np.float32), np.zeros((2, 2), np.uint32)]
         params = canvas_lib.CanvasParams(**arrays, temperature=more[0], seed=more[1])

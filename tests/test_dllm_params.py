@@ -101,7 +101,12 @@ def test_of_options_that_exclude_one_another_the_request_s_holds(given, server):
 def test_canvas_algorithms_refuse_filters_by_name(name, value):
     for algorithm in algorithms.TABLE:
         dllm = DllmParams(algorithm=algorithm)
-        neutral = SamplingParams(dllm=dllm, top_p=1.0, top_k=0, temperature=0.7, seed=1)
+        has_own = algorithms.TABLE[algorithm].has_own_temperature
+        temperature = 1 if has_own else 0.7
+        neutral = SamplingParams(dllm=dllm, top_p=1.0, top_k=0, temperature=temperature, seed=1)
+        if has_own:
+            with pytest.raises(errors.RequestError, match="temperature=0.7.*t_max to t_min"):
+                dataclasses.replace(neutral, temperature=0.7)
         if algorithm in algorithms.of_kind(algorithms.BLOCK):
             assert getattr(dataclasses.replace(neutral, **{name: value}), name) == value
             continue

@@ -29,6 +29,7 @@ OPS = """
     all_reduce dense_matmul extend_attention fp8_matmul grouped_matmul padded_attention
     read_cancel_flag rotate_and_cache top_k_routing unembed_stats
 """
+IMAGE_ROWS = "batching buckets captions limits programs row_limits stay"
 # (path or folder, floor, group). A file may import lower floors and its own group; the
 # first row that fits a path counts.
 FLOORS: tuple[tuple[str, int, str], ...] = (
@@ -54,20 +55,18 @@ FLOORS: tuple[tuple[str, int, str], ...] = (
     # A kind of rows knows no other kind, on the host as on the device.
     ("jdllm/scheduler/rows/block.py", 3, "block rows"),
     ("jdllm/scheduler/rows/canvas.py", 3, "canvas rows"),
-    ("jdllm/scheduler/rows/image.py", 3, "image rows"),
-    ("jdllm/scheduler/rows/image_batching.py", 3, "image rows"),
-    ("jdllm/scheduler/rows/image_buckets.py", 3, "image rows"),
-    ("jdllm/scheduler/rows/image_captions.py", 3, "image rows"),
-    ("jdllm/scheduler/rows/image_limits.py", 3, "image rows"),
-    ("jdllm/scheduler/rows/image_programs.py", 3, "image rows"),
-    ("jdllm/scheduler/rows/image_row_limits.py", 3, "image rows"),
-    ("jdllm/scheduler/rows/image_stay.py", 3, "image rows"),
+    *(
+        (f"jdllm/scheduler/rows/image{name}.py", 3, "image rows")
+        for name in ("", *(f"_{part}" for part in IMAGE_ROWS.split()))
+    ),
+    ("jdllm/scheduler/rows/uniform.py", 3, "uniform rows"),
     ("jdllm/scheduler/", 2, "scheduler"),
     ("jdllm/models/", 3, "models"),
     # Launches know no kind at all.
     ("jdllm/runner/launch/", 4, "launch"),
     ("jdllm/runner/block/", 5, "block"),
     ("jdllm/runner/canvas/", 5, "canvas"),
+    ("jdllm/runner/uniform/", 5, "uniform"),
     ("jdllm/runner/model_runner.py", 5, "model runner"),
     ("jdllm/imagegen/", 5, "imagegen"),
     ("jdllm/runner/", 4, "steps"),

@@ -64,7 +64,7 @@ def test_paths_of_the_layout_exist():
     assert (ROOT / "configs/train/nano.yaml").exists()
 
 
-@pytest.mark.parametrize("kind", [algorithms.BLOCK, algorithms.CANVAS])
+@pytest.mark.parametrize("kind", [algorithms.BLOCK, algorithms.CANVAS, algorithms.UNIFORM])
 def test_algorithms_and_options_are_those_of_the_table(kind):
     for table in (algorithm_docs.markdown_table(kind), algorithm_docs.markdown_options(kind)):
         assert table in TEXT, f"put this into docs/algorithms.md:\n{table}"

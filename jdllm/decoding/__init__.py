@@ -1,8 +1,8 @@
 """The rules of the algorithms that `algorithms.TABLE` declares, one dict for each kind of rows.
 
 `BLOCK_ALGORITHMS` write a block of a block-causal model. `CANVAS_ALGORITHMS` write the whole
-canvas of a full-attention model. The import fails if a declared algorithm has no rule, or if a
-rule is not declared.
+canvas of a full-attention model. `UNIFORM_ALGORITHMS` denoise canvases of random tokens. The import
+fails if a declared algorithm has no rule, or if a rule is not declared.
 """
 
 import dataclasses
@@ -22,6 +22,8 @@ from jdllm.decoding.canvas.fill import CanvasRule
 from jdllm.decoding.canvas.full_attn_multi_block import FullAttnMultiBlock
 from jdllm.decoding.canvas.interface import CanvasAlgorithm
 from jdllm.decoding.canvas.llada import LLaDA
+from jdllm.decoding.uniform.gemma4_renoise import Gemma4Renoise
+from jdllm.decoding.uniform.interface import UniformAlgorithm
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,6 +47,7 @@ CANVAS_ALGORITHMS: dict[str, Variants] = {
     "Dream": Variants(Dream()),
     "FastDLLM": Variants(FastDLLM()),
 }
+UNIFORM_ALGORITHMS: dict[str, UniformAlgorithm] = {"Gemma4Renoise": Gemma4Renoise()}
 
 
 def canvas_algorithm(name: str, *, is_shifted: bool) -> CanvasAlgorithm:
@@ -135,3 +138,4 @@ def _kind_of(rule: object) -> str:
 
 check_names(algorithms.BLOCK, BLOCK_ALGORITHMS)
 check_names(algorithms.CANVAS, CANVAS_ALGORITHMS)
+check_names(algorithms.UNIFORM, UNIFORM_ALGORITHMS)

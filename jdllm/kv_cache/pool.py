@@ -23,8 +23,9 @@ CPU_POOL_BYTES = 1 << 30
 class PoolConfig:
     """Shape of the pool: `num_pages` pages of `page_size` tokens in each layer.
 
-    `num_kv_heads` are those of one device. With a `mesh` of one axis, an array has a leading axis
-    of its devices, and each device has its own heads of every page.
+    Every layer has `num_kv_heads` of `head_dim`, unless `kv_heads_of_layers` says otherwise; they
+    are those of one device. With a `mesh` of one axis, an array has a leading axis of its devices,
+    and each device has its own heads of every page.
     """
 
     num_pages: int
@@ -34,19 +35,24 @@ class PoolConfig:
     head_dim: int
     dtype: str
     mesh: jax.sharding.Mesh | None = None
+    kv_heads_of_layers: tuple[spec_lib.KVHeads, ...] = ()
 
     @property
-    def layer_shape(self) -> tuple[int, int, int, int, int]:
-        return (self.num_pages, 2, self.num_kv_heads, self.page_size, self.head_dim)
+    def layer_shapes(self) -> list[tuple[int, int, int, int, int]]:
+        same = spec_lib.KVHeads(count=self.num_kv_heads, dim=self.head_dim)
+        return [
+            (self.num_pages, 2, heads.count, self.page_size, heads.dim)
+            for heads in self.kv_heads_of_layers or (same,) * self.num_layers
+        ]
 
 
 def create(config: PoolConfig) -> list[Float[Array, "*devices P 2 K Z H"]]:
     """Returns an array of zeros for each layer; not garbage, since padding must never hold NaN."""
-    shape, place, mesh = config.layer_shape, None, config.mesh
+    lead, place, mesh = (), None, config.mesh
     if mesh is not None:
-        shape = (mesh.devices.size, *shape)
+        lead = (mesh.devices.size,)
         place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*mesh.axis_names))
-    return [jnp.zeros(shape, config.dtype, device=place) for _ in range(config.num_layers)]
+    return [jnp.zeros((*lead, *one), config.dtype, device=place) for one in config.layer_shapes]
 
 
 def choose_page_size(block_size: int, wanted: int | None) -> int:

@@ -11,6 +11,7 @@ Letters: those of the whole project, and R rows, M pages of the longest row, W =
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 
 import jax
@@ -41,6 +42,7 @@ class Projection:
     num_kv_heads: int
     eps: float
     window: int | None = None
+    scale: float | None = None  # of the scores; None is head_dim ** -0.5
 
     def heads(self) -> tuple[Float[Array, "T N H"], Float[Array, "T K H"], Float[Array, "T K H"]]:
         """Returns (q, k, v), normalised and rotated."""
@@ -90,8 +92,6 @@ def paged_attend(
     """
 
     def attend(projection: Projection, pool: Array | None) -> tuple[Array, Array]:
-        if projection.window is not None:
-            raise ValueError(f"attention to pages has no window={projection.window}")
         assert pool is not None, "every layer has a pool"
         q, written = pallas_kernels.rotate_and_cache(
             projection.qkv,
@@ -114,8 +114,9 @@ def paged_attend(
             batch.page_table,
             visibility=spec.AttentionPattern(visibility).value,
             block_size=block_size,
-            scale=q.shape[-1] ** -0.5,
+            scale=q.shape[-1] ** -0.5 if projection.scale is None else projection.scale,
             q_len=q_len,
+            window=projection.window,
             implementation=implementation,
         )
         return out, written
@@ -150,7 +151,9 @@ def dense_attend(
         q, k, v = projection.heads()
         q4, k4, v4 = (x.reshape(batch, -1, *x.shape[1:]) for x in (q, k, v))
         row_masks = jnp.broadcast_to(mask, (batch, *mask.shape[-2:]))  # [B, S, S]
-        out = pallas_kernels.masked_attention(q4, k4, v4, row_masks, implementation=implementation)
+        out = pallas_kernels.masked_attention(
+            q4, k4, v4, row_masks, scale=projection.scale, implementation=implementation
+        )
         return out.reshape(q.shape), cache
 
     return attend
@@ -178,7 +181,10 @@ def visibility_mask(
 class AttentionConfig:
     """Head counts and sizes of one attention layer; without `qk_norm_eps` q and k have no norm.
 
-    With a `window`, a token sees only tokens that are fewer than `window` positions away.
+    With a `window`, a token sees only tokens that are fewer than `window` positions away. `scale`
+    multiplies the scores, by default head_dim ** -0.5. With `normalizes_v`, each head of v has unit
+    root mean square, without a weight; it needs `qk_norm_eps`. With `shares_kv`, v is the
+    projection of k, before its norm.
     """
 
     dim: int
@@ -189,13 +195,16 @@ class AttentionConfig:
     qk_norm_eps: float | None = None
     has_qkv_bias: bool = False
     window: int | None = None
+    scale: float | None = None
+    normalizes_v: bool = False
+    shares_kv: bool = False
 
 
 class Attention(nnx.Module):
     """Grouped-query attention; per-head norms of q and k, if any, come before the rotation.
 
-    `w_qkv` [(N + 2K) * H, D] and its bias `b_qkv`, if any, hold q, then k, then v. The cache
-    holds K after norm and rotation.
+    `w_qkv` [(N + 2K) * H, D] and its bias `b_qkv`, if any, hold q, then k, then v; a layer whose v
+    is its k has `w_qk` [(N + K) * H, D] instead. The cache holds K after norm and rotation.
     """
 
     def __init__(self, config: AttentionConfig, *, dtype: jnp.dtype, implementation: str = "auto"):
@@ -203,8 +212,9 @@ class Attention(nnx.Module):
         self.implementation = implementation
         q_width = config.num_query_heads * config.head_dim
         kv_width = config.num_kv_heads * config.head_dim
-        qkv_width = q_width + 2 * kv_width
-        self.w_qkv = nnx.Param(jnp.zeros((qkv_width, config.dim), dtype))
+        qkv_width = q_width + (1 if config.shares_kv else 2) * kv_width
+        weight = nnx.Param(jnp.zeros((qkv_width, config.dim), dtype))
+        self.w_qkv, self.w_qk = (None, weight) if config.shares_kv else (weight, None)
         self.b_qkv = nnx.Param(jnp.zeros((qkv_width,), dtype)) if config.has_qkv_bias else None
         self.w_out = nnx.Param(jnp.zeros((config.dim, q_width), dtype))
         self.query_layernorm = self._head_norm(dtype)
@@ -220,9 +230,11 @@ class Attention(nnx.Module):
     ) -> tuple[tuple[Float[Array, "T D"], ...], Array | None]:
         """Returns (arrays whose sum is the output for `x`, new cache)."""
         with jax.named_scope("qkv"):
-            qkv = pallas_kernels.dense_matmul(
-                x, self.w_qkv[...], implementation=self.implementation
-            )
+            weight = self.w_qk if self.w_qkv is None else self.w_qkv
+            assert weight is not None, "a layer has one of them"
+            qkv = pallas_kernels.dense_matmul(x, weight[...], implementation=self.implementation)
+            if self.config.normalizes_v or self.config.shares_kv:
+                qkv = (self._with_v(qkv),)
             projection = self._projection(qkv, angles)
         with jax.named_scope("attend"):
             out, cache = attend(projection, cache)
@@ -231,6 +243,19 @@ class Attention(nnx.Module):
                 out.reshape(x.shape[0], -1), self.w_out[...], implementation=self.implementation
             )
         return out, cache
+
+    def _with_v(self, parts: tuple[Float[Array, "T _"], ...]) -> Float[Array, "T W"]:
+        """Returns q, k and v side by side, with v made of k and normalised as the layer wants."""
+        config, whole = self.config, functools.reduce(jnp.add, parts)
+        kv_width = config.num_kv_heads * config.head_dim
+        before_v = whole if config.shares_kv else whole[:, :-kv_width]
+        v = whole[:, -kv_width:].reshape(len(whole), config.num_kv_heads, config.head_dim)
+        if config.normalizes_v:
+            assert config.qk_norm_eps is not None, "the norm of v has the eps of the other norms"
+            v = pallas_kernels.rms_norm(
+                v, jnp.ones((config.head_dim,), v.dtype), config.qk_norm_eps
+            )
+        return jnp.concatenate([before_v, v.reshape(len(whole), kv_width)], axis=1)
 
     def _projection(self, qkv: tuple[Float[Array, "T W"], ...], angles: rope.CosSin) -> Projection:
         norms, (q_norm, k_norm) = None, (self.query_layernorm, self.key_layernorm)
@@ -245,6 +270,7 @@ class Attention(nnx.Module):
             num_kv_heads=self.config.num_kv_heads,
             eps=self.config.qk_norm_eps or 0.0,
             window=self.config.window,
+            scale=self.config.scale,
         )
 
     def _head_norm(self, dtype: jnp.dtype) -> norm.RMSNorm | None:

@@ -42,13 +42,15 @@ class RouterConfig:
 class MoEConfig:
     """Widths of the experts, and their router; `shared_width` 0 means no shared expert.
 
-    With `num_ranks`, expert e is on rank e % num_ranks, as its expert e // num_ranks.
+    With `num_ranks`, expert e is on rank e % num_ranks, as its expert e // num_ranks. Gates are put
+    through `activation`.
     """
 
     width: int
     shared_width: int
     router: RouterConfig
     num_ranks: int = 1
+    activation: pallas_kernels.Activation = "silu"
 
 
 class Router(nnx.Module):
@@ -136,6 +138,7 @@ class SparseMoE(nnx.Module):
     def __init__(self, dim: int, config: MoEConfig, *, dtype: jnp.dtype, implementation: str):
         self.implementation = implementation
         self.num_ranks = config.num_ranks
+        self.activation: pallas_kernels.Activation = config.activation
         self.router = Router(dim, config.router, implementation=ops_around_experts(implementation))
         num_experts = config.router.num_experts // config.num_ranks
         self.experts = Experts(dim, config.width, num_experts, dtype=dtype)
@@ -151,6 +154,16 @@ class SparseMoE(nnx.Module):
             if self.num_ranks > 1:
                 is_mine = ids % self.num_ranks == sharding.rank()
                 ids = jnp.where(is_mine, ids // self.num_ranks, -1)
+        return self.sum_of_experts(x, ids, weights, valid)
+
+    def sum_of_experts(
+        self,
+        x: Float[Array, "T D"],
+        ids: Int32[Array, "T k"],
+        weights: Float32[Array, "T k"],
+        valid: Bool[Array, " T"] | None,
+    ) -> Float[Array, "T D"]:
+        """Returns the weighted sum of the chosen experts, and the shared expert's output."""
         shared = self.shared_experts
         with jax.named_scope("experts"):
             return pallas_kernels.grouped_matmul(
@@ -162,6 +175,7 @@ class SparseMoE(nnx.Module):
                 shared=None if shared is None else (shared.w_gate_up[...], shared.w_down[...]),
                 valid=valid,
                 experts_of_model=self.router.config.num_experts,
+                activation=self.activation,
                 implementation=self.implementation,
                 out_dtype=x.dtype,
             )

@@ -17,11 +17,13 @@ from jdllm import sharding
 class LMHead:
     """`weight` has the rows of one rank; the rank r holds the ids from r * V / num_ranks on.
 
-    Results are those of the whole vocabulary, with the same bits on every rank.
+    Results are those of the whole vocabulary, with the same bits on every rank. With a `softcap` c,
+    a logit z is c * tanh(z / c).
     """
 
     weight: Float[Array, "V/num_ranks D"]
     num_ranks: int = dataclasses.field(default=1, metadata={"static": True})
+    softcap: float | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def vocab_size(self) -> int:
@@ -31,6 +33,8 @@ class LMHead:
     def logits(self, x: Float[Array, "T D"]) -> Float32[Array, "T V"]:
         """Returns the logits of the whole vocabulary."""
         logits = jnp.einsum("TD,VD->TV", x, self.weight, preferred_element_type=jnp.float32)
+        if self.softcap is not None:
+            logits = self.softcap * jnp.tanh(logits / self.softcap)
         if self.num_ranks == 1:
             return logits
         parts = pallas_kernels.exchange_words(
@@ -52,7 +56,12 @@ class LMHead:
         num_rows: Int32[Array, ""] | None = None,
         implementation: str = "auto",
     ) -> pallas_kernels.UnembedStats:
-        """Returns the statistics of the logits; see `pallas_kernels.unembed_stats`."""
+        """Returns the statistics of the logits; see `pallas_kernels.unembed_stats`.
+
+        Raises ValueError for a head with a softcap, which the op does not know.
+        """
+        if self.softcap is not None:
+            raise ValueError(f"statistics of logits with softcap={self.softcap} are not streamed")
         return pallas_kernels.unembed_stats(
             x,
             self.weight,

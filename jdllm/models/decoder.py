@@ -1,16 +1,18 @@
 """The decoder that the families share: embedding, pre-norm layers, final norm, LM head.
 
 The config describes each layer, so a family is just a config and a weight table. A family with
-another embedding or LM head (a scaled embedding, soft-capped logits) is a subclass with its own
-`embed`, `mix` and `logits`. Layers are unrolled, one array per layer. The caller provides
-attention and caches: see `layers/attention.py`. The forward pass does not apply the LM head,
-because serving streams the vocabulary, and only for positions that can still change.
+another embedding, LM head or layer (a scaled embedding, soft-capped logits, two feed-forwards side
+by side) is a subclass with its own `embed`, `mix`, `unembedding` and `build_layer`. Layers are
+unrolled, one array per layer. The caller provides attention and caches: see `layers/attention.py`.
+The forward pass does not apply the LM head, because serving streams the vocabulary, and only for
+positions that can still change.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -28,13 +30,41 @@ Angles = Mapping[
     rope.RopeConfig, tuple[Float32[Array, "T rotary_dim/2"], Float32[Array, "T rotary_dim/2"]]
 ]
 # feed_forward(module, x, valid): the layer adds the sum of the results to the residual stream.
+FeedForwardModule = mlp.DenseMLP | moe.SparseMoE
 FeedForward = Callable[
-    [mlp.DenseMLP | moe.SparseMoE, Activations, Bool[Array, " T"] | None], tuple[Activations, ...]
+    [FeedForwardModule, Activations, Bool[Array, " T"] | None], tuple[Activations, ...]
 ]
 
 
+class RunLayer(Protocol):
+    """What the loop over layers calls."""
+
+    def __call__(
+        self,
+        x: Activations,
+        pending: tuple[Activations, ...],
+        angles: Angles,
+        *,
+        attend: attention.Attend,
+        cache: jax.Array | None,
+        valid: Bool[Array, " T"] | None = None,
+        feed_forward: FeedForward = ...,
+    ) -> tuple[Activations, tuple[Activations, ...], jax.Array | None]:
+        """Returns the residual stream, the arrays that it still lacks, and the new cache."""
+        ...
+
+
+class Layer(RunLayer, Protocol):
+    """A layer of a decoder: a `DecoderLayer`, or a module of another class."""
+
+    @property
+    def mlp(self) -> FeedForwardModule:
+        """The layer's feed-forward; the dense one, if it has several."""
+        ...
+
+
 def run_feed_forward(
-    module: mlp.DenseMLP | moe.SparseMoE, x: Activations, valid: Bool[Array, " T"] | None
+    module: FeedForwardModule, x: Activations, valid: Bool[Array, " T"] | None
 ) -> tuple[Activations, ...]:
     """Returns arrays whose sum is the output of a layer's feed-forward."""
     if isinstance(module, moe.SparseMoE):
@@ -63,8 +93,10 @@ class DecoderLayer(nnx.Module):
         self.attention = attention.Attention(config.attention, dtype=dtype, implementation=self.ops)
         self.post_attention_layernorm = added_norm()
         match config.feed_forward:
-            case mlp.MLPConfig(width=width):
-                self.mlp = mlp.DenseMLP(dim, width, dtype=dtype, implementation=self.ops)
+            case mlp.MLPConfig(width=width, activation=activation):
+                self.mlp = mlp.DenseMLP(
+                    dim, width, dtype=dtype, activation=activation, implementation=self.ops
+                )
             case moe.MoEConfig():
                 self.mlp = moe.SparseMoE(
                     dim, config.feed_forward, dtype=dtype, implementation=implementation
@@ -121,9 +153,7 @@ class Decoder(nnx.Module):
         vocab_size, num_ranks = config.spec.vocab_size, config.shards.tp
         self.word_embeddings = nnx.Param(jnp.zeros((vocab_size, dim), dtype))
         self.layers = nnx.List(
-            DecoderLayer(
-                layer, eps=eps, dtype=dtype, implementation=implementation, num_ranks=num_ranks
-            )
+            self.build_layer(layer, dtype=dtype, implementation=implementation)
             for layer in config.layers
         )
         is_last_whole = bool(config.layers) and config.layers[-1].has_post_norms
@@ -133,6 +163,18 @@ class Decoder(nnx.Module):
         head_shape = (vocab_size // num_ranks, dim)
         self.lm_head = (
             None if config.tie_word_embeddings else nnx.Param(jnp.zeros(head_shape, dtype))
+        )
+
+    def build_layer(
+        self, layer: decoder_config.LayerConfig, *, dtype: jnp.dtype, implementation: str
+    ) -> Layer:
+        """Returns a new layer; `config` is set already."""
+        return DecoderLayer(
+            layer,
+            eps=self.config.rms_norm_eps,
+            dtype=dtype,
+            implementation=implementation,
+            num_ranks=self.config.shards.tp,
         )
 
     def __call__(
@@ -167,16 +209,17 @@ class Decoder(nnx.Module):
         caches: Sequence[jax.Array | None],
         valid: Bool[Array, " T"] | None = None,
         feed_forward: FeedForward = run_feed_forward,
+        layers: Sequence[RunLayer] | None = None,
     ) -> tuple[Activations, list[jax.Array | None]]:
         """Returns what `__call__` returns, for the embeddings `x` of the tokens.
 
         This is the only loop over layers. A caller that needs the choices of the routers, or
         another form of the experts, passes its own `feed_forward`. The loop calls it once per
-        layer, in order.
+        layer, in order. `layers` are other forms of the model's own.
         """
         angles = self.angles(positions)
         pending, new_caches = (), []
-        for layer, cache in zip(self.layers, caches, strict=True):
+        for layer, cache in zip(self.layers if layers is None else layers, caches, strict=True):
             x, pending, cache = layer(
                 x,
                 pending,
@@ -187,6 +230,8 @@ class Decoder(nnx.Module):
                 feed_forward=feed_forward,
             )
             new_caches.append(cache)
+        if not pending:
+            return self.norm(x), new_caches
         return self.norm.add(x, pending, implementation=self.ops)[1], new_caches
 
     def embed(self, tokens: Int[Array, " T"], positions: Int[Array, " T"]) -> Activations:
@@ -203,7 +248,12 @@ class Decoder(nnx.Module):
         """Returns the rotary (cos, sin) for every RoPE config of the layers."""
         kinds = dict.fromkeys(layer.attention.rope for layer in self.config.layers)
         return {
-            kind: rope.rope_angles(positions, rotary_dim=kind.rotary_dim, theta=kind.theta)
+            kind: rope.rope_angles(
+                positions,
+                rotary_dim=kind.rotary_dim,
+                theta=kind.theta,
+                num_turning=kind.num_turning,
+            )
             for kind in kinds
         }
 

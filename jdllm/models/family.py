@@ -46,6 +46,7 @@ class Family:
     `read` parses a config.json that passed `rules`. `prepare` (config, path, array) is the last
     step of loading a parameter of a checkpoint, on the device or on the host. `end_of_turn` is the
     token that ends a turn in the family's chats, or None if only the end of the text does.
+    `flatten` brings the keys of a nested config.json (a model of text and images) to its top level.
     `example` is the config.json, without sizes, of a model that has every parameter that a model of
     this family may have.
     """
@@ -58,6 +59,7 @@ class Family:
     example: Mapping[str, Any]
     build: Callable[..., decoder.Decoder] = decoder.Decoder
     prepare: Callable[[Any, str, AnyArray], AnyArray] = as_stored
+    flatten: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
 
     def __post_init__(self) -> None:
         try:
@@ -80,7 +82,7 @@ class Family:
         generation_config: Mapping[str, Any] | None = None,
     ) -> decoder_config.DecoderConfig:
         """Returns the parsed `config.json`; `block_size` overrides the model's own."""
-        hf = {**self.rules.missing, **hf}
+        hf = {**self.rules.missing, **self.flatten(hf)}
         self.rules.check(hf)
         diffusion = hf_config.diffusion(hf, generation_config, block_size, self.defaults)
         config = self.read(hf, diffusion)

@@ -67,7 +67,9 @@ def diffusion(
 
 def check_spec(model: spec_lib.ModelSpec, sizes: SizeKeys) -> None:
     """Raises if a special token is outside the vocabulary, or if the head counts do not fit."""
-    named = [("mask_token_id", model.diffusion.mask_token_id)]
+    named = []
+    if model.diffusion.kind != "uniform":  # the kind without a mask token
+        named.append(("mask_token_id", model.diffusion.mask_token_id))
     named += [("eos_token_id", i) for i in model.diffusion.eos_token_ids]
     if model.diffusion.kind == "canvas":
         named.append(("pad_token_id", model.diffusion.end_of_text_id))

@@ -104,7 +104,12 @@ def load(
             params = orbax_checkpoint.restore_placed(directory, arrays, place)
         case _:
             tensors = safetensors_source.SafetensorsSource(directory)
-            fills = weight_table.match(family.weight_rows(config), tensors.shapes)
+            unused = family.weights.unused
+            fills = weight_table.match(
+                family.weight_rows(config),
+                tensors.shapes,
+                is_unused=lambda name: name.startswith(unused),
+            )
             put = assemble.on_default_device
 
             def prepare(path: str, array: np.ndarray) -> dict[str, jax.Array]:

@@ -4,7 +4,8 @@
     {layer}.self_attn.q_proj.weight                {layer}.attention.w_qkv[q]
     {layer}.mlp.experts.{expert}.down_proj.weight  {layer}.mlp.experts.w_down[{expert}]
 
-`{layer}` is the path of each layer, `{expert}` the number of each expert. The brackets name the
+`{layer}` is the path of each layer, `{number}` its number, for tensors that lie elsewhere, and
+`{expert}` the number of each expert. The brackets name the
 part of the parameter that the tensor fills, one of `PARTS`. A row counts only if the model has its
 parameter, so a table needs no condition for a tied head, or for a bias or a router that a model
 lacks. Shapes follow from the parameters. `WeightTable.check` finds parameters that a table forgets
@@ -92,7 +93,7 @@ class Pattern:
             shape = _shape_of(part, whole[1:] if self.is_per_expert else whole, heads)
             for expert in range(whole[0]) if self.is_per_expert else (None,):
                 yield weight_table.WeightRow(
-                    name=self.tensor.format(layer=f"{path}.{i}", expert=expert),
+                    name=self.tensor.format(layer=f"{path}.{i}", number=i, expert=expert),
                     shape=shape,
                     target=target,
                     view=functools.partial(_view, part, heads, expert),
@@ -105,12 +106,14 @@ class WeightTable:
     """A family's table; `layers` is the name of the list of layers in checkpoints.
 
     `forms` are named texts of rows that fill the same parameters. A checkpoint holds one of them;
-    an export writes the first one.
+    an export writes the first one. `unused` are the first parts of the names of tensors that a
+    checkpoint may hold and that this engine has no use for (a vision tower).
     """
 
     layers: str
     rows: str
     forms: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    unused: tuple[str, ...] = ()
 
     def expand(
         self, config: decoder_config.DecoderConfig, shapes: Shapes
@@ -160,7 +163,8 @@ def _pattern(line: str, form: str) -> Pattern:
     part = index.removeprefix("{expert}").removeprefix(",") if is_per_expert else index
     if part and part not in PARTS:
         raise ValueError(f"{line!r}: there is no part {part!r}; choose {', '.join(PARTS)}")
-    if ("{expert}" in tensor) != is_per_expert or ("{layer}" in tensor) != ("{layer}" in parameter):
+    is_of_a_layer = "{layer}" in tensor or "{number}" in tensor
+    if ("{expert}" in tensor) != is_per_expert or is_of_a_layer != ("{layer}" in parameter):
         raise ValueError(f"{line!r} must have its placeholders on both sides")
     return Pattern(
         tensor=tensor, parameter=parameter, part=part, is_per_expert=is_per_expert, form=form

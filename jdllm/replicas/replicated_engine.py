@@ -295,10 +295,10 @@ class ReplicatedEngine:
 def _shared_page(facts: messages.Facts) -> int:
     """Returns of how many tokens replicas share K,V, 0 if they share none.
 
-    Only block-causal models have K,V of a prompt that do not depend on what follows it. In a page
-    smaller than a block, K,V depend on the whole block.
+    In models with full attention K,V of a prompt depend on what follows it. In a page smaller than
+    a block, K,V depend on the whole block.
     """
-    is_causal = facts.spec.diffusion.attention_pattern is spec.AttentionPattern.BLOCK_CAUSAL
-    if not is_causal or facts.config.disable_radix_cache:
+    is_full = facts.spec.diffusion.attention_pattern is spec.AttentionPattern.FULL
+    if is_full or facts.config.disable_radix_cache:
         return 0
     return max(facts.config.page_size or 1, facts.spec.diffusion.block_size)

@@ -61,7 +61,12 @@ class StepConfig:
 
     @property
     def block_context(self) -> int:
-        """Tokens of the longest row; if the context ends inside a block, the block counts whole."""
+        """Tokens of the longest row; if the context ends inside a block, the block counts whole.
+
+        Blocks begin at multiples of the block size, canvases of random tokens anywhere.
+        """
+        if self.spec.diffusion.kind == "uniform":
+            return self.context_length + self.block_size
         return -(-self.context_length // self.block_size) * self.block_size
 
     @property

@@ -19,6 +19,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 from numpy.typing import ArrayLike
 
+from jdllm import errors
 from jdllm import spec as spec_lib
 from jdllm.checkpoint import source
 from jdllm.layers import attention
@@ -42,6 +43,12 @@ class FullModel:
     """A loaded model whose `logits` sees whole sequences under the family's attention."""
 
     def __init__(self, model: loading.LoadedModel):
+        """Raises a ConfigError for a family whose logits need a context and a canvas apart."""
+        if model.spec.diffusion.kind == "uniform":
+            raise errors.ConfigError(
+                f"{model.spec.architecture} has no logits of a whole sequence: a context is "
+                "encoded, and a canvas denoised behind it; serve it instead"
+            )
         self.model = model
         # A closure, not a static argument: each call would hash the graph.
         self._forward = jax.jit(functools.partial(_logits, model.graphdef, model.spec))

@@ -88,6 +88,18 @@ class LiveRequests:
         self.total_preemptions += 1
         self.waiting.add(request)
 
+    def reserve(self, request: request_lib.Request, num_tokens: int) -> bool:
+        """Gives a running request pages for `num_tokens` tokens; preempts the youngest if need be.
+
+        Returns False if that preempts the request itself.
+        """
+        while not self.pages.grow(request.held, num_tokens):
+            victim = self.running[-1]
+            self.preempt(victim, keep=True)
+            if victim is request:
+                return False
+        return True
+
     def end(self, request: request_lib.Request, *, keep: bool) -> None:
         """Removes a live request in any state; `keep` offers its full pages to the prefix cache."""
         if request.state is RequestState.RUNNING:

@@ -29,10 +29,13 @@ def choose(
     visibility: Visibility,
     tokens: int,
     rows: int,
+    window: int | None = None,
 ) -> dispatch.Choice:
     """Returns which implementation serves this shape."""
+    no_window = None if window is None else f"it has no window, this one is {window}"
     refusals = {
-        "mosaic_gpu": gpu_kernel.why_not(
+        "mosaic_gpu": no_window
+        or gpu_kernel.why_not(
             dtype=dtype,
             head_dim=head_dim,
             page_size=page_size,
@@ -40,7 +43,8 @@ def choose(
             q_heads=q_heads,
             kv_heads=kv_heads,
         ),
-        "cudnn": cudnn.why_not(
+        "cudnn": no_window
+        or cudnn.why_not(
             dtype=dtype,
             head_dim=head_dim,
             visibility=visibility,
@@ -64,6 +68,7 @@ def extend_attention(
     block_size: int,
     scale: float,
     q_len: int | None = None,
+    window: int | None = None,
     implementation: str = "auto",
     tiling: AttentionTiling = reference.DEFAULT_TILING,
 ) -> Float[Array, "T N H"]:
@@ -76,8 +81,12 @@ def extend_attention(
 
     With `q_len` the caller promises that T = R * q_len and that row r owns the queries
     [r * q_len, (r + 1) * q_len), also if it is inactive. The kernel then needs no work list.
+
+    With a `window`, a causal query sees the last `window` keys up to its own. With "full"
+    visibility all queries of a row see its in-flight tokens and the `window - 1` before them.
     """
     checks.check_shapes(q, kv_pool, cu_q_lens, context_lens, kv_lens, page_table, block_size, q_len)
+    checks.check_window(window, visibility)
     chosen = choose(
         implementation,
         dtype=q.dtype,
@@ -89,21 +98,30 @@ def extend_attention(
         visibility=visibility,
         tokens=q.shape[0],
         rows=page_table.shape[0],
+        window=window,
     )
     return _extend_attention(
         q, kv_pool, cu_q_lens, context_lens, kv_lens, page_table, visibility=visibility,
-        block_size=block_size, scale=scale, q_len=q_len, implementation=chosen.implementation,
-        tiling=tiling,
+        block_size=block_size, scale=scale, q_len=q_len, window=window,
+        implementation=chosen.implementation, tiling=tiling,
     )  # fmt: skip
 
 
 @functools.partial(
     jax.jit,
-    static_argnames=("visibility", "block_size", "scale", "q_len", "implementation", "tiling"),
+    static_argnames=(
+        "visibility",
+        "block_size",
+        "scale",
+        "q_len",
+        "window",
+        "implementation",
+        "tiling",
+    ),  # fmt: skip
 )
 def _extend_attention(
     q, kv_pool, cu_q_lens, context_lens, kv_lens, page_table, *, visibility, block_size, scale,
-    q_len, implementation, tiling,
+    q_len, window, implementation, tiling,
 ) -> jax.Array:  # fmt: skip
     if implementation == "mosaic_gpu":
         return lowered_once.call(
@@ -119,4 +137,11 @@ def _extend_attention(
         blocks = q.reshape(T // block_size, block_size, N, H)
         out = cudnn.attend_blocks(blocks, kv_pool, page_table[rows], ends[:, -1], scale=scale)
         return out.reshape(T, N, H)
-    return reference.attend(q, kv_pool, page_table[rows], ends, scale=scale, tiling=tiling)
+    begins = None
+    if window is not None:
+        begins = reference.visible_begins(
+            cu_q_lens, context_lens, rows, ends, visibility=visibility, window=window
+        )
+    return reference.attend(
+        q, kv_pool, page_table[rows], ends, begins=begins, scale=scale, tiling=tiling
+    )

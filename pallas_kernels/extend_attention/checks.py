@@ -3,6 +3,14 @@
 import jax
 
 
+def check_window(window: int | None, visibility: str) -> None:
+    """Raises ValueError for a window of no token, or with a visibility that has none."""
+    if window is None:
+        return
+    if window < 1 or visibility == "block_causal":
+        raise ValueError(f"extend_attention: {window=} is not supported with {visibility=}")
+
+
 def check_shapes(
     q: jax.Array,
     kv_pool: jax.Array,

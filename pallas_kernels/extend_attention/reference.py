@@ -63,29 +63,50 @@ def tile_rows_and_visible_ends(
     return rows, jnp.where((starts < cu_q_lens[-1])[:, None], ends, 0)
 
 
+def visible_begins(
+    cu_q_lens: Int32[Array, " R+1"],
+    context_lens: Int32[Array, " R"],
+    rows: Int32[Array, " tiles"],
+    ends: Int32[Array, "tiles block"],
+    *,
+    visibility: Visibility,
+    window: int,
+) -> Int32[Array, "tiles block"]:
+    """Returns the first key that each query sees, where a window ends what it sees to the left."""
+    tiles, block = ends.shape
+    first = context_lens[rows][:, None]
+    if visibility == "causal":
+        starts = jnp.arange(tiles, dtype=jnp.int32) * block - cu_q_lens[rows]
+        first = first + starts[:, None] + jnp.arange(block, dtype=jnp.int32)
+    return jnp.broadcast_to(jnp.maximum(first - (window - 1), 0), ends.shape)
+
+
 def attend(
     q: Float[Array, "T N H"],
     kv_pool: Float[Array, "P 2 K Z H"],
     pages: Int32[Array, "tiles M"],
     ends: Int32[Array, "tiles block"],
     *,
+    begins: Int32[Array, "tiles block"] | None = None,
     scale: float,
     tiling: AttentionTiling,
 ) -> Float[Array, "T N H"]:
     """Returns the attention of q to the pages of each tile's row.
 
-    `ends` is the number of keys that each query sees.
+    A query sees the keys from `begins` (default: the first one) up to `ends`, without that one.
     """
     T, N, H = q.shape
     K = kv_pool.shape[2]
     # Heads lead inside a tile and the G queries of a kv head are folded into its rows.
     q_tiles = q.reshape(*ends.shape, K, N // K, H).transpose(0, 2, 1, 3, 4)
     attend = functools.partial(_attend_tiles, kv_pool=kv_pool, scale=scale, tiling=tiling)
-    out = _map_groups(attend, (q_tiles, pages, ends), _tiles_per_group(q_tiles, kv_pool, tiling))
+    bounds = (ends,) if begins is None else (ends, begins)
+    group = _tiles_per_group(q_tiles, kv_pool, tiling)
+    out = _map_groups(attend, (q_tiles, pages, *bounds), group)
     return out.transpose(0, 2, 1, 3, 4).reshape(T, N, H)
 
 
-def _attend_tiles(q, pages, ends, *, kv_pool, scale, tiling) -> jax.Array:
+def _attend_tiles(q, pages, ends, begins=None, *, kv_pool, scale, tiling) -> jax.Array:
     """Returns the attention of tiles [tiles, K, block, G, H] to their rows' pages [tiles, M]."""
     num_pages, _, K, Z, H = kv_pool.shape
     tiles, _, block, G, _ = q.shape
@@ -109,6 +130,8 @@ def _attend_tiles(q, pages, ends, *, kv_pool, scale, tiling) -> jax.Array:
         key_position = index * chunk + jnp.arange(chunk, dtype=jnp.int32)
         # [tiles, 1, block, 1, chunk]
         visible = (key_position < ends[:, :, None])[:, None, :, None, :]
+        if begins is not None:
+            visible &= (key_position >= begins[:, :, None])[:, None, :, None, :]
         live = (key_position < last_end[:, None])[:, None, :, None]  # [tiles, 1, chunk, 1]
         keys = read(ids, 0)
         values = jnp.where(live, read(ids, 1), 0)  # 0 * nan is nan: dead values must be 0
@@ -128,7 +151,9 @@ def _attend_tiles(q, pages, ends, *, kv_pool, scale, tiling) -> jax.Array:
     high = jnp.full((tiles, K, block, G, 1), _MASKED_SCORE, jnp.float32)
     acc = jnp.zeros((tiles, K, block * G, H), jnp.float32)
     trips = (last_end.max() + chunk - 1) // chunk
-    _, total, acc = lax.fori_loop(0, trips, step, (high, jnp.zeros_like(high), acc))
+    # A tile without work (padding) has no say in where the others begin.
+    skipped = 0 if begins is None else jnp.where(ends > 0, begins, ends.max()).min() // chunk
+    _, total, acc = lax.fori_loop(skipped, trips, step, (high, jnp.zeros_like(high), acc))
     acc = acc.reshape(tiles, K, block, G, H)
     # "== 0", not "> 0": a NaN must reach the logits, because there it ends the request.
     return jnp.where(total == 0, 0.0, acc / jnp.where(total == 0, 1.0, total)).astype(q.dtype)

@@ -1,4 +1,4 @@
-"""SwiGLU experts of a mixture-of-experts layer.
+"""SwiGLU (or GeGLU) experts of a mixture-of-experts layer.
 
 "xla" and "dense" are in `reference.py`; the GPU kernels are in `mosaic_gpu.py`. Gate and up rows of
 `w_gate_up` are interleaved in groups (`gate_up.py`), so that one weight tile of a fused GPU kernel
@@ -17,15 +17,23 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from pallas_kernels import dispatch, lowered_once
 from pallas_kernels.grouped_matmul import checks, reference
 from pallas_kernels.grouped_matmul import mosaic_gpu as gpu_kernel
+from pallas_kernels.grouped_matmul.reference import Activation
 
 
 def choose(
-    implementation: str = "auto", *, dtype: DTypeLike, hidden_size: int, intermediate_size: int
+    implementation: str = "auto",
+    *,
+    dtype: DTypeLike,
+    hidden_size: int,
+    intermediate_size: int,
+    activation: Activation = "silu",
 ) -> dispatch.Choice:
     """Returns which implementation serves this shape."""
     reason = gpu_kernel.why_not(
         dtype=dtype, hidden_size=hidden_size, intermediate_size=intermediate_size
     )
+    if activation != "silu":
+        reason = f"the activation is silu, not {activation}"
     return dispatch.choose("grouped_matmul", implementation, refusals={"mosaic_gpu": reason})
 
 
@@ -38,6 +46,7 @@ def grouped_matmul(
     *,
     shared: tuple[Float[Array, "2*J D"], Float[Array, "D J"]] | None = None,  # interleaved; down
     valid: Bool[Array, " T"] | None = None,
+    activation: Activation = "silu",
     implementation: str = "auto",
     out_dtype: DTypeLike = jnp.float32,
     experts_of_model: int | None = None,
@@ -53,19 +62,25 @@ def grouped_matmul(
     checks.check_shapes(x, w_gate_up, w_down, expert_ids, expert_weights, valid)
     checks.check_shared(x, shared)
     chosen = choose(
-        implementation, dtype=x.dtype, hidden_size=x.shape[1], intermediate_size=w_down.shape[2]
+        implementation,
+        dtype=x.dtype,
+        hidden_size=x.shape[1],
+        intermediate_size=w_down.shape[2],
+        activation=activation,
     )
     return _grouped_matmul(
         x, w_gate_up, w_down, expert_ids, expert_weights, shared, valid,
-        implementation=chosen.implementation, out_dtype=out_dtype,
+        activation=activation, implementation=chosen.implementation, out_dtype=out_dtype,
         experts_of_model=experts_of_model,
     )  # fmt: skip
 
 
-@functools.partial(jax.jit, static_argnames=("implementation", "out_dtype", "experts_of_model"))
+@functools.partial(
+    jax.jit, static_argnames=("activation", "implementation", "out_dtype", "experts_of_model")
+)
 def _grouped_matmul(
-    x, w_gate_up, w_down, expert_ids, expert_weights, shared, valid, *, implementation, out_dtype,
-    experts_of_model,
+    x, w_gate_up, w_down, expert_ids, expert_weights, shared, valid, *, activation, implementation,
+    out_dtype, experts_of_model,
 ) -> jax.Array:  # fmt: skip
     arguments = (x, w_gate_up, w_down, expert_ids, expert_weights.astype(jnp.float32))
     if implementation == "mosaic_gpu":
@@ -88,10 +103,10 @@ def _grouped_matmul(
         if valid is not None:
             used &= valid[:, None]
         out = (reference.all_experts if implementation == "dense" else reference.in_rounds)(
-            *arguments, used
+            *arguments, used, activation
         )
     if shared is not None:
-        out = out + reference.swiglu(x, *shared)
+        out = out + reference.swiglu(x, *shared, activation)
     return out.astype(out_dtype)
 
 

@@ -12,6 +12,9 @@ against 0.6 ms a layer (H200, jax 0.11.2, 32 tokens, 256 experts of width 512, h
 it.
 """
 
+import functools
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -19,16 +22,21 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels.grouped_matmul.gate_up import split_gate_up
 
+# What the gate is put through; "gelu_tanh" is GELU's approximation by a tanh.
+Activation = Literal["silu", "gelu_tanh"]
+ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
+
 
 def swiglu(
     x: Float[Array, "*#experts rows D"],
     w_gate_up: Float[Array, "*#experts 2*I D"],  # interleaved
     w_down: Float[Array, "*#experts D I"],
+    activation: Activation = "silu",
 ) -> Float32[Array, "*experts rows D"]:
-    """Returns the output of SwiGLU experts for their rows, in float32."""
+    """Returns the output of gated experts for their rows, in float32."""
     both = jnp.einsum("...nd,...id->...ni", x, w_gate_up, preferred_element_type=jnp.float32)
     gate, up = (part[..., 0] for part in split_gate_up(both[..., None]))  # [..., n, I] each
-    hidden = (jax.nn.silu(gate) * up).astype(x.dtype)
+    hidden = (ACTIVATIONS[activation](gate) * up).astype(x.dtype)
     return jnp.einsum("...ni,...di->...nd", hidden, w_down, preferred_element_type=jnp.float32)
 
 
@@ -39,6 +47,7 @@ def in_rounds(
     expert_ids: Int32[Array, "T k"],
     expert_weights: Float32[Array, "T k"],
     used: Bool[Array, "T k"],
+    activation: Activation = "silu",
 ) -> Float32[Array, "T D"]:
     """Returns the weighted sum over the pairs that are `used`."""
     T, k = expert_ids.shape
@@ -57,7 +66,7 @@ def in_rounds(
         # Rows past an expert's end repeat some other pair's token; nobody reads their result.
         first = starts[:E, None] + index * N
         pairs = order[jnp.minimum(first + jnp.arange(N, dtype=jnp.int32), T * k - 1)]  # [E, N]
-        rows = swiglu(x[pairs // k], w_gate_up, w_down).reshape(E * N, -1)
+        rows = swiglu(x[pairs // k], w_gate_up, w_down, activation).reshape(E * N, -1)
         return jnp.where((rank // N == index)[:, None], rows[round_row], out)
 
     trips = (counts[:E].max() + N - 1) // N
@@ -78,6 +87,7 @@ def all_experts(
     expert_ids: Int32[Array, "T k"],
     expert_weights: Float32[Array, "T k"],
     used: Bool[Array, "T k"],
+    activation: Activation = "silu",
 ) -> Float32[Array, "T D"]:
     """Returns the same as `in_rounds`."""
     expert_weights = jnp.where(used, expert_weights, 0.0)
@@ -88,7 +98,7 @@ def all_experts(
     def add_expert(total, expert):
         index, gate_up, down = expert
         weight = jnp.sum(jnp.where(expert_ids == index, expert_weights, 0.0), axis=1)  # [T]
-        return total + weight[:, None] * swiglu(x, gate_up, down), None
+        return total + weight[:, None] * swiglu(x, gate_up, down, activation), None
 
     experts = (jnp.arange(w_gate_up.shape[0]), w_gate_up, w_down)
     return lax.scan(add_expert, jnp.zeros(x.shape, jnp.float32), experts)[0]

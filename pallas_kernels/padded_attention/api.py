@@ -72,15 +72,20 @@ def masked_attention(
     v: Float[Array, "B T K H"],
     mask: Bool[Array, "B T T"],
     *,
+    scale: float | None = None,
     implementation: str = "auto",
 ) -> Float[Array, "B T N H"]:
     """Returns the attention of each query to the keys where `mask` is true, at least one of them.
+
+    Scores are multiplied by `scale`, by default 1 / sqrt(H).
 
     Both implementations have gradients. cuDNN keeps no array of T x T for them.
     """
     chosen = choose(implementation, dtype=q.dtype, head_dim=q.shape[-1])
     name = "cudnn" if chosen.implementation == "cudnn" else "xla"
-    return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None], implementation=name)
+    return jax.nn.dot_product_attention(
+        q, k, v, mask=mask[:, None], scale=scale, implementation=name
+    )
 
 
 def _why_not_cudnn(*, dtype: jnp.dtype, head_dim: int) -> str | None:

@@ -15,6 +15,7 @@ CPU = device_facts.DeviceFacts(platform="cpu", device_kind="cpu")
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "data" / "goldens"
 FAMILIES = {"llada2": False, "llada": True, "dream": True}
+KINDS = {False: algorithms.BLOCK, True: algorithms.CANVAS}
 
 
 def choose(family, generation_config=None, **options):
@@ -32,7 +33,7 @@ def test_default_follows_the_attention(family, has_canvas):
 @pytest.mark.parametrize("family,has_canvas", FAMILIES.items())
 @pytest.mark.parametrize("name", list(algorithms.TABLE))
 def test_an_algorithm_of_the_other_kind_is_refused_with_the_right_ones(family, has_canvas, name):
-    fits = (name in algorithms.of_kind(algorithms.CANVAS)) == has_canvas
+    fits = name in algorithms.of_kind(KINDS[has_canvas])
     right = "FullAttnMultiBlock.*FastDLLM"
     if not has_canvas:
         right = "LowConfidence, JointThreshold, .*MaskedDiffusion$"
@@ -101,3 +102,23 @@ def test_canvas_launches_count_tokens():
     assert (counters.canvas_positions, counters.canvas_forwarded_tokens) == (96, 96)
     assert counters.canvas_full_forwards == 2
     assert counters.padding_fraction == 0.5 and counters.batch_occupancy == 4 / 12
+
+
+def test_a_checkpoint_s_own_keys_are_the_defaults_of_models_without_a_mask_token():
+    names, default = choose("diffusion_gemma")
+    assert names == ("Gemma4Renoise",)
+    assert (default.max_denoising_steps, default.entropy_bound) == (48, 0.1)
+    generation = {
+        "max_denoising_steps": 20,
+        "t_max": None,
+        "sampler_config": {"_cls_name": "EntropyBoundSamplerConfig", "entropy_bound": 0.3},
+        "dllm": {"t_min": 0.5},
+    }
+    _, default = choose("diffusion_gemma", generation, dllm_algorithm_config={"t_min": 0.6})
+    assert (default.max_denoising_steps, default.entropy_bound) == (20, 0.3)
+    assert (default.t_max, default.t_min) == (0.8, 0.6)
+    for sampler in ({"mode": "greedy"}, {"_cls_name": "OtherSamplerConfig"}, 3):
+        with pytest.raises(errors.ConfigError, match="sampler_config"):
+            choose("diffusion_gemma", {"sampler_config": sampler})
+    with pytest.raises(errors.ConfigError, match="max_denoising_steps"):
+        choose("diffusion_gemma", {"max_denoising_steps": 0})

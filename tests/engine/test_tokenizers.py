@@ -7,7 +7,7 @@ import types
 import pytest
 import tokenizers
 import transformers
-from tokenizers import models, pre_tokenizers, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from jdllm import errors
 from jdllm.checkpoint import source
@@ -279,3 +279,39 @@ def test_end_tokens_are_those_of_the_family(tmp_path):
     assert end_tokens("LLaDAModelLM", dream) == ["<|endoftext|>"]
     bundled = end_tokens("LLaDA2MoeModelLM", source.bundled_model(), eos_token_ids=(1,))
     assert bundled == ["<|role_end|>"]
+
+
+def test_diffusion_gemma_has_gemma_s_tokenizer_and_a_template_in_a_file_of_its_own(tmp_path):
+    specials = ["<pad>", "<eos>", "<bos>", "<unk>", "<|turn>", "<turn|>"]
+    vocabulary = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
+    vocabulary.normalizer = normalizers.Replace(" ", "\N{LOWER ONE EIGHTH BLOCK}")
+    vocabulary.decoder = decoders.Replace("\N{LOWER ONE EIGHTH BLOCK}", " ")
+    vocabulary.train_from_iterator(
+        [*CORPUS, "user model"], trainers.BpeTrainer(vocab_size=200, special_tokens=specials)
+    )
+    vocabulary.save(str(tmp_path / "tokenizer.json"))
+    write_json(
+        tmp_path / "tokenizer_config.json",
+        {
+            "tokenizer_class": "GemmaTokenizer",
+            "bos_token": "<bos>",
+            "eos_token": "<eos>",
+            "pad_token": "<pad>",
+            "unk_token": "<unk>",
+        },
+    )
+    (tmp_path / "chat_template.jinja").write_text(
+        "{{ bos_token }}{% for m in messages %}<|turn>{{ m.role }}\n{{ m.content }}<turn|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|turn>model\n{% endif %}"
+    )
+    architecture = "DiffusionGemmaForBlockDiffusion"
+    write_json(
+        tmp_path / "config.json",
+        {"model_type": "diffusion_gemma", "architectures": [architecture]},
+    )
+    loaded = tokenizer.Tokenizer(tmp_path)
+    ids = loaded.apply_chat_template([{"role": "user", "content": "the cat"}])
+    shown = "<bos><|turn>user\nthe cat<turn|>\n<|turn>model\n"
+    assert loaded.decode(ids, skip_special_tokens=False) == shown
+    assert ids.count(loaded.token_id("<bos>")) == 1
+    assert end_tokens(architecture, tmp_path) == ["<eos>", "<turn|>"]

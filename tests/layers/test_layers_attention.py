@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdllm.layers import attention
+from jdllm.layers import attention, rope
 
 ATOL = 1e-5
 
@@ -70,12 +70,54 @@ def test_windows_of_masks_by_hand():
     assert attention.visibility_mask(5, 2, "full", window=9).all()
 
 
-def test_pages_refuse_a_window_instead_of_forgetting_it():
-    q, k, v = random_qkv(4, np.random.default_rng(3))
-    projection = dataclasses.replace(projection_of(q, k, v), window=2)
-    attend = attention.paged_attend(None, visibility="full", block_size=2)
-    with pytest.raises(ValueError, match="no window=2"):
-        attend(projection, None)
+def test_pages_obey_the_window_and_the_scale_of_a_layer():
+    T = 6
+    q, k, v = random_qkv(T, np.random.default_rng(3))
+    batch = attention.PagedBatch(
+        cu_q_lens=np.array([0, T], np.int32),
+        context_lens=np.zeros(1, np.int32),
+        kv_lens=np.array([T], np.int32),
+        page_table=np.zeros((1, 1), np.int32),
+        kv_indices=np.arange(T, dtype=np.int32),
+    )
+    attend = attention.paged_attend(batch, visibility="causal", block_size=2)
+    pool = jnp.zeros((1, 2, k.shape[1], T, k.shape[2]))
+    for window in (None, 2):
+        mask = attention.visibility_mask(T, 2, "causal", window=window)
+        for scale in (None, 1.0):
+            projection = dataclasses.replace(projection_of(q, k, v), window=window, scale=scale)
+            out, _ = attend(projection, pool)
+            same = attention.dense_attend(mask, 1, of_windows={2: mask})(projection, None)[0]
+            by_scale = 1.0 if scale is None else scale * k.shape[2] ** 0.5
+            expected = numpy_attention(np.asarray(q) * by_scale, k, v, mask)
+            np.testing.assert_allclose(out, expected, atol=ATOL)
+            np.testing.assert_allclose(same, expected, atol=ATOL)
+
+
+def test_v_may_be_the_raw_projection_of_k_and_be_normalised():
+    rng = np.random.default_rng(4)
+    D, N, K, H, T = 12, 4, 2, 8, 5
+    x = rng.normal(size=(T, D)).astype(np.float32)
+    seen = {}
+
+    def attend(projection, cache):
+        seen["heads"] = projection.heads()
+        return jnp.zeros((T, N, H)), cache
+
+    for shares_kv in (False, True):
+        config = attention.AttentionConfig(
+            dim=D, num_query_heads=N, num_kv_heads=K, head_dim=H,
+            rope=rope.RopeConfig(rotary_dim=H, theta=1e4), qk_norm_eps=1e-6, normalizes_v=True,
+            shares_kv=shares_kv,
+        )  # fmt: skip
+        layer = attention.Attention(config, dtype=jnp.dtype(jnp.float32))
+        weight = layer.w_qk if shares_kv else layer.w_qkv
+        weight[...] = rng.normal(size=weight.shape).astype(np.float32)
+        angles = rope.rope_angles(jnp.arange(T), rotary_dim=H, theta=1e4)
+        layer(jnp.asarray(x), angles, attend=attend, cache=None)
+        raw = (x @ np.asarray(weight[...]).T)[:, -K * H :].reshape(T, K, H)
+        expected = raw / np.sqrt((raw**2).mean(axis=-1, keepdims=True) + 1e-6)
+        np.testing.assert_allclose(seen["heads"][2], expected, atol=ATOL)
 
 
 def test_dense_attend_equals_numpy_for_each_sequence():

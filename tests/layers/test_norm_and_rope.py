@@ -61,3 +61,12 @@ def test_rope_rotates_pairs_of_the_first_dims_and_passes_the_rest(rotary_dim):
     np.testing.assert_allclose(
         pallas_kernels.apply_rope(jnp.asarray(x), *angles), expected, atol=3e-4
     )
+
+
+def test_proportional_rope_turns_the_pairs_of_the_highest_frequencies_only():
+    positions, theta = np.array([0, 3, 50]), 1e6
+    cos, sin = rope.rope_angles(jnp.asarray(positions), rotary_dim=16, theta=theta, num_turning=2)
+    for t, p in enumerate(positions):
+        angles = [p * theta ** (-2 * j / 16) if j < 2 else 0.0 for j in range(8)]
+        np.testing.assert_allclose(cos[t], np.cos(angles), atol=ATOL)
+        np.testing.assert_allclose(sin[t], np.sin(angles), atol=ATOL)

@@ -90,3 +90,41 @@ def test_llada_moe_s_routing_is_xla_s_and_says_why(monkeypatch):
     slow = {op: one.reasons for op, one in found.items() if one.implementation != "mosaic_gpu"}
     assert list(slow) == ["top_k_routing"]
     assert "not renormalised" in slow["top_k_routing"]
+
+
+def test_what_diffusion_gemma_leaves_to_xla_says_why(monkeypatch):
+    devices.pretend(monkeypatch, devices.HOPPER)
+    hf = json.loads((CONFIGS / "diffusion-gemma-26b-a4b" / "config.json").read_text())
+    config = registry.family(registry.architecture_of(hf)).parse_config(hf)
+    reasons, rotations = set(), {}
+    for layer in config.layers:
+        heads = layer.attention
+        choice = extend_attention.choose(
+            dtype=DTYPE,
+            head_dim=heads.head_dim,
+            page_size=256,
+            block_size=256,
+            q_heads=heads.num_query_heads,
+            kv_heads=heads.num_kv_heads,
+            visibility="full",
+            tokens=1024,
+            rows=4,
+            window=heads.window,
+        )
+        assert choice.implementation == "xla"
+        reasons.add(choice.refusals["mosaic_gpu"])
+        rotations[heads.head_dim] = rotate_and_cache.choose(
+            dtype=DTYPE,
+            pool_dtype=DTYPE,
+            head_dim=heads.head_dim,
+            rotary_dim=heads.rope.rotary_dim,
+        ).implementation
+    assert reasons == {
+        "it has no window, this one is 1024",
+        "needs head_dim 64 or 128, this is 512",
+    }
+    assert rotations == {256: "mosaic_gpu", 512: "xla"}
+    experts = grouped_matmul.choose(
+        dtype=DTYPE, hidden_size=2816, intermediate_size=704, activation="gelu_tanh"
+    )
+    assert experts.refusals["mosaic_gpu"] == "the activation is silu, not gelu_tanh"

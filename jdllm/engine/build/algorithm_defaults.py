@@ -13,6 +13,15 @@ from jdllm import algorithms, errors, sampling_params
 from jdllm import config as config_lib
 from jdllm import spec as spec_lib
 
+# Keys of a generation_config.json that are options of the rule of models without a mask token;
+# the sampler has an object of its own, whose class says which rule it is.
+_SAMPLER, _SAMPLER_CLASS = "sampler_config", ("_cls_name", "EntropyBoundSamplerConfig")
+GENERATION_KEYS = frozenset(
+    option.name
+    for algorithm in algorithms.of_kind(algorithms.UNIFORM).values()
+    for option in algorithm.options
+) | {_SAMPLER}
+
 
 def choose(
     config: config_lib.EngineConfig, generation_config: dict[str, Any], spec: spec_lib.ModelSpec
@@ -25,6 +34,8 @@ def choose(
     recommended = generation_config.get("dllm") or {}
     if not isinstance(recommended, dict):
         raise errors.ConfigError(f"generation_config.json: dllm={recommended!r} must be an object")
+    if spec.diffusion.kind == algorithms.UNIFORM:
+        recommended = _generation_options(generation_config) | recommended
     names = config.algorithms()
     kind = spec.diffusion.kind
     assert kind is not None, "`kinds.kind_of` refuses models without a kind first"
@@ -48,6 +59,22 @@ def choose(
         return names, given.resolve(sampling_params.DllmParams())
     except errors.RequestError as error:
         raise errors.ConfigError(f"dLLM options of {names[0]}: {error}") from error
+
+
+def _generation_options(generation_config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the options of the rule that a checkpoint gives as keys of its own."""
+    sampler = generation_config.get(_SAMPLER) or {}
+    if not isinstance(sampler, dict):
+        raise errors.ConfigError(
+            f"generation_config.json: {_SAMPLER}={errors.quote(sampler)} must be an object"
+        )
+    for key, value in sampler.items():
+        if key not in GENERATION_KEYS and (key, value) != _SAMPLER_CLASS:
+            raise errors.ConfigError(
+                f"generation_config.json: {_SAMPLER}.{key}={errors.quote(value)} is not supported"
+            )
+    found = generation_config | sampler
+    return {key: found[key] for key in sorted(GENERATION_KEYS - {_SAMPLER}) if key in found}
 
 
 def _check_kind(names: Iterable[str], fitting: Collection[str], spec: spec_lib.ModelSpec) -> None:

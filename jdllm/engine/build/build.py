@@ -95,6 +95,8 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
     dtype = _dtype(config.dtype, device)
     block_size = config.algorithm_options().get("block_size")
     model_config = loading.read_config(model_dir, block_size=block_size)
+    spec = model_config.spec
+    kind = kinds.kind_of(spec, config.tp_size)
     shards = split.shards_of(model_config, config.tp_size, config.ep_size)
     weights_fit.check(
         model_config,
@@ -102,8 +104,6 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
         loading.resolve_dtype(dtype, source.read_json(model_dir / source.CONFIG_NAME)),
         None if device.is_cpu else device.memory_bytes,
     )
-    spec = model_config.spec
-    kind = kinds.kind_of(spec)
     algorithms, default_dllm = algorithm_defaults.choose(config, generation_config, spec)
     shapes = sizing.choose_shapes(config, spec, kind.rows.defaults, device)
     tokenizer = tokenizer_lib.of_model(config, model_dir)
@@ -193,6 +193,9 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
         default_sampling=sampling_defaults.default_sampling(
             generation_config,
             filters=any(algorithm_table.TABLE[name].takes_filters for name in algorithms),
+            draws_its_own_way=any(
+                algorithm_table.TABLE[name].has_own_temperature for name in algorithms
+            ),
         ),
         default_dllm=default_dllm,
         algorithms=algorithms,
@@ -263,6 +266,7 @@ def _pool_config(
         head_dim=spec.head_dim,
         dtype=kv_dtype,
         mesh=mesh,
+        kv_heads_of_layers=spec.kv_heads_of_layers,
     )
 
 
@@ -274,7 +278,6 @@ def _row_config(
     kind: kinds.KindOfRows,
     tokenizer: tokenizer_lib.Tokenizer | None,
 ) -> interface.RowConfig:
-    assert spec.diffusion.mask_token_id is not None, "checked when the config was parsed"
     shares_prefixes = kind.rows.defaults.shares_prefixes
     return interface.RowConfig(
         max_running_requests=sizes.max_running_requests,

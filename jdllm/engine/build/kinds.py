@@ -15,7 +15,8 @@ from jdllm.runner import config as config_lib
 from jdllm.runner.block import kind as block_kind
 from jdllm.runner.canvas import kind as canvas_kind
 from jdllm.runner.launch import program
-from jdllm.scheduler.rows import block, canvas, interface
+from jdllm.runner.uniform import kind as uniform_kind
+from jdllm.scheduler.rows import block, canvas, interface, uniform
 
 # (graphdef, static options, facts of the device) -> the device's side of a kind.
 BuildKind = Callable[[Any, config_lib.StepConfig, device_facts.DeviceFacts], program.Kind]
@@ -25,12 +26,14 @@ BuildKind = Callable[[Any, config_lib.StepConfig, device_facts.DeviceFacts], pro
 class KindOfRows:
     """How the host plans rows of a kind, and which programs the device runs for them.
 
-    `alignments` are the alignments of logits that its programs understand.
+    `alignments` are the alignments of logits that its programs understand. `splits`: they also run
+    on several devices.
     """
 
     rows: type[interface.Rows]
     device: BuildKind
     alignments: tuple[spec_lib.LogitAlignment, ...]
+    splits: bool = True
 
 
 KINDS: dict[str, KindOfRows] = {
@@ -44,11 +47,20 @@ KINDS: dict[str, KindOfRows] = {
         device=canvas_kind.CanvasKind,
         alignments=tuple(spec_lib.LogitAlignment),
     ),
+    "uniform": KindOfRows(
+        rows=uniform.UniformRows,
+        device=uniform_kind.UniformKind,
+        alignments=(spec_lib.LogitAlignment.SAME_POSITION,),
+        splits=False,
+    ),
 }
 
 
-def kind_of(spec: spec_lib.ModelSpec) -> KindOfRows:
-    """Returns the kind of a model's rows; raises a ConfigError if no kind can run the model."""
+def kind_of(spec: spec_lib.ModelSpec, tp_size: int = 1) -> KindOfRows:
+    """Returns the kind of a model's rows; raises a ConfigError if no kind can run the model.
+
+    `tp_size` is the number of devices that share the model.
+    """
     kind = spec.diffusion.kind
     if kind is None:
         raise errors.ConfigError(
@@ -60,5 +72,9 @@ def kind_of(spec: spec_lib.ModelSpec) -> KindOfRows:
         raise errors.ConfigError(
             f"{spec.architecture}: {alignment.value} logits are not supported yet; supported: "
             f"{', '.join(one.value for one in found.alignments)}"
+        )
+    if tp_size > 1 and not found.splits:
+        raise errors.ConfigError(
+            f"tp_size={tp_size}: {spec.architecture} runs on one device only; use tp_size 1"
         )
     return found

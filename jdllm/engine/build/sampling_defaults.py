@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jdllm import errors, sampling_params
+from jdllm.engine.build import algorithm_defaults
 
 logger = logging.getLogger(__name__)
 
@@ -45,17 +46,23 @@ _NEUTRAL: dict[str, Any] = {
 
 
 def default_sampling(
-    generation_config: Mapping[str, Any], *, filters: bool = True
+    generation_config: Mapping[str, Any], *, filters: bool = True, draws_its_own_way: bool = False
 ) -> sampling_params.SamplingParams:
     """Returns the checkpoint's sampling defaults: greedy unless it sets `do_sample`.
+
+    With `draws_its_own_way` the family's algorithm always samples, by options of its own.
 
     One warning names the keys that ask for something the engine cannot do. `filters` says
     whether the family's algorithms know top_p and top_k.
     """
     if not filters:
         generation_config = _without_filters(generation_config)
+    # Other keys are those of its algorithm: `algorithm_defaults` reads them.
+    own = algorithm_defaults.GENERATION_KEYS if draws_its_own_way else frozenset()
     ignored = [
-        f"{key}={value!r}" for key, value in generation_config.items() if _is_ignored(key, value)
+        f"{key}={value!r}"
+        for key, value in generation_config.items()
+        if key not in own and _is_ignored(key, value)
     ]
     if ignored:
         logger.warning("generation_config.json: not supported, ignored: %s", ", ".join(ignored))
@@ -73,6 +80,8 @@ def default_sampling(
     used = values if do_sample else ("repetition_penalty",)
     given = {key: generation_config.get(key) for key in used}
     values |= {key: value for key, value in given.items() if value is not None}
+    if draws_its_own_way:
+        values["temperature"] = 1.0
     try:
         return sampling_params.SamplingParams(**values)
     except errors.RequestError as error:
@@ -89,8 +98,7 @@ def _without_filters(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     ]
     if left_out and generation_config.get("do_sample"):
         logger.warning(
-            "generation_config.json: full-attention models draw from the whole distribution, "
-            "left out: %s",
+            "generation_config.json: this model draws from the whole distribution, left out: %s",
             ", ".join(left_out),
         )
     return kept

@@ -263,8 +263,11 @@ class BlockRows:
         running = self.live.running
         rows: list[batch_lib.ScheduledRow] = []
         for request in [r for r in running if not self._needs_prefill(r)]:
-            if not self._reserve_block(request):
-                break  # The request was the youngest: no other follows.
+            if request.state is not request_lib.RequestState.RUNNING:
+                break  # An older one needed its pages: no other follows.
+            in_flight = request.held.context_len + self._block_size
+            if not self.live.reserve(request, in_flight):
+                break  # The request was the youngest.
             rows.append(
                 batch_lib.ScheduledRow(
                     request=request,
@@ -300,21 +303,6 @@ class BlockRows:
         # A row whose last block is committed but not persisted is still a decode row.
         stay = request.held
         return stay.is_fresh and stay.context_len < request.whole_len(self._block_size)
-
-    def _reserve_block(self, request: request_lib.Request) -> bool:
-        """Takes pages for the in-flight block; preempts the youngest requests if too few are free.
-
-        Returns False if that preempts this request.
-        """
-        if request.state is not request_lib.RequestState.RUNNING:
-            return False
-        stay = request.held
-        while not self.live.pages.grow(stay, stay.context_len + self._block_size):
-            victim = self.live.running[-1]
-            self.live.preempt(victim, keep=True)
-            if victim is request:
-                return False
-        return True
 
 
 def _needs_more(request: request_lib.Request) -> bool:

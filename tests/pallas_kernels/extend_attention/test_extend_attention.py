@@ -34,7 +34,7 @@ class Case:
     keys: list[np.ndarray]  # per row, [kv_len, K, H]
     values: list[np.ndarray]
 
-    def run(self, *, visibility, block_size, tiling=SMALL_TILING, dtype=jnp.float32):
+    def run(self, *, visibility, block_size, tiling=SMALL_TILING, dtype=jnp.float32, window=None):
         out = extend_attention(
             jnp.asarray(self.q, dtype),
             jnp.asarray(self.pool, dtype),
@@ -45,6 +45,7 @@ class Case:
             visibility=visibility,
             block_size=block_size,
             scale=SCALE,
+            window=window,
             tiling=tiling,
         )
         assert out.dtype == dtype
@@ -85,7 +86,7 @@ def make_case(seed, lengths, *, page, tokens, garbage=True) -> Case:
     )
 
 
-def oracle(case: Case, *, visibility, block_size) -> np.ndarray:
+def oracle(case: Case, *, visibility, block_size, window=None) -> np.ndarray:
     out = np.zeros(case.q.shape, np.float64)
     for row, kv_len in enumerate(case.kv_lens):
         start = case.cu_q_lens[row]
@@ -96,9 +97,13 @@ def oracle(case: Case, *, visibility, block_size) -> np.ndarray:
                 "causal": min(kv_len, position + 1),
                 "block_causal": min(kv_len, (position // block_size + 1) * block_size),
             }[visibility]
+            begin = 0
+            if window is not None:
+                first = position if visibility == "causal" else case.context_lens[row]
+                begin = max(0, first - window + 1)
             for head in range(N if end else 0):
-                keys = case.keys[row][:end, head // (N // K)].astype(np.float64)
-                values = case.values[row][:end, head // (N // K)].astype(np.float64)
+                keys = case.keys[row][begin:end, head // (N // K)].astype(np.float64)
+                values = case.values[row][begin:end, head // (N // K)].astype(np.float64)
                 scores = keys @ case.q[start + offset, head].astype(np.float64) * SCALE
                 weights = np.exp(scores - scores.max())
                 out[start + offset, head] = weights @ values / weights.sum()
@@ -144,6 +149,28 @@ def test_equals_loops_for_random_batches():
         out = case.run(visibility="block_causal", block_size=block)
         expected = oracle(case, visibility="block_causal", block_size=block)
         np.testing.assert_allclose(out, expected, **TOLERANCE, err_msg=f"{lengths=}")
+
+
+@pytest.mark.parametrize("window", [1, 5, 40, 1000])
+@pytest.mark.parametrize("visibility", ["full", "causal"])
+def test_a_window_hides_what_is_far_to_the_left(visibility, window):
+    lengths = [*ragged_lengths(8), (150, 16)]  # no row of the last group begins at its first key
+    case = make_case(8, lengths, page=16, tokens=168)
+    out = case.run(visibility=visibility, block_size=8, window=window)
+    expected = oracle(case, visibility=visibility, block_size=8, window=window)
+    np.testing.assert_allclose(out, expected, **TOLERANCE)
+    alone = make_case(9, [(150, 16)], page=16, tokens=24)
+    out = alone.run(visibility=visibility, block_size=8, window=window)
+    expected = oracle(alone, visibility=visibility, block_size=8, window=window)
+    np.testing.assert_allclose(out, expected, **TOLERANCE)
+
+
+def test_a_window_changes_no_bit_of_a_row_that_has_none_of_its_keys_hidden():
+    case = make_case(10, ragged_lengths(8), page=16, tokens=136)
+    for visibility in ("full", "causal"):
+        plain = case.run(visibility=visibility, block_size=8)
+        windowed = case.run(visibility=visibility, block_size=8, window=10 * MAX_PAGES_TOKENS)
+        np.testing.assert_array_equal(plain, windowed)
 
 
 def test_default_tiling_agrees():
@@ -227,8 +254,10 @@ def test_gathered_memory_is_bounded_for_prefill():
         ({"page_table": jnp.zeros(3, jnp.int32)}, "ranks"),
         ({"kv_lens": jnp.zeros(3, jnp.int32)}, "row counts differ"),
         ({"visibility": "sliding"}, "unknown visibility='sliding'"),
+        ({"window": 0}, "window=0 is not supported"),
+        ({"window": 4, "visibility": "block_causal"}, "window=4 is not supported with visibility"),
     ],
-    ids=["heads", "tokens", "head_dim", "dtype", "table", "rows", "visibility"],
+    ids=["heads", "tokens", "head_dim", "dtype", "table", "rows", "visibility", "none", "blocks"],
 )
 def test_bad_arguments_are_named(change, message):
     arguments = {

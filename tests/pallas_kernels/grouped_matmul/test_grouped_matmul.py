@@ -20,15 +20,22 @@ def weights(seed, *, experts=E, size=F, width=D):
     return gate, up, rng.normal(size=(experts, width, size)).astype(np.float32)
 
 
-def oracle(x, gate, up, down, ids, expert_weights, valid=None):
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def gelu_tanh(x):
+    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+def oracle(x, gate, up, down, ids, expert_weights, valid=None, activation=silu):
     x, gate, up, down = (np.asarray(a, np.float64) for a in (x, gate, up, down))
     out = np.zeros(x.shape)
     for t in range(len(x)):
         if valid is not None and not valid[t]:
             continue
         for e, weight in zip(ids[t], expert_weights[t], strict=True):
-            g = gate[e] @ x[t]
-            out[t] += weight * (down[e] @ (g / (1 + np.exp(-g)) * (up[e] @ x[t])))
+            out[t] += weight * (down[e] @ (activation(gate[e] @ x[t]) * (up[e] @ x[t])))
     return out
 
 
@@ -65,6 +72,25 @@ def test_equals_loops(kind, implementation):
     )
     assert out.dtype == jnp.float32
     np.testing.assert_allclose(out, oracle(x, gate, up, down, ids, expert_weights), **TOLERANCE)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_geglu_equals_loops(implementation):
+    rng = np.random.default_rng(4)
+    gate, up, down = weights(1)
+    x = rng.normal(size=(T, D)).astype(np.float32)
+    ids, expert_weights = routing("random", rng)
+    out = grouped_matmul(
+        x,
+        interleave_gate_up(gate, up),
+        down,
+        ids,
+        expert_weights,
+        activation="gelu_tanh",
+        implementation=implementation,
+    )
+    expected = oracle(x, gate, up, down, ids, expert_weights, activation=gelu_tanh)
+    np.testing.assert_allclose(out, expected, rtol=2e-5, atol=1e-4)  # terms of up to 100
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -1,0 +1,60 @@
+"""The device side of rows that denoise random tokens: a paged pool, and two programs over it."""
+
+from __future__ import annotations
+
+import functools
+
+from flax import nnx
+
+from jdllm import device_facts
+from jdllm.kv_cache import pool as pool_lib
+from jdllm.runner import config as config_lib
+from jdllm.runner.launch import program
+from jdllm.runner.uniform import forward, loop, results, state
+from jdllm.runner.uniform import inputs as inputs_lib
+from jdllm.scheduler import batch as batch_lib
+from jdllm.scheduler.rows import uniform as uniform_rows
+
+
+class UniformKind:
+    """Programs of one loaded model; `graphdef` is static."""
+
+    def __init__(
+        self,
+        graphdef: nnx.GraphDef,
+        config: config_lib.StepConfig,
+        device: device_facts.DeviceFacts,
+    ):
+        del device  # every device gets the same programs
+        self._graphdef = graphdef
+        self._config = config
+
+    def create_memory(self) -> program.Memory:
+        """Returns an empty pool, and row states with arbitrary values."""
+        config = self._config
+        return {
+            "pools": pool_lib.create(config.pool),
+            "slots": state.empty_slots(config.num_slots, config),
+        }
+
+    def program(self, bucket: batch_lib.Bucket) -> program.Program:
+        """Returns the program of an encode launch or of a denoise launch."""
+        graphdef, config = self._graphdef, self._config
+        match bucket:
+            case uniform_rows.EncodeBucket():
+                return program.Program(
+                    step=functools.partial(forward.encode_step, graphdef, config),
+                    uses=("pools",),
+                    inputs=lambda batch, _: inputs_lib.build_encode(batch, config),
+                    results=results.of_encode,
+                )
+            case uniform_rows.NoiseBucket():
+                return program.Program(
+                    step=functools.partial(loop.denoise_launch, graphdef, config),
+                    uses=("pools", "slots"),
+                    inputs=lambda batch, interrupt: inputs_lib.build_canvas(
+                        batch, config, interrupt
+                    ),
+                    results=functools.partial(results.of_canvas, block_size=config.block_size),
+                )
+        raise AssertionError(f"{bucket=} is not a bucket of these rows")

@@ -1,0 +1,116 @@
+"""The forwards of DiffusionGemma's rows, without an engine: encode contexts, denoise canvases."""
+
+import pathlib
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors.numpy
+
+from jdllm.kv_cache import pool as pool_lib
+from jdllm.models import loading
+from jdllm.runner import config as config_lib
+from jdllm.runner.uniform import forward
+from jdllm.runner.uniform import inputs as inputs_lib
+from jdllm.scheduler.rows import uniform as uniform_rows
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "data" / "goldens" / "diffusion_gemma"
+CANVAS, VOCAB = 8, 256
+
+
+def load(name):
+    return np.load(GOLDEN / f"{name}.npy")
+
+
+def write_tame_model(folder):
+    """Writes the golden model with self-conditioning of a hundredth of its strength.
+
+    With random weights the golden's own multiplies a difference by eight in every step: after five
+    steps rounding decides about tokens.
+    """
+    tensors = safetensors.numpy.load_file(GOLDEN / "model.safetensors")
+    tensors["model.decoder.self_conditioning.down_proj.weight"] *= 0.01
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+    for name in ("config.json", "generation_config.json"):
+        shutil.copy(GOLDEN / name, folder / name)
+    return folder
+
+
+class GemmaRows:
+    """Rows of a model over one pool; row r owns the pages from r * pages on."""
+
+    def __init__(self, num_rows, *, folder=GOLDEN, context=64, page_size=8):
+        self.loaded = loading.load(folder, show_progress=False)
+        spec = self.loaded.spec
+        self.pages = -(-(context + CANVAS) // page_size)
+        self.config = config_lib.StepConfig(
+            spec=spec,
+            pool=pool_lib.PoolConfig(
+                num_pages=num_rows * self.pages,
+                page_size=page_size,
+                num_layers=spec.num_layers,
+                num_kv_heads=spec.num_kv_heads,
+                head_dim=spec.head_dim,
+                dtype=str(self.loaded.params["norm.weight"].dtype),
+                kv_heads_of_layers=spec.kv_heads_of_layers,
+            ),
+            context_length=context,
+            num_slots=num_rows,
+            algorithms=("Gemma4Renoise",),
+        )
+        self.pools = pool_lib.create(self.config.pool)
+        self.table = np.zeros((num_rows, self.config.pages_per_row), np.int32)
+        self.table[:, : self.pages] = np.arange(num_rows * self.pages).reshape(num_rows, -1)
+        self.context = np.zeros((num_rows,), np.int32)
+        self.model = forward.model_of(self.loaded.graphdef, self.loaded.params)
+        # The tests' own jit, so that shapes are compiled once.
+        self._encode = jax.jit(
+            lambda pools, inputs: forward.encode_step(
+                self.loaded.graphdef, self.config, self.loaded.params, {"pools": pools}, inputs
+            )
+        )
+        self._canvases = jax.jit(self._run_canvases)
+
+    def encode(self, tokens):
+        """Adds tokens to the contexts, a list for each row."""
+        tile, num_rows = uniform_rows.tile_of(CANVAS), len(tokens)
+        packed, cu = [], [0]
+        for row in tokens:
+            width = uniform_rows.in_tiles(len(row), tile)
+            packed += [*row, *[0] * (width - len(row))]
+            cu.append(cu[-1] + width)
+        lengths = np.array([len(row) for row in tokens], np.int32)
+        inputs = inputs_lib.EncodeInputs(
+            tokens=np.array([*packed, *[0] * tile], np.int32),  # a tile of padding
+            cu_q_lens=np.array(cu, np.int32),
+            context_lens=self.context[:num_rows],
+            kv_lens=np.where(lengths > 0, self.context[:num_rows] + lengths, 0).astype(np.int32),
+            page_table=self.table[:num_rows],
+        )
+        memory, count = self._encode(self.pools, inputs)
+        assert count == lengths.sum()
+        self.pools = memory["pools"]
+        self.context[:num_rows] += lengths
+
+    def denoise(self, canvas, expected=None):
+        """Returns the logits [R, L, V] of the canvases behind the contexts."""
+        canvas = np.asarray(canvas, np.int32)
+        if expected is None:
+            expected = jnp.zeros((*canvas.shape, self.loaded.spec.hidden_size))
+        logits, self.pools = self._canvases(self.pools, canvas, expected, self.context.copy())
+        return logits
+
+    def mix(self, logits):
+        """Returns the mixture of embeddings that logits [R, L, V] expect."""
+        shares = jax.nn.softmax(logits, axis=-1).reshape(-1, VOCAB)
+        return self.model.mix(shares).reshape(*logits.shape[:2], -1)
+
+    def _run_canvases(self, pools, canvas, expected, context):
+        model = forward.model_of(self.loaded.graphdef, self.loaded.params)
+        active = jnp.ones((len(canvas),), bool)
+        hidden, pools = forward.forward_canvases(
+            self.config, model, pools, canvas, expected, context, active, jnp.asarray(self.table)
+        )
+        logits = model.logits(hidden.reshape(-1, hidden.shape[-1]))
+        return logits.reshape(*canvas.shape, VOCAB), pools
