@@ -200,9 +200,10 @@ def test_merged_statistics_equal_those_of_the_whole_vocabulary(tp):
     def on_rank(weight, x, arguments):
         mine = unembedding.LMHead(weight=weight, num_ranks=tp)
         assert mine.vocab_size == V
-        return stats(mine, x, arguments), mine.logits(x)
+        return stats(mine, x, arguments), mine.logits(x), mine.logits_of(x, chosen)
 
-    found, logits = jax.jit(
+    chosen = (47, 0, 3, 23)
+    found, logits, few = jax.jit(
         jax.shard_map(
             on_rank,
             mesh=mesh,
@@ -211,8 +212,9 @@ def test_merged_statistics_equal_those_of_the_whole_vocabulary(tp):
             check_vma=False,
         )
     )(head, x, arguments)
-    assert_same_bits((found, logits))
+    assert_same_bits((found, logits, few))
     np.testing.assert_array_equal(logits, x @ head.T)
+    np.testing.assert_array_equal(few, (x @ head.T)[:, chosen])
     for name in ("best_id", "best_logit", "second_id", "second_logit", "given_logit"):
         np.testing.assert_array_equal(getattr(found, name), getattr(whole, name), err_msg=name)
     np.testing.assert_array_equal(found.drawn_id, whole.drawn_id)
