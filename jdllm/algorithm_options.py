@@ -58,6 +58,8 @@ class Algorithm:
     first of them that has a default applies. `exact_modes`: the words of `cache_mode` with which
     every step forwards the whole canvas. `whole_blocks`: the positions to write must form whole
     blocks. `takes_filters`: the algorithm applies top_p and top_k when it draws a token.
+    `moves_tokens`: it moves them inside a block, by edit tokens, which the model must have; so no
+    rule for single positions of the output can hold.
     """
 
     name: str
@@ -68,6 +70,7 @@ class Algorithm:
     exact_modes: tuple[str, ...] = ()
     whole_blocks: bool = False
     takes_filters: bool = False
+    moves_tokens: bool = False
 
     def option(self, name: str) -> Option | None:
         """Returns the option of that name, or None if the algorithm has none."""
