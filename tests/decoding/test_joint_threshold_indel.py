@@ -187,6 +187,20 @@ def propose(logits, ids, block):
     ), question
 
 
+@pytest.mark.parametrize("ids", [(0, 5, 11), (11, 0, 5), (5, 11, 0)])
+def test_statistics_with_the_edit_tokens_put_in_are_those_without_the_mask_alone(ids):
+    """Few different logits, so that ties occur; entropy is that of the whole vocabulary."""
+    logits = np.random.default_rng(ids[0]).integers(0, 3, (64, 12)).astype(np.float32)
+    special = edit_tokens.Special(
+        mask_id=ids[0], edits=spec_lib.EditTokens(delete=ids[1], split=ids[2])
+    )
+    plain = pallas_kernels.logits_stats(logits, forbidden_ids=special.ids)
+    found = special.with_edits(plain, logits[:, list(special.ids)])
+    expected = pallas_kernels.logits_stats(logits, forbidden_ids=(special.mask_id,))
+    for name in ("best_id", "best_logit", "second_id", "second_logit", "logsumexp", "entropy"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), err_msg=name)
+
+
 @pytest.mark.parametrize(
     "seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(6, 200))]
 )

@@ -2,7 +2,8 @@
 a launch, no fused commit, no overlap, no prefix cache."""
 
 import pytest
-from support.tiny_engine import BLOCK, LLADA22, make_engine
+from support import canvas_engine
+from support.tiny_engine import BLOCK, LLADA22, VOCAB, make_engine
 
 from jdllm.runner.block import proposal
 
@@ -32,6 +33,22 @@ def plain_engine():
         yield engine
 
 
+@pytest.fixture(scope="session")
+def indel_engine(tmp_path_factory):
+    """Like `engine`, of the model that moves tokens (LLaDA2.2); each token is a letter."""
+    tokenizer = tmp_path_factory.mktemp("letters")
+    canvas_engine.write_tokenizer(tokenizer, VOCAB)
+    options = {"tokenizer_path": str(tokenizer), "skip_tokenizer_init": False}
+    with make_engine(with_logits=True, **LLADA22 | options) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def plain_indel_engine():
+    with make_engine(with_logits=True, **LLADA22 | PLAIN) as engine:
+        yield engine
+
+
 # The models whose own rules the laws must hold for, with what their engines need.
 @pytest.fixture(scope="session", params=["llada2", "llada22"])
 def model(request):
@@ -41,18 +58,10 @@ def model(request):
 @pytest.fixture(scope="session")
 def engine_of(model, request):
     """The engine of `model`, which packs as much into a launch as it can."""
-    if not model:
-        yield request.getfixturevalue("engine")
-        return
-    with make_engine(with_logits=True, **model) as engine:
-        yield engine
+    return request.getfixturevalue("indel_engine" if model else "engine")
 
 
 @pytest.fixture(scope="session")
 def plain_engine_of(model, request):
     """The engine of `model` that is as plain as can be."""
-    if not model:
-        yield request.getfixturevalue("plain_engine")
-        return
-    with make_engine(with_logits=True, **model | PLAIN) as engine:
-        yield engine
+    return request.getfixturevalue("plain_indel_engine" if model else "plain_engine")
