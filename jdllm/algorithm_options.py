@@ -60,6 +60,8 @@ class Algorithm:
     blocks. `takes_filters`: the algorithm applies top_p and top_k when it draws a token.
     `has_own_temperature`: its options say how it draws; of a request it takes the temperatures 1,
     which leaves that as it is, and 0, with which the most probable token is "drawn".
+    `moves_tokens`: it moves them inside a block, by edit tokens, which the model must have; so no
+    rule for single positions of the output can hold.
     """
 
     name: str
@@ -71,6 +73,7 @@ class Algorithm:
     whole_blocks: bool = False
     takes_filters: bool = False
     has_own_temperature: bool = False
+    moves_tokens: bool = False
 
     def option(self, name: str) -> Option | None:
         """Returns the option of that name, or None if the algorithm has none."""

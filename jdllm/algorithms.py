@@ -44,6 +44,7 @@ def _word(name: str, words: tuple[str, ...], help: str) -> Option:
 
 
 _CONFIDENCE = "the probability above which a masked position is written"
+_EDIT_CONFIDENCE = "the probability above which a token replaces another"
 _ENTROPY = "the highest entropy in nats at which a masked position is written"
 _CACHE_MODE = "which positions a step forwards; it reads the others from the cache"
 _BLOCK_LENGTH = _integer(
@@ -71,7 +72,7 @@ TABLE: dict[str, Algorithm] = {
         writes="as `LowConfidence` does, and replaces written tokens by more probable ones",
         options=(
             _share("threshold", 0.5, _CONFIDENCE),
-            _share("edit_threshold", 0.0, "the probability above which a token replaces another"),
+            _share("edit_threshold", 0.0, _EDIT_CONFIDENCE),
             _integer(
                 "max_post_edit_steps",
                 16,
@@ -86,6 +87,23 @@ TABLE: dict[str, Algorithm] = {
             ),
         ),
         takes_filters=True,
+    ),
+    "JointThresholdInDel": Algorithm(
+        name="JointThresholdInDel",
+        kind=BLOCK,
+        writes="as `JointThreshold` does, and deletes and inserts positions (LLaDA2.2)",
+        options=(
+            _share("threshold", 0.5, _CONFIDENCE),
+            _share("edit_threshold", 0.0, _EDIT_CONFIDENCE),
+            _integer(
+                "max_post_edit_steps",
+                16,
+                "most steps of a block without a mask of its beginning",
+                high=64,
+            ),
+        ),
+        takes_filters=True,
+        moves_tokens=True,
     ),
     "SDAR": Algorithm(
         name="SDAR",

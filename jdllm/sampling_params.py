@@ -280,6 +280,7 @@ class SamplingParams:
                 f"min_new_tokens={least} exceeds max_new_tokens={most}", param="min_new_tokens"
             )
         self._check_filters()
+        self._check_moves()
 
     @property
     def edits_logits(self) -> bool:
@@ -330,6 +331,16 @@ class SamplingParams:
                     f"{self.dllm.algorithm}; leave it out, {hint}",
                     param=name,
                 )
+
+    def _check_moves(self) -> None:
+        """Raises if a rule for the first positions is set and the algorithm moves tokens."""
+        declared = self.dllm.declared
+        if self.min_new_tokens and declared is not None and declared.moves_tokens:
+            raise errors.RequestError(
+                f"min_new_tokens={errors.quote(self.min_new_tokens)} is not supported by "
+                f"{declared.name}, whose edits move end tokens to earlier positions",
+                param="min_new_tokens",
+            )
 
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any]) -> SamplingParams:

@@ -27,11 +27,20 @@ class LogitAlignment(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EditTokens:
+    """The tokens by which a model says that a position goes, or that a mask comes before it."""
+
+    delete: int
+    split: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DiffusionSpec:
     """How a family denoises: block length in tokens, special ids, visibility.
 
     `end_of_text_id` is the token that fills the model's training rows after the end of the text.
-    It ends an output, but other tokens end one too (the end of a turn).
+    It ends an output, but other tokens end one too (the end of a turn). `default_algorithm` is the
+    one that the model was trained for, where that is not the default of its kind.
     """
 
     block_size: int
@@ -40,6 +49,8 @@ class DiffusionSpec:
     end_of_text_id: int | None = None  # every parsed config has one
     attention_pattern: AttentionPattern = AttentionPattern.BLOCK_CAUSAL
     logit_alignment: LogitAlignment = LogitAlignment.SAME_POSITION
+    edit_tokens: EditTokens | None = None
+    default_algorithm: str | None = None
 
     @property
     def kind(self) -> Literal["block", "canvas", "uniform"] | None:

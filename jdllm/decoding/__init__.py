@@ -12,6 +12,7 @@ from typing import cast
 from jdllm import algorithms
 from jdllm.decoding.block.interface import Algorithm
 from jdllm.decoding.block.joint_threshold import JointThreshold
+from jdllm.decoding.block.joint_threshold_indel import JointThresholdInDel
 from jdllm.decoding.block.low_confidence import LowConfidence
 from jdllm.decoding.block.masked_diffusion import MaskedDiffusion
 from jdllm.decoding.block.sdar import SDAR
@@ -37,6 +38,7 @@ class Variants:
 BLOCK_ALGORITHMS: dict[str, Algorithm] = {
     "LowConfidence": LowConfidence(),
     "JointThreshold": JointThreshold(),
+    "JointThresholdInDel": JointThresholdInDel(),
     "SDAR": SDAR(),
     "MaskedDiffusion": MaskedDiffusion(),
 }

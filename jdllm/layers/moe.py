@@ -1,4 +1,8 @@
-"""Sparse feed-forward layer: router (group-limited sigmoid, or softmax), routed and shared experts.
+"""Sparse feed-forward layer: router (sigmoid with a limit, or softmax), routed and shared experts.
+
+The limit is either DeepSeek-V3's on the groups that a token reaches, or LLaDA2.2's on the experts
+that a whole diffusion block reaches (block routing): the `capacity` experts with the highest score
+of any token of the block. A block then reads few experts, whatever its tokens want.
 
 The router computes in float32, its matmul included: with a matmul of lower precision some
 tokens reach other experts, and the model's logits move by whole units.
@@ -25,7 +29,8 @@ class RouterConfig:
     """Routing constants; `num_groups` 1 means no group limit.
 
     `pallas_kernels.top_k_routing` says what they mean. With `has_bias`, a bias takes part in the
-    choice of experts.
+    choice of experts. `block_capacity`: the experts that a block of `block_size` tokens reaches;
+    0 means no limit. The limit of blocks is for sigmoid scores with a bias and without groups.
     """
 
     num_experts: int
@@ -36,6 +41,8 @@ class RouterConfig:
     scores: Literal["sigmoid", "softmax"] = "sigmoid"
     renormalizes: bool = True
     has_bias: bool = True
+    block_size: int = 0
+    block_capacity: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,10 +81,17 @@ class Router(nnx.Module):
         parts = jnp.matmul(x, weight, preferred_element_type=jnp.float32)  # [T, 3 * E]
         return jnp.sum(parts.reshape(x.shape[0], 3, -1), axis=1)
 
-    def __call__(self, x: Float[Array, "T D"]) -> tuple[Int32[Array, "T k"], Float32[Array, "T k"]]:
-        """Returns (expert ids, weights) of each token, by descending score."""
+    def __call__(
+        self, x: Float[Array, "T D"], valid: Bool[Array, " T"] | None = None
+    ) -> tuple[Int32[Array, "T k"], Float32[Array, "T k"]]:
+        """Returns (expert ids, weights) of each token, by descending score.
+
+        With a limit for blocks, every run of `block_size` tokens must be a block of one sequence;
+        only the last run may be shorter. Tokens that are not `valid` have no say in it.
+        """
+        logits = self.logits(x)
         return pallas_kernels.top_k_routing(
-            self.logits(x),
+            logits,
             None if self.expert_bias is None else self.expert_bias[...],
             experts_per_token=self.config.experts_per_token,
             num_groups=self.config.num_groups,
@@ -85,8 +99,26 @@ class Router(nnx.Module):
             scaling_factor=self.config.scaling_factor,
             scores=self.config.scores,
             renormalizes=self.config.renormalizes,
+            admitted=self._admitted(logits, valid) if self.config.block_capacity else None,
             implementation=self.implementation,
         )
+
+    def _admitted(
+        self, logits: Float32[Array, "T E"], valid: Bool[Array, " T"] | None
+    ) -> Bool[Array, "T E"]:
+        """Returns the experts that the block of each token reaches; ties go to the lower id."""
+        T, E = logits.shape
+        L, count = self.config.block_size, self.config.block_capacity
+        assert self.expert_bias is not None, "blocks are limited in routers with a bias"
+        scores = jax.nn.sigmoid(logits) + self.expert_bias[...]
+        if valid is not None:
+            scores = jnp.where(valid[:, None], scores, -jnp.inf)
+        scores = jnp.pad(scores, ((0, -T % L), (0, 0)), constant_values=-jnp.inf)
+        best = jnp.max(scores.reshape(-1, L, E), axis=1)  # [blocks, E]
+        _, chosen = jax.lax.top_k(best, count)
+        rows = jnp.arange(best.shape[0])[:, None]
+        admitted = jnp.zeros(best.shape, bool).at[rows, chosen].set(True)
+        return jnp.repeat(admitted, L, axis=0)[:T]
 
 
 def ops_around_experts(implementation: str) -> str:
@@ -150,7 +182,7 @@ class SparseMoE(nnx.Module):
         self, x: Float[Array, "T D"], *, valid: Bool[Array, " T"] | None = None
     ) -> Float[Array, "T D"]:
         with jax.named_scope("router"):
-            ids, weights = self.router(x)
+            ids, weights = self.router(x, valid)
             if self.num_ranks > 1:
                 is_mine = ids % self.num_ranks == sharding.rank()
                 ids = jnp.where(is_mine, ids // self.num_ranks, -1)

@@ -45,6 +45,22 @@ class LMHead:
         parts = jax.lax.bitcast_convert_type(parts, jnp.float32)
         return jnp.moveaxis(parts, 0, 1).reshape(logits.shape[0], -1)
 
+    def logits_of(self, x: Float[Array, "T D"], ids: tuple[int, ...]) -> Float32[Array, "T X"]:
+        """Returns the logits of the tokens `ids` only."""
+        part = self.weight.shape[0]
+        rank = sharding.rank() if self.num_ranks > 1 else 0
+        places = jnp.array(ids, jnp.int32) - rank * part  # of tokens of other ranks: out of bounds
+        rows = self.weight[jnp.clip(places, 0, part - 1)]
+        logits = jnp.einsum("TD,XD->TX", x, rows, preferred_element_type=jnp.float32)
+        if self.num_ranks == 1:
+            return logits
+        words = jax.lax.bitcast_convert_type(logits, jnp.int32)
+        ranks = pallas_kernels.exchange_words(
+            words, axis_name=sharding.AXIS, peers=sharding.peers()
+        )
+        found = jnp.stack([ranks[token // part, :, i] for i, token in enumerate(ids)], axis=1)
+        return jax.lax.bitcast_convert_type(found, jnp.float32)
+
     def stats(
         self,
         x: Float[Array, "T D"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TypedDict
 
+from jdllm import algorithms as algorithm_table
 from jdllm import spec as spec_lib
 from jdllm.kv_cache import pool as pool_lib
 
@@ -58,6 +59,11 @@ class StepConfig:
         """Tokens that are never proposed."""
         mask_id = self.spec.diffusion.mask_token_id
         return () if mask_id is None else (mask_id,)
+
+    @property
+    def moves_tokens(self) -> bool:
+        """Whether an algorithm is compiled that moves tokens, by the model's edit tokens."""
+        return any(algorithm_table.TABLE[name].moves_tokens for name in self.algorithms)
 
     @property
     def block_context(self) -> int:

@@ -126,7 +126,8 @@ def _logits(
 ) -> Float[Array, "B S V"]:
     batch, length = ids.shape
     model = loading.merge(graphdef, params)
-    hidden = _hidden(model, model_spec, ids, _visibility(model_spec, length))
+    is_text = jnp.ones((batch, length), bool)
+    hidden = _hidden(model, model_spec, ids, is_text)
     return model.logits(hidden).reshape(batch, length, -1)
 
 
@@ -140,10 +141,9 @@ def _token_scores(
     tokens: Int32[Array, "B P"],
 ) -> TokenScores:
     """`places` are the rows of logits that predict `tokens`."""
-    length = ids.shape[1]
-    is_text = jnp.arange(length) < lengths[:, None]  # [B, S]
+    is_text = jnp.arange(ids.shape[1]) < lengths[:, None]  # [B, S]
     model = loading.merge(graphdef, params)
-    hidden = _hidden(model, model_spec, ids, _visibility(model_spec, length) & is_text[:, None])
+    hidden = _hidden(model, model_spec, ids, is_text)
     chosen = jnp.take_along_axis(
         hidden.reshape(*ids.shape, -1), places[:, :, None], axis=1
     )  # [B, P, D]
@@ -157,23 +157,29 @@ def _token_scores(
     )
 
 
-def _visibility(model_spec: spec_lib.ModelSpec, length: int) -> Bool[np.ndarray, "S S"]:
-    diffusion = model_spec.diffusion
-    return attention.visibility_mask(length, diffusion.block_size, diffusion.attention_pattern)
-
-
 def _hidden(
     model: decoder.Decoder,
     model_spec: spec_lib.ModelSpec,
     ids: Int[Array, "B S"],
-    mask: attention.Mask,
+    is_text: Bool[Array, "B S"],
 ) -> Float[Array, "T D"]:
-    """Returns the hidden states of all rows in one list; T = B * S."""
-    batch, length = ids.shape
+    """Returns the hidden states of all rows in one list; T = B * S.
+
+    No token sees the padding, where `is_text` is false. Rows are padded further to whole blocks,
+    because a router may choose experts for a block.
+    """
+    diffusion, (batch, length) = model_spec.diffusion, ids.shape
+    missing = -length % diffusion.block_size
+    ids, is_text = (jnp.pad(one, ((0, 0), (0, missing))) for one in (ids, is_text))
+    whole = length + missing
+    mask = attention.visibility_mask(whole, diffusion.block_size, diffusion.attention_pattern)
+    # Padding sees itself, since every query must see a key.
+    seen = mask & is_text[:, None] | np.eye(whole, dtype=bool)
     hidden, _ = model(
         ids.reshape(-1),
-        jnp.tile(jnp.arange(length, dtype=jnp.int32), batch),
-        attend=attention.dense_attend(mask, batch),
+        jnp.tile(jnp.arange(whole, dtype=jnp.int32), batch),
+        attend=attention.dense_attend(seen, batch),
         caches=[None] * model_spec.num_layers,
+        valid=is_text.reshape(-1),
     )
-    return hidden
+    return hidden.reshape(batch, whole, -1)[:, :length].reshape(batch * length, -1)

@@ -86,6 +86,13 @@ class TopTokens:
         """Returns these lists where the condition holds, else those of `other`."""
         return jax.tree.map(lambda a, b: jnp.where(condition[..., None], a, b), self, other)
 
+    def moved(self, source: Int32[Array, "R L"] | None) -> TopTokens:
+        """Returns the lists [R, L, K] after tokens moved; a new position gets arbitrary ones."""
+        if source is None:
+            return self
+        place = jnp.minimum(source, source.shape[1] - 1)[..., None]
+        return jax.tree.map(lambda a: jnp.take_along_axis(a, place, axis=1), self)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

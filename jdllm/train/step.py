@@ -87,6 +87,11 @@ def build_network(hf_config: Mapping[str, Any], dtype: str) -> Network:
             f"{architecture}: training balances experts by a bias of the router, which this family "
             "does not have"
         )
+    if hf_config.get("expert_capacity"):
+        raise errors.ConfigError(
+            f"config.json: expert_capacity={hf_config['expert_capacity']} is not supported in "
+            "training, whose rows do not begin at the edges of blocks"
+        )
     graphdef, shapes = family.abstract(config, dtype=jnp.dtype(dtype), implementation="dense")
     return Network(graphdef=graphdef, shapes=shapes, config=config)
 

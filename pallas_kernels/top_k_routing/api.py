@@ -9,7 +9,7 @@ With "softmax" scores it is Qwen3-MoE's gate, without bias and groups. The XLA i
 import functools
 
 import jax
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Bool, Float32, Int32
 
 from pallas_kernels import dispatch, lowered_once
 from pallas_kernels.top_k_routing import checks, reference
@@ -24,6 +24,7 @@ def choose(
     num_groups: int = 1,
     experts_per_token: int = 1,
     renormalizes: bool = True,
+    has_admitted: bool = False,
 ) -> dispatch.Choice:
     """Returns which implementation serves this shape."""
     reason = gpu_kernel.why_not(
@@ -31,6 +32,7 @@ def choose(
         num_groups=num_groups,
         experts_per_token=experts_per_token,
         renormalizes=renormalizes,
+        has_admitted=has_admitted,
     )
     return dispatch.choose("top_k_routing", implementation, refusals={"mosaic_gpu": reason})
 
@@ -45,17 +47,19 @@ def top_k_routing(
     scaling_factor: float = 1.0,
     scores: Scores = "sigmoid",
     renormalizes: bool = True,
+    admitted: Bool[Array, "T E"] | None = None,
     implementation: str = "auto",
 ) -> tuple[Int32[Array, "T k"], Float32[Array, "T k"]]:
     """Returns (expert ids, weights) of the k chosen experts of each token, by descending score.
 
     The weights are the scores without the bias, divided by their sum if the gate `renormalizes`,
     times `scaling_factor`. "softmax" scores are those of all experts of the token, and have neither
-    bias nor groups. Of equal scores (of "softmax": equal logits), the lower id comes first. A token
-    with NaN logits gets arbitrary ids; on a GPU they are in range.
+    bias nor groups. Of equal scores (of "softmax": equal logits), the lower id comes first. Only
+    `admitted` experts are chosen; every token needs k of them. A token with NaN logits gets
+    arbitrary ids; on a GPU they are in range.
     """
     checks.check_shapes(
-        router_logits, expert_bias, experts_per_token, num_groups, kept_groups, scores
+        router_logits, expert_bias, experts_per_token, num_groups, kept_groups, scores, admitted
     )
     chosen = choose(
         implementation,
@@ -63,10 +67,12 @@ def top_k_routing(
         num_groups=num_groups,
         experts_per_token=experts_per_token,
         renormalizes=renormalizes,
+        has_admitted=admitted is not None,
     )
     return _top_k_routing(
         router_logits,
         expert_bias,
+        admitted,
         experts_per_token=experts_per_token,
         num_groups=num_groups,
         kept_groups=kept_groups,
@@ -84,7 +90,7 @@ def top_k_routing(
         "renormalizes", "implementation",
     ),
 )  # fmt: skip
-def _top_k_routing(router_logits, expert_bias, *, implementation, **rule):
+def _top_k_routing(router_logits, expert_bias, admitted, *, implementation, **rule):
     if implementation == "mosaic_gpu":
         return lowered_once.call(gpu_kernel.top_k_routing, router_logits, expert_bias, **rule)
-    return reference.top_k_routing(router_logits, expert_bias, **rule)
+    return reference.top_k_routing(router_logits, expert_bias, admitted=admitted, **rule)

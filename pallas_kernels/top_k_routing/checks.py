@@ -15,6 +15,7 @@ def check_shapes(
     num_groups: int,
     kept_groups: int,
     scores: Scores,
+    admitted: jax.Array | None,
 ) -> None:
     """Raises ValueError if the arrays and numbers do not fit together."""
     bias = "None" if expert_bias is None else f"{expert_bias.dtype}{expert_bias.shape}"
@@ -31,6 +32,8 @@ def check_shapes(
         "scores must be sigmoid or softmax": scores not in ("sigmoid", "softmax"),
         "softmax scores have neither bias nor groups": scores == "softmax"
         and (expert_bias is not None or num_groups != 1),
+        "admitted must be bool [T, E]": admitted is not None
+        and (admitted.shape != router_logits.shape or admitted.dtype != jnp.bool_),
         "num_groups must divide the experts": num_groups < 1 or E % num_groups != 0,
         "kept_groups must lie in [1, num_groups]": not 1 <= kept_groups <= num_groups,
     }

@@ -38,10 +38,13 @@ def why_not(
     num_groups: int = 1,
     experts_per_token: int = 1,
     renormalizes: bool = True,
+    has_admitted: bool = False,
 ) -> str | None:
     """Returns why this kernel cannot route the shape, or None."""
     if not renormalizes:
         return "weights must sum to a constant, these are not renormalised"
+    if has_admitted:
+        return "reads no set of admitted experts for each token (block routing)"
     if num_experts % 128 or num_experts > 1024:
         return f"experts must be a multiple of 128 and at most 1024, {num_experts=}"
     if WARP % num_groups or experts_per_token > WARP:

@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Bool, Float32, Int32
 
 from pallas_kernels.top_k_routing.checks import Scores
 
@@ -17,6 +17,7 @@ def top_k_routing(
     scaling_factor: float,
     scores: Scores,
     renormalizes: bool,
+    admitted: Bool[Array, "T E"] | None = None,
 ) -> tuple[Int32[Array, "T k"], Float32[Array, "T k"]]:
     """Returns (ids, weights) of k experts a token; see `pallas_kernels.top_k_routing`."""
     if scores == "softmax":
@@ -27,6 +28,8 @@ def top_k_routing(
         choice = score if expert_bias is None else score + expert_bias
     if num_groups > 1:
         choice = _keep_best_groups(choice, num_groups, kept_groups)
+    if admitted is not None:
+        choice = jnp.where(admitted, choice, -jnp.inf)
     _, ids = jax.lax.top_k(choice, experts_per_token)
     weights = jnp.take_along_axis(score, ids, axis=-1)
     if renormalizes:

@@ -2,7 +2,8 @@
 a launch, no fused commit, no overlap, no prefix cache."""
 
 import pytest
-from support.tiny_engine import BLOCK, make_engine
+from support import canvas_engine
+from support.tiny_engine import BLOCK, LLADA22, VOCAB, make_engine
 
 from jdllm.runner.block import proposal
 
@@ -17,14 +18,50 @@ def engine():
         yield engine
 
 
+PLAIN = {
+    "disable_radix_cache": True,
+    "max_running_requests": 1,
+    "num_continuous_decode_steps": 1,
+    "disable_fused_commit": True,
+    "disable_overlap_schedule": True,
+}
+
+
 @pytest.fixture(scope="session")
 def plain_engine():
-    with make_engine(
-        with_logits=True,
-        disable_radix_cache=True,
-        max_running_requests=1,
-        num_continuous_decode_steps=1,
-        disable_fused_commit=True,
-        disable_overlap_schedule=True,
-    ) as engine:
+    with make_engine(with_logits=True, **PLAIN) as engine:
         yield engine
+
+
+@pytest.fixture(scope="session")
+def indel_engine(tmp_path_factory):
+    """Like `engine`, of the model that moves tokens (LLaDA2.2); each token is a letter."""
+    tokenizer = tmp_path_factory.mktemp("letters")
+    canvas_engine.write_tokenizer(tokenizer, VOCAB)
+    options = {"tokenizer_path": str(tokenizer), "skip_tokenizer_init": False}
+    with make_engine(with_logits=True, **LLADA22 | options) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def plain_indel_engine():
+    with make_engine(with_logits=True, **LLADA22 | PLAIN) as engine:
+        yield engine
+
+
+# The models whose own rules the laws must hold for, with what their engines need.
+@pytest.fixture(scope="session", params=["llada2", "llada22"])
+def model(request):
+    return {"llada2": {}, "llada22": LLADA22}[request.param]
+
+
+@pytest.fixture(scope="session")
+def engine_of(model, request):
+    """The engine of `model`, which packs as much into a launch as it can."""
+    return request.getfixturevalue("indel_engine" if model else "engine")
+
+
+@pytest.fixture(scope="session")
+def plain_engine_of(model, request):
+    """The engine of `model` that is as plain as can be."""
+    return request.getfixturevalue("plain_indel_engine" if model else "plain_engine")

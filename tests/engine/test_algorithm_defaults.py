@@ -4,7 +4,7 @@ import pathlib
 
 import pytest
 
-from jdllm import algorithms, config, device_facts, errors
+from jdllm import algorithms, config, device_facts, errors, sampling_params
 from jdllm.engine import stats
 from jdllm.engine.build import algorithm_defaults, kinds, sampling_defaults, sizing
 from jdllm.models import loading
@@ -31,7 +31,9 @@ def test_default_follows_the_attention(family, has_canvas):
 
 
 @pytest.mark.parametrize("family,has_canvas", FAMILIES.items())
-@pytest.mark.parametrize("name", list(algorithms.TABLE))
+@pytest.mark.parametrize(
+    "name", [name for name in algorithms.TABLE if not algorithms.TABLE[name].moves_tokens]
+)
 def test_an_algorithm_of_the_other_kind_is_refused_with_the_right_ones(family, has_canvas, name):
     fits = name in algorithms.of_kind(KINDS[has_canvas])
     right = "FullAttnMultiBlock.*FastDLLM"
@@ -46,6 +48,22 @@ def test_an_algorithm_of_the_other_kind_is_refused_with_the_right_ones(family, h
         else:
             with pytest.raises(errors.ConfigError, match=f"'{name}'; it runs.*{right}"):
                 choose(family, **generation, **options)
+
+
+def test_models_with_edit_tokens_insert_and_delete_by_default_and_others_cannot():
+    assert choose("llada22")[0] == ("JointThresholdInDel",)
+    assert choose("llada22", dllm_algorithm="LowConfidence")[0] == ("LowConfidence",)
+    recommended = {"dllm": {"algorithm": "JointThreshold"}}
+    assert choose("llada22", recommended)[0] == ("JointThreshold",)
+    with pytest.raises(errors.ConfigError, match="InDel.*no delete_token_id and split_token_id"):
+        choose("llada2", dllm_algorithm="LowConfidence,JointThresholdInDel")
+
+
+def test_a_least_number_of_tokens_is_refused_where_deletes_move_end_tokens():
+    moving = sampling_params.DllmParams(algorithm="JointThresholdInDel")
+    sampling_params.SamplingParams(dllm=moving, min_new_tokens=0)
+    with pytest.raises(errors.RequestError, match="min_new_tokens=2 .*JointThresholdInDel"):
+        sampling_params.SamplingParams(dllm=moving, min_new_tokens=2)
 
 
 def test_the_user_s_options_come_on_top_of_the_checkpoint_s():

@@ -5,6 +5,7 @@ The reference ran PyTorch's published `generate` (see the README beside the data
 the last, which ends the request, unless the next block's first step rides along.
 """
 
+import functools
 import json
 import pathlib
 
@@ -73,3 +74,50 @@ def test_generation_equals_the_reference_token_for_token(page_size, steps, is_fu
     persists = 0 if is_fused else info["dllm"]["blocks"] - 1
     assert info["nfe"] - persists == meta["nfe"]
     assert info["tpf"] == pytest.approx(info["completion_tokens"] / info["nfe"], abs=1e-3)
+
+
+INDEL = GOLDEN.parent / "llada22"
+INDEL_RUNS = json.loads((INDEL / "meta.json").read_text())["runs"]
+
+
+@functools.cache
+def indel_answers(steps, is_fused):
+    """Returns the answers to all stored prompts of LLaDA2.2, all in one batch."""
+    prompts = [np.load(INDEL / f"gen{run}_prompt.npy")[0] for run in range(len(INDEL_RUNS))]
+    params = [
+        {"max_new_tokens": run["gen_length"], "ignore_eos": True, "dllm": run["config"]}
+        for run in INDEL_RUNS
+    ]
+    with (
+        jax.default_matmul_precision("highest"),
+        jdllm.Engine(
+            model_path=str(INDEL),
+            dtype="float32",
+            skip_tokenizer_init=True,
+            max_running_requests=4,
+            context_length=96,
+            max_total_tokens=4 * 96,
+            chunked_prefill_size=16,
+            page_size=8,
+            num_continuous_decode_steps=steps,
+            disable_fused_commit=not is_fused,
+        ) as engine,
+    ):
+        return engine.generate(input_ids=prompts, sampling_params=params)
+
+
+@pytest.mark.parametrize("run", range(len(INDEL_RUNS)))
+@pytest.mark.parametrize(
+    ("steps", "is_fused"), [(8, False), pytest.param(8, True, marks=pytest.mark.campaign)]
+)
+def test_insertion_and_deletion_equal_the_reference_token_for_token(steps, is_fused, run):
+    meta, result = INDEL_RUNS[run], indel_answers(steps, is_fused)[run]
+    prompt = np.load(INDEL / f"gen{run}_prompt.npy").reshape(-1)
+    expected = np.load(INDEL / f"gen{run}_output.npy").reshape(-1)[len(prompt) :]
+    assert result["output_ids"] == expected.tolist()
+    # The last forward of a request, which only persists its last block, is not needed. A fused
+    # commit saves that of other blocks too, if their row gets a place in the step.
+    saved = meta["nfe"] - result["meta_info"]["nfe"]
+    assert meta["nfe"] == sum(meta["steps_per_block"])
+    assert 1 <= saved <= (len(meta["steps_per_block"]) if is_fused else 1)
+    assert result["meta_info"]["dllm"]["algorithm"] == "JointThresholdInDel"

@@ -22,8 +22,10 @@ from jdllm import errors
 from jdllm.engine import requests
 
 
-def params_for(i):
+def params_for(i, engine=None):
     """Mixed algorithms, thresholds, lengths and sampling: everything a batch may hold."""
+    if engine is not None and "JointThresholdInDel" in engine._built.algorithms:
+        return indel_params(i)
     options = [
         {"max_new_tokens": 20},
         {"max_new_tokens": 33, "dllm": {"threshold": 0.9}},
@@ -40,13 +42,28 @@ def params_for(i):
     return options[i % len(options)]
 
 
+def indel_params(i):
+    """The same for LLaDA2.2; its rule moves tokens, and what is known of them moves along."""
+    options = [
+        {"max_new_tokens": 20, "return_step_map": True},
+        {"max_new_tokens": 33, "dllm": {"threshold": 0.9, "max_post_edit_steps": 3}},
+        {"max_new_tokens": 9, "temperature": 1.0, "seed": i, "top_p": 0.9},
+        {"max_new_tokens": 17, "frequency_penalty": 0.5, "return_logprob": True,
+         "top_logprobs_num": 2},
+        {"max_new_tokens": 25, "dllm": {"algorithm": "LowConfidence"}},
+        {"max_new_tokens": 30, "dllm": {"edit_threshold": 0.3, "max_post_edit_steps": 0}},
+    ]  # fmt: skip
+    return options[i % len(options)]
+
+
 def forwards(results):
     return [r["meta_info"]["nfe"] for r in results]
 
 
-def test_together_equals_alone_and_hit_equals_miss(engine, plain_engine):
+def test_together_equals_alone_and_hit_equals_miss(engine_of, plain_engine_of):
+    engine, plain_engine = engine_of, plain_engine_of
     prompts = random_prompts(1, 15)
-    params = [params_for(i) for i in range(15)]
+    params = [params_for(i, engine) for i in range(15)]
     expected = answers(alone(plain_engine, prompts, params))
     assert engine.flush_cache()
     first = engine.generate(input_ids=prompts, sampling_params=params)
@@ -73,22 +90,25 @@ def test_a_fused_commit_saves_one_forward_per_block_and_no_more(engine, plain_en
         assert many["meta_info"]["nfe"] - few["meta_info"]["nfe"] == saved
 
 
-def test_preempted_requests_give_the_text_of_undisturbed_ones(plain_engine):
+def test_preempted_requests_give_the_text_of_undisturbed_ones(plain_engine_of, model):
+    # Two rows are preempted only in a smaller pool.
+    pages = 7 if model else 13
     prompts = random_prompts(2, 8, longest=40)
-    params = [params_for(i) | {"max_new_tokens": 60} for i in range(8)]
-    expected = answers(alone(plain_engine, prompts, params))
-    with make_engine(max_total_tokens=13 * 16) as small:
+    params = [params_for(i, plain_engine_of) | {"max_new_tokens": 60} for i in range(8)]
+    expected = answers(alone(plain_engine_of, prompts, params))
+    with make_engine(with_logits=bool(model), max_total_tokens=pages * 16, **model) as small:
         got = small.generate(input_ids=prompts, sampling_params=params)
         assert small.stats().preemptions_total > 0
         assert_nothing_held(small)
     assert answers(got) == expected
 
 
-def test_nothing_compiles_after_start_up(engine):
+def test_nothing_compiles_after_start_up(engine_of):
+    engine = engine_of
     # The counter is the process's, and other engines of this session compiled since.
     before = engine.stats().jit_compiles_total
     engine.generate(
-        input_ids=random_prompts(3, 10), sampling_params=[params_for(i) for i in range(10)]
+        input_ids=random_prompts(3, 10), sampling_params=[params_for(i, engine) for i in range(10)]
     )
     assert engine.stats().jit_compiles_total == before
 

@@ -47,6 +47,38 @@ def test_routing_equals_the_reference_gate_at_published_geometry():
             np.testing.assert_allclose(ours[expert], weight, atol=ATOL, rtol=RTOL)
 
 
+def published_blocks():
+    router = moe.Router(
+        64,
+        config(
+            num_experts=256, experts_per_token=8, scaling_factor=2.5, block_size=32,
+            block_capacity=48,
+        ),
+    )  # fmt: skip
+    router.weight[...] = jnp.asarray(load("weight").T)
+    router.expert_bias[...] = jnp.asarray(load("expert_bias"))
+    return router
+
+
+def test_routing_by_blocks_equals_the_reference_at_published_geometry():
+    ids, weights = published_blocks()(jnp.asarray(load("hidden")))
+    np.testing.assert_array_equal(ids, load("block_topk_idx"))
+    expected = 2.5 * load("block_topk_weight_unscaled")
+    np.testing.assert_allclose(weights, expected, atol=ATOL, rtol=RTOL)
+
+
+def test_padding_has_no_say_in_the_experts_of_a_block_and_the_last_block_may_be_short():
+    router, hidden = published_blocks(), load("hidden")
+    alone = router(jnp.asarray(hidden[:20]))
+    padded = router(jnp.asarray(hidden[:32]), jnp.arange(32) < 20)
+    np.testing.assert_array_equal(padded[0][:20], alone[0])
+    assert not np.array_equal(router(jnp.asarray(hidden[:32]))[0][:20], alone[0])
+    # By hand: a block reaches the experts that any of its tokens scores highest.
+    logits = np.asarray(router.logits(jnp.asarray(hidden[:20])), np.float64)
+    best = (1 / (1 + np.exp(-logits)) + load("expert_bias")).max(axis=0)
+    assert set(np.unique(alone[0])) <= set(np.argsort(-best, kind="stable")[:48].tolist())
+
+
 def test_split_weights_keep_the_router_in_float32_precision():
     rng = np.random.default_rng(0)
     router = moe.Router(256, config(num_experts=32))

@@ -22,6 +22,12 @@ CONFIGS = pathlib.Path(__file__).resolve().parents[2] / "configs"
 DTYPE = jnp.dtype(jnp.bfloat16)
 
 
+def special_ids(diffusion):
+    """Returns the tokens that stay out of the streamed vocabulary."""
+    edits = diffusion.edit_tokens
+    return (diffusion.mask_token_id, *((edits.delete, edits.split) if edits else ()))
+
+
 def choices_of(name, *, rows, block_size):
     """Returns the choice of each op in a decode step of `rows` rows."""
     hf = json.loads((CONFIGS / name / "config.json").read_text())
@@ -44,7 +50,9 @@ def choices_of(name, *, rows, block_size):
         "rotate_and_cache": rotate_and_cache.choose(
             dtype=DTYPE, pool_dtype=DTYPE, head_dim=spec.head_dim, rotary_dim=spec.rotary_dim
         ),
-        "unembed_stats": unembed_stats.choose(dtype=DTYPE, hidden_size=spec.hidden_size),
+        "unembed_stats": unembed_stats.choose(
+            dtype=DTYPE, hidden_size=spec.hidden_size, forbidden_ids=special_ids(spec.diffusion)
+        ),
     }
     columns = {
         "w_qkv": (width + 2 * spec.num_kv_heads * spec.head_dim, spec.hidden_size),
@@ -54,12 +62,13 @@ def choices_of(name, *, rows, block_size):
         inner = config.layers[0].feed_forward.width
         columns |= {"w_gate_up": (2 * inner, spec.hidden_size), "w_down": (spec.hidden_size, inner)}
     else:
-        router = config.layers[0].feed_forward.router
+        router = config.layers[-1].feed_forward.router
         found["top_k_routing"] = top_k_routing.choose(
             num_experts=router.num_experts,
             num_groups=router.num_groups,
             experts_per_token=router.experts_per_token,
             renormalizes=router.renormalizes,
+            has_admitted=router.block_capacity > 0,
         )
         found["grouped_matmul"] = grouped_matmul.choose(
             dtype=DTYPE,
@@ -86,10 +95,19 @@ def test_sdar_runs_kernels_only_at_every_block_size(name, block_size, rows, monk
 
 def test_llada_moe_s_routing_is_xla_s_and_says_why(monkeypatch):
     devices.pretend(monkeypatch, devices.HOPPER)
-    found = choices_of("llada-moe-7b-a1b", rows=4, block_size=32)
+    check_that_only_routing_is_slow("llada-moe-7b-a1b", "not renormalised")
+
+
+def test_llada22_s_routing_by_blocks_is_xla_s_and_says_why(monkeypatch):
+    devices.pretend(monkeypatch, devices.HOPPER)
+    check_that_only_routing_is_slow("llada2.2-flash", "admitted experts")
+
+
+def check_that_only_routing_is_slow(name, reason):
+    found = choices_of(name, rows=4, block_size=32)
     slow = {op: one.reasons for op, one in found.items() if one.implementation != "mosaic_gpu"}
     assert list(slow) == ["top_k_routing"]
-    assert "not renormalised" in slow["top_k_routing"]
+    assert reason in slow["top_k_routing"]
 
 
 def test_what_diffusion_gemma_leaves_to_xla_says_why(monkeypatch):

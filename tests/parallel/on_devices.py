@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from support import canvas_engine, devices
-from support.tiny_engine import VOCAB, assert_nothing_held, make_engine
+from support.tiny_engine import LLADA22, VOCAB, assert_nothing_held, make_engine
 
 from jdllm import device, sharding
 from jdllm.checkpoint import orbax_checkpoint
@@ -200,9 +200,9 @@ def test_merged_statistics_equal_those_of_the_whole_vocabulary(tp):
     def on_rank(weight, x, arguments):
         mine = unembedding.LMHead(weight=weight, num_ranks=tp)
         assert mine.vocab_size == V
-        return stats(mine, x, arguments), mine.logits(x)
+        return stats(mine, x, arguments), mine.logits(x), mine.logits_of(x, forbidden)
 
-    found, logits = jax.jit(
+    found, logits, few = jax.jit(
         jax.shard_map(
             on_rank,
             mesh=mesh,
@@ -211,8 +211,9 @@ def test_merged_statistics_equal_those_of_the_whole_vocabulary(tp):
             check_vma=False,
         )
     )(head, x, arguments)
-    assert_same_bits((found, logits))
+    assert_same_bits((found, logits, few))
     np.testing.assert_array_equal(logits, x @ head.T)
+    np.testing.assert_array_equal(few, (x @ head.T)[:, forbidden])
     for name in ("best_id", "best_logit", "second_id", "second_logit", "given_logit"):
         np.testing.assert_array_equal(getattr(found, name), getattr(whole, name), err_msg=name)
     np.testing.assert_array_equal(found.drawn_id, whole.drawn_id)
@@ -272,22 +273,29 @@ def served(engine, asked):
 
 
 BLOCK_SIZES = {"max_running_requests": 2, "max_total_tokens": 9 * 16, "chunked_prefill_size": 64}
+MODELS = {"llada2": {}, "llada22": LLADA22}  # with routing by blocks and tokens that move
 
 
 @functools.cache
-def block_answers():
-    with make_engine(**BLOCK_SIZES) as engine:
+def block_answers(family):
+    with make_engine(**MODELS[family] | BLOCK_SIZES) as engine:
         return [answers(one) for one in served(engine, requests(1, 6, VOCAB, wanted=50))]
 
 
 @pytest.mark.parametrize(
-    ("tp", "ep"),
-    [(2, None), pytest.param(4, 1, marks=campaign), pytest.param(4, None, marks=campaign)],
+    ("family", "tp", "ep"),
+    [
+        ("llada2", 2, None),
+        pytest.param("llada2", 4, 1, marks=campaign),
+        pytest.param("llada2", 4, None, marks=campaign),
+        pytest.param("llada22", 2, None, marks=campaign),
+        pytest.param("llada22", 4, 1, marks=campaign),
+    ],
 )
-def test_a_split_block_engine_gives_the_tokens_of_one_device(tp, ep):
+def test_a_split_block_engine_gives_the_tokens_of_one_device(family, tp, ep):
     """Greedy and sampled rows, fused commits, prefix hits, rows that are preempted."""
-    expected = block_answers()  # first, since compilations of the whole process are counted
-    with make_engine(tp_size=tp, ep_size=ep, **BLOCK_SIZES) as engine:
+    expected = block_answers(family)  # first, since compilations of the whole process are counted
+    with make_engine(tp_size=tp, ep_size=ep, **MODELS[family] | BLOCK_SIZES) as engine:
         first, again = served(engine, requests(1, 6, VOCAB, wanted=50))
         assert [answers(first), answers(again)] == expected
         assert any(one["meta_info"]["cached_tokens"] for one in again)
@@ -329,19 +337,19 @@ def test_a_split_canvas_engine_gives_the_tokens_of_one_device(family, tp):
 
 
 @campaign
-@pytest.mark.parametrize("family", ["llada2", "dream"])
+@pytest.mark.parametrize("family", [*MODELS, "dream"])
 def test_edited_logits_and_lists_of_the_best_equal_those_of_one_device(family):
     asked = requests(3, 2, 240)
     asked["input_ids"] = [one[:20] for one in asked["input_ids"]]
     for one in asked["sampling_params"]:
         one.pop("top_p", None)  # canvases do not filter
-    for one in asked["sampling_params"]:
         one |= {"repetition_penalty": 1.3, "logit_bias": {"7": 1.5}}
         one |= {"return_logprob": True, "top_logprobs": 3}
-    make = make_engine if family == "llada2" else functools.partial(canvas_engine.make, family)
-    with make(with_logits=True, max_running_requests=2) as engine:
+    make = make_engine if family in MODELS else functools.partial(canvas_engine.make, family)
+    options = MODELS.get(family, {}) | {"with_logits": True, "max_running_requests": 2}
+    with make(**options) as engine:
         expected = engine.generate(**asked)
-    with make(with_logits=True, max_running_requests=2, tp_size=2) as engine:
+    with make(tp_size=2, **options) as engine:
         found = engine.generate(**asked)
     assert answers(found) == answers(expected)
     for one, other in zip(found, expected, strict=True):

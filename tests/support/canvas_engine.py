@@ -90,8 +90,8 @@ def make(family, whole_tokens=(32, CONTEXT), short_row_tokens=0, with_logits=Fal
         return jdllm.Engine(**defaults | options)
 
 
-def write_tokenizer(directory):
-    vocabulary = {chr(FIRST_LETTER + i): i for i in range(VOCAB)}
+def write_tokenizer(directory, vocab_size=VOCAB):
+    vocabulary = {chr(FIRST_LETTER + i): i for i in range(vocab_size)}
     tokenizer = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token=chr(FIRST_LETTER)))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()

@@ -12,6 +12,12 @@ from jdllm.scheduler.rows import block
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "data" / "goldens" / "llada2"
 VOCAB, BLOCK = 320, 8
+# The same geometry with routing of blocks, and the rule that inserts and deletes.
+LLADA22 = {
+    "model_path": str(GOLDEN.parent / "llada22"),
+    "dllm_algorithm": "JointThresholdInDel,LowConfidence",
+    "max_running_requests": 2,
+}
 
 
 def make_engine(*, with_logits=False, **options):
@@ -60,7 +66,10 @@ def random_prompts(seed, count, longest=60, vocab=VOCAB):
 
 def answers(results):
     """Returns what must not depend on how requests are batched."""
-    return [(r["output_ids"], r["meta_info"]["finish_reason"]) for r in results]
+    return [
+        (r["output_ids"], r["meta_info"]["finish_reason"], r["meta_info"].get("step_map"))
+        for r in results
+    ]
 
 
 def alone(engine, prompts, params):

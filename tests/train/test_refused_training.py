@@ -26,6 +26,11 @@ def test_training_of_routers_without_a_bias_is_refused():
     step.build_network(hf_config("sdar"), "float32")
 
 
+def test_routing_by_blocks_is_refused_by_name():
+    with pytest.raises(errors.ConfigError, match="expert_capacity=8 is not supported in training"):
+        step.build_network(hf_config("llada22"), "float32")
+
+
 def test_noise_copies_of_full_attention_are_refused():
     network = step.build_network(hf_config("llada"), "float32")
     step.noise_config(network, config.from_mapping({"model_path": "x"}))

@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped
 
 from jdllm import algorithms
 
@@ -64,6 +64,26 @@ class BlockState:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EditProposal:
+    """What the model says of the mask and of its edit tokens, for rules that move tokens.
+
+    `mask_logprob` is the log-probability of the mask. `plain` is the best token that is neither the
+    mask nor an edit token. `answer` is the answer to the rule's question, if it asks one.
+    """
+
+    mask_id: int = dataclasses.field(metadata={"static": True})
+    delete_id: int = dataclasses.field(metadata={"static": True})
+    split_id: int = dataclasses.field(metadata={"static": True})
+    mask_logprob: Float32[Array, "B T"]
+    plain: Int32[Array, "B T"]
+    plain_logprob: Float32[Array, "B T"]
+    logsumexp: Float32[Array, "B T"]
+    answer: Int32[Array, " B"]
+    answer_logprob: Float32[Array, " B"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
     """What the model suggests for positions that can still change, aligned to the position.
 
@@ -75,6 +95,7 @@ class Proposal:
     logits of the choice (penalty included). `draw_prob`: the probability of `tokens` in the
     distribution that it was drawn from (tempered and filtered), or `best_prob` in greedy rows.
     `entropy`, in nats: that of the whole vocabulary at temperature 1, the penalty lambda left out.
+    `edits` is there if a rule that moves tokens is compiled.
     """
 
     tokens: Int32[Array, "B T"]
@@ -86,6 +107,36 @@ class Proposal:
     best_logprob: Float32[Array, "B T"]
     draw_prob: Float32[Array, "B T"]
     entropy: Float32[Array, "B T"]
+    edits: EditProposal | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """Asks, for the rows of `wants`, which token is best at `place` but for those `excluded`.
+
+    An excluded id of -1 excludes nothing.
+    """
+
+    wants: Bool[Array, " B"]
+    place: Int32[Array, " B"]
+    excluded: Int32[Array, "B X"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """What a step did to a block.
+
+    `written`: positions, before any move, whose token the step wrote, with the log-probability
+    `logprobs`. `source`: where each token stood before the step, T for a new mask; None if the rule
+    never moves a token.
+    """
+
+    written: Bool[Array, "B T"]
+    logprobs: Float32[Array, "B T"]
+    num_edited: Int32[Array, " B"]
+    source: Int32[Array, "B T"] | None = None
 
 
 @runtime_checkable
@@ -112,6 +163,53 @@ class Algorithm(Protocol):
     def settled(self, block: BlockState) -> Bool[Array, "B T"]:
         """Returns whether the token of the position will not change any more."""
         ...
+
+
+@runtime_checkable
+class MovingAlgorithm(Algorithm, Protocol):
+    """A rule that moves tokens inside the block, so it must say what it did.
+
+    The step answers its question before it calls `update`.
+    """
+
+    def question(self, block: BlockState, proposal: Proposal) -> Question:
+        """Returns the one question that each row may ask about the logits of a position."""
+        ...
+
+    def trace(self, updated: BlockState) -> Trace:
+        """Returns what the `update` that gave this block did."""
+        ...
+
+
+def trace_of_writes(before: BlockState, after: BlockState, proposal: Proposal) -> Trace:
+    """Returns what a rule did that moves no token."""
+    edited = ~before.masked & (after.tokens != before.tokens)
+    filled = before.masked & ~after.masked
+    return Trace(
+        written=filled | edited,
+        # An edit writes the best token; a masked position gets the token that was drawn for it.
+        logprobs=jnp.where(filled, proposal.logprob, proposal.best_logprob),
+        num_edited=jnp.sum(edited, axis=1, dtype=jnp.int32),
+    )
+
+
+def no_trace(num_rows: int, block_size: int) -> Trace:
+    """Returns the trace of rows before their first step; nobody reads its values."""
+    return Trace(
+        written=jnp.zeros((num_rows, block_size), bool),
+        logprobs=jnp.zeros((num_rows, block_size), jnp.float32),
+        num_edited=jnp.zeros((num_rows,), jnp.int32),
+        source=jnp.zeros((num_rows, block_size), jnp.int32),
+    )
+
+
+def move(
+    values: Shaped[Array, "B T"], source: Int32[Array, "B T"], new: int | bool | float
+) -> Shaped[Array, "B T"]:
+    """Returns the values of a block's positions after its tokens moved; see `Trace.source`."""
+    T = values.shape[1]
+    kept = jnp.take_along_axis(values, jnp.minimum(source, T - 1), axis=1)
+    return jnp.where(source < T, kept, new)
 
 
 def select_masked(

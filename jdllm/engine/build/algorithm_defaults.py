@@ -6,7 +6,7 @@ block writes block after block, a model that sees the whole sequence writes a ca
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jdllm import algorithms, errors, sampling_params
@@ -41,7 +41,9 @@ def choose(
     assert kind is not None, "`kinds.kind_of` refuses models without a kind first"
     fitting = algorithms.of_kind(kind)
     if not names:
-        names = (recommended.get("algorithm", next(iter(fitting))),)
+        names = (
+            recommended.get("algorithm", spec.diffusion.default_algorithm or next(iter(fitting))),
+        )
     _check_kind(names, fitting, spec)
     options = config.algorithm_options()
     has_block_length = any(algorithm.option("block_length") for algorithm in fitting.values())
@@ -77,11 +79,18 @@ def _generation_options(generation_config: dict[str, Any]) -> dict[str, Any]:
     return {key: found[key] for key in sorted(GENERATION_KEYS - {_SAMPLER}) if key in found}
 
 
-def _check_kind(names: Iterable[str], fitting: Collection[str], spec: spec_lib.ModelSpec) -> None:
+def _check_kind(
+    names: Iterable[str], fitting: Mapping[str, algorithms.Algorithm], spec: spec_lib.ModelSpec
+) -> None:
     """Raises a ConfigError for a known algorithm that the family cannot run."""
     for name in names:
         if name in algorithms.TABLE and name not in fitting:
             raise errors.ConfigError(
                 f"{spec.architecture}, a model with {spec.diffusion.attention_pattern.value} "
                 f"attention, cannot run dllm_algorithm {name!r}; it runs {', '.join(fitting)}"
+            )
+        if name in fitting and fitting[name].moves_tokens and spec.diffusion.edit_tokens is None:
+            raise errors.ConfigError(
+                f"{spec.architecture} cannot run dllm_algorithm {name!r}: its config.json has no "
+                "delete_token_id and split_token_id"
             )

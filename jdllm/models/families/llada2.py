@@ -1,8 +1,12 @@
-"""LLaDA2 (2.0 and 2.1, MoE): dense layers first, then routed ones; norms of q and k.
+"""LLaDA2 (2.0, 2.1 and 2.2, MoE): dense layers first, then routed ones; norms of q and k.
 
 Published configs leave out a few facts; constants here supply them. Experts come in three forms:
 split per expert (published checkpoints), merged over experts (dFactory), and with gate and up
 already fused (dInfer).
+
+LLaDA2.2 is the same forward with another limit of the router. `expert_capacity` alone switches it
+on: the keys of the groups are still there, and mean nothing then. Its two edit tokens are rows of
+the vocabulary that no tokenizer file names, so only config.json says which they are.
 """
 
 from __future__ import annotations
@@ -35,7 +39,6 @@ RULES = key_rules.KeyRules(
         "score_function": ("sigmoid",),
         "router_dtype": ("fp32", "float32"),
         "hidden_act": ("silu",),
-        "expert_capacity": (None,),
     },
     neutral=key_rules.FOREIGN_NEUTRAL
     | {
@@ -49,9 +52,10 @@ RULES = key_rules.KeyRules(
     },
     read=key_rules.names(
         """
-        first_k_dense_replace moe_intermediate_size moe_shared_expert_intermediate_size n_group
-        norm_head num_experts num_experts_per_tok num_shared_experts partial_rotary_factor
-        rotary_dim routed_scaling_factor topk_group
+        delete_token_id expert_capacity first_k_dense_replace moe_intermediate_size
+        moe_shared_expert_intermediate_size n_group norm_head num_experts num_experts_per_tok
+        num_shared_experts partial_rotary_factor rotary_dim routed_scaling_factor
+        split_token_id topk_group
         """
     ),
     # Keys of the router's training, and of the window that `use_sliding_window` turns off.
@@ -115,7 +119,8 @@ def _read(hf: Mapping[str, Any], diffusion: spec_lib.DiffusionSpec) -> LLaDA2Con
     head_dim = hf_config.head_dim(hf, RULES.sizes)
     num_layers = hf_config.depth(hf, RULES.sizes)
     num_dense = hf_config.integer(hf, "first_k_dense_replace", default=0, low=0)
-    experts, is_routed = _experts(hf), num_dense < num_layers
+    experts, is_routed = _experts(hf, diffusion), num_dense < num_layers
+    diffusion = _with_edit_tokens(hf, diffusion)
     spec = decoder_config.read_spec(
         hf,
         RULES,
@@ -144,7 +149,7 @@ def _read(hf: Mapping[str, Any], diffusion: spec_lib.DiffusionSpec) -> LLaDA2Con
     return config
 
 
-def _experts(hf: Mapping[str, Any]) -> moe.MoEConfig:
+def _experts(hf: Mapping[str, Any], diffusion: spec_lib.DiffusionSpec) -> moe.MoEConfig:
     width = hf_config.integer(hf, "moe_intermediate_size")
     shared_width = width * hf_config.integer(hf, "num_shared_experts", default=0, low=0)
     if shared_width:
@@ -157,7 +162,56 @@ def _experts(hf: Mapping[str, Any]) -> moe.MoEConfig:
         kept_groups=hf_config.integer(hf, "topk_group", default=1),
         scaling_factor=hf_config.number(hf, "routed_scaling_factor"),
     )
+    if hf_config.integer(hf, "expert_capacity", default=0, low=0):
+        router = _by_blocks(hf, router, diffusion.block_size)
     return moe.MoEConfig(width=width, shared_width=shared_width, router=router)
+
+
+def _by_blocks(
+    hf: Mapping[str, Any], router: moe.RouterConfig, block_size: int
+) -> moe.RouterConfig:
+    """Returns the router with LLaDA2.2's limit, which replaces that of the groups."""
+    own = hf_config.integer(hf, "block_size", default=DEFAULTS.block_size)
+    if block_size != own:
+        raise errors.ConfigError(
+            f"block_size={block_size} must be block_size={own} of config.json: with "
+            f"expert_capacity={hf['expert_capacity']} the router chooses experts for whole blocks"
+        )
+    capacity = hf_config.integer(hf, "expert_capacity")
+    if not router.experts_per_token <= capacity <= router.num_experts:
+        raise errors.ConfigError(
+            f"config.json: expert_capacity={capacity} must lie between "
+            f"num_experts_per_tok={router.experts_per_token} and num_experts={router.num_experts}"
+        )
+    return dataclasses.replace(
+        router, num_groups=1, kept_groups=1, block_size=block_size, block_capacity=capacity
+    )
+
+
+def _with_edit_tokens(
+    hf: Mapping[str, Any], diffusion: spec_lib.DiffusionSpec
+) -> spec_lib.DiffusionSpec:
+    """Returns the facts with LLaDA2.2's edit tokens, if config.json has them."""
+    keys = ("delete_token_id", "split_token_id")
+    missing = [key for key in keys if hf.get(key) is None]
+    if len(missing) == 2:
+        return diffusion
+    if missing:
+        raise errors.ConfigError(
+            f"config.json: {missing[0]} is missing; {' and '.join(keys)} come together"
+        )
+    last = hf_config.integer(hf, "vocab_size") - 1
+    delete, split = (hf_config.integer(hf, key, low=0, high=last) for key in keys)
+    if len({delete, split, diffusion.mask_token_id}) < 3:
+        raise errors.ConfigError(
+            f"config.json: delete_token_id={delete}, split_token_id={split} and "
+            f"mask_token_id={diffusion.mask_token_id} must differ"
+        )
+    return dataclasses.replace(
+        diffusion,
+        edit_tokens=spec_lib.EditTokens(delete=delete, split=split),
+        default_algorithm="JointThresholdInDel",
+    )
 
 
 def _prepare(config: LLaDA2Config, path: str, array: family.AnyArray) -> family.AnyArray:

@@ -24,9 +24,9 @@ from jdllm.decoding.block import interface
 from jdllm.layers import unembedding
 from jdllm.runner import config as config_lib
 from jdllm.runner import logit_rows
+from jdllm.runner.block import edit_tokens, sampling
 from jdllm.runner.block import inputs as inputs_lib
 from jdllm.runner.block import proposal as proposal_lib
-from jdllm.runner.block import sampling
 from jdllm.runner.block.state import RowState
 
 
@@ -105,6 +105,7 @@ def propose(
         greedy,
         wanted & ~edits[:, None],
         forbidden_ids=config.forbidden_ids,
+        special=edit_tokens.special(config),
         implementation=config.implementation,
     )
     (rows,) = jnp.nonzero(is_asked & jnp.any(wanted, axis=1), size=R, fill_value=0)
@@ -118,14 +119,7 @@ def propose(
             config,
             _row_of(inputs.logits, r),
             _row_of(inputs.sampling, r),
-            _Row(
-                hidden=hidden[r],
-                history=asked.history[r],
-                block=_row_of(dataclasses.replace(block, extra=()), r),
-                start=state.context_lens[r],
-                step=state.step[r],
-                wanted=wanted[r],
-            ),
+            _row(r, hidden, asked, state, block, wanted),
             _row_of(proposal, r),
             lm_head,
         )
@@ -136,6 +130,43 @@ def propose(
     # One turn for each row that asks, as for rows that draw.
     proposal, top = jax.lax.fori_loop(0, count, one_row, (streamed, logit_rows.no_tokens(R, L)))
     return dataclasses.replace(proposal, is_drawn=samples), top
+
+
+def logits_at(
+    inputs: inputs_lib.DenoiseInputs,
+    asked: AskedState,
+    lm_head: unembedding.LMHead,
+    hidden: Float[Array, "R L D"],
+    state: RowState,
+    block: interface.BlockState,
+) -> edit_tokens.LogitsAt:
+    """Returns the function that gives the edited logits of a position, for questions of a rule."""
+    logits, wanted = inputs.logits, jnp.zeros_like(state.masked)
+    assert logits is not None, "only launches with logits come here"
+
+    def at(r: Int32[Array, ""], place: Int32[Array, ""]) -> Float[Array, " V"]:
+        row = _row(r, hidden, asked, state, block, wanted)
+        return _row_logits(_row_of(logits, r), row, lm_head)[place]
+
+    return at
+
+
+def _row(
+    r: Int32[Array, ""],
+    hidden: Float[Array, "R L D"],
+    asked: AskedState,
+    state: RowState,
+    block: interface.BlockState,
+    wanted: Bool[Array, "R L"],
+) -> _Row:
+    return _Row(
+        hidden=hidden[r],
+        history=asked.history[r],
+        block=_row_of(dataclasses.replace(block, extra=()), r),
+        start=state.context_lens[r],
+        step=state.step[r],
+        wanted=wanted[r],
+    )
 
 
 def _row_of(tree: Any, r: Int32[Array, ""]) -> Any:
@@ -165,6 +196,21 @@ class _Row:
         return logit_rows.context(options, tokens, is_prompt, is_known & ~is_prompt, vocab_size)
 
 
+def _row_logits(
+    options: logit_rows.LogitRows, row: _Row, lm_head: unembedding.LMHead
+) -> Float[Array, "L V"]:
+    """Returns the logits of one row's block as its options edit them."""
+    L, V = row.wanted.shape[0], lm_head.vocab_size
+    tokens = row.block.tokens
+    at = jnp.arange(L, dtype=jnp.int32)
+    logits = lm_head.logits(row.hidden)
+    left = proposal_lib.previous_tokens(tokens[None])[0]
+    penalty = jnp.where(at > 0, row.block.params.penalty_lambda, 0.0)
+    logits = logits.at[at, left].add(-penalty)
+    edited = logit_rows.edit(options, logits, row.context(options, V), row.start + at, tokens)
+    return jnp.where(options.edits, edited, logits)
+
+
 def _propose_row(
     config: config_lib.StepConfig,
     options: logit_rows.LogitRows,
@@ -174,17 +220,19 @@ def _propose_row(
     lm_head: unembedding.LMHead,
 ) -> tuple[interface.Proposal, logit_rows.TopTokens]:
     """Returns the proposal [L] and the lists of one row; `streamed` is its proposal so far."""
-    L, V = row.wanted.shape[0], lm_head.vocab_size
-    tokens = row.block.tokens
+    L, tokens = row.wanted.shape[0], row.block.tokens
     at = jnp.arange(L, dtype=jnp.int32)
     positions = row.start + at
-    logits = lm_head.logits(row.hidden)
-    left = proposal_lib.previous_tokens(tokens[None])[0]
-    penalty = jnp.where(at > 0, row.block.params.penalty_lambda, 0.0)
-    logits = logits.at[at, left].add(-penalty)
-    edited = logit_rows.edit(options, logits, row.context(options, V), positions, tokens)
-    logits = jnp.where(options.edits, edited, logits)
-    stats = pallas_kernels.logits_stats(logits, forbidden_ids=config.forbidden_ids)
+    logits = _row_logits(options, row, lm_head)
+    special, edits = edit_tokens.special(config), streamed.edits
+    if special is None:
+        stats = pallas_kernels.logits_stats(logits, forbidden_ids=config.forbidden_ids)
+    else:
+        plain = pallas_kernels.logits_stats(logits, forbidden_ids=special.ids)
+        special_logits = logits[:, jnp.array(special.ids)]
+        stats = special.with_edits(plain, special_logits)
+        mine = _row_of(special.proposal(plain, special_logits, (1, L)), jnp.int32(0))
+        edits = jax.tree.map(lambda a, b: jnp.where(options.edits, a, b), mine, streamed.edits)
 
     best = jnp.where(row.wanted & options.edits, stats.best_id, streamed.best)
     best_prob = pallas_kernels.probability(stats.best_logit, stats.logsumexp)
@@ -218,6 +266,7 @@ def _propose_row(
         best_logprob=logits[at, best] - stats.logsumexp,
         draw_prob=draw_prob,
         entropy=jnp.where(options.edits, stats.entropy, streamed.entropy),
+        edits=edits,
     )
     listed = logit_rows.top_tokens(logits, stats.logsumexp, options.num_top, config.forbidden_ids)
     return mine, listed

@@ -28,7 +28,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from jdllm import decoding
 from jdllm.decoding.block import interface
@@ -37,13 +37,12 @@ from jdllm.models import decoder, loading
 from jdllm.runner import config as config_lib
 from jdllm.runner import logit_rows
 from jdllm.runner.block import asked as asked_lib
-from jdllm.runner.block import forward, proposal
+from jdllm.runner.block import denoise, forward
 from jdllm.runner.block import frames as frames_lib
 from jdllm.runner.block import inputs as inputs_lib
 from jdllm.runner.block import outputs as outputs_lib
 from jdllm.runner.block.state import RowState, advance, enter, has_ended, is_active
 from jdllm.runner.launch import driver, program
-from jdllm.runner.launch.rows import select
 
 # The fixed time of a forward, in tokens that take as long. LLaDA2.0-mini on an H200 takes 10.5 ms
 # for 16 rows of 32 tokens and 15.1 ms for 64 rows: 9.0 ms, and 0.096 ms for each row.
@@ -248,15 +247,20 @@ def _update(
     """Returns states and what is gathered after each active row's algorithm saw its proposal."""
     blocks, asked, frames = gathered
     active = is_active(inputs, state)
-    seen = _denoise(config, inputs, lm_head, hidden, state, asked, active)
+    seen = denoise.denoise(config, inputs, lm_head, hidden, state, asked, active)
     if asked is not None and seen.top is not None:
-        asked = dataclasses.replace(asked, top=seen.top.where(seen.written, asked.top))
+        top = seen.top.where(seen.trace.written, asked.top)
+        asked = dataclasses.replace(asked, top=top.moved(seen.trace.source))
     after, is_broken = seen.block, active & seen.is_invalid
     works = active & ~is_broken
     ended = works & ~state.is_final & has_ended(inputs, state, after.tokens, seen.settled)
     commits = works & ~state.is_final & (seen.is_final | ended)
-    steps_of = jnp.where(seen.written, state.step[:, None] + 1, state.steps)
-    logprobs = jnp.where(seen.written, seen.logprobs, state.logprobs)
+    trace = seen.trace
+    steps_of = jnp.where(trace.written, state.step[:, None] + 1, state.steps)
+    logprobs = jnp.where(trace.written, trace.logprobs, state.logprobs)
+    if trace.source is not None:
+        steps_of = interface.move(steps_of, trace.source, 0)
+        logprobs = interface.move(logprobs, trace.source, 0.0)
     nfe = state.nfe + active
     place = commits[:, None] & (jnp.arange(blocks.nfe.shape[1]) == state.num_blocks[:, None])
     blocks = jax.tree.map(
@@ -284,94 +288,9 @@ def _update(
         is_finished=state.is_finished | ended | is_broken,
         is_invalid=state.is_invalid | is_broken,
         num_blocks=state.num_blocks + commits,
-        num_edited=state.num_edited + jnp.where(works, seen.num_edited, 0),
+        num_edited=state.num_edited + jnp.where(works, trace.num_edited, 0),
         nfe=nfe,
     )
     if frames is not None:
         frames = frames_lib.add(frames, state, updated, works & ~state.is_final)
     return advance(config, updated, works & after.done & ~ended), (blocks, asked, frames)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Denoised:
-    """What a step's proposal changed in the rows.
-
-    `written`: positions whose token this step wrote, with the log-probabilities `logprobs`; `top`
-    are the lists of rows that ask. `is_invalid`: numbers of the row are NaN.
-    """
-
-    block: interface.BlockState
-    is_final: Bool[Array, " R"]
-    settled: Bool[Array, "R L"]
-    written: Bool[Array, "R L"]
-    logprobs: Float32[Array, "R L"]
-    num_edited: Int32[Array, " R"]
-    is_invalid: Bool[Array, " R"]
-    top: logit_rows.TopTokens | None
-
-
-def _denoise(
-    config: config_lib.StepConfig,
-    inputs: inputs_lib.DenoiseInputs,
-    lm_head: unembedding.LMHead,
-    hidden: Float[Array, "R L D"],
-    state: RowState,
-    asked: asked_lib.AskedState | None,
-    active: Bool[Array, " R"],
-) -> _Denoised:
-    """Proposes once, runs every compiled algorithm, and keeps for each row its own result."""
-    L = state.tokens.shape[1]
-    before = interface.BlockState(
-        tokens=state.tokens,
-        masked=state.masked,
-        editable=state.editable,
-        done=~active,
-        params=inputs.params,
-        extra=(),
-    )
-    can_change = jnp.zeros_like(state.masked)
-    for i, name in enumerate(config.algorithms):
-        settled = decoding.BLOCK_ALGORITHMS[name].settled(before)
-        can_change |= (inputs.algorithm == i)[:, None] & ~settled
-    wanted, top = can_change & state.editable & active[:, None], None
-    if asked is None:
-        proposed = proposal.propose(
-            hidden,
-            lm_head,
-            before,
-            state.context_lens[:, None] + jnp.arange(L, dtype=jnp.int32),
-            state.step,
-            inputs.sampling,
-            wanted,
-            forbidden_ids=config.forbidden_ids,
-            implementation=config.implementation,
-        )
-    else:
-        proposed, top = asked_lib.propose(
-            config, inputs, asked, lm_head, hidden, state, before, wanted
-        )
-    after, extras = before, []
-    is_final, settled = jnp.zeros_like(active), jnp.zeros_like(state.masked)
-    for i, name in enumerate(config.algorithms):
-        algorithm = decoding.BLOCK_ALGORITHMS[name]
-        updated = algorithm.update(dataclasses.replace(before, extra=state.extra[i]), proposed)
-        extras.append(updated.extra)
-        is_mine = inputs.algorithm == i
-        is_final = jnp.where(is_mine, algorithm.is_final(updated), is_final)
-        settled = jnp.where(is_mine[:, None], algorithm.settled(updated), settled)
-        after = select(is_mine, dataclasses.replace(updated, extra=()), after)
-    edited = ~before.masked & (after.tokens != before.tokens)
-    filled = before.masked & ~after.masked
-    return _Denoised(
-        block=dataclasses.replace(after, extra=tuple(extras)),
-        is_final=is_final,
-        settled=settled,
-        written=filled | edited,
-        # An edit writes the best token; a masked position gets the token that was drawn for it.
-        logprobs=jnp.where(filled, proposed.logprob, proposed.best_logprob),
-        num_edited=jnp.sum(edited, axis=1, dtype=jnp.int32),
-        # Also by the hidden states: a forward that only persists K,V proposes nothing.
-        is_invalid=jnp.any(jnp.isnan(proposed.best_prob), axis=1)
-        | jnp.any(jnp.isnan(hidden), axis=(1, 2)),
-        top=top,
-    )

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int32
 import pallas_kernels
 from jdllm.decoding.block import interface
 from jdllm.layers import unembedding
-from jdllm.runner.block import sampling
+from jdllm.runner.block import edit_tokens, sampling
 
 # Hidden states that one pass over the vocabulary takes on a GPU. Up to this number the time of a
 # pass is nearly the same, so that selecting the wanted ones would cost more than it saves.
@@ -41,24 +41,33 @@ def propose(
     wanted: Bool[Array, "B T"],
     *,
     forbidden_ids: tuple[int, ...],
+    special: edit_tokens.Special | None = None,
     implementation: str = "auto",
 ) -> interface.Proposal:
     """Returns the proposal for the `wanted` positions; others keep their token, at probability 0.
 
     The penalty lambda lowers the logit of the left neighbour's token within the block:
-    position 0 has no penalty (SGLang 0.5.23, joint_threshold.py).
+    position 0 has no penalty (SGLang 0.5.23, joint_threshold.py). With `special` tokens the
+    proposal has `edits`.
     """
     B, T, D = hidden.shape
     left = previous_tokens(block.tokens)
     penalty = jnp.broadcast_to(block.params.penalty_lambda[:, None], (B, T)).at[:, 0].set(0.0)
     stats = _statistics(
         functools.partial(
-            lm_head.stats, forbidden_ids=forbidden_ids, implementation=implementation
+            lm_head.stats,
+            forbidden_ids=forbidden_ids if special is None else special.ids,
+            implementation=implementation,
         ),
         hidden.reshape(B * T, D),
         left.reshape(-1),
         wanted.reshape(-1),
     )
+    edits = None
+    if special is not None:
+        special_logits = lm_head.logits_of(hidden.reshape(B * T, D), special.ids)
+        edits = special.proposal(stats, special_logits, (B, T))
+        stats = special.with_edits(stats, special_logits)
     stats = pallas_kernels.penalize(stats, left.reshape(-1), penalty.reshape(-1))
     best = jnp.where(wanted, stats.best_id.reshape(B, T), block.tokens)
     best_prob = pallas_kernels.probability(stats.best_logit, stats.logsumexp).reshape(B, T)
@@ -100,6 +109,7 @@ def propose(
         best_logprob=best_logprob,
         draw_prob=draw_prob,
         entropy=stats.entropy.reshape(B, T),
+        edits=edits,
     )
 
 

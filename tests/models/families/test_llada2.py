@@ -1,4 +1,7 @@
-"""LLaDA2 against the stored outputs of the reference implementation (float32)."""
+"""LLaDA2 against the stored outputs of the reference implementation (float32).
+
+`llada22` routes whole blocks (LLaDA2.2); `llada2` limits the groups of a token (2.0 and 2.1).
+"""
 
 import functools
 import pathlib
@@ -12,19 +15,22 @@ from jdllm.layers import attention
 from jdllm.models import loading
 from jdllm.runner import full_forward
 
-GOLDEN = pathlib.Path(__file__).parents[2] / "data" / "goldens" / "llada2"
+GOLDENS = pathlib.Path(__file__).parents[2] / "data" / "goldens"
 ATOL, RTOL = 2e-4, 1e-4  # the goldens' tolerance for float32 logits and hidden states
 BLOCK = 8
 
 
-def golden(name):
-    return np.load(GOLDEN / f"{name}.npy")
+both_versions = pytest.mark.parametrize("version", ["llada2", "llada22"])
+
+
+def golden(name, version="llada2"):
+    return np.load(GOLDENS / version / f"{name}.npy")
 
 
 @functools.cache
-def model(implementation="auto"):
+def model(implementation="auto", version="llada2"):
     return loading.load(
-        GOLDEN, block_size=BLOCK, implementation=implementation, show_progress=False
+        GOLDENS / version, block_size=BLOCK, implementation=implementation, show_progress=False
     )
 
 
@@ -44,14 +50,21 @@ def close(actual, expected):
     np.testing.assert_allclose(actual, expected, atol=ATOL, rtol=RTOL)
 
 
-def test_full_model_logits_are_block_causal():
+@both_versions
+def test_full_model_logits_are_block_causal(version):
     assert attention.visibility_mask(24, BLOCK, "block_causal").tolist() == (
-        golden("attn_mask").tolist()
+        golden("attn_mask", version).tolist()
     )
-    full = full_forward.load_model(GOLDEN, block_size=BLOCK)
-    logits = full.logits(golden("inputs").tolist())
+    full = full_forward.load_model(GOLDENS / version, block_size=BLOCK)
+    inputs = golden("inputs", version)
+    logits = full.logits(inputs.tolist())
     assert logits.dtype == jnp.float32
-    close(logits, golden("logits"))
+    close(logits, golden("logits", version))
+    # The last block of a row that ends inside it is a block of its own, beside other rows too.
+    cut = full.logits(inputs[:, :21])
+    close(cut[:, :16], golden("logits", version)[:, :16])
+    for row in (0, 1):
+        close(cut[row], full.logits(inputs[row : row + 1, :21])[0])
 
 
 @pytest.mark.parametrize("implementation", ["dense", "xla"])
@@ -64,27 +77,29 @@ def test_dense_forward_equals_reference(implementation, pattern, expected):
     close(dense_logits(loaded, loaded.params, golden("inputs"), mask), golden(expected))
 
 
-def test_hidden_states_and_routing_equal_reference_layer_by_layer():
-    loaded = model()
-    ids = golden("inputs")
+@both_versions
+def test_hidden_states_and_routing_equal_reference_layer_by_layer(version):
+    loaded = model(version=version)
+    ids = golden("inputs", version)
     module = loading.merge(loaded.graphdef, loaded.params)
     positions = jnp.tile(jnp.arange(24), 2)
-    attend = attention.dense_attend(golden("attn_mask"), 2)
+    attend = attention.dense_attend(golden("attn_mask", version), 2)
     angles = module.angles(positions)
     x = module.embed(jnp.asarray(ids).reshape(-1), positions)
     for i, layer in enumerate(module.layers):
-        close(x.reshape(2, 24, -1), golden("hidden_states")[i])
+        close(x.reshape(2, 24, -1), golden("hidden_states", version)[i])
         kind = angles[layer.attention.config.rope]
         out, _ = layer.attention(layer.input_layernorm(x), kind, attend=attend, cache=None)
         if i:
             h = layer.post_attention_layernorm(x + sum(out))
-            close(layer.mlp.router.logits(h).reshape(2, 24, -1), golden("router_logits")[i - 1])
+            stored = golden("router_logits", version)[i - 1]
+            close(layer.mlp.router.logits(h).reshape(2, 24, -1), stored)
             chosen = layer.mlp.router(h)[0].reshape(2, 24, -1)
-            reference = golden("router_topk_idx")[i - 1]
+            reference = golden("router_topk_idx", version)[i - 1]
             np.testing.assert_array_equal(np.sort(chosen, -1), np.sort(reference, -1))
         x, pending, _ = layer(x, (), angles, attend=attend, cache=None)
         x = x + sum(pending)
-    close(module.norm(x).reshape(2, 24, -1), golden("hidden_states")[3])
+    close(module.norm(x).reshape(2, 24, -1), golden("hidden_states", version)[3])
 
 
 def paged_batch(row_pages, contexts, lengths, page_size):
@@ -103,9 +118,11 @@ def paged_batch(row_pages, contexts, lengths, page_size):
     )
 
 
-@pytest.mark.parametrize("page_size", [4, 8, 16])
-def test_chunked_paged_forward_equals_the_full_forward(page_size):
-    loaded, ids = model(), golden("inputs")
+@pytest.mark.parametrize(
+    ("version", "page_size"), [("llada2", 4), ("llada2", 8), ("llada2", 16), ("llada22", 8)]
+)
+def test_chunked_paged_forward_equals_the_full_forward(version, page_size):
+    loaded, ids = model(version=version), golden("inputs", version)
     pages_per_row = -(-24 // page_size)
     # Pages of the two rows alternate and run backwards; page 0 stays unused.
     order = np.arange(2 * pages_per_row, 0, -1).reshape(pages_per_row, 2).T
@@ -128,15 +145,19 @@ def test_chunked_paged_forward_equals_the_full_forward(page_size):
         )
         logits = loading.merge(loaded.graphdef, loaded.params).logits(hidden)
         expected = [
-            golden("logits")[r, c : c + n] for r, (c, n) in enumerate(zip(contexts, lengths))
+            golden("logits", version)[r, c : c + n]
+            for r, (c, n) in enumerate(zip(contexts, lengths))
         ]
         close(logits, np.concatenate(expected))
 
 
-def test_invalid_tokens_do_not_change_valid_ones():
-    loaded, ids = model(), golden("inputs")[:1, :8]
-    mask = attention.visibility_mask(16, 8, "block_causal")
-    padded = jnp.asarray(np.concatenate([ids[0], np.zeros(8, np.int32)]))
+@both_versions
+@pytest.mark.parametrize("length", [5, 8])
+def test_invalid_tokens_do_not_change_valid_ones(version, length):
+    loaded, ids = model(version=version), golden("inputs", version)[:1, :length]
+    mask = attention.visibility_mask(16, 8, "block_causal") & (np.arange(16) < length)
+    mask |= np.eye(16, dtype=bool)
+    padded = jnp.asarray(np.concatenate([ids[0], np.zeros(16 - length, np.int32)]))
     hidden, _ = loading.apply(
         loaded.graphdef,
         loaded.params,
@@ -144,10 +165,13 @@ def test_invalid_tokens_do_not_change_valid_ones():
         jnp.arange(16),
         attend=attention.dense_attend(mask, 1),
         caches=[None] * 3,
-        valid=jnp.arange(16) < 8,
+        valid=jnp.arange(16) < length,
     )
-    logits = loading.merge(loaded.graphdef, loaded.params).logits(hidden)[:8]
-    close(logits, golden("logits")[0, :8])
+    logits = loading.merge(loaded.graphdef, loaded.params).logits(hidden)[:length]
+    alone = full_forward.FullModel(loaded).logits(ids)[0]
+    close(logits, alone)
+    if length == 8:
+        close(logits, golden("logits", version)[0, :8])
 
 
 def test_gradient_of_the_dense_path_is_the_finite_difference():

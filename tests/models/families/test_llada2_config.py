@@ -23,7 +23,12 @@ def parse(changes=None, drop=(), **options):
 @pytest.mark.parametrize(
     ("name", "parameters"),
     # Published sizes: 16B and 100B, embeddings and routers included.
-    [("llada2.0-mini", 16.3e9), ("llada2.1-mini", 16.3e9), ("llada2.0-flash", 102.9e9)],
+    [
+        ("llada2.0-mini", 16.3e9),
+        ("llada2.1-mini", 16.3e9),
+        ("llada2.0-flash", 102.9e9),
+        ("llada2.2-flash", 102.9e9),
+    ],
 )
 def test_shipped_configs_have_the_published_size(name, parameters):
     hf = json.loads((ROOT / "configs" / name / "config.json").read_text())
@@ -58,6 +63,10 @@ def _size(shape):
         ("use_qkv_bias", True),
         ("use_qk_norm", False),
         ("expert_capacity", 48),
+        ("expert_capacity", 3),
+        ("expert_capacity", "many"),
+        ("delete_token_id", 310),
+        ("split_token_id", 310),
         ("score_function", "softmax"),
         ("rope_scaling", {"type": "yarn", "factor": 4}),
         ("rope_parameters", {"rope_type": "yarn"}),
@@ -98,6 +107,37 @@ def test_unsupported_values_are_refused_by_name(key, value):
         parse({key: value})
 
 
+LLADA22 = json.loads((ROOT / "tests/data/goldens/llada22/config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        ({}, {"block_size": 4}, "block_size=4 must be block_size=8 .*expert_capacity=8"),
+        ({"expert_capacity": 33}, {}, "expert_capacity=33 must lie between"),
+        ({"delete_token_id": 300}, {}, "delete_token_id=300, .* must differ"),
+        ({"delete_token_id": 311}, {}, "delete_token_id=311, .* must differ"),
+        ({"delete_token_id": 320}, {}, "delete_token_id=320 must be an integer from 0 to 319"),
+        ({"split_token_id": True}, {}, "split_token_id=True must be an integer"),
+        ({"split_token_id": 310.5}, {}, "split_token_id=310.5 must be an integer"),
+        ({"split_token_id": None}, {}, "split_token_id is missing"),
+    ],
+)
+def test_contradictions_of_llada22_are_refused_by_name(changes, options, message):
+    with pytest.raises(errors.ConfigError, match=message):
+        llada2.FAMILY.parse_config(LLADA22 | changes, **options)
+
+
+def test_a_capacity_alone_switches_the_routing_of_blocks_on():
+    routers = [
+        llada2.FAMILY.parse_config(hf).layers[1].feed_forward.router
+        for hf in (LLADA22, LLADA22 | {"expert_capacity": 0}, LLADA22 | {"expert_capacity": None})
+    ]
+    assert [(r.block_size, r.block_capacity, r.num_groups) for r in routers] == [
+        (8, 8, 1), (0, 0, 8), (0, 0, 8)
+    ]  # fmt: skip
+
+
 def warnings_of(caplog):
     return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
 
@@ -116,6 +156,8 @@ def test_unknown_keys_are_named_with_their_values_in_one_warning(caplog):
         "configs/llada2.0-mini",
         "configs/llada2.0-flash",
         "configs/llada2.1-mini",
+        "configs/llada2.2-flash",
+        "tests/data/goldens/llada22",
         "tests/data/goldens/llada2",
         "jdllm/assets/jdllm-nano",
     ],

@@ -1,0 +1,117 @@
+"""What a step's proposal changes in its rows: one proposal, and the rule of each row.
+
+Letters: R rows, L tokens of a block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from jdllm import decoding
+from jdllm.decoding.block import interface
+from jdllm.layers import unembedding
+from jdllm.runner import config as config_lib
+from jdllm.runner import logit_rows
+from jdllm.runner.block import asked as asked_lib
+from jdllm.runner.block import edit_tokens, proposal
+from jdllm.runner.block import inputs as inputs_lib
+from jdllm.runner.block.state import RowState
+from jdllm.runner.launch.rows import select
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Denoised:
+    """What a step's proposal changed in the rows.
+
+    `top` are the lists of rows that ask, `is_invalid`: numbers of the row are NaN.
+    """
+
+    block: interface.BlockState
+    is_final: Bool[Array, " R"]
+    settled: Bool[Array, "R L"]
+    trace: interface.Trace
+    is_invalid: Bool[Array, " R"]
+    top: logit_rows.TopTokens | None
+
+
+def denoise(
+    config: config_lib.StepConfig,
+    inputs: inputs_lib.DenoiseInputs,
+    lm_head: unembedding.LMHead,
+    hidden: Float[Array, "R L D"],
+    state: RowState,
+    asked: asked_lib.AskedState | None,
+    active: Bool[Array, " R"],
+) -> Denoised:
+    """Proposes once, runs every compiled algorithm, and keeps for each row its own result."""
+    R, L = state.tokens.shape
+    before = interface.BlockState(
+        tokens=state.tokens,
+        masked=state.masked,
+        editable=state.editable,
+        done=~active,
+        params=inputs.params,
+        extra=(),
+    )
+    can_change = jnp.zeros_like(state.masked)
+    for i, name in enumerate(config.algorithms):
+        mine = dataclasses.replace(before, extra=state.extra[i])
+        settled = decoding.BLOCK_ALGORITHMS[name].settled(mine)
+        can_change |= (inputs.algorithm == i)[:, None] & ~settled
+    wanted, top = can_change & state.editable & active[:, None], None
+    if asked is None:
+        proposed = proposal.propose(
+            hidden,
+            lm_head,
+            before,
+            state.context_lens[:, None] + jnp.arange(L, dtype=jnp.int32),
+            state.step,
+            inputs.sampling,
+            wanted,
+            forbidden_ids=config.forbidden_ids,
+            special=edit_tokens.special(config),
+            implementation=config.implementation,
+        )
+    else:
+        proposed, top = asked_lib.propose(
+            config, inputs, asked, lm_head, hidden, state, before, wanted
+        )
+    logits_at = edit_tokens.plain_logits(lm_head, hidden)
+    if asked is not None and config.moves_tokens:
+        logits_at = asked_lib.logits_at(inputs, asked, lm_head, hidden, state, before)
+    after, extras, trace = before, [], interface.trace_of_writes(before, before, proposed)
+    if config.moves_tokens:
+        trace = dataclasses.replace(trace, source=jnp.broadcast_to(jnp.arange(L), (R, L)))
+    is_final, settled = jnp.zeros_like(active), jnp.zeros_like(state.masked)
+    for i, name in enumerate(config.algorithms):
+        algorithm = decoding.BLOCK_ALGORITHMS[name]
+        mine = dataclasses.replace(before, extra=state.extra[i])
+        is_mine = inputs.algorithm == i
+        if isinstance(algorithm, interface.MovingAlgorithm):
+            question = algorithm.question(mine, proposed)
+            question = dataclasses.replace(question, wants=question.wants & is_mine & active)
+            answered = edit_tokens.answered(proposed, question, logits_at)
+            updated = algorithm.update(mine, answered)
+            did = algorithm.trace(updated)
+        else:
+            updated = algorithm.update(mine, proposed)
+            did = interface.trace_of_writes(before, updated, proposed)
+            did = dataclasses.replace(did, source=trace.source)
+        trace = select(is_mine, did, trace)
+        extras.append(updated.extra)
+        is_final = jnp.where(is_mine, algorithm.is_final(updated), is_final)
+        settled = jnp.where(is_mine[:, None], algorithm.settled(updated), settled)
+        after = select(is_mine, dataclasses.replace(updated, extra=()), after)
+    return Denoised(
+        block=dataclasses.replace(after, extra=tuple(extras)),
+        is_final=is_final,
+        settled=settled,
+        trace=trace,
+        # Also by the hidden states: a forward that only persists K,V proposes nothing.
+        is_invalid=jnp.any(jnp.isnan(proposed.best_prob), axis=1)
+        | jnp.any(jnp.isnan(hidden), axis=(1, 2)),
+        top=top,
+    )
