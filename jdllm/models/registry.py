@@ -7,7 +7,16 @@ from typing import Any
 
 from jdllm import errors
 from jdllm.models import family as family_lib
-from jdllm.models.families import dream, llada, llada2, llada_moe, sdar, sdar_moe, stable_diffcoder
+from jdllm.models.families import (
+    dream,
+    fast_dllm_v2,
+    llada,
+    llada2,
+    llada_moe,
+    sdar,
+    sdar_moe,
+    stable_diffcoder,
+)
 
 FAMILIES: dict[str, family_lib.Family] = {
     "LLaDA2MoeModelLM": llada2.FAMILY,
@@ -17,6 +26,7 @@ FAMILIES: dict[str, family_lib.Family] = {
     "SDARForCausalLM": sdar.FAMILY,
     "SDARMoeForCausalLM": sdar_moe.FAMILY,
     "StableDiffcoderForCausalLM": stable_diffcoder.FAMILY,
+    "Fast_dLLM_QwenForCausalLM": fast_dllm_v2.FAMILY,
 }
 
 

@@ -84,6 +84,15 @@ def test_sdar_runs_kernels_only_at_every_block_size(name, block_size, rows, monk
             assert choice.implementation == "mosaic_gpu", (op, choice.reasons)
 
 
+@pytest.mark.parametrize("rows", [1, 8, 64])
+@pytest.mark.parametrize("name", ["fast-dllm-v2-1.5b", "fast-dllm-v2-7b"])
+def test_fast_dllm_v2_runs_kernels_only(name, rows, monkeypatch):
+    devices.pretend(monkeypatch, devices.HOPPER)
+    for op, choice in choices_of(name, rows=rows, block_size=32).items():
+        if not (op.startswith("w_") and rows * 32 > MAX_TOKENS):
+            assert choice.implementation == "mosaic_gpu", (op, choice.reasons)
+
+
 def test_llada_moe_s_routing_is_xla_s_and_says_why(monkeypatch):
     devices.pretend(monkeypatch, devices.HOPPER)
     found = choices_of("llada-moe-7b-a1b", rows=4, block_size=32)

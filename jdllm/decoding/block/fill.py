@@ -59,6 +59,10 @@ class BlockRule(abc.ABC):
         """Returns which positions are written."""
         return ~block.masked
 
+    def reads(self, block: interface.BlockState) -> Bool[Array, "B T"]:
+        """Returns which positions are not written."""
+        return block.masked
+
 
 class CountedRule(BlockRule):
     """The base of such rules that give a block a number of steps; `block.extra` is the step's."""

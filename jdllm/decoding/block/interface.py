@@ -113,6 +113,13 @@ class Algorithm(Protocol):
         """Returns whether the token of the position will not change any more."""
         ...
 
+    def reads(self, block: BlockState) -> Bool[Array, "B T"]:
+        """Returns the positions for which the next update needs a proposal; it asks for no other.
+
+        None of them is `settled`.
+        """
+        ...
+
 
 def select_masked(
     masked: Bool[Array, "B T"], prob: Float[Array, "B T"], threshold: Float[Array, " B"]

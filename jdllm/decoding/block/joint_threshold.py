@@ -63,3 +63,6 @@ class JointThreshold:
 
     def settled(self, block: interface.BlockState) -> Bool[Array, "B T"]:
         return jnp.broadcast_to(block.done[:, None], block.masked.shape)
+
+    def reads(self, block: interface.BlockState) -> Bool[Array, "B T"]:
+        return ~self.settled(block)

@@ -272,6 +272,7 @@ def _row_config(
         decode_steps=config.num_continuous_decode_steps,
         launches_ahead=0 if config.disable_overlap_schedule else 1,
         has_prefix_cache=shares_prefixes and not config.disable_radix_cache,
+        is_shifted=spec.diffusion.is_shifted,
         device=device,
         # Special tokens are kept here, because a stop string may name one.
         detokenize=(

@@ -23,26 +23,20 @@ BuildKind = Callable[[Any, config_lib.StepConfig, device_facts.DeviceFacts], pro
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KindOfRows:
-    """How the host plans rows of a kind, and which programs the device runs for them.
-
-    `alignments` are the alignments of logits that its programs understand.
-    """
+    """How the host plans rows of a kind, and which programs the device runs for them."""
 
     rows: type[interface.Rows]
     device: BuildKind
-    alignments: tuple[spec_lib.LogitAlignment, ...]
 
 
 KINDS: dict[str, KindOfRows] = {
     "block": KindOfRows(
         rows=block.BlockRows,
         device=block_kind.BlockKind,
-        alignments=(spec_lib.LogitAlignment.SAME_POSITION,),
     ),
     "canvas": KindOfRows(
         rows=canvas.CanvasRows,
         device=canvas_kind.CanvasKind,
-        alignments=tuple(spec_lib.LogitAlignment),
     ),
 }
 
@@ -55,10 +49,4 @@ def kind_of(spec: spec_lib.ModelSpec) -> KindOfRows:
             f"{spec.architecture}: serving with {spec.diffusion.attention_pattern.value} attention "
             "is not supported"
         )
-    found, alignment = KINDS[kind], spec.diffusion.logit_alignment
-    if alignment not in found.alignments:
-        raise errors.ConfigError(
-            f"{spec.architecture}: {alignment.value} logits are not supported yet; supported: "
-            f"{', '.join(one.value for one in found.alignments)}"
-        )
-    return found
+    return KINDS[kind]

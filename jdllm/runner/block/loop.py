@@ -15,6 +15,11 @@ K,V of the committed block never depends on the later block, so the result is th
 Each step chooses C from a few compiled sizes; a row that is not among the C persists its block in
 a forward of its own.
 
+Shifted logits. Where logit row i predicts position i + 1, the last row of a block predicts the
+first position of the next block. The forward that persists a block then is the first step of the
+next one, too, which writes that position alone. No other forward can take part in it, so there is
+no fused commit, and every algorithm has the forward that persists.
+
 Early exit. A request ends as soon as every position up to its first end token, or up to the token
 limit, is settled; later positions are never shown.
 
@@ -41,7 +46,14 @@ from jdllm.runner.block import forward, proposal
 from jdllm.runner.block import frames as frames_lib
 from jdllm.runner.block import inputs as inputs_lib
 from jdllm.runner.block import outputs as outputs_lib
-from jdllm.runner.block.state import RowState, advance, enter, has_ended, is_active
+from jdllm.runner.block.state import (
+    RowState,
+    advance,
+    enter,
+    has_ended,
+    is_active,
+    predicted,
+)
 from jdllm.runner.launch import driver, program
 from jdllm.runner.launch.rows import select
 
@@ -64,7 +76,7 @@ def commit_rows(
     `is_coarse`: as few as possible, for launches that are rare.
     """
     needs = any(decoding.BLOCK_ALGORITHMS[name].persists_apart for name in config.algorithms)
-    if not config.fuses_commits or not needs:
+    if not config.fuses_commits or not needs or config.is_shifted:
         return (0,)
     # A small C serves rows that finish blocks at different steps, the largest C rows in lockstep.
     return (0, rows) if rows < 8 or is_coarse else (0, max(4, rows // 8), rows)
@@ -162,17 +174,20 @@ class _Body:
         blocks, asked, frames = carry.gathered
         if asked is not None:
             asked = asked_lib.remember(asked, state)
+        active = is_active(inputs, state)
         wants = _wants_commit(inputs, state)
         granted = wants & (jnp.cumsum(wants) <= variant)
         advanced = advance(config, state, granted)
         hidden, pools = _forward(
-            config, self.model, inputs, state, advanced, granted, variant, carry.memory
+            config, self.model, inputs, state, advanced, active, granted, variant, carry.memory
         )
-        real_blocks += jnp.sum(is_active(inputs, advanced), dtype=jnp.int32)
-        real_blocks += jnp.sum(granted, dtype=jnp.int32)
+        if config.is_shifted:
+            hidden = jnp.roll(hidden, 1, axis=1)
+            advanced = advance(config, advanced, active & state.is_final)
+        real_blocks += jnp.sum(active, dtype=jnp.int32) + jnp.sum(granted, dtype=jnp.int32)
         lm_head = self.model.unembedding()
         gathered = (blocks, asked, frames)
-        state, gathered = _update(config, inputs, lm_head, hidden, advanced, gathered)
+        state, gathered = _update(config, inputs, lm_head, hidden, advanced, active, gathered)
         return dataclasses.replace(
             carry,
             memory=pools,
@@ -209,6 +224,7 @@ def _forward(
     inputs: inputs_lib.DenoiseInputs,
     before: RowState,
     state: RowState,
+    active: Bool[Array, " R"],
     granted: Bool[Array, " R"],
     num_commits: int,
     pools: list[Array],
@@ -219,7 +235,7 @@ def _forward(
     """
     R, L = state.tokens.shape
     tokens, context_lens = state.tokens, state.context_lens
-    kv_lens = jnp.where(is_active(inputs, state), context_lens + L, 0)
+    kv_lens = jnp.where(active, context_lens + L, 0)
     page_table = inputs.page_table
     if num_commits:
         (row,) = jnp.nonzero(granted, size=num_commits, fill_value=R)
@@ -243,11 +259,11 @@ def _update(
     lm_head: unembedding.LMHead,
     hidden: Float[Array, "R L D"],
     state: RowState,
+    active: Bool[Array, " R"],
     gathered: _Gathered,
 ) -> tuple[RowState, _Gathered]:
     """Returns states and what is gathered after each active row's algorithm saw its proposal."""
     blocks, asked, frames = gathered
-    active = is_active(inputs, state)
     seen = _denoise(config, inputs, lm_head, hidden, state, asked, active)
     if asked is not None and seen.top is not None:
         asked = dataclasses.replace(asked, top=seen.top.where(seen.written, asked.top))
@@ -289,7 +305,8 @@ def _update(
     )
     if frames is not None:
         frames = frames_lib.add(frames, state, updated, works & ~state.is_final)
-    return advance(config, updated, works & after.done & ~ended), (blocks, asked, frames)
+    moves_on = works & after.done & ~ended & (not config.is_shifted)
+    return advance(config, updated, moves_on), (blocks, asked, frames)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -321,19 +338,21 @@ def _denoise(
 ) -> _Denoised:
     """Proposes once, runs every compiled algorithm, and keeps for each row its own result."""
     L = state.tokens.shape[1]
+    predicts = predicted(config, state)
+    later = state.masked & ~predicts  # masks that no rule sees in this step
     before = interface.BlockState(
         tokens=state.tokens,
-        masked=state.masked,
+        masked=state.masked & predicts,
         editable=state.editable,
         done=~active,
         params=inputs.params,
         extra=(),
     )
-    can_change = jnp.zeros_like(state.masked)
+    read = jnp.zeros_like(state.masked)
     for i, name in enumerate(config.algorithms):
-        settled = decoding.BLOCK_ALGORITHMS[name].settled(before)
-        can_change |= (inputs.algorithm == i)[:, None] & ~settled
-    wanted, top = can_change & state.editable & active[:, None], None
+        mine = (inputs.algorithm == i)[:, None]
+        read |= mine & decoding.BLOCK_ALGORITHMS[name].reads(before)
+    wanted, top = read & predicts & state.editable & active[:, None], None
     if asked is None:
         proposed = proposal.propose(
             hidden,
@@ -355,13 +374,14 @@ def _denoise(
     for i, name in enumerate(config.algorithms):
         algorithm = decoding.BLOCK_ALGORITHMS[name]
         updated = algorithm.update(dataclasses.replace(before, extra=state.extra[i]), proposed)
+        updated = dataclasses.replace(updated, masked=updated.masked | later)
         extras.append(updated.extra)
         is_mine = inputs.algorithm == i
         is_final = jnp.where(is_mine, algorithm.is_final(updated), is_final)
         settled = jnp.where(is_mine[:, None], algorithm.settled(updated), settled)
         after = select(is_mine, dataclasses.replace(updated, extra=()), after)
-    edited = ~before.masked & (after.tokens != before.tokens)
-    filled = before.masked & ~after.masked
+    edited = ~state.masked & (after.tokens != before.tokens)
+    filled = state.masked & ~after.masked
     return _Denoised(
         block=dataclasses.replace(after, extra=tuple(extras)),
         is_final=is_final,

@@ -99,6 +99,8 @@ def enter(
         editable=writes,
         context_lens=inputs.context_lens,
         tokens_left=inputs.tokens_left,
+        # A block of committed tokens alone: its forward gives the first token of the next.
+        is_final=inputs.head_lens >= L,
     )
     zeros = jnp.zeros_like(inputs.slot)
     return dataclasses.replace(
@@ -113,6 +115,18 @@ def is_active(inputs: inputs_lib.DenoiseInputs, state: RowState) -> Bool[Array, 
     """Returns whether the next step forwards the row's block."""
     L = state.tokens.shape[1]
     return ~state.is_finished & (state.context_lens + L <= inputs.capacity)
+
+
+def predicted(config: config_lib.StepConfig, state: RowState) -> Bool[Array, "R L"]:
+    """Returns the positions that a forward proposes tokens for.
+
+    Shifted logits come from the block before for its first position, and from the block itself for
+    all others, so the first position is written by a step of its own.
+    """
+    if not config.is_shifted:
+        return jnp.ones_like(state.masked)
+    is_first = jnp.arange(state.masked.shape[1]) == 0
+    return is_first == state.masked[:, :1]
 
 
 def has_ended(
