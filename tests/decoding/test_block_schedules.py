@@ -1,4 +1,4 @@
-"""SDAR's, MaskedDiffusion's and HierarchyBlock's rules against numpy loops over random logits, whole blocks long."""
+"""The rules of SDAR, MaskedDiffusion and HierarchyBlock against numpy loops, for whole blocks."""
 
 import math
 

@@ -22,9 +22,7 @@ from jdllm.scheduler.rows import interface
 CPU = device_facts.DeviceFacts(platform="cpu", device_kind="cpu")
 ROWS, WEIGHT = 3, 5
 # The one line.
-KINDS = kinds.KINDS | {
-    "toy": kinds.KindOfRows(rows=rows.ToyRows, device=device.build)
-}
+KINDS = kinds.KINDS | {"toy": kinds.KindOfRows(rows=rows.ToyRows, device=device.build)}
 
 
 def build(*, decode_steps=4, overlaps=True, folds=True):

@@ -77,9 +77,10 @@ class Model:
             h = self.norm(x, f"{name}.post_attention_layernorm")
             gate = h @ self.tensors[f"{name}.mlp.gate_proj.weight"].T
             up = h @ self.tensors[f"{name}.mlp.up_proj.weight"].T
-            x = x + (gate / (1 + np.exp(-gate)) * up) @ self.tensors[
-                f"{name}.mlp.down_proj.weight"
-            ].T
+            x = (
+                x
+                + (gate / (1 + np.exp(-gate)) * up) @ self.tensors[f"{name}.mlp.down_proj.weight"].T
+            )
         head = self.tensors["lm_head.weight"]
         return self.norm(x, "model.norm") @ head.T, written
 

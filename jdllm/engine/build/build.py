@@ -124,7 +124,8 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
         num_slots=sizes.max_running_requests,
         algorithms=algorithms,
         max_launch_steps=config.num_continuous_decode_steps,
-        fuses_commits=not config.disable_fused_commit,
+        # With shifted logits, the forward that persists a block gives the next one its first token.
+        fuses_commits=not config.disable_fused_commit and not spec.diffusion.is_shifted,
         num_ranks=shards.tp,
     )
     runner = model_runner.ModelRunner(

@@ -1,6 +1,6 @@
 """The forwards that block launches run: whole committed blocks, or one block of each row.
 
-`prefill_step` writes K,V of committed blocks and returns the pool; `forward_blocks` is
+`prefill_step` writes K,V of committed blocks and returns the pool; `step_forward` is
 the forward of a denoising step (`loop.py`). The pool is a list that the caller donates.
 Both use the same attention op: it first writes K,V of the in-flight tokens, then attends.
 
@@ -12,17 +12,20 @@ Letters: R rows, L tokens of a block, T packed tokens, M pages of the longest ro
 
 from __future__ import annotations
 
+import dataclasses
 from typing import cast
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from jdllm.layers import attention
 from jdllm.models import decoder, loading
 from jdllm.runner import config as config_lib
 from jdllm.runner import paging
 from jdllm.runner.block import inputs as inputs_lib
+from jdllm.runner.block import state as state_lib
 from jdllm.runner.launch import program
 
 
@@ -95,6 +98,46 @@ def forward_blocks(
     )
     # This attention returns the pool of each layer, never None.
     return hidden.reshape(R, L, -1), cast(list[Array], written)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Commits:
+    """Up to `count` blocks that are committed beside others: those of `rows` where `granted`."""
+
+    rows: state_lib.RowState
+    granted: Bool[Array, " R"]
+    count: int
+
+
+def step_forward(
+    config: config_lib.StepConfig,
+    model: decoder.Decoder,
+    pools: list[Array],
+    page_table: Int32[Array, "R M"],
+    state: state_lib.RowState,
+    active: Bool[Array, " R"],
+    commits: Commits,
+) -> tuple[Float[Array, "R L D"], list[Array]]:
+    """Returns the hidden states of the blocks of `active` rows, and the pools.
+
+    Of the blocks that are committed, only K,V are kept.
+    """
+    R, L = state.tokens.shape
+    tokens, context_lens = state.tokens, state.context_lens
+    kv_lens = jnp.where(active, context_lens + L, 0)
+    if commits.count:
+        before = commits.rows
+        (row,) = jnp.nonzero(commits.granted, size=commits.count, fill_value=R)
+        is_used, row = row < R, jnp.minimum(row, R - 1)
+        tokens = jnp.concatenate([tokens, before.tokens[row]])
+        context_lens = jnp.concatenate([context_lens, before.context_lens[row]])
+        committed = jnp.where(is_used, before.context_lens[row] + L, 0)
+        kv_lens = jnp.concatenate([kv_lens, committed])
+        page_table = jnp.concatenate([page_table, page_table[row]])
+    hidden, pools = forward_blocks(config, model, pools, tokens, context_lens, kv_lens, page_table)
+    # The barrier turns the slice into a copy. A slice that a kernel reads in place prevents CUDA
+    # before 12.9 (XLA says) from capturing the loop.
+    return jax.lax.optimization_barrier(hidden[:R]) if commits.count else hidden, pools
 
 
 def _attend(

@@ -42,7 +42,7 @@ from jdllm.models import decoder, loading
 from jdllm.runner import config as config_lib
 from jdllm.runner import logit_rows
 from jdllm.runner.block import asked as asked_lib
-from jdllm.runner.block import forward, proposal
+from jdllm.runner.block import forward, proposal, sizes
 from jdllm.runner.block import frames as frames_lib
 from jdllm.runner.block import inputs as inputs_lib
 from jdllm.runner.block import outputs as outputs_lib
@@ -57,29 +57,10 @@ from jdllm.runner.block.state import (
 from jdllm.runner.launch import driver, program
 from jdllm.runner.launch.rows import select
 
-# The fixed time of a forward, in tokens that take as long. LLaDA2.0-mini on an H200 takes 10.5 ms
-# for 16 rows of 32 tokens and 15.1 ms for 64 rows: 9.0 ms, and 0.096 ms for each row.
-FORWARD_TOKENS = 3072
-
-
 # What a launch gathers; the last two are None if no row needs its logits or shows its steps.
 _Gathered = tuple[
     outputs_lib.FinishedBlocks, asked_lib.AskedState | None, frames_lib.StepFrames | None
 ]
-
-
-def commit_rows(
-    rows: int, config: config_lib.StepConfig, *, is_coarse: bool = False
-) -> tuple[int, ...]:
-    """Returns the compiled numbers C of committed blocks in a step of `rows` rows, ascending.
-
-    `is_coarse`: as few as possible, for launches that are rare.
-    """
-    needs = any(decoding.BLOCK_ALGORITHMS[name].persists_apart for name in config.algorithms)
-    if not config.fuses_commits or not needs or config.is_shifted:
-        return (0,)
-    # A small C serves rows that finish blocks at different steps, the largest C rows in lockstep.
-    return (0, rows) if rows < 8 or is_coarse else (0, max(4, rows // 8), rows)
 
 
 def denoise_launch(
@@ -111,7 +92,7 @@ def denoise_launch(
         model=loading.merge(graphdef, params),
         inputs=inputs,
         is_row=is_row,
-        variants=commit_rows(R, config, is_coarse=asked is not None),
+        variants=sizes.commit_rows(R, config, is_coarse=asked is not None),
     )
     begin = driver.Carry.begin(
         inputs.limits,
@@ -166,7 +147,7 @@ class _Body:
 
     def choose(self, rows: RowState) -> Int32[Array, ""]:
         wanted = jnp.sum(_wants_commit(self.inputs, rows), dtype=jnp.int32)
-        return choose_size(self.variants, wanted, tokens=rows.tokens.size)
+        return sizes.choose_size(self.variants, wanted, tokens=rows.tokens.size)
 
     def step(self, variant: int, carry: driver.Carry) -> driver.Carry:
         config, inputs, state = self.config, self.inputs, carry.rows
@@ -178,8 +159,9 @@ class _Body:
         wants = _wants_commit(inputs, state)
         granted = wants & (jnp.cumsum(wants) <= variant)
         advanced = advance(config, state, granted)
-        hidden, pools = _forward(
-            config, self.model, inputs, state, advanced, active, granted, variant, carry.memory
+        commits = forward.Commits(rows=state, granted=granted, count=variant)
+        hidden, pools = forward.step_forward(
+            config, self.model, carry.memory, inputs.page_table, advanced, active, commits
         )
         if config.is_shifted:
             hidden = jnp.roll(hidden, 1, axis=1)
@@ -202,55 +184,6 @@ def _wants_commit(inputs: inputs_lib.DenoiseInputs, state: RowState) -> Bool[Arr
     """Returns whether a row must persist its block and could run the next one in that forward."""
     fits = state.context_lens + 2 * state.tokens.shape[1] <= inputs.capacity
     return is_active(inputs, state) & state.is_final & fits
-
-
-def choose_size(
-    sizes: tuple[int, ...], wanted: Int32[Array, ""], *, tokens: int
-) -> Int32[Array, ""]:
-    """Returns the index of the size that saves the most time for `wanted` rows.
-
-    A step of all R rows has `tokens` tokens and takes as long as `tokens + FORWARD_TOKENS`. A
-    committed block saves its row one forward, which is an R-th of a step. Each of the C blocks,
-    used or not, lengthens this step by the tokens of a block, an R-th of `tokens`.
-    """
-    used = jnp.minimum(wanted, jnp.asarray(sizes, jnp.int32))
-    saved = used * (tokens + FORWARD_TOKENS) - jnp.asarray(sizes, jnp.int32) * tokens
-    return jnp.argmax(saved).astype(jnp.int32)
-
-
-def _forward(
-    config: config_lib.StepConfig,
-    model: decoder.Decoder,
-    inputs: inputs_lib.DenoiseInputs,
-    before: RowState,
-    state: RowState,
-    active: Bool[Array, " R"],
-    granted: Bool[Array, " R"],
-    num_commits: int,
-    pools: list[Array],
-) -> tuple[Float[Array, "R L D"], list[Array]]:
-    """Returns the hidden states of the denoised blocks, and the pools.
-
-    The `num_commits` blocks of the `granted` rows are committed: only their K,V is kept.
-    """
-    R, L = state.tokens.shape
-    tokens, context_lens = state.tokens, state.context_lens
-    kv_lens = jnp.where(active, context_lens + L, 0)
-    page_table = inputs.page_table
-    if num_commits:
-        (row,) = jnp.nonzero(granted, size=num_commits, fill_value=R)
-        is_used, row = row < R, jnp.minimum(row, R - 1)
-        tokens = jnp.concatenate([tokens, before.tokens[row]])
-        context_lens = jnp.concatenate([context_lens, before.context_lens[row]])
-        committed = jnp.where(is_used, before.context_lens[row] + L, 0)
-        kv_lens = jnp.concatenate([kv_lens, committed])
-        page_table = jnp.concatenate([page_table, page_table[row]])
-    hidden, pools = forward.forward_blocks(
-        config, model, pools, tokens, context_lens, kv_lens, page_table
-    )
-    # The barrier turns the slice into a copy. A slice that a kernel reads in place prevents CUDA
-    # before 12.9 (XLA says) from capturing the loop.
-    return jax.lax.optimization_barrier(hidden[:R]) if num_commits else hidden, pools
 
 
 def _update(
