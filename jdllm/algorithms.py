@@ -174,6 +174,13 @@ TABLE: dict[str, Algorithm] = {
                 padding=1,
                 counts_positions=True,
             ),
+            Option(
+                name="use_block_cache",
+                type="flag",
+                default=False,
+                help="whether steps forward one sub-block and take the rest of the block from the "
+                "block's last whole forward; an approximation, with less work",
+            ),
         ),
         takes_filters=True,
     ),

@@ -7,9 +7,11 @@ writes a finished block's K,V also gives the first token of the next block.
 import functools
 import itertools
 import json
+import shutil
 
 import numpy as np
 import pytest
+import safetensors.numpy
 from support import fast_dllm_oracle
 from support.tiny_engine import (
     GOLDEN,
@@ -24,54 +26,64 @@ from jdllm import errors
 
 FOLDER = GOLDEN.parent / "fast_dllm_v2"
 RUNS = json.loads((FOLDER / "meta.json").read_text())["generate"]
-BLOCK, SMALL, VOCAB, MASK = 16, 4, 256, 240
+BLOCK, SMALL, MASK = 16, 4, 240
 PROMPT = np.load(FOLDER / "prompt.npy")[0].tolist()
 
 
-def make(**options):
+@pytest.fixture(scope="module")
+def sharp(tmp_path_factory):
+    """The folder of a model whose attention matters more, so that stale K,V change its tokens."""
+    folder = tmp_path_factory.mktemp("sharp")
+    tensors = safetensors.numpy.load_file(FOLDER / "model.safetensors")
+    for name in tensors:
+        scale = 4 if "q_proj" in name else 3 if "o_proj" in name else 1
+        tensors[name] = tensors[name] * np.float32(scale)
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+    shutil.copy(FOLDER / "config.json", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def oracle(sharp):
+    return functools.partial(fast_dllm_oracle.generate, fast_dllm_oracle.Model(sharp), ends=(241,))
+
+
+def make(folder, **options):
     defaults = {
-        "model_path": str(FOLDER),
+        "model_path": str(folder),
         "dllm_algorithm": "HierarchyBlock,LowConfidence,JointThreshold",
         "dllm_algorithm_config": {"small_block_size": SMALL, "threshold": 0.9},
-        "max_running_requests": 4,
+        "max_running_requests": 2,
         "page_size": 16,
-        "chunked_prefill_size": 32,
         "num_continuous_decode_steps": 8,
     }
     return make_engine(**defaults | options)
 
 
 @pytest.fixture(scope="module")
-def engine():
-    with make() as engine:
+def engine(sharp):
+    with make(sharp) as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
-def plain_engine():
-    with make(
-        max_running_requests=1,
-        num_continuous_decode_steps=1,
-        disable_overlap_schedule=True,
-        disable_radix_cache=True,
-    ) as engine:
+def golden_engine():
+    with make(FOLDER, max_running_requests=1, dllm_algorithm="HierarchyBlock") as engine:
         yield engine
 
 
-@functools.cache
-def model():
-    return fast_dllm_oracle.Model(FOLDER)
-
-
 def options_of(run):
-    return {"threshold": run["threshold"]}
+    return {
+        "threshold": run["threshold"],
+        "use_block_cache": run.get("use_block_cache", False),
+    }
 
 
 @pytest.mark.parametrize("number", range(len(RUNS)))
-def test_generation_equals_the_reference_token_for_token(number, engine):
+def test_generation_equals_the_reference_token_for_token(number, golden_engine):
     expected = np.load(FOLDER / f"gen{number}_output.npy")[0, len(PROMPT) :].tolist()
     params = {"max_new_tokens": len(expected), "dllm": options_of(RUNS[number])}
-    result = engine.generate(input_ids=PROMPT, sampling_params=params)
+    result = golden_engine.generate(input_ids=PROMPT, sampling_params=params)
     assert result["output_ids"] == expected
     assert result["meta_info"]["nfe"] == RUNS[number]["nfe"] - 1  # of the prefill
 
@@ -80,44 +92,48 @@ LENGTHS = (1, 5, 15, 16, 17, 31, 32, 48)
 SETTINGS = list(itertools.product((0.02, 0.05, 0.9), (1, 3, 4, 16)))
 
 
-def test_every_setting_and_prompt_length_gives_the_oracle_s_tokens_and_forwards(engine):
+@pytest.mark.parametrize("is_cached", [False, True], ids=["whole", "cached"])
+def test_every_setting_and_prompt_length_gives_the_oracle_s_tokens_and_forwards(
+    is_cached, engine, oracle
+):
     """Prompts that end on a block's edge, too; thresholds at which steps write several tokens."""
     rng = np.random.default_rng(3)
     prompts, params = [], []
     for i, (threshold, small) in enumerate(SETTINGS * 2):
         prompts.append(rng.integers(0, MASK, LENGTHS[i % len(LENGTHS)]).tolist())
-        dllm = {"threshold": threshold, "small_block_size": small}
+        dllm = {"threshold": threshold, "small_block_size": small, "use_block_cache": is_cached}
         params.append({"max_new_tokens": 1 + 9 * (i % 5), "dllm": dllm})
     results = engine.generate(input_ids=prompts, sampling_params=params)
-    forwards, written = 0, 0
+    forwards, of_parts, written, changed = 0, 0, 0, 0
     for prompt, asked, result in zip(prompts, params, results, strict=True):
-        expected, nfe, _ = fast_dllm_oracle.generate(
-            model(), prompt, asked["max_new_tokens"], ends=(241,), use_block_cache=False,
-            **asked["dllm"],
-        )  # fmt: skip
+        settings = asked["dllm"]
+        expected, nfe, parts = oracle(prompt, asked["max_new_tokens"], **settings)
         assert result["output_ids"] == expected, (len(prompt), asked)
         assert result["meta_info"]["nfe"] == nfe, (len(prompt), asked)
-        forwards, written = forwards + nfe, written + len(expected)
+        forwards, of_parts, written = forwards + nfe, of_parts + parts, written + len(expected)
+        if is_cached:
+            whole = settings | {"use_block_cache": False}
+            changed += oracle(prompt, asked["max_new_tokens"], **whole)[0] != expected
     assert written > 1.2 * forwards, "steps write several tokens, or thresholds decide nothing"
+    assert (of_parts > 0.2 * forwards) == is_cached
+    assert (changed > 0) == is_cached, "the cache is an approximation, or it is not used"
 
 
 @pytest.mark.parametrize("block", [0, 1])
-def test_a_first_token_that_ends_the_text_costs_no_forward_of_its_own_block(block, engine):
+def test_a_first_token_that_ends_the_text_costs_no_forward_of_its_own_block(block, engine, oracle):
     """It comes from the forward that persists the block before, or the prompt's last one."""
     first = block * BLOCK
     for seed in range(20):
         prompt = np.random.default_rng(seed).integers(0, MASK, BLOCK).tolist()
-        params = {"max_new_tokens": first + 20, "ignore_eos": True}
+        params = {"max_new_tokens": first + 20, "ignore_eos": True, "dllm": {"threshold": 1.0}}
         free = engine.generate(input_ids=prompt, sampling_params=params)["output_ids"]
         if free[first] not in free[:first]:
             break
     ends = (free[first],)
     params["stop_token_ids"] = ends
     ended = engine.generate(input_ids=prompt, sampling_params=params)
-    expected, nfe, _ = fast_dllm_oracle.generate(
-        model(), prompt, first + 20, threshold=0.9, small_block_size=SMALL, use_block_cache=False,
-        ends=ends,
-    )  # fmt: skip
+    settings = {"threshold": 1.0, "small_block_size": SMALL, "use_block_cache": False}
+    expected, nfe, _ = oracle(prompt, first + 20, ends=ends, **settings)
     assert ended["output_ids"] == free[: first + 1] == expected
     assert ended["meta_info"]["nfe"] == nfe == 1 + block * BLOCK
 
@@ -129,6 +145,7 @@ def params_for(i):
         {"max_new_tokens": 41, "dllm": {"threshold": 0.05}},
         {"max_new_tokens": 9, "temperature": 1.0, "seed": i, "top_p": 0.9},
         {"max_new_tokens": 26, "dllm": {"algorithm": "JointThreshold", "threshold": 0.2}},
+        {"max_new_tokens": 37, "dllm": {"threshold": 0.1, "use_block_cache": True}},
         {"max_new_tokens": 33, "dllm": {"algorithm": "LowConfidence", "threshold": 0.1}},
     ]
     return options[i % len(options)]
@@ -144,8 +161,9 @@ PARAMS = [params_for(i) for i in range(len(PROMPTS))]
 
 
 @pytest.fixture(scope="module")
-def expected(plain_engine):
-    return answers(alone(plain_engine, PROMPTS, PARAMS))
+def expected(engine):
+    assert engine.flush_cache()
+    return answers(alone(engine, PROMPTS, PARAMS))
 
 
 def test_together_equals_alone_and_hit_equals_miss(engine, expected):
@@ -161,8 +179,18 @@ def test_together_equals_alone_and_hit_equals_miss(engine, expected):
     assert_nothing_held(engine)
 
 
-def test_preempted_requests_give_the_text_of_undisturbed_ones(expected):
-    with make(max_total_tokens=8 * 16) as small:
+PLAIN = {
+    "disable_overlap_schedule": True,
+    "num_continuous_decode_steps": 1,
+    "disable_radix_cache": True,
+}
+
+
+@pytest.mark.parametrize(
+    "options", [PLAIN, pytest.param({}, marks=pytest.mark.campaign)], ids=["plain", "overlap"]
+)
+def test_preempted_requests_give_the_text_of_undisturbed_ones(options, expected, sharp):
+    with make(sharp, max_total_tokens=7 * 16, **options) as small:
         got = small.generate(input_ids=PROMPTS, sampling_params=PARAMS)
         assert small.stats().preemptions_total > 0
         assert_nothing_held(small)

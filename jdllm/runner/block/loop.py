@@ -49,7 +49,9 @@ from jdllm.runner.block import outputs as outputs_lib
 from jdllm.runner.block.state import (
     RowState,
     advance,
+    as_block,
     enter,
+    forwarded,
     has_ended,
     is_active,
     predicted,
@@ -92,7 +94,7 @@ def denoise_launch(
         model=loading.merge(graphdef, params),
         inputs=inputs,
         is_row=is_row,
-        variants=sizes.commit_rows(R, config, is_coarse=asked is not None),
+        variants=sizes.step_sizes(R, config, is_coarse=asked is not None),
     )
     begin = driver.Carry.begin(
         inputs.limits,
@@ -104,7 +106,7 @@ def denoise_launch(
     carry = driver.run(body, begin, inputs.limits, **config.loop_options)
     state: RowState = carry.rows
     slots = jax.tree.map(lambda old, new: old.at[inputs.slot].set(new, mode="drop"), slots, state)
-    computed_blocks, real_blocks = carry.counts
+    computed_tokens, real_tokens = carry.counts
     blocks, asked, frames = carry.gathered
     outputs = outputs_lib.DenoiseOutputs(
         blocks=blocks,
@@ -114,8 +116,8 @@ def denoise_launch(
         num_edited=state.num_edited,
         is_invalid=state.is_invalid,
         num_steps=carry.num_steps,
-        computed_blocks=computed_blocks,
-        real_blocks=real_blocks,
+        computed_tokens=computed_tokens,
+        real_tokens=real_tokens,
         frames=frames,
     )
     memory = {"pools": carry.memory, "slots": slots} | (
@@ -128,13 +130,13 @@ def denoise_launch(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Body:
-    """A denoising step of all rows; its variants are the compiled numbers of committed blocks."""
+    """A denoising step of all rows; its variants are the compiled sizes."""
 
     config: config_lib.StepConfig
     model: decoder.Decoder
     inputs: inputs_lib.DenoiseInputs
     is_row: Bool[Array, " R"]
-    variants: tuple[int, ...]
+    variants: tuple[sizes.StepSize, ...]
 
     def is_finished(self, rows: RowState) -> Bool[Array, " R"]:
         return rows.is_finished & self.is_row
@@ -147,26 +149,33 @@ class _Body:
 
     def choose(self, rows: RowState) -> Int32[Array, ""]:
         wanted = jnp.sum(_wants_commit(self.inputs, rows), dtype=jnp.int32)
-        return sizes.choose_size(self.variants, wanted, tokens=rows.tokens.size)
+        computed = forwarded(self.config, self.inputs, rows, self.is_active(rows))
+        return sizes.choose(self.variants, wanted, computed)
 
-    def step(self, variant: int, carry: driver.Carry) -> driver.Carry:
+    def step(self, variant: sizes.StepSize, carry: driver.Carry) -> driver.Carry:
         config, inputs, state = self.config, self.inputs, carry.rows
-        computed_blocks, real_blocks = carry.counts
+        computed_tokens, real_tokens = carry.counts
         blocks, asked, frames = carry.gathered
         if asked is not None:
             asked = asked_lib.remember(asked, state)
         active = is_active(inputs, state)
         wants = _wants_commit(inputs, state)
-        granted = wants & (jnp.cumsum(wants) <= variant)
+        granted = wants & (jnp.cumsum(wants) <= variant.commits)
         advanced = advance(config, state, granted)
-        commits = forward.Commits(rows=state, granted=granted, count=variant)
-        hidden, pools = forward.step_forward(
-            config, self.model, carry.memory, inputs.page_table, advanced, active, commits
-        )
+        computed = forwarded(config, inputs, advanced, active)
+        about = (config, self.model, carry.memory, inputs.page_table, advanced, computed)
+        if variant.parts is None:
+            commits = forward.Commits(rows=state, granted=granted, count=variant.commits)
+            hidden, pools = forward.forward_blocks(*about, commits)
+        else:
+            hidden, pools = forward.forward_parts(*about, variant.parts)
+        advanced = dataclasses.replace(advanced, has_kv=advanced.has_kv | active)
         if config.is_shifted:
             hidden = jnp.roll(hidden, 1, axis=1)
             advanced = advance(config, advanced, active & state.is_final)
-        real_blocks += jnp.sum(active, dtype=jnp.int32) + jnp.sum(granted, dtype=jnp.int32)
+        rows, block_size = state.tokens.shape
+        real_tokens += jnp.sum(computed, dtype=jnp.int32)
+        real_tokens += jnp.sum(granted, dtype=jnp.int32) * block_size
         lm_head = self.model.unembedding()
         gathered = (blocks, asked, frames)
         state, gathered = _update(config, inputs, lm_head, hidden, advanced, active, gathered)
@@ -176,7 +185,7 @@ class _Body:
             rows=state,
             gathered=gathered,
             num_steps=carry.num_steps + 1,
-            counts=(computed_blocks + self.is_row.shape[0] + variant, real_blocks),
+            counts=(computed_tokens + variant.num_tokens(rows, block_size), real_tokens),
         )
 
 
@@ -273,14 +282,8 @@ def _denoise(
     L = state.tokens.shape[1]
     predicts = predicted(config, state)
     later = state.masked & ~predicts  # masks that no rule sees in this step
-    before = interface.BlockState(
-        tokens=state.tokens,
-        masked=state.masked & predicts,
-        editable=state.editable,
-        done=~active,
-        params=inputs.params,
-        extra=(),
-    )
+    before = as_block(inputs, state, active)
+    before = dataclasses.replace(before, masked=state.masked & predicts)
     read = jnp.zeros_like(state.masked)
     for i, name in enumerate(config.algorithms):
         mine = (inputs.algorithm == i)[:, None]
