@@ -216,3 +216,36 @@ def test_what_the_rule_does_not_know_is_refused_by_name(engine):
     ):
         with pytest.raises(errors.RequestError, match=name):
             engine.generate(input_ids=[1], sampling_params={"dllm": dllm})
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("is_cached", [False, True], ids=["whole", "cached"])
+def test_lists_and_shown_steps_are_those_of_the_step_that_wrote_the_token(is_cached, sharp):
+    prompt, dllm = PROMPT[:BLOCK], {"threshold": 0.05, "use_block_cache": is_cached}
+    asked = {"max_new_tokens": 40, "ignore_eos": True, "dllm": dllm}
+    lists = {"return_logprob": True, "top_logprobs": 3, "return_step_map": True}
+    shows = {"dllm": dllm | {"stream_mode": "denoise"}}
+    with make(sharp, with_logits=True, max_running_requests=1) as engine:
+        plain = engine.generate(input_ids=prompt, sampling_params=asked)
+        listed = engine.generate(input_ids=prompt, sampling_params=asked | lists)
+        events = engine.generate(input_ids=prompt, sampling_params=asked | shows, stream=True)
+        frames = [frame for event in events for frame in event.get("frames", ())]
+    ids, meta = listed["output_ids"], listed["meta_info"]
+    assert ids == plain["output_ids"] and meta["nfe"] == plain["meta_info"]["nfe"]
+    # The first token of each block comes from the last position before it.
+    model = fast_dllm_oracle.Model(sharp)
+    for start in (0, BLOCK, 2 * BLOCK):
+        logits, _ = model.forward([*prompt, *ids[:start]], 0, model.no_kv())
+        logprobs = logits[-1] - np.log(np.sum(np.exp(logits[-1])))
+        best = [i for i in np.argsort(-logprobs) if i != MASK][:3]
+        assert ids[start] == best[0] and meta["step_map"][start] == 1
+        assert meta["output_token_logprobs"][start][0] == pytest.approx(logprobs[best[0]], abs=1e-4)
+        found = meta["output_top_logprobs"][start]
+        assert [i for _, i, _ in found] == best
+        np.testing.assert_allclose([p for p, _, _ in found], logprobs[best], atol=1e-4)
+    steps, seen = meta["step_map"], set()
+    for frame in frames:
+        for i, token in enumerate(frame["token_ids"], frame["start"]):
+            assert token == (ids[i] if steps[i] <= frame["step"] else None)
+        seen.add((frame["start"], frame["step"]))
+    assert len(seen) == len(frames) == meta["nfe"]

@@ -305,6 +305,29 @@ def test_a_split_block_engine_gives_the_tokens_of_one_device(tp, ep):
         assert info["kernels"]["all_reduce"].startswith("xla")
 
 
+@campaign
+def test_a_split_engine_with_shifted_logits_gives_the_tokens_of_one_device():
+    """With and without the cache of sub-blocks, from prompts of whole blocks, too."""
+    asked = requests(4, 6, 240, wanted=30)
+    asked["input_ids"][3] = asked["input_ids"][1][:32]
+    for i, one in enumerate(asked["sampling_params"]):
+        one["dllm"] = {"threshold": 0.05, "use_block_cache": i % 2 == 1}
+    sizes = BLOCK_SIZES | {
+        "model_path": str(GOLDENS / "fast_dllm_v2"),
+        "dllm_algorithm": "HierarchyBlock",
+        "dllm_algorithm_config": {"small_block_size": 4},
+    }
+    with make_engine(**sizes) as engine:
+        expected = [answers(one) for one in served(engine, asked)]
+    with make_engine(tp_size=2, **sizes) as engine:
+        first, again = served(engine, asked)
+        assert [answers(first), answers(again)] == expected
+        assert any(one["meta_info"]["cached_tokens"] for one in again)
+        assert engine.stats().jit_compiles_total == 0
+        assert_state_is_replicated(engine, 2)
+        assert_nothing_held(engine)
+
+
 @pytest.mark.parametrize(
     ("family", "tp"),
     [
