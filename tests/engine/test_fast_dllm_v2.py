@@ -88,6 +88,22 @@ def test_generation_equals_the_reference_token_for_token(number, golden_engine):
     assert result["meta_info"]["nfe"] == RUNS[number]["nfe"] - 1  # of the prefill
 
 
+def test_the_cache_leaves_out_what_it_need_not_compute(golden_engine):
+    """A step of one row computes the parts of 8 positions that its sub-block touches."""
+    settings = {"threshold": 0.4, "use_block_cache": True}
+    params = {"max_new_tokens": 44, "dllm": settings}
+    golden_engine.generate(input_ids=PROMPT, sampling_params=params)  # the prompt is cached
+    before = golden_engine._built.core.counters.computed_positions
+    result = golden_engine.generate(input_ids=PROMPT, sampling_params=params)
+    computed = golden_engine._built.core.counters.computed_positions - before
+    _, nfe, of_parts = fast_dllm_oracle.generate(
+        fast_dllm_oracle.Model(FOLDER), PROMPT, 44, small_block_size=SMALL, **settings
+    )
+    assert result["meta_info"]["nfe"] == nfe
+    assert of_parts > nfe / 2
+    assert computed == (nfe - of_parts) * BLOCK + of_parts * 8
+
+
 LENGTHS = (1, 5, 15, 16, 17, 31, 32, 48)
 SETTINGS = list(itertools.product((0.02, 0.05, 0.9), (1, 3, 4, 16)))
 

@@ -125,8 +125,9 @@ class Algorithm(Protocol):
     def forwards(self, block: BlockState) -> Bool[Array, "B T"]:
         """Returns the positions that the next forward computes.
 
-        They see K,V of the others as the last forward that computed these has left them. Whatever
-        the rule says, the first forward of a block and the one that persists it compute all.
+        They see K,V of the others as the last forward that computed these has left them. A position
+        that is read must be among them; with shifted logits, the one before it. Whatever the rule
+        says, the first forward of a block and the one that persists it compute all.
         """
         ...
 

@@ -87,16 +87,18 @@ def forward_blocks(
     pools: list[Array],
     page_table: Int32[Array, "R M"],
     state: state_lib.RowState,
+    active: Bool[Array, " R"],
     computed: Bool[Array, "R L"],
     commits: Commits,
 ) -> tuple[Float[Array, "R L D"], list[Array]]:
-    """Returns the hidden states of the rows' blocks, and the pool with K,V written.
+    """Returns the hidden states of the blocks of active rows, and the pool with K,V written.
 
     Only the `computed` positions write K,V, and only their hidden states have a meaning. They see
     whole blocks in the pool. Of the blocks that are committed, only K,V are kept.
     """
     R, L = state.tokens.shape
     tokens, context_lens = state.tokens, state.context_lens
+    kv_lens = jnp.where(active, context_lens + L, 0)
     if commits.count:
         before = commits.rows
         (row,) = jnp.nonzero(commits.granted, size=commits.count, fill_value=R)
@@ -104,8 +106,9 @@ def forward_blocks(
         tokens = jnp.concatenate([tokens, before.tokens[row]])
         context_lens = jnp.concatenate([context_lens, before.context_lens[row]])
         computed = jnp.concatenate([computed, jnp.broadcast_to(is_used[:, None], (len(row), L))])
+        committed = jnp.where(is_used, before.context_lens[row] + L, 0)
+        kv_lens = jnp.concatenate([kv_lens, committed])
         page_table = jnp.concatenate([page_table, page_table[row]])
-    kv_lens = jnp.where(jnp.any(computed, axis=1), context_lens + L, 0)
     hidden, pools = _forward_rows(
         config, model, pools, tokens, context_lens, kv_lens, page_table, computed,
         visibility=config.spec.diffusion.attention_pattern,

@@ -163,12 +163,12 @@ class _Body:
         granted = wants & (jnp.cumsum(wants) <= variant.commits)
         advanced = advance(config, state, granted)
         computed = forwarded(config, inputs, advanced, active)
-        about = (config, self.model, carry.memory, inputs.page_table, advanced, computed)
+        about = (config, self.model, carry.memory, inputs.page_table, advanced)
         if variant.parts is None:
             commits = forward.Commits(rows=state, granted=granted, count=variant.commits)
-            hidden, pools = forward.forward_blocks(*about, commits)
+            hidden, pools = forward.forward_blocks(*about, active, computed, commits)
         else:
-            hidden, pools = forward.forward_parts(*about, variant.parts)
+            hidden, pools = forward.forward_parts(*about, computed, variant.parts)
         advanced = dataclasses.replace(advanced, has_kv=advanced.has_kv | active)
         if config.is_shifted:
             hidden = jnp.roll(hidden, 1, axis=1)
