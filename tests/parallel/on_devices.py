@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from support import canvas_engine, devices
-from support.tiny_engine import VOCAB, assert_nothing_held, make_engine
+from support.tiny_engine import SHIFTED, VOCAB, assert_nothing_held, make_engine
 
 from jdllm import device, sharding
 from jdllm.checkpoint import orbax_checkpoint
@@ -274,21 +274,26 @@ def served(engine, asked):
 BLOCK_SIZES = {"max_running_requests": 2, "max_total_tokens": 9 * 16, "chunked_prefill_size": 64}
 
 
+BLOCK_ENGINES = {"llada2": BLOCK_SIZES, "fast_dllm_v2": BLOCK_SIZES | SHIFTED}
+MORE_BLOCK_ENGINES = [("llada2", 4, 1), ("llada2", 4, None), ("fast_dllm_v2", 2, 1)]
+ASKED = requests(1, 6, 240, wanted=50)
+
+
 @functools.cache
-def block_answers():
-    with make_engine(**BLOCK_SIZES) as engine:
-        return [answers(one) for one in served(engine, requests(1, 6, VOCAB, wanted=50))]
+def block_answers(family):
+    with make_engine(**BLOCK_ENGINES[family]) as engine:
+        return [answers(one) for one in served(engine, ASKED)]
 
 
 @pytest.mark.parametrize(
-    ("tp", "ep"),
-    [(2, None), pytest.param(4, 1, marks=campaign), pytest.param(4, None, marks=campaign)],
+    ("family", "tp", "ep"),
+    [("llada2", 2, None), *(pytest.param(*one, marks=campaign) for one in MORE_BLOCK_ENGINES)],
 )
-def test_a_split_block_engine_gives_the_tokens_of_one_device(tp, ep):
+def test_a_split_block_engine_gives_the_tokens_of_one_device(family, tp, ep):
     """Greedy and sampled rows, fused commits, prefix hits, rows that are preempted."""
-    expected = block_answers()  # first, since compilations of the whole process are counted
-    with make_engine(tp_size=tp, ep_size=ep, **BLOCK_SIZES) as engine:
-        first, again = served(engine, requests(1, 6, VOCAB, wanted=50))
+    expected = block_answers(family)  # first, since compilations of the process are counted
+    with make_engine(tp_size=tp, ep_size=ep, **BLOCK_ENGINES[family]) as engine:
+        first, again = served(engine, ASKED)
         assert [answers(first), answers(again)] == expected
         assert any(one["meta_info"]["cached_tokens"] for one in again)
         assert engine.stats().preemptions_total > 0
@@ -303,29 +308,6 @@ def test_a_split_block_engine_gives_the_tokens_of_one_device(tp, ep):
         assert (info["tp_size"], info["ep_size"]) == (tp, tp if ep is None else ep)
         assert [one["id"] for one in info["devices"]] == list(range(tp))
         assert info["kernels"]["all_reduce"].startswith("xla")
-
-
-@campaign
-def test_a_split_engine_with_shifted_logits_gives_the_tokens_of_one_device():
-    """With and without the cache of sub-blocks, from prompts of whole blocks, too."""
-    asked = requests(4, 6, 240, wanted=30)
-    asked["input_ids"][3] = asked["input_ids"][1][:32]
-    for i, one in enumerate(asked["sampling_params"]):
-        one["dllm"] = {"threshold": 0.05, "use_block_cache": i % 2 == 1}
-    sizes = BLOCK_SIZES | {
-        "model_path": str(GOLDENS / "fast_dllm_v2"),
-        "dllm_algorithm": "HierarchyBlock",
-        "dllm_algorithm_config": {"small_block_size": 4},
-    }
-    with make_engine(**sizes) as engine:
-        expected = [answers(one) for one in served(engine, asked)]
-    with make_engine(tp_size=2, **sizes) as engine:
-        first, again = served(engine, asked)
-        assert [answers(first), answers(again)] == expected
-        assert any(one["meta_info"]["cached_tokens"] for one in again)
-        assert engine.stats().jit_compiles_total == 0
-        assert_state_is_replicated(engine, 2)
-        assert_nothing_held(engine)
 
 
 @pytest.mark.parametrize(

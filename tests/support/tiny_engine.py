@@ -12,6 +12,12 @@ from jdllm.scheduler.rows import block
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "data" / "goldens" / "llada2"
 VOCAB, BLOCK = 320, 8
+# Options of an engine with shifted logits, whose steps forward parts of blocks.
+SHIFTED = {
+    "model_path": str(GOLDEN.parent / "fast_dllm_v2"),
+    "dllm_algorithm": "HierarchyBlock",
+    "dllm_algorithm_config": {"threshold": 0.05, "small_block_size": 4, "use_block_cache": True},
+}
 
 
 def make_engine(*, with_logits=False, **options):
