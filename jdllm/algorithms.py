@@ -177,6 +177,31 @@ TABLE: dict[str, Algorithm] = {
         ),
         takes_filters=True,
     ),
+    "HierarchyBlock": Algorithm(
+        name="HierarchyBlock",
+        kind=BLOCK,
+        writes="one sub-block of the block after the other: positions with a probability above "
+        "`threshold`, or else the most probable one (Fast-dLLM v2)",
+        options=(
+            _share("threshold", 0.9, _CONFIDENCE),
+            _integer(
+                "small_block_size",
+                8,
+                "positions of a sub-block",
+                low=1,
+                padding=1,
+                counts_positions=True,
+            ),
+            Option(
+                name="use_block_cache",
+                type="flag",
+                default=False,
+                help="whether steps forward one sub-block and take the rest of the block from the "
+                "block's last whole forward; an approximation, with less work",
+            ),
+        ),
+        takes_filters=True,
+    ),
     "FullAttnMultiBlock": Algorithm(
         name="FullAttnMultiBlock",
         kind=CANVAS,

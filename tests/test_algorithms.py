@@ -36,6 +36,8 @@ LAYOUT = {
         ("eb_threshold", "float32", 0),
         ("selection_policy", "int32", 0),
         ("max_denoising_steps", "int32", 0),
+        ("small_block_size", "int32", 1),
+        ("use_block_cache", "bool", 0),
     ],
     algorithms.CANVAS: [
         ("threshold", "float32", 0),

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import cast
 
 from jdllm import algorithms
+from jdllm.decoding.block.hierarchy_block import HierarchyBlock
 from jdllm.decoding.block.interface import Algorithm
 from jdllm.decoding.block.joint_threshold import JointThreshold
 from jdllm.decoding.block.joint_threshold_indel import JointThresholdInDel
@@ -41,6 +42,7 @@ BLOCK_ALGORITHMS: dict[str, Algorithm] = {
     "JointThresholdInDel": JointThresholdInDel(),
     "SDAR": SDAR(),
     "MaskedDiffusion": MaskedDiffusion(),
+    "HierarchyBlock": HierarchyBlock(),
 }
 CANVAS_ALGORITHMS: dict[str, Variants] = {
     "FullAttnMultiBlock": Variants(FullAttnMultiBlock(), FullAttnMultiBlock(is_shifted=True)),

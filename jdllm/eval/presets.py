@@ -69,6 +69,10 @@ PRESETS: dict[str, Preset] = {
         dllm={"algorithm": "MaskedDiffusion", "threshold": 0.95},
         max_new_tokens=128,
     ),
+    "fast-dllm-v2": Preset(
+        about="Fast-dLLM v2",
+        dllm={"algorithm": "HierarchyBlock", "threshold": 0.9, "small_block_size": 8},
+    ),
     "d3llm-llada": Preset(
         about="d3LLM-LLaDA, by task",
         dllm={**_D3LLM, "threshold": 0.5, "cache_delay_iter": 2},

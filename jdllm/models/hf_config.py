@@ -15,6 +15,8 @@ from jdllm import errors
 from jdllm import spec as spec_lib
 
 LARGEST_SIZE = 2**31 - 1
+# Names of the block size; Fast-dLLM v2 has the last one.
+BLOCK_KEYS = ("block_size", "block_length", "bd_size")
 # A bound far above all models: each layer is an object on the host.
 LARGEST_DEPTH = 10_000
 
@@ -41,12 +43,12 @@ def diffusion(
     """Returns `defaults`, updated from the checkpoint's files and the caller's block size."""
     generation = generation or {}
     if block_size is None:
-        keys = [key for key in ("block_size", "block_length") if hf.get(key) is not None]
-        blocks = {integer(hf, key) for key in keys}
+        named = {key: integer(hf, key) for key in BLOCK_KEYS if hf.get(key) is not None}
+        blocks = set(named.values())
         if len(blocks) > 1:
             raise errors.ConfigError(
-                f"config.json: block_size={hf['block_size']} and "
-                f"block_length={hf['block_length']} disagree; pass a block size"
+                f"config.json: {' and '.join(f'{key}={size}' for key, size in named.items())} "
+                "disagree; pass a block size"
             )
         block_size = blocks.pop() if blocks else defaults.block_size
     mask = first(hf.get("mask_token_id"), generation.get("mask_token_id"), defaults.mask_token_id)

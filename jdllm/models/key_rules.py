@@ -101,10 +101,10 @@ HARMLESS = names(
 # Keys that this engine reads for every family, besides the keys of its sizes.
 _READ = names(
     """
-    block_length block_size eos_token_id head_dim layer_types mask_token_id model_type
+    eos_token_id head_dim layer_types mask_token_id model_type
     pad_token_id rms_norm_eps rope_parameters rope_theta vocab_size
     """
-)
+) | frozenset(hf_config.BLOCK_KEYS)
 _ROPE_PARAMETERS = frozenset({"rope_theta", "rope_type", "type", "partial_rotary_factor"})
 
 

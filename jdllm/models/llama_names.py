@@ -18,6 +18,13 @@ STACK = """
     {layer}.post_attention_layernorm.weight   {layer}.post_attention_layernorm.weight
 """
 
+# Biases of q, k and v, as Qwen2 has them.
+QKV_BIASES = """
+    {layer}.self_attn.q_proj.bias             {layer}.attention.b_qkv[q]
+    {layer}.self_attn.k_proj.bias             {layer}.attention.b_qkv[k]
+    {layer}.self_attn.v_proj.bias             {layer}.attention.b_qkv[v]
+"""
+
 # Norms of each head of q and k.
 QK_NORMS = """
     {layer}.self_attn.q_norm.weight           {layer}.attention.query_layernorm.weight

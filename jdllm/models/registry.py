@@ -10,6 +10,7 @@ from jdllm.models import family as family_lib
 from jdllm.models.families import (
     diffusion_gemma,
     dream,
+    fast_dllm_v2,
     llada,
     llada2,
     llada_moe,
@@ -27,6 +28,7 @@ FAMILIES: dict[str, family_lib.Family] = {
     "SDARMoeForCausalLM": sdar_moe.FAMILY,
     "StableDiffcoderForCausalLM": stable_diffcoder.FAMILY,
     "DiffusionGemmaForBlockDiffusion": diffusion_gemma.FAMILY,
+    "Fast_dLLM_QwenForCausalLM": fast_dllm_v2.FAMILY,
 }
 
 

@@ -48,6 +48,11 @@ class StepConfig:
         return self.spec.diffusion.block_size
 
     @property
+    def is_shifted(self) -> bool:
+        """Whether a row of logits predicts the position after its own."""
+        return self.spec.diffusion.is_shifted
+
+    @property
     def mask_token_id(self) -> int:
         """The token of positions that are not written yet, for steps that write it."""
         mask_id = self.spec.diffusion.mask_token_id

@@ -24,7 +24,8 @@ from jdllm.scheduler import stay as stay_lib
 class RequestPages:
     """Gives pages to stays and takes them back; evicts cached pages when too few are free.
 
-    Rows that keep no K,V have `num_pages` 0.
+    Rows that keep no K,V have `num_pages` 0. With `is_shifted`, the first token of a block comes
+    from the forward of the last position before it, so a row begins with that position's block.
     """
 
     def __init__(
@@ -34,11 +35,13 @@ class RequestPages:
         page_size: int,
         block_size: int,
         prefix_cache: prefix_cache_lib.PrefixCache | None,
+        is_shifted: bool = False,
     ):
         self.allocator = allocator_lib.PageAllocator(num_pages)
         self.prefix_cache = prefix_cache
         self._page_size = page_size
         self._block_size = block_size
+        self._is_shifted = is_shifted
 
     @property
     def num_available(self) -> int:
@@ -54,6 +57,11 @@ class RequestPages:
     def pages_of(self, num_tokens: int) -> int:
         """Returns how many pages hold `num_tokens` tokens."""
         return -(-num_tokens // self._page_size)
+
+    def prefix_len(self, request: request_lib.Request) -> int:
+        """Returns how many committed tokens lie in whole blocks before the first one to decode."""
+        tokens = request.num_tokens - 1 if self._is_shifted else request.num_tokens
+        return tokens // self._block_size * self._block_size
 
     def cached_prefix_len(self, request: request_lib.Request) -> int:
         """Returns how many leading tokens of a waiting request the tree holds."""
@@ -141,7 +149,7 @@ class RequestPages:
         """Returns the longest cached path of whole pages that ends at the end of a block."""
         if self.prefix_cache is None:
             return []
-        full = request.whole_len(self._block_size) // self._page_size
+        full = self.prefix_len(request) // self._page_size
         token_ids = request.token_ids
         nodes = self.prefix_cache.match(self._key(token_ids, index) for index in range(full))
         usable = len(nodes) * self._page_size // self._block_size * self._block_size

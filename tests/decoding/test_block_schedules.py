@@ -1,4 +1,4 @@
-"""SDAR's and MaskedDiffusion's rules against numpy loops over random logits, whole blocks long."""
+"""The rules of SDAR, MaskedDiffusion and HierarchyBlock against numpy loops, for whole blocks."""
 
 import math
 
@@ -63,7 +63,23 @@ def masked_diffusion_oracle(masked, prob, entropy, step, options):
     return [i for i in np.flatnonzero(masked) if prob[i] >= options["threshold"] or i == best]
 
 
+def hierarchy_oracle(masked, prob, entropy, step, options):
+    del entropy, step
+    size = options["small_block_size"]
+    for first in range(0, LENGTH, size):
+        found = [i for i in range(first, min(first + size, LENGTH)) if masked[i]]
+        if found:
+            sure = [i for i in found if prob[i] > options["threshold"]]
+            return sure or [by(prob, masked & np.isin(np.arange(LENGTH), found))[0]]
+    return []
+
+
 def random_options(rng, name):
+    if name == "HierarchyBlock":
+        return {
+            "threshold": rng.choice([0.2, 0.4, 0.7]),
+            "small_block_size": int(rng.choice([1, 2, 3, 4, 5, 8])),
+        }
     if name == "SDAR":
         return {
             "remasking_strategy": str(rng.choice(STRATEGIES)),
@@ -81,11 +97,17 @@ def random_options(rng, name):
 def arrays_of(name, rows):
     words = {"SDAR": "remasking_strategy", "MaskedDiffusion": "selection_policy"}
     arrays = {option: [row[option] for row in rows] for option in rows[0]}
-    arrays[words[name]] = [algorithms.word(name, words[name], word) for word in arrays[words[name]]]
+    if name in words:
+        word = words[name]
+        arrays[word] = [algorithms.word(name, word, value) for value in arrays[word]]
     return arrays
 
 
-ORACLES = {"SDAR": sdar_oracle, "MaskedDiffusion": masked_diffusion_oracle}
+ORACLES = {
+    "SDAR": sdar_oracle,
+    "MaskedDiffusion": masked_diffusion_oracle,
+    "HierarchyBlock": hierarchy_oracle,
+}
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -111,10 +133,13 @@ def test_a_rule_equals_its_oracle_for_a_whole_block(name, seed):
         token, prob, entropy = (np.array(one) for one in np.moveaxis(np.array(found), 2, 0))
         prob[:, 1] = prob[:, 0]  # a tie in every row
         token, expected_done = token.astype(np.int32), ~masked.any(axis=1)
+        read = np.asarray(algorithm.reads(block))
         block = algorithm.update(
             block,
             make_proposal(token, prob.astype(np.float32), entropy=entropy.astype(np.float32)),
         )
+        assert not (read & ~masked).any()
+        assert not (masked & ~np.asarray(block.masked) & ~read).any(), "written, but not read"
         for r in range(ROWS):
             if masked[r].any():
                 where = ORACLES[name](masked[r], prob[r], entropy[r], step, options[r])

@@ -13,7 +13,6 @@ import pytest
 from support.toy_kind import device, rows
 
 from jdllm import device_facts, errors, sampling_params
-from jdllm import spec as spec_lib
 from jdllm.engine import core as core_lib
 from jdllm.engine.build import kinds
 from jdllm.runner import model_runner
@@ -23,11 +22,7 @@ from jdllm.scheduler.rows import interface
 CPU = device_facts.DeviceFacts(platform="cpu", device_kind="cpu")
 ROWS, WEIGHT = 3, 5
 # The one line.
-KINDS = kinds.KINDS | {
-    "toy": kinds.KindOfRows(
-        rows=rows.ToyRows, device=device.build, alignments=tuple(spec_lib.LogitAlignment)
-    )
-}
+KINDS = kinds.KINDS | {"toy": kinds.KindOfRows(rows=rows.ToyRows, device=device.build)}
 
 
 def build(*, decode_steps=4, overlaps=True, folds=True):

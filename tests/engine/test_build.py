@@ -127,16 +127,9 @@ def test_one_bundled_model_for_engine_and_full_forward():
     assert full_forward.load_model().model.path == directory
 
 
-def test_shifted_logits_are_refused():
-    spec = loading.read_spec(GOLDEN, block_size=8)
-    shifted = dataclasses.replace(spec.diffusion, logit_alignment=spec_lib.LogitAlignment.SHIFTED)
-    assert kinds.kind_of(spec).rows is block.BlockRows
-    with pytest.raises(errors.ConfigError, match="shifted"):
-        kinds.kind_of(dataclasses.replace(spec, diffusion=shifted))
-
-
 def test_causal_models_are_refused():
     spec = loading.read_spec(GOLDEN, block_size=8)
+    assert kinds.kind_of(spec).rows is block.BlockRows
     causal = dataclasses.replace(spec.diffusion, attention_pattern=spec_lib.AttentionPattern.CAUSAL)
     with pytest.raises(errors.ConfigError, match="causal"):
         kinds.kind_of(dataclasses.replace(spec, diffusion=causal))

@@ -268,6 +268,26 @@ def test_sdar_has_qwen2_s_tokenizer_and_its_code_is_not_run(tmp_path):
         assert end_tokens(architecture, tmp_path) == ["<|endoftext|>", "<|im_end|>"]
 
 
+def test_fast_dllm_v2_has_qwen2_s_tokenizer_with_a_mask_of_its_own(tmp_path):
+    first_id = sdar_files(tmp_path)
+    options = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    specials = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "|<MASK>|")
+    options |= {
+        "added_tokens_decoder": added_tokens(first_id, specials),
+        "additional_special_tokens": list(specials[1:]),
+        "mask_token": "|<MASK>|",
+        "eos_token": "<|im_end|>",
+    }
+    write_json(tmp_path / "tokenizer_config.json", options)
+    loaded = tokenizer.Tokenizer(tmp_path)
+    assert not (tmp_path / "ran").exists()
+    assert loaded.token_id("|<MASK>|") == first_id + 3
+    ids = loaded.apply_chat_template([{"role": "user", "content": "the cat"}])
+    shown = "<|im_start|>user\nthe cat<|im_end|>\n<|im_start|>assistant\n"
+    assert loaded.decode(ids, skip_special_tokens=False) == shown
+    assert end_tokens("Fast_dLLM_QwenForCausalLM", tmp_path) == ["<|im_end|>"]
+
+
 def test_end_tokens_are_those_of_the_family(tmp_path):
     dream, llada = tmp_path / "dream", tmp_path / "llada"
     for directory, write in ((dream, dream_files), (llada, llada_files)):

@@ -19,6 +19,7 @@ CONFIGS = {
     "llada-8b": ROOT / "configs/llada-8b",
     "llada-moe-7b-a1b": ROOT / "configs/llada-moe-7b-a1b",
     "sdar-30b-a3b": ROOT / "configs/sdar-30b-a3b",
+    "fast-dllm-v2-1.5b": ROOT / "configs/fast-dllm-v2-1.5b",
 }
 NAN, INFINITY = float("nan"), float("inf")
 ODD = [

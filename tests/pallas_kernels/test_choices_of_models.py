@@ -9,6 +9,7 @@ from support import devices
 
 from jdllm.kv_cache import pool
 from jdllm.models import registry
+from jdllm.runner.block import sizes
 from pallas_kernels.add_rms_norm import api as add_rms_norm
 from pallas_kernels.dense_matmul import api as dense_matmul
 from pallas_kernels.dense_matmul.mosaic_gpu import MAX_TOKENS
@@ -91,6 +92,28 @@ def test_sdar_runs_kernels_only_at_every_block_size(name, block_size, rows, monk
         # Products of more tokens are XLA's own, unless a recorded tile beats them.
         if not (op.startswith("w_") and rows * block_size > MAX_TOKENS):
             assert choice.implementation == "mosaic_gpu", (op, choice.reasons)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64])
+@pytest.mark.parametrize("name", ["fast-dllm-v2-1.5b", "fast-dllm-v2-7b"])
+def test_fast_dllm_v2_runs_kernels_only(name, rows, monkeypatch):
+    devices.pretend(monkeypatch, devices.HOPPER)
+    for op, choice in choices_of(name, rows=rows, block_size=32).items():
+        if not (op.startswith("w_") and rows * 32 > MAX_TOKENS):
+            assert choice.implementation == "mosaic_gpu", (op, choice.reasons)
+    # A step with the sub-block cache: parts of 8 tokens, each of which sees its whole block.
+    of_parts = extend_attention.choose(
+        dtype=DTYPE,
+        head_dim=128,
+        page_size=pool.choose_page_size(32, None),
+        block_size=sizes.part_tokens(32),
+        q_heads=28,
+        kv_heads=4,
+        visibility="full",
+        tokens=rows * sizes.part_tokens(32),
+        rows=rows,
+    )
+    assert of_parts.implementation == "mosaic_gpu", of_parts.reasons
 
 
 def test_llada_moe_s_routing_is_xla_s_and_says_why(monkeypatch):

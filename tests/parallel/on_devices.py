@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from support import canvas_engine, devices
-from support.tiny_engine import LLADA22, VOCAB, assert_nothing_held, make_engine
+from support.tiny_engine import LLADA22, SHIFTED, VOCAB, assert_nothing_held, make_engine
 
 from jdllm import device, sharding
 from jdllm.checkpoint import orbax_checkpoint
@@ -273,30 +273,38 @@ def served(engine, asked):
 
 
 BLOCK_SIZES = {"max_running_requests": 2, "max_total_tokens": 9 * 16, "chunked_prefill_size": 64}
-MODELS = {"llada2": {}, "llada22": LLADA22}  # with routing by blocks and tokens that move
+
+
+BLOCK_ENGINES = {
+    "llada2": BLOCK_SIZES,
+    "llada22": LLADA22 | BLOCK_SIZES,  # with routing by blocks and tokens that move
+    "fast_dllm_v2": BLOCK_SIZES | SHIFTED,
+}
+MORE_BLOCK_ENGINES = [
+    ("llada2", 4, 1),
+    ("llada2", 4, None),
+    ("llada22", 2, None),
+    ("llada22", 4, 1),
+    ("fast_dllm_v2", 2, 1),
+]
+ASKED = requests(1, 6, 240, wanted=50)
 
 
 @functools.cache
 def block_answers(family):
-    with make_engine(**MODELS[family] | BLOCK_SIZES) as engine:
-        return [answers(one) for one in served(engine, requests(1, 6, VOCAB, wanted=50))]
+    with make_engine(**BLOCK_ENGINES[family]) as engine:
+        return [answers(one) for one in served(engine, ASKED)]
 
 
 @pytest.mark.parametrize(
     ("family", "tp", "ep"),
-    [
-        ("llada2", 2, None),
-        pytest.param("llada2", 4, 1, marks=campaign),
-        pytest.param("llada2", 4, None, marks=campaign),
-        pytest.param("llada22", 2, None, marks=campaign),
-        pytest.param("llada22", 4, 1, marks=campaign),
-    ],
+    [("llada2", 2, None), *(pytest.param(*one, marks=campaign) for one in MORE_BLOCK_ENGINES)],
 )
 def test_a_split_block_engine_gives_the_tokens_of_one_device(family, tp, ep):
     """Greedy and sampled rows, fused commits, prefix hits, rows that are preempted."""
-    expected = block_answers(family)  # first, since compilations of the whole process are counted
-    with make_engine(tp_size=tp, ep_size=ep, **MODELS[family] | BLOCK_SIZES) as engine:
-        first, again = served(engine, requests(1, 6, VOCAB, wanted=50))
+    expected = block_answers(family)  # first, since compilations of the process are counted
+    with make_engine(tp_size=tp, ep_size=ep, **BLOCK_ENGINES[family]) as engine:
+        first, again = served(engine, ASKED)
         assert [answers(first), answers(again)] == expected
         assert any(one["meta_info"]["cached_tokens"] for one in again)
         assert engine.stats().preemptions_total > 0
@@ -337,7 +345,7 @@ def test_a_split_canvas_engine_gives_the_tokens_of_one_device(family, tp):
 
 
 @campaign
-@pytest.mark.parametrize("family", [*MODELS, "dream"])
+@pytest.mark.parametrize("family", ["llada2", "llada22", "dream"])
 def test_edited_logits_and_lists_of_the_best_equal_those_of_one_device(family):
     asked = requests(3, 2, 240)
     asked["input_ids"] = [one[:20] for one in asked["input_ids"]]
@@ -345,8 +353,9 @@ def test_edited_logits_and_lists_of_the_best_equal_those_of_one_device(family):
         one.pop("top_p", None)  # canvases do not filter
         one |= {"repetition_penalty": 1.3, "logit_bias": {"7": 1.5}}
         one |= {"return_logprob": True, "top_logprobs": 3}
-    make = make_engine if family in MODELS else functools.partial(canvas_engine.make, family)
-    options = MODELS.get(family, {}) | {"with_logits": True, "max_running_requests": 2}
+    make = functools.partial(canvas_engine.make, family) if family == "dream" else make_engine
+    options = LLADA22 if family == "llada22" else {}
+    options = options | {"with_logits": True, "max_running_requests": 2}
     with make(**options) as engine:
         expected = engine.generate(**asked)
     with make(tp_size=2, **options) as engine:

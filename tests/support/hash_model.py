@@ -6,6 +6,9 @@ step writes hashes the context and the block, also read back. Hence a wrong page
 stale or unpersisted K,V, a wrong context length or a lost step changes the output.
 Free pages are overwritten with noise before every launch.
 
+Kinds of models: `persist` needs a forward for the K,V of a final block, `edit` does not, and
+`shift` is `persist` with shifted logits: that forward also gives the next block's first token.
+
 The oracle `alone` has no pages, batches or scheduler: one list of numbers.
 """
 
@@ -41,7 +44,7 @@ def block_kv(context, tokens, start):
 def step(kind, visible, block_tokens, masked, editable, seed, num_steps):
     """One denoising step from all visible K,V: (tokens, masked, is_final, is_done, edits)."""
     tokens, masked = block_tokens.copy(), masked.copy()
-    if kind == "persist" and not masked.any():
+    if kind != "edit" and not masked.any():
         return tokens, masked, True, True, 0
     seen = (visible * PLACE[: len(visible)]).sum()
     salt = np.arange(3 * B, dtype=np.uint64) + np.uint64((seed * 10_000 + num_steps * 100) % 2**64)
@@ -60,6 +63,12 @@ def step(kind, visible, block_tokens, masked, editable, seed, num_steps):
     return tokens, masked, is_final, is_done, int(edited.sum())
 
 
+def next_token(visible):
+    """Returns the token that follows the block at the end of all visible K,V."""
+    draw = scramble((visible * PLACE[: len(visible)]).sum(keepdims=True))[0]
+    return 4 + int(draw % np.uint64(VOCAB - 4))
+
+
 class PagedModel:
     """Executes batches on a store of `num_pages` pages exactly as the rows say.
 
@@ -70,7 +79,7 @@ class PagedModel:
 
     def __init__(self, kind, num_pages, page_size, fuses=False, interrupts=None):
         self.interrupts, self.num_asked = interrupts, 0
-        self.kind, self.page_size, self.fuses = kind, page_size, fuses
+        self.kind, self.page_size, self.fuses = kind, page_size, fuses and kind != "shift"
         self.store = np.zeros((num_pages, page_size), np.uint64)
         self.blocks = {}
 
@@ -124,6 +133,9 @@ class PagedModel:
                 self.write_block(one, block.start, block.tokens)
                 block = Block(one.request_id, block.start + B, [])
             visible = self.write_block(one, block.start, block.tokens)
+            if block.is_final and self.kind == "shift":
+                block = Block(one.request_id, block.start + B, [next_token(visible)])
+                continue
             was_final = block.is_final
             block.tokens, block.masked, block.is_final, is_done, edits = step(
                 self.kind,
@@ -169,7 +181,7 @@ class Block:
     """The block in flight of a slot."""
 
     def __init__(self, owner, start, head):
-        self.owner, self.start, self.step, self.is_final = owner, start, 0, False
+        self.owner, self.start, self.step, self.is_final = owner, start, 0, len(head) == B
         self.tokens = np.full(B, MASK, np.int32)
         self.tokens[: len(head)] = head
         self.masked = np.arange(B) >= len(head)
@@ -215,6 +227,9 @@ def alone(kind, one):
                     return output[:length], forwards
             was_final = is_final
         kv = np.concatenate([kv, block_kv(kv, tokens, start)])
+        if kind == "shift" and len(committed) == len(kv):
+            forwards += start < len(one.prompt_ids) == len(kv)  # of the prompt's last block
+            committed.append(next_token(kv))
 
 
 def random_request(rng, name):
@@ -239,7 +254,16 @@ def random_request(rng, name):
     )
 
 
-def build(page_size, with_cache, policy, num_pages, rows, decode_steps=1, launches_ahead=0):
+def build(
+    page_size,
+    with_cache,
+    policy,
+    num_pages,
+    rows,
+    decode_steps=1,
+    launches_ahead=0,
+    is_shifted=False,
+):
     """Returns a scheduler and its buckets."""
     config = interface.RowConfig(
         block_size=B,
@@ -253,6 +277,7 @@ def build(page_size, with_cache, policy, num_pages, rows, decode_steps=1, launch
         detokenize=decode_text,
         decode_steps=decode_steps,
         launches_ahead=launches_ahead,
+        is_shifted=is_shifted,
     )
     made = scheduler.Scheduler(block_rows.BlockRows.build(config), policy=policy)
     return made, made.rows.buckets()

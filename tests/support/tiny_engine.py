@@ -18,6 +18,12 @@ LLADA22 = {
     "dllm_algorithm": "JointThresholdInDel,LowConfidence",
     "max_running_requests": 2,
 }
+# Options of an engine with shifted logits, whose steps forward parts of blocks.
+SHIFTED = {
+    "model_path": str(GOLDEN.parent / "fast_dllm_v2"),
+    "dllm_algorithm": "HierarchyBlock",
+    "dllm_algorithm_config": {"threshold": 0.05, "small_block_size": 4, "use_block_cache": True},
+}
 
 
 def make_engine(*, with_logits=False, **options):

@@ -22,6 +22,7 @@ class BlockRule(abc.ABC):
     """The base of such rules for models that write block after block."""
 
     persists_apart = True
+    forwards_parts = False
 
     @abc.abstractmethod
     def choose(
@@ -58,6 +59,14 @@ class BlockRule(abc.ABC):
     def settled(self, block: interface.BlockState) -> Bool[Array, "B T"]:
         """Returns which positions are written."""
         return ~block.masked
+
+    def reads(self, block: interface.BlockState) -> Bool[Array, "B T"]:
+        """Returns which positions are not written."""
+        return block.masked
+
+    def forwards(self, block: interface.BlockState) -> Bool[Array, "B T"]:
+        """Returns all positions."""
+        return jnp.ones_like(block.masked)
 
 
 class CountedRule(BlockRule):

@@ -143,10 +143,12 @@ class Trace:
 class Algorithm(Protocol):
     """A rule; frozen dataclasses implement it, so it is hashable and static under jit.
 
-    `persists_apart`: after a block is final, one more forward writes its K,V.
+    `persists_apart`: after a block is final, one more forward writes its K,V. `forwards_parts`:
+    `forwards` may leave positions out.
     """
 
     persists_apart: bool
+    forwards_parts: bool
 
     def init_extra(self, num_rows: int, block_size: int) -> Any:
         """Returns the `extra` of `num_rows` fresh blocks, all zeros."""
@@ -162,6 +164,22 @@ class Algorithm(Protocol):
 
     def settled(self, block: BlockState) -> Bool[Array, "B T"]:
         """Returns whether the token of the position will not change any more."""
+        ...
+
+    def reads(self, block: BlockState) -> Bool[Array, "B T"]:
+        """Returns the positions for which the next update needs a proposal; it asks for no other.
+
+        None of them is `settled`.
+        """
+        ...
+
+    def forwards(self, block: BlockState) -> Bool[Array, "B T"]:
+        """Returns the positions that the next forward computes.
+
+        They see K,V of the others as the last forward that computed these has left them. A position
+        that is read must be among them; with shifted logits, the one before it. Whatever the rule
+        says, the first forward of a block and the one that persists it compute all.
+        """
         ...
 
 

@@ -22,6 +22,7 @@ class JointThreshold:
     """Fills masks and edits tokens; needs at most T + max_post_edit_steps + 1 updates."""
 
     persists_apart = False
+    forwards_parts = False
 
     def init_extra(self, num_rows: int, block_size: int) -> dict[str, jax.Array]:
         return {
@@ -63,3 +64,9 @@ class JointThreshold:
 
     def settled(self, block: interface.BlockState) -> Bool[Array, "B T"]:
         return jnp.broadcast_to(block.done[:, None], block.masked.shape)
+
+    def reads(self, block: interface.BlockState) -> Bool[Array, "B T"]:
+        return ~self.settled(block)
+
+    def forwards(self, block: interface.BlockState) -> Bool[Array, "B T"]:
+        return jnp.ones_like(block.masked)

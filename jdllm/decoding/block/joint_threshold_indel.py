@@ -53,6 +53,7 @@ class JointThresholdInDel:
     """
 
     persists_apart = True
+    forwards_parts = False
 
     def init_extra(self, num_rows: int, block_size: int) -> dict[str, Any]:
         option = algorithms.TABLE["JointThresholdInDel"].option("max_post_edit_steps")
@@ -155,6 +156,12 @@ class JointThresholdInDel:
 
     def is_final(self, block: interface.BlockState) -> Bool[Array, " B"]:
         return block.done | block.extra["is_finished"]
+
+    def reads(self, block: interface.BlockState) -> Bool[Array, "B T"]:
+        return ~self.settled(block)
+
+    def forwards(self, block: interface.BlockState) -> Bool[Array, "B T"]:
+        return jnp.ones_like(block.masked)
 
     def settled(self, block: interface.BlockState) -> Bool[Array, "B T"]:
         return jnp.broadcast_to(self.is_final(block)[:, None], block.masked.shape)

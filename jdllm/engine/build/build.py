@@ -139,7 +139,8 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
         num_slots=sizes.max_running_requests,
         algorithms=algorithms,
         max_launch_steps=config.num_continuous_decode_steps,
-        fuses_commits=not config.disable_fused_commit,
+        # With shifted logits, the forward that persists a block gives the next one its first token.
+        fuses_commits=not config.disable_fused_commit and not spec.diffusion.is_shifted,
         num_ranks=shards.tp,
     )
     runner = model_runner.ModelRunner(
@@ -290,6 +291,7 @@ def _row_config(
         decode_steps=config.num_continuous_decode_steps,
         launches_ahead=0 if config.disable_overlap_schedule else 1,
         has_prefix_cache=shares_prefixes and not config.disable_radix_cache,
+        is_shifted=spec.diffusion.is_shifted,
         device=device,
         # Special tokens are kept here, because a stop string may name one.
         detokenize=(

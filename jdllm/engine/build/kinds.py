@@ -26,13 +26,11 @@ BuildKind = Callable[[Any, config_lib.StepConfig, device_facts.DeviceFacts], pro
 class KindOfRows:
     """How the host plans rows of a kind, and which programs the device runs for them.
 
-    `alignments` are the alignments of logits that its programs understand. `splits`: they also run
-    on several devices.
+    `splits`: the programs also run on several devices.
     """
 
     rows: type[interface.Rows]
     device: BuildKind
-    alignments: tuple[spec_lib.LogitAlignment, ...]
     splits: bool = True
 
 
@@ -40,17 +38,14 @@ KINDS: dict[str, KindOfRows] = {
     "block": KindOfRows(
         rows=block.BlockRows,
         device=block_kind.BlockKind,
-        alignments=(spec_lib.LogitAlignment.SAME_POSITION,),
     ),
     "canvas": KindOfRows(
         rows=canvas.CanvasRows,
         device=canvas_kind.CanvasKind,
-        alignments=tuple(spec_lib.LogitAlignment),
     ),
     "uniform": KindOfRows(
         rows=uniform.UniformRows,
         device=uniform_kind.UniformKind,
-        alignments=(spec_lib.LogitAlignment.SAME_POSITION,),
         splits=False,
     ),
 }
@@ -67,12 +62,7 @@ def kind_of(spec: spec_lib.ModelSpec, tp_size: int = 1) -> KindOfRows:
             f"{spec.architecture}: serving with {spec.diffusion.attention_pattern.value} attention "
             "is not supported"
         )
-    found, alignment = KINDS[kind], spec.diffusion.logit_alignment
-    if alignment not in found.alignments:
-        raise errors.ConfigError(
-            f"{spec.architecture}: {alignment.value} logits are not supported yet; supported: "
-            f"{', '.join(one.value for one in found.alignments)}"
-        )
+    found = KINDS[kind]
     if tp_size > 1 and not found.splits:
         raise errors.ConfigError(
             f"tp_size={tp_size}: {spec.architecture} runs on one device only; use tp_size 1"

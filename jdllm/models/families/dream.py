@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jdllm import spec as spec_lib
-from jdllm.models import decoder_config, family, hf_config, key_rules, table
+from jdllm.models import decoder_config, family, hf_config, key_rules, llama_names, table
 
 # The defaults for configs without these facts: <|mask|> and <|endoftext|> of the published
 # tokenizer. The sampler may choose any block size; the published evaluations use 32.
@@ -32,25 +32,10 @@ RULES = key_rules.KeyRules(
     harmless=key_rules.names("sliding_window max_window_layers"),
 )
 
+
 WEIGHTS = table.WeightTable(
     layers="model.layers",
-    rows="""
-    model.embed_tokens.weight                 word_embeddings
-    model.norm.weight                         norm.weight
-    lm_head.weight                            lm_head
-    {layer}.input_layernorm.weight            {layer}.input_layernorm.weight
-    {layer}.self_attn.q_proj.weight           {layer}.attention.w_qkv[q]
-    {layer}.self_attn.k_proj.weight           {layer}.attention.w_qkv[k]
-    {layer}.self_attn.v_proj.weight           {layer}.attention.w_qkv[v]
-    {layer}.self_attn.q_proj.bias             {layer}.attention.b_qkv[q]
-    {layer}.self_attn.k_proj.bias             {layer}.attention.b_qkv[k]
-    {layer}.self_attn.v_proj.bias             {layer}.attention.b_qkv[v]
-    {layer}.self_attn.o_proj.weight           {layer}.attention.w_out
-    {layer}.post_attention_layernorm.weight   {layer}.post_attention_layernorm.weight
-    {layer}.mlp.gate_proj.weight              {layer}.mlp.w_gate_up[gate]
-    {layer}.mlp.up_proj.weight                {layer}.mlp.w_gate_up[up]
-    {layer}.mlp.down_proj.weight              {layer}.mlp.w_down
-    """,
+    rows=llama_names.STACK + llama_names.QKV_BIASES + llama_names.DENSE,
 )
 
 

@@ -18,7 +18,7 @@ from jdllm.runner import logit_rows
 from jdllm.runner.block import asked as asked_lib
 from jdllm.runner.block import edit_tokens, proposal
 from jdllm.runner.block import inputs as inputs_lib
-from jdllm.runner.block.state import RowState
+from jdllm.runner.block.state import RowState, as_block, predicted
 from jdllm.runner.launch.rows import select
 
 
@@ -48,20 +48,16 @@ def denoise(
 ) -> Denoised:
     """Proposes once, runs every compiled algorithm, and keeps for each row its own result."""
     R, L = state.tokens.shape
-    before = interface.BlockState(
-        tokens=state.tokens,
-        masked=state.masked,
-        editable=state.editable,
-        done=~active,
-        params=inputs.params,
-        extra=(),
-    )
-    can_change = jnp.zeros_like(state.masked)
+    predicts = predicted(config, state)
+    later = state.masked & ~predicts  # masks that no rule sees in this step
+    whole = as_block(inputs, state, active)
+    before = dataclasses.replace(whole, masked=state.masked & predicts)
+    read = jnp.zeros_like(state.masked)
     for i, name in enumerate(config.algorithms):
         mine = dataclasses.replace(before, extra=state.extra[i])
-        settled = decoding.BLOCK_ALGORITHMS[name].settled(mine)
-        can_change |= (inputs.algorithm == i)[:, None] & ~settled
-    wanted, top = can_change & state.editable & active[:, None], None
+        is_mine = (inputs.algorithm == i)[:, None]
+        read |= is_mine & decoding.BLOCK_ALGORITHMS[name].reads(mine)
+    wanted, top = read & predicts & state.editable & active[:, None], None
     if asked is None:
         proposed = proposal.propose(
             hidden,
@@ -82,7 +78,7 @@ def denoise(
     logits_at = edit_tokens.plain_logits(lm_head, hidden)
     if asked is not None and config.moves_tokens:
         logits_at = asked_lib.logits_at(inputs, asked, lm_head, hidden, state, before)
-    after, extras, trace = before, [], interface.trace_of_writes(before, before, proposed)
+    after, extras, trace = before, [], interface.trace_of_writes(whole, whole, proposed)
     if config.moves_tokens:
         trace = dataclasses.replace(trace, source=jnp.broadcast_to(jnp.arange(L), (R, L)))
     is_final, settled = jnp.zeros_like(active), jnp.zeros_like(state.masked)
@@ -98,7 +94,8 @@ def denoise(
             did = algorithm.trace(updated)
         else:
             updated = algorithm.update(mine, proposed)
-            did = interface.trace_of_writes(before, updated, proposed)
+            updated = dataclasses.replace(updated, masked=updated.masked | later)
+            did = interface.trace_of_writes(whole, updated, proposed)
             did = dataclasses.replace(did, source=trace.source)
         trace = select(is_mine, did, trace)
         extras.append(updated.extra)

@@ -1,8 +1,8 @@
 """The forwards that block launches run: whole committed blocks, or one block of each row.
 
-`prefill_step` writes K,V of committed blocks and returns the pool; `forward_blocks` is
-the forward of a denoising step (`loop.py`). The pool is a list that the caller donates.
-Both use the same attention op: it first writes K,V of the in-flight tokens, then attends.
+`prefill_step` writes K,V of committed blocks and returns the pool; `forward_blocks` and
+`forward_parts` are the forwards of a denoising step (`loop.py`). The caller donates the pool.
+All use the same attention op: it first writes K,V of the in-flight tokens, then attends.
 
 A forward reads the weights once, and for each row and layer K,V of the row's `context +
 in-flight` tokens once; a denoising step also streams the vocabulary once.
@@ -12,17 +12,22 @@ Letters: R rows, L tokens of a block, T packed tokens, M pages of the longest ro
 
 from __future__ import annotations
 
+import dataclasses
 from typing import cast
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
+from jdllm import spec as spec_lib
 from jdllm.layers import attention
 from jdllm.models import decoder, loading
 from jdllm.runner import config as config_lib
 from jdllm.runner import paging
 from jdllm.runner.block import inputs as inputs_lib
+from jdllm.runner.block import sizes
+from jdllm.runner.block import state as state_lib
 from jdllm.runner.launch import program
 
 
@@ -55,55 +60,136 @@ def prefill_step(
     _, pools = model(
         inputs.tokens,
         positions,
-        attend=_attend(config, batch),
+        attend=attention.paged_attend(
+            batch,
+            visibility=config.spec.diffusion.attention_pattern,
+            block_size=config.spec.diffusion.block_size,
+            implementation=config.implementation,
+        ),
         caches=memory["pools"],
         valid=is_valid,
     )
     return {"pools": pools}, inputs.cu_q_lens[R]
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Commits:
+    """Up to `count` blocks that are committed beside others: those of `rows` where `granted`."""
+
+    rows: state_lib.RowState
+    granted: Bool[Array, " R"]
+    count: int
+
+
 def forward_blocks(
     config: config_lib.StepConfig,
     model: decoder.Decoder,
     pools: list[Array],
-    tokens: Int32[Array, "R L"],
-    context_lens: Int32[Array, " R"],
-    kv_lens: Int32[Array, " R"],
     page_table: Int32[Array, "R M"],
+    state: state_lib.RowState,
+    active: Bool[Array, " R"],
+    computed: Bool[Array, "R L"],
+    commits: Commits,
 ) -> tuple[Float[Array, "R L D"], list[Array]]:
-    """Returns the hidden states of one block of each row, and the pool with their K,V written.
+    """Returns the hidden states of the blocks of active rows, and the pool with K,V written.
 
-    Rows whose `kv_lens` is 0 are padding and write nothing.
+    Only the `computed` positions write K,V, and only their hidden states have a meaning. They see
+    whole blocks in the pool. Of the blocks that are committed, only K,V are kept.
     """
-    R, L = tokens.shape
-    positions = context_lens[:, None] + jnp.arange(L, dtype=jnp.int32)  # [R, L]
-    rows = jnp.repeat(jnp.arange(R, dtype=jnp.int32), L)
-    is_valid = jnp.repeat(kv_lens > 0, L)
+    R, L = state.tokens.shape
+    tokens, context_lens = state.tokens, state.context_lens
+    kv_lens = jnp.where(active, context_lens + L, 0)
+    if commits.count:
+        before = commits.rows
+        (row,) = jnp.nonzero(commits.granted, size=commits.count, fill_value=R)
+        is_used, row = row < R, jnp.minimum(row, R - 1)
+        tokens = jnp.concatenate([tokens, before.tokens[row]])
+        context_lens = jnp.concatenate([context_lens, before.context_lens[row]])
+        computed = jnp.concatenate([computed, jnp.broadcast_to(is_used[:, None], (len(row), L))])
+        committed = jnp.where(is_used, before.context_lens[row] + L, 0)
+        kv_lens = jnp.concatenate([kv_lens, committed])
+        page_table = jnp.concatenate([page_table, page_table[row]])
+    hidden, pools = _forward_rows(
+        config, model, pools, tokens, context_lens, kv_lens, page_table, computed,
+        visibility=config.spec.diffusion.attention_pattern,
+    )  # fmt: skip
+    # The barrier turns the slice into a copy. A slice that a kernel reads in place prevents CUDA
+    # before 12.9 (XLA says) from capturing the loop.
+    return jax.lax.optimization_barrier(hidden[:R]) if commits.count else hidden, pools
+
+
+def forward_parts(
+    config: config_lib.StepConfig,
+    model: decoder.Decoder,
+    pools: list[Array],
+    page_table: Int32[Array, "R M"],
+    state: state_lib.RowState,
+    computed: Bool[Array, "R L"],
+    num_parts: int,
+) -> tuple[Float[Array, "R L D"], list[Array]]:
+    """Returns what `forward_blocks` returns, from a forward of `num_parts` parts of blocks alone.
+
+    There must be no more parts with `computed` positions than that. To the attention kernel, each
+    part is a row that sees its whole block.
+    """
+    R, L = state.tokens.shape
+    size = sizes.part_tokens(L)
+    of_a_row = L // size
+
+    def in_parts(array: Array) -> Array:  # [R, L] -> [R * of_a_row, size]
+        return array.reshape(R * of_a_row, size)
+
+    is_needed = jnp.any(in_parts(computed), axis=1)
+    (part,) = jnp.nonzero(is_needed, size=num_parts, fill_value=R * of_a_row)
+    is_used, known = part < R * of_a_row, jnp.minimum(part, R * of_a_row - 1)
+    row = known // of_a_row
+    hidden, pools = _forward_rows(
+        config,
+        model,
+        pools,
+        in_parts(state.tokens)[known],
+        state.context_lens[row] + known % of_a_row * size,
+        jnp.where(is_used, state.context_lens[row] + L, 0),
+        page_table[row],
+        in_parts(computed)[known] & is_used[:, None],
+        visibility=spec_lib.AttentionPattern.FULL,
+    )
+    whole = jnp.zeros((R * of_a_row, size, hidden.shape[-1]), hidden.dtype)
+    return whole.at[part].set(hidden, mode="drop").reshape(R, L, -1), pools
+
+
+def _forward_rows(
+    config: config_lib.StepConfig,
+    model: decoder.Decoder,
+    pools: list[Array],
+    tokens: Int32[Array, "Q S"],
+    first: Int32[Array, " Q"],
+    kv_lens: Int32[Array, " Q"],
+    page_table: Int32[Array, "Q M"],
+    computed: Bool[Array, "Q S"],
+    *,
+    visibility: spec_lib.AttentionPattern,
+) -> tuple[Float[Array, "Q S D"], list[Array]]:
+    """Returns the hidden states of S tokens of each of Q rows from the position `first` on."""
+    Q, S = tokens.shape
+    positions = (first[:, None] + jnp.arange(S, dtype=jnp.int32)).reshape(-1)
+    rows, is_valid = jnp.repeat(jnp.arange(Q, dtype=jnp.int32), S), computed.reshape(-1)
     batch = attention.PagedBatch(
-        cu_q_lens=jnp.arange(R + 1, dtype=jnp.int32) * L,
-        context_lens=context_lens,
+        cu_q_lens=jnp.arange(Q + 1, dtype=jnp.int32) * S,
+        context_lens=first,
         kv_lens=kv_lens,
         page_table=page_table,
-        kv_indices=paging.kv_indices(config, page_table, rows, positions.reshape(-1), is_valid),
+        kv_indices=paging.kv_indices(config, page_table, rows, positions, is_valid),
     )
-    hidden, written = model(
-        tokens.reshape(-1),
-        positions.reshape(-1),
-        attend=_attend(config, batch, q_len=L),
-        caches=pools,
-        valid=is_valid,
-    )
-    # This attention returns the pool of each layer, never None.
-    return hidden.reshape(R, L, -1), cast(list[Array], written)
-
-
-def _attend(
-    config: config_lib.StepConfig, batch: attention.PagedBatch, q_len: int | None = None
-) -> attention.Attend:
-    return attention.paged_attend(
+    attend = attention.paged_attend(
         batch,
-        q_len=q_len,
-        visibility=config.spec.diffusion.attention_pattern,
-        block_size=config.spec.diffusion.block_size,
+        q_len=S,
+        visibility=visibility,
+        block_size=S,
         implementation=config.implementation,
     )
+    hidden, written = model(
+        tokens.reshape(-1), positions, attend=attend, caches=pools, valid=is_valid
+    )
+    # This attention returns the pool of each layer, never None.
+    return hidden.reshape(Q, S, -1), cast(list[Array], written)

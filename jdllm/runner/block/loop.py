@@ -15,6 +15,11 @@ K,V of the committed block never depends on the later block, so the result is th
 Each step chooses C from a few compiled sizes; a row that is not among the C persists its block in
 a forward of its own.
 
+Shifted logits. Where logit row i predicts position i + 1, the last row of a block predicts the
+first position of the next block. The forward that persists a block then is the first step of the
+next one, too, which writes that position alone. No other forward can take part in it, so there is
+no fused commit, and every algorithm has the forward that persists.
+
 Early exit. A request ends as soon as every position up to its first end token, or up to the token
 limit, is settled; later positions are never shown.
 
@@ -30,43 +35,30 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int32
 
-from jdllm import decoding
 from jdllm.decoding.block import interface
 from jdllm.layers import unembedding
 from jdllm.models import decoder, loading
 from jdllm.runner import config as config_lib
 from jdllm.runner import logit_rows
 from jdllm.runner.block import asked as asked_lib
-from jdllm.runner.block import denoise, forward
+from jdllm.runner.block import denoise, forward, sizes
 from jdllm.runner.block import frames as frames_lib
 from jdllm.runner.block import inputs as inputs_lib
 from jdllm.runner.block import outputs as outputs_lib
-from jdllm.runner.block.state import RowState, advance, enter, has_ended, is_active
+from jdllm.runner.block.state import (
+    RowState,
+    advance,
+    enter,
+    forwarded,
+    has_ended,
+    is_active,
+)
 from jdllm.runner.launch import driver, program
-
-# The fixed time of a forward, in tokens that take as long. LLaDA2.0-mini on an H200 takes 10.5 ms
-# for 16 rows of 32 tokens and 15.1 ms for 64 rows: 9.0 ms, and 0.096 ms for each row.
-FORWARD_TOKENS = 3072
-
 
 # What a launch gathers; the last two are None if no row needs its logits or shows its steps.
 _Gathered = tuple[
     outputs_lib.FinishedBlocks, asked_lib.AskedState | None, frames_lib.StepFrames | None
 ]
-
-
-def commit_rows(
-    rows: int, config: config_lib.StepConfig, *, is_coarse: bool = False
-) -> tuple[int, ...]:
-    """Returns the compiled numbers C of committed blocks in a step of `rows` rows, ascending.
-
-    `is_coarse`: as few as possible, for launches that are rare.
-    """
-    needs = any(decoding.BLOCK_ALGORITHMS[name].persists_apart for name in config.algorithms)
-    if not config.fuses_commits or not needs:
-        return (0,)
-    # A small C serves rows that finish blocks at different steps, the largest C rows in lockstep.
-    return (0, rows) if rows < 8 or is_coarse else (0, max(4, rows // 8), rows)
 
 
 def denoise_launch(
@@ -98,7 +90,7 @@ def denoise_launch(
         model=loading.merge(graphdef, params),
         inputs=inputs,
         is_row=is_row,
-        variants=commit_rows(R, config, is_coarse=asked is not None),
+        variants=sizes.step_sizes(R, config, is_coarse=asked is not None),
     )
     begin = driver.Carry.begin(
         inputs.limits,
@@ -110,7 +102,7 @@ def denoise_launch(
     carry = driver.run(body, begin, inputs.limits, **config.loop_options)
     state: RowState = carry.rows
     slots = jax.tree.map(lambda old, new: old.at[inputs.slot].set(new, mode="drop"), slots, state)
-    computed_blocks, real_blocks = carry.counts
+    computed_tokens, real_tokens = carry.counts
     blocks, asked, frames = carry.gathered
     outputs = outputs_lib.DenoiseOutputs(
         blocks=blocks,
@@ -120,8 +112,8 @@ def denoise_launch(
         num_edited=state.num_edited,
         is_invalid=state.is_invalid,
         num_steps=carry.num_steps,
-        computed_blocks=computed_blocks,
-        real_blocks=real_blocks,
+        computed_tokens=computed_tokens,
+        real_tokens=real_tokens,
         frames=frames,
     )
     memory = {"pools": carry.memory, "slots": slots} | (
@@ -134,13 +126,13 @@ def denoise_launch(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Body:
-    """A denoising step of all rows; its variants are the compiled numbers of committed blocks."""
+    """A denoising step of all rows; its variants are the compiled sizes."""
 
     config: config_lib.StepConfig
     model: decoder.Decoder
     inputs: inputs_lib.DenoiseInputs
     is_row: Bool[Array, " R"]
-    variants: tuple[int, ...]
+    variants: tuple[sizes.StepSize, ...]
 
     def is_finished(self, rows: RowState) -> Bool[Array, " R"]:
         return rows.is_finished & self.is_row
@@ -153,32 +145,43 @@ class _Body:
 
     def choose(self, rows: RowState) -> Int32[Array, ""]:
         wanted = jnp.sum(_wants_commit(self.inputs, rows), dtype=jnp.int32)
-        return choose_size(self.variants, wanted, tokens=rows.tokens.size)
+        computed = forwarded(self.config, self.inputs, rows, self.is_active(rows))
+        return sizes.choose(self.variants, wanted, computed)
 
-    def step(self, variant: int, carry: driver.Carry) -> driver.Carry:
+    def step(self, variant: sizes.StepSize, carry: driver.Carry) -> driver.Carry:
         config, inputs, state = self.config, self.inputs, carry.rows
-        computed_blocks, real_blocks = carry.counts
+        computed_tokens, real_tokens = carry.counts
         blocks, asked, frames = carry.gathered
         if asked is not None:
             asked = asked_lib.remember(asked, state)
+        active = is_active(inputs, state)
         wants = _wants_commit(inputs, state)
-        granted = wants & (jnp.cumsum(wants) <= variant)
+        granted = wants & (jnp.cumsum(wants) <= variant.commits)
         advanced = advance(config, state, granted)
-        hidden, pools = _forward(
-            config, self.model, inputs, state, advanced, granted, variant, carry.memory
-        )
-        real_blocks += jnp.sum(is_active(inputs, advanced), dtype=jnp.int32)
-        real_blocks += jnp.sum(granted, dtype=jnp.int32)
+        computed = forwarded(config, inputs, advanced, active)
+        about = (config, self.model, carry.memory, inputs.page_table, advanced)
+        if variant.parts is None:
+            commits = forward.Commits(rows=state, granted=granted, count=variant.commits)
+            hidden, pools = forward.forward_blocks(*about, active, computed, commits)
+        else:
+            hidden, pools = forward.forward_parts(*about, computed, variant.parts)
+        advanced = dataclasses.replace(advanced, has_kv=advanced.has_kv | active)
+        if config.is_shifted:
+            hidden = jnp.roll(hidden, 1, axis=1)
+            advanced = advance(config, advanced, active & state.is_final)
+        rows, block_size = state.tokens.shape
+        real_tokens += jnp.sum(computed, dtype=jnp.int32)
+        real_tokens += jnp.sum(granted, dtype=jnp.int32) * block_size
         lm_head = self.model.unembedding()
         gathered = (blocks, asked, frames)
-        state, gathered = _update(config, inputs, lm_head, hidden, advanced, gathered)
+        state, gathered = _update(config, inputs, lm_head, hidden, advanced, active, gathered)
         return dataclasses.replace(
             carry,
             memory=pools,
             rows=state,
             gathered=gathered,
             num_steps=carry.num_steps + 1,
-            counts=(computed_blocks + self.is_row.shape[0] + variant, real_blocks),
+            counts=(computed_tokens + variant.num_tokens(rows, block_size), real_tokens),
         )
 
 
@@ -188,65 +191,17 @@ def _wants_commit(inputs: inputs_lib.DenoiseInputs, state: RowState) -> Bool[Arr
     return is_active(inputs, state) & state.is_final & fits
 
 
-def choose_size(
-    sizes: tuple[int, ...], wanted: Int32[Array, ""], *, tokens: int
-) -> Int32[Array, ""]:
-    """Returns the index of the size that saves the most time for `wanted` rows.
-
-    A step of all R rows has `tokens` tokens and takes as long as `tokens + FORWARD_TOKENS`. A
-    committed block saves its row one forward, which is an R-th of a step. Each of the C blocks,
-    used or not, lengthens this step by the tokens of a block, an R-th of `tokens`.
-    """
-    used = jnp.minimum(wanted, jnp.asarray(sizes, jnp.int32))
-    saved = used * (tokens + FORWARD_TOKENS) - jnp.asarray(sizes, jnp.int32) * tokens
-    return jnp.argmax(saved).astype(jnp.int32)
-
-
-def _forward(
-    config: config_lib.StepConfig,
-    model: decoder.Decoder,
-    inputs: inputs_lib.DenoiseInputs,
-    before: RowState,
-    state: RowState,
-    granted: Bool[Array, " R"],
-    num_commits: int,
-    pools: list[Array],
-) -> tuple[Float[Array, "R L D"], list[Array]]:
-    """Returns the hidden states of the denoised blocks, and the pools.
-
-    The `num_commits` blocks of the `granted` rows are committed: only their K,V is kept.
-    """
-    R, L = state.tokens.shape
-    tokens, context_lens = state.tokens, state.context_lens
-    kv_lens = jnp.where(is_active(inputs, state), context_lens + L, 0)
-    page_table = inputs.page_table
-    if num_commits:
-        (row,) = jnp.nonzero(granted, size=num_commits, fill_value=R)
-        is_used, row = row < R, jnp.minimum(row, R - 1)
-        tokens = jnp.concatenate([tokens, before.tokens[row]])
-        context_lens = jnp.concatenate([context_lens, before.context_lens[row]])
-        committed = jnp.where(is_used, before.context_lens[row] + L, 0)
-        kv_lens = jnp.concatenate([kv_lens, committed])
-        page_table = jnp.concatenate([page_table, page_table[row]])
-    hidden, pools = forward.forward_blocks(
-        config, model, pools, tokens, context_lens, kv_lens, page_table
-    )
-    # The barrier turns the slice into a copy. A slice that a kernel reads in place prevents CUDA
-    # before 12.9 (XLA says) from capturing the loop.
-    return jax.lax.optimization_barrier(hidden[:R]) if num_commits else hidden, pools
-
-
 def _update(
     config: config_lib.StepConfig,
     inputs: inputs_lib.DenoiseInputs,
     lm_head: unembedding.LMHead,
     hidden: Float[Array, "R L D"],
     state: RowState,
+    active: Bool[Array, " R"],
     gathered: _Gathered,
 ) -> tuple[RowState, _Gathered]:
     """Returns states and what is gathered after each active row's algorithm saw its proposal."""
     blocks, asked, frames = gathered
-    active = is_active(inputs, state)
     seen = denoise.denoise(config, inputs, lm_head, hidden, state, asked, active)
     if asked is not None and seen.top is not None:
         top = seen.top.where(seen.trace.written, asked.top)
@@ -293,4 +248,5 @@ def _update(
     )
     if frames is not None:
         frames = frames_lib.add(frames, state, updated, works & ~state.is_final)
-    return advance(config, updated, works & after.done & ~ended), (blocks, asked, frames)
+    moves_on = works & after.done & ~ended & (not config.is_shifted)
+    return advance(config, updated, moves_on), (blocks, asked, frames)

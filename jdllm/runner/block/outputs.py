@@ -36,7 +36,7 @@ class FinishedBlocks:
 class DenoiseOutputs:
     """What the host reads after a launch; `scheduler.batch` says what the fields mean.
 
-    `computed_blocks` counts all forwarded blocks, padding included; `real_blocks` those of rows.
+    `computed_tokens` counts all forwarded tokens, padding included; `real_tokens` those of rows.
     Only launches for rows that need their logits or show their steps have `frames`.
     """
 
@@ -47,6 +47,6 @@ class DenoiseOutputs:
     num_edited: Int32[Any, " R"]
     is_invalid: Bool[Any, " R"]
     num_steps: Int32[Any, ""]
-    computed_blocks: Int32[Any, ""]
-    real_blocks: Int32[Any, ""]
+    computed_tokens: Int32[Any, ""]
+    real_tokens: Int32[Any, ""]
     frames: frames_lib.StepFrames | None = None

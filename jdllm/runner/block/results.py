@@ -31,8 +31,8 @@ def of_denoise(
     return batch_lib.LaunchResult(
         rows=rows,
         num_steps=int(outputs.num_steps),
-        computed_tokens=int(outputs.computed_blocks) * block_size,
-        real_tokens=int(outputs.real_blocks) * block_size,
+        computed_tokens=int(outputs.computed_tokens),
+        real_tokens=int(outputs.real_tokens),
         denoised_tokens=sum(row.nfe for row in rows) * block_size,
     )
 

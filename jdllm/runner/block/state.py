@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
 
 from jdllm import decoding
+from jdllm.decoding.block import interface
 from jdllm.runner import config as config_lib
 from jdllm.runner.block import inputs as inputs_lib
 from jdllm.runner.launch.rows import select
@@ -28,7 +29,8 @@ class RowState:
 
     `steps` and `logprobs` describe when a token was last written: at which step of its block,
     counted from 1, and with which log-probability. `extra` has one tree for each compiled
-    algorithm. `is_final`: the block's tokens are in the outputs, but its K,V is not final yet.
+    algorithm. `has_kv`: a forward has computed the whole block. `is_final`: the block's tokens are
+    in the outputs, but its K,V is not final yet.
     The last three fields count within one launch: blocks in its outputs, edits, and forwards
     with the row.
     """
@@ -42,6 +44,7 @@ class RowState:
     extra: Any
     context_lens: Int32[Array, " R"]
     tokens_left: Int32[Array, " R"]
+    has_kv: Bool[Array, " R"]
     is_final: Bool[Array, " R"]
     is_finished: Bool[Array, " R"]
     is_invalid: Bool[Array, " R"]
@@ -72,6 +75,7 @@ def empty_slots(num_slots: int, config: config_lib.StepConfig) -> RowState:
         ),
         context_lens=zeros(),
         tokens_left=zeros(),
+        has_kv=no(),
         is_final=no(),
         is_finished=no(),
         is_invalid=no(),
@@ -99,6 +103,8 @@ def enter(
         editable=writes,
         context_lens=inputs.context_lens,
         tokens_left=inputs.tokens_left,
+        # A block of committed tokens alone: its forward gives the first token of the next.
+        is_final=inputs.head_lens >= L,
     )
     zeros = jnp.zeros_like(inputs.slot)
     return dataclasses.replace(
@@ -113,6 +119,48 @@ def is_active(inputs: inputs_lib.DenoiseInputs, state: RowState) -> Bool[Array, 
     """Returns whether the next step forwards the row's block."""
     L = state.tokens.shape[1]
     return ~state.is_finished & (state.context_lens + L <= inputs.capacity)
+
+
+def as_block(
+    inputs: inputs_lib.DenoiseInputs, state: RowState, active: Bool[Array, " R"]
+) -> interface.BlockState:
+    """Returns the rows' blocks as rules see them, without a rule's own state."""
+    return interface.BlockState(
+        tokens=state.tokens,
+        masked=state.masked,
+        editable=state.editable,
+        done=~active,
+        params=inputs.params,
+        extra=(),
+    )
+
+
+def forwarded(
+    config: config_lib.StepConfig,
+    inputs: inputs_lib.DenoiseInputs,
+    state: RowState,
+    active: Bool[Array, " R"],
+) -> Bool[Array, "R L"]:
+    """Returns the positions that the next step computes: whole blocks, unless a rule says less."""
+    found = jnp.ones_like(state.masked)
+    for i, name in enumerate(config.algorithms):
+        algorithm = decoding.BLOCK_ALGORITHMS[name]
+        if algorithm.forwards_parts:
+            others = (inputs.algorithm != i) | state.is_final | ~state.has_kv
+            found &= others[:, None] | algorithm.forwards(as_block(inputs, state, active))
+    return found & active[:, None]
+
+
+def predicted(config: config_lib.StepConfig, state: RowState) -> Bool[Array, "R L"]:
+    """Returns the positions that a forward proposes tokens for.
+
+    Shifted logits come from the block before for its first position, and from the block itself for
+    all others, so the first position is written by a step of its own.
+    """
+    if not config.is_shifted:
+        return jnp.ones_like(state.masked)
+    is_first = jnp.arange(state.masked.shape[1]) == 0
+    return is_first == state.masked[:, :1]
 
 
 def has_ended(
@@ -145,5 +193,6 @@ def advance(config: config_lib.StepConfig, state: RowState, where: Bool[Array, "
         step=jnp.where(where, 0, state.step),
         extra=select(where, jax.tree.map(jnp.zeros_like, state.extra), state.extra),
         context_lens=state.context_lens + jnp.where(where, L, 0),
+        has_kv=state.has_kv & ~where,
         is_final=state.is_final & ~where,
     )

@@ -241,7 +241,7 @@ class BlockRows:
             if self._needs_prefill(request):
                 stay = request.held
                 start = stay.context_len
-                count = min(request.whole_len(self._block_size) - start, budget)
+                count = min(self.live.pages.prefix_len(request) - start, budget)
                 rows.append(
                     batch_lib.ScheduledRow(
                         request=request, stay=stay, start=start, num_tokens=count
@@ -302,7 +302,7 @@ class BlockRows:
     def _needs_prefill(self, request: request_lib.Request) -> bool:
         # A row whose last block is committed but not persisted is still a decode row.
         stay = request.held
-        return stay.is_fresh and stay.context_len < request.whole_len(self._block_size)
+        return stay.is_fresh and stay.context_len < self.live.pages.prefix_len(request)
 
 
 def _needs_more(request: request_lib.Request) -> bool:

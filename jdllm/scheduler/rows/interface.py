@@ -44,7 +44,8 @@ class RowDefaults:
 class RowConfig:
     """What rows of any kind are built from; sizes are in tokens, requests and pages.
 
-    `max_prefill_tokens` and `launches_ahead` concern only models that write block after block.
+    `max_prefill_tokens`, `launches_ahead` and `is_shifted` concern only models that write block
+    after block. `is_shifted`: the first token of a block comes from the last position before it.
     """
 
     max_running_requests: int
@@ -57,6 +58,7 @@ class RowConfig:
     decode_steps: int = 1
     launches_ahead: int = 0
     has_prefix_cache: bool = False
+    is_shifted: bool = False
     device: device_facts.DeviceFacts = device_facts.DeviceFacts(platform="cpu", device_kind="cpu")
     detokenize: finish_lib.Detokenize | None = None
 
@@ -71,6 +73,7 @@ class RowConfig:
             page_size=self.page_size,
             block_size=self.block_size,
             prefix_cache=prefixes,
+            is_shifted=self.is_shifted,
         )
         return live_requests.LiveRequests(
             max_running=self.max_running_requests, pages=pages, cache=cache
