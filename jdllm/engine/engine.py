@@ -206,7 +206,7 @@ class Engine(control.EngineControl):
 
         A prompt is text or token ids as they stand, or the messages of a conversation, which go
         through the chat template. Parameters are those of `generate`, for one choice; `suffix` and
-        `given` too.
+        `given` too. An algorithm that moves tokens is refused: positions do not tell its decisions.
         """
         params = requests.with_length(sampling_params)
         if params.n != 1:
@@ -216,6 +216,14 @@ class Engine(control.EngineControl):
         )
         ids = self._inputs.one_prompt(prompt)
         choices = self._inputs.choices([ids], [asked], suffix=[suffix], given=[given])
+        (choice,) = choices.values()
+        declared = choice.request.sampling.dllm.declared
+        if declared is not None and declared.moves_tokens:
+            raise errors.RequestError(
+                f"a trace tells what each position decided, and {declared.name} moves tokens; the "
+                'frames of `generate` with dllm.stream_mode "denoise" show them',
+                param="dllm.algorithm",
+            )
         with contextlib.closing(self._iterate(choices)) as events:
             seen = list(events)
         frames = [frame for one in seen for frame in one.frames]

@@ -163,3 +163,13 @@ def test_a_least_number_of_tokens_is_refused_by_name(indel_engine):
     # Another algorithm of the same server moves nothing, so it may promise a length.
     other = generate(indel_engine, min_new_tokens=3, dllm={"algorithm": "LowConfidence"})
     assert len(other["output_ids"]) == WANTED
+
+
+def test_a_trace_of_decisions_is_refused_by_name_and_shown_for_other_rules(indel_engine):
+    with pytest.raises(errors.RequestError, match="JointThresholdInDel moves tokens"):
+        indel_engine.trace(PROMPT, {"max_new_tokens": 8})
+    shown = indel_engine.trace(
+        PROMPT, {"max_new_tokens": 8, "dllm": {"algorithm": "LowConfidence"}}
+    )
+    assert shown.steps
+    assert_nothing_held(indel_engine)
