@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jdllm import algorithms, errors, logit_options, neutral_values, value_checks
+from jdllm import algorithm_limits, algorithms, errors, logit_options, neutral_values, value_checks
 
 # SGLang's number. What is longer than an output never matches.
 MAX_STOP_STRINGS = 32
@@ -279,8 +279,13 @@ class SamplingParams:
             raise errors.RequestError(
                 f"min_new_tokens={least} exceeds max_new_tokens={most}", param="min_new_tokens"
             )
-        self._check_filters()
-        self._check_moves()
+        if self.dllm.declared is not None:
+            algorithm_limits.check(
+                self.dllm.declared,
+                temperature=self.temperature,
+                filters={"top_p": self.top_p, "top_k": self.top_k},
+                min_new_tokens=self.min_new_tokens,
+            )
 
     @property
     def edits_logits(self) -> bool:
@@ -305,42 +310,6 @@ class SamplingParams:
     def shows_steps(self) -> bool:
         """Whether a stream shows what the output looked like after each step."""
         return self.dllm.stream_mode == "denoise"
-
-    def _check_filters(self) -> None:
-        """Raises for top_p, top_k or a temperature that the algorithm cannot apply."""
-        declared = self.dllm.declared
-        if declared is None:
-            return
-        hint = "temperature and seed are supported"
-        if declared.has_own_temperature:
-            hint = f"its options are {', '.join(declared.defaults)}"
-            if self.temperature not in (None, 0, 1):
-                raise errors.RequestError(
-                    f"temperature={errors.quote(self.temperature)} is not supported by "
-                    f"{self.dllm.algorithm}, whose temperature falls from t_max to t_min; "
-                    "supported: 1, and 0 to take the most probable tokens",
-                    param="temperature",
-                )
-        if declared.takes_filters:
-            return
-        for name, neutral in (("top_p", (None, 1)), ("top_k", (None, 0, -1))):
-            value = getattr(self, name)
-            if value not in neutral:
-                raise errors.RequestError(
-                    f"{name}={errors.quote(value)} is not supported by "
-                    f"{self.dllm.algorithm}; leave it out, {hint}",
-                    param=name,
-                )
-
-    def _check_moves(self) -> None:
-        """Raises if a rule for the first positions is set and the algorithm moves tokens."""
-        declared = self.dllm.declared
-        if self.min_new_tokens and declared is not None and declared.moves_tokens:
-            raise errors.RequestError(
-                f"min_new_tokens={errors.quote(self.min_new_tokens)} is not supported by "
-                f"{declared.name}, whose edits move end tokens to earlier positions",
-                param="min_new_tokens",
-            )
 
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any]) -> SamplingParams:

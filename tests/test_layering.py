@@ -22,8 +22,8 @@ Sources = Mapping[str, str]  # repository-relative path -> text
 # Files of the lowest floor.
 OPTIONS = """
     version errors config arguments foreign_flags value_checks progress algorithms
-    algorithm_options algorithm_docs neutral_values logit_options sampling_params image_params spec
-    offload device_facts host batching_rules foreign_image_flags
+    algorithm_options algorithm_table algorithm_limits algorithm_docs neutral_values logit_options
+    sampling_params image_params spec offload device_facts host batching_rules foreign_image_flags
 """
 OPS = """
     all_reduce dense_matmul extend_attention fp8_matmul grouped_matmul padded_attention
@@ -104,14 +104,7 @@ MAY_PRINT = (
 )
 NON_EMPTY_INITS = ("jdllm/__init__.py", "pallas_kernels/__init__.py", "jdllm/decoding/__init__.py")
 VAGUE_NAMES = {"utils", "util", "common", "manager", "managers", "data", "helpers", "misc"}
-FOREIGN_VARIABLES = (
-    "JAX_",
-    "XLA_",
-    "HF_",
-    "HUGGINGFACE_",
-    "CUDA_",
-    "NCCL_",
-)  # variables JAX and HF define
+FOREIGN_VARIABLES = ("JAX_", "XLA_", "HF_", "HUGGINGFACE_", "CUDA_", "NCCL_")
 MAX_LINES, MAX_KERNEL_LINES = 400, 600
 
 

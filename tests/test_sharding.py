@@ -234,7 +234,7 @@ def test_on_several_devices(marks):
             sys.executable,
             "-m",
             "pytest",
-            str(TESTS / "parallel" / "on_devices.py"),
+            *map(str, sorted((TESTS / "parallel").glob("*.py"))),
             "-m",
             marks,
             "-x",

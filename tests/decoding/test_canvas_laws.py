@@ -156,7 +156,8 @@ def test_plan_and_update_keep_every_shape_and_type(algorithm, is_shifted):
 
 def test_the_table_is_that_of_the_options():
     names = set(decoding.CANVAS_ALGORITHMS)
-    assert names | set(decoding.BLOCK_ALGORITHMS) == set(algorithms.TABLE)
+    others = set(decoding.BLOCK_ALGORITHMS) | set(decoding.UNIFORM_ALGORITHMS)
+    assert names | others == set(algorithms.TABLE)
     assert not names & set(decoding.BLOCK_ALGORITHMS)
     with pytest.raises(ImportError, match="without a rule.*: Dream, LLaDA; see"):
         decoding.check_names(algorithms.CANVAS, names - {"Dream", "LLaDA"})

@@ -13,15 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from support import canvas_engine, devices
+from support import canvas_engine
 from support.tiny_engine import LLADA22, SHIFTED, VOCAB, assert_nothing_held, make_engine
 
 from jdllm import device, sharding
 from jdllm.checkpoint import orbax_checkpoint
 from jdllm.layers import attention, unembedding
 from jdllm.models import loading, split
-from jdllm.runner.launch import over_mesh, peer_buffers
-from pallas_kernels.hopper import compat
+from jdllm.runner.launch import over_mesh
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "data" / "goldens"
 EIGHT_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
@@ -366,42 +365,6 @@ def test_edited_logits_and_lists_of_the_best_equal_those_of_one_device(family):
             mine, theirs = (jax.tree.leaves(each["meta_info"][name]) for each in (one, other))
             assert len(mine) == len(theirs) > 0
             np.testing.assert_allclose(mine, theirs, atol=1e-4)
-
-
-@pytest.mark.skipif(not compat.supported(), reason=f"needs jax >= {compat.MIN_JAX_VERSION}")
-@pytest.mark.parametrize("family", ["llada2", "dream"])
-@pytest.mark.parametrize("tp", [2, 4])
-def test_loops_of_gpus_hold_kernels_and_no_collective(family, tp, tmp_path, monkeypatch):
-    """Lowered for CUDA, with buffers that stand for those of GPUs: one meeting before the loop."""
-    sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4}
-    if family == "llada2":
-        sizes |= {"head_dim": 64, "rotary_dim": 32}
-    folder = variant(tmp_path / family, family, **sizes)
-    options = {
-        "page_size": 64,
-        "load_format": "dummy",
-        "dtype": "bfloat16",
-        "tp_size": tp,
-        "model_path": str(folder),
-    }
-    make = (
-        make_engine
-        if family == "llada2"
-        else functools.partial(canvas_engine.make, family, whole_tokens=())
-    )
-    with make(**options) as engine:
-        runner = engine._built.runner
-        buffers = peer_buffers.allocate(mesh_of(tp), row_bytes=1024, words=8 * 320)
-        params = {**runner._params, over_mesh.PEERS: buffers.peers}
-        devices.pretend(monkeypatch, devices.HOPPER)
-        for bucket in runner.compiled:
-            found = runner._executables.trace(bucket, params, runner._memory)
-            text = found.traced.lower(lowering_platforms=("cuda",)).as_text()
-            assert text.count("stablehlo.all_reduce") == 1, bucket
-            assert "stablehlo.all_gather" not in text
-            assert "stablehlo.partition_id" not in text
-            (choice,) = {one.implementation for one in found.choices["all_reduce"]}
-            assert choice == "mosaic_gpu"
 
 
 def test_devices_are_the_first_of_the_host():

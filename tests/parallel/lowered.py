@@ -1,0 +1,65 @@
+"""What the steps of a split model become on GPUs, lowered for CUDA on virtual CPU devices.
+
+`test_sharding.py` runs this file in a process with eight of them.
+"""
+
+import functools
+import json
+import pathlib
+
+import jax
+import pytest
+from support import canvas_engine, devices
+from support.tiny_engine import make_engine
+
+from jdllm import sharding
+from jdllm.runner.launch import over_mesh, peer_buffers
+from pallas_kernels.hopper import compat
+
+GOLDENS = pathlib.Path(__file__).parents[1] / "data" / "goldens"
+
+
+def variant(folder, family, **changes):
+    """Returns a folder with only the changed config.json of a golden."""
+    folder.mkdir()
+    config = json.loads((GOLDENS / family / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.skipif(not compat.supported(), reason=f"needs jax >= {compat.MIN_JAX_VERSION}")
+@pytest.mark.parametrize("family", ["llada2", "dream"])
+@pytest.mark.parametrize("tp", [2, 4])
+def test_loops_of_gpus_hold_kernels_and_no_collective(family, tp, tmp_path, monkeypatch):
+    """Lowered for CUDA, with buffers that stand for those of GPUs: one meeting before the loop."""
+    sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4}
+    if family == "llada2":
+        sizes |= {"head_dim": 64, "rotary_dim": 32}
+    folder = variant(tmp_path / family, family, **sizes)
+    options = {
+        "page_size": 64,
+        "load_format": "dummy",
+        "dtype": "bfloat16",
+        "tp_size": tp,
+        "model_path": str(folder),
+    }
+    make = (
+        make_engine
+        if family == "llada2"
+        else functools.partial(canvas_engine.make, family, whole_tokens=())
+    )
+    with make(**options) as engine:
+        runner = engine._built.runner
+        buffers = peer_buffers.allocate(
+            sharding.make_mesh(tp, jax.local_devices()), row_bytes=1024, words=8 * 320
+        )
+        params = {**runner._params, over_mesh.PEERS: buffers.peers}
+        devices.pretend(monkeypatch, devices.HOPPER)
+        for bucket in runner.compiled:
+            found = runner._executables.trace(bucket, params, runner._memory)
+            text = found.traced.lower(lowering_platforms=("cuda",)).as_text()
+            assert text.count("stablehlo.all_reduce") == 1, bucket
+            assert "stablehlo.all_gather" not in text
+            assert "stablehlo.partition_id" not in text
+            (choice,) = {one.implementation for one in found.choices["all_reduce"]}
+            assert choice == "mosaic_gpu"
