@@ -13,6 +13,7 @@ round over the link, so few rows go in one shot.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -100,7 +101,7 @@ def _static(peers: peers_lib.Peers) -> peers_lib.Mailbox:
     return peers.row_mailbox
 
 
-def _layout(width: int) -> plgpu.Layout:
+def _layout(width: int) -> Any:
     # A load takes 16 bytes if the row has that many for every thread, else 8.
     vec_size = 8 if width % (8 * _THREADS) == 0 else 4
     return plgpu.Layout.WG_STRIDED((width,), vec_size=vec_size)

@@ -242,7 +242,8 @@ def bfloat16_pair(low: Float, high: Float) -> Int:
     """Returns a word of two bfloat16, each rounded to nearest."""
     i32 = ir.IntegerType.get_signless(32)
     ptx = "cvt.rn.bf16x2.f32 $0, $1, $2;"
-    return Int(llvm.inline_asm(i32, [high.value, low.value], ptx, "=r,f,f"))
+    packed: Any = llvm.inline_asm(i32, [high.value, low.value], ptx, "=r,f,f")
+    return Int(packed)
 
 
 def _float_of(bits: Int) -> Float:

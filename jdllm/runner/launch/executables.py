@@ -144,7 +144,7 @@ class Executables:
         return Executable(
             program=found.program,
             packed=found.packed,
-            compiled=found.traced.lower().compile(compiler_options=self._options),
+            compiled=found.traced.lower().compile(compiler_options=dict(self._options)),
             choices=found.choices,
         )
 
