@@ -38,7 +38,7 @@ def test_an_algorithm_of_the_other_kind_is_refused_with_the_right_ones(family, h
     fits = name in algorithms.of_kind(KINDS[has_canvas])
     right = "FullAttnMultiBlock.*FastDLLM"
     if not has_canvas:
-        right = "LowConfidence, JointThreshold, .*MaskedDiffusion$"
+        right = "LowConfidence, JointThreshold, .*MaskedDiffusion, HierarchyBlock$"
     first = "LLaDA" if has_canvas else "LowConfidence"
     named = {"dllm_algorithm": f"{first},{name}"}, {"generation_config": {"dllm": {}}}
     recommended = {}, {"generation_config": {"dllm": {"algorithm": name}}}
