@@ -222,7 +222,12 @@ def test_sums_of_more_than_two_ranks_are_made_in_rank_order():
 
 
 @pytest.mark.parametrize(
-    "marks", ["not campaign", pytest.param("campaign", marks=pytest.mark.campaign)]
+    "marks",
+    [
+        "not campaign and not long",
+        pytest.param("campaign and not long", marks=pytest.mark.campaign),
+        pytest.param("long", marks=pytest.mark.long),
+    ],
 )
 def test_on_several_devices(marks):
     """In a process of its own: the number of devices is fixed when jax starts."""
@@ -243,7 +248,7 @@ def test_on_several_devices(marks):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=1200,
+        timeout=2400,
         check=False,
     )
     assert ran.returncode == 0, ran.stdout[-8000:] + ran.stderr[-2000:]

@@ -24,7 +24,7 @@ from jdllm.runner.launch import over_mesh
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "data" / "goldens"
 EIGHT_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
-campaign = pytest.mark.campaign
+campaign, long = pytest.mark.campaign, pytest.mark.long
 
 
 def mesh_of(tp):
@@ -279,13 +279,8 @@ BLOCK_ENGINES = {
     "llada22": LLADA22 | BLOCK_SIZES,  # with routing by blocks and tokens that move
     "fast_dllm_v2": BLOCK_SIZES | SHIFTED,
 }
-MORE_BLOCK_ENGINES = [
-    ("llada2", 4, 1),
-    ("llada2", 4, None),
-    ("llada22", 2, None),
-    ("llada22", 4, 1),
-    ("fast_dllm_v2", 2, 1),
-]
+MORE_BLOCK_ENGINES = [("llada2", 4, None), ("llada22", 2, None), ("fast_dllm_v2", 2, 1)]
+SLICED_EXPERTS = [("llada2", 4, 1), ("llada22", 4, 1)]
 ASKED = requests(1, 6, 240, wanted=50)
 
 
@@ -297,7 +292,11 @@ def block_answers(family):
 
 @pytest.mark.parametrize(
     ("family", "tp", "ep"),
-    [("llada2", 2, None), *(pytest.param(*one, marks=campaign) for one in MORE_BLOCK_ENGINES)],
+    [
+        ("llada2", 2, None),
+        *(pytest.param(*one, marks=campaign) for one in MORE_BLOCK_ENGINES),
+        *(pytest.param(*one, marks=long) for one in SLICED_EXPERTS),
+    ],
 )
 def test_a_split_block_engine_gives_the_tokens_of_one_device(family, tp, ep):
     """Greedy and sampled rows, fused commits, prefix hits, rows that are preempted."""
@@ -343,8 +342,14 @@ def test_a_split_canvas_engine_gives_the_tokens_of_one_device(family, tp):
         assert_state_is_replicated(engine, tp)
 
 
-@campaign
-@pytest.mark.parametrize("family", ["llada2", "llada22", "dream"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param("llada2", marks=campaign),
+        pytest.param("llada22", marks=long),
+        pytest.param("dream", marks=long),
+    ],
+)
 def test_edited_logits_and_lists_of_the_best_equal_those_of_one_device(family):
     asked = requests(3, 2, 240)
     asked["input_ids"] = [one[:20] for one in asked["input_ids"]]
