@@ -12,6 +12,10 @@ A rank that has read the messages of an epoch knows that all ranks have sent the
 read those of the epoch before: two inboxes suffice, and nothing is ever zeroed. Epochs wrap around
 every few days, so they are compared by their difference.
 
+Kernels that use one mailbox must run one after another, in the same order on all ranks. That holds
+as long as XLA runs the kernels of a program in the order of its schedule, which is the same for all
+ranks (its command buffers do so unless they are told to run what is independent at the same time).
+
 XLA does not know of these writes: addresses are data. Whoever creates the buffers keeps them for
 as long as a program runs that got their addresses.
 """
