@@ -50,7 +50,10 @@ def plain_indel_engine():
 
 
 # The models whose own rules the laws must hold for, with what their engines need.
-@pytest.fixture(scope="session", params=["llada2", "llada22"])
+# Of the second, two engines more: in memory, a gigabyte for as long as the run lasts.
+@pytest.fixture(
+    scope="session", params=["llada2", pytest.param("llada22", marks=pytest.mark.campaign)]
+)
 def model(request):
     return {"llada2": {}, "llada22": LLADA22}[request.param]
 
