@@ -33,7 +33,7 @@ def plain_engine():
         yield engine
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def indel_engine(tmp_path_factory):
     """Like `engine`, of the model that moves tokens (LLaDA2.2); each token is a letter."""
     tokenizer = tmp_path_factory.mktemp("letters")
@@ -43,28 +43,28 @@ def indel_engine(tmp_path_factory):
         yield engine
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def plain_indel_engine():
     with make_engine(with_logits=True, **LLADA22 | PLAIN) as engine:
         yield engine
 
 
 # The models whose own rules the laws must hold for, with what their engines need.
-# Of the second, two engines more: in memory, a gigabyte for as long as the run lasts.
+# Engines of the second live as long as a module: two of them take a gigabyte.
 @pytest.fixture(
-    scope="session", params=["llada2", pytest.param("llada22", marks=pytest.mark.campaign)]
+    scope="module", params=["llada2", pytest.param("llada22", marks=pytest.mark.campaign)]
 )
 def model(request):
     return {"llada2": {}, "llada22": LLADA22}[request.param]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def engine_of(model, request):
     """The engine of `model`, which packs as much into a launch as it can."""
     return request.getfixturevalue("indel_engine" if model else "engine")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def plain_engine_of(model, request):
     """The engine of `model` that is as plain as can be."""
     return request.getfixturevalue("plain_indel_engine" if model else "plain_engine")
