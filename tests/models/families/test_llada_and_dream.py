@@ -143,11 +143,13 @@ def test_bfloat16_stays_bfloat16_and_near_the_reference(family):
 def test_a_llada_with_grouped_queries_and_biases_computes_what_dream_does(tmp_path):
     # An oracle for what no LLaDA release uses: Dream's weights under LLaDA's names and keys.
     config = model("dream").config
+    # In the order of what they fill; q, k and v fill one parameter, in this order in both tables.
+    dreams, lladas = (
+        sorted(family.FAMILY.weight_rows(config), key=lambda row: row.target)
+        for family in (dream, llada)
+    )
     names = {
-        dreams.name: lladas.name
-        for dreams, lladas in zip(
-            dream.FAMILY.weight_rows(config), llada.FAMILY.weight_rows(config), strict=True
-        )
+        of_dream.name: of_llada.name for of_dream, of_llada in zip(dreams, lladas, strict=True)
     }
     tensors = {names[name]: tensor for name, tensor in golden_tensors("dream").items()}
     assert "model.transformer.blocks.0.k_proj.bias" in tensors
