@@ -1,11 +1,30 @@
 """One tiny engine for the tests of this folder, and one as plain as can be: rows alone, one step
 a launch, no fused commit, no overlap, no prefix cache."""
 
+import contextlib
+import functools
+import pathlib
+
 import pytest
 from support import canvas_engine
 from support.tiny_engine import BLOCK, LLADA22, VOCAB, make_engine
 
 from jdllm.runner.block import proposal
+
+FOLDER = pathlib.Path(__file__).parent
+OPEN = contextlib.ExitStack()  # engines of all modules here: half a gigabyte
+
+
+@functools.cache
+def last_here(session):
+    """Returns the last test of this folder."""
+    return next(one for one in reversed(session.items) if FOLDER in one.path.parents)
+
+
+def pytest_runtest_teardown(item):
+    """Closes the engines after the last test of this folder, not at the end of the session."""
+    if item is last_here(item.session):
+        OPEN.close()
 
 
 @pytest.fixture(scope="session")
@@ -14,8 +33,7 @@ def engine():
         # Batches of two rows and more gather the positions that can still change.
         patch.setattr(proposal, "ROWS_OF_A_PASS", BLOCK)
         engine = make_engine(with_logits=True)
-    with engine:
-        yield engine
+    return OPEN.enter_context(engine)
 
 
 PLAIN = {
@@ -29,8 +47,7 @@ PLAIN = {
 
 @pytest.fixture(scope="session")
 def plain_engine():
-    with make_engine(with_logits=True, **PLAIN) as engine:
-        yield engine
+    return OPEN.enter_context(make_engine(with_logits=True, **PLAIN))
 
 
 @pytest.fixture(scope="module")
