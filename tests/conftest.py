@@ -16,7 +16,8 @@ def pytest_runtest_protocol(item, nextitem):
     module = item.nodeid.partition("::")[0]
     with RESOURCES.of_module(module):
         result = yield
-        RESOURCES.after_test(ends_module=nextitem is None or nextitem.path != item.path)
+        ends = nextitem is None or nextitem.path != item.path
+        RESOURCES.after_test(ended=getattr(item, "module", None) if ends else None)
     return result
 
 

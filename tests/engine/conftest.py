@@ -25,6 +25,7 @@ def pytest_runtest_teardown(item):
     """Closes the engines after the last test of this folder, not at the end of the session."""
     if item is last_here(item.session):
         OPEN.close()
+        canvas_engine.close_shared()
 
 
 @pytest.fixture(scope="session")

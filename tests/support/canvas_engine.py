@@ -38,6 +38,15 @@ ATOL = 5e-4
 FIRST_LETTER = 0x4E00  # of token 0; each token is a letter of its own
 
 
+OPEN = contextlib.ExitStack()  # the shared engines
+
+
+def close_shared():
+    """Closes the shared engines; who asks again gets new ones."""
+    shared.cache_clear()
+    OPEN.close()
+
+
 @functools.cache
 def shared(family):
     """Returns the family's engine, one for all tests: compiling it is most of what they cost.
@@ -46,7 +55,7 @@ def shared(family):
     """
     with tempfile.TemporaryDirectory() as directory:
         write_tokenizer(pathlib.Path(directory))
-        return make(
+        engine = make(
             family,
             short_row_tokens=SHORT_CANVAS[family],
             with_logits=True,
@@ -54,6 +63,7 @@ def shared(family):
             skip_tokenizer_init=False,
             max_total_tokens=1 << 15,
         )
+    return OPEN.enter_context(engine)
 
 
 def make(family, whole_tokens=(32, CONTEXT), short_row_tokens=0, with_logits=False, **options):

@@ -8,6 +8,7 @@ for a few, which the persistent cache then loads.
 
 import contextlib
 import ctypes
+import functools
 import gc
 import os
 import pathlib
@@ -15,6 +16,7 @@ import re
 import resource
 import shutil
 import sys
+import types
 from collections.abc import Iterator
 
 MB, GB = 1 << 20, 1 << 30
@@ -64,6 +66,9 @@ def cpu_s() -> float:
     return sum(os.times()[:4])
 
 
+_CACHED = type(functools.cache(len))
+
+
 class Resources:
     """What the tests of a run take. A plugin of pytest."""
 
@@ -81,15 +86,21 @@ class Resources:
         self._cpu_s[module] = self._cpu_s.get(module, 0.0) + cpu_s() - began
         self._peak_bytes[module] = peak_bytes()
 
-    def after_test(self, *, ends_module: bool) -> None:
-        """Notes what is held; gives memory back to the system, if much has gathered."""
+    def after_test(self, *, ended: types.ModuleType | None) -> None:
+        """Notes what is held; gives memory back to the system, if much has gathered.
+
+        `ended` is the module whose last test it was: nobody needs what its functions have cached.
+        """
+        for function in vars(ended).values() if ended else ():
+            if isinstance(function, _CACHED) and function.__module__ == ended.__name__:
+                function.cache_clear()
         children = children_bytes()
         if children:
             together = children + resident_bytes()
             self._with_children_bytes = max(self._with_children_bytes, together)
         if resident_bytes() > self._trimmed_bytes + GROWTH_BYTES:
             self._trim()
-        if ends_module and resident_bytes() > CLEAR_BYTES and "jax" in sys.modules:
+        if ended and resident_bytes() > CLEAR_BYTES and "jax" in sys.modules:
             sys.modules["jax"].clear_caches()
             self._trim()
 
