@@ -18,7 +18,7 @@ from support.fuzz import campaign
 from jdllm.checkpoint import source
 from jdllm.server import lifecycle
 
-START_S = 240.0
+START_S = 900.0  # beside another test run on two cores
 # The launches of `test_live_server.py`, so that they are compiled once.
 FLAGS = (
     "--port=0",
