@@ -24,7 +24,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Float32, Int32
 
 import pallas_kernels
 from jdllm import errors
@@ -257,6 +257,13 @@ def rank() -> Int32[Array, ""]:
     """Returns the rank that the step runs on."""
     found = peers()
     return jax.lax.axis_index(AXIS) if found is None else found.number
+
+
+def of_all_ranks(x: Float32[Array, ...]) -> Float32[Array, "ranks ..."]:
+    """Returns the arrays of all ranks, in rank order, on every rank."""
+    words = jax.lax.bitcast_convert_type(x, np.int32)
+    found = pallas_kernels.exchange_words(words, axis_name=AXIS, peers=peers())
+    return jax.lax.bitcast_convert_type(found, np.float32)
 
 
 def of_first_rank(x: Int32[Array, ""]) -> Int32[Array, ""]:

@@ -21,7 +21,6 @@ as long as a program runs that got their addresses.
 """
 
 import dataclasses
-from collections.abc import Iterator
 
 import jax
 from jaxtyping import Array, Int32
@@ -87,11 +86,15 @@ class Peers:
 
     @property
     def row_mailbox(self) -> Mailbox:
-        return next(_mailboxes(self.num_ranks, self.rows, self.row_bytes, self.chunks))
+        return self._mailboxes[0]
 
     @property
     def word_mailbox(self) -> Mailbox:
-        return list(_mailboxes(self.num_ranks, self.rows, self.row_bytes, self.chunks))[1]
+        return self._mailboxes[1]
+
+    @property
+    def _mailboxes(self) -> tuple[Mailbox, Mailbox]:
+        return _mailboxes(self.num_ranks, self.rows, self.row_bytes, self.chunks)
 
 
 def buffer_words(*, ranks: int, rows: int, row_bytes: int, chunks: int) -> int:
@@ -99,15 +102,14 @@ def buffer_words(*, ranks: int, rows: int, row_bytes: int, chunks: int) -> int:
 
     Raises ValueError if a kernel could not address it.
     """
-    *_, last = _mailboxes(ranks, rows, row_bytes, chunks)
+    _, last = _mailboxes(ranks, rows, row_bytes, chunks)
     if last.end >= 2**32:  # kernels compute places in it with 32 bits
         raise ValueError(f"a buffer of {last.end} bytes for {ranks=}, {rows=} of {row_bytes} bytes")
     return -(-last.end // _WORD)
 
 
-def _mailboxes(ranks: int, rows: int, row_bytes: int, chunks: int) -> Iterator[Mailbox]:
-    first = 0
-    for slots, slot_bytes in ((rows, row_bytes), (chunks, CHUNK_WORDS * _WORD)):
-        mailbox = Mailbox(first=first, ranks=ranks, slots=slots, slot_bytes=slot_bytes)
-        yield mailbox
-        first = -(-mailbox.end // _ALIGN) * _ALIGN
+def _mailboxes(ranks: int, rows: int, row_bytes: int, chunks: int) -> tuple[Mailbox, Mailbox]:
+    """Returns the mailbox of rows and that of words, which begins where the first one ends."""
+    of_rows = Mailbox(first=0, ranks=ranks, slots=rows, slot_bytes=row_bytes)
+    first = -(-of_rows.end // _ALIGN) * _ALIGN
+    return of_rows, Mailbox(first=first, ranks=ranks, slots=chunks, slot_bytes=CHUNK_WORDS * _WORD)

@@ -20,17 +20,19 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from tqdm import tqdm
 
 import pallas_kernels
 from jdllm import device, sharding
-from jdllm.runner.launch import peer_buffers
+from jdllm.runner.launch import over_mesh, peer_buffers
 
+Arrays = dict[str, Any]
 CHAIN = 32  # sums of a step
 EPS = 1e-6
 LINK_BYTES_S, MEMORY_BYTES_S = 450e9, 4.3e12
@@ -61,8 +63,9 @@ def main() -> None:
     for tokens, width in itertools.product(args.tokens, args.widths):
         found: dict[str, np.ndarray] = {}
         for name in names:
-            run = _program(mesh, buffers if name == "mosaic_gpu" else None, args.steps)
             arrays = _arrays(mesh, tokens, width)
+            mine = buffers if name == "mosaic_gpu" else None
+            run = _program(mesh, mine, args.steps, arrays)
             result, returned_s, whole_s = _timed(run, arrays, args.repeats)
             found[name] = _same_on_all(result)
             first = found[names[0]]
@@ -75,38 +78,41 @@ def main() -> None:
         out(f"{args.skews} launches with ranks up to 2 ms apart: all bits equal\n")
 
 
-def _program(mesh, buffers, steps: int, *, waits: bool = False) -> Callable[..., jax.Array]:
-    """Returns a function of (parts [tp, T, D], weight [D], turns [tp]) -> [T, D] of every rank."""
-    peers = None if buffers is None else buffers.peers
+def _program(
+    mesh: Mesh,
+    buffers: peer_buffers.PeerBuffers | None,
+    steps: int,
+    arrays: Arrays,
+    *,
+    waits: bool = False,
+) -> Callable[[Arrays], jax.Array]:
+    """Returns a function of `_arrays` like these that gives [tp, T, D], what every rank has."""
 
-    def on_rank(parts, weight, turns, peers):
-        part = parts[0]
-        if peers is not None:
-            peers = jax.tree.map(lambda leaf: leaf[0] if leaf.ndim == 2 and leaf.shape[1] == 1 else
-                                 leaf, peers)  # fmt: skip
+    def step(params: Arrays, memory: Arrays, _: None) -> tuple[Arrays, None]:
+        part, weight = params["part"], params["weight"]
         if waits:
-            part = part + _idle(turns[0]).astype(part.dtype)
+            part = part + _idle(params["turns"][0]).astype(part.dtype)
         add = functools.partial(
-            pallas_kernels.all_reduce_add_rms_norm, eps=EPS, axis_name=sharding.AXIS, peers=peers
+            pallas_kernels.all_reduce_add_rms_norm,
+            eps=EPS,
+            axis_name=sharding.AXIS,
+            peers=sharding.peers(),
         )
 
-        def step(_, x):
+        def sums(_: jax.Array, x: jax.Array) -> jax.Array:
             for _ in range(CHAIN):
-                _, normed = add(x, (part,), weight)
-                x = normed
+                _, x = add(x, (part,), weight)
             return x
 
-        return jax.lax.fori_loop(0, steps, step, jnp.zeros_like(part))[None]
+        begin = jnp.zeros_like(memory["x"])
+        return {"x": jax.lax.fori_loop(0, steps, sums, begin)}, None
 
-    split, whole = sharding.SPLIT, sharding.REPLICATED
-    specs = None if peers is None else jax.tree.map(lambda leaf: leaf.sharding.spec, peers)
-    run = jax.jit(
-        jax.shard_map(
-            on_rank, mesh=mesh, in_specs=(split, whole, split, specs), out_specs=split,
-            check_vma=False,
-        )
-    )  # fmt: skip
-    return lambda parts, weight, turns: run(parts, weight, turns, peers)
+    def whole(arrays: Arrays) -> Arrays:
+        return arrays if buffers is None else {**arrays, over_mesh.PEERS: buffers.peers}
+
+    params, memory = whole(arrays), {"x": arrays["part"]}
+    compiled = jax.jit(over_mesh.on_every_rank(step, params, memory, mesh))
+    return lambda arrays: compiled(whole(arrays), {"x": arrays["part"]}, None)[0]["x"]
 
 
 def _idle(turns: jax.Array) -> jax.Array:
@@ -116,24 +122,29 @@ def _idle(turns: jax.Array) -> jax.Array:
     return jnp.sum(work) * 0
 
 
-def _arrays(mesh, tokens: int, width: int, turns: np.ndarray | None = None):
+def _arrays(mesh: Mesh, tokens: int, width: int, turns: np.ndarray | None = None) -> Arrays:
     rng = np.random.default_rng(tokens + width)
     tp = mesh.devices.size
-    parts = rng.normal(size=(tp, tokens, width)).astype(jnp.bfloat16)
+    split, whole = (NamedSharding(mesh, spec) for spec in (sharding.SPLIT, sharding.REPLICATED))
+    part = rng.normal(size=(tp, tokens, width)).astype(jnp.bfloat16)
+    weight = rng.normal(size=(width,)).astype(jnp.bfloat16)
     turns = np.zeros(tp, np.int32) if turns is None else turns
-    put = functools.partial(jax.device_put, device=NamedSharding(mesh, sharding.SPLIT))
-    whole = NamedSharding(mesh, sharding.REPLICATED)
-    weight = jax.device_put(rng.normal(size=(width,)).astype(jnp.bfloat16), whole)
-    return put(parts), weight, put(turns)
+    return {
+        "part": jax.device_put(part, split),
+        "weight": jax.device_put(weight, whole),
+        "turns": jax.device_put(turns[:, None], split),
+    }
 
 
-def _timed(run: Callable[..., jax.Array], arrays, repeats: int) -> tuple[jax.Array, float, float]:
+def _timed(
+    run: Callable[[Arrays], jax.Array], arrays: Arrays, repeats: int
+) -> tuple[jax.Array, float, float]:
     """Returns the result, and the medians of when the call returned and when it had ended."""
-    result = jax.block_until_ready(run(*arrays))
+    result = jax.block_until_ready(run(arrays))
     returned, ended = [], []
     for _ in range(repeats):
         began = time.perf_counter()
-        result = run(*arrays)
+        result = run(arrays)
         returned.append(time.perf_counter() - began)
         jax.block_until_ready(result)
         ended.append(time.perf_counter() - began)
@@ -148,12 +159,13 @@ def _same_on_all(result: jax.Array) -> np.ndarray:
     return ranks[0]
 
 
-def _skewed(mesh, buffers, count: int) -> None:
-    run = _program(mesh, buffers, 2, waits=True)
-    rng, expected = np.random.default_rng(0), None
+def _skewed(mesh: Mesh, buffers: peer_buffers.PeerBuffers, count: int) -> None:
+    rng, expected, run = np.random.default_rng(0), None, None
     for _ in tqdm(range(count), desc="skews", disable=None):
         turns = rng.integers(0, 200, mesh.devices.size).astype(np.int32)
-        found = _same_on_all(run(*_arrays(mesh, 32, 2048, turns)))
+        arrays = _arrays(mesh, 32, 2048, turns)
+        run = run or _program(mesh, buffers, 2, arrays, waits=True)
+        found = _same_on_all(run(arrays))
         expected = found if expected is None else expected
         np.testing.assert_array_equal(found, expected)
 

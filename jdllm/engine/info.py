@@ -62,7 +62,7 @@ def server_info(built: build.Built) -> dict[str, Any]:
     options = dataclasses.asdict(built.config).items()
     return {
         **{name: value for name, value in options if name not in config_lib.IMAGE_OPTIONS},
-        "kernels": built.kernels,
+        "kernels": built.runner.kernels,
         "device": str(built.device),
         "device_facts": dataclasses.asdict(built.device),
         "devices": device.describe(built.device.num_devices),

@@ -32,17 +32,10 @@ class LMHead:
 
     def logits(self, x: Float[Array, "T D"]) -> Float32[Array, "T V"]:
         """Returns the logits of the whole vocabulary."""
-        logits = jnp.einsum("TD,VD->TV", x, self.weight, preferred_element_type=jnp.float32)
-        if self.softcap is not None:
-            logits = self.softcap * jnp.tanh(logits / self.softcap)
+        logits = self._logits(x, self.weight)
         if self.num_ranks == 1:
             return logits
-        parts = pallas_kernels.exchange_words(
-            jax.lax.bitcast_convert_type(logits, jnp.int32),
-            axis_name=sharding.AXIS,
-            peers=sharding.peers(),
-        )
-        parts = jax.lax.bitcast_convert_type(parts, jnp.float32)
+        parts = sharding.of_all_ranks(logits)
         return jnp.moveaxis(parts, 0, 1).reshape(logits.shape[0], -1)
 
     def logits_of(self, x: Float[Array, "T D"], ids: tuple[int, ...]) -> Float32[Array, "T X"]:
@@ -51,15 +44,15 @@ class LMHead:
         rank = sharding.rank() if self.num_ranks > 1 else 0
         places = jnp.array(ids, jnp.int32) - rank * part  # of tokens of other ranks: out of bounds
         rows = self.weight[jnp.clip(places, 0, part - 1)]
-        logits = jnp.einsum("TD,XD->TX", x, rows, preferred_element_type=jnp.float32)
+        logits = self._logits(x, rows)
         if self.num_ranks == 1:
             return logits
-        words = jax.lax.bitcast_convert_type(logits, jnp.int32)
-        ranks = pallas_kernels.exchange_words(
-            words, axis_name=sharding.AXIS, peers=sharding.peers()
-        )
-        found = jnp.stack([ranks[token // part, :, i] for i, token in enumerate(ids)], axis=1)
-        return jax.lax.bitcast_convert_type(found, jnp.float32)
+        ranks = sharding.of_all_ranks(logits)
+        return jnp.stack([ranks[token // part, :, i] for i, token in enumerate(ids)], axis=1)
+
+    def _logits(self, x: Float[Array, "T D"], rows: Float[Array, "X D"]) -> Float32[Array, "T X"]:
+        logits = jnp.einsum("TD,XD->TX", x, rows, preferred_element_type=jnp.float32)
+        return logits if self.softcap is None else self.softcap * jnp.tanh(logits / self.softcap)
 
     def stats(
         self,

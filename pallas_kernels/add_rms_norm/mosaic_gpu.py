@@ -7,6 +7,7 @@ added, two rows in and two out, 8 * T * D (34 MB, 8 us, for 2048 tokens of width
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import dispatch
 from pallas_kernels.hopper import compat
 
-_THREADS = 128
+THREADS = 128
 _MAX_WIDTH = 8192  # 64 values a thread
 
 
@@ -25,8 +26,13 @@ def why_not(*, dtype: jnp.dtype, width: int) -> str | None:
     """Returns why this kernel cannot serve the shape, or None."""
     if reason := dispatch.dtype_refusal(dtype):
         return reason
-    if width % (4 * _THREADS) or not 0 < width <= _MAX_WIDTH:
-        return f"the row must be a multiple of {4 * _THREADS} and at most {_MAX_WIDTH}, {width=}"
+    return why_not_width(width)
+
+
+def why_not_width(width: int) -> str | None:
+    """Returns why a warpgroup cannot hold such a row, or None."""
+    if width % (4 * THREADS) or not 0 < width <= _MAX_WIDTH:
+        return f"the row must be a multiple of {4 * THREADS} and at most {_MAX_WIDTH}, {width=}"
     return None
 
 
@@ -54,20 +60,38 @@ def add_rms_norm(
 def _norm_row(x_gmem, *refs, eps):
     *added_gmem, weight_gmem, sum_gmem, normed_gmem = refs
     row = lax.axis_index("row")
-    width, dtype = x_gmem.shape[1], x_gmem.dtype
+    store_sum_and_norm(
+        x_gmem, sum_of_row(added_gmem, row), weight_gmem, sum_gmem, normed_gmem, row=row, eps=eps
+    )
+
+
+def layout_of(width: int) -> Any:
+    """Returns how a row lies in the registers of a warpgroup."""
     # A load takes 16 bytes if the row has that many for every thread, else 8.
-    vec_size = 8 if width % (8 * _THREADS) == 0 else 4
-    layout = plgpu.Layout.WG_STRIDED((width,), vec_size=vec_size)
+    vec_size = 8 if width % (8 * THREADS) == 0 else 4
+    return plgpu.Layout.WG_STRIDED((width,), vec_size=vec_size)
 
-    def load(values):
-        return plgpu.layout_cast(values, layout).astype(jnp.float32)
 
-    def add(left, right):  # rounds as a separate addition does
-        return (left + right).astype(dtype).astype(jnp.float32)
+def sum_of_row(added_gmem, row):
+    """Returns the sum of a row of each array in float32, rounded to their dtype as it goes."""
+    return functools.reduce(
+        functools.partial(_add, added_gmem[0].dtype), [_load(ref[row]) for ref in added_gmem]
+    )
 
-    added = functools.reduce(add, [load(ref[row]) for ref in added_gmem])
-    total = add(load(x_gmem[row]), added)
+
+def store_sum_and_norm(x_gmem, added, weight_gmem, sum_gmem, normed_gmem, *, row, eps):
+    """Adds a row of float32 to x and stores the sum and its norm."""
+    dtype = x_gmem.dtype
+    total = _add(dtype, _load(x_gmem[row]), added)
     sum_gmem[row] = total.astype(dtype)
-    scale = lax.rsqrt(jnp.sum(total * total) / width + eps)
+    scale = lax.rsqrt(jnp.sum(total * total) / x_gmem.shape[1] + eps)
     rounded = (total * scale).astype(dtype).astype(jnp.float32)
-    normed_gmem[row] = (rounded * load(weight_gmem[...])).astype(dtype)
+    normed_gmem[row] = (rounded * _load(weight_gmem[...])).astype(dtype)
+
+
+def _load(values):
+    return plgpu.layout_cast(values, layout_of(values.shape[0])).astype(jnp.float32)
+
+
+def _add(dtype, left, right):  # rounds as a separate addition does
+    return (left + right).astype(dtype).astype(jnp.float32)

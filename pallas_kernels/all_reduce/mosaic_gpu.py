@@ -13,7 +13,6 @@ round over the link, so few rows go in one shot.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,11 +25,10 @@ from jaxlib.mlir.dialects import llvm, vector
 from jaxtyping import Array, Float
 
 from pallas_kernels import peers as peers_lib
+from pallas_kernels.add_rms_norm import mosaic_gpu as norm_kernel
 from pallas_kernels.hopper import compat, lane_code, peer_code
 from pallas_kernels.hopper.lane_code import Int
 
-_THREADS = 128
-_MAX_WIDTH = 8192  # 64 values a thread
 # From so many rows on a message goes in two shots; with two ranks that would send as much.
 _TWO_SHOT_ROWS = {4: 512, 8: 128}
 
@@ -39,8 +37,8 @@ def why_not(*, dtype: jnp.dtype, tokens: int, width: int, peers: peers_lib.Peers
     """Returns why this kernel cannot serve the shape, or None."""
     if jnp.dtype(dtype).name != "bfloat16":
         return f"sums of bfloat16 only, this is {jnp.dtype(dtype).name}"
-    if width % (4 * _THREADS) or not 0 < width <= _MAX_WIDTH:
-        return f"the row must be a multiple of {4 * _THREADS} and at most {_MAX_WIDTH}, {width=}"
+    if reason := norm_kernel.why_not_width(width):
+        return reason
     if 2 * width > peers.row_bytes:
         return f"the peers' mailboxes are for rows of {peers.row_bytes} bytes, {width=}"
     if tokens > peers.rows:
@@ -62,7 +60,7 @@ def all_reduce(
     (total,) = compat.kernel(
         functools.partial(
             _sum_row,
-            peers=_static(peers),
+            mailbox=peers.row_mailbox,
             two_shot=is_two_shot(tokens=tokens, num_ranks=peers.num_ranks),
         ),
         out_type=(jax.ShapeDtypeStruct((tokens, width), added[0].dtype),),
@@ -86,7 +84,7 @@ def all_reduce_add_rms_norm(
         functools.partial(
             _norm_row,
             eps=eps,
-            peers=_static(peers),
+            mailbox=peers.row_mailbox,
             two_shot=is_two_shot(tokens=x.shape[0], num_ranks=peers.num_ranks),
         ),
         out_type=(out, out),
@@ -97,47 +95,26 @@ def all_reduce_add_rms_norm(
     )(peers.rank, peers.addresses.reshape(-1), x, *added, weight)
 
 
-def _static(peers: peers_lib.Peers) -> peers_lib.Mailbox:
-    return peers.row_mailbox
-
-
-def _layout(width: int) -> Any:
-    # A load takes 16 bytes if the row has that many for every thread, else 8.
-    vec_size = 8 if width % (8 * _THREADS) == 0 else 4
-    return plgpu.Layout.WG_STRIDED((width,), vec_size=vec_size)
-
-
-def _load(values, layout):
-    return plgpu.layout_cast(values, layout).astype(jnp.float32)
-
-
-def _add(left, right):  # rounds as a separate addition does
-    return (left + right).astype(jnp.bfloat16).astype(jnp.float32)
-
-
-def _sum_row(rank_gmem, addresses_gmem, *refs, peers, two_shot):
+def _sum_row(rank_gmem, addresses_gmem, *refs, mailbox, two_shot):
     *added_gmem, total_gmem = refs
     total_gmem[lax.axis_index("row")] = _total_of_row(
-        rank_gmem, addresses_gmem, added_gmem, peers, two_shot
+        rank_gmem, addresses_gmem, added_gmem, mailbox, two_shot
     )
 
 
-def _norm_row(rank_gmem, addresses_gmem, x_gmem, *refs, eps, peers, two_shot):
+def _norm_row(rank_gmem, addresses_gmem, x_gmem, *refs, eps, mailbox, two_shot):
     *added_gmem, weight_gmem, sum_gmem, normed_gmem = refs
-    row, width, layout = lax.axis_index("row"), x_gmem.shape[1], _layout(x_gmem.shape[1])
-    added = _total_of_row(rank_gmem, addresses_gmem, added_gmem, peers, two_shot)
-    total = _add(_load(x_gmem[row], layout), added.astype(jnp.float32))
-    sum_gmem[row] = total.astype(jnp.bfloat16)
-    scale = lax.rsqrt(jnp.sum(total * total) / width + eps)
-    rounded = (total * scale).astype(jnp.bfloat16).astype(jnp.float32)
-    normed_gmem[row] = (rounded * _load(weight_gmem[...], layout)).astype(jnp.bfloat16)
+    added = _total_of_row(rank_gmem, addresses_gmem, added_gmem, mailbox, two_shot)
+    norm_kernel.store_sum_and_norm(
+        x_gmem, added.astype(jnp.float32), weight_gmem, sum_gmem, normed_gmem,
+        row=lax.axis_index("row"), eps=eps,
+    )  # fmt: skip
 
 
 def _total_of_row(rank_gmem, addresses_gmem, added_gmem, mailbox, two_shot):
     """Returns the sum of this CTA's row of `added` over all ranks, in bfloat16."""
     row, width = lax.axis_index("row"), added_gmem[0].shape[1]
-    layout = _layout(width)
-    mine = functools.reduce(_add, [_load(ref[row], layout) for ref in added_gmem])
+    layout, mine = norm_kernel.layout_of(width), norm_kernel.sum_of_row(added_gmem, row)
 
     @compat.inline_mgpu(
         arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WG_SPLAT(()), layout),
@@ -178,7 +155,7 @@ def exchange_row(
         addresses=[peer_code.address_of(addresses, number) for number in range(mailbox.ranks)],
         rank=rank,
         slot=row,
-        threads=_THREADS,
+        threads=norm_kernel.THREADS,
     )
     return exchange.reduce(pieces, _sum_of_ranks, two_shot=two_shot)
 

@@ -4,27 +4,16 @@
 """
 
 import functools
-import json
-import pathlib
 
 import jax
 import pytest
 from support import canvas_engine, devices
+from support.golden_configs import variant
 from support.tiny_engine import make_engine
 
 from jdllm import sharding
 from jdllm.runner.launch import over_mesh, peer_buffers
 from pallas_kernels.hopper import compat
-
-GOLDENS = pathlib.Path(__file__).parents[1] / "data" / "goldens"
-
-
-def variant(folder, family, **changes):
-    """Returns a folder with only the changed config.json of a golden."""
-    folder.mkdir()
-    config = json.loads((GOLDENS / family / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 @pytest.mark.skipif(not compat.supported(), reason=f"needs jax >= {compat.MIN_JAX_VERSION}")

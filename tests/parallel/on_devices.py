@@ -5,8 +5,6 @@ model on one device.
 """
 
 import functools
-import json
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +12,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from support import canvas_engine
+from support.golden_configs import GOLDENS, variant
 from support.tiny_engine import LLADA22, SHIFTED, VOCAB, assert_nothing_held, make_engine
 
 from jdllm import device, sharding
@@ -22,7 +21,6 @@ from jdllm.layers import attention, unembedding
 from jdllm.models import loading, split
 from jdllm.runner.launch import over_mesh
 
-GOLDENS = pathlib.Path(__file__).parents[1] / "data" / "goldens"
 EIGHT_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
 campaign, long = pytest.mark.campaign, pytest.mark.long
 
@@ -35,14 +33,6 @@ def load(folder, tp=1, ep=None, **options):
     shards = split.shards_of(loading.read_config(folder), tp, ep)
     options = {"dtype": "float32", "show_progress": False} | options
     return loading.load(folder, shards=shards, mesh=mesh_of(tp), **options), shards
-
-
-def variant(folder, family, **changes):
-    """Returns a folder with only the changed config.json of a golden."""
-    folder.mkdir(exist_ok=True)
-    config = json.loads((GOLDENS / family / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 def shards_by_device(array):

@@ -3,6 +3,7 @@
 import pytest
 
 from jdllm import errors
+from jdllm.scheduler import sizes
 from jdllm.scheduler.rows import block, canvas
 
 
@@ -14,7 +15,7 @@ def test_defaults_cover_limits_with_few_shapes(rows, budget):
     assert made.prefill_tokens[-1] == max(32, budget // 32 * 32)
     assert all(tokens % 32 == 0 for tokens in made.prefill_tokens)
     assert made.prefill_rows == rows
-    assert len(made.prefill_tokens) <= max(2, (budget // block.FEW_TOKENS).bit_length())
+    assert len(made.prefill_tokens) <= max(2, (budget // sizes.FEW_TOKENS).bit_length())
     assert len(made.decode_rows) <= rows.bit_length() + 1
     assert len(set(made.all())) == len(made.all())
 
@@ -22,7 +23,7 @@ def test_defaults_cover_limits_with_few_shapes(rows, budget):
 def test_padding_less_than_doubles_a_large_prefill():
     made = block.BlockBuckets.default(4, 8192, 32)
     assert made.prefill_tokens == (512, 1024, 2048, 4096, 8192)
-    for tokens in range(block.FEW_TOKENS, 8193, 32):
+    for tokens in range(sizes.FEW_TOKENS, 8193, 32):
         assert tokens <= made.prefill(1, tokens).tokens < 2 * tokens
 
 

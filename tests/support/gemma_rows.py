@@ -11,8 +11,9 @@ import safetensors.numpy
 from jdllm.kv_cache import pool as pool_lib
 from jdllm.models import loading
 from jdllm.runner import config as config_lib
+from jdllm.runner import packed as packed_lib
 from jdllm.runner.uniform import forward
-from jdllm.runner.uniform import inputs as inputs_lib
+from jdllm.scheduler import sizes
 from jdllm.scheduler.rows import uniform as uniform_rows
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "data" / "goldens" / "diffusion_gemma"
@@ -77,11 +78,11 @@ class GemmaRows:
         tile, num_rows = uniform_rows.tile_of(CANVAS), len(tokens)
         packed, cu = [], [0]
         for row in tokens:
-            width = uniform_rows.in_tiles(len(row), tile)
+            width = sizes.in_units(len(row), tile)
             packed += [*row, *[0] * (width - len(row))]
             cu.append(cu[-1] + width)
         lengths = np.array([len(row) for row in tokens], np.int32)
-        inputs = inputs_lib.EncodeInputs(
+        inputs = packed_lib.PackedInputs(
             tokens=np.array([*packed, *[0] * tile], np.int32),  # a tile of padding
             cu_q_lens=np.array(cu, np.int32),
             context_lens=self.context[:num_rows],

@@ -66,11 +66,6 @@ class Built:
     startup_s: float
     compiles_at_ready: int
 
-    @property
-    def kernels(self) -> dict[str, str]:
-        """For each op, a line that says what the programs run."""
-        return self.runner.kernels
-
 
 def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) -> Built:
     """Loads the model, chooses the size of the KV pool and compiles every bucket."""

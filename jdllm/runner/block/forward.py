@@ -24,8 +24,7 @@ from jdllm import spec as spec_lib
 from jdllm.layers import attention
 from jdllm.models import decoder, loading
 from jdllm.runner import config as config_lib
-from jdllm.runner import paging
-from jdllm.runner.block import inputs as inputs_lib
+from jdllm.runner import packed, paging
 from jdllm.runner.block import sizes
 from jdllm.runner.block import state as state_lib
 from jdllm.runner.launch import program
@@ -36,26 +35,13 @@ def prefill_step(
     config: config_lib.StepConfig,
     params: program.Params,
     memory: program.Memory,
-    inputs: inputs_lib.PrefillInputs,
+    inputs: packed.PackedInputs,
 ) -> tuple[program.Memory, Int32[Array, ""]]:
     """Returns the pool with K,V of the packed tokens written, and the number of tokens.
 
     The host waits for the number, since the pool is donated to the next launch. No LM head runs.
     """
-    T, R = inputs.tokens.shape[0], inputs.kv_lens.shape[0]
-    index = jnp.arange(T, dtype=jnp.int32)
-    row = jnp.searchsorted(inputs.cu_q_lens, index, side="right").astype(jnp.int32) - 1
-    is_valid = index < inputs.cu_q_lens[R]
-    row = jnp.clip(row, 0, R - 1)
-    positions = inputs.context_lens[row] + index - inputs.cu_q_lens[row]
-    positions = jnp.where(is_valid, positions, 0)
-    batch = attention.PagedBatch(
-        cu_q_lens=inputs.cu_q_lens,
-        context_lens=inputs.context_lens,
-        kv_lens=inputs.kv_lens,
-        page_table=inputs.page_table,
-        kv_indices=paging.kv_indices(config, inputs.page_table, row, positions, is_valid),
-    )
+    batch, positions, is_valid = packed.paged_batch(config, inputs)
     model = loading.merge(graphdef, params)
     _, pools = model(
         inputs.tokens,
@@ -69,7 +55,7 @@ def prefill_step(
         caches=memory["pools"],
         valid=is_valid,
     )
-    return {"pools": pools}, inputs.cu_q_lens[R]
+    return {"pools": pools}, inputs.cu_q_lens[-1]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,18 +28,6 @@ from jdllm.scheduler import batch as batch_lib
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillInputs:
-    """Whole committed blocks of several requests, packed; `kv_lens` is 0 for padding rows."""
-
-    tokens: Int32[Any, " T"]
-    cu_q_lens: Int32[Any, " R+1"]
-    context_lens: Int32[Any, " R"]
-    kv_lens: Int32[Any, " R"]
-    page_table: Int32[Any, "R M"]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DenoiseInputs:
     """What the host knows of the rows; their blocks are on the device, in the row state of `slot`.
 
@@ -66,28 +54,6 @@ class DenoiseInputs:
     limits: driver.LaunchLimits
     logits: logit_rows.LogitRows | None = None
     history: Int32[Any, "R S"] | None = None
-
-
-def build_prefill(batch: batch_lib.ScheduleBatch, config: config_lib.StepConfig) -> PrefillInputs:
-    """Packs the rows' committed tokens and pads to the bucket."""
-    R, T = batch.bucket.rows, batch.bucket.tokens
-    tokens = np.zeros((T,), np.int32)
-    cu_q_lens = np.zeros((R + 1,), np.int32)
-    context_lens, kv_lens = np.zeros((R,), np.int32), np.zeros((R,), np.int32)
-    at = 0
-    for i, row in enumerate(batch.rows):
-        end = row.start + row.num_tokens
-        tokens[at : at + row.num_tokens] = row.request.token_ids[row.start : end]
-        at += row.num_tokens
-        cu_q_lens[i + 1 :] = at
-        context_lens[i], kv_lens[i] = row.start, end
-    return PrefillInputs(
-        tokens=tokens,
-        cu_q_lens=cu_q_lens,
-        context_lens=context_lens,
-        kv_lens=kv_lens,
-        page_table=paging.page_table(batch, config),
-    )
 
 
 def build_denoise(

@@ -9,6 +9,7 @@ from flax import nnx
 from jdllm import device_facts
 from jdllm.kv_cache import pool as pool_lib
 from jdllm.runner import config as config_lib
+from jdllm.runner import packed
 from jdllm.runner.block import asked, forward, loop, results, state
 from jdllm.runner.block import inputs as inputs_lib
 from jdllm.runner.launch import program
@@ -46,7 +47,7 @@ class BlockKind:
                 return program.Program(
                     step=functools.partial(forward.prefill_step, graphdef, config),
                     uses=("pools",),
-                    inputs=lambda batch, _: inputs_lib.build_prefill(batch, config),
+                    inputs=lambda batch, _: packed.pack(batch, config),
                     results=results.of_prefill,
                 )
             case block_rows.DecodeBucket():

@@ -20,9 +20,8 @@ from jdllm import spec as spec_lib
 from jdllm.layers import attention
 from jdllm.models import gemma_decoder, loading
 from jdllm.runner import config as config_lib
-from jdllm.runner import paging
+from jdllm.runner import packed, paging
 from jdllm.runner.launch import program
-from jdllm.runner.uniform import inputs as inputs_lib
 from jdllm.scheduler.rows import uniform as uniform_rows
 
 
@@ -38,24 +37,10 @@ def encode_step(
     config: config_lib.StepConfig,
     params: program.Params,
     memory: program.Memory,
-    inputs: inputs_lib.EncodeInputs,
+    inputs: packed.PackedInputs,
 ) -> tuple[program.Memory, Int32[Array, ""]]:
     """Returns the pool with K,V of the packed tokens written, and the number of tokens."""
-    T, R = inputs.tokens.shape[0], inputs.kv_lens.shape[0]
-    index = jnp.arange(T, dtype=jnp.int32)
-    row = jnp.searchsorted(inputs.cu_q_lens, index, side="right").astype(jnp.int32) - 1
-    is_packed = index < inputs.cu_q_lens[R]
-    row = jnp.clip(row, 0, R - 1)
-    positions = inputs.context_lens[row] + index - inputs.cu_q_lens[row]
-    is_valid = is_packed & (positions < inputs.kv_lens[row])
-    positions = jnp.where(is_valid, positions, 0)
-    batch = attention.PagedBatch(
-        cu_q_lens=inputs.cu_q_lens,
-        context_lens=inputs.context_lens,
-        kv_lens=inputs.kv_lens,
-        page_table=inputs.page_table,
-        kv_indices=paging.kv_indices(config, inputs.page_table, row, positions, is_valid),
-    )
+    batch, positions, is_valid = packed.paged_batch(config, inputs)
     attend = attention.paged_attend(
         batch,
         visibility=spec_lib.AttentionPattern.CAUSAL,

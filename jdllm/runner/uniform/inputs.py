@@ -21,22 +21,6 @@ from jdllm.runner import config as config_lib
 from jdllm.runner import paging, row_options
 from jdllm.runner.launch import driver, interrupts
 from jdllm.scheduler import batch as batch_lib
-from jdllm.scheduler.rows import uniform as uniform_rows
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class EncodeInputs:
-    """Context tokens of several requests; `cu_q_lens` counts whole tiles, padding included.
-
-    `kv_lens` is the context with the tokens of the launch, 0 for padding rows.
-    """
-
-    tokens: Int32[Any, " T"]
-    cu_q_lens: Int32[Any, " R+1"]
-    context_lens: Int32[Any, " R"]
-    kv_lens: Int32[Any, " R"]
-    page_table: Int32[Any, "R M"]
 
 
 @jax.tree_util.register_dataclass
@@ -58,29 +42,6 @@ class CanvasInputs:
     algorithm: Int32[Any, " R"]
     params: interface.UniformParams
     limits: driver.LaunchLimits
-
-
-def build_encode(batch: batch_lib.ScheduleBatch, config: config_lib.StepConfig) -> EncodeInputs:
-    """Packs the rows' context tokens, each row in whole tiles, and pads to the bucket."""
-    R, T = batch.bucket.rows, batch.bucket.tokens
-    tile = uniform_rows.tile_of(config.block_size)
-    tokens = np.zeros((T,), np.int32)
-    cu_q_lens = np.zeros((R + 1,), np.int32)
-    context_lens, kv_lens = np.zeros((R,), np.int32), np.zeros((R,), np.int32)
-    at = 0
-    for i, row in enumerate(batch.rows):
-        end = row.start + row.num_tokens
-        tokens[at : at + row.num_tokens] = row.request.tokens(row.start, end)
-        at += uniform_rows.in_tiles(row.num_tokens, tile)
-        cu_q_lens[i + 1 :] = at
-        context_lens[i], kv_lens[i] = row.start, end
-    return EncodeInputs(
-        tokens=tokens,
-        cu_q_lens=cu_q_lens,
-        context_lens=context_lens,
-        kv_lens=kv_lens,
-        page_table=paging.page_table(batch, config),
-    )
 
 
 def build_canvas(

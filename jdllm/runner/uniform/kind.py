@@ -9,6 +9,7 @@ from flax import nnx
 from jdllm import device_facts
 from jdllm.kv_cache import pool as pool_lib
 from jdllm.runner import config as config_lib
+from jdllm.runner import packed
 from jdllm.runner.launch import program
 from jdllm.runner.uniform import forward, loop, results, state
 from jdllm.runner.uniform import inputs as inputs_lib
@@ -45,7 +46,9 @@ class UniformKind:
                 return program.Program(
                     step=functools.partial(forward.encode_step, graphdef, config),
                     uses=("pools",),
-                    inputs=lambda batch, _: inputs_lib.build_encode(batch, config),
+                    inputs=lambda batch, _: packed.pack(
+                        batch, config, tile=uniform_rows.tile_of(config.block_size)
+                    ),
                     results=results.of_encode,
                 )
             case uniform_rows.NoiseBucket():

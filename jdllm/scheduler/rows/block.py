@@ -26,9 +26,6 @@ from jdllm.scheduler import sizes
 from jdllm.scheduler import stay as stay_lib
 from jdllm.scheduler.rows import interface, tokens
 
-# On a GPU a launch of fewer tokens takes hardly less time, because it still reads all weights.
-FEW_TOKENS = 512
-
 
 class PrefillBucket(batch_lib.Bucket):
     """Whole committed blocks of up to `rows` requests, packed into `tokens`."""
@@ -79,25 +76,19 @@ class BlockBuckets:
     ) -> BlockBuckets:
         """Builds decode sizes (powers of two) and prefill sizes (the budget, halved repeatedly).
 
-        Prefill sizes go down to `FEW_TOKENS`; a budget too small to halve also gets its quarter.
         Where `padding_is_cheap` (a GPU, bound by the weights it reads), up to `FEW_TOKENS` only
         every other power of two is a decode size.
         """
-        powers = [1 << i for i in range(max_running_requests.bit_length())]
+        powers = sizes.powers_of_two(max_running_requests)
         if padding_is_cheap:
             powers = [
                 rows
                 for i, rows in enumerate(powers)
-                if i % 2 == 0 or rows * block_size > FEW_TOKENS
+                if i % 2 == 0 or rows * block_size > sizes.FEW_TOKENS
             ]
-        lengths = [max(1, prefill_token_budget // block_size)]  # in blocks
-        while lengths[-1] > 1 and lengths[-1] * block_size >= 2 * FEW_TOKENS:
-            lengths.append(lengths[-1] // 2)
-        if len(lengths) == 1:
-            lengths.append(max(1, lengths[0] // 4))
         return cls(
             decode_rows=tuple(sorted({*powers, max_running_requests})),
-            prefill_tokens=tuple(sorted({blocks * block_size for blocks in lengths})),
+            prefill_tokens=sizes.halvings(prefill_token_budget, block_size),
             prefill_rows=max_running_requests,
             block_size=block_size,
         )

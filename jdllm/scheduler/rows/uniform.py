@@ -27,8 +27,6 @@ from jdllm.scheduler.rows import interface, tokens
 
 # Queries that attention takes at a time; a row's part of an encode launch is padded to them.
 LARGEST_TILE = 64
-# On a GPU a launch of fewer tokens takes hardly less time, because it still reads all weights.
-FEW_TOKENS = 512
 # Options of a request that need its logits, or the canvas of each step.
 _NEED_LOGITS = (
     "frequency_penalty",
@@ -45,11 +43,6 @@ _NEED_LOGITS = (
 def tile_of(canvas_length: int) -> int:
     """Returns how many queries attention takes at a time when it encodes."""
     return min(LARGEST_TILE, canvas_length)
-
-
-def in_tiles(num_tokens: int, tile: int) -> int:
-    """Returns the number of tokens with the padding of the last tile."""
-    return -(-num_tokens // tile) * tile
 
 
 class EncodeBucket(batch_lib.Bucket):
@@ -84,16 +77,10 @@ class UniformBuckets:
     @classmethod
     def default(cls, max_running_requests: int, budget: int, canvas_length: int) -> UniformBuckets:
         """Builds denoise sizes (powers of two) and encode sizes (the budget, halved repeatedly)."""
-        powers = (1 << i for i in range(max_running_requests.bit_length()))
-        tile = tile_of(canvas_length)
-        tiles = [max(1, budget // tile)]
-        while tiles[-1] > 1 and tiles[-1] * tile >= 2 * FEW_TOKENS:
-            tiles.append(tiles[-1] // 2)
-        if len(tiles) == 1:
-            tiles.append(max(1, tiles[0] // 4))
+        powers = sizes.powers_of_two(max_running_requests)
         return cls(
             denoise_rows=tuple(sorted({*powers, max_running_requests})),
-            encode_tokens=tuple(sorted({count * tile for count in tiles})),
+            encode_tokens=sizes.halvings(budget, tile_of(canvas_length)),
             encode_rows=max_running_requests,
             canvas_length=canvas_length,
         )
@@ -223,11 +210,13 @@ class UniformRows:
             rows.append(
                 batch_lib.ScheduledRow(request=request, stay=stay, start=start, num_tokens=count)
             )
-            budget -= in_tiles(count, self._tile)
+            budget -= sizes.in_units(count, self._tile)
             stay.context_len += count  # whatever reads their K,V is a later launch
         if not rows:
             return None
-        bucket = self._buckets.encode(sum(in_tiles(row.num_tokens, self._tile) for row in rows))
+        bucket = self._buckets.encode(
+            sum(sizes.in_units(row.num_tokens, self._tile) for row in rows)
+        )
         self._encoded_in_a_row += bucket.tokens
         return batch_lib.ScheduleBatch(rows=tuple(rows), bucket=bucket)
 
