@@ -99,7 +99,8 @@ def _program(
             peers=sharding.peers(),
         )
 
-        def sums(_: jax.Array, x: jax.Array) -> jax.Array:
+        def sums(index: jax.Array, x: jax.Array) -> jax.Array:
+            del index
             for _ in range(CHAIN):
                 _, x = add(x, (part,), weight)
             return x
