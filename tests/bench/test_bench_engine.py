@@ -57,6 +57,7 @@ def read(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.campaign
 def test_one_batch_measures_every_combination(bench, engine, tmp_path, capsys):
     path = tmp_path / "result.jsonl"
     argv = [*FLAGS, *LENGTHS, "--threshold", "1", "0", "--run-name", "tiny", "--repeats", "3"]

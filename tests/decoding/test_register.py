@@ -53,6 +53,7 @@ def ask(engine, prompts, **dllm):
     ]
 
 
+@pytest.mark.campaign
 def test_block_rules_run_batched_beside_ours():
     jdllm.register_algorithm("Sure", Sure(), options={"threshold": 0.3})
     jdllm.register_algorithm("FirstTwo", FirstTwo())

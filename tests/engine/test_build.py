@@ -154,6 +154,7 @@ def test_options_are_refused_before_weights_are_read(options, match, tmp_path):
         jdllm.Engine(model_path=str(tmp_path), **options)
 
 
+@pytest.mark.campaign
 def test_dummy_weights_need_no_tokenizer(tmp_path, caplog):
     shutil.copy(GOLDEN / "config.json", tmp_path / "config.json")
     with jdllm.Engine(

@@ -7,6 +7,8 @@ import jdllm
 from jdllm.tasks import scene_oracle
 from jdllm.tasks.scene_oracle import Facts, Relation, Thing
 
+pytestmark = pytest.mark.campaign  # engines of its own, whose programs take long to compile
+
 # Held-out phrasings are harder; these are the plainest, of two sizes of launches.
 SCENES = {
     "a red circle on a white ground": Facts(

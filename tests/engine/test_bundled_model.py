@@ -37,6 +37,7 @@ def right_answers(problems, replies):
     )
 
 
+@pytest.mark.campaign
 def test_held_out_problems_are_solved_with_many_tokens_a_forward(llm):
     # 500 problems are measured by `python -m jdllm.eval`; this guards the bundle in CI.
     # There, 80 % are right, of the templates 95 %, of the problems that training never shows 69 %.

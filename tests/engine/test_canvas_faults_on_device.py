@@ -9,6 +9,8 @@ from support.waiting import wait_until
 
 from jdllm.engine import requests
 
+pytestmark = pytest.mark.campaign  # engines of its own, whose programs take long to compile
+
 # The second family, whose logits are shifted, is part of the campaign.
 every_family = pytest.mark.parametrize(
     "family", ["llada", pytest.param("dream", marks=pytest.mark.campaign)]

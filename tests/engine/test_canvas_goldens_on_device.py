@@ -12,6 +12,8 @@ from support.canvas_asks import Ask
 from support.canvas_engine import GOLDENS
 from support.tiny_engine import assert_nothing_held
 
+pytestmark = pytest.mark.campaign  # engines of its own, whose programs take long to compile
+
 FAST = {"algorithm": "FastDLLM", "threshold": 0.6, "block_length": 8}
 FAST_STEPS = {"algorithm": "FastDLLM", "steps": 16, "block_length": 16}
 SURE = {

@@ -60,7 +60,12 @@ def test_noisy_scores_choose_the_same_positions_in_every_bucket():
 
 @every_family
 @pytest.mark.parametrize(
-    ("steps", "overlaps"), [(1, False), (1, True), (64, False)], ids=["plain", "overlap", "whole"]
+    ("steps", "overlaps"),
+    [
+        pytest.param(1, False, id="plain", marks=pytest.mark.campaign),
+        pytest.param(1, True, id="overlap"),
+        pytest.param(64, False, id="whole", marks=pytest.mark.campaign),
+    ],
 )
 def test_how_many_steps_a_launch_has_and_when_the_host_looks_change_nothing(
     family, steps, overlaps

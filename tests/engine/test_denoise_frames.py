@@ -14,6 +14,8 @@ from support.tiny_engine import BLOCK
 
 from jdllm import errors, sampling_params
 
+pytestmark = pytest.mark.campaign  # engines of its own, whose programs take long to compile
+
 PROMPT = [7, 9, 11]
 ASK = {"return_step_map": True, "return_logprob": True, "ignore_eos": True, "max_new_tokens": 29}
 

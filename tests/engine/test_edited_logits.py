@@ -10,6 +10,8 @@ from support.tiny_engine import BLOCK, GOLDEN, VOCAB, assert_nothing_held, make_
 import jdllm
 from jdllm import errors
 
+pytestmark = pytest.mark.campaign  # engines of its own, whose programs take long to compile
+
 LOW = {"algorithm": "LowConfidence", "threshold": 0.3}
 JOINT = {"algorithm": "JointThreshold", "threshold": 0.25, "edit_threshold": 0.2,
          "max_post_edit_steps": 4, "penalty_lambda": 0.5}  # fmt: skip

@@ -20,6 +20,8 @@ from support.tiny_engine import assert_nothing_held
 
 from jdllm import errors
 
+pytestmark = pytest.mark.campaign  # engines of its own, whose programs take long to compile
+
 # The second family, whose logits are shifted, is part of the campaign.
 every_family = pytest.mark.parametrize(
     "family", ["llada", pytest.param("dream", marks=pytest.mark.campaign)]

@@ -71,6 +71,7 @@ def test_block_rows_end_well(engine):
     check_all_end_well(engine)
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("family", ["llada", pytest.param("dream", marks=pytest.mark.campaign)])
 def test_canvas_rows_end_well(family):
     check_all_end_well(canvas_engine.shared(family))

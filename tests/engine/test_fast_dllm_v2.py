@@ -24,6 +24,8 @@ from support.tiny_engine import (
 
 from jdllm import errors
 
+pytestmark = pytest.mark.campaign  # engines of its own, whose programs take long to compile
+
 FOLDER = GOLDEN.parent / "fast_dllm_v2"
 RUNS = json.loads((FOLDER / "meta.json").read_text())["generate"]
 BLOCK, SMALL, MASK = 16, 4, 240

@@ -14,6 +14,8 @@ from support.image_launches import NEGATIVE, PROMPTS
 import jdllm
 from jdllm import errors
 
+pytestmark = pytest.mark.campaign  # engines of its own, whose programs take long to compile
+
 ATOL_LATENTS = 6e-4  # that of `imagegen/test_golden_runs.py`
 ATOL_ALONE = 5e-5  # launches of other sizes round differently
 SIZE = {"height": 96, "width": 96, "use_tqdm": False}

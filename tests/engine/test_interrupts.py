@@ -54,6 +54,7 @@ def num_launches(engine):
     return engine._built.core.counters.decode_launches
 
 
+@pytest.mark.campaign
 def test_launches_that_end_early_lose_no_token(engine, asked_at_random):
     def told(one):
         before = num_launches(one)

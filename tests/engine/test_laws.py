@@ -90,6 +90,7 @@ def test_a_fused_commit_saves_one_forward_per_block_and_no_more(engine, plain_en
         assert many["meta_info"]["nfe"] - few["meta_info"]["nfe"] == saved
 
 
+@pytest.mark.campaign
 def test_preempted_requests_give_the_text_of_undisturbed_ones(plain_engine_of, model):
     # Two rows are preempted only in a smaller pool.
     pages = 7 if model else 13
@@ -113,6 +114,7 @@ def test_nothing_compiles_after_start_up(engine_of):
     assert engine.stats().jit_compiles_total == before
 
 
+@pytest.mark.campaign
 def test_the_pool_is_never_copied():
     with make_engine(
         with_logits=True, max_total_tokens=512 * 1024, max_running_requests=1
@@ -236,6 +238,7 @@ def test_offline_lists_are_not_bounded_by_the_servers_queue():
         assert len(engine.generate(input_ids=prompts, sampling_params={"max_new_tokens": 1})) == 6
 
 
+@pytest.mark.campaign
 def test_the_default_length_fits_a_pool_that_ends_inside_a_block():
     with make_engine(page_size=4, max_total_tokens=5 * 4, max_running_requests=1) as engine:
         wanted = engine.default_max_new_tokens(3)

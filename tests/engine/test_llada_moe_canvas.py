@@ -5,6 +5,8 @@ import pytest
 from support import canvas_engine, llada_moe
 from support.tiny_engine import assert_nothing_held
 
+pytestmark = pytest.mark.campaign  # engines of its own, whose programs take long to compile
+
 BLOCK = 8
 
 

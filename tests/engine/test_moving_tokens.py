@@ -14,6 +14,8 @@ from support.tiny_engine import BLOCK, GOLDEN, assert_nothing_held
 
 from jdllm import errors
 
+pytestmark = pytest.mark.campaign  # engines of its own, whose programs take long to compile
+
 INDEL = GOLDEN.parent / "llada22"
 RUNS = json.loads((INDEL / "meta.json").read_text())["runs"]
 MASK_ID = 300

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 from support.tiny_engine import make_engine
 
+pytestmark = pytest.mark.campaign  # engines of its own, whose programs take long to compile
+
 GOLDENS = pathlib.Path(__file__).parents[1] / "data" / "goldens"
 
 

@@ -12,6 +12,7 @@ def test_a_prompt_that_is_too_long_is_reported_as_the_prompt(engine):
     assert raised.value.param == "prompt"
 
 
+@pytest.mark.campaign
 def test_choices_that_never_fit_the_queue_are_a_bad_request():
     with make_engine(max_running_requests=1, max_queued_requests=2) as engine:
         params = sampling_params.SamplingParams(n=4, max_new_tokens=1)
@@ -73,6 +74,7 @@ def test_an_uncompiled_algorithm_is_refused(plain_engine):
         engine.generate(input_ids=[1], sampling_params={"dllm": {"algorithm": "JointThreshold"}})
 
 
+@pytest.mark.campaign
 def test_a_pool_too_small_for_a_request_says_so():
     with make_engine(max_total_tokens=32, max_running_requests=1) as engine:
         assert engine.generate(input_ids=[1] * 8, sampling_params={"max_new_tokens": 8})

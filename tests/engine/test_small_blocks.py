@@ -10,6 +10,8 @@ from support.tiny_engine import (
     random_prompts,
 )
 
+pytestmark = pytest.mark.campaign  # engines of its own, whose programs take long to compile
+
 GOLDENS = GOLDEN.parent
 RULES = {
     "sdar": [

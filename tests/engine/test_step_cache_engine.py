@@ -9,6 +9,8 @@ from support import image_engine
 import jdllm
 from jdllm import errors
 
+pytestmark = pytest.mark.campaign  # engines of its own, whose programs take long to compile
+
 CAPTIONS = ("a red circle on a white ground", "two blue squares on a yellow ground")
 STEPS = 6
 SAME = {"height": 64, "width": 64, "guidance_scale": 0.0, "num_inference_steps": STEPS}

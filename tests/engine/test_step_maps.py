@@ -8,6 +8,8 @@ from support.tiny_engine import BLOCK, GOLDEN, make_engine
 import jdllm
 from jdllm import errors
 
+pytestmark = pytest.mark.campaign  # engines of its own, whose programs take long to compile
+
 ASK = {"return_logprob": True, "return_step_map": True, "ignore_eos": True}
 
 

@@ -9,6 +9,8 @@ from support.tiny_engine import alone, answers, assert_nothing_held, make_engine
 
 from jdllm import errors
 
+pytestmark = pytest.mark.campaign  # engines of its own, whose programs take long to compile
+
 RULES = [
     {"max_denoising_steps": 5},
     {"max_denoising_steps": 12, "confidence_threshold": 1.3, "stability_threshold": 0},

@@ -86,6 +86,7 @@ def test_a_negative_prompt_is_weighed_without_any_limit():
         np.testing.assert_allclose(found[row], expected, atol=1e-5)
 
 
+@pytest.mark.campaign
 def test_texts_of_unequal_lengths_share_a_launch():
     """Pads of a text count, those of its launch do not: each is the golden run of its length."""
     size = golden.SQUARE

@@ -23,9 +23,9 @@ ATOL_LATENTS = 6e-4  # that of test_golden_runs.py
 ATOL_ALONE = 5e-5  # that of test_step_launches.py
 LEAST_MARGIN = 1e-4  # of a change to a threshold: rounding must not decide
 
-# One stream and two streams; the third class is like the latter.
+# By default one stream; two streams in the campaign.
 of_few = pytest.mark.parametrize(
-    "golden", marks.every(2, golden_pipelines.PIPELINES), ids=lambda golden: golden.name
+    "golden", marks.every(3, golden_pipelines.PIPELINES), ids=lambda golden: golden.name
 )
 
 

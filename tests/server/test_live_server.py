@@ -26,6 +26,8 @@ from support import compiling
 from jdllm.checkpoint import source
 from jdllm.server import lifecycle
 
+pytestmark = pytest.mark.campaign  # engines of its own, whose programs take long to compile
+
 START_S = 900.0  # beside another test run on two cores
 CONTEXT = 512
 FLAGS = (
@@ -90,9 +92,7 @@ def wait_until(condition: Callable[[], bool], limit_s: float, *, every_s: float 
         time.sleep(every_s)
 
 
-OPTIMISED = pytest.param(
-    {"XLA_FLAGS": compiling.flags_of_users()}, id="as users have it", marks=pytest.mark.campaign
-)
+OPTIMISED = pytest.param({"XLA_FLAGS": compiling.flags_of_users()}, id="as users have it")
 
 
 @pytest.fixture(scope="module", params=[pytest.param({}, id="quickly compiled"), OPTIMISED])

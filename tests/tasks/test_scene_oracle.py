@@ -335,6 +335,7 @@ def noises():
         yield np.clip(128 + 200 * spots, 0, 255)
 
 
+@pytest.mark.campaign
 def test_pictures_of_noise_are_read_too():
     for picture in noises():
         scene_reading.read(picture.astype(np.uint8))

@@ -15,6 +15,8 @@ from jdllm.models import loading
 from jdllm.train import __main__ as train_main
 from jdllm.train import denoise, examples, recipes, step
 
+pytestmark = pytest.mark.campaign  # engines of its own, whose programs take long to compile
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "configs" / "train" / "nano-canvas.yaml"
 TINY = {"d_model": 32, "n_layers": 2, "n_heads": 2, "n_kv_heads": 2, "mlp_hidden_size": 64}

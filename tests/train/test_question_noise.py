@@ -113,6 +113,7 @@ def test_dropout_keeps_the_mean_and_draws_anew():
     assert (one != other).mean() > 0.3
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("model", [NANO, CANVAS], ids=["block", "canvas"])
 def test_training_noise_changes_training_but_not_evaluation(model, batch):
     network = network_of(model)

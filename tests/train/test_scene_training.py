@@ -50,6 +50,7 @@ def folder(tmp_path_factory):
     return path
 
 
+@pytest.mark.campaign
 def test_a_word_is_one_token_wherever_it_stands(folder):
     encode = transformers.AutoTokenizer.from_pretrained(folder).tokenize
     assert encode("Red circle") == encode("red  circle") == ["Ġred", "Ġcircle"]
@@ -247,6 +248,7 @@ def test_a_flow_that_knows_its_scenes_samples_them_back(tmp_path):
     assert float(jnp.abs(x - known).mean()) < 0.25
 
 
+@pytest.mark.campaign
 def test_latents_are_normalised_and_back(tmp_path):
     model = tiny_scenes.write_model(tmp_path / "model")
     built = networks.build(model, tmp_path / "copy", "float32")
