@@ -23,24 +23,10 @@ WAYS = [(None, 8, True), (8, 3, True), (8, 1, False)]
 RUNS = [0, 1, 3]
 
 
-@pytest.mark.parametrize(
-    ("page_size", "steps", "is_fused", "run"),
-    [
-        pytest.param(
-            *way,
-            run,
-            id="{}-{}-{}-gen{}".format(*way, run),
-            # Each way is an engine of its own.
-            marks=[] if i == 0 else [pytest.mark.campaign],
-        )
-        for i, way in enumerate(WAYS)
-        for j, run in enumerate(RUNS)
-    ],
-)
-def test_generation_equals_the_reference_token_for_token(page_size, steps, is_fused, run):
-    meta = META[run]
-    prompt = np.load(GOLDEN / f"gen{run}_prompt.npy")[0]
-    expected = np.load(GOLDEN / f"gen{run}_output.npy").reshape(-1)
+@functools.cache
+def answers(page_size, steps, is_fused, block_size):
+    """Returns (answer, answer with blocks whole) of each stored run with blocks of this size."""
+    told = {}
     with (
         jax.default_matmul_precision("highest"),
         jdllm.Engine(
@@ -48,10 +34,7 @@ def test_generation_equals_the_reference_token_for_token(page_size, steps, is_fu
             dtype="float32",
             skip_tokenizer_init=True,
             dllm_algorithm="LowConfidence",
-            dllm_algorithm_config={
-                "threshold": meta["threshold"],
-                "block_size": meta["block_length"],
-            },
+            dllm_algorithm_config={"block_size": block_size},
             max_running_requests=1,
             context_length=96,
             chunked_prefill_size=16,
@@ -60,17 +43,48 @@ def test_generation_equals_the_reference_token_for_token(page_size, steps, is_fu
             disable_fused_commit=not is_fused,
         ) as engine,
     ):
-        # Up to the end of a block, which the reference denoises whole.
-        wanted = meta["gen_length"] + -(len(prompt) + meta["gen_length"]) % meta["block_length"]
-        result = engine.generate(input_ids=prompt, sampling_params={"max_new_tokens": wanted})
-        cut = engine.generate(
-            input_ids=prompt, sampling_params={"max_new_tokens": meta["gen_length"]}
+        for run, meta in enumerate(META):
+            if run in RUNS and meta["block_length"] == block_size:
+                prompt = np.load(GOLDEN / f"gen{run}_prompt.npy")[0]
+                length = meta["gen_length"]
+                told[run] = [
+                    engine.generate(
+                        input_ids=prompt,
+                        sampling_params={
+                            "max_new_tokens": count,
+                            "dllm": {"threshold": meta["threshold"]},
+                        },
+                    )
+                    # The reference denoises the last block whole.
+                    for count in (length, length + -(len(prompt) + length) % block_size)
+                ]
+    return told
+
+
+@pytest.mark.parametrize(
+    ("way", "run"),
+    [
+        pytest.param(
+            way,
+            run,
+            id="{}-{}-{}-gen{}".format(*way, run),
+            # Each way and each size of blocks is an engine of its own.
+            marks=[] if way == WAYS[0] and run != 3 else [pytest.mark.campaign],
         )
+        for way in WAYS
+        for run in RUNS
+    ],
+)
+def test_generation_equals_the_reference_token_for_token(way, run):
+    meta = META[run]
+    expected = np.load(GOLDEN / f"gen{run}_output.npy").reshape(-1)
+    cut, result = answers(*way, meta["block_length"])[run]
     assert cut["output_ids"] == expected.tolist()
     assert cut["meta_info"]["completion_tokens"] == meta["out_len"]
     assert cut["meta_info"]["nfe"] <= result["meta_info"]["nfe"]
     assert result["output_ids"][: len(expected)] == expected.tolist()
     info = result["meta_info"]
+    _, _, is_fused = way
     persists = 0 if is_fused else info["dllm"]["blocks"] - 1
     assert info["nfe"] - persists == meta["nfe"]
     assert info["tpf"] == pytest.approx(info["completion_tokens"] / info["nfe"], abs=1e-3)
