@@ -13,6 +13,7 @@ import pytest
 import safetensors.numpy
 from support import canvas_engine
 from support.golden_configs import GOLDENS, variant
+from support.shards import assert_same_bits, shards_by_device
 from support.tiny_engine import LLADA22, SHIFTED, VOCAB, assert_nothing_held, make_engine
 
 from jdllm import device, sharding
@@ -33,17 +34,6 @@ def load(folder, tp=1, ep=None, **options):
     shards = split.shards_of(loading.read_config(folder), tp, ep)
     options = {"dtype": "float32", "show_progress": False} | options
     return loading.load(folder, shards=shards, mesh=mesh_of(tp), **options), shards
-
-
-def shards_by_device(array):
-    return {shard.device.id: np.asarray(shard.data) for shard in array.addressable_shards}
-
-
-def assert_same_bits(tree):
-    for leaf in jax.tree.leaves(tree):
-        first, *others = shards_by_device(leaf).values()
-        for other in others:
-            np.testing.assert_array_equal(first.view(np.uint8), other.view(np.uint8))
 
 
 # Loading

@@ -14,13 +14,21 @@ from jdllm.engine.build import images, startup
 from jdllm.imagegen import pipeline_folder
 from jdllm.scheduler.rows import image_limits
 
+ONE_DEVICE_OPTIONS = ("text_encoder_cpu_offload", "quantization")
+
 
 def build_config(config: config_lib.EngineConfig) -> images.ImageBuildConfig:
     """Returns the options of the build; finds the pipeline folder, or downloads it.
 
-    Raises a ConfigError for a model that writes text, and for options that only such models have.
+    Raises a ConfigError for a model that writes text, for options that only such models have, and
+    for options that several devices do not have.
     """
     config.check_for("images")
+    for name, value in dataclasses.asdict(config).items():
+        if config.tp_size > 1 and name in ONE_DEVICE_OPTIONS and value:
+            raise errors.ConfigError(
+                f"{name}={value} is for one device; leave it out with tp_size={config.tp_size}"
+            )
     directory = find(config)
     if not source.is_pipeline(directory):
         raise errors.ConfigError(
@@ -32,6 +40,7 @@ def build_config(config: config_lib.EngineConfig) -> images.ImageBuildConfig:
         load_format=config.load_format,
         dtype=config.dtype,
         quantization=config.quantization,
+        tp_size=config.tp_size,
         random_seed=config.random_seed,
         mem_fraction_static=config.mem_fraction_static,
         max_running_requests=config.max_running_requests,
