@@ -3,13 +3,21 @@
 `test_sharding.py` runs this file in a process with eight of them.
 """
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import golden_flux, golden_images, golden_pipelines, golden_qwen_image
+from support import (
+    golden_flux,
+    golden_images,
+    golden_pipelines,
+    golden_qwen_image,
+    image_engine,
+    step_cache_oracle,
+)
 from support.image_launches import (
     PROMPTS,
     begin_bucket,
@@ -19,6 +27,7 @@ from support.image_launches import (
 )
 from support.shards import assert_same_bits, shards_by_device
 
+import jdllm
 from jdllm import device as device_lib
 from jdllm import sharding
 from jdllm.imagegen import kind, loaded, sizes
@@ -125,6 +134,69 @@ def test_each_rank_holds_its_part_of_the_transformer_and_all_else(golden, tp):
     saved = 4 * SPLIT_NUMBERS[golden.name] * (tp - 1) // tp
     assert model.weight_bytes(on_host=False) == all_bytes - saved
     assert sum(sizes.component_bytes(folder, "float32", tp).values()) == all_bytes - saved
+
+
+@campaign
+def test_ranks_skip_the_steps_of_a_plain_loop():
+    """The blocks run in a conditional: all ranks must take the same side."""
+    golden, tp, steps = golden_flux.GOLDEN, 2, 6
+    config = dataclasses.replace(golden.config, num_slots=4, num_entries=4, has_step_cache=True)
+    golden, size = dataclasses.replace(golden, config=config), golden.sizes[0]
+    model = over(golden, tp)
+    runner = model_runner.ModelRunner(
+        model.params, kind.ImageKind(model.pipeline, config), device=device_lib.facts(tp)
+    )
+    with_programs(
+        runner,
+        encode_bucket(ROWS, golden.tokens),
+        begin_bucket(size),
+        step_bucket(size, ROWS, is_cached=True, tokens=golden.tokens),
+    )
+
+    def asked(threshold):
+        given = {"steps": steps, "latents": golden.initial(size, 1)}
+        return golden.ask(PROMPTS[1], size=size, residual_diff_threshold=threshold, **given)
+
+    changes = sorted(step_cache_oracle.run(golden, asked(1e-9)).changes)
+    threshold = (changes[1] + changes[2]) / 2
+    expected = step_cache_oracle.run(golden, asked(threshold))
+    assert 0 < sum(expected.skipped) < steps - 1
+    device, skipped = golden.device(runner=runner), []
+    (row,) = device.enter(asked(threshold), rows=ROWS)
+    for latents in expected.latents:
+        (result,) = device.step(row, bucket_rows=ROWS)
+        skipped.append(bool(result.num_skipped))
+        np.testing.assert_allclose(device.latents(row), latents, atol=ATOL_LATENTS)
+    assert skipped == expected.skipped
+    assert_same_bits(runner._memory)
+
+
+# Engines
+
+
+@campaign
+@pytest.mark.parametrize("model", ["z_image", "flux"])
+def test_an_engine_over_ranks_makes_the_images_of_one_device(model):
+    path = {"z_image": golden_images.PIPELINE, "flux": golden_flux.folder()}[model]
+    options = image_engine.OPTIONS | {"model_path": str(path), "enable_step_cache": True}
+    asked = {"height": 96, "width": 96, "num_inference_steps": 3, "seed": 5, "use_tqdm": False}
+    found = []
+    for tp in (1, 2):
+        with jdllm.ImageEngine(**options, tp_size=tp) as engine:
+            latents = engine.generate(PROMPTS[1:], output_type="latent", **asked)
+            cached = engine.generate(PROMPTS[1], residual_diff_threshold=1e-6, **asked)
+            assert engine.stats().jit_compiles_total == 0
+            assert engine.stats().weight_memory_usage_gb == engine._built.weight_bytes / 1e9
+            info = engine.server_info()
+            assert info["tp_size"] == info["internal_states"][0]["tp_size"] == tp
+            assert [one["id"] for one in info["devices"]] == list(range(tp))
+            assert ("all_reduce" in info["kernels"]) == (tp > 1)
+            assert_same_bits(engine._built.runner._memory)
+            found.append((latents, np.asarray(cached[0]).astype(int), engine._built.weight_bytes))
+    (one, cached_one, bytes_of_one), (two, cached_two, bytes_of_two) = found
+    np.testing.assert_allclose(two, one, atol=1e-4)
+    assert np.abs(cached_one - cached_two).max() <= 1
+    assert bytes_of_two == bytes_of_one - 4 * SPLIT_NUMBERS[model] // 2
 
 
 # Transformers alone, with drawn weights and eight heads
