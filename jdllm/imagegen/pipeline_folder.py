@@ -135,7 +135,7 @@ class ModelFolder:
             read = orbax_checkpoint.restore_each(self.path, arrays, device.used())
         else:
             read = loading.random_params_each(arrays, seed=seed, place=place)
-        params = quantization_lib.quantize(read, shapes)
+        params = quantization_lib.quantize(read, shapes, place)
         return LoadedComponent(graphdef=graphdef, params=params, config=self.config)
 
 

@@ -10,20 +10,26 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jdllm import sharding
 from jdllm.layers import fp8_weight, norm
 
 Weight = nnx.Param[jax.Array] | fp8_weight.Fp8Weight  # [F, D]
 
 
 def product(
-    x: Float[Array, "... D"], weight: Weight, *, out_dtype: jnp.dtype | None = None
+    x: Float[Array, "... D"],
+    weight: Weight,
+    *,
+    out_dtype: jnp.dtype | None = None,
+    axis_name: str | None = None,
 ) -> Float[Array, "... F"]:
     """Returns `x @ weight.T` over the last axis in `out_dtype`.
 
     It is by default the dtype of `x` and the weight together; of `x`, if the weight is quantised.
+    With an `axis_name`, each rank has a part of D, and its part of the sum is returned.
     """
     if isinstance(weight, fp8_weight.Fp8Weight):
-        return weight.product(x, out_dtype=out_dtype)
+        return weight.product(x, out_dtype=out_dtype, axis_name=axis_name)
     return jnp.einsum("...D,FD->...F", x, weight[...], preferred_element_type=out_dtype)
 
 
@@ -35,9 +41,9 @@ def summed_product(
     out_dtype: jnp.dtype | None = None,
 ) -> Float[Array, "... F"]:
     """Returns `product`, or with several ranks its sum over them: each has a part of D."""
-    out = product(x, weight, out_dtype=out_dtype)
     if num_ranks == 1:
-        return out
+        return product(x, weight, out_dtype=out_dtype)
+    out = product(x, weight, out_dtype=out_dtype, axis_name=sharding.AXIS)
     (rows,) = norm.sum_of_parts((out.reshape(-1, out.shape[-1]),), num_ranks)
     return rows.reshape(out.shape)
 

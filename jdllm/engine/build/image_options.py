@@ -14,21 +14,19 @@ from jdllm.engine.build import images, startup
 from jdllm.imagegen import pipeline_folder
 from jdllm.scheduler.rows import image_limits
 
-ONE_DEVICE_OPTIONS = ("text_encoder_cpu_offload", "quantization")
-
 
 def build_config(config: config_lib.EngineConfig) -> images.ImageBuildConfig:
     """Returns the options of the build; finds the pipeline folder, or downloads it.
 
     Raises a ConfigError for a model that writes text, for options that only such models have, and
-    for options that several devices do not have.
+    for one that several devices do not have.
     """
     config.check_for("images")
-    for name, value in dataclasses.asdict(config).items():
-        if config.tp_size > 1 and name in ONE_DEVICE_OPTIONS and value:
-            raise errors.ConfigError(
-                f"{name}={value} is for one device; leave it out with tp_size={config.tp_size}"
-            )
+    if config.tp_size > 1 and config.text_encoder_cpu_offload:
+        raise errors.ConfigError(
+            f"text_encoder_cpu_offload is for one device, not for tp_size={config.tp_size}; "
+            "leave it out"
+        )
     directory = find(config)
     if not source.is_pipeline(directory):
         raise errors.ConfigError(
