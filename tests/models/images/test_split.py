@@ -118,3 +118,25 @@ def test_an_option_of_one_device_is_refused_by_name():
         errors.ConfigError, match="text_encoder_cpu_offload .*tp_size=2; leave it out"
     ):
         jdllm.ImageEngine(tp_size=2, text_encoder_cpu_offload=True)
+
+
+def test_weights_that_do_not_fit_are_refused_with_a_size_that_would_do():
+    folder = pipeline_folder.read(golden_images.PIPELINE)
+    one, two = (sum(sizes.component_bytes(folder, "float32", size).values()) for size in (1, 2))
+    assert two < one
+
+    def check(memory_bytes, tp_size):
+        sizes.check_weights(
+            folder,
+            "float32",
+            share=1.0,
+            memory_bytes=memory_bytes,
+            offloads_text_encoders=False,
+            tp_size=tp_size,
+        )
+
+    check(two, 2)
+    with pytest.raises(errors.ConfigError, match=r"stay there; or use --tp-size 2 \(.* GB each\)$"):
+        check(two, 1)
+    with pytest.raises(errors.ConfigError, match=r"it needs devices of .* GB$"):
+        check(two - 1, 2)
