@@ -137,6 +137,35 @@ def test_each_rank_holds_its_part_of_the_transformer_and_all_else(golden, tp):
     assert sum(sizes.component_bytes(folder, "float32", tp).values()) == all_bytes - saved
 
 
+# Two sums for each stream of a block, one for a single block of FLUX.1; captions go through the
+# context refiner of Z-Image, and nobody reads the text after the last block of Qwen-Image.
+SUMS = {"z_image": (2, 2 * 4), "flux": (0, 2 * 2 * 2 + 2), "qwen_image": (0, 2 * 2 * 2 - 2)}
+
+
+@pytest.mark.parametrize(
+    "golden",
+    [
+        golden_images.GOLDEN,
+        pytest.param(golden_flux.GOLDEN, marks=campaign),
+        pytest.param(golden_qwen_image.GOLDEN, marks=campaign),
+    ],
+    ids=lambda golden: golden.name,
+)
+def test_launches_for_gpus_sum_after_attention_and_feed_forward_alone(golden):
+    runner, size = runner_over(golden, 2), golden.sizes[0]
+
+    def sums(bucket):
+        found = runner._executables.trace(bucket, runner._params, runner._memory)
+        text = found.traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert "stablehlo.all_gather" not in text and "all_to_all" not in text
+        return text.count("stablehlo.all_reduce")
+
+    captions = sums(encode_bucket(ROWS, golden.tokens))
+    steps = sums(step_bucket(size, ROWS, is_guided=True, tokens=golden.tokens))
+    assert (captions, steps) == SUMS[golden.name]
+    assert sums(decode_bucket(size)) == 0
+
+
 def test_quantised_weights_are_the_parts_of_those_of_one_device():
     """Some are cut along their scales, others across."""
     folder, tp = golden_images.GOLDEN.folder().models["transformer"], 2
