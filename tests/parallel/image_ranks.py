@@ -16,6 +16,7 @@ from support import (
     golden_pipelines,
     golden_qwen_image,
     image_engine,
+    marks,
     step_cache_oracle,
 )
 from support.image_launches import (
@@ -41,6 +42,11 @@ from jdllm.runner.launch import over_mesh
 ATOL_LATENTS = 6e-4  # that of `imagegen/test_golden_runs.py`
 ROWS = 2
 campaign = pytest.mark.campaign
+of_each = pytest.mark.parametrize(
+    "golden",
+    marks.every(3, golden_pipelines.PIPELINES),
+    ids=lambda golden: golden.name,
+)
 
 
 def mesh_of(tp):
@@ -115,7 +121,7 @@ SPLIT_NUMBERS = {
 
 
 @pytest.mark.parametrize("tp", [2])
-@golden_pipelines.of_each
+@of_each
 def test_each_rank_holds_its_part_of_the_transformer_and_all_else(golden, tp):
     model, folder = over(golden, tp), golden.folder()
     whole = golden.pipeline().params
@@ -142,15 +148,7 @@ def test_each_rank_holds_its_part_of_the_transformer_and_all_else(golden, tp):
 SUMS = {"z_image": (2, 2 * 4), "flux": (0, 2 * 2 * 2 + 2), "qwen_image": (0, 2 * 2 * 2 - 2)}
 
 
-@pytest.mark.parametrize(
-    "golden",
-    [
-        golden_images.GOLDEN,
-        pytest.param(golden_flux.GOLDEN, marks=campaign),
-        pytest.param(golden_qwen_image.GOLDEN, marks=campaign),
-    ],
-    ids=lambda golden: golden.name,
-)
+@of_each
 def test_launches_for_gpus_sum_after_attention_and_feed_forward_alone(golden):
     runner, size = runner_over(golden, 2), golden.sizes[0]
 
