@@ -44,7 +44,6 @@ TEXT_OPTIONS = frozenset(
         "disable_radix_cache",
         "dllm_algorithm",
         "dllm_algorithm_config",
-        "tp_size",
         "ep_size",
         "disable_custom_all_reduce",
     ]

@@ -63,10 +63,13 @@ def describe(count: int) -> list[dict[str, str | int | None]]:
     ]
 
 
-def peak_memory() -> int | None:
-    """Returns the most bytes that were in use since the process began, or None as above."""
-    stats = used().memory_stats()
-    return stats["peak_bytes_in_use"] if stats else None
+def peak_memory(count: int = 1) -> int | None:
+    """Returns the most bytes that were in use since the process began, or None as above.
+
+    Of the first `count` devices, it is the one that had most in use.
+    """
+    every = [stats for one in jax.local_devices()[:count] if (stats := one.memory_stats())]
+    return max((stats["peak_bytes_in_use"] for stats in every), default=None)
 
 
 def _memory(device: jax.Device) -> tuple[int, int] | None:  # pyright: ignore[reportInvalidTypeForm] # as above

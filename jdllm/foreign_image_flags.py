@@ -25,7 +25,7 @@ VALUED: dict[str, str] = {
     "warmup_mode warmup_steps",
     "kernels are chosen by device and shape; the log shows the choice": "attention_backend_config "
     "diffusers_attention_backend",
-    "one process uses one GPU: there is nothing to communicate": "scheduler_port",
+    "one process has all GPUs of a model: processes have nothing to communicate": "scheduler_port",
     "there is one implementation of a pipeline, whatever is asked for": "backend",
 }
 LISTS: dict[str, str] = {
@@ -34,8 +34,9 @@ LISTS: dict[str, str] = {
 
 # What to use instead -> flags that are refused.
 REFUSALS: dict[str, str] = {
-    "run one process per GPU behind a load balancer": "num_gpus sp_degree ulysses_degree "
-    "ring_degree kv_gather_degree dp_degree cfg_parallel_size hsdp_replicate_dim hsdp_shard_dim",
+    "use --tp-size, or one process per GPU behind a load balancer": "num_gpus sp_degree "
+    "ulysses_degree ring_degree kv_gather_degree dp_degree cfg_parallel_size hsdp_replicate_dim "
+    "hsdp_shard_dim",
     "one process runs the whole pipeline": "disagg_* srt_encoder_url denoiser_*",
     "the folder of a model tells what it makes": "model_type model_id pipeline_class_name "
     "pipeline_config_path model_variant workload_type",

@@ -117,6 +117,22 @@ def _qkv(_: tuple[int, ...], heads: Heads, shards: Shards) -> Cut:
     return Cut(axis=0, segments=((heads.query * heads.dim, shards.tp), kv, kv))
 
 
+def _qkv_and_mlp(shape: tuple[int, ...], heads: Heads, shards: Shards) -> Cut:
+    return _and_mlp(_qkv(shape, heads, shards), shape, shards)
+
+
+def _attended_and_mlp(shape: tuple[int, ...], heads: Heads, shards: Shards) -> Cut:
+    how = Cut(axis=1, segments=((heads.query * heads.dim, shards.tp),))
+    return _and_mlp(how, shape, shards)
+
+
+def _and_mlp(how: Cut, shape: tuple[int, ...], shards: Shards) -> Cut:
+    """Returns a cut of what belongs to heads, and of hidden values behind it, if there are any."""
+    hidden = shape[how.axis] - sum(length for length, _ in how.segments)
+    segments = ((hidden, shards.tp),) if hidden else ()
+    return dataclasses.replace(how, segments=how.segments + segments)
+
+
 def _gate_and_up(shape: tuple[int, ...], _: Heads, shards: Shards) -> Cut:
     return Cut(axis=0, segments=((shape[0] // 2, shards.tp),) * 2)
 
@@ -148,9 +164,43 @@ RULES: Mapping[str, Rule] = {
     "experts.w_gate_up": _of(_experts, _of(_interleaved, 1)),
     "experts.w_down": _of(_experts, _of(_even, 2)),
     "lm_head": _of(_even, 0),
+    # Transformers that make images.
+    "feed_forward.w_gate_up": _gate_and_up,
+    "feed_forward.w_down": _of(_even, 1),
+    "qkv.weight": _qkv,
+    "qkv.bias": _qkv,
+    "qkv_mlp.weight": _qkv_and_mlp,
+    "qkv_mlp.bias": _qkv_and_mlp,
+    "out.weight": _attended_and_mlp,
+    "mlp_in.weight": _of(_even, 0),
+    "mlp_in.bias": _of(_even, 0),
+    "mlp_out.weight": _of(_even, 1),
 }
 # Parameters with more than one axis that every rank holds whole; vectors without a rule are whole.
-WHOLE = ("word_embeddings", "router.weight")
+WHOLE = frozenset(
+    [
+        "word_embeddings",
+        "router.weight",
+        "linear_1.weight",
+        "linear_2.weight",
+        "modulation.weight",
+        "image_modulation.weight",
+        "text_modulation.weight",
+        "single_modulation.weight",
+        "final_modulation.weight",
+        "pooled_1.weight",
+        "pooled_2.weight",
+        "context_embedder.weight",
+        "cap_embedder.weight",
+        "cap_pad_token",
+        "x_embedder.weight",
+        "x_pad_token",
+        "image_in.weight",
+        "text_in.weight",
+        "final_linear.weight",
+        "proj_out.weight",
+    ]
+)
 
 
 def rule_of(path: str) -> Rule | None:

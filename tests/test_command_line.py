@@ -205,7 +205,7 @@ def test_a_value_that_asks_for_something_else_is_refused(name):
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        ("--num-gpus 2", "one process per GPU"),
+        ("--num-gpus 2", "use --tp-size"),
         ("--webui", "no web page"),
         ("--vae-path x/y", "copy of the pipeline folder"),
         ("--cache-dit-config x.yaml", "use --enable-step-cache"),

@@ -73,8 +73,9 @@ def test_algorithms_and_options_are_those_of_the_table(kind):
 def test_support_matrix_names_what_exists():
     for name in ("regex", "json_schema", "structural_tag"):
         assert name in sampling_params.NEUTRAL_ONLY
-    with pytest.raises(ValueError, match="tp_size"):
-        config.EngineConfig(tp_size=2).check_for("images")
+    with pytest.raises(ValueError, match="ep_size"):
+        config.EngineConfig(ep_size=1).check_for("images")
+    config.EngineConfig(tp_size=2).check_for("images")
     for task in registry.TASKS:
         assert f"--task {task}" in TEXT
 

@@ -36,6 +36,21 @@ SHAPES = [
     ("experts.w_gate_up", (8, 2 * 192, 1)),
     ("experts.w_down", (8, 3, 24)),
     ("lm_head", (40, 3)),
+    ("feed_forward.w_gate_up", (48, 3)),
+    ("feed_forward.w_down", (3, 24)),
+    ("mlp_in.weight", (24, 3)),
+    ("mlp_in.bias", (24,)),
+    ("mlp_out.weight", (3, 24)),
+]
+# Of transformers that make images, whose heads have keys of their own.
+EVERY_HEAD = sharding.Heads(query=8, kv=8, dim=2)
+SHAPES_OF_HEADS = [
+    ("qkv.weight", (48, 3)),
+    ("qkv.bias", (48,)),
+    ("qkv_mlp.weight", (48 + 64, 3)),
+    ("qkv_mlp.bias", (48 + 64,)),
+    ("out.weight", (3, 16)),
+    ("out.weight", (3, 16 + 64)),
 ]
 
 
@@ -52,10 +67,13 @@ def rows_of_gate_and_up(rows):
 
 @pytest.mark.parametrize("tp", [2, 4, 8])
 @pytest.mark.parametrize("whole_experts", [True, False])
-@pytest.mark.parametrize(("leaf", "shape"), SHAPES)
-def test_parts_joined_again_are_the_parameter(leaf, shape, tp, whole_experts):
+@pytest.mark.parametrize(
+    ("leaf", "shape", "heads"),
+    [(*one, HEADS) for one in SHAPES] + [(*one, EVERY_HEAD) for one in SHAPES_OF_HEADS],
+)
+def test_parts_joined_again_are_the_parameter(leaf, shape, heads, tp, whole_experts):
     shards = sharding.Shards(tp=tp, ep=tp if whole_experts else 1)
-    how = sharding.cut_of(leaf, shape, HEADS, shards)
+    how = sharding.cut_of(leaf, shape, heads, shards)
     whole = np.arange(np.prod(shape)).reshape(shape)
     joined, times = np.full(shape, -1), np.zeros(shape, int)
     for rank in range(tp):
@@ -72,7 +90,7 @@ def test_parts_joined_again_are_the_parameter(leaf, shape, tp, whole_experts):
         assert begin == part.shape[how.axis]
     np.testing.assert_array_equal(joined, whole)
     # Only K and V of heads that ranks share are on several of them.
-    copies = max(1, tp // HEADS.kv) if "qkv" in leaf else 1
+    copies = max(1, tp // heads.kv) if "qkv" in leaf else 1
     assert set(np.unique(times)) <= {1, copies}
 
 
@@ -101,6 +119,20 @@ def test_each_rank_has_the_kv_head_that_its_query_heads_read():
         kv = rank // 2  # query heads 2n and 2n + 1 read kv head n
         q, k, v = 2 * rank, 16 + 2 * kv, 24 + 2 * kv
         np.testing.assert_array_equal(part, [q, q + 1, k, k + 1, v, v + 1])
+
+
+def test_a_rank_has_the_hidden_numbers_beside_its_heads():
+    """FLUX.1's single blocks have attention and feed-forward in one product, and in another."""
+    shards = sharding.Shards(tp=4)
+    rows = sharding.cut_of("qkv_mlp.weight", (48 + 64, 1), EVERY_HEAD, shards)
+    columns = sharding.cut_of("out.weight", (1, 16 + 64), EVERY_HEAD, shards)
+    for rank in range(4):
+        heads, hidden = np.arange(4 * rank, 4 * rank + 4), np.arange(16 * rank, 16 * rank + 16)
+        part = sharding.cut(np.arange(48 + 64)[:, None], rows, rank, 4)[:, 0]
+        expected = [*heads, *(16 + heads), *(32 + heads), *(48 + hidden)]
+        np.testing.assert_array_equal(part, expected)
+        part = sharding.cut(np.arange(16 + 64)[None], columns, rank, 4)[0]
+        np.testing.assert_array_equal(part, [*heads, *(16 + hidden)])
 
 
 def test_experts_are_spread_like_cards():

@@ -121,25 +121,23 @@ def _restore_groups(
             yield path, restored.pop(_key(path))
 
 
-def restore_placed(
+def restore_placed_each(
     directory: pathlib.Path, arrays: Mapping[str, jax.ShapeDtypeStruct], place: assemble.Place
-) -> dict[str, jax.Array]:
-    """Returns the parameters, cast to the dtypes of `arrays`, where `place` puts them.
+) -> Iterator[tuple[str, jax.Array]]:
+    """Yields the parameters one by one, cast to the dtypes of `arrays`, where `place` puts them.
 
     The host holds one parameter at a time, and no device need ever hold a whole one. Stored arrays
     are one chunk each, so reading a part of one would take as long as reading all of it.
     """
     check(directory, arrays)
     stored = directory.absolute() / _PARAMS_DIR
-    params: dict[str, jax.Array] = {}
     for path, array in arrays.items():
         spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(stored / _key(path))}}
         try:
             found = tensorstore.open(spec, open=True, read=True).result().read().result()
         except (ValueError, OSError) as error:
             raise errors.ConfigError(f"{stored} cannot be restored: {error}") from error
-        params |= place(path, np.asarray(found).astype(array.dtype, copy=False))
-    return params
+        yield from place(path, np.asarray(found).astype(array.dtype, copy=False)).items()
 
 
 def _checkpointer() -> ocp.Checkpointer:

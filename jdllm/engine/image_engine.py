@@ -146,7 +146,7 @@ class ImageEngine(control.EngineControl):
 
     def peak_memory_mb(self) -> float | None:
         """Returns the most MB (1e6 bytes) that JAX has held on the device; None on a CPU."""
-        peak = device.peak_memory()
+        peak = device.peak_memory(self.config.tp_size)
         return None if peak is None else peak / 1e6
 
     def stats(self) -> image_info.ImageStats:

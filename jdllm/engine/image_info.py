@@ -22,7 +22,8 @@ class ImageStats:
     encode captions and decode images. `batch_occupancy` is the share of real rows in the steps'
     launches. `first_use_compiles_total` are programs that were compiled after the start, and
     `num_waiting_compiles` those that are still to come. `peak_memory_usage_gb` is the most that JAX
-    has held on the device since the process began; 0 where it does not count (CPU).
+    has held on the device since the process began; 0 where it does not count (CPU). With several
+    devices (`tp_size`) memory is that of each, and the peak that of the fullest.
     """
 
     num_running_reqs: int
@@ -58,6 +59,7 @@ class ImageStats:
     caption_memory_usage_gb: float
     launch_memory_usage_gb: float
     peak_memory_usage_gb: float
+    tp_size: int = 1
 
 
 def stats(built: images.BuiltImages) -> ImageStats:
@@ -97,7 +99,8 @@ def stats(built: images.BuiltImages) -> ImageStats:
         step_cache_memory_usage_gb=built.residual_bytes / 1e9,
         caption_memory_usage_gb=built.caption_bytes / 1e9,
         launch_memory_usage_gb=built.runner.step_bytes / 1e9,
-        peak_memory_usage_gb=(device.peak_memory() or 0) / 1e9,
+        peak_memory_usage_gb=(device.peak_memory(built.config.tp_size) or 0) / 1e9,
+        tp_size=built.config.tp_size,
     )
 
 
@@ -113,6 +116,7 @@ def server_info(
         "kernels": built.runner.kernels,
         "device": str(built.device),
         "device_facts": dataclasses.asdict(built.device),
+        "devices": device.describe(built.device.num_devices),
         "internal_states": [dataclasses.asdict(stats(built))],
     }
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
 from jdllm import config as config_lib
 from jdllm import device_facts, errors
@@ -18,15 +19,18 @@ from jdllm.models.images import host_weights
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedPipeline:
-    """What launches of images are compiled from; weights may be in the host's memory."""
+    """What launches of images are compiled from; weights may be in the host's memory.
+
+    Over a mesh the modules are those of a rank, and the numbers of the pipeline those of the whole.
+    """
 
     pipeline: interface.Pipeline
     params: dict[str, jax.Array]
 
     def weight_bytes(self, *, on_host: bool) -> int:
-        """Returns the bytes of the weights in one of the two memories."""
+        """Returns the bytes of the weights in one of the two memories, of each device."""
         return sum(
-            array.nbytes
+            array.addressable_shards[0].data.nbytes
             for array in self.params.values()
             if host_weights.is_on_host(array) == on_host
         )
@@ -41,8 +45,9 @@ def load(
     seed: int = 0,
     show_progress: bool = True,
     offloads_text_encoders: bool = False,
+    mesh: Mesh | None = None,
 ) -> LoadedPipeline:
-    """Returns the pipeline of a folder, all of its components in one dtype.
+    """Returns the pipeline of a folder, all of its components in one dtype, maybe over a mesh.
 
     With a `quantization` large weights of the transformer are quantised (`Component.fp8_weights`);
     with `offloads_text_encoders` these components wait in the host's memory.
@@ -54,7 +59,11 @@ def load(
     # Text encoders first, so that they have left the device when the others come.
     for name in sorted(folder.models, key=lambda name: name not in away):
         one = folder.load(
-            {name: dtype}, quantization=quantization, seed=seed, show_progress=show_progress
+            {name: dtype},
+            quantization=quantization,
+            seed=seed,
+            show_progress=show_progress,
+            mesh=mesh,
         )[name]
         arrays = host_weights.moved_to_host(one.params) if name in away else one.params
         prefix = interface.prefix_of(name)

@@ -20,8 +20,10 @@ import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jdllm import config as config_lib
@@ -30,9 +32,10 @@ from jdllm.checkpoint import assemble, orbax_checkpoint, safetensors_source, sou
 from jdllm.imagegen import flow_schedule, prompts, request_defaults
 from jdllm.imagegen.pipelines import interface
 from jdllm.imagegen.pipelines import registry as pipelines
-from jdllm.models import hf_config, loading
+from jdllm.models import hf_config, loading, split
 from jdllm.models.images import component, registry
 from jdllm.models.images import quantization as quantization_lib
+from jdllm.models.images import split as image_split
 
 _SCHEDULER = "scheduler"
 _CLASS_KEY = "_class_name"
@@ -42,7 +45,7 @@ _BASE_NAMES = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedComponent:
-    """A component as `loading.merge` takes it, and its config."""
+    """A component as `loading.merge` takes it, and its config; over a mesh it is that of a rank."""
 
     graphdef: nnx.GraphDef
     params: loading.Params
@@ -82,6 +85,17 @@ class ModelFolder:
             return orbax_checkpoint.stored_dtype(self.path)
         return loading.resolve_dtype("auto", self.hf_config).name
 
+    def abstract(
+        self,
+        dtype: jnp.dtype,
+        *,
+        quantization: config_lib.Quantization | None = None,
+        tp_size: int = 1,
+    ) -> tuple[nnx.GraphDef, dict[str, jax.ShapeDtypeStruct]]:
+        """Returns what `Component.abstract` does of the component that each rank has."""
+        config = image_split.local_config(self.config, tp_size)
+        return self.component.abstract(config, dtype, quantization=quantization)
+
     def load(
         self,
         dtype: DTypeLike = "auto",
@@ -89,29 +103,39 @@ class ModelFolder:
         quantization: config_lib.Quantization | None = None,
         seed: int = 0,
         show_progress: bool = True,
+        mesh: Mesh | None = None,
     ) -> LoadedComponent:
-        """Returns the component with its parameters on the default device.
+        """Returns the component with its parameters on the default device, or over a mesh.
 
         "auto" is the dtype of the weights on disk. The weights of a dummy are drawn from `seed`.
         With a `quantization` the weights that the component names for it are quantised, one by one.
         """
         is_auto = isinstance(dtype, str) and dtype == "auto"
         resolved = loading.resolve_dtype(self.stored_dtype if is_auto else dtype, {})
-        graphdef, shapes = self.component.abstract(self.config, resolved, quantization=quantization)
+        graphdef, shapes = self.abstract(resolved, quantization=quantization)
         arrays = quantization_lib.read_as(shapes)
+        place = None
+        if mesh is not None:
+            tp_size = mesh.devices.size
+            cuts = image_split.cuts(self.config, arrays, tp_size)
+            place = split.Placement(cuts=cuts, mesh=mesh)
+            graphdef, _ = self.abstract(resolved, quantization=quantization, tp_size=tp_size)
         if self.checkpoint is not None:
             read = assemble.each(
                 self.checkpoint.tensors,
                 self.checkpoint.fills,
                 arrays,
+                place=place or assemble.on_default_device,
                 show_progress=show_progress,
                 desc=f"loading {self.name}",
             )
+        elif self.load_format == "orbax" and place is not None:
+            read = orbax_checkpoint.restore_placed_each(self.path, arrays, place)
         elif self.load_format == "orbax":
             read = orbax_checkpoint.restore_each(self.path, arrays, device.used())
         else:
-            read = loading.random_params_each(arrays, seed=seed)
-        params = quantization_lib.quantize(read, shapes)
+            read = loading.random_params_each(arrays, seed=seed, place=place)
+        params = quantization_lib.quantize(read, shapes, place)
         return LoadedComponent(graphdef=graphdef, params=params, config=self.config)
 
 
@@ -138,11 +162,16 @@ class PipelineFolder:
         quantization: config_lib.Quantization | None = None,
         seed: int = 0,
         show_progress: bool = True,
+        mesh: Mesh | None = None,
     ) -> dict[str, LoadedComponent]:
         """Returns the components that `dtypes` names, each in its dtype or "auto"."""
         return {
             name: self.models[name].load(
-                dtype, quantization=quantization, seed=seed, show_progress=show_progress
+                dtype,
+                quantization=quantization,
+                seed=seed,
+                show_progress=show_progress,
+                mesh=mesh,
             )
             for name, dtype in dtypes.items()
         }

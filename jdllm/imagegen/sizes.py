@@ -14,9 +14,10 @@ from collections.abc import Callable, Mapping
 import jax
 import jax.numpy as jnp
 
-from jdllm import errors
+from jdllm import errors, sharding
 from jdllm.imagegen import kind, pipeline_folder, state
 from jdllm.imagegen.pipelines import interface, registry
+from jdllm.models.images import split
 from jdllm.scheduler import batch as batch_lib
 from jdllm.scheduler.rows import image_buckets
 
@@ -59,6 +60,7 @@ def check_weights(
     share: float,
     memory_bytes: int | None,
     offloads_text_encoders: bool,
+    tp_size: int = 1,
 ) -> None:
     """Raises a ConfigError for weights that do not fit into a share of the device's memory.
 
@@ -66,19 +68,28 @@ def check_weights(
     """
     if memory_bytes is None:
         return
-    sizes = component_bytes(folder, dtype)
+    sizes = component_bytes(folder, dtype, tp_size)
     encoders = registry.PIPELINES[folder.class_name].layout.text_encoders
     without = sum(size for name, size in sizes.items() if name not in encoders)
     needed, limit = without if offloads_text_encoders else sum(sizes.values()), share * memory_bytes
     if needed <= limit:
         return
     parts = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in sizes.items())
-    if needed > without <= limit:
+    if tp_size > 1:
+        advice = f"it needs devices of {needed / share / 1e9:.1f} GB"
+    elif needed > without <= limit:
         advice = f"with --text-encoder-cpu-offload only {without / 1e9:.1f} GB stay there"
     else:
         advice = f"it needs a device of {without / share / 1e9:.1f} GB"
         if not offloads_text_encoders:
             advice += ", and there --text-encoder-cpu-offload"
+    fits = [
+        f"{size} ({of_size / 1e9:.1f} GB each)"
+        for size in sharding.SIZES
+        if size > tp_size and (of_size := _bytes_over(folder, dtype, size)) <= limit
+    ]
+    if fits:
+        advice += f"; or use --tp-size {', '.join(fits)}"
     raise errors.ConfigError(
         f"the weights of {folder.path} take {needed / 1e9:.1f} GB on the device in {dtype} "
         f"({parts}), but mem_fraction_static={share:g} leaves {limit / 1e9:.1f} GB of its "
@@ -86,15 +97,32 @@ def check_weights(
     )
 
 
-def component_bytes(folder: pipeline_folder.PipelineFolder, dtype: str) -> dict[str, int]:
-    """Returns the bytes of the weights of each component."""
+def component_bytes(
+    folder: pipeline_folder.PipelineFolder, dtype: str, tp_size: int = 1
+) -> dict[str, int]:
+    """Returns the bytes of the weights of each component that each of `tp_size` devices holds."""
     return {
         name: sum(
             math.prod(array.shape) * array.dtype.itemsize
-            for array in model.component.abstract(model.config, jnp.dtype(dtype))[1].values()
+            for array in model.abstract(jnp.dtype(dtype), tp_size=tp_size)[1].values()
         )
         for name, model in folder.models.items()
     }
+
+
+def _bytes_over(folder: pipeline_folder.PipelineFolder, dtype: str, tp_size: int) -> float:
+    """Returns the bytes of a device's weights, infinite if the model cannot be split so."""
+    try:
+        check_split(folder, tp_size)
+    except errors.ConfigError:
+        return math.inf
+    return sum(component_bytes(folder, dtype, tp_size).values())
+
+
+def check_split(folder: pipeline_folder.PipelineFolder, tp_size: int) -> None:
+    """Raises a ConfigError if so many devices cannot share the pipeline, with sizes that can."""
+    for model in folder.models.values():
+        split.check(model.config, tp_size)
 
 
 def entries_that_fit(pipeline: interface.Pipeline, max_tokens: int, cache_bytes: int) -> int:

@@ -94,14 +94,12 @@ def load(
             cuts=split.cuts(config, arrays, shards), mesh=mesh, is_tied=config.tie_word_embeddings
         )
     match chosen:
-        case "dummy" if place is None:
-            params = random_params(arrays, seed=seed)
-        case "dummy" if place is not None:
-            params = _placed_random_params(arrays, place, seed=seed)
+        case "dummy":
+            params = dict(random_params_each(arrays, seed=seed, place=place))
         case "orbax" if place is None:
             params = orbax_checkpoint.restore(directory, arrays, device.used())
         case "orbax" if place is not None:
-            params = orbax_checkpoint.restore_placed(directory, arrays, place)
+            params = dict(orbax_checkpoint.restore_placed_each(directory, arrays, place))
         case _:
             tensors = safetensors_source.SafetensorsSource(directory)
             unused = family.weights.unused
@@ -242,30 +240,25 @@ def random_params(shapes: Mapping[str, jax.ShapeDtypeStruct], *, seed: int = 0) 
 
 
 def random_params_each(
-    shapes: Mapping[str, jax.ShapeDtypeStruct], *, seed: int = 0
+    shapes: Mapping[str, jax.ShapeDtypeStruct],
+    *,
+    seed: int = 0,
+    place: split.Placement | None = None,
 ) -> Iterator[tuple[str, jax.Array]]:
-    """Yields the arrays of `random_params` one by one, and keeps none."""
-    for path, array, key in _keys(shapes, seed):
-        yield path, _random_array(path, array, jax.random.normal, key)
+    """Yields the arrays of `random_params` one by one, and keeps none.
 
-
-def _placed_random_params(
-    shapes: Mapping[str, jax.ShapeDtypeStruct], place: split.Placement, *, seed: int
-) -> Params:
-    """Returns what `random_params` returns, on a mesh; no device holds a whole array of experts."""
-    params: Params = {}
-    for path, array, key in _keys(shapes, seed):
-        draw = functools.partial(sharding.draw_normal, how=place.cuts[path], mesh=place.mesh)
-        params |= place(path, np.asarray(_random_array(path, array, draw, key)))
-    return params
-
-
-def _keys(
-    shapes: Mapping[str, jax.ShapeDtypeStruct], seed: int
-) -> Iterator[tuple[str, jax.ShapeDtypeStruct, jax.Array]]:
+    They are on the default device, or the same where `place` puts them: then no device holds a
+    whole array of experts.
+    """
     key = jax.random.key(seed)
     for i, (path, array) in enumerate(sorted(shapes.items())):
-        yield path, array, jax.random.fold_in(key, i)
+        of_path = jax.random.fold_in(key, i)
+        if place is None:
+            yield path, _random_array(path, array, jax.random.normal, of_path)
+            continue
+        draw = functools.partial(sharding.draw_normal, how=place.cuts[path], mesh=place.mesh)
+        drawn = np.asarray(_random_array(path, array, draw, of_path))
+        yield from place(path, drawn).items()
 
 
 def _random_array(

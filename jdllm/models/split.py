@@ -81,7 +81,7 @@ class Placement:
 
     cuts: Mapping[str, sharding.Cut | None]
     mesh: Mesh
-    is_tied: bool
+    is_tied: bool = False
 
     def __call__(self, path: str, array: np.ndarray) -> dict[str, jax.Array]:
         """Returns the parameter, and with a tied embedding the head, by path."""

@@ -29,11 +29,15 @@ def choose(implementation: str = "auto", *, columns: int, contraction: int) -> d
     return dispatch.choose("fp8_matmul", implementation, refusals={"xla_fp8": reason})
 
 
-def quantize_rows(x: Float[Array, "T D"]) -> reference.Quantized:
-    """Returns rows as 8-bit floats with a scale each, as `fp8_matmul` takes weights."""
+def quantize_rows(x: Float[Array, "T D"], *, axis_name: str | None = None) -> reference.Quantized:
+    """Returns rows as 8-bit floats with a scale each, as `fp8_matmul` takes weights.
+
+    With an `axis_name`, each rank of a `shard_map` has a part of the columns; the scales are those
+    of whole rows, the same on every rank.
+    """
     if x.ndim != 2:
         raise ValueError(f"quantize_rows: x must be [T, D], not {x.shape}")
-    return _quantize_rows(x)
+    return _quantize_rows(x, axis_name=axis_name)
 
 
 def fp8_matmul(
@@ -42,10 +46,13 @@ def fp8_matmul(
     scale: Float32[Array, " F"],
     *,
     out_dtype: DTypeLike | None = None,
+    axis_name: str | None = None,
     implementation: str = "auto",
 ) -> Float[Array, "T F"]:
     """Returns x @ (w * scale[:, None]).T with x quantised by rows, by default in the dtype of x.
 
+    With an `axis_name`, each rank of a `shard_map` has a part of D, and its part of the sum is
+    returned; x is quantised as it would be on one rank.
     A NaN or an infinity in a row of x makes this row of the result NaN, and no other.
     """
     checks.check_shapes(x, w, scale)
@@ -55,25 +62,27 @@ def fp8_matmul(
         w,
         scale,
         out_dtype=jnp.dtype(out_dtype or x.dtype),
+        axis_name=axis_name,
         implementation=chosen.implementation,
         wide=jnp.dtype(jnp.float32 if device.local_device().platform == "cpu" else jnp.bfloat16),
     )
 
 
-_quantize_rows = jax.jit(reference.quantize_rows)
+_quantize_rows = jax.jit(reference.quantize_rows, static_argnames=("axis_name",))
 
 
-@functools.partial(jax.jit, static_argnames=("out_dtype", "implementation", "wide"))
+@functools.partial(jax.jit, static_argnames=("out_dtype", "axis_name", "implementation", "wide"))
 def _fp8_matmul(
     x: jax.Array,
     w: jax.Array,
     scale: jax.Array,
     *,
     out_dtype: jnp.dtype,
+    axis_name: str | None,
     implementation: str,
     wide: jnp.dtype,
 ) -> jax.Array:
-    values, x_scale = reference.quantize_rows(x)
+    values, x_scale = reference.quantize_rows(x, axis_name)
     if implementation == "xla_fp8":
         product = reference.fp8_product(values, w)
     else:

@@ -29,13 +29,16 @@ class Quantized(NamedTuple):
     scale: Float32[Array, " T"]
 
 
-def quantize_rows(x: Float[Array, "T D"]) -> Quantized:
+def quantize_rows(x: Float[Array, "T D"], axis_name: str | None = None) -> Quantized:
     """Returns each row scaled so that its largest magnitude is the largest 8-bit float.
 
-    A row with a NaN or an infinity becomes NaN, and no other row does.
+    A row with a NaN or an infinity becomes NaN, and no other row does. With an `axis_name`, each
+    rank of that axis has a part of every row, and the scale is that of the whole row.
     """
     x = x.astype(SCALE_DTYPE)
     largest = jnp.max(jnp.abs(x), axis=1)
+    if axis_name is not None:
+        largest = jax.lax.pmax(largest, axis_name)
     scale = jnp.maximum(largest / LARGEST, _LEAST_SCALE)
     # A product may exceed 448 by its rounding, but what is below 464 rounds to 448.
     return Quantized((x * (1 / scale)[:, None]).astype(DTYPE), scale)

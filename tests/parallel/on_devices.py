@@ -13,8 +13,10 @@ import pytest
 import safetensors.numpy
 from support import canvas_engine
 from support.golden_configs import GOLDENS, variant
+from support.shards import assert_same_bits, shards_by_device
 from support.tiny_engine import LLADA22, SHIFTED, VOCAB, assert_nothing_held, make_engine
 
+import pallas_kernels
 from jdllm import device, sharding
 from jdllm.checkpoint import orbax_checkpoint
 from jdllm.layers import attention, unembedding
@@ -33,17 +35,6 @@ def load(folder, tp=1, ep=None, **options):
     shards = split.shards_of(loading.read_config(folder), tp, ep)
     options = {"dtype": "float32", "show_progress": False} | options
     return loading.load(folder, shards=shards, mesh=mesh_of(tp), **options), shards
-
-
-def shards_by_device(array):
-    return {shard.device.id: np.asarray(shard.data) for shard in array.addressable_shards}
-
-
-def assert_same_bits(tree):
-    for leaf in jax.tree.leaves(tree):
-        first, *others = shards_by_device(leaf).values()
-        for other in others:
-            np.testing.assert_array_equal(first.view(np.uint8), other.view(np.uint8))
 
 
 # Loading
@@ -216,6 +207,26 @@ def test_merged_statistics_equal_those_of_the_whole_vocabulary(tp):
     np.testing.assert_allclose(found.entropy, whole.entropy, rtol=1e-5, atol=1e-5)
     assert np.isnan(np.asarray(found.logsumexp)[6])
     assert set(np.delete(found.best_id, 6)).isdisjoint(forbidden)  # id 0 stands for NaN
+
+
+@pytest.mark.parametrize("rows", [5, 128, 133])
+def test_sums_have_the_bits_of_a_sum_in_rank_order(rows):
+    """Of few rows and of many, and of such that ranks cannot share evenly."""
+    tp = 4
+    parts = np.random.default_rng(rows).normal(size=(tp, rows, 8)).astype(jnp.bfloat16)
+    run = jax.shard_map(
+        lambda x: pallas_kernels.all_reduce((x[0],), axis_name=sharding.AXIS),
+        mesh=mesh_of(tp),
+        in_specs=sharding.SPLIT,
+        out_specs=sharding.REPLICATED,
+        check_vma=False,
+    )
+    found = jax.jit(run)(parts)
+    expected = np.zeros((rows, 8), np.float32)
+    for part in parts:
+        expected += part.astype(np.float32)
+    np.testing.assert_array_equal(np.asarray(found), expected.astype(jnp.bfloat16))
+    assert_same_bits(found)
 
 
 def test_ranks_take_the_word_of_the_first():

@@ -7,8 +7,10 @@ time. So each image that both make is the same with batching and without.
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import json
+import os
 import re
 import shlex
 import signal
@@ -18,6 +20,7 @@ import threading
 from collections.abc import Iterator
 
 import httpx
+import jax
 import numpy as np
 import openai
 import pytest
@@ -43,13 +46,20 @@ def client(url) -> openai.OpenAI:
 
 
 class Process:
-    """`python -m jdllm.serve` with the golden pipeline, without batching; `log` is what it says."""
+    """`python -m jdllm.serve` with the golden pipeline, without batching; `log` is what it says.
 
-    def __init__(self):
-        options = image_engine.OPTIONS | {"batching_max_size": 1, "port": 0}
+    `options` are added; there are as many virtual devices as `tp_size` says.
+    """
+
+    def __init__(self, **options):
+        devices = options.get("tp_size", 1)
+        flag = f"--xla_force_host_platform_device_count={devices}" if devices > 1 else ""
+        xla_flags = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+        options = image_engine.OPTIONS | {"batching_max_size": 1, "port": 0} | options
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
         command = [sys.executable, "-m", "jdllm.serve", *flags]
-        self.popen = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        environment = {**os.environ, "XLA_FLAGS": xla_flags}
+        self.popen = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
         self.log: list[str] = []
         threading.Thread(target=lambda: self.log.extend(self.popen.stderr), daemon=True).start()
 
@@ -63,15 +73,21 @@ class Process:
         return found
 
 
-@pytest.fixture(scope="module")
-def process() -> Iterator[Process]:
-    one = Process()
+@contextlib.contextmanager
+def running(**options) -> Iterator[Process]:
+    one = Process(**options)
     try:
         one.url = one.wait_ready()
         yield one
     finally:
         one.popen.kill()
         one.popen.wait()
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[Process]:
+    with running() as one:
+        yield one
 
 
 def client_of(url):
@@ -223,3 +239,18 @@ def test_a_process_answers_routes_of_text_by_name_and_ends_by_a_signal(process):
     assert (response.status_code, response.json()["error"]["param"]) == (400, "model")
     process.popen.send_signal(signal.SIGTERM)
     assert process.popen.wait(timeout=60) == 0
+
+
+@pytest.mark.campaign
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="on virtual devices of a CPU")
+def test_a_process_over_two_devices_makes_the_same_images(client):
+    with running(tp_size=2) as process:
+        info = httpx.get(f"{process.url}/server_info").json()
+        assert info["tp_size"] == 2 and [one["id"] for one in info["devices"]] == [0, 1]
+        assert info["kernels"]["all_reduce"].startswith("xla")
+        split = made(client_of(process.url), n=2, extra_body={"seed": 20})
+        process.popen.send_signal(signal.SIGTERM)
+        assert process.popen.wait(timeout=60) == 0
+    whole = made(client, n=2, extra_body={"seed": 20})
+    for one, other in zip(split.data, whole.data, strict=True):
+        assert is_same(pixels(one.b64_json), pixels(other.b64_json))

@@ -18,9 +18,15 @@ from jdllm.scheduler.rows import image_limits
 def build_config(config: config_lib.EngineConfig) -> images.ImageBuildConfig:
     """Returns the options of the build; finds the pipeline folder, or downloads it.
 
-    Raises a ConfigError for a model that writes text, and for options that only such models have.
+    Raises a ConfigError for a model that writes text, for options that only such models have, and
+    for one that several devices do not have.
     """
     config.check_for("images")
+    if config.tp_size > 1 and config.text_encoder_cpu_offload:
+        raise errors.ConfigError(
+            f"text_encoder_cpu_offload is for one device, not for tp_size={config.tp_size}; "
+            "leave it out"
+        )
     directory = find(config)
     if not source.is_pipeline(directory):
         raise errors.ConfigError(
@@ -32,6 +38,7 @@ def build_config(config: config_lib.EngineConfig) -> images.ImageBuildConfig:
         load_format=config.load_format,
         dtype=config.dtype,
         quantization=config.quantization,
+        tp_size=config.tp_size,
         random_seed=config.random_seed,
         mem_fraction_static=config.mem_fraction_static,
         max_running_requests=config.max_running_requests,

@@ -18,7 +18,7 @@ import pathlib
 import time
 from collections.abc import Callable
 
-from jdllm import batching_rules, device_facts, errors, image_params
+from jdllm import batching_rules, device_facts, errors, image_params, sharding
 from jdllm import config as config_lib
 from jdllm import device as device_lib
 from jdllm.engine import core as core_lib
@@ -58,13 +58,15 @@ class ImageBuildConfig:
     launch needs; the rest is a margin. `caption_cache_bytes` bounds the captions that stay on the
     device. `has_step_cache`: requests may have a step cache, whose memory and programs exist only
     then. `offloads_text_encoders`: their weights wait in the host's memory. `compiles_behind`:
-    programs for several images are compiled after the start.
+    programs for several images are compiled after the start. The transformer is split over
+    `tp_size` devices; all bytes are those of each.
     """
 
     directory: pathlib.Path
     load_format: str = "auto"
     dtype: str = "auto"
     quantization: config_lib.Quantization | None = None
+    tp_size: int = 1
     random_seed: int = 0
     mem_fraction_static: float = 0.85
     max_running_requests: int | None = None
@@ -132,8 +134,13 @@ def build(config: ImageBuildConfig, progress: startup.StartupProgress) -> BuiltI
     began_s = time.monotonic()
     text_build.enable_compilation_cache()
     progress.enter("load")
-    device = device_lib.facts()
     folder = pipeline_folder.read(config.directory, load_format=config.load_format)
+    # What can be refused without the weights is refused before they are read.
+    sizes_lib.check_split(folder, config.tp_size)
+    if config.tp_size > 1:
+        device_lib.prepare_several()
+    mesh = sharding.make_mesh(config.tp_size, device_lib.every())
+    device = device_lib.facts(config.tp_size)
     dtype = loaded.resolve_dtype(config.dtype, device)
     sizes_lib.check_weights(
         folder,
@@ -141,6 +148,7 @@ def build(config: ImageBuildConfig, progress: startup.StartupProgress) -> BuiltI
         share=config.mem_fraction_static,
         memory_bytes=device.memory_bytes,
         offloads_text_encoders=config.offloads_text_encoders,
+        tp_size=config.tp_size,
     )
     model = loaded.load(
         folder,
@@ -150,6 +158,7 @@ def build(config: ImageBuildConfig, progress: startup.StartupProgress) -> BuiltI
         quantization=config.quantization,
         seed=config.random_seed,
         show_progress=config.show_progress,
+        mesh=mesh,
     )
     pipeline = model.pipeline
     limits = _limits(config, pipeline)
@@ -160,7 +169,7 @@ def build(config: ImageBuildConfig, progress: startup.StartupProgress) -> BuiltI
     num_entries = sizes_lib.entries_that_fit(pipeline, max_tokens, _caption_bytes(config, device))
     if config.has_step_cache:
         slot_bytes = sizes_lib.residual_bytes(pipeline, config.max_pixels)
-        free_bytes = sizing.free_bytes(config.mem_fraction_static)
+        free_bytes = sizing.free_bytes(config.mem_fraction_static, config.tp_size)
         sizes_lib.check_residuals(num_slots, slot_bytes, free_bytes)
     kind = kind_lib.ImageKind(
         pipeline,
@@ -178,7 +187,7 @@ def build(config: ImageBuildConfig, progress: startup.StartupProgress) -> BuiltI
         at_start = [bucket for bucket in at_start if bucket.rows == 1]
     progress.enter("compile", total=len(at_start))
     runner.compile(at_start, progress.advance)
-    free_bytes = sizing.free_bytes(config.mem_fraction_static)
+    free_bytes = sizing.free_bytes(config.mem_fraction_static, config.tp_size)
     if free_bytes is not None:
         buckets = sizes_lib.fitted(buckets, runner.bytes_by_bucket, free_bytes)
     rows = image.ImageRows(

@@ -23,7 +23,7 @@ import pallas_kernels
 from jdllm.layers import axial_rope, linear, norm
 
 NUM_MODULATIONS = 6  # rows of size D for each stream of a block
-_MLP_FACTOR = 4
+MLP_RATIO = 4  # hidden numbers of a feed-forward, over the width
 _EPS = 1e-6
 
 # Shift, scale and gate of attention, then of the feed-forward.
@@ -31,31 +31,35 @@ Modulation = Float32[Array, "B 6 D"]
 
 
 class Stream(nnx.Module):
-    """The weights of one stream; `qkv` has the outputs of q, then k, then v."""
+    """The weights of one stream; `qkv` has the outputs of q, then k, then v.
 
-    def __init__(self, dim: int, head_dim: int, *, dtype: jnp.dtype):
+    A rank of several has some of the heads, and a part of the feed-forward's hidden numbers.
+    """
+
+    def __init__(self, dim: int, head_dim: int, *, dtype: jnp.dtype, num_ranks: int = 1):
+        own = dim // num_ranks
         self.head_dim = head_dim
-        self.qkv = linear.Linear(dim, 3 * dim, dtype=dtype)
+        self.qkv = linear.Linear(dim, 3 * own, dtype=dtype)
         self.norm_q = norm.RMSNorm(head_dim, eps=_EPS, dtype=dtype)
         self.norm_k = norm.RMSNorm(head_dim, eps=_EPS, dtype=dtype)
-        self.out = linear.Linear(dim, dim, dtype=dtype)
-        self.mlp_in = linear.Linear(dim, _MLP_FACTOR * dim, dtype=dtype)
-        self.mlp_out = linear.Linear(_MLP_FACTOR * dim, dim, dtype=dtype)
+        self.out = linear.Linear(own, dim, dtype=dtype, num_ranks=num_ranks)
+        self.mlp_in = linear.Linear(dim, MLP_RATIO * own, dtype=dtype)
+        self.mlp_out = linear.Linear(MLP_RATIO * own, dim, dtype=dtype, num_ranks=num_ranks)
 
     def heads(
         self, x: Float[Array, "B T D"], modulation: Modulation
     ) -> tuple[Float[Array, "B T N H"], ...]:
         """Returns q, k and v before their rotation."""
-        B, T, D = x.shape
+        B, T, _ = x.shape
         qkv = self.qkv(modulated(x, modulation[:, :2]))
-        qkv = qkv.reshape(B, T, 3, D // self.head_dim, self.head_dim)
+        qkv = qkv.reshape(B, T, 3, -1, self.head_dim)
         return self.norm_q(qkv[:, :, 0]), self.norm_k(qkv[:, :, 1]), qkv[:, :, 2]
 
     def finish(
         self, x: Float[Array, "B T D"], attended: Float[Array, "B T N H"], modulation: Modulation
     ) -> Float[Array, "B T D"]:
         """Returns the stream after both sub-layers, given what attention has made of it."""
-        x = _add(x, modulation[:, 2], self.out(attended.reshape(x.shape)))
+        x = _add(x, modulation[:, 2], self.out(attended.reshape(*x.shape[:2], -1)))
         with jax.named_scope("feed_forward"):
             h = self.mlp_in(modulated(x, modulation[:, 3:5]))
             return _add(x, modulation[:, 5], self.mlp_out(jax.nn.gelu(h, approximate=True)))
@@ -64,10 +68,18 @@ class Stream(nnx.Module):
 class DoubleBlock(nnx.Module):
     """One block; its modulations are made outside, for all blocks alike."""
 
-    def __init__(self, dim: int, head_dim: int, *, dtype: jnp.dtype, implementation: str):
+    def __init__(
+        self,
+        dim: int,
+        head_dim: int,
+        *,
+        dtype: jnp.dtype,
+        implementation: str,
+        num_ranks: int = 1,
+    ):
         self.implementation = implementation
-        self.image = Stream(dim, head_dim, dtype=dtype)
-        self.text = Stream(dim, head_dim, dtype=dtype)
+        self.image = Stream(dim, head_dim, dtype=dtype, num_ranks=num_ranks)
+        self.text = Stream(dim, head_dim, dtype=dtype, num_ranks=num_ranks)
 
     def __call__(
         self,

@@ -24,8 +24,8 @@ from jaxtyping import Array, Float, Float32, Int, Int32
 import pallas_kernels
 from jdllm.layers import axial_rope, linear, norm, timestep
 from jdllm.models.images import component, double_stream, flux_config, packing, step_cache
-from jdllm.models.images.double_stream import NUM_MODULATIONS, Modulation
-from jdllm.models.images.flux_config import MLP_RATIO, FluxConfig
+from jdllm.models.images.double_stream import MLP_RATIO, NUM_MODULATIONS, Modulation
+from jdllm.models.images.flux_config import FluxConfig
 
 _NORM_EPS = 1e-6
 _ROPE_THETA = 10_000.0
@@ -38,16 +38,18 @@ class SingleBlock(nnx.Module):
     """Attention and feed-forward beside each other, over the tokens of image and text.
 
     `qkv_mlp` has the outputs of q, k, v, then those of the feed-forward's first layer; `out` takes
-    what was attended to, then the hidden values of the feed-forward.
+    what was attended to, then the hidden values of the feed-forward. A rank of several has some of
+    the heads, and a part of the hidden values.
     """
 
     def __init__(self, config: FluxConfig, *, dtype: jnp.dtype, implementation: str):
         D, H = config.dim, config.attention_head_dim
+        own = D // config.num_ranks
         self.head_dim, self.implementation = H, implementation
-        self.qkv_mlp = linear.Linear(D, (3 + MLP_RATIO) * D, dtype=dtype)
+        self.qkv_mlp = linear.Linear(D, (3 + MLP_RATIO) * own, dtype=dtype)
         self.norm_q = norm.RMSNorm(H, eps=_NORM_EPS, dtype=dtype)
         self.norm_k = norm.RMSNorm(H, eps=_NORM_EPS, dtype=dtype)
-        self.out = linear.Linear((1 + MLP_RATIO) * D, D, dtype=dtype)
+        self.out = linear.Linear((1 + MLP_RATIO) * own, D, dtype=dtype, num_ranks=config.num_ranks)
 
     def __call__(
         self,
@@ -56,10 +58,10 @@ class SingleBlock(nnx.Module):
         lengths: Int32[Array, " B"],
         modulation: Float32[Array, "B 3 D"],  # shift, scale, gate
     ) -> Float[Array, "B J D"]:
-        B, J, D = x.shape
+        B, J, _ = x.shape
         made = self.qkv_mlp(double_stream.modulated(x, modulation[:, :2]))
-        qkv, hidden = jnp.split(made, [3 * D], axis=-1)
-        qkv = qkv.reshape(B, J, 3, D // self.head_dim, self.head_dim)
+        qkv, hidden = jnp.split(made, [3 * (made.shape[-1] // (3 + MLP_RATIO))], axis=-1)
+        qkv = qkv.reshape(B, J, 3, -1, self.head_dim)
         q, k, v = (qkv[:, :, part] for part in range(3))
         attended = pallas_kernels.padded_attention(
             axial_rope.rotate_pairs(self.norm_q(q), rotation),
@@ -69,7 +71,7 @@ class SingleBlock(nnx.Module):
             implementation=self.implementation,
         )
         hidden = jax.nn.gelu(hidden, approximate=True)
-        update = self.out(jnp.concatenate([attended.reshape(B, J, D), hidden], axis=-1))
+        update = self.out(jnp.concatenate([attended.reshape(B, J, -1), hidden], axis=-1))
         return (x + modulation[:, None, 2] * update).astype(x.dtype)
 
 
@@ -100,7 +102,11 @@ class FluxTransformer(nnx.Module):
         self.final_modulation = linear.Linear(D, 2 * D, dtype=dtype)
         self.transformer_blocks = nnx.List(
             double_stream.DoubleBlock(
-                D, config.attention_head_dim, dtype=dtype, implementation=implementation
+                D,
+                config.attention_head_dim,
+                dtype=dtype,
+                implementation=implementation,
+                num_ranks=config.num_ranks,
             )
             for _ in range(config.num_layers)
         )

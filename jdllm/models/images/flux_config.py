@@ -6,12 +6,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jdllm import errors
+from jdllm import errors, sharding
 from jdllm.models import hf_config
-from jdllm.models.images import diffusers_config
+from jdllm.models.images import diffusers_config, split
+from jdllm.models.images.double_stream import MLP_RATIO
 from jdllm.models.images.packing import PATCH
-
-MLP_RATIO = 4
 
 # The keys of config.json, with the defaults of the published class.
 _DEFAULTS: Mapping[str, Any] = {
@@ -30,7 +29,7 @@ _DEFAULTS: Mapping[str, Any] = {
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class FluxConfig:
+class FluxConfig(split.SplitConfig):
     """What config.json holds, by its names. `in_channels` are those of a token, in and out."""
 
     in_channels: int
@@ -58,6 +57,15 @@ class FluxConfig:
     @property
     def dim(self) -> int:
         return self.num_attention_heads * self.attention_head_dim
+
+    @property
+    def heads(self) -> sharding.Heads:
+        heads = self.num_attention_heads
+        return sharding.Heads(query=heads, kv=heads, dim=self.attention_head_dim)
+
+    @property
+    def feed_forward_width(self) -> int:
+        return MLP_RATIO * self.dim
 
     @property
     def latent_channels(self) -> int:

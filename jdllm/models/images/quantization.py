@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jdllm.layers import fp8_weight
+from jdllm.models import split
 
 Shapes = Mapping[str, jax.ShapeDtypeStruct]
 
@@ -47,18 +48,32 @@ def read_as(shapes: Shapes) -> dict[str, jax.ShapeDtypeStruct]:
     }
 
 
-def quantize(arrays: Iterable[tuple[str, jax.Array]], shapes: Shapes) -> dict[str, jax.Array]:
-    """Returns the parameters of a module, given those of `read_as` one after the other."""
+def quantize(
+    arrays: Iterable[tuple[str, jax.Array]],
+    shapes: Shapes,
+    place: split.Placement | None = None,
+) -> dict[str, jax.Array]:
+    """Returns the parameters of a module, given those of `read_as` one after the other.
+
+    With a `place`, which has put them on a mesh, they are those of one device, in its parts.
+    """
     quantized = _quantized(shapes)
     params = {}
     for path, array in arrays:
         if path in quantized:
             # The wait keeps the next weight from being read while this one is still there.
-            params |= jax.block_until_ready(fp8_weight.quantized(path, array))
+            params |= jax.block_until_ready(_of_weight(path, array, place))
         else:
             params[path] = array
         del array  # else it would live until the next one is there
     return params
+
+
+def _of_weight(path: str, array: jax.Array, place: split.Placement | None) -> dict[str, jax.Array]:
+    how = None if place is None else place.cuts[path]
+    if place is None or how is None:
+        return fp8_weight.quantized(path, array)
+    return fp8_weight.quantized_parts(path, array, how, place.mesh)
 
 
 def _quantized(shapes: Shapes) -> set[str]:

@@ -34,7 +34,13 @@ class Block(double_stream.DoubleBlock):
 
     def __init__(self, config: QwenImageConfig, *, dtype: jnp.dtype, implementation: str):
         D = config.dim
-        super().__init__(D, config.attention_head_dim, dtype=dtype, implementation=implementation)
+        super().__init__(
+            D,
+            config.attention_head_dim,
+            dtype=dtype,
+            implementation=implementation,
+            num_ranks=config.num_ranks,
+        )
         self.modulation = linear.Linear(D, 2 * NUM_MODULATIONS * D, dtype=dtype)
 
     def modulations(self, active: Float[Array, "B D"]) -> tuple[Modulation, Modulation]:

@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jdllm import errors
+from jdllm import errors, sharding
 from jdllm.models import hf_config
-from jdllm.models.images import diffusers_config
+from jdllm.models.images import diffusers_config, split
+from jdllm.models.images.double_stream import MLP_RATIO
 from jdllm.models.images.packing import PATCH
 
 NUM_POSITIONS = 4096  # on each axis
@@ -41,7 +42,7 @@ _ONLY_DEFAULT = (
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class QwenImageConfig:
+class QwenImageConfig(split.SplitConfig):
     """What config.json holds, by its names."""
 
     in_channels: int  # of a token: those of its latent pixels together
@@ -62,6 +63,15 @@ class QwenImageConfig:
     @property
     def dim(self) -> int:
         return self.num_attention_heads * self.attention_head_dim
+
+    @property
+    def heads(self) -> sharding.Heads:
+        heads = self.num_attention_heads
+        return sharding.Heads(query=heads, kv=heads, dim=self.attention_head_dim)
+
+    @property
+    def feed_forward_width(self) -> int:
+        return MLP_RATIO * self.dim
 
 
 def read(hf: Mapping[str, Any]) -> QwenImageConfig:

@@ -42,14 +42,17 @@ UNMODULATED: Modulation = (1.0, 1.0, 1.0, 1.0)
 
 
 class Attention(nnx.Module):
-    """Full attention with norms of q and k; `w_qkv` [3D, D] holds q, then k, then v."""
+    """Full attention with norms of q and k; `w_qkv` [3D, D] holds q, then k, then v.
+
+    A rank of several has some of the heads.
+    """
 
     def __init__(self, config: ZImageConfig, *, dtype: jnp.dtype, implementation: str):
-        D, H = config.dim, config.head_dim
-        self.num_heads = config.n_heads
+        D, H, own = config.dim, config.head_dim, config.dim // config.num_ranks
+        self.num_ranks, self.num_heads = config.num_ranks, own // H
         self.implementation = implementation
-        self.w_qkv: linear.Weight = nnx.Param(jnp.zeros((3 * D, D), dtype))
-        self.w_out: linear.Weight = nnx.Param(jnp.zeros((D, D), dtype))
+        self.w_qkv: linear.Weight = nnx.Param(jnp.zeros((3 * own, D), dtype))
+        self.w_out: linear.Weight = nnx.Param(jnp.zeros((D, own), dtype))
         self.norm_q = norm.RMSNorm(H, eps=_QK_NORM_EPS, dtype=dtype)
         self.norm_k = norm.RMSNorm(H, eps=_QK_NORM_EPS, dtype=dtype)
 
@@ -59,7 +62,7 @@ class Attention(nnx.Module):
         rotation: axial_rope.CosSin,
         lengths: Int32[Array, " B"] | None,
     ) -> Float[Array, "B T D"]:
-        B, T, D = x.shape
+        B, T, _ = x.shape
         qkv = linear.product(x, self.w_qkv)
         qkv = qkv.reshape(B, T, 3, self.num_heads, -1)
         q, k, v = (qkv[:, :, part] for part in range(3))  # [B, T, N, H]
@@ -70,20 +73,24 @@ class Attention(nnx.Module):
             lengths,
             implementation=self.implementation,
         )
-        return linear.product(out.reshape(B, T, D), self.w_out)
+        return linear.summed_product(out.reshape(B, T, -1), self.w_out, self.num_ranks)
 
 
 class FeedForward(nnx.Module):
-    """Computes `w2(silu(w1 x) * (w3 x))`; `w_gate_up` [2F, D] holds w1, then w3."""
+    """Computes `w2(silu(w1 x) * (w3 x))`; `w_gate_up` [2F, D] holds w1, then w3.
+
+    A rank of several has a part of F.
+    """
 
     def __init__(self, config: ZImageConfig, *, dtype: jnp.dtype):
-        D, F = config.dim, config.feed_forward_width
+        D, F = config.dim, config.feed_forward_width // config.num_ranks
+        self.num_ranks = config.num_ranks
         self.w_gate_up: linear.Weight = nnx.Param(jnp.zeros((2 * F, D), dtype))
         self.w_down: linear.Weight = nnx.Param(jnp.zeros((D, F), dtype))
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         gate, up = jnp.split(linear.product(x, self.w_gate_up), 2, axis=-1)
-        return linear.product(jax.nn.silu(gate) * up, self.w_down)
+        return linear.summed_product(jax.nn.silu(gate) * up, self.w_down, self.num_ranks)
 
 
 class Block(nnx.Module):

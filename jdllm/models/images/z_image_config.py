@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 import jax
 
-from jdllm import errors
+from jdllm import errors, sharding
 from jdllm.models import hf_config
-from jdllm.models.images import diffusers_config
+from jdllm.models.images import diffusers_config, split
 
 PATCH = 2  # latent pixels of a token, in both directions
 SEQUENCE_MULTIPLE = 32
@@ -41,7 +41,7 @@ _ONLY_DEFAULT = ("all_patch_size", "all_f_patch_size", "qk_norm", "siglip_feat_d
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ZImageConfig:
+class ZImageConfig(split.SplitConfig):
     """What config.json holds, by its names; `axes_lens` bounds the positions of each axis."""
 
     in_channels: int
@@ -67,6 +67,10 @@ class ZImageConfig:
     @property
     def head_dim(self) -> int:
         return self.dim // self.n_heads
+
+    @property
+    def heads(self) -> sharding.Heads:
+        return sharding.Heads(query=self.n_heads, kv=self.n_heads, dim=self.head_dim)
 
     @property
     def feed_forward_width(self) -> int:
