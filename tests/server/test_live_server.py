@@ -26,7 +26,7 @@ from support import compiling
 from jdllm.checkpoint import source
 from jdllm.server import lifecycle
 
-pytestmark = pytest.mark.campaign  # engines of its own, whose programs take long to compile
+pytestmark = pytest.mark.campaign  # what is compiled as users have it takes long to compile
 
 START_S = 900.0  # beside another test run on two cores
 CONTEXT = 512
@@ -92,12 +92,10 @@ def wait_until(condition: Callable[[], bool], limit_s: float, *, every_s: float 
         time.sleep(every_s)
 
 
-OPTIMISED = pytest.param({"XLA_FLAGS": compiling.flags_of_users()}, id="as users have it")
-
-
-@pytest.fixture(scope="module", params=[pytest.param({}, id="quickly compiled"), OPTIMISED])
-def live(request) -> Iterator[Live]:
-    server = Live(os.environ | request.param)
+@pytest.fixture(scope="module")
+def live() -> Iterator[Live]:
+    """Compiled as users have it."""
+    server = Live(os.environ | {"XLA_FLAGS": compiling.flags_of_users()})
     try:
         server.wait_ready()
         yield server

@@ -3,7 +3,7 @@
 Without a GPU the suite compiles far longer than it runs, so XLA leaves out what would make its code
 for the CPU faster. Its older way to write loops takes half the time and a third of the memory of
 the newer one; jaxlib 0.11 has no such flag, and an unknown one ends the process.
-The campaign of `tests/server/test_live_server.py` has the code as users have it.
+`tests/server/test_live_server.py` has the code as users have it.
 
 Compiled programs are kept in pytest's cache folder, so that what several modules compile, and what
 the run before this one compiled, costs a load.
