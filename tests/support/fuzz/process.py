@@ -19,7 +19,7 @@ from jdllm.checkpoint import source
 from jdllm.server import lifecycle
 
 START_S = 900.0  # beside another test run on two cores
-# The launches of `test_live_server.py`, so that they are compiled once.
+# As few launches as serve every kind of request.
 FLAGS = (
     "--port=0",
     "--max-running-requests=4",
