@@ -47,9 +47,15 @@ def all_reduce(
     """
     tokens, width = added[0].shape
     dtype = added[0].dtype
-    chosen = choose(implementation, dtype=dtype, tokens=tokens, width=width, peers=peers)
+    # More rows than the mailboxes hold go one part after another.
+    part = tokens if peers is None else min(tokens, peers.rows)
+    chosen = choose(implementation, dtype=dtype, tokens=part, width=width, peers=peers)
     if chosen.implementation == "mosaic_gpu":
-        return _all_reduce(added, peers)
+        sums = [
+            _all_reduce(tuple(one[begin : begin + part] for one in added), peers)
+            for begin in range(0, tokens, part)
+        ]
+        return sums[0] if len(sums) == 1 else jnp.concatenate(sums)
     return reference.all_reduce(functools.reduce(jnp.add, added), axis_name)
 
 
