@@ -176,7 +176,7 @@ def test_sizes_that_cannot_be_split_are_refused_with_what_would_work():
     for key, value, message in (
         ("intermediate_size", 50, "dense feed-forwards' width 50 .* 4; use tp_size 1, 2$"),
         ("moe_intermediate_size", 18, "the experts' width 18 cannot be divided by 4"),
-        ("num_experts", 6, "6 experts .* use tp_size 1, 2$"),
+        ("num_experts", 6, "6 experts .* use tp_size 1, 2, 4 with ep_size=1$"),
     ):
         ep = 1 if key == "moe_intermediate_size" else None
         with pytest.raises(errors.ConfigError, match=message):
