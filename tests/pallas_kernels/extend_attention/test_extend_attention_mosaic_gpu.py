@@ -41,6 +41,8 @@ class Problem:
     head_dim: int = 64
     width: int = 192  # keys of the page table
     visibility: str = "block_causal"
+    window: int | None = None
+    scale: float | None = None
     tile: gpu_kernel.AttentionTile = SMALL
     multiprocessors: int = 132
 
@@ -96,8 +98,9 @@ def run(problem: Problem, batch: Batch, monkeypatch) -> np.ndarray:
         *(jnp.asarray(array) for array in rest),
         visibility=problem.visibility,
         block_size=problem.block,
-        scale=problem.head_dim**-0.5,
+        scale=problem.scale or problem.head_dim**-0.5,
         q_len=problem.q_len,
+        window=problem.window,
         tile=problem.tile,
     )
     return np.asarray(out, np.float32)
@@ -115,10 +118,14 @@ def oracle(problem: Problem, batch: Batch) -> np.ndarray:
                 "causal": min(kv_len, position + 1),
                 "block_causal": min(kv_len, (position // problem.block + 1) * problem.block),
             }[problem.visibility]
-            for head in range(problem.heads if end else 0):
-                keys = batch.keys[row][:end, head // group].astype(np.float64)
-                values = batch.values[row][:end, head // group]
-                scores = keys @ q[token, head] * problem.head_dim**-0.5
+            begin = 0
+            if problem.window is not None:
+                last = position if problem.visibility == "causal" else contexts[row]
+                begin = max(0, last - problem.window + 1)
+            for head in range(problem.heads if begin < end else 0):
+                keys = batch.keys[row][begin:end, head // group].astype(np.float64)
+                values = batch.values[row][begin:end, head // group]
+                scores = keys @ q[token, head] * (problem.scale or problem.head_dim**-0.5)
                 weights = np.exp(scores - scores.max())
                 out[token, head] = weights @ values / weights.sum()
     return out
@@ -163,6 +170,38 @@ PROBLEMS = {
         rows=((40, 64), None, (8, 16), (0, 72)), padding=16, visibility="full",
         heads=2, tile=dataclasses.replace(SMALL, persistent=False, max_rows=64),
     ),
+    # A canvas and the end of its context, over several items a CTA.
+    "window_of_canvases": Problem(
+        rows=((150, 16), None, (40, 16), (0, 16), (3, 16)), q_len=16, visibility="full", window=50,
+        multiprocessors=3,
+    ),
+    # A row sees few keys of its first step, or none of it; both warpgroups share a kv head.
+    "window_causal": Problem(
+        rows=((120, 72), (37, 8), None, (0, 24)), padding=8, visibility="causal", window=70,
+        heads=4, kv_heads=1, width=256, scale=1.0,
+        tile=dataclasses.replace(SMALL, persistent=False),
+    ),
+    "window_of_few_keys": Problem(
+        rows=((0, 136), (120, 8)), visibility="causal", window=5, heads=2,
+        tile=dataclasses.replace(SMALL, persistent=False),
+    ),
+    "window_split": Problem(
+        rows=((230, 24), None, (20, 24), (90, 24)), q_len=24, visibility="full", window=100,
+        width=256, tile=dataclasses.replace(SMALL, split_tokens=64),
+    ),
+    "window_of_rows_of_any_length": Problem(
+        rows=((100, 24), (3, 8), (170, 16)), padding=8, visibility="full", window=40,
+        tile=dataclasses.replace(SMALL, persistent=False),
+    ),
+    # Two kv heads of 16 rows would fit one item, their K and V would not.
+    "heads_of_256": Problem(
+        rows=((70, 16), None, (3, 16)), q_len=16, visibility="full", window=60, head_dim=256,
+        heads=2, kv_heads=2, width=128, tile=gpu_kernel.WIDE_HEADS,
+    ),
+    "heads_of_256_split": Problem(
+        rows=((150, 8), (20, 8)), q_len=8, head_dim=256, heads=2, kv_heads=1,
+        tile=dataclasses.replace(gpu_kernel.WIDE_HEADS, split_tokens=64),
+    ),
     "prefill_blocks_of_4": Problem(
         rows=((40, 12), (3, 4), None, (0, 8)), padding=4, block=4, multiprocessors=3
     ),
@@ -201,7 +240,7 @@ def test_neighbours_never_change_a_rows_bits(monkeypatch):
 def make_plan(problem: Problem, tokens: int, **changes) -> work_items.Plan:
     spec = shapes(problem, tokens)
     options = {"visibility": problem.visibility, "block_size": problem.block, "scale": 1.0}
-    options |= {"q_len": problem.q_len, "tile": problem.tile} | changes
+    options |= {"q_len": problem.q_len, "window": problem.window, "tile": problem.tile} | changes
     return gpu_kernel.make_plan(spec[0], spec[1], spec[-1], **options)
 
 
@@ -267,6 +306,20 @@ SERVING = [
     serving(32, 8, context=504, heads=8, kv_heads=8, block=8, head_dim=64),
     serving(8, 16, context=512, heads=32, kv_heads=1, block=16, visibility="causal"),
 ]
+WINDOWS = [
+    *(  # DiffusionGemma's layers with a window: canvases, and context in parts of whole tiles
+        serving(
+            rows, 256, context=4096, heads=16 // ranks, kv_heads=8 // ranks, page=256, block=256,
+            head_dim=256, visibility="full", window=1024,
+        )
+        for rows, ranks in ((1, 1), (16, 1), (4, 8))
+    ),
+    serving(
+        8, 64, context=4096, heads=16, kv_heads=8, page=256, block=64, head_dim=256,
+        visibility="causal", window=1024,
+    ),
+    serving(4, 32, context=4064, visibility="full", window=512),
+]  # fmt: skip
 # (problem, tokens): rows of any length.
 PREFILL = [
     (serving(1, 8192, context=0, heads=32, kv_heads=32), 8192),
@@ -284,7 +337,7 @@ def lower(problem: Problem, tokens: int) -> None:
     def call(*arrays):
         return gpu_kernel.extend_attention(
             *arrays, visibility=problem.visibility, block_size=problem.block, scale=0.1,
-            q_len=problem.q_len, tile=problem.tile,
+            q_len=problem.q_len, window=problem.window, tile=problem.tile,
         )  # fmt: skip
 
     lowered = jax.jit(call).trace(*shapes(problem, tokens)).lower(lowering_platforms=("cuda",))
@@ -295,6 +348,22 @@ def lower(problem: Problem, tokens: int) -> None:
 def test_decode_lowers_for_cuda(index):
     problem = SERVING[index]
     lower(problem, len(problem.rows) * problem.q_len)
+
+
+@pytest.mark.parametrize("index", range(len(WINDOWS)))
+@pytest.mark.parametrize("is_ragged", [False, True])
+def test_windows_and_wide_heads_lower_for_cuda(index, is_ragged):
+    problem = WINDOWS[index]
+    tokens = len(problem.rows) * problem.q_len
+    lower(dataclasses.replace(problem, q_len=None) if is_ragged else problem, tokens)
+
+
+def test_a_window_bounds_the_keys_that_are_split():
+    tile = gpu_kernel.AttentionTile(kv_tokens=64, split_tokens=256)
+    problem = dataclasses.replace(serving(4, 32, context=4064, visibility="full"), tile=tile)
+    whole, few = (make_plan(problem, 128, window=window) for window in (None, 480))
+    assert whole.num_splits == 4096 // 256
+    assert few.num_splits == 3  # 479 keys of the context, 32 in flight, a step's alignment
 
 
 @pytest.mark.parametrize("index", marks.every(3, range(len(PREFILL))))
@@ -323,7 +392,10 @@ def test_every_entry_of_the_table_is_lowered_above():
     [
         ({}, None),
         ({"dtype": jnp.float32}, "needs bfloat16 or float16, this is float32"),
-        ({"head_dim": 256}, "head_dim 64 or 128, this is 256"),
+        ({"head_dim": 256}, None),
+        ({"head_dim": 256, "block_size": 4}, "heads of 256 need a block size from 8, this is 4"),
+        ({"head_dim": 192}, "head_dim 64, 128 or 256, this is 192"),
+        ({"head_dim": 512}, "up to 256: with 512 a thread holds 256 sums"),
         ({"page_size": 16}, "power of two from 32, this is 16"),
         ({"block_size": 12}, "power of two from 4, this is 12"),
         ({"q_heads": 6}, "multiple of kv heads, these are 6, 4"),
