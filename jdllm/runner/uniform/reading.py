@@ -69,18 +69,21 @@ def read_row(
     draw_keys: UInt32[Array, "L 2"],
 ) -> Reading:
     """Returns the reading of one row, whose fields lack R."""
-    head = model.unembedding()
-    logits = head.local_logits(hidden)  # [L, V / ranks]
-    # Of the logits as they are: tempered ones may round to equal numbers.
-    plain = head.stats_of(logits)
-    tempered = logits / temperature
-    ones = jnp.ones(logits.shape[:1], jnp.float32)
-    stats = head.stats_of(tempered, draw_keys=draw_keys, temperature=ones)
-    share = jnp.exp(tempered - stats.logsumexp[:, None])
+    with jax.named_scope("head"):
+        head = model.unembedding()
+        logits = head.local_logits(hidden)  # [L, V / ranks]
+        # Of the logits as they are: tempered ones may round to equal numbers.
+        plain = head.stats_of(logits)
+        tempered = logits / temperature
+        ones = jnp.ones(logits.shape[:1], jnp.float32)
+        stats = head.stats_of(tempered, draw_keys=draw_keys, temperature=ones)
+    with jax.named_scope("mixture"):
+        share = jnp.exp(tempered - stats.logsumexp[:, None])
+        expected = model.mix(share).astype(hidden.dtype)
     return Reading(
         best=plain.best_id,
         logprob=plain.best_logit - plain.logsumexp,
         entropy=stats.entropy,
         drawn=stats.drawn_id,
-        expected=model.mix(share).astype(hidden.dtype),
+        expected=expected,
     )
