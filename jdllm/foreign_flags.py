@@ -171,7 +171,8 @@ SPEED: tuple[Group, ...] = (
     ),
     Group(instead="x-request-id always comes back", switches="enable_request_id_headers"),
     Group(
-        instead="no served model has windows, and prefixes are compared token by token",
+        instead="layers with a window keep the K and V of the whole context, and prefixes are "
+        "compared token by token",
         switches="disable_hybrid_kv_cache_manager disable_hybrid_swa_memory",
         valued="prefix_caching_hash_algo",
     ),

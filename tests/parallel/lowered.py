@@ -37,7 +37,13 @@ def make(family, options):
 @pytest.mark.skipif(not compat.supported(), reason=f"needs jax >= {compat.MIN_JAX_VERSION}")
 @pytest.mark.parametrize(
     ("family", "tp"),
-    [("llada2", 2), ("llada2", 4), ("dream", 2), ("dream", 4), ("diffusion_gemma", 2)],
+    [
+        ("llada2", 2),
+        ("llada2", 4),
+        ("dream", 2),
+        ("dream", 4),
+        pytest.param("diffusion_gemma", 2, marks=pytest.mark.campaign),
+    ],
 )
 def test_loops_of_gpus_hold_kernels_and_no_collective(family, tp, tmp_path, monkeypatch):
     """Lowered for CUDA, with buffers that stand for those of GPUs: one meeting before the loop."""
