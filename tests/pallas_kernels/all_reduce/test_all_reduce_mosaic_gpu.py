@@ -187,15 +187,23 @@ def test_what_the_kernel_cannot_serve_has_a_reason():
         peers_lib.buffer_words(ranks=8, rows=65536, row_bytes=16384, chunks=1)
 
 
-def test_more_rows_than_the_buffers_hold_go_one_part_after_another(monkeypatch):
+@pytest.mark.parametrize(
+    ("T", "D", "rows", "kernels"),
+    [
+        (10, 512, 4, 2),  # parts of 4 rows, and of 2, for more rows than the buffers hold
+        (256, 2816, 4096, 1),  # a canvas of DiffusionGemma, as rows of 2048
+        (64, 2816, 4096, 1),
+    ],
+)
+def test_sums_that_are_no_whole_message_are_cut_otherwise(T, D, rows, kernels, monkeypatch):
     devices.pretend(monkeypatch, devices.HOPPER)
 
     def run(x, peers):
         return pallas_kernels.all_reduce((x,), axis_name="tp", peers=peers)
 
-    x, peers = jax.ShapeDtypeStruct((10, 512), jnp.bfloat16), ranks_lib.peers(2, rows=4, width=512)
+    x, peers = bfloat16(T, D), ranks_lib.peers(2, rows=rows, width=D)
     lowered = jax.jit(run).trace(x, peers).lower(lowering_platforms=("cuda",))
-    assert lowered.out_info.shape == (10, 512)
+    assert lowered.out_info.shape == (T, D)
     text = lowered.as_text()
-    assert text.count("stablehlo.custom_call @mosaic_gpu") == 2  # for parts of 4 rows, and of 2
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == kernels
     assert "stablehlo.all_reduce" not in text
