@@ -34,8 +34,13 @@ class GemmaConfig(decoder_config.DecoderConfig):
     `dense` is the other feed-forward of every layer, and that of self-conditioning.
     """
 
-    dense: mlp.MLPConfig
     logit_softcap: float
+
+    @property
+    def dense_mlp(self) -> mlp.MLPConfig:
+        """`dense`, which every config of this class has."""
+        assert self.dense is not None, "the family's configs have a dense feed-forward"
+        return self.dense
 
 
 class GemmaRouter(moe.Router):
@@ -186,7 +191,7 @@ class GemmaDecoder(decoder.Decoder):
         super().__init__(config, dtype=dtype, implementation=implementation, **options)
         self.self_conditioning = SelfConditioning(
             config.spec.hidden_size,
-            config.dense,
+            config.dense_mlp,
             eps=config.rms_norm_eps,
             dtype=dtype,
             ops=self.ops,
@@ -198,7 +203,7 @@ class GemmaDecoder(decoder.Decoder):
     ) -> GemmaLayer:
         return GemmaLayer(
             layer,
-            self.config.dense,
+            self.config.dense_mlp,
             eps=self.config.rms_norm_eps,
             dtype=dtype,
             implementation=implementation,

@@ -17,7 +17,8 @@ def distinct_experts(model: loading.LoadedModel, tokens: Int[np.ndarray, " T"]) 
     """Returns how many experts one block of `tokens` reaches in each MoE layer, [] if dense."""
 
     mask = np.ones((len(tokens), len(tokens)), bool)
-    windows = {layer.attention.window for layer in model.config.layers} - {None}
+    found = (layer.attention.window for layer in model.config.layers)
+    windows = {window for window in found if window is not None}
 
     def forward(params: loading.Params, tokens: Int[Array, " T"]) -> list[Int[Array, "T k"]]:
         chosen = []

@@ -42,7 +42,6 @@ rows HBM is the bound, with more and in prefill the tensor cores. A row of S key
 4 * S * kv_heads * head_dim bytes and takes 4 * L * S * q_heads * head_dim FLOP.
 """
 
-import dataclasses
 import functools
 import math
 import types
@@ -55,7 +54,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels import device, tiles
 from pallas_kernels.extend_attention import work_items
 from pallas_kernels.extend_attention.work_items import (
     MASKED_SCORE,
@@ -65,12 +63,10 @@ from pallas_kernels.extend_attention.work_items import (
     Item,
     Plan,
 )
-from pallas_kernels.hopper import compat, limits
+from pallas_kernels.hopper import compat
 
-why_not = work_items.why_not
+why_not, make_plan = work_items.why_not, work_items.make_plan
 
-# Of heads wider than those of the device's table: what fits, since no such tile was measured yet.
-WIDE_HEADS = AttentionTile(kv_tokens=64, stages=2, persistent=False)
 _LOG2_E = math.log2(math.e)
 _COMBINE_COLUMNS = 16
 
@@ -139,64 +135,6 @@ def extend_attention(
         compiler_params={"unsafe_no_auto_barriers": True, "reduction_scratch_bytes": 0},
     )
     return combine(*results, *lists)[0]
-
-
-def make_plan(
-    q: Float[Array, "T N H"],
-    kv_pool: Float[Array, "P 2 K Z H"],
-    page_table: Int32[Array, "R pages_per_row"],
-    *,
-    visibility: str,
-    block_size: int,
-    scale: float,
-    q_len: int | None = None,
-    window: int | None = None,
-    tile: AttentionTile | None = None,
-    interpreted: bool = False,
-) -> Plan:
-    """Returns the plan of a launch; raises ValueError for shapes that cannot run."""
-    T, N, H = q.shape
-    num_pages, _, K, Z, _ = kv_pool.shape
-    rows, pages_per_row = page_table.shape
-    shapes = f"q {q.dtype}{q.shape}, kv_pool {kv_pool.shape}, {block_size=}, {q_len=}"
-    reason = why_not(
-        dtype=q.dtype, head_dim=H, page_size=Z, block_size=block_size, q_heads=N, kv_heads=K
-    )
-    if reason is not None:
-        raise ValueError(f"extend_attention: mosaic_gpu {reason}: {shapes}")
-    if q_len is not None and (q_len < 1 or q_len % block_size or rows * q_len != T):
-        raise ValueError(
-            f"extend_attention: q_len must be whole blocks, and the tokens / {rows} rows: {shapes}"
-        )
-    if q_len is None and tile is not None and tile.split_tokens:
-        raise ValueError(f"extend_attention: rows of unequal length cannot be split: {tile}")
-    plan = Plan(
-        tile=tile or AttentionTile(), visibility=visibility, block_size=block_size, scale=scale,
-        dtype=jnp.dtype(q.dtype), tokens=T, rows=rows, kv_heads=K, group=N // K, head_dim=H,
-        num_pages=num_pages, page=Z, pages_per_row=pages_per_row, q_len=q_len, window=window,
-        multiprocessors=device.local_device().num_multiprocessors, interpreted=interpreted,
-    )  # fmt: skip
-    if tile is None and H > work_items.TUNED_HEAD_DIM:
-        plan = dataclasses.replace(plan, tile=WIDE_HEADS)
-    elif tile is None:
-        found = tiles.lookup(
-            "extend_attention",
-            ragged=int(q_len is None),
-            streams=plan.streams,
-            items=plan.num_tiles * plan.head_items,
-            tokens=T,
-            rows=rows,
-            width=plan.most_keys,
-        )
-        plan = dataclasses.replace(plan, tile=AttentionTile(**found))
-    if interpreted:
-        plan = dataclasses.replace(plan, tile=dataclasses.replace(plan.tile, p_in_registers=False))
-    if plan.smem_bytes > limits.SHARED_MEMORY:
-        raise ValueError(
-            f"extend_attention: {plan.smem_bytes} bytes of shared memory, "
-            f"{limits.SHARED_MEMORY} exist: {plan.tile}, {shapes}"
-        )
-    return plan
 
 
 def _scratch_types(plan: Plan) -> dict[str, Any]:

@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Float, Int32
 
-from pallas_kernels import dispatch
+from pallas_kernels import device, dispatch, tiles
+from pallas_kernels.hopper import limits
 
 WARPGROUP_ROWS = 64
 MAX_ROWS = 2 * WARPGROUP_ROWS
@@ -50,6 +51,10 @@ class AttentionTile:
     def __post_init__(self):
         if self.max_rows not in (WARPGROUP_ROWS, MAX_ROWS):
             raise ValueError(f"extend_attention: an item has up to 64 or 128 rows: {self}")
+
+
+# Of heads wider than those of the device's table: what fits, since no such tile was measured yet.
+WIDE_HEADS = AttentionTile(kv_tokens=64, stages=2, persistent=False)
 
 
 class Piece(NamedTuple):
@@ -254,6 +259,64 @@ def why_not(
     if q_heads % kv_heads:
         return f"needs query heads that are a multiple of kv heads, these are {q_heads}, {kv_heads}"
     return None
+
+
+def make_plan(
+    q: Float[Array, "T N H"],
+    kv_pool: Float[Array, "P 2 K Z H"],
+    page_table: Int32[Array, "R pages_per_row"],
+    *,
+    visibility: str,
+    block_size: int,
+    scale: float,
+    q_len: int | None = None,
+    window: int | None = None,
+    tile: AttentionTile | None = None,
+    interpreted: bool = False,
+) -> Plan:
+    """Returns the plan of a launch; raises ValueError for shapes that cannot run."""
+    T, N, H = q.shape
+    num_pages, _, K, Z, _ = kv_pool.shape
+    rows, pages_per_row = page_table.shape
+    shapes = f"q {q.dtype}{q.shape}, kv_pool {kv_pool.shape}, {block_size=}, {q_len=}"
+    reason = why_not(
+        dtype=q.dtype, head_dim=H, page_size=Z, block_size=block_size, q_heads=N, kv_heads=K
+    )
+    if reason is not None:
+        raise ValueError(f"extend_attention: mosaic_gpu {reason}: {shapes}")
+    if q_len is not None and (q_len < 1 or q_len % block_size or rows * q_len != T):
+        raise ValueError(
+            f"extend_attention: q_len must be whole blocks, and the tokens / {rows} rows: {shapes}"
+        )
+    if q_len is None and tile is not None and tile.split_tokens:
+        raise ValueError(f"extend_attention: rows of unequal length cannot be split: {tile}")
+    plan = Plan(
+        tile=tile or AttentionTile(), visibility=visibility, block_size=block_size, scale=scale,
+        dtype=jnp.dtype(q.dtype), tokens=T, rows=rows, kv_heads=K, group=N // K, head_dim=H,
+        num_pages=num_pages, page=Z, pages_per_row=pages_per_row, q_len=q_len, window=window,
+        multiprocessors=device.local_device().num_multiprocessors, interpreted=interpreted,
+    )  # fmt: skip
+    if tile is None and H > TUNED_HEAD_DIM:
+        plan = dataclasses.replace(plan, tile=WIDE_HEADS)
+    elif tile is None:
+        found = tiles.lookup(
+            "extend_attention",
+            ragged=int(q_len is None),
+            streams=plan.streams,
+            items=plan.num_tiles * plan.head_items,
+            tokens=T,
+            rows=rows,
+            width=plan.most_keys,
+        )
+        plan = dataclasses.replace(plan, tile=AttentionTile(**found))
+    if interpreted:
+        plan = dataclasses.replace(plan, tile=dataclasses.replace(plan.tile, p_in_registers=False))
+    if plan.smem_bytes > limits.SHARED_MEMORY:
+        raise ValueError(
+            f"extend_attention: {plan.smem_bytes} bytes of shared memory, "
+            f"{limits.SHARED_MEMORY} exist: {plan.tile}, {shapes}"
+        )
+    return plan
 
 
 def lists(

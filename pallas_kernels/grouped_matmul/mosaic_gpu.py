@@ -342,7 +342,7 @@ def _matmul(
                     return value
 
                 value = pl.run_scoped(product, compat.ACC((_WEIGHT_ROWS, N), jnp.float32))
-                if is_gated:
+                if activation is not None:
                     gate, up = value[:_CHUNK], value[_CHUNK:]
                     value = _activated(gate, activation) * up
                 value = value.astype(out_gmem.dtype)
