@@ -171,7 +171,7 @@ SPEED: tuple[Group, ...] = (
     ),
     Group(instead="x-request-id always comes back", switches="enable_request_id_headers"),
     Group(
-        instead="no served model has windows, and prefixes are compared token by token",
+        instead="K and V outside of windows stay, and prefixes are compared token by token",
         switches="disable_hybrid_kv_cache_manager disable_hybrid_swa_memory",
         valued="prefix_caching_hash_algo",
     ),

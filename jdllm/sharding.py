@@ -133,6 +133,10 @@ def _and_mlp(how: Cut, shape: tuple[int, ...], shards: Shards) -> Cut:
     return dataclasses.replace(how, segments=how.segments + segments)
 
 
+def _qk(_: tuple[int, ...], heads: Heads, shards: Shards) -> Cut:
+    return Cut(axis=0, segments=_qkv(_, heads, shards).segments[:2])
+
+
 def _gate_and_up(shape: tuple[int, ...], _: Heads, shards: Shards) -> Cut:
     return Cut(axis=0, segments=((shape[0] // 2, shards.tp),) * 2)
 
@@ -156,6 +160,7 @@ _of = functools.partial
 RULES: Mapping[str, Rule] = {
     "attention.w_qkv": _qkv,
     "attention.b_qkv": _qkv,
+    "attention.w_qk": _qk,
     "attention.w_out": _of(_even, 1),
     "mlp.w_gate_up": _gate_and_up,
     "mlp.w_down": _of(_even, 1),

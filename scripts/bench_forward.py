@@ -6,13 +6,18 @@
         --batch 1,4,16 --context 512
     python scripts/bench_forward.py --config configs/llada2.0-mini --prefill 2048 --batch 8
 
+    python scripts/bench_forward.py --config configs/diffusion-gemma-26b-a4b \
+        --batch 1,4,16 --context 512
+
 A denoising forward embeds one block per row, runs every layer over the paged pool with `context`
 cached tokens per row, and streams the vocabulary for the statistics of every token. Several
 forwards run in one compiled loop; each chooses the tokens of the next, as in serving. The time is
 the median loop over its forwards. `floors.py` defines the floors. With random weights routing is
 about uniform; the number of experts used per layer is printed. `configs/bench/llada-8b-shapes` has
 the shapes of LLaDA-8B in the LLaDA2 family, with every layer dense (and with q and k norms, which
-LLaDA-8B lacks).
+LLaDA-8B lacks). A denoising forward of a model without a mask token (DiffusionGemma) is that of its
+serving step: a canvas per row with what the forward before expected, its logits row by row, draws
+and the next mixture of embeddings.
 """
 
 from __future__ import annotations
@@ -34,7 +39,11 @@ from tqdm import tqdm
 from jdllm.kv_cache import pool as pool_lib
 from jdllm.layers import attention
 from jdllm.models import loading
+from jdllm.runner import config as config_lib
 from jdllm.runner import expert_use
+from jdllm.runner.uniform import forward as uniform_forward
+from jdllm.runner.uniform import noise, reading
+from jdllm.scheduler.rows import uniform as uniform_rows
 
 _QUEUED = 3
 # Named scopes of the model's parts, and the heading under which their kernels are added up.
@@ -46,6 +55,7 @@ GROUPS = {
     "experts": "moe",  # the shared expert is one of them
     "mlp": "dense",
     "head": "head",
+    "mixture": "mixture",
 }
 
 
@@ -66,6 +76,12 @@ class Shape:
     def pages_per_row(self) -> int:
         return -(-(self.context + self.new_tokens) // self.page_size)
 
+    @property
+    def page_table(self) -> jax.Array:
+        """The pages of each row, spread over the pool."""
+        pages = jnp.arange(self.rows * self.pages_per_row, dtype=jnp.int32)
+        return pages.reshape(self.pages_per_row, self.rows).T
+
 
 def forward(
     model_of: Any, shape: Shape, implementation: str, params: Any, pools: Any, tokens: jax.Array
@@ -74,8 +90,7 @@ def forward(
     spec, R, L = model_of.spec, shape.rows, shape.new_tokens
     positions = jnp.tile(shape.context + jnp.arange(L, dtype=jnp.int32), R)
     row = jnp.repeat(jnp.arange(R, dtype=jnp.int32), L)
-    pages = jnp.arange(R * shape.pages_per_row, dtype=jnp.int32)
-    page_table = pages.reshape(shape.pages_per_row, R).T
+    page_table = shape.page_table
     page = page_table[row, positions // shape.page_size]
     batch = attention.PagedBatch(
         cu_q_lens=jnp.arange(R + 1, dtype=jnp.int32) * L,
@@ -84,11 +99,14 @@ def forward(
         page_table=page_table,
         kv_indices=page * shape.page_size + positions % shape.page_size,
     )
+    block_size = spec.diffusion.block_size
+    if spec.diffusion.kind == "uniform":  # context, which is encoded in whole tiles
+        block_size = uniform_rows.tile_of(block_size)
     attend = attention.paged_attend(
         batch,
         visibility=spec.diffusion.attention_pattern,
-        block_size=spec.diffusion.block_size,
-        q_len=L if spec.diffusion.block_size == L else None,
+        block_size=block_size,
+        q_len=L if block_size == L else None,
         implementation=implementation,
     )
     model = loading.merge(model_of.graphdef, params)
@@ -122,6 +140,40 @@ def denoise(
     return jax.lax.fori_loop(0, count, step, (pools, tokens))
 
 
+def denoise_canvases(
+    model_of: Any, shape: Shape, implementation: str, count: int, params: Any, pools: Any,
+    state: tuple[jax.Array, jax.Array],
+) -> tuple[Any, tuple[jax.Array, jax.Array]]:  # fmt: skip
+    """Runs `count` steps of one canvas per row; each draws the next and what it expects.
+
+    `state` holds the canvases [R, L] and the mixtures of embeddings [R, L, D].
+    """
+    R, L = shape.rows, shape.new_tokens
+    config = config_lib.StepConfig(
+        spec=model_of.spec,
+        pool=_pool_config(model_of.spec, shape, str(pools[0].dtype)),
+        context_length=shape.context,
+        num_slots=R,
+        algorithms=(),
+        implementation=implementation,
+    )
+    model = uniform_forward.model_of(model_of.graphdef, params)
+    context, is_active = jnp.full((R,), shape.context, jnp.int32), jnp.ones((R,), bool)
+    positions = jnp.broadcast_to(shape.context + jnp.arange(L, dtype=jnp.int32), (R, L))
+    seed = jnp.zeros((R, 2), jnp.uint32)
+
+    def step(i: jax.Array, carry: tuple[Any, tuple[jax.Array, jax.Array]]):
+        pools, (canvas, expected) = carry
+        hidden, pools = uniform_forward.forward_canvases(
+            config, model, pools, canvas, expected, context, is_active, shape.page_table
+        )
+        keys = noise.draw_keys(seed, positions, jnp.full((R,), i, jnp.int32))
+        found = reading.read(model, hidden, jnp.full((R,), 0.8), keys, is_active)
+        return pools, (found.drawn, found.expected)
+
+    return jax.lax.fori_loop(0, count, step, (pools, state))
+
+
 def prefill(
     model_of: Any, shape: Shape, implementation: str, count: int, params: Any, pools: Any,
     tokens: jax.Array,
@@ -140,22 +192,15 @@ def prefill(
 def run_shape(model: Any, shape: Shape, args: argparse.Namespace) -> dict[str, Any]:
     """Compiles, times and (if asked) profiles one shape."""
     spec = model.spec
-    pools = pool_lib.create(
-        pool_lib.PoolConfig(
-            num_pages=shape.rows * shape.pages_per_row,
-            page_size=shape.page_size,
-            num_layers=spec.num_layers,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            dtype=args.dtype,
-        )
-    )
+    pools = pool_lib.create(_pool_config(spec, shape, args.dtype))
     random = np.random.default_rng(0)
     tokens = random.integers(0, spec.vocab_size, shape.tokens).astype(np.int32)
     pools = [
         jax.random.normal(jax.random.key(i), pool.shape, pool.dtype) for i, pool in enumerate(pools)
     ]
     run = prefill if args.prefill else denoise
+    if spec.diffusion.kind == "uniform" and not args.prefill:
+        run, tokens = denoise_canvases, _first_canvases(tokens, shape, spec, args.dtype)
     model_of = _Static(model)
     bound = functools.partial(run, model_of, shape, args.implementation, args.forwards)
     began = time.monotonic()
@@ -191,6 +236,26 @@ def run_shape(model: Any, shape: Shape, args: argparse.Namespace) -> dict[str, A
     return found
 
 
+def _pool_config(spec: Any, shape: Shape, dtype: str) -> pool_lib.PoolConfig:
+    return pool_lib.PoolConfig(
+        num_pages=shape.rows * shape.pages_per_row,
+        page_size=shape.page_size,
+        num_layers=spec.num_layers,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        dtype=dtype,
+        kv_heads_of_layers=spec.kv_heads_of_layers,
+    )
+
+
+def _first_canvases(
+    tokens: np.ndarray, shape: Shape, spec: Any, dtype: str
+) -> tuple[np.ndarray, jax.Array]:
+    """Returns canvases of random tokens, which expect nothing yet."""
+    canvas = tokens.reshape(shape.rows, shape.new_tokens)
+    return canvas, jnp.zeros((*canvas.shape, spec.hidden_size), dtype)
+
+
 class _Static:
     """The static half of a model: hashable by identity, holds no arrays."""
 
@@ -205,7 +270,7 @@ def main() -> None:
     parser.add_argument("--batch", default="1,4,16,64")
     parser.add_argument("--context", default="512")
     parser.add_argument("--prefill", type=int, help="prompt tokens a row; times prefill instead")
-    parser.add_argument("--page-size", type=int, default=64)
+    parser.add_argument("--page-size", type=int, help="by default what serving takes")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--implementation", default="auto", help="auto or xla")
     parser.add_argument("--forwards", type=int, default=8, help="forwards in one compiled loop")
@@ -213,23 +278,24 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="kernel time by part of the model")
     parser.add_argument("--top", type=int, default=0, help="with --profile: longest kernels listed")
     args = parser.parse_args()
+    # The length of a canvas is the model's own.
+    is_canvas = loading.read_spec(args.config).diffusion.kind == "uniform"
     model = loading.load(
         args.config,
         dtype=args.dtype,
         load_format="dummy",
-        block_size=32,
+        block_size=None if is_canvas else 32,
         implementation=args.implementation,
     )
     block = model.spec.diffusion.block_size
     model = dataclasses.replace(model, params=loading.serving_params(model.params, args.dtype))
     device, out = jax.local_devices()[0], sys.stdout.write
     out(f"# {' '.join(sys.argv)}\n# {device.device_kind}, jax {jax.__version__}, {args.dtype}\n")
+    page_size = pool_lib.choose_page_size(block, args.page_size)
     batches = [int(size) for size in args.batch.split(",")]
     contexts = [0] if args.prefill else [int(size) for size in args.context.split(",")]
     shapes = [
-        Shape(
-            rows=rows, new_tokens=args.prefill or block, context=context, page_size=args.page_size
-        )
+        Shape(rows=rows, new_tokens=args.prefill or block, context=context, page_size=page_size)
         for context in contexts
         for rows in batches
     ]

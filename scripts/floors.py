@@ -11,6 +11,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
+
 from jdllm.layers import moe
 
 BYTES_PER_S = 4.3e12
@@ -67,50 +69,72 @@ def forward(
 ) -> dict[str, Work]:
     """Returns the work of a whole forward for each op, summed over its layers.
 
-    `config` is a DecoderConfig. Rows have `context` cached and `new_tokens` in-flight tokens, with
-    block-causal visibility. Without `head` (prefill), nothing after the last layer's K and V is
-    needed, so only the K,V projection of that layer counts.
+    `config` is a DecoderConfig. Rows have `context` cached and `new_tokens` in-flight tokens; a
+    step of a model without a mask token is that of a canvas, whose tokens see one another, with its
+    self-conditioning. Without `head` (prefill), nothing after the last layer's K and V is needed,
+    so only the K,V projection of that layer counts.
     """
     model, T = config.spec, rows * new_tokens
-    D, H = model.hidden_size, model.head_dim
-    q_width, kv_width = model.num_query_heads * H, model.num_kv_heads * H
-    layers = model.num_layers if head else model.num_layers - 1
-    blocks = new_tokens // model.diffusion.block_size
-    seen = context + (blocks + 1) / 2 * model.diffusion.block_size  # keys a query sees on average
-    feed_forwards = [layer.feed_forward for layer in config.layers[:layers]]
-    routed = [one for one in feed_forwards if isinstance(one, moe.MoEConfig)]
-    linear = layers * (D * (q_width + 2 * kv_width) + q_width * D)
-    linear += sum(3 * D * one.width for one in feed_forwards if one not in routed)
-    linear += sum(3 * D * one.shared_width for one in routed)
-    work = {
-        "attention": _times(
-            layers,
-            attention(
-                scores=T * seen, kv_tokens=rows * (context + new_tokens),
-                query_heads=model.num_query_heads, kv_heads=model.num_kv_heads, head_dim=H,
-            ),
-        ),
-        "dense": matmul(T, linear),
-    }  # fmt: skip
-    if routed:
-        E, k = model.moe.num_experts, model.moe.experts_per_token
-        expert_params = 3 * D * model.moe.intermediate_size
-        hit = distinct_experts(T, E, k)
-        one = experts(T, hit=hit, experts_per_token=k, expert_params=expert_params)
-        router = Work(bytes=D * E * 4, flops=2 * T * D * E)
-        work["moe"] = _times(len(routed), one)
-        work["dense"] += _times(len(routed), router)
+    D = model.hidden_size
+    layers = config.layers if head else config.layers[:-1]
+    besides = 0 if config.dense is None else 3 * D * config.dense.width
+    is_canvas = head and model.diffusion.kind == "uniform"
+    linear = len(layers) * besides + (besides if is_canvas else 0)
+    attended, routed, router = Work(bytes=0, flops=0), Work(bytes=0, flops=0), 0
+    for layer in layers:
+        heads, forward = layer.attention, layer.feed_forward
+        begin, end = _visible(model, heads.window, context + np.arange(new_tokens), context, head)
+        pairs, keys = int(np.sum(end - begin)), int(np.max(end) - np.min(begin))  # of a row
+        attended += attention(
+            scores=rows * pairs, kv_tokens=rows * keys,
+            query_heads=heads.num_query_heads, kv_heads=heads.num_kv_heads,
+            head_dim=heads.head_dim,
+        )  # fmt: skip
+        q_width = heads.num_query_heads * heads.head_dim
+        linear += D * (2 * q_width + _kv_width(heads))
+        if not isinstance(forward, moe.MoEConfig):
+            linear += 3 * D * forward.width
+            continue
+        E, k = forward.router.num_experts, forward.router.experts_per_token
+        routed += experts(
+            T, hit=distinct_experts(T, E, k), experts_per_token=k,
+            expert_params=3 * D * forward.width,
+        )  # fmt: skip
+        linear += 3 * D * forward.shared_width
+        router += D * E
+    work = {"attention": attended, "dense": matmul(T, linear)}
+    if router:
+        work["moe"] = routed
+        work["dense"] += Work(bytes=router * 4, flops=2 * T * router)
     if head:
         work["head"] = matmul(T, model.vocab_size * D)
     else:
-        work["dense"] += matmul(T, 2 * kv_width * D)
+        work["dense"] += matmul(T, D * _kv_width(config.layers[-1].attention))
+    if is_canvas:
+        work["mixture"] = matmul(T, model.vocab_size * D)
     return work
+
+
+def _kv_width(heads: Any) -> int:
+    """Returns the outputs of a layer's projections of k and v."""
+    return (1 if heads.shares_kv else 2) * heads.num_kv_heads * heads.head_dim
+
+
+def _visible(
+    model: Any, window: int | None, position: np.ndarray, context: int, head: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the first key that each query sees, and the end of its keys."""
+    size, last = model.diffusion.block_size, position
+    if model.diffusion.kind != "uniform":
+        end = (position // size + 1) * size
+    elif head:  # a canvas, whose tokens have one window
+        end, last = np.full_like(position, context + len(position)), np.full_like(position, context)
+    else:
+        end = position + 1
+    begin = np.zeros_like(position) if window is None else np.maximum(last - window + 1, 0)
+    return begin, end
 
 
 def total_floor_ms(work: dict[str, Work]) -> float:
     """Returns the sum of the ops' own floors."""
     return sum(part.floor_ms for part in work.values())
-
-
-def _times(count: float, work: Work) -> Work:
-    return Work(bytes=count * work.bytes, flops=count * work.flops)

@@ -183,9 +183,6 @@ class SparseMoE(nnx.Module):
     ) -> Float[Array, "T D"]:
         with jax.named_scope("router"):
             ids, weights = self.router(x, valid)
-            if self.num_ranks > 1:
-                is_mine = ids % self.num_ranks == sharding.rank()
-                ids = jnp.where(is_mine, ids // self.num_ranks, -1)
         return self.sum_of_experts(x, ids, weights, valid)
 
     def sum_of_experts(
@@ -195,8 +192,14 @@ class SparseMoE(nnx.Module):
         weights: Float32[Array, "T k"],
         valid: Bool[Array, " T"] | None,
     ) -> Float[Array, "T D"]:
-        """Returns the weighted sum of the chosen experts, and the shared expert's output."""
+        """Returns the weighted sum of the chosen experts, and the shared expert's output.
+
+        `ids` are those of the whole model; a rank leaves out the experts of other ranks.
+        """
         shared = self.shared_experts
+        if self.num_ranks > 1:
+            is_mine = ids % self.num_ranks == sharding.rank()
+            ids = jnp.where(is_mine, ids // self.num_ranks, -1)
         with jax.named_scope("experts"):
             return pallas_kernels.grouped_matmul(
                 x,

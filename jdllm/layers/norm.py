@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -14,7 +16,7 @@ from jdllm import sharding
 class RMSNorm(nnx.Module):
     """Normalises the last axis of size `dim` to unit root mean square.
 
-    With `num_ranks`, `add` runs in a shard_map, and each rank has a part of what is added.
+    With `num_ranks`, `add` and `of_sum` run in a shard_map, and each rank has a part of the sum.
     """
 
     def __init__(self, dim: int, *, eps: float, dtype: jnp.dtype, num_ranks: int = 1):
@@ -24,6 +26,10 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "... dim"]) -> Float[Array, "... dim"]:
         return pallas_kernels.rms_norm(x, self.weight[...], self.eps)
+
+    def of_sum(self, parts: tuple[Float[Array, "T dim"], ...]) -> Float[Array, "T dim"]:
+        """Returns the norm of the sum of the `parts` of all ranks."""
+        return self(functools.reduce(jnp.add, sum_of_parts(parts, self.num_ranks)))
 
     def add(
         self,

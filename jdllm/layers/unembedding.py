@@ -30,9 +30,13 @@ class LMHead:
         """Rows of the whole head."""
         return self.weight.shape[0] * self.num_ranks
 
+    def local_logits(self, x: Float[Array, "T D"]) -> Float32[Array, "T V/num_ranks"]:
+        """Returns the logits of this rank's ids."""
+        return self._logits(x, self.weight)
+
     def logits(self, x: Float[Array, "T D"]) -> Float32[Array, "T V"]:
         """Returns the logits of the whole vocabulary."""
-        logits = self._logits(x, self.weight)
+        logits = self.local_logits(x)
         if self.num_ranks == 1:
             return logits
         parts = sharding.of_all_ranks(logits)
@@ -82,4 +86,20 @@ class LMHead:
             axis_name=None if self.num_ranks == 1 else sharding.AXIS,
             peers=sharding.peers(),
             implementation=implementation,
+        )
+
+    def stats_of(
+        self,
+        logits: Float32[Array, "T V/num_ranks"],
+        *,
+        draw_keys: UInt32[Array, "T 2"] | None = None,
+        temperature: Float32[Array, " T"] | None = None,
+    ) -> pallas_kernels.UnembedStats:
+        """Returns the statistics of logits of which each rank has those of its ids."""
+        return pallas_kernels.logits_stats(
+            logits,
+            draw_keys=draw_keys,
+            temperature=temperature,
+            axis_name=None if self.num_ranks == 1 else sharding.AXIS,
+            peers=sharding.peers(),
         )

@@ -280,10 +280,7 @@ def _normalised(
     post_norm: norm.RMSNorm | None, parts: tuple[Activations, ...]
 ) -> tuple[Activations, ...]:
     """Returns the output of a sub-layer: its parts, or the norm of their sum."""
-    if post_norm is None:
-        return parts
-    whole = norm.sum_of_parts(parts, post_norm.num_ranks)
-    return (post_norm(functools.reduce(jnp.add, whole)),)
+    return parts if post_norm is None else (post_norm.of_sum(parts),)
 
 
 def _hash_rows(

@@ -29,13 +29,15 @@ class LayerConfig:
 class DecoderConfig:
     """The facts of a model, its layers in order, and options of the final norm and the LM head.
 
-    With `shards`, heads and widths are those of one rank (`models/split.py`).
+    `dense` is a feed-forward that the model has beside those of its layers' configs. With `shards`,
+    heads and widths are those of one rank (`models/split.py`).
     """
 
     spec: spec_lib.ModelSpec
     layers: tuple[LayerConfig, ...]
     rms_norm_eps: float
     tie_word_embeddings: bool
+    dense: mlp.MLPConfig | None = None
     shards: sharding.Shards = sharding.ONE_RANK
 
 

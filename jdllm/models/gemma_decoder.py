@@ -34,8 +34,13 @@ class GemmaConfig(decoder_config.DecoderConfig):
     `dense` is the other feed-forward of every layer, and that of self-conditioning.
     """
 
-    dense: mlp.MLPConfig
     logit_softcap: float
+
+    @property
+    def dense_mlp(self) -> mlp.MLPConfig:
+        """`dense`, which every config of this class has."""
+        assert self.dense is not None, "the family's configs have a dense feed-forward"
+        return self.dense
 
 
 class GemmaRouter(moe.Router):
@@ -59,25 +64,33 @@ class GemmaMoE(moe.SparseMoE):
     """The routed feed-forward of the residual stream, with its own norms before and after."""
 
     def __init__(
-        self, dim: int, config: moe.MoEConfig, *, eps: float, dtype: jnp.dtype, implementation: str
+        self,
+        dim: int,
+        config: moe.MoEConfig,
+        *,
+        eps: float,
+        dtype: jnp.dtype,
+        implementation: str,
+        num_ranks: int,
     ):
         super().__init__(dim, config, dtype=dtype, implementation=implementation)
         ops = moe.ops_around_experts(implementation)
         self.router = GemmaRouter(dim, config.router, eps=eps, dtype=dtype, ops=ops)
         self.pre_norm = norm.RMSNorm(dim, eps=eps, dtype=dtype)
-        self.post_norm = norm.RMSNorm(dim, eps=eps, dtype=dtype)
+        self.post_norm = norm.RMSNorm(dim, eps=eps, dtype=dtype, num_ranks=num_ranks)
 
     def __call__(
         self, x: Float[Array, "T D"], *, valid: Bool[Array, " T"] | None = None
     ) -> Float[Array, "T D"]:
         with jax.named_scope("router"):
             ids, weights = self.router(x)
-        return self.post_norm(self.sum_of_experts(self.pre_norm(x), ids, weights, valid))
+        return self.post_norm.of_sum((self.sum_of_experts(self.pre_norm(x), ids, weights, valid),))
 
 
 class GemmaLayer(nnx.Module):
     """Attention, then both feed-forwards; a norm follows each part before its addition.
 
+    The norms after attention and after each feed-forward sum the parts of all ranks first.
     `layer_scalar` and `encoder_scalar` [1] multiply the output of the two passes.
     """
 
@@ -89,19 +102,26 @@ class GemmaLayer(nnx.Module):
         eps: float,
         dtype: jnp.dtype,
         implementation: str,
+        num_ranks: int,
     ):
         dim, ops = config.attention.dim, moe.ops_around_experts(implementation)
         assert isinstance(config.feed_forward, moe.MoEConfig), "every layer of Gemma has experts"
         new_norm = functools.partial(norm.RMSNorm, dim, eps=eps, dtype=dtype)
-        self.input_layernorm, self.attention_post_norm = new_norm(), new_norm()
-        self.mlp_pre_norm, self.mlp_post_norm = new_norm(), new_norm()
+        self.input_layernorm, self.mlp_pre_norm = new_norm(), new_norm()
+        self.attention_post_norm = new_norm(num_ranks=num_ranks)
+        self.mlp_post_norm = new_norm(num_ranks=num_ranks)
         self.feed_forward_post_norm = new_norm()
         self.attention = attention.Attention(config.attention, dtype=dtype, implementation=ops)
         self.mlp = mlp.DenseMLP(
             dim, dense.width, dtype=dtype, activation=dense.activation, implementation=ops
         )
         self.moe = GemmaMoE(
-            dim, config.feed_forward, eps=eps, dtype=dtype, implementation=implementation
+            dim,
+            config.feed_forward,
+            eps=eps,
+            dtype=dtype,
+            implementation=implementation,
+            num_ranks=num_ranks,
         )
         self.layer_scalar = nnx.Param(jnp.ones((1,), dtype))
         self.encoder_scalar = nnx.Param(jnp.ones((1,), dtype))
@@ -123,9 +143,9 @@ class GemmaLayer(nnx.Module):
         h = self.input_layernorm(x)
         rope = self.attention.config.rope
         out, cache = self.attention(h, angles[rope], attend=attend, cache=cache)
-        x = x + self.attention_post_norm(_total(out))
-        dense = self.mlp_post_norm(_total(feed_forward(self.mlp, self.mlp_pre_norm(x), valid)))
-        routed = _total(feed_forward(self.moe, x, valid))
+        x = x + self.attention_post_norm.of_sum(out)
+        dense = self.mlp_post_norm.of_sum(feed_forward(self.mlp, self.mlp_pre_norm(x), valid))
+        routed = functools.reduce(jnp.add, feed_forward(self.moe, x, valid))
         x = x + self.feed_forward_post_norm(dense + routed)
         scalar = self.encoder_scalar if encodes else self.layer_scalar
         return x * scalar[...], (), cache
@@ -134,8 +154,18 @@ class GemmaLayer(nnx.Module):
 class SelfConditioning(nnx.Module):
     """Adds what the step before expected to the embeddings of a canvas, and normalises the sum."""
 
-    def __init__(self, dim: int, config: mlp.MLPConfig, *, eps: float, dtype: jnp.dtype, ops: str):
+    def __init__(
+        self,
+        dim: int,
+        config: mlp.MLPConfig,
+        *,
+        eps: float,
+        dtype: jnp.dtype,
+        ops: str,
+        num_ranks: int,
+    ):
         self.eps = eps
+        self.num_ranks = num_ranks
         self.pre_norm = norm.RMSNorm(dim, eps=eps, dtype=dtype)
         self.mlp = mlp.DenseMLP(
             dim, config.width, dtype=dtype, activation=config.activation, implementation=ops
@@ -145,7 +175,8 @@ class SelfConditioning(nnx.Module):
         self, embeddings: Float[Array, "T D"], expected: Float[Array, "T D"]
     ) -> Float[Array, "T D"]:
         """`expected` is 0 in the first step of a canvas, and then adds nothing."""
-        total = embeddings + _total(self.mlp(self.pre_norm(expected)))
+        parts = norm.sum_of_parts(self.mlp(self.pre_norm(expected)), self.num_ranks)
+        total = embeddings + functools.reduce(jnp.add, parts)
         return pallas_kernels.rms_norm(total, jnp.ones((total.shape[1],), total.dtype), self.eps)
 
 
@@ -160,10 +191,11 @@ class GemmaDecoder(decoder.Decoder):
         super().__init__(config, dtype=dtype, implementation=implementation, **options)
         self.self_conditioning = SelfConditioning(
             config.spec.hidden_size,
-            config.dense,
+            config.dense_mlp,
             eps=config.rms_norm_eps,
             dtype=dtype,
             ops=self.ops,
+            num_ranks=config.shards.tp,
         )
 
     def build_layer(
@@ -171,10 +203,11 @@ class GemmaDecoder(decoder.Decoder):
     ) -> GemmaLayer:
         return GemmaLayer(
             layer,
-            self.config.dense,
+            self.config.dense_mlp,
             eps=self.config.rms_norm_eps,
             dtype=dtype,
             implementation=implementation,
+            num_ranks=self.config.shards.tp,
         )
 
     def run_layers(
@@ -223,10 +256,15 @@ class GemmaDecoder(decoder.Decoder):
         """Returns the embeddings of tokens, scaled."""
         return super().embed(tokens, positions) * self._embedding_scale
 
-    def mix(self, weights: Float[Array, "T V"]) -> Activations:
-        """Returns the scaled embeddings of mixtures of tokens, in the dtype of the model."""
-        table = self.word_embeddings[...]
-        return (weights.astype(table.dtype) @ table) * self._embedding_scale
+    def mix(self, weights: Float[Array, "T V/num_ranks"]) -> Activations:
+        """Returns the scaled embeddings of mixtures of tokens, in the dtype of the model.
+
+        `weights` are the shares of the tokens that this rank's part of the head has.
+        """
+        head = self.unembedding()  # it is the embedding, too
+        parts = (weights.astype(head.weight.dtype) @ head.weight,)
+        (mixture,) = norm.sum_of_parts(parts, head.num_ranks)
+        return mixture * self._embedding_scale
 
     def unembedding(self) -> unembedding.LMHead:
         """Returns the LM head, which is the embedding, with its cap."""
@@ -244,7 +282,3 @@ class GemmaDecoder(decoder.Decoder):
         # Rounded to the dtype of the model, as the reference has it.
         dtype = self.word_embeddings[...].dtype
         return jnp.asarray(self.config.spec.hidden_size**0.5, dtype)
-
-
-def _total(parts: tuple[Activations, ...]) -> Activations:
-    return functools.reduce(jnp.add, parts)

@@ -47,10 +47,21 @@ def local_config(config: Config, shards: sharding.Shards) -> Config:
     if not shards.is_split:
         return config
     heads = _heads_of(config.spec).local(shards.tp)
+    layers = tuple(_local_layer(layer, shards) for layer in config.layers)
+    kv_heads = tuple(
+        dataclasses.replace(one, count=layer.attention.num_kv_heads)
+        for one, layer in zip(config.spec.kv_heads_of_layers, layers, strict=False)
+    )
     return dataclasses.replace(
         config,
-        spec=dataclasses.replace(config.spec, num_query_heads=heads.query, num_kv_heads=heads.kv),
-        layers=tuple(_local_layer(layer, shards) for layer in config.layers),
+        spec=dataclasses.replace(
+            config.spec,
+            num_query_heads=heads.query,
+            num_kv_heads=heads.kv,
+            kv_heads_of_layers=kv_heads,
+        ),
+        layers=layers,
+        dense=None if config.dense is None else _local_dense(config.dense, shards),
         tie_word_embeddings=False,
         shards=shards,
     )
@@ -107,6 +118,8 @@ def _problem(config: decoder_config.DecoderConfig, shards: sharding.Shards) -> s
         return f"ep_size={ep}, but the model has no experts"
     if config.spec.vocab_size % tp:
         return f"the vocabulary of {config.spec.vocab_size} tokens cannot be divided by {tp}"
+    if config.dense is not None and config.dense.width % tp:
+        return f"the dense feed-forwards' width {config.dense.width} cannot be divided by {tp}"
     problems = (_problem_of_layer(layer, shards) for layer in dict.fromkeys(config.layers))
     return next((problem for problem in problems if problem is not None), None)
 
@@ -136,8 +149,8 @@ def _local_layer(
 ) -> decoder_config.LayerConfig:
     heads = _heads_of(layer.attention).local(shards.tp)
     match layer.feed_forward:
-        case mlp.MLPConfig(width=width):
-            forward = mlp.MLPConfig(width=width // shards.tp)
+        case mlp.MLPConfig() as dense:
+            forward = _local_dense(dense, shards)
         case moe.MoEConfig() as experts:
             forward = dataclasses.replace(
                 experts,
@@ -152,6 +165,10 @@ def _local_layer(
         ),
         feed_forward=forward,
     )
+
+
+def _local_dense(dense: mlp.MLPConfig, shards: sharding.Shards) -> mlp.MLPConfig:
+    return dataclasses.replace(dense, width=dense.width // shards.tp)
 
 
 def _heads_of(

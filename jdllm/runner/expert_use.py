@@ -16,6 +16,10 @@ from jdllm.models import decoder, loading
 def distinct_experts(model: loading.LoadedModel, tokens: Int[np.ndarray, " T"]) -> list[int]:
     """Returns how many experts one block of `tokens` reaches in each MoE layer, [] if dense."""
 
+    mask = np.ones((len(tokens), len(tokens)), bool)
+    found = (layer.attention.window for layer in model.config.layers)
+    windows = {window for window in found if window is not None}
+
     def forward(params: loading.Params, tokens: Int[Array, " T"]) -> list[Int[Array, "T k"]]:
         chosen = []
 
@@ -29,7 +33,7 @@ def distinct_experts(model: loading.LoadedModel, tokens: Int[np.ndarray, " T"]) 
             params,
             tokens,
             jnp.arange(tokens.shape[0], dtype=jnp.int32),
-            attend=attention.dense_attend(np.ones((len(tokens), len(tokens)), bool), 1),
+            attend=attention.dense_attend(mask, 1, of_windows=dict.fromkeys(windows, mask)),
             caches=[None] * model.spec.num_layers,
             feed_forward=feed_forward,
         )

@@ -19,7 +19,8 @@ from pallas_kernels import dispatch
 from pallas_kernels.hopper import compat
 
 THREADS = 128
-_MAX_WIDTH = 8192  # 64 values a thread
+WIDTH_STEP = 4 * THREADS  # a load has at least 8 bytes
+MAX_WIDTH = 8192  # 64 values a thread
 
 
 def why_not(*, dtype: jnp.dtype, width: int) -> str | None:
@@ -31,8 +32,8 @@ def why_not(*, dtype: jnp.dtype, width: int) -> str | None:
 
 def why_not_width(width: int) -> str | None:
     """Returns why a warpgroup cannot hold such a row, or None."""
-    if width % (4 * THREADS) or not 0 < width <= _MAX_WIDTH:
-        return f"the row must be a multiple of {4 * THREADS} and at most {_MAX_WIDTH}, {width=}"
+    if width % WIDTH_STEP or not 0 < width <= MAX_WIDTH:
+        return f"the row must be a multiple of {WIDTH_STEP} and at most {MAX_WIDTH}, {width=}"
     return None
 
 

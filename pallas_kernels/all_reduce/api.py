@@ -45,11 +45,21 @@ def all_reduce(
     The arrays of one rank are summed first, rounded to the dtype after every addition; the sums of
     the ranks in rank order in float32, rounded once.
     """
-    tokens, width = added[0].shape
-    dtype = added[0].dtype
-    chosen = choose(implementation, dtype=dtype, tokens=tokens, width=width, peers=peers)
+    shape, dtype = added[0].shape, added[0].dtype
+    rows, width = shape
+    part = rows
+    if peers is not None:
+        width = gpu_kernel.width_of_rows(rows, width, peers)
+        rows = rows * shape[1] // width
+        part = min(rows, peers.rows)  # more go one part after another
+    chosen = choose(implementation, dtype=dtype, tokens=part, width=width, peers=peers)
     if chosen.implementation == "mosaic_gpu":
-        return _all_reduce(added, peers)
+        cut = [one.reshape(rows, width) for one in added]
+        sums = [
+            _all_reduce(tuple(one[begin : begin + part] for one in cut), peers)
+            for begin in range(0, rows, part)
+        ]
+        return (sums[0] if len(sums) == 1 else jnp.concatenate(sums)).reshape(shape)
     return reference.all_reduce(functools.reduce(jnp.add, added), axis_name)
 
 

@@ -46,6 +46,18 @@ def why_not(*, dtype: jnp.dtype, tokens: int, width: int, peers: peers_lib.Peers
     return None
 
 
+def width_of_rows(tokens: int, width: int, peers: peers_lib.Peers) -> int:
+    """Returns the width of the rows into which to cut a sum without a norm.
+
+    It has no rows of its own: if those of the activations do not suit, there may be others.
+    """
+    step, most = norm_kernel.WIDTH_STEP, min(norm_kernel.MAX_WIDTH, peers.row_bytes // 2)
+    if norm_kernel.why_not_width(width) is None:
+        return width
+    fitting = [one for one in range(step, most + 1, step) if tokens * width % one == 0]
+    return max(fitting, default=width)
+
+
 def is_two_shot(*, tokens: int, num_ranks: int) -> bool:
     """Returns whether a message goes to the owner of its row first."""
     rows = _TWO_SHOT_ROWS.get(num_ranks)

@@ -32,10 +32,8 @@ def choose(
     window: int | None = None,
 ) -> dispatch.Choice:
     """Returns which implementation serves this shape."""
-    no_window = None if window is None else f"it has no window, this one is {window}"
     refusals = {
-        "mosaic_gpu": no_window
-        or gpu_kernel.why_not(
+        "mosaic_gpu": gpu_kernel.why_not(
             dtype=dtype,
             head_dim=head_dim,
             page_size=page_size,
@@ -43,14 +41,14 @@ def choose(
             q_heads=q_heads,
             kv_heads=kv_heads,
         ),
-        "cudnn": no_window
-        or cudnn.why_not(
+        "cudnn": cudnn.why_not(
             dtype=dtype,
             head_dim=head_dim,
             visibility=visibility,
             tokens=tokens,
             rows=rows,
             block_size=block_size,
+            window=window,
         ),
     }
     return dispatch.choose("extend_attention", implementation, refusals=refusals)
@@ -126,7 +124,7 @@ def _extend_attention(
     if implementation == "mosaic_gpu":
         return lowered_once.call(
             gpu_kernel.extend_attention, q, kv_pool, cu_q_lens, context_lens, kv_lens, page_table,
-            visibility=visibility, block_size=block_size, scale=scale, q_len=q_len,
+            visibility=visibility, block_size=block_size, scale=scale, q_len=q_len, window=window,
         )  # fmt: skip
     T, N, H = q.shape
     rows, ends = reference.tile_rows_and_visible_ends(

@@ -25,10 +25,13 @@ def why_not(
     tokens: int,
     rows: int,
     block_size: int,
+    window: int | None = None,
 ) -> str | None:
     """Returns why cuDNN cannot serve the shape, or None."""
     if reason := dispatch.dtype_refusal(dtype):
         return reason
+    if window is not None:
+        return f"it has no window, this one is {window}"
     if head_dim % 8 or head_dim > 128:
         return f"head_dim must be a multiple of 8 and at most 128, this is {head_dim}"
     if visibility == "causal":

@@ -21,6 +21,10 @@ of a row, the diagonal of a prefill) run a second loop body that has a mask. A m
 exactly 0, but 0 * NaN is NaN, so the memory warpgroup overwrites the keys past kv_len in the last
 step's V with zeros before anyone reads them.
 
+Windows. An item begins with the step of the first key that its first token sees. The steps that are
+not yet in the windows of all of its tokens have the mask, too. A token may see no key of them: its
+masked scores lie below the highest score that it begins with, so they have weight 0.
+
 Few tokens. With items of 128 rows, the windows of one canvas fill few SMs. Items of 64 rows of one
 head (`max_rows`) are twice as many, and each has one warpgroup that waits for no other. On an H200,
 us a call in a CUDA graph, 64 rows / 128: 384 keys, 32 heads, 64 tokens 9.6 / 12.1, 96 tokens 9.3 /
@@ -38,7 +42,6 @@ rows HBM is the bound, with more and in prefill the tensor cores. A row of S key
 4 * S * kv_heads * head_dim bytes and takes 4 * L * S * q_heads * head_dim FLOP.
 """
 
-import dataclasses
 import functools
 import math
 import types
@@ -51,7 +54,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels import device, tiles
 from pallas_kernels.extend_attention import work_items
 from pallas_kernels.extend_attention.work_items import (
     MASKED_SCORE,
@@ -61,9 +63,9 @@ from pallas_kernels.extend_attention.work_items import (
     Item,
     Plan,
 )
-from pallas_kernels.hopper import compat, limits
+from pallas_kernels.hopper import compat
 
-why_not = work_items.why_not
+why_not, make_plan = work_items.why_not, work_items.make_plan
 
 _LOG2_E = math.log2(math.e)
 _COMBINE_COLUMNS = 16
@@ -81,16 +83,18 @@ def extend_attention(
     block_size: int,
     scale: float,
     q_len: int | None = None,
+    window: int | None = None,
     tile: AttentionTile | None = None,
     interpret: Any = None,
 ) -> Float[Array, "T N H"]:
     """Returns the attention output; `q_len` promises that every row has this number of tokens.
 
+    `window` is that of `pallas_kernels.extend_attention`.
     `tile` defaults to the device's table. `interpret` is an InterpretGPUParams, in tests.
     """
     plan = make_plan(
         q, kv_pool, page_table, visibility=visibility, block_size=block_size, scale=scale,
-        q_len=q_len, tile=tile, interpreted=interpret is not None,
+        q_len=q_len, window=window, tile=tile, interpreted=interpret is not None,
     )  # fmt: skip
     if plan.padded_tokens > plan.tokens:
         q = jnp.pad(q, ((0, plan.padded_tokens - plan.tokens), (0, 0), (0, 0)))
@@ -131,61 +135,6 @@ def extend_attention(
         compiler_params={"unsafe_no_auto_barriers": True, "reduction_scratch_bytes": 0},
     )
     return combine(*results, *lists)[0]
-
-
-def make_plan(
-    q: Float[Array, "T N H"],
-    kv_pool: Float[Array, "P 2 K Z H"],
-    page_table: Int32[Array, "R pages_per_row"],
-    *,
-    visibility: str,
-    block_size: int,
-    scale: float,
-    q_len: int | None = None,
-    tile: AttentionTile | None = None,
-    interpreted: bool = False,
-) -> Plan:
-    """Returns the plan of a launch; raises ValueError for shapes that cannot run."""
-    T, N, H = q.shape
-    num_pages, _, K, Z, _ = kv_pool.shape
-    rows, pages_per_row = page_table.shape
-    shapes = f"q {q.dtype}{q.shape}, kv_pool {kv_pool.shape}, {block_size=}, {q_len=}"
-    reason = why_not(
-        dtype=q.dtype, head_dim=H, page_size=Z, block_size=block_size, q_heads=N, kv_heads=K
-    )
-    if reason is not None:
-        raise ValueError(f"extend_attention: mosaic_gpu {reason}: {shapes}")
-    if q_len is not None and (q_len < 1 or q_len % block_size or rows * q_len != T):
-        raise ValueError(
-            f"extend_attention: q_len must be whole blocks, and the tokens / {rows} rows: {shapes}"
-        )
-    if q_len is None and tile is not None and tile.split_tokens:
-        raise ValueError(f"extend_attention: rows of unequal length cannot be split: {tile}")
-    plan = Plan(
-        tile=tile or AttentionTile(), visibility=visibility, block_size=block_size, scale=scale,
-        dtype=jnp.dtype(q.dtype), tokens=T, rows=rows, kv_heads=K, group=N // K, head_dim=H,
-        num_pages=num_pages, page=Z, pages_per_row=pages_per_row, q_len=q_len,
-        multiprocessors=device.local_device().num_multiprocessors, interpreted=interpreted,
-    )  # fmt: skip
-    if tile is None:
-        found = tiles.lookup(
-            "extend_attention",
-            ragged=int(q_len is None),
-            streams=plan.streams,
-            items=plan.num_tiles * plan.head_items,
-            tokens=T,
-            rows=rows,
-            width=pages_per_row * Z,
-        )
-        plan = dataclasses.replace(plan, tile=AttentionTile(**found))
-    if interpreted:
-        plan = dataclasses.replace(plan, tile=dataclasses.replace(plan.tile, p_in_registers=False))
-    if plan.smem_bytes > limits.SHARED_MEMORY:
-        raise ValueError(
-            f"extend_attention: {plan.smem_bytes} bytes of shared memory, "
-            f"{limits.SHARED_MEMORY} exist: {plan.tile}, {shapes}"
-        )
-    return plan
 
 
 def _scratch_types(plan: Plan) -> dict[str, Any]:
@@ -401,8 +350,11 @@ def _attend_item(plan, scratch, outs, warpgroup, item, items, steps) -> None:
         key = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout) + step * tile.kv_tokens
         token = (row + warpgroup * WARPGROUP_ROWS) & (plan.tile_tokens - 1)
         position = item.position - item.start + _load_start(plan, item) + token
-        end = work_items.visible_end(plan, position, item.kv_len)
-        return jnp.where(key < end, scores, MASKED_SCORE)
+        is_visible = key < work_items.visible_end(plan, position, item.kv_len)
+        if plan.window is None:
+            return jnp.where(is_visible, scores, MASKED_SCORE)
+        is_visible &= key >= work_items.visible_begin(plan, position, item.context)
+        return jnp.where(is_visible, scores, MASKED_SCORE * max(2.0, 2.0 / to_base_2))
 
     def attend(step, carry, *, is_masked):
         acc, high, total = carry
@@ -469,10 +421,11 @@ def _attend_item(plan, scratch, outs, warpgroup, item, items, steps) -> None:
         plgpu.barrier_wait(scratch.k_full.at[stage_of(item.low)])
 
     carry = _empty_state(D)
-    carry = lax.fori_loop(item.low, item.whole, functools.partial(attend, is_masked=False), carry)
-    acc, high, total = lax.fori_loop(
-        item.whole, item.high, functools.partial(attend, is_masked=True), carry
-    )
+    masked, unmasked = (functools.partial(attend, is_masked=one) for one in (True, False))
+    if plan.window is not None:
+        carry = lax.fori_loop(item.low, item.inner, masked, carry)
+    carry = lax.fori_loop(item.inner, item.whole, unmasked, carry)
+    acc, high, total = lax.fori_loop(item.whole, item.high, masked, carry)
     if plan.uses_turns and plan.rounds > 1:
         plgpu.barrier_arrive(scratch.turn)  # the tensor cores are free during the stores
     total = jnp.where(total == 0, 1.0, total)  # no keys give zeros; "== 0" keeps NaN
@@ -566,7 +519,7 @@ def _combine_body(partial_gmem, lse_gmem, *refs, plan):
     rows = pl.ds(pl.multiple_of(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS), WARPGROUP_ROWS)
     first_column = pl.multiple_of(lax.axis_index("column") * _COMBINE_COLUMNS, _COMBINE_COLUMNS)
     columns = pl.ds(first_column, _COMBINE_COLUMNS)
-    count = lax.div(item.visible + (plan.split_tokens - 1), jnp.int32(plan.split_tokens))
+    count = lax.div(item.keys + (plan.split_tokens - 1), jnp.int32(plan.split_tokens))
 
     def fetch(split, _):
         at = (split, item.tile, item.head, rows)

@@ -21,12 +21,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Float, Int32
 
-from pallas_kernels import dispatch
+from pallas_kernels import device, dispatch, tiles
+from pallas_kernels.hopper import limits
 
 WARPGROUP_ROWS = 64
 MAX_ROWS = 2 * WARPGROUP_ROWS
+TUNED_HEAD_DIM = 128
+MAX_HEAD_DIM = 256  # a thread of a warpgroup holds 64 * 256 / 128 sums, and has 232 registers
 MAX_SPLITS = 32  # the combine holds one slice of every split in shared memory
 # Finite: with -inf, the rescale factor of a row without visible keys would be exp(nan).
 MASKED_SCORE = -1e30
@@ -48,6 +51,10 @@ class AttentionTile:
     def __post_init__(self):
         if self.max_rows not in (WARPGROUP_ROWS, MAX_ROWS):
             raise ValueError(f"extend_attention: an item has up to 64 or 128 rows: {self}")
+
+
+# Of heads wider than those of the device's table: what fits, since no such tile was measured yet.
+WIDE_HEADS = AttentionTile(kv_tokens=64, stages=2, persistent=False)
 
 
 class Piece(NamedTuple):
@@ -78,6 +85,7 @@ class Plan:
     page: int
     pages_per_row: int
     q_len: int | None  # tokens of every row; None: rows of any length, through a work list
+    window: int | None  # keys that a query sees at most, up to its own (see `visible_begin`)
     multiprocessors: int
     interpreted: bool
 
@@ -95,7 +103,9 @@ class Plan:
 
     @functools.cached_property
     def streams(self) -> int:
-        """kv heads of an item."""
+        """kv heads of an item; K and V of two wide ones would not fit the shared memory."""
+        if self.head_dim > TUNED_HEAD_DIM:
+            return 1
         fits = self.tile_heads == self.group and self.group * self.tile_tokens <= WARPGROUP_ROWS
         return 2 if fits and self.kv_heads % 2 == 0 and self.tile.max_rows == MAX_ROWS else 1
 
@@ -133,16 +143,24 @@ class Plan:
         return self.padded_tokens // self.tile_tokens + slack * (self.rows + 1)
 
     @functools.cached_property
+    def most_keys(self) -> int:
+        """Keys of the steps of an item: those of the longest row, or fewer with a window."""
+        width = self.pages_per_row * self.page
+        if self.window is None or self.q_len is None:
+            return width
+        return min(width, self.window + self.q_len + self.tile.kv_tokens)
+
+    @functools.cached_property
     def split_tokens(self) -> int:
         """Keys of a split: the tile's number, or more if that gives too many splits."""
-        width, step = self.pages_per_row * self.page, self.tile.kv_tokens
+        step = self.tile.kv_tokens
         if not self.tile.split_tokens:
-            return width
-        return max(self.tile.split_tokens, -(-width // (MAX_SPLITS * step)) * step)
+            return self.most_keys
+        return max(self.tile.split_tokens, -(-self.most_keys // (MAX_SPLITS * step)) * step)
 
     @functools.cached_property
     def num_splits(self) -> int:
-        return -(-self.pages_per_row * self.page // self.split_tokens)
+        return -(-self.most_keys // self.split_tokens)
 
     @functools.cached_property
     def num_items(self) -> int:
@@ -227,15 +245,78 @@ def why_not(
     """Returns why the kernel cannot serve this shape, or None."""
     if reason := dispatch.dtype_refusal(dtype):
         return reason
-    if head_dim not in (64, 128):
-        return f"needs head_dim 64 or 128, this is {head_dim}"
+    if head_dim > MAX_HEAD_DIM:
+        sums = WARPGROUP_ROWS * head_dim // 128
+        return f"needs head_dim up to {MAX_HEAD_DIM}: with {head_dim} a thread holds {sums} sums"
+    if head_dim not in (64, 128, 256):
+        return f"needs head_dim 64, 128 or 256, this is {head_dim}"
     if page_size < 32 or page_size & (page_size - 1):
         return f"needs a page size that is a power of two from 32, this is {page_size}"
     if block_size < 4 or block_size & (block_size - 1):
         return f"needs a block size that is a power of two from 4, this is {block_size}"
+    if head_dim > TUNED_HEAD_DIM and block_size < WINDOW:
+        return f"heads of {head_dim} need a block size from {WINDOW}, this is {block_size}"
     if q_heads % kv_heads:
         return f"needs query heads that are a multiple of kv heads, these are {q_heads}, {kv_heads}"
     return None
+
+
+def make_plan(
+    q: Float[Array, "T N H"],
+    kv_pool: Float[Array, "P 2 K Z H"],
+    page_table: Int32[Array, "R pages_per_row"],
+    *,
+    visibility: str,
+    block_size: int,
+    scale: float,
+    q_len: int | None = None,
+    window: int | None = None,
+    tile: AttentionTile | None = None,
+    interpreted: bool = False,
+) -> Plan:
+    """Returns the plan of a launch; raises ValueError for shapes that cannot run."""
+    T, N, H = q.shape
+    num_pages, _, K, Z, _ = kv_pool.shape
+    rows, pages_per_row = page_table.shape
+    shapes = f"q {q.dtype}{q.shape}, kv_pool {kv_pool.shape}, {block_size=}, {q_len=}"
+    reason = why_not(
+        dtype=q.dtype, head_dim=H, page_size=Z, block_size=block_size, q_heads=N, kv_heads=K
+    )
+    if reason is not None:
+        raise ValueError(f"extend_attention: mosaic_gpu {reason}: {shapes}")
+    if q_len is not None and (q_len < 1 or q_len % block_size or rows * q_len != T):
+        raise ValueError(
+            f"extend_attention: q_len must be whole blocks, and the tokens / {rows} rows: {shapes}"
+        )
+    if q_len is None and tile is not None and tile.split_tokens:
+        raise ValueError(f"extend_attention: rows of unequal length cannot be split: {tile}")
+    plan = Plan(
+        tile=tile or AttentionTile(), visibility=visibility, block_size=block_size, scale=scale,
+        dtype=jnp.dtype(q.dtype), tokens=T, rows=rows, kv_heads=K, group=N // K, head_dim=H,
+        num_pages=num_pages, page=Z, pages_per_row=pages_per_row, q_len=q_len, window=window,
+        multiprocessors=device.local_device().num_multiprocessors, interpreted=interpreted,
+    )  # fmt: skip
+    if tile is None and H > TUNED_HEAD_DIM:
+        plan = dataclasses.replace(plan, tile=WIDE_HEADS)
+    elif tile is None:
+        found = tiles.lookup(
+            "extend_attention",
+            ragged=int(q_len is None),
+            streams=plan.streams,
+            items=plan.num_tiles * plan.head_items,
+            tokens=T,
+            rows=rows,
+            width=plan.most_keys,
+        )
+        plan = dataclasses.replace(plan, tile=AttentionTile(**found))
+    if interpreted:
+        plan = dataclasses.replace(plan, tile=dataclasses.replace(plan.tile, p_in_registers=False))
+    if plan.smem_bytes > limits.SHARED_MEMORY:
+        raise ValueError(
+            f"extend_attention: {plan.smem_bytes} bytes of shared memory, "
+            f"{limits.SHARED_MEMORY} exist: {plan.tile}, {shapes}"
+        )
+    return plan
 
 
 def lists(
@@ -259,11 +340,12 @@ def lists(
 def _tiles(
     plan: Plan, cu_q_lens: jax.Array, context_lens: jax.Array, kv_lens: jax.Array
 ) -> jax.Array:
-    """Returns the tiles of rows of any length: int32 [num_tiles, 6].
+    """Returns the tiles of rows of any length: int32 [num_tiles, 7].
 
     Columns: row, first token of the tile's window, first token of the row in the window, end of the
-    row, position of the row's first token there, kv_len. The tokens past the last row count as a
-    row of kv_len 0, which writes zeros. A tile past the end has first >= end and is skipped.
+    row, position of the row's first token there, kv_len, context. The tokens past the last row
+    count as a row of kv_len 0, which writes zeros. A tile past the end has first >= end and is
+    skipped.
     """
     rows, size = plan.rows, plan.tile_tokens
     ends = jnp.concatenate([cu_q_lens[1:], jnp.full((1,), plan.tokens, jnp.int32)])
@@ -276,9 +358,10 @@ def _tiles(
     window = windows[row] + (index - (total - counts)[row]) * size
     first = jnp.maximum(cu_q_lens[row], window)
     zero = jnp.zeros((1,), jnp.int32)
-    position = jnp.concatenate([context_lens, zero])[row] + first - cu_q_lens[row]
+    context = jnp.concatenate([context_lens, zero])[row]
+    position = context + first - cu_q_lens[row]
     kv_len = jnp.concatenate([kv_lens, zero])[row]
-    columns = [jnp.minimum(row, rows - 1), window, first, ends[row], position, kv_len]
+    columns = [jnp.minimum(row, rows - 1), window, first, ends[row], position, kv_len, context]
     return jnp.stack(columns, axis=1)
 
 
@@ -294,9 +377,11 @@ class Item(NamedTuple):
     segment_end: jax.Array
     position: jax.Array  # of the token `start`
     kv_len: jax.Array
-    visible: jax.Array  # how many keys the tile's last token sees
+    context: jax.Array  # tokens of the row before those in flight
+    keys: jax.Array  # from the first step of all splits to the last key that the tile sees
     low: jax.Array  # first step of the split
-    whole: jax.Array  # first step that needs a mask
+    inner: jax.Array  # first step that is in the windows of all of the tile's tokens
+    whole: jax.Array  # first step with keys that some token does not see yet
     high: jax.Array  # end of the steps
     active: jax.Array
 
@@ -311,6 +396,18 @@ def visible_end(plan: Plan, position: jax.Array, kv_len: jax.Array) -> jax.Array
         case "full":
             return kv_len
     raise ValueError(f"unknown visibility={plan.visibility!r}; use block_causal, full or causal")
+
+
+def visible_begin(plan: Plan, position: jax.Array, context: jax.Array) -> jax.Array:
+    """Returns the first key that the query at `position` sees; `context` is that of its row.
+
+    A causal query has a window of its own. With full visibility the window is that of the first
+    token in flight, for all of them.
+    """
+    if plan.window is None:
+        return jnp.zeros_like(position)
+    last = position if plan.visibility == "causal" else jnp.broadcast_to(context, position.shape)
+    return jnp.maximum(last - (plan.window - 1), 0)
 
 
 def item_at(plan: Plan, arrays: Sequence[Any], index: jax.Array) -> Item:
@@ -328,7 +425,9 @@ def item_at(plan: Plan, arrays: Sequence[Any], index: jax.Array) -> Item:
         tile, head = _divmod(rest, plan.head_chunk)
         tile, head = plan.num_tiles - 1 - tile, head + chunk * plan.head_chunk
         (tiles,) = arrays
-        row, window, start, segment_end, position, kv_len = (tiles[tile, i] for i in range(6))
+        row, window, start, segment_end, position, kv_len, context = (
+            tiles[tile, i] for i in range(7)
+        )
     else:
         rest, q_tile = _divmod(rest, plan.q_tiles)
         row, head = _divmod(rest, plan.head_items)
@@ -343,23 +442,31 @@ def item_at(plan: Plan, arrays: Sequence[Any], index: jax.Array) -> Item:
         window = window + q_tile * size
         start = jnp.maximum(segment_start, window)
         segment_end = segment_start + plan.q_len
-        position = context_lens[row] + start - segment_start
+        context = context_lens[row]
+        position = context + start - segment_start
         kv_len = kv_lens[row]
-    last = jnp.minimum(window + size, segment_end) - 1
-    visible = visible_end(plan, position + last - start, kv_len)
+    last = position + jnp.minimum(window + size, segment_end) - 1 - start  # its position
+    visible = visible_end(plan, last, kv_len)
     high = lax.div(visible + (step - 1), i32(step))
     steps_a_split = plan.split_tokens // step if plan.num_splits > 1 else 0
-    low = split * steps_a_split
+    first = 0
+    if plan.window is not None:
+        first = lax.div(visible_begin(plan, position, context), i32(step))
+    low = first + split * steps_a_split
     active = in_range & (start < segment_end)
     if plan.num_splits > 1:
         high = jnp.minimum(high, low + steps_a_split)
         active &= high > low
     high = jnp.where(active, jnp.maximum(high, low), low)
     whole = jnp.clip(lax.div(visible_end(plan, position, kv_len), i32(step)), low, high)
+    inner = low
+    if plan.window is not None:
+        begin = visible_begin(plan, last, context)
+        inner = jnp.clip(lax.div(begin + (step - 1), i32(step)), low, whole)
     return Item(
         row=row, tile=tile, head=head, split=split, window=window, start=start,
-        segment_end=segment_end, position=position, kv_len=kv_len, visible=visible, low=low,
-        whole=whole, high=high, active=active,
+        segment_end=segment_end, position=position, kv_len=kv_len, context=context,
+        keys=visible - first * step, low=low, inner=inner, whole=whole, high=high, active=active,
     )  # fmt: skip
 
 

@@ -30,10 +30,11 @@ def choose(
 ) -> dispatch.Choice:
     """Returns which implementation serves this shape."""
     reason = gpu_kernel.why_not(
-        dtype=dtype, hidden_size=hidden_size, intermediate_size=intermediate_size
+        dtype=dtype,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        activation=activation,
     )
-    if activation != "silu":
-        reason = f"the activation is silu, not {activation}"
     return dispatch.choose("grouped_matmul", implementation, refusals={"mosaic_gpu": reason})
 
 
@@ -86,7 +87,7 @@ def _grouped_matmul(
     if implementation == "mosaic_gpu":
         run = functools.partial(
             lowered_once.call, gpu_kernel.grouped_matmul, *arguments, valid=valid,
-            experts_of_model=experts_of_model,
+            activation=activation, experts_of_model=experts_of_model,
         )  # fmt: skip
         if shared is None or shared[1].shape == w_down.shape[1:]:
             return run(shared=shared, out_dtype=out_dtype)
@@ -97,7 +98,7 @@ def _grouped_matmul(
             )
             is None
         ):
-            return (out + _of_one_expert(x, *shared)).astype(out_dtype)
+            return (out + _of_one_expert(x, *shared, activation)).astype(out_dtype)
     else:
         used = (expert_ids >= 0) & (expert_ids < w_gate_up.shape[0])  # [T, k]
         if valid is not None:
@@ -110,10 +111,12 @@ def _grouped_matmul(
     return out.astype(out_dtype)
 
 
-def _of_one_expert(x: jax.Array, w_gate_up: jax.Array, w_down: jax.Array) -> jax.Array:
+def _of_one_expert(
+    x: jax.Array, w_gate_up: jax.Array, w_down: jax.Array, activation: Activation
+) -> jax.Array:
     """Returns the float32 output of an expert of another width than the routed ones."""
     ids = jnp.zeros((x.shape[0], 1), jnp.int32)
     return lowered_once.call(
         gpu_kernel.grouped_matmul, x, w_gate_up[None], w_down[None], ids,
-        jnp.ones(ids.shape, jnp.float32),
+        jnp.ones(ids.shape, jnp.float32), activation=activation,
     )  # fmt: skip

@@ -17,8 +17,8 @@ compute. There is no list of items: a warpgroup finds an item's expert by binary
 cumulated tile counts, which costs less than the XLA launches it replaces.
 
 gate_up: the interleaved storage puts 64 gate rows before their 64 up rows. So a warpgroup's
-accumulator holds gate and up of the same 64 hidden columns: silu(gate) * up in float32, rounded
-once. down: writes its product, rounded once; `combine` applies the weights. Both store the
+accumulator holds gate and up of the same 64 hidden columns: activation(gate) * up in float32,
+rounded once. down: writes its product, rounded once; `combine` applies the weights. Both store the
 transposed accumulator through shared memory. Only an expert's own rows (up to a multiple of 8) are
 stored, in pieces of a power of two.
 
@@ -44,11 +44,14 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels import device, dispatch, tiles
 from pallas_kernels.grouped_matmul import expert_tiles, row_gather
+from pallas_kernels.grouped_matmul.reference import Activation
 from pallas_kernels.hopper import compat, limits
 from pallas_kernels.hopper import ring as rings
 
 _WEIGHT_ROWS = 128  # of a compute warpgroup
 _CHUNK = 64  # output columns that are stored at once; the gate_up interleaving
+# GELU's approximation by a tanh is a sigmoid's: (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 * u)).
+_GELU_SLOPE, _GELU_CUBIC = 2 * math.sqrt(2 / math.pi), 0.044715
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +92,16 @@ def tile_for(tokens: int, choices: int, num_experts: int) -> Tile:
     return Tile(**tiles.lookup("grouped_matmul", tokens=tokens, mean_rows=mean_rows))
 
 
-def why_not(*, dtype: DTypeLike, hidden_size: int, intermediate_size: int) -> str | None:
+def why_not(
+    *,
+    dtype: DTypeLike,
+    hidden_size: int,
+    intermediate_size: int,
+    activation: Activation = "silu",
+) -> str | None:
     """Returns why the kernel cannot serve this shape, or None."""
+    if activation not in ("silu", "gelu_tanh"):
+        return f"the activation must be silu or gelu_tanh, not {activation}"
     if reason := dispatch.dtype_refusal(dtype):
         return reason
     if hidden_size % _WEIGHT_ROWS:
@@ -109,6 +120,7 @@ def grouped_matmul(
     *,
     valid: Bool[Array, " T"] | None = None,
     shared: tuple[Float[Array, "2*I D"], Float[Array, "D I"]] | None = None,  # interleaved; down
+    activation: Activation = "silu",
     out_dtype: DTypeLike = jnp.float32,
     experts_of_model: int | None = None,
     tile: Tile | None = None,
@@ -154,11 +166,11 @@ def grouped_matmul(
     gate_up_tile, down_tile = tile.fitted(2 * size, D), tile.fitted(D, size)
     hidden = _matmul(
         w_gate_up, shared_gate_up, rows, tokens, where, gate_up_tile,
-        swiglu=True, row_tokens=row_tokens, **options,
+        activation=activation, row_tokens=row_tokens, **options,
     )  # fmt: skip
     rows = _matmul(
         w_down, shared_down, hidden, None, where, down_tile,
-        swiglu=False, row_tokens=None, **options,
+        activation=None, row_tokens=None, **options,
     )  # fmt: skip
     return expert_tiles.combine(
         rows,
@@ -172,23 +184,24 @@ def grouped_matmul(
 
 def _matmul(
     weights: jax.Array, shared_weights: jax.Array | None, rows: jax.Array,
-    tokens: jax.Array | None, where: expert_tiles.Segments, tile: Tile, *, swiglu: bool,
-    row_tokens: jax.Array | None, routed_rows: int, shared_rows: int, num_ctas: int, interpret: Any,
+    tokens: jax.Array | None, where: expert_tiles.Segments, tile: Tile, *,
+    activation: Activation | None, row_tokens: jax.Array | None, routed_rows: int, shared_rows: int,
+    num_ctas: int, interpret: Any,
 ) -> jax.Array:  # fmt: skip
     """Returns each segment's rows times its expert's weights [E, R, K], transposed.
 
-    With `swiglu`, R is the interleaved gate and up, and the result has R / 2 columns. Expert E is
-    the shared one. It multiplies `shared_rows` rows by `shared_weights` [R, K]: rows of `tokens` in
-    gate_up, the rows behind the `routed_rows` in down. Its results go behind the `routed_rows`.
+    With an `activation`, R is the interleaved gate and up, and the result has R / 2 columns. Expert
+    E is the shared one. It multiplies `shared_rows` rows by `shared_weights` [R, K]: rows of
+    `tokens` in gate_up, those behind the `routed_rows` in down. Its results go behind the latter.
     With `row_tokens`, row r of a segment, also of the shared expert's, is rows[row_tokens[r]].
     """
-    gathers = row_tokens is not None
+    gathers, is_gated = row_tokens is not None, activation is not None
     E, R, K = weights.shape
     num_experts = E + (shared_rows > 0)
     out_rows = routed_rows + -(-shared_rows // 8) * 8
     shared = []
     if shared_rows:
-        shared = [shared_weights] + [tokens] * (swiglu and not gathers)
+        shared = [shared_weights] + [tokens] * (is_gated and not gathers)
     lists = [row_tokens] * gathers + [where.counts, where.starts, where.tile_ends]
     N, warpgroups, block_k = tile.rows, tile.warpgroups, tile.block_k
     stages = tile.stages
@@ -196,7 +209,7 @@ def _matmul(
         raise ValueError(f"grouped_matmul: {tile} needs {tile.shared_memory()=} > {limits.BUFFERS}")
     weight_rows = warpgroups * _WEIGHT_ROWS
     weight_tiles, k_tiles = R // weight_rows, K // block_k
-    out_columns = _WEIGHT_ROWS // 2 if swiglu else _WEIGHT_ROWS  # of a warpgroup
+    out_columns = _WEIGHT_ROWS // 2 if is_gated else _WEIGHT_ROWS  # of a warpgroup
     # Registers of a thread. With 3 warpgroups a launch has 504 (three times 168) to distribute.
     memory_registers, compute_registers = (56, 224) if gathers else (40, 232)
     tiled = compat.tiled(64, weights.dtype)
@@ -329,9 +342,9 @@ def _matmul(
                     return value
 
                 value = pl.run_scoped(product, compat.ACC((_WEIGHT_ROWS, N), jnp.float32))
-                if swiglu:
+                if activation is not None:
                     gate, up = value[:_CHUNK], value[_CHUNK:]
-                    value = gate / (1 + jnp.exp(-gate)) * up
+                    value = _activated(gate, activation) * up
                 value = value.astype(out_gmem.dtype)
                 column = (weight_tile * warpgroups + warpgroup) * out_columns
                 for first in range(0, out_columns, _CHUNK):
@@ -344,14 +357,14 @@ def _matmul(
             lax.fori_loop(0, my_items, compute_item, ())
             plgpu.wait_smem_to_gmem(0)
 
-    body.__name__ = "expert_gate_up" if swiglu else "expert_down"
+    body.__name__ = "expert_gate_up" if is_gated else "expert_down"
 
     def buffer(*shape):
         return plgpu.SMEM(shape, weights.dtype, transforms=tiled)
 
     return compat.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((out_rows, R // 2 if swiglu else R), weights.dtype),
+        out_type=jax.ShapeDtypeStruct((out_rows, R // 2 if is_gated else R), weights.dtype),
         grid=(num_ctas,),
         grid_names=("cta",),
         num_threads=warpgroups + 1,
@@ -368,3 +381,11 @@ def _matmul(
         compiler_params={"unsafe_no_auto_barriers": True},
         interpret=interpret,
     )(weights, *shared, rows, *lists)
+
+
+def _activated(gate: jax.Array, activation: Activation) -> jax.Array:
+    """Returns the gate times the sigmoid of itself, or of GELU's cubic."""
+    slope = gate
+    if activation == "gelu_tanh":
+        slope = _GELU_SLOPE * (gate + _GELU_CUBIC * (gate * gate * gate))
+    return gate / (1 + jnp.exp(-slope))

@@ -66,8 +66,8 @@ def why_not(*, dtype: jnp.dtype, head_dim: int, rotary_dim: int) -> str | None:
     """Returns why this kernel cannot serve the shape, or None."""
     if reason := dispatch.dtype_refusal(dtype):
         return reason
-    if head_dim not in (64, 128, 256):
-        return f"head_dim must be 64, 128 or 256, this is {head_dim}"
+    if head_dim not in (64, 128, 256, WARP * 2 * _PIECE):
+        return f"head_dim must be 64, 128, 256 or 512, this is {head_dim}"
     if rotary_dim % (2 * _PIECE) or not 0 < rotary_dim <= head_dim:
         return (
             f"half of the rotary dims must be a multiple of {_PIECE}, and all of them in the head: "

@@ -104,22 +104,34 @@ def logits_stats(
     draw_keys: UInt32[Array, "T 2"] | None = None,
     temperature: Float32[Array, " T"] | None = None,
     min_p: Float32[Array, " T"] | None = None,
+    axis_name: str | None = None,
+    peers: peers_lib.Peers | None = None,
 ) -> UnembedStats:
     """Returns what `unembed_stats` returns, of logits that the caller has computed and edited.
 
     An id with the logit `partials.LOWEST` has no probability at all. With `min_p`, no id is drawn
     whose tempered probability is less than `min_p` times that of the best id. XLA computes this on
     every device: the logits are in memory already.
+
+    With `axis_name`, each rank has the logits of its V / n ids, as for `unembed_stats`. Raises
+    ValueError for `min_p` then, whose limit is a logit of the whole vocabulary.
     """
     forbidden_ids = tuple(sorted(set(forbidden_ids)))
     rows, cold = _draw_rows(draw_keys, temperature, logits.shape[0])
-    lowest = None
+    lowest = first_id = None
+    if axis_name is not None:
+        if min_p is not None:
+            raise ValueError("logits_stats: min_p needs the logits of all ranks")
+        first_id = _first_id(axis_name, peers, logits.shape[1])
     if min_p is not None and temperature is not None:
         allowed = (
             logits.at[:, list(forbidden_ids)].set(partials.LOWEST) if forbidden_ids else logits
         )
         lowest = jnp.max(allowed, axis=1) + temperature * jnp.log(min_p)
-    return _finish(reference.statistics_of(logits, rows, forbidden_ids, lowest), cold)
+    total = reference.statistics_of(logits, rows, forbidden_ids, lowest, first_id)
+    if axis_name is not None:
+        total = partials.merge_ranks(total, axis_name, peers)
+    return _finish(total, cold)
 
 
 def probability(
@@ -173,8 +185,7 @@ def _unembed_stats(
         rows = {"given_ids": given_ids} | rows
     first_id = None
     if axis_name is not None:
-        rank = jax.lax.axis_index(axis_name) if peers is None else peers.number
-        first_id = rank * w.shape[0]
+        first_id = _first_id(axis_name, peers, w.shape[0])
     if implementation == "mosaic_gpu":
         total = lowered_once.call(
             gpu_kernel.partial_stats, x, w, rows, forbidden_ids=forbidden_ids, num_rows=num_rows,
@@ -189,6 +200,11 @@ def _unembed_stats(
         return stats
     wanted = jnp.arange(x.shape[0], dtype=jnp.int32) < num_rows
     return jax.tree.map(lambda field: jnp.where(wanted, field, 0), stats)
+
+
+def _first_id(axis_name: str, peers: peers_lib.Peers | None, count: int) -> Int32[Array, ""]:
+    """Returns the first of the `count` ids that this rank has."""
+    return (jax.lax.axis_index(axis_name) if peers is None else peers.number) * count
 
 
 def _draw_rows(

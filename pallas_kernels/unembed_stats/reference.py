@@ -60,9 +60,15 @@ def statistics_of(
     rows: Mapping[str, Num[Array, " T"]],
     forbidden_ids: tuple[int, ...],
     lowest_drawn: Float[Array, " T"] | None,
+    first_id: Int32[Array, ""] | None = None,
 ) -> PartialStats:
-    """Returns the statistics of given logits; ids below `lowest_drawn` are not drawn."""
+    """Returns the statistics of given logits; ids below `lowest_drawn` are not drawn.
+
+    The columns have the ids from `first_id` on, by default from 0.
+    """
     ids = jnp.arange(logits.shape[1], dtype=jnp.int32)
+    if first_id is not None:
+        ids += first_id
     every, allowed = jnp.ones(ids.shape, bool), ~_is_any_of(ids, forbidden_ids)
     drawable = allowed if lowest_drawn is None else allowed & (logits >= lowest_drawn[:, None])
     return _chunk_statistics(logits, ids, every, allowed, drawable, rows)

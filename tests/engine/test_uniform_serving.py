@@ -3,50 +3,19 @@
 import jax
 import numpy as np
 import pytest
+from support.gemma_engine import RULES, make, params_of
 from support.gemma_oracle import Reference
 from support.gemma_rows import VOCAB, write_tame_model
-from support.tiny_engine import alone, answers, assert_nothing_held, make_engine, random_prompts
+from support.tiny_engine import alone, answers, assert_nothing_held, random_prompts
 
 from jdllm import errors
 
 pytestmark = pytest.mark.campaign  # engines of its own, whose programs take long to compile
 
-RULES = [
-    {"max_denoising_steps": 5},
-    {"max_denoising_steps": 12, "confidence_threshold": 1.3, "stability_threshold": 0},
-    {"max_denoising_steps": 4, "entropy_bound": 6.0, "t_max": 0.3, "t_min": 0.1},
-    {"max_denoising_steps": 10, "entropy_bound": 30.0, "t_max": 0.05, "t_min": 0.02},
-]
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return write_tame_model(tmp_path_factory.mktemp("model"))
-
-
-def make(model, **options):
-    defaults = {
-        "model_path": str(model),
-        "dllm_algorithm": "Gemma4Renoise",
-        "dllm_algorithm_config": None,
-        "max_running_requests": 2,
-        "context_length": 96,
-        "chunked_prefill_size": 16,
-        "page_size": 8,
-        "max_total_tokens": 96 + 16,  # less than two long rows need
-    }
-    return make_engine(**defaults | options)
-
-
-def params_of(count):
-    found = []
-    for i in range(count):
-        one = {"max_new_tokens": 5 + 6 * (i % 4), "seed": 1000 + i, "dllm": RULES[i % len(RULES)]}
-        one |= {"ignore_eos": i % 3 == 0, "return_logprob": True, "return_step_map": True}
-        if i % 5 == 4:
-            one |= {"temperature": 0}
-        found.append(one)
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -182,8 +151,6 @@ def test_lm_evals_usual_options_are_served(engine):
     assert first["output_ids"] == again["output_ids"]
 
 
-def test_several_devices_and_other_algorithms_are_refused_by_name(model):
-    with pytest.raises(errors.ConfigError, match="tp_size=2"):
-        make(model, tp_size=2)
+def test_other_algorithms_are_refused_by_name(model):
     with pytest.raises(errors.ConfigError, match="cannot run dllm_algorithm 'LowConfidence'"):
         make(model, dllm_algorithm="LowConfidence")

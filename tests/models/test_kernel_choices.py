@@ -137,35 +137,35 @@ def test_what_diffusion_gemma_leaves_to_xla_says_why(monkeypatch):
     devices.pretend(monkeypatch, devices.HOPPER)
     hf = json.loads((CONFIGS / "diffusion-gemma-26b-a4b" / "config.json").read_text())
     config = registry.family(registry.architecture_of(hf)).parse_config(hf)
-    reasons, rotations = set(), {}
-    for layer in config.layers:
+    slow = {}
+    for i, layer in enumerate(config.layers):
         heads = layer.attention
-        choice = extend_attention.choose(
-            dtype=DTYPE,
-            head_dim=heads.head_dim,
-            page_size=256,
-            block_size=256,
-            q_heads=heads.num_query_heads,
-            kv_heads=heads.num_kv_heads,
-            visibility="full",
-            tokens=1024,
-            rows=4,
-            window=heads.window,
-        )
-        assert choice.implementation == "xla"
-        reasons.add(choice.refusals["mosaic_gpu"])
-        rotations[heads.head_dim] = rotate_and_cache.choose(
+        for visibility, block_size, tokens in (("full", 256, 1024), ("causal", 64, 256)):
+            choice = extend_attention.choose(
+                dtype=DTYPE,
+                head_dim=heads.head_dim,
+                page_size=pool.choose_page_size(256, None),
+                block_size=block_size,
+                q_heads=heads.num_query_heads,
+                kv_heads=heads.num_kv_heads,
+                visibility=visibility,
+                tokens=tokens,
+                rows=4,
+                window=heads.window,
+            )
+            if choice.implementation != "mosaic_gpu":
+                slow.setdefault(i, set()).add(choice.refusals["mosaic_gpu"])
+        rotation = rotate_and_cache.choose(
             dtype=DTYPE,
             pool_dtype=DTYPE,
             head_dim=heads.head_dim,
             rotary_dim=heads.rope.rotary_dim,
-        ).implementation
-    assert reasons == {
-        "it has no window, this one is 1024",
-        "needs head_dim 64 or 128, this is 512",
-    }
-    assert rotations == {256: "mosaic_gpu", 512: "xla"}
+        )
+        assert rotation.implementation == "mosaic_gpu", rotation.reasons
+    # The layers without a window: attention of heads of 512.
+    reason = {"needs head_dim up to 256: with 512 a thread holds 256 sums"}
+    assert slow == {i: reason for i in (5, 11, 17, 23, 29)}
     experts = grouped_matmul.choose(
         dtype=DTYPE, hidden_size=2816, intermediate_size=704, activation="gelu_tanh"
     )
-    assert experts.refusals["mosaic_gpu"] == "the activation is silu, not gelu_tanh"
+    assert experts.implementation == "mosaic_gpu", experts.reasons

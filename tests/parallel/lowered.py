@@ -3,27 +3,55 @@
 `test_sharding.py` runs this file in a process with eight of them.
 """
 
-import functools
+import json
 
 import jax
 import pytest
-from support import canvas_engine, devices
-from support.golden_configs import variant
+from support import canvas_engine, devices, gemma_engine
+from support.golden_configs import GOLDENS, variant
 from support.tiny_engine import make_engine
 
 from jdllm import sharding
 from jdllm.runner.launch import over_mesh, peer_buffers
 from pallas_kernels.hopper import compat
 
+TWO_LAYERS = {
+    "num_hidden_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "head_dim": 64,
+    "per_layer_config": None,
+}
+TEXT = json.loads((GOLDENS / "diffusion_gemma" / "config.json").read_text())["text_config"]
+
+
+def make(family, options):
+    match family:
+        case "llada2":
+            return make_engine(**options)
+        case "dream":
+            return canvas_engine.make(family, whole_tokens=(), **options)
+        case _:
+            return gemma_engine.make(options.pop("model_path"), max_total_tokens=256, **options)
+
 
 @pytest.mark.skipif(not compat.supported(), reason=f"needs jax >= {compat.MIN_JAX_VERSION}")
-@pytest.mark.parametrize("family", ["llada2", "dream"])
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize(
+    ("family", "tp"),
+    [
+        ("llada2", 2),
+        ("llada2", 4),
+        ("dream", 2),
+        ("dream", 4),
+        pytest.param("diffusion_gemma", 2, marks=pytest.mark.campaign),
+    ],
+)
 def test_loops_of_gpus_hold_kernels_and_no_collective(family, tp, tmp_path, monkeypatch):
     """Lowered for CUDA, with buffers that stand for those of GPUs: one meeting before the loop."""
     sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4}
     if family == "llada2":
         sizes |= {"head_dim": 64, "rotary_dim": 32}
+    if family == "diffusion_gemma":
+        sizes = {"text_config": TEXT | sizes | TWO_LAYERS}
     folder = variant(tmp_path / family, family, **sizes)
     options = {
         "page_size": 64,
@@ -32,12 +60,7 @@ def test_loops_of_gpus_hold_kernels_and_no_collective(family, tp, tmp_path, monk
         "tp_size": tp,
         "model_path": str(folder),
     }
-    make = (
-        make_engine
-        if family == "llada2"
-        else functools.partial(canvas_engine.make, family, whole_tokens=())
-    )
-    with make(**options) as engine:
+    with make(family, options) as engine:
         runner = engine._built.runner
         buffers = peer_buffers.allocate(
             sharding.make_mesh(tp, jax.local_devices()), row_bytes=1024, words=8 * 320

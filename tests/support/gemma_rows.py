@@ -1,5 +1,6 @@
 """The forwards of DiffusionGemma's rows, without an engine: encode contexts, denoise canvases."""
 
+import json
 import pathlib
 import shutil
 
@@ -24,18 +25,60 @@ def load(name):
     return np.load(GOLDEN / f"{name}.npy")
 
 
-def write_tame_model(folder):
+def write_tame_model(folder, *, num_layers=4):
     """Writes the golden model with self-conditioning of a hundredth of its strength.
 
     With random weights the golden's own multiplies a difference by eight in every step: after five
-    steps rounding decides about tokens.
+    steps rounding decides about tokens. Two layers are one of each kind.
     """
     tensors = safetensors.numpy.load_file(GOLDEN / "model.safetensors")
     tensors["model.decoder.self_conditioning.down_proj.weight"] *= 0.01
-    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
-    for name in ("config.json", "generation_config.json"):
-        shutil.copy(GOLDEN / name, folder / name)
+    gone = [f".layers.{i}." for i in range(num_layers, 4)]
+    kept = {k: v for k, v in tensors.items() if not any(one in k for one in gone)}
+    safetensors.numpy.save_file(kept, folder / "model.safetensors")
+    config = json.loads((GOLDEN / "config.json").read_text())
+    text = config["text_config"]
+    text["num_hidden_layers"] = num_layers
+    text["layer_types"] = text["layer_types"][:num_layers]
+    text["per_layer_config"] = {
+        i: own for i, own in text["per_layer_config"].items() if int(i) < num_layers
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    shutil.copy(GOLDEN / "generation_config.json", folder)
     return folder
+
+
+def weights_of_rank(text, tp):
+    """Returns (numbers in the dtype of the model, numbers in float32) that a rank holds.
+
+    `text` is the `text_config`. Of heads, experts and widths a rank has its share, but at least one
+    kv head; of the vocabulary it has the whole embedding and its rows of the head.
+    """
+    D, V, E = text["hidden_size"], text["vocab_size"], text["num_experts"]
+    dense, experts = text["intermediate_size"], text["moe_intermediate_size"]
+    whole = V * D + D + D  # embedding, final norm, norm of self-conditioning
+    split = 3 * dense * D + (V * D if tp > 1 else 0)  # self-conditioning, head
+    exact, attention = 0, 0
+    for heads, dim, values in heads_of_layers(text):
+        whole += 7 * D + D + 2 + 2 * dim  # norms, scale of the router, scalars, norms of q and k
+        exact += D * E + E
+        split += 3 * dense * D + 3 * E * experts * D
+        query = text["num_attention_heads"] * dim // tp
+        attention += D * (2 * query + (1 + values) * max(heads // tp, 1) * dim)
+    return whole + split // tp + attention, exact
+
+
+def heads_of_layers(text):
+    """Yields (kv heads, head dim, 1 if v is projected) of each layer."""
+    for i, kind in enumerate(text["layer_types"]):
+        is_full = kind == "full_attention"
+        sizes = {
+            "num_key_value_heads": text.get("num_global_key_value_heads") if is_full else None,
+            "head_dim": text.get("global_head_dim") if is_full else None,
+        }
+        own = (text.get("per_layer_config") or {}).get(str(i), {})
+        heads, dim = (own.get(key) or size or text[key] for key, size in sizes.items())
+        yield heads, dim, 0 if is_full else 1
 
 
 class GemmaRows:

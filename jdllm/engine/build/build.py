@@ -91,7 +91,7 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
     block_size = config.algorithm_options().get("block_size")
     model_config = loading.read_config(model_dir, block_size=block_size)
     spec = model_config.spec
-    kind = kinds.kind_of(spec, config.tp_size)
+    kind = kinds.kind_of(spec)
     shards = split.shards_of(model_config, config.tp_size, config.ep_size)
     weights_fit.check(
         model_config,
@@ -117,11 +117,12 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
     peers = None
     if mesh is not None:
         row_bytes = spec.hidden_size * model.params["norm.weight"].dtype.itemsize
+        logits_of_block = spec.diffusion.block_size * spec.vocab_size // shards.tp
         peers = peer_buffers.connect(
             mesh,
             row_bytes=row_bytes,
-            # The logits of a block, for rows that draw from a part of the vocabulary.
-            words=spec.diffusion.block_size * spec.vocab_size // shards.tp,
+            # For rows that draw from a part of the vocabulary.
+            words=logits_of_block if kind.exchanges_logits else 0,
             is_disabled=config.disable_custom_all_reduce,
         )
     local_spec = split.local_config(model_config, shards).spec

@@ -26,12 +26,12 @@ BuildKind = Callable[[Any, config_lib.StepConfig, device_facts.DeviceFacts], pro
 class KindOfRows:
     """How the host plans rows of a kind, and which programs the device runs for them.
 
-    `splits`: the programs also run on several devices.
+    `exchanges_logits`: on several devices, a step may need the logits of a whole block on each.
     """
 
     rows: type[interface.Rows]
     device: BuildKind
-    splits: bool = True
+    exchanges_logits: bool = True
 
 
 KINDS: dict[str, KindOfRows] = {
@@ -46,25 +46,17 @@ KINDS: dict[str, KindOfRows] = {
     "uniform": KindOfRows(
         rows=uniform.UniformRows,
         device=uniform_kind.UniformKind,
-        splits=False,
+        exchanges_logits=False,
     ),
 }
 
 
-def kind_of(spec: spec_lib.ModelSpec, tp_size: int = 1) -> KindOfRows:
-    """Returns the kind of a model's rows; raises a ConfigError if no kind can run the model.
-
-    `tp_size` is the number of devices that share the model.
-    """
+def kind_of(spec: spec_lib.ModelSpec) -> KindOfRows:
+    """Returns the kind of a model's rows; raises a ConfigError if no kind can run the model."""
     kind = spec.diffusion.kind
     if kind is None:
         raise errors.ConfigError(
             f"{spec.architecture}: serving with {spec.diffusion.attention_pattern.value} attention "
             "is not supported"
         )
-    found = KINDS[kind]
-    if tp_size > 1 and not found.splits:
-        raise errors.ConfigError(
-            f"tp_size={tp_size}: {spec.architecture} runs on one device only; use tp_size 1"
-        )
-    return found
+    return KINDS[kind]

@@ -1,8 +1,10 @@
 """What a step reads of the logits of canvases: tempered statistics, draws, mixtures of embeddings.
 
 The logits of one canvas at a time are in memory, [L, V] float32: a canvas has so many positions
-that a row by itself fills the device. The mixture is the expected embedding under the tempered
-distribution, which the next step gets as self-conditioning.
+that a row by itself fills the device. Where the vocabulary is split over ranks, each rank has the
+logits of its ids; the ranks exchange statistics, and sum their parts of the mixture. The mixture is
+the expected embedding under the tempered distribution, which the next step gets as
+self-conditioning.
 
 Letters: R rows, L positions of a canvas.
 """
@@ -15,7 +17,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
-import pallas_kernels
 from jdllm.models import gemma_decoder
 
 
@@ -68,19 +69,21 @@ def read_row(
     draw_keys: UInt32[Array, "L 2"],
 ) -> Reading:
     """Returns the reading of one row, whose fields lack R."""
-    logits = model.logits(hidden)  # [L, V]
-    # Of the logits as they are: tempered ones may round to equal numbers.
-    best = jnp.argmax(logits, axis=1).astype(jnp.int32)
-    best_logit = jnp.max(logits, axis=1)
-    tempered = logits / temperature
-    stats = pallas_kernels.logits_stats(
-        tempered, draw_keys=draw_keys, temperature=jnp.ones_like(best_logit)
-    )
-    share = jnp.exp(tempered - stats.logsumexp[:, None])
+    with jax.named_scope("head"):
+        head = model.unembedding()
+        logits = head.local_logits(hidden)  # [L, V / ranks]
+        # Of the logits as they are: tempered ones may round to equal numbers.
+        plain = head.stats_of(logits)
+        tempered = logits / temperature
+        ones = jnp.ones(logits.shape[:1], jnp.float32)
+        stats = head.stats_of(tempered, draw_keys=draw_keys, temperature=ones)
+    with jax.named_scope("mixture"):
+        share = jnp.exp(tempered - stats.logsumexp[:, None])
+        expected = model.mix(share).astype(hidden.dtype)
     return Reading(
-        best=best,
-        logprob=best_logit - jax.nn.logsumexp(logits, axis=1),
+        best=plain.best_id,
+        logprob=plain.best_logit - plain.logsumexp,
         entropy=stats.entropy,
         drawn=stats.drawn_id,
-        expected=model.mix(share).astype(hidden.dtype),
+        expected=expected,
     )

@@ -3,20 +3,23 @@
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from support.gemma_rows import CANVAS, GOLDEN, GemmaRows, load
+from support.gemma_rows import CANVAS, GOLDEN, GemmaRows, heads_of_layers, load, weights_of_rank
 
 from jdllm import errors
 from jdllm import spec as spec_lib
-from jdllm.models import loading, registry
+from jdllm.engine.build import weights_fit
+from jdllm.models import loading, registry, split
 from jdllm.runner import full_forward
 from jdllm.train import step
 
 # Those of the goldens: float32 sums in another order; logits are of size 30.
 TOLERANCE = {"atol": 2e-4, "rtol": 1e-4}
 CONFIG = json.loads((GOLDEN / "config.json").read_text())
+PUBLISHED = GOLDEN.parents[3] / "configs" / "diffusion-gemma-26b-a4b"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -141,8 +144,7 @@ def test_tensors_that_nobody_knows_are_refused_and_those_of_vision_are_not_read(
 
 
 def test_the_published_sizes_have_the_parameters_of_the_published_files():
-    published = GOLDEN.parents[3] / "configs" / "diffusion-gemma-26b-a4b"
-    config = loading.read_config(published)
+    config = loading.read_config(PUBLISHED)
     family = registry.family(config.spec.architecture)
     shapes = family.shapes(config)
     count = sum(int(np.prod(one.shape)) for one in shapes.values())
@@ -152,3 +154,30 @@ def test_the_published_sizes_have_the_parameters_of_the_published_files():
     assert full == [5, 11, 17, 23, 29]
     # K,V of a token in bfloat16, as the design's table of floors has it.
     assert config.spec.kv_bytes_per_token(2) == 225280
+
+
+@pytest.mark.parametrize("ep", [1, None])
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_a_rank_holds_its_share_of_the_published_weights_and_heads(tp, ep):
+    text = json.loads((PUBLISHED / "config.json").read_text())["text_config"]
+    config = loading.read_config(PUBLISHED)
+    shards = split.shards_of(config, tp, ep)
+    numbers, exact = weights_of_rank(text, tp)
+    found = weights_fit.bytes_of_rank(config, shards, jnp.dtype(jnp.bfloat16))
+    assert found == 2 * numbers + 4 * exact
+    local = split.local_config(config, shards).spec
+    expected = [(max(heads // tp, 1), dim) for heads, dim, _ in heads_of_layers(text)]
+    assert [(one.count, one.dim) for one in local.kv_heads] == expected
+
+
+def test_sizes_that_cannot_be_split_are_refused_with_what_would_work():
+    with pytest.raises(errors.ConfigError, match="4 query heads .* 8; use tp_size 1, 2, 4$"):
+        split.shards_of(parse(), 8, None)
+    for key, value, message in (
+        ("intermediate_size", 50, "dense feed-forwards' width 50 .* 4; use tp_size 1, 2$"),
+        ("moe_intermediate_size", 18, "the experts' width 18 cannot be divided by 4"),
+        ("num_experts", 6, "6 experts .* use tp_size 1, 2, 4 with ep_size=1$"),
+    ):
+        ep = 1 if key == "moe_intermediate_size" else None
+        with pytest.raises(errors.ConfigError, match=message):
+            split.shards_of(parse(text={key: value}), 4, ep)

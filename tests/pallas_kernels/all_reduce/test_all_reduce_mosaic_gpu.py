@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import pallas_kernels
 from pallas_kernels import peers as peers_lib
 from pallas_kernels.all_reduce import mosaic_gpu as kernel
 from pallas_kernels.hopper import compat
@@ -18,6 +19,7 @@ from pallas_kernels.hopper import compat
 if not compat.supported():
     pytest.skip("needs the Mosaic GPU of a newer jax", allow_module_level=True)
 
+from support import devices
 from support import ranks as ranks_lib
 from support.lane_interpreter import run_threads
 
@@ -183,3 +185,25 @@ def test_what_the_kernel_cannot_serve_has_a_reason():
     assert "64 rows, these are 65" in why_not(dtype=jnp.bfloat16, tokens=65, width=1024)
     with pytest.raises(ValueError, match="a buffer of"):
         peers_lib.buffer_words(ranks=8, rows=65536, row_bytes=16384, chunks=1)
+
+
+@pytest.mark.parametrize(
+    ("T", "D", "rows", "kernels"),
+    [
+        (10, 512, 4, 2),  # parts of 4 rows, and of 2, for more rows than the buffers hold
+        (256, 2816, 4096, 1),  # a canvas of DiffusionGemma, as rows of 2048
+        (64, 2816, 4096, 1),
+    ],
+)
+def test_sums_that_are_no_whole_message_are_cut_otherwise(T, D, rows, kernels, monkeypatch):
+    devices.pretend(monkeypatch, devices.HOPPER)
+
+    def run(x, peers):
+        return pallas_kernels.all_reduce((x,), axis_name="tp", peers=peers)
+
+    x, peers = bfloat16(T, D), ranks_lib.peers(2, rows=rows, width=D)
+    lowered = jax.jit(run).trace(x, peers).lower(lowering_platforms=("cuda",))
+    assert lowered.out_info.shape == (T, D)
+    text = lowered.as_text()
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == kernels
+    assert "stablehlo.all_reduce" not in text

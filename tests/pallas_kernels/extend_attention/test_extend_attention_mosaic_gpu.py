@@ -1,8 +1,4 @@
-"""The paged attention kernel equals loops in float64 in the interpreter and lowers for CUDA.
-
-NaN fills pages that no row owns, places past a row's length and padding queries, and unused table
-entries hold wrong ids. So the result shows any use of them.
-"""
+"""The paged attention kernel equals loops in float64 in the interpreter and lowers for CUDA."""
 
 import dataclasses
 
@@ -12,7 +8,7 @@ import numpy as np
 import pytest
 from support import marks
 
-from pallas_kernels import device, tiles
+from pallas_kernels import tiles
 from pallas_kernels.extend_attention import mosaic_gpu as gpu_kernel
 from pallas_kernels.extend_attention import work_items
 from pallas_kernels.hopper import compat
@@ -20,108 +16,10 @@ from pallas_kernels.hopper import compat
 if not compat.supported():
     pytest.skip("needs the Mosaic GPU of a newer jax", allow_module_level=True)
 
-from support import devices, kernel_interpreter
+from support.attention_problems import SMALL, Problem, make_batch, oracle, run
 
 # bfloat16 operands; probabilities and the result are rounded to 8 bits.
 TOLERANCE = {"rtol": 2e-2, "atol": 2e-2}
-SMALL = gpu_kernel.AttentionTile(kv_tokens=64, stages=2)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Problem:
-    """A row is (context, in-flight), or None if inactive; with q_len every row has that length."""
-
-    rows: tuple
-    padding: int = 0
-    q_len: int | None = None
-    block: int = 8
-    page: int = 64
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 64
-    width: int = 192  # keys of the page table
-    visibility: str = "block_causal"
-    tile: gpu_kernel.AttentionTile = SMALL
-    multiprocessors: int = 132
-
-
-@dataclasses.dataclass
-class Batch:
-    arguments: list[np.ndarray]
-    keys: list[np.ndarray]  # per row, [kv_len, K, H]
-    values: list[np.ndarray]
-
-
-def make_batch(problem: Problem, seed: int) -> Batch:
-    rng = np.random.default_rng(seed)
-    pages_per_row = problem.width // problem.page
-    num_pages = len(problem.rows) * pages_per_row + 2
-    pool = np.full(
-        (num_pages, 2, problem.kv_heads, problem.page, problem.head_dim), np.nan, np.float32
-    )
-    garbage = [-7, -1, 0, num_pages - 1, num_pages, 2**30]
-    table = rng.choice(garbage, (len(problem.rows), pages_per_row)).astype(np.int32)
-    free = list(rng.permutation(num_pages))
-    contexts, kv_lens, sizes, keys, values = [], [], [], [], []
-    for row, lengths in enumerate(problem.rows):
-        context, inflight = lengths or (0, 0)
-        kv_len = context + inflight
-        shape = (2, kv_len, problem.kv_heads, problem.head_dim)
-        k, v = np.asarray(jnp.asarray(rng.normal(size=shape), jnp.bfloat16), np.float32)
-        for first in range(0, kv_len, problem.page):
-            table[row, first // problem.page] = page = free.pop()
-            count = min(problem.page, kv_len - first)
-            pool[page, 0, :, :count] = k[first : first + count].transpose(1, 0, 2)
-            pool[page, 1, :, :count] = v[first : first + count].transpose(1, 0, 2)
-        contexts.append(context)
-        kv_lens.append(kv_len)
-        sizes.append(problem.q_len or inflight)
-        keys.append(k)
-        values.append(v)
-    cu = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
-    q = np.full((cu[-1] + problem.padding, problem.heads, problem.head_dim), np.nan, np.float32)
-    q[: cu[-1]] = jnp.asarray(rng.normal(size=(cu[-1], *q.shape[1:])), jnp.bfloat16)
-    lengths = np.array(contexts, np.int32), np.array(kv_lens, np.int32)
-    return Batch([q, pool, cu, *lengths, table], keys, values)
-
-
-def run(problem: Problem, batch: Batch, monkeypatch) -> np.ndarray:
-    few = dataclasses.replace(device.local_device(), num_multiprocessors=problem.multiprocessors)
-    devices.pretend(monkeypatch, few)
-    q, pool, *rest = batch.arguments
-    out = kernel_interpreter.run(
-        gpu_kernel.extend_attention,
-        jnp.asarray(q, jnp.bfloat16),
-        jnp.asarray(pool, jnp.bfloat16),
-        *(jnp.asarray(array) for array in rest),
-        visibility=problem.visibility,
-        block_size=problem.block,
-        scale=problem.head_dim**-0.5,
-        q_len=problem.q_len,
-        tile=problem.tile,
-    )
-    return np.asarray(out, np.float32)
-
-
-def oracle(problem: Problem, batch: Batch) -> np.ndarray:
-    q, _, cu, contexts, kv_lens, _ = batch.arguments
-    group = problem.heads // problem.kv_heads
-    out = np.zeros(q.shape, np.float64)
-    for row, kv_len in enumerate(kv_lens):
-        for token in range(cu[row], cu[row + 1]):
-            position = contexts[row] + token - cu[row]
-            end = {
-                "full": kv_len,
-                "causal": min(kv_len, position + 1),
-                "block_causal": min(kv_len, (position // problem.block + 1) * problem.block),
-            }[problem.visibility]
-            for head in range(problem.heads if end else 0):
-                keys = batch.keys[row][:end, head // group].astype(np.float64)
-                values = batch.values[row][:end, head // group]
-                scores = keys @ q[token, head] * problem.head_dim**-0.5
-                weights = np.exp(scores - scores.max())
-                out[token, head] = weights @ values / weights.sum()
-    return out
 
 
 PROBLEMS = {
@@ -163,6 +61,38 @@ PROBLEMS = {
         rows=((40, 64), None, (8, 16), (0, 72)), padding=16, visibility="full",
         heads=2, tile=dataclasses.replace(SMALL, persistent=False, max_rows=64),
     ),
+    # A canvas and the end of its context, over several items a CTA.
+    "window_of_canvases": Problem(
+        rows=((150, 16), None, (40, 16), (0, 16), (3, 16)), q_len=16, visibility="full", window=50,
+        multiprocessors=3,
+    ),
+    # A row sees few keys of its first step, or none of it; both warpgroups share a kv head.
+    "window_causal": Problem(
+        rows=((120, 72), (37, 8), None, (0, 24)), padding=8, visibility="causal", window=70,
+        heads=4, kv_heads=1, width=256, scale=1.0,
+        tile=dataclasses.replace(SMALL, persistent=False),
+    ),
+    "window_of_few_keys": Problem(
+        rows=((0, 136), (120, 8)), visibility="causal", window=5, heads=2,
+        tile=dataclasses.replace(SMALL, persistent=False),
+    ),
+    "window_split": Problem(
+        rows=((230, 24), None, (20, 24), (90, 24)), q_len=24, visibility="full", window=100,
+        width=256, tile=dataclasses.replace(SMALL, split_tokens=64),
+    ),
+    "window_of_rows_of_any_length": Problem(
+        rows=((100, 24), (3, 8), (170, 16)), padding=8, visibility="full", window=40,
+        tile=dataclasses.replace(SMALL, persistent=False),
+    ),
+    # Two kv heads of 16 rows would fit one item, their K and V would not.
+    "heads_of_256": Problem(
+        rows=((70, 16), None, (3, 16)), q_len=16, visibility="full", window=60, head_dim=256,
+        heads=2, kv_heads=2, width=128, tile=work_items.WIDE_HEADS,
+    ),
+    "heads_of_256_split": Problem(
+        rows=((150, 8), (20, 8)), q_len=8, head_dim=256, heads=2, kv_heads=1,
+        tile=dataclasses.replace(work_items.WIDE_HEADS, split_tokens=64),
+    ),
     "prefill_blocks_of_4": Problem(
         rows=((40, 12), (3, 4), None, (0, 8)), padding=4, block=4, multiprocessors=3
     ),
@@ -201,7 +131,7 @@ def test_neighbours_never_change_a_rows_bits(monkeypatch):
 def make_plan(problem: Problem, tokens: int, **changes) -> work_items.Plan:
     spec = shapes(problem, tokens)
     options = {"visibility": problem.visibility, "block_size": problem.block, "scale": 1.0}
-    options |= {"q_len": problem.q_len, "tile": problem.tile} | changes
+    options |= {"q_len": problem.q_len, "window": problem.window, "tile": problem.tile} | changes
     return gpu_kernel.make_plan(spec[0], spec[1], spec[-1], **options)
 
 
@@ -267,6 +197,20 @@ SERVING = [
     serving(32, 8, context=504, heads=8, kv_heads=8, block=8, head_dim=64),
     serving(8, 16, context=512, heads=32, kv_heads=1, block=16, visibility="causal"),
 ]
+WINDOWS = [
+    *(  # DiffusionGemma's layers with a window: canvases, and context in parts of whole tiles
+        serving(
+            rows, 256, context=4096, heads=16 // ranks, kv_heads=8 // ranks, page=256, block=256,
+            head_dim=256, visibility="full", window=1024,
+        )
+        for rows, ranks in ((1, 1), (16, 1), (4, 8))
+    ),
+    serving(
+        8, 64, context=4096, heads=16, kv_heads=8, page=256, block=64, head_dim=256,
+        visibility="causal", window=1024,
+    ),
+    serving(4, 32, context=4064, visibility="full", window=512),
+]  # fmt: skip
 # (problem, tokens): rows of any length.
 PREFILL = [
     (serving(1, 8192, context=0, heads=32, kv_heads=32), 8192),
@@ -284,7 +228,7 @@ def lower(problem: Problem, tokens: int) -> None:
     def call(*arrays):
         return gpu_kernel.extend_attention(
             *arrays, visibility=problem.visibility, block_size=problem.block, scale=0.1,
-            q_len=problem.q_len, tile=problem.tile,
+            q_len=problem.q_len, window=problem.window, tile=problem.tile,
         )  # fmt: skip
 
     lowered = jax.jit(call).trace(*shapes(problem, tokens)).lower(lowering_platforms=("cuda",))
@@ -295,6 +239,22 @@ def lower(problem: Problem, tokens: int) -> None:
 def test_decode_lowers_for_cuda(index):
     problem = SERVING[index]
     lower(problem, len(problem.rows) * problem.q_len)
+
+
+@pytest.mark.parametrize("index", range(len(WINDOWS)))
+@pytest.mark.parametrize("is_ragged", [False, True])
+def test_windows_and_wide_heads_lower_for_cuda(index, is_ragged):
+    problem = WINDOWS[index]
+    tokens = len(problem.rows) * problem.q_len
+    lower(dataclasses.replace(problem, q_len=None) if is_ragged else problem, tokens)
+
+
+def test_a_window_bounds_the_keys_that_are_split():
+    tile = gpu_kernel.AttentionTile(kv_tokens=64, split_tokens=256)
+    problem = dataclasses.replace(serving(4, 32, context=4064, visibility="full"), tile=tile)
+    whole, few = (make_plan(problem, 128, window=window) for window in (None, 480))
+    assert whole.num_splits == 4096 // 256
+    assert few.num_splits == 3  # 479 keys of the context, 32 in flight, a step's alignment
 
 
 @pytest.mark.parametrize("index", marks.every(3, range(len(PREFILL))))
@@ -323,7 +283,10 @@ def test_every_entry_of_the_table_is_lowered_above():
     [
         ({}, None),
         ({"dtype": jnp.float32}, "needs bfloat16 or float16, this is float32"),
-        ({"head_dim": 256}, "head_dim 64 or 128, this is 256"),
+        ({"head_dim": 256}, None),
+        ({"head_dim": 256, "block_size": 4}, "heads of 256 need a block size from 8, this is 4"),
+        ({"head_dim": 192}, "head_dim 64, 128 or 256, this is 192"),
+        ({"head_dim": 512}, "up to 256: with 512 a thread holds 256 sums"),
         ({"page_size": 16}, "power of two from 32, this is 16"),
         ({"block_size": 12}, "power of two from 4, this is 12"),
         ({"q_heads": 6}, "multiple of kv heads, these are 6, 4"),

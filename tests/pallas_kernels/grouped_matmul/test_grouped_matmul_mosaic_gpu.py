@@ -41,14 +41,22 @@ def used_pairs(ids, experts, valid=None):
     return used if valid is None else used & np.asarray(valid)[:, None]
 
 
-def oracle(x, w_gate_up, w_down, ids, expert_weights, *, valid=None):
+def silu(gate):
+    return gate / (1 + np.exp(-gate))
+
+
+def gelu_tanh(gate):
+    return gate / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)))
+
+
+def oracle(x, w_gate_up, w_down, ids, expert_weights, *, valid=None, activation=silu):
     x, w_gate_up, w_down = (np.asarray(a, np.float64) for a in (x, w_gate_up, w_down))
     out = np.zeros(x.shape)
     for t, choice in np.argwhere(used_pairs(ids, len(w_down), valid)):
         e = ids[t, choice]
         both = (w_gate_up[e] @ x[t]).reshape(-1, 2, 64)
         gate, up = both[:, 0].reshape(-1), both[:, 1].reshape(-1)
-        out[t] += expert_weights[t, choice] * (w_down[e] @ (gate / (1 + np.exp(-gate)) * up))
+        out[t] += expert_weights[t, choice] * (w_down[e] @ (activation(gate) * up))
     return out
 
 
@@ -85,6 +93,25 @@ def test_equals_loops(kind, gathers):
     arguments = (x, w_gate_up, w_down, *routing(kind, rng))
     out = interpreted(*arguments, tile=gathering(SMALL, gathers))
     np.testing.assert_allclose(out, oracle(*arguments), **TOLERANCE)
+
+
+@both_sources_of_rows
+def test_gelu_experts_equal_loops(gathers):
+    """Gates from -12 to 12: where GELU and SiLU differ, and where an exponential is huge."""
+    rng = np.random.default_rng(13)
+    w_gate_up, w_down = weights()
+    x = jnp.asarray(4 * rng.normal(size=(T, D)), jnp.bfloat16)
+    arguments = (x, w_gate_up, w_down, *routing("random", rng))
+    shared = shared_expert()
+    tile = gathering(SMALL, gathers)
+    out = interpreted(*arguments, tile=tile, activation="gelu_tanh", shared=shared)
+    everyone = np.zeros((T, 1), np.int32), np.ones((T, 1))
+    expected = oracle(*arguments, activation=gelu_tanh)
+    expected += oracle(x, shared[0][None], shared[1][None], *everyone, activation=gelu_tanh)
+    scale = np.abs(expected).max()
+    np.testing.assert_allclose(out / scale, expected / scale, **TOLERANCE)
+    other = oracle(*arguments)
+    assert np.abs(other - oracle(*arguments, activation=gelu_tanh)).max() > 0.1  # not the same
 
 
 @both_sources_of_rows
@@ -342,6 +369,12 @@ def test_every_tuned_tile_lowers(entry, has_shared, gathers):
 )
 def test_other_shapes_lower_with_the_tuned_tile(sizes):
     assert "mosaic_gpu" in lower(*serving_arguments(**sizes))
+
+
+@pytest.mark.parametrize("tokens", [256, 4096])
+def test_gelu_experts_lower_at_published_sizes(tokens):
+    arguments = serving_arguments(tokens, experts=128, width=2816, size=704)
+    assert "mosaic_gpu" in lower(*arguments, activation="gelu_tanh")
 
 
 def test_what_the_kernel_cannot_serve_is_named():

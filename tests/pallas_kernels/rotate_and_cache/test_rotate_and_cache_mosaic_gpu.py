@@ -40,6 +40,8 @@ SHAPES = {
     "head-64": (3, 2, 64, 64, False, True),
     "head-64-partial": (2, 1, 64, 16, False, False),
     "head-256": (2, 1, 256, 128, True, True),
+    "head-512": (2, 1, 512, 512, False, True),
+    "head-512-partial": (1, 1, 512, 64, False, True),
 }
 SERVED = {
     "LLaDA-8B": (32, 32, 128, 128, False, False),
@@ -311,7 +313,9 @@ def test_every_tile_lowers_for_cuda(heads_per_thread):
         lowered(model, 32, tile=tile, parts=4)
 
 
-@pytest.mark.parametrize(("H", "rotary_dim"), [(64, 64), (64, 16), (256, 256), (256, 64)])
+@pytest.mark.parametrize(
+    ("H", "rotary_dim"), [(64, 64), (64, 16), (256, 256), (256, 64), (512, 512)]
+)
 def test_other_heads_lower_for_cuda(H, rotary_dim):
     lowered((3, 1, H, rotary_dim, True, True), 40)
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdllm.layers import unembedding
 from jdllm.runner.uniform import noise, reading
 
 V, D = 16, 8
@@ -31,7 +32,7 @@ def model_of(rng):
     """Returns a head with a cap of 5, and its embedding, scaled by 3."""
     table = rng.normal(size=(V, D)).astype(np.float32)
     return table, types.SimpleNamespace(
-        logits=lambda hidden: 5 * jnp.tanh(hidden @ table.T / 5),
+        unembedding=lambda: unembedding.LMHead(weight=jnp.asarray(table), softcap=5.0),
         mix=lambda weights: weights @ table * 3,
     )
 
