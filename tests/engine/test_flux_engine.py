@@ -101,6 +101,16 @@ def test_facts_and_defaults():
     assert engine.model_info()["preferred_sampling_params"]["guidance_scale"] == 3.5
 
 
+def test_the_memory_of_modulation_is_reported():
+    """Float32 vectors of 7 of the 28 steps, of two captions of each image that may run."""
+    engine = image_engine.flux()
+    config = GOLDEN.pipeline().pipeline.parts.configs["transformer"]
+    vectors = config.num_layers * 2 * 6 + config.num_single_layers * 3 + 2
+    expected = engine.max_running_requests * 2 * 7 * vectors * config.dim * 4
+    assert engine.stats().modulation_memory_usage_gb == pytest.approx(expected / 1e9)
+    assert engine.server_info()["internal_states"][0]["modulation_memory_usage_gb"] > 0
+
+
 def test_a_prompt_that_is_cut_is_another():
     short = generate(PROMPTS[2], max_sequence_length=20, seed=1, output_type="latent", **QUICK)
     long = generate(PROMPTS[2], seed=1, output_type="latent", **QUICK)

@@ -175,7 +175,8 @@ def build(config: ImageBuildConfig, progress: startup.StartupProgress) -> BuiltI
         sizes_lib.check_residuals(num_slots, slot_bytes, free_bytes)
         residual_bytes = num_slots * slot_bytes
     left_bytes = None if free_bytes is None else free_bytes - residual_bytes
-    windows = sizes_lib.windows(pipeline, buckets.encode_rows, num_slots, left_bytes)
+    modulate_rows = (1,) if device.is_cpu else buckets.rows
+    windows = sizes_lib.windows(pipeline, modulate_rows, num_slots, left_bytes)
     buckets = dataclasses.replace(buckets, windows=windows)
     window_steps = 1 if windows is None else windows.steps
     kind = kind_lib.ImageKind(

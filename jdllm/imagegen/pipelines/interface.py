@@ -1,8 +1,8 @@
 """What the serving of images knows of a pipeline; a class of pipelines is one file beside this one.
 
-A pipeline says which components it has and what the four kinds of launches compute: captions,
-velocities, their guidance, images. It sees arrays of rows, and neither slots nor requests. Its
-numbers (sizes, dtypes) come from the configs of its components.
+A pipeline says which components it has and what the kinds of launches compute: captions,
+modulation, velocities, their guidance, images. It sees arrays of rows, and neither slots nor
+requests. Its numbers (sizes, dtypes) come from the configs of its components.
 
 Letters: R rows, L tokens of a padded caption, H and W sides of an image in pixels.
 """
