@@ -7,7 +7,7 @@ import shutil
 
 import numpy as np
 import pytest
-from support import golden_flux, image_engine
+from support import golden_flux, image_engine, step_cache_oracle
 from support.golden_flux import CLIP_IDS, GOLDEN, SQUARE
 from support.image_launches import NEGATIVE, PROMPTS
 
@@ -56,6 +56,18 @@ def test_golden_runs_of_the_default_length():
 def test_golden_runs_with_a_negative_prompt():
     (latents,) = generate(PROMPTS[2], output_type="latent", **GUIDED, **SHORT, **given(2))
     np.testing.assert_allclose(latents, expected("g3.5_truecfg2", 2)[0], atol=ATOL_LATENTS)
+
+
+def test_steps_beyond_a_window_of_modulation_are_those_of_a_plain_loop():
+    """The loop makes the modulation of each step by itself; another image ends on the way."""
+    size, steps = SQUARE, [9, 3]
+    asked = GOLDEN.ask(
+        PROMPTS[1], size=size, steps=9, latents=GOLDEN.initial(size, 1), negative=NEGATIVE
+    )
+    expected = step_cache_oracle.run(GOLDEN, asked, threshold=0.0).latents[-1]
+    options = {**given(1, 2), **GUIDED, **SHORT, "num_inference_steps": steps}
+    found = generate(PROMPTS[1:], output_type="latent", **options)
+    np.testing.assert_allclose(found[0], expected, atol=ATOL_LATENTS)
 
 
 @pytest.mark.parametrize("guidance", [{}, GUIDED], ids=["plain", "guided"])
