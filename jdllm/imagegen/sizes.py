@@ -26,7 +26,7 @@ MOST_ENTRIES = 4096  # captions of tiny models need no more, however many would 
 # The steps of a window of modulation, at most. The weights that make it are read once a window: of
 # the 1.5 ms a step that they cost FLUX.1-dev (6.5 GB at 4.3 TB/s) and of the 3.2 ms of Qwen-Image
 # (13.6 GB), 0.2 and 0.4 ms are left with 8 steps. All 28 or 50 steps of an image would save no more
-# than that, and would take 3.5 and 6 times the memory: 1.9 and 2.3 GB for windows of 32 images
+# than that, and would take 4 and 6 times the memory: 1.9 and 2.3 GB for windows of 32 images
 # (29.6 MB for each of two captions of FLUX, 71 MB for Qwen-Image), 7.6 and 14.2 GB for all steps.
 MOST_WINDOW_STEPS = 8
 WINDOW_SHARE = 0.25  # of the memory that weights leave free: at most so much is for windows
