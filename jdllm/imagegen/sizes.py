@@ -65,10 +65,12 @@ def windows(
     return image_buckets.Windows(steps=max(1, min(bounds)), by_caption=ahead.by_caption, rows=rows)
 
 
-def window_bytes(pipeline: interface.Pipeline, num_steps: int) -> int:
-    """Returns the bytes of the modulation of a slot, in windows of so many steps."""
+def window_bytes(pipeline: interface.Pipeline, windows: image_buckets.Windows | None) -> int:
+    """Returns the bytes of the modulation of a slot."""
     ahead = pipeline.modulation
-    return 0 if ahead is None else programs.passes_of(ahead) * num_steps * ahead.num_bytes
+    if ahead is None or windows is None:
+        return 0
+    return programs.passes_of(ahead) * windows.steps * ahead.num_bytes
 
 
 def check_residuals(num_slots: int, slot_bytes: int, free_bytes: int | None) -> None:

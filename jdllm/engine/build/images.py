@@ -178,7 +178,6 @@ def build(config: ImageBuildConfig, progress: startup.StartupProgress) -> BuiltI
     modulate_rows = (1,) if device.is_cpu else buckets.rows
     windows = sizes_lib.windows(pipeline, modulate_rows, num_slots, left_bytes)
     buckets = dataclasses.replace(buckets, windows=windows)
-    window_steps = 1 if windows is None else windows.steps
     kind = kind_lib.ImageKind(
         pipeline,
         kind_lib.ImageKindConfig(
@@ -187,7 +186,7 @@ def build(config: ImageBuildConfig, progress: startup.StartupProgress) -> BuiltI
             max_pixels=config.max_pixels,
             max_tokens=max_tokens,
             has_step_cache=config.has_step_cache,
-            window_steps=window_steps,
+            window_steps=windows.steps if windows else 1,
         ),
     )
     runner = model_runner.ModelRunner(model.params, kind, device=device)
@@ -241,7 +240,7 @@ def build(config: ImageBuildConfig, progress: startup.StartupProgress) -> BuiltI
         weight_bytes=model.weight_bytes(on_host=False),
         host_weight_bytes=model.weight_bytes(on_host=True),
         residual_bytes=residual_bytes,
-        window_bytes=num_slots * sizes_lib.window_bytes(pipeline, window_steps),
+        window_bytes=num_slots * sizes_lib.window_bytes(pipeline, windows),
         slot_bytes=num_slots * sizes_lib.slot_bytes(pipeline, config.max_pixels),
         caption_bytes=num_entries * sizes_lib.entry_bytes(pipeline, max_tokens),
         startup_s=time.monotonic() - began_s,
