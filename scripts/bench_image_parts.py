@@ -4,10 +4,12 @@
         --transformer 512x1 512x4 512x12 1024x1 1024x4 --vae 512x1 512x4 --text 64x1 512x4
 
 A point is SIDExBATCH (pixels) or TOKENSxBATCH; an image with a negative prompt counts as two. Steps
-feed each other as in sampling. The device first runs for `--warm-s`, so that it is at the clock
-that it can hold. Then at least `--timed-s` are measured, three times; the median is printed. F790
-and F650 are the FLOPs at 790 TFLOP/s (a short burst) and at 650 (what an H200 holds at its power
-limit). `--profile` lists kernels.
+feed each other as in sampling. Where modulation is made before steps (FLUX.1, Qwen-Image), one is
+timed with a window of it, as it is served (`transformer`), and with a product of its own (`with
+product`), and so is the launch that makes the windows (`modulate`). The device first runs for
+`--warm-s`, so that it is at the clock that it can hold. Then at least `--timed-s` are measured,
+three times; the median is printed. F790 and F650 are the FLOPs at 790 TFLOP/s (a short burst) and
+at 650 (what an H200 holds at its power limit). `--profile` lists kernels.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import kernel_profile
 
-from jdllm.imagegen import loaded, pipeline_folder
+from jdllm.imagegen import loaded, pipeline_folder, sizes, state
 from jdllm.imagegen.pipelines import interface
 from jdllm.models.images import (
     autoencoder_kl_qwen_image,
@@ -101,14 +103,17 @@ def main() -> None:
     say(f"# {options.pipeline}, {caption} caption tokens, {jax.devices()[0].device_kind}")
     say("part             point      ms   F790   F650  of F650  temp GB  compile s")
     texts = [name for name in folder.models if name.startswith("text_encoder")]
-    for name, build, points in (
-        (
-            "transformer",
-            functools.partial(transformer, caption_tokens=caption),
-            options.transformer,
-        ),
-        ("vae", vae, options.vae),
-        *((name, functools.partial(text, name=name), options.text) for name in texts),
+    step = functools.partial(transformer, caption_tokens=caption)
+    steps = [("transformer", step)]
+    if pipeline.modulation is not None:
+        steps += [
+            ("with product", functools.partial(step, has_window=False)),
+            ("modulate", functools.partial(modulate, caption_tokens=caption)),
+        ]
+    for name, builds, points in (
+        ("transformer", steps, options.transformer),
+        ("vae", [("vae", vae)], options.vae),
+        *((name, [(name, functools.partial(text, name=name))], options.text) for name in texts),
     ):
         if not points:
             continue
@@ -116,7 +121,8 @@ def main() -> None:
         params = {interface.prefix_of(name) + path: array for path, array in model.params.items()}
         count = FLOPS.get(folder.models[name].component.class_names[0])
         for point in points:
-            measure(name, build(Measured(pipeline, model, params, count), point), options)
+            for line, build in builds:
+                measure(line, build(Measured(pipeline, model, params, count), point), options)
         for array in model.params.values():
             array.delete()
 
@@ -136,34 +142,84 @@ def default_caption(pipeline: interface.Pipeline) -> int:
     return pipeline.defaults.max_sequence_length if pipeline.pads_captions else SHORT_CAPTION
 
 
-def transformer(of: Measured, point: Point, *, caption_tokens: int) -> Work:
-    """Returns one step of images; the guidance of all is 3.5, where there is such an option."""
+def transformer(
+    of: Measured, point: Point, *, caption_tokens: int, has_window: bool = True
+) -> Work:
+    """Returns one step of images; the guidance of all is 3.5, where there is such an option.
+
+    Modulation comes from windows if it is made before steps, unless `has_window` is False.
+    """
     side, batch = point
     key = jax.random.key(0)
     tokens = of.pipeline.prefix_tokens + caption_tokens
-    multiple = of.pipeline.caption_multiple
-    shapes = of.pipeline.caption_shapes(-(-tokens // multiple) * multiple)
-    captions = jax.tree.map(
-        lambda one: jax.random.normal(key, (batch, *one.shape), one.dtype), shapes
-    )
+    captions = captions_of(of.pipeline, batch, caption_tokens)
     lens = jnp.full((batch,), tokens, jnp.int32)
+    sigma, guidance, rows = 0.5 * jnp.ones((batch,)), guidance_of(batch), jnp.arange(batch)
+    windows = windows_of(of.pipeline, batch) if has_window else None
+
+    def step(params: Any, captions: Any, windows: Any, latents: Any) -> Any:
+        modulation = None
+        if windows is not None:
+            modulation = windows.read(rows, 0 * rows)
+        elif of.pipeline.modulation is not None:
+            modulation = of.pipeline.modulation.make(params, sigma, captions, guidance)
+        return latents + STEP * of.pipeline.predict(
+            params, latents, sigma, captions, lens, guidance, (side, side), modulation=modulation
+        )
+
+    latents = jax.random.normal(key, (batch, *of.pipeline.latent_shape(side, side)))
+    assert of.flops is not None, "of a transformer"
+    flops = of.flops(of.model.config, of.pipeline.image_tokens(side, side), caption_tokens)
+    return Work(f"{side}x{batch}", step, (of.params, captions, windows, latents), batch * flops)
+
+
+def modulate(of: Measured, point: Point, *, caption_tokens: int) -> Work:
+    """Returns the launch that makes the windows of a batch."""
+    side, batch = point
+    ahead, windows = of.pipeline.modulation, windows_of(of.pipeline, batch)
+    assert ahead is not None and windows is not None, "else nothing of it is measured"
+    num_steps = jax.tree.leaves(windows)[0].shape[1]
+    captions = captions_of(of.pipeline, batch, caption_tokens)
+    guidance, rows = guidance_of(batch), jnp.arange(batch)
+
+    def step(params: Any, captions: Any, windows: Any) -> Any:
+        first = jax.tree.leaves(windows)[0]
+        sigma = jnp.repeat(0.5 + 0 * first.reshape(batch, -1)[:, 0], num_steps)  # needs the last
+        of_steps = jax.tree.map(lambda x: jnp.repeat(x, num_steps, axis=0), (captions, guidance))
+        made = ahead.make(params, sigma, *of_steps)
+        return windows.write(
+            rows, jax.tree.map(lambda x: x.reshape(batch, num_steps, *x.shape[1:]), made)
+        )
+
+    numbers = ahead.num_bytes // 4
+    flops = 2.0 * numbers * of.pipeline.transformer_width * num_steps * batch
+    return Work(f"{side}x{batch}", step, (of.params, captions, windows), flops)
+
+
+def captions_of(pipeline: interface.Pipeline, batch: int, caption_tokens: int) -> Any:
+    """Returns random captions of so many tokens behind the prefix."""
+    tokens, multiple = pipeline.prefix_tokens + caption_tokens, pipeline.caption_multiple
+    shapes = pipeline.caption_shapes(-(-tokens // multiple) * multiple)
+    key = jax.random.key(0)
+    return jax.tree.map(lambda one: jax.random.normal(key, (batch, *one.shape), one.dtype), shapes)
+
+
+def guidance_of(batch: int) -> interface.Guidance:
     ones = jnp.ones((batch,))
-    guidance = interface.Guidance(
+    return interface.Guidance(
         guidance_scale=3.5 * ones,
         true_cfg_scale=ones,
         cfg_truncation=ones,
         cfg_normalization=0 * ones,
     )
 
-    def step(params: Any, captions: Any, latents: Any) -> Any:
-        return latents + STEP * of.pipeline.predict(
-            params, latents, 0.5 * ones, captions, lens, guidance, (side, side)
-        )
 
-    latents = jax.random.normal(key, (batch, *of.pipeline.latent_shape(side, side)))
-    assert of.flops is not None, "of a transformer"
-    flops = of.flops(of.model.config, of.pipeline.image_tokens(side, side), caption_tokens)
-    return Work(f"{side}x{batch}", step, (of.params, captions, latents), batch * flops)
+def windows_of(pipeline: interface.Pipeline, batch: int) -> state.SlotModulations | None:
+    """Returns windows of a caption for each row; None if steps make all modulation."""
+    ahead, windows = pipeline.modulation, sizes.windows(pipeline, (1,), batch, None)
+    if ahead is None or windows is None:
+        return None
+    return state.SlotModulations.empty(batch, 1, windows.steps, ahead.shapes)
 
 
 def vae(of: Measured, point: Point) -> Work:

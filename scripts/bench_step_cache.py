@@ -99,7 +99,10 @@ def build(
         guidance_scale=ones, true_cfg_scale=ones, cfg_truncation=ones, cfg_normalization=0 * ones
     )
 
-    def step(params: Any, captions: Any, rate: Any, state: Any) -> Any:
+    windows, slots = parts.windows_of(pipeline, rows), jnp.arange(rows)
+
+    def step(params: Any, captions: Any, windows: Any, rate: Any, state: Any) -> Any:
+        modulation = None if windows is None else windows.read(slots, 0 * slots)
         latents, held, count = state
         cache = None
         if held is not None:
@@ -107,13 +110,13 @@ def build(
             is_skipped = jnp.floor((count + 1) * rate) > jnp.floor(count * rate)
             cache = step_cache.StepCache(held, lambda change: (change < 0) | is_skipped)
         velocity = pipeline.predict(
-            params, latents, 0.5 * ones, captions, lens, guidance, size, cache
+            params, latents, 0.5 * ones, captions, lens, guidance, size, modulation, cache
         )
         kept = None if cache is None else cache.kept
         return latents + parts.STEP * velocity, kept, count + 1
 
     state = latents, residuals, jnp.zeros((), jnp.int32)
-    return step, (params, captions, jnp.float32(rate or 0.0), state)
+    return step, (params, captions, windows, jnp.float32(rate or 0.0), state)
 
 
 if __name__ == "__main__":

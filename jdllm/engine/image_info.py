@@ -19,11 +19,11 @@ class ImageStats:
     `denoising_steps_total` counts the steps of all images, `skipped_steps_total` those of them that
     left out most of the transformer, `denoise_launches_total` the launches that took them together;
     `merged_steps_total` are the steps of launches that had several images. `other_launches_total`
-    encode captions and decode images. `batch_occupancy` is the share of real rows in the steps'
-    launches. `first_use_compiles_total` are programs that were compiled after the start, and
-    `num_waiting_compiles` those that are still to come. `peak_memory_usage_gb` is the most that JAX
-    has held on the device since the process began; 0 where it does not count (CPU). With several
-    devices (`tp_size`) memory is that of each, and the peak that of the fullest.
+    encode captions, make modulation and decode images. `batch_occupancy` is the share of real rows
+    in the steps' launches. `first_use_compiles_total` are programs that were compiled after the
+    start, and `num_waiting_compiles` those that are still to come. `peak_memory_usage_gb` is the
+    most that JAX has held on the device since the process began; 0 where it does not count (CPU).
+    With several devices (`tp_size`) memory is that of each, and the peak that of the fullest.
     """
 
     num_running_reqs: int
@@ -56,6 +56,7 @@ class ImageStats:
     host_weight_memory_usage_gb: float
     latent_memory_usage_gb: float
     step_cache_memory_usage_gb: float
+    modulation_memory_usage_gb: float
     caption_memory_usage_gb: float
     launch_memory_usage_gb: float
     peak_memory_usage_gb: float
@@ -97,6 +98,7 @@ def stats(built: images.BuiltImages) -> ImageStats:
         weight_memory_usage_gb=built.weight_bytes / 1e9,
         latent_memory_usage_gb=built.slot_bytes / 1e9,
         step_cache_memory_usage_gb=built.residual_bytes / 1e9,
+        modulation_memory_usage_gb=built.window_bytes / 1e9,
         caption_memory_usage_gb=built.caption_bytes / 1e9,
         launch_memory_usage_gb=built.runner.step_bytes / 1e9,
         peak_memory_usage_gb=(device.peak_memory(built.config.tp_size) or 0) / 1e9,

@@ -5,8 +5,8 @@ two rows have the same. Else they are captions of one token and steps from noise
 
 The arrays are numpy's on the host and traced in the launch, hence `Any` in their types.
 
-Letters: R rows, L tokens of a padded caption; P is 2 for guided rows (the caption's part, then the
-negative one's), else 1.
+Letters: R rows, L tokens of a padded caption, K steps of a window of modulation; P is 2 for guided
+rows (the caption's part, then the negative one's), else 1.
 """
 
 from __future__ import annotations
@@ -46,6 +46,17 @@ class BeginInputs:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModulateInputs:
+    """The noise levels of each row's window, and what else its modulation depends on."""
+
+    slot: Int32[Any, " R"]
+    entry: Int32[Any, "P R"]
+    sigma: Float32[Any, "R K"]
+    guidance: interface.Guidance
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CacheInputs:
     """Which rows may leave out blocks: those whose change is below their threshold.
 
@@ -63,7 +74,8 @@ class StepInputs:
     """One step of each row, from noise level `sigma` to `next_sigma`.
 
     The latents of a fresh row are drawn from its seed. `lens` are the tokens of the captions.
-    `cache` is for steps with a step cache.
+    `place` is that of the step in the window of modulation, if there is one. `cache` is for steps
+    with a step cache.
     """
 
     slot: Int32[Any, " R"]
@@ -73,6 +85,7 @@ class StepInputs:
     lens: Int32[Any, "P R"]
     sigma: Float32[Any, " R"]
     next_sigma: Float32[Any, " R"]
+    place: Int32[Any, " R"]
     guidance: interface.Guidance
     cache: CacheInputs | None = None
 
@@ -108,6 +121,34 @@ def begin(batch: batch_lib.ScheduleBatch, shape: tuple[int, ...], *, num_slots: 
     return BeginInputs(latents=latents, slot=slot)
 
 
+def modulate(
+    batch: batch_lib.ScheduleBatch, pipeline: interface.Pipeline, *, num_slots: int, num_steps: int
+) -> ModulateInputs:
+    """Returns the inputs of a launch for windows of `num_steps` steps.
+
+    Behind the last step of an image stands the level after it, 0, which no step reads.
+    """
+    bucket = batch.bucket
+    assert isinstance(bucket, image_buckets.ModulateBucket)
+    R, P = bucket.rows, bucket.num_passes
+    inputs = ModulateInputs(
+        slot=_past(num_slots, R),
+        entry=np.zeros((P, R), np.int32),
+        sigma=np.zeros((R, num_steps), np.float32),
+        guidance=_no_guidance(R),
+    )
+    for i, row in enumerate(batch.rows):
+        assert isinstance(row, image_buckets.ModulateRow)
+        assert isinstance(row.stay, image_stay.ImageStay)  # which it was planned with
+        image = image_stay.image_of(row.request)
+        inputs.slot[i] = row.stay.slot
+        inputs.entry[:, i] = row.stay.entries[:P]
+        sigmas = _sigmas(pipeline, image)[row.step : row.step + num_steps]
+        inputs.sigma[i, : len(sigmas)] = sigmas
+        _fill_guidance(inputs.guidance, i, image)
+    return inputs
+
+
 def step(
     batch: batch_lib.ScheduleBatch, pipeline: interface.Pipeline, *, num_slots: int
 ) -> StepInputs:
@@ -124,6 +165,7 @@ def step(
         lens=np.ones((P, R), np.int32),
         sigma=np.ones((R,), np.float32),
         next_sigma=np.ones((R,), np.float32),
+        place=np.zeros((R,), np.int32),
         guidance=_no_guidance(R),
         cache=cache,
     )
@@ -135,8 +177,9 @@ def step(
         inputs.seed[i] = row_options.seed_words(row.request.seed)
         inputs.entry[:, i] = row.stay.entries
         inputs.lens[:, i] = [len(ids) for ids in image_stay.captions_of(row.request)]
-        sigmas = pipeline.sigmas(image.num_inference_steps, image.height, image.width)
-        inputs.sigma[i], inputs.next_sigma[i] = sigmas[row.step : row.step + 2]
+        levels = _sigmas(pipeline, image)[row.step : row.step + 2]
+        inputs.sigma[i], inputs.next_sigma[i] = levels
+        inputs.place[i] = row.place
         _fill_guidance(inputs.guidance, i, image)
         if cache is not None:
             cache.is_first[i], cache.is_padding[i] = row.step == 0, False
@@ -149,6 +192,10 @@ def decode(batch: batch_lib.ScheduleBatch, *, num_slots: int) -> DecodeInputs:
     slot = _past(num_slots, batch.bucket.rows)
     slot[: len(batch.rows)] = [row.stay.slot for row in batch.rows]
     return DecodeInputs(slot=slot)
+
+
+def _sigmas(pipeline: interface.Pipeline, image: image_params.ImageParams) -> np.ndarray:
+    return pipeline.sigmas(image.num_inference_steps, image.height, image.width)
 
 
 def _past(count: int, rows: int) -> np.ndarray:

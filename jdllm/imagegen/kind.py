@@ -19,7 +19,8 @@ class ImageKindConfig:
     """The memory of image rows: how many of them there are, and how large they may be.
 
     `max_pixels` are those of one image, `max_tokens` those of the longest compiled caption. With
-    `has_step_cache` there is memory for the residuals of all slots.
+    `has_step_cache` there is memory for the residuals of all slots. `window_steps` are those whose
+    modulation a slot holds, if the pipeline has it made before the steps.
     """
 
     num_slots: int
@@ -27,9 +28,10 @@ class ImageKindConfig:
     max_pixels: int
     max_tokens: int
     has_step_cache: bool = False
+    window_steps: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("num_slots", "num_entries", "max_pixels", "max_tokens"):
+        for name in ("num_slots", "num_entries", "max_pixels", "max_tokens", "window_steps"):
             if (value := getattr(self, name)) < 1:
                 raise errors.ConfigError(f"{name}={value} must be at least 1")
 
@@ -57,6 +59,10 @@ class ImageKind:
                 residual_elements(pipeline, config.max_pixels),
                 pipeline.parts.dtype,
             )
+        if (ahead := pipeline.modulation) is not None:
+            memory[programs.MODULATIONS] = state.SlotModulations.empty(
+                config.num_slots, programs.passes_of(ahead), config.window_steps, ahead.shapes
+            )
         return memory
 
     def program(self, bucket: batch_lib.Bucket) -> program.Program:
@@ -79,11 +85,23 @@ class ImageKind:
                     inputs=lambda batch, _: inputs.begin(batch, shape, num_slots=num_slots),
                     results=results.of_begin,
                 )
+            case image_buckets.ModulateBucket():
+                num_steps = self._config.window_steps
+                captions = pipeline.caption_shapes(self._config.max_tokens)
+                return program.Program(
+                    step=functools.partial(programs.modulate, pipeline, captions),
+                    uses=(programs.CAPTIONS, programs.MODULATIONS),
+                    inputs=lambda batch, _: inputs.modulate(
+                        batch, pipeline, num_slots=num_slots, num_steps=num_steps
+                    ),
+                    results=results.of_modulate,
+                )
             case image_buckets.StepBucket(is_cached=is_cached):
+                modulations = () if pipeline.modulation is None else (programs.MODULATIONS,)
                 residuals = (programs.RESIDUALS,) if is_cached else ()
                 return program.Program(
                     step=functools.partial(programs.step, pipeline, bucket),
-                    uses=(programs.SLOTS, programs.CAPTIONS, *residuals),
+                    uses=(programs.SLOTS, programs.CAPTIONS, *modulations, *residuals),
                     inputs=lambda batch, _: inputs.step(batch, pipeline, num_slots=num_slots),
                     results=functools.partial(results.of_step, pipeline),
                 )

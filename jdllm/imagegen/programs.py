@@ -1,9 +1,9 @@
-"""What the four kinds of image launches compute, for any pipeline.
+"""What the kinds of image launches compute, for any pipeline.
 
 A step treats each row as if it were alone: its noise, noise levels, captions and guidance are its
 own. So rows at different timesteps and with different numbers of steps share a launch.
 
-Letters: R rows, W words.
+Letters: R rows, W words, K steps of a window of modulation, P passes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from jdllm.runner.launch import program
 from jdllm.runner.launch.rows import select
 from jdllm.scheduler.rows import image_buckets
 
-CAPTIONS, SLOTS, RESIDUALS = "captions", "slots", "residuals"  # the parts of the memory
+# The parts of the memory.
+CAPTIONS, SLOTS, RESIDUALS, MODULATIONS = "captions", "slots", "residuals", "modulations"
 _BYTES_PER_WORD = 4
 
 
@@ -67,6 +68,43 @@ def begin(
     return {SLOTS: written}, Outputs(is_invalid=~_is_finite(inputs.latents))
 
 
+def modulate(
+    pipeline: interface.Pipeline,
+    caption_shapes: Any,
+    params: program.Params,
+    memory: program.Memory,
+    inputs: inputs_lib.ModulateInputs,
+) -> tuple[program.Memory, Outputs]:
+    """Writes the modulation of the next steps of rows: one product for all of their levels."""
+    ahead = _ahead(pipeline)
+    num_passes, R = inputs.entry.shape
+    K = inputs.sigma.shape[1]
+    held: state.Captions = memory[CAPTIONS]
+    windows: state.SlotModulations = memory[MODULATIONS]
+
+    def for_each_step(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: jnp.repeat(leaf, K, axis=0), tree)
+
+    made = ahead.make(
+        params,
+        _for_each_pass(inputs.sigma.reshape(-1), num_passes),
+        for_each_step(held.read(inputs.entry.reshape(-1), caption_shapes)),
+        for_each_step(_for_each_pass(inputs.guidance, num_passes)),
+    )
+    made = jax.tree.map(lambda leaf: leaf.reshape(num_passes * R, K, *leaf.shape[1:]), made)
+    places = state.places(inputs.slot, num_passes, passes_of(ahead))
+    finite = jnp.stack([_is_finite(leaf) for leaf in jax.tree.leaves(made)]).all(axis=0)
+    return (
+        {CAPTIONS: held, MODULATIONS: windows.write(places, made)},
+        Outputs(is_invalid=~finite.reshape(num_passes, R).all(axis=0)),
+    )
+
+
+def passes_of(ahead: interface.ModulationAhead) -> int:
+    """Returns for how many captions a slot has a window."""
+    return state.MOST_PASSES if ahead.by_caption else 1
+
+
 def step(
     pipeline: interface.Pipeline,
     bucket: image_buckets.StepBucket,
@@ -83,8 +121,9 @@ def step(
     num_passes, R = inputs.entry.shape
 
     def for_each_pass(tree: Any) -> Any:
-        return jax.tree.map(lambda leaf: jnp.concatenate([leaf] * num_passes), tree)
+        return _for_each_pass(tree, num_passes)
 
+    modulation = None if pipeline.modulation is None else _modulation(pipeline, memory, inputs)
     cache = _cache(pipeline, bucket, memory, inputs)
     velocity = pipeline.predict(
         params,
@@ -94,7 +133,8 @@ def step(
         inputs.lens.reshape(-1),
         for_each_pass(inputs.guidance),
         (bucket.height, bucket.width),
-        *(() if cache is None else (cache,)),
+        modulation=modulation,
+        cache=cache,
     )
     if bucket.is_guided:
         velocity = pipeline.guide(velocity[:R], velocity[R:], inputs.sigma, inputs.guidance)
@@ -105,13 +145,35 @@ def step(
         clean=state.write(slots.clean, inputs.slot, clean),
     )
     is_invalid = ~(_is_finite(x) & _is_finite(clean))
-    left = {SLOTS: written, CAPTIONS: held}
+    left = {**memory, SLOTS: written}
     if cache is None:
         return left, Outputs(is_invalid=is_invalid)
     assert cache.kept is not None and cache.is_skipped is not None, "`predict` went through it"
     residuals: state.SlotResiduals = memory[RESIDUALS]
     left[RESIDUALS] = residuals.write(inputs.slot, num_passes, cache.kept)
     return left, Outputs(is_invalid=is_invalid, is_skipped=cache.is_skipped[:R])
+
+
+def _modulation(
+    pipeline: interface.Pipeline, memory: program.Memory, inputs: inputs_lib.StepInputs
+) -> interface.Modulation:
+    """Returns what modulates this step of all passes."""
+    ahead = _ahead(pipeline)
+    num_passes = len(inputs.entry)
+    own = min(num_passes, passes_of(ahead))
+    windows: state.SlotModulations = memory[MODULATIONS]
+    places = state.places(inputs.slot, own, passes_of(ahead))
+    found = windows.read(places, _for_each_pass(inputs.place, own))
+    return _for_each_pass(found, num_passes // own)
+
+
+def _ahead(pipeline: interface.Pipeline) -> interface.ModulationAhead:
+    assert pipeline.modulation is not None, "else there is no such launch"
+    return pipeline.modulation
+
+
+def _for_each_pass(tree: Any, num_passes: int) -> Any:
+    return jax.tree.map(lambda leaf: jnp.concatenate([leaf] * num_passes), tree)
 
 
 def _cache(

@@ -30,6 +30,13 @@ def of_begin(outputs: programs.Outputs, batch: batch_lib.ScheduleBatch) -> batch
     return batch_lib.LaunchResult(rows=_rows(outputs, batch, nfe=0))
 
 
+def of_modulate(
+    outputs: programs.Outputs, batch: batch_lib.ScheduleBatch
+) -> batch_lib.LaunchResult:
+    """Returns rows without output."""
+    return batch_lib.LaunchResult(rows=_rows(outputs, batch, nfe=0))
+
+
 def of_step(
     pipeline: interface.Pipeline, outputs: programs.Outputs, batch: batch_lib.ScheduleBatch
 ) -> batch_lib.LaunchResult:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jdllm import errors, sharding
-from jdllm.imagegen import kind, pipeline_folder, state
+from jdllm.imagegen import kind, pipeline_folder, programs, state
 from jdllm.imagegen.pipelines import interface, registry
 from jdllm.models.images import split
 from jdllm.scheduler import batch as batch_lib
@@ -23,6 +23,14 @@ from jdllm.scheduler.rows import image_buckets
 
 _FLOAT32_BYTES = 4
 MOST_ENTRIES = 4096  # captions of tiny models need no more, however many would fit
+# The steps of a window of modulation, at most. The weights that make it are read once a window: of
+# the 1.5 ms a step that they cost FLUX.1-dev (6.5 GB at 4.3 TB/s) and of the 3.2 ms of Qwen-Image
+# (13.6 GB), 0.2 and 0.4 ms are left with 8 steps. All 28 or 50 steps of an image would save no more
+# than that, and would take 4 and 6 times the memory: 1.9 and 2.3 GB for windows of 32 images
+# (29.6 MB for each of two captions of FLUX, 71 MB for Qwen-Image), 7.6 and 14.2 GB for all steps.
+MOST_WINDOW_STEPS = 8
+WINDOW_SHARE = 0.25  # of the memory that weights leave free: at most so much is for windows
+_MOST_ELEMENTS = 2**31 - 1  # of an array, for indices of 32 bits
 
 
 def slot_bytes(pipeline: interface.Pipeline, max_pixels: int) -> int:
@@ -34,6 +42,35 @@ def residual_bytes(pipeline: interface.Pipeline, max_pixels: int) -> int:
     """Returns the bytes of the step cache of a slot: two arrays for each of two passes."""
     elements = kind.residual_elements(pipeline, max_pixels)
     return 2 * state.MOST_PASSES * elements * pipeline.parts.dtype.itemsize
+
+
+def windows(
+    pipeline: interface.Pipeline, rows: tuple[int, ...], num_slots: int, free_bytes: int | None
+) -> image_buckets.Windows | None:
+    """Returns the windows of modulation, for launches of `rows`; None if steps make all of it.
+
+    Windows divide the default number of steps evenly. In little memory they are shorter; one step
+    is the least, whose weights are read as often as without windows.
+    """
+    ahead = pipeline.modulation
+    if ahead is None:
+        return None
+    steps = pipeline.defaults.num_inference_steps
+    steps = math.ceil(steps / math.ceil(steps / MOST_WINDOW_STEPS))
+    num_windows = num_slots * programs.passes_of(ahead)
+    elements = max(math.prod(leaf.shape) for leaf in jax.tree.leaves(ahead.shapes))
+    bounds = [steps, _MOST_ELEMENTS // (num_windows * elements)]
+    if free_bytes is not None:
+        bounds.append(int(WINDOW_SHARE * free_bytes) // (num_windows * ahead.num_bytes))
+    return image_buckets.Windows(steps=max(1, min(bounds)), by_caption=ahead.by_caption, rows=rows)
+
+
+def window_bytes(pipeline: interface.Pipeline, windows: image_buckets.Windows | None) -> int:
+    """Returns the bytes of the modulation of a slot."""
+    ahead = pipeline.modulation
+    if ahead is None or windows is None:
+        return 0
+    return programs.passes_of(ahead) * windows.steps * ahead.num_bytes
 
 
 def check_residuals(num_slots: int, slot_bytes: int, free_bytes: int | None) -> None:

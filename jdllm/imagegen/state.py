@@ -1,9 +1,10 @@
-"""What image launches share on the device: latents and residuals in slots, captions in entries.
+"""What image launches share on the device: captions in entries, all else of images in slots.
 
 Slots and entries serve images and captions of every size. A latent is the beginning of its slot's
 elements, and a caption the beginning of each axis of its entry.
 
-Letters: R rows, N slots, E elements of the largest latent, M entries.
+Letters: R rows, N slots, E elements of the largest latent, M entries, K steps of a window of
+modulation.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class SlotResiduals:
         self, slot: Int32[Array, " R"], num_passes: int, shape: tuple[int, int]
     ) -> step_cache.Residuals:
         """Returns those of rows: of the first pass, then of the second; clips as `read` does."""
-        place = _places(slot, num_passes)
+        place = places(slot, num_passes, MOST_PASSES)
         return step_cache.Residuals(
             first=read(self.first, place, shape), rest=read(self.rest, place, shape)
         )
@@ -61,10 +62,51 @@ class SlotResiduals:
         self, slot: Int32[Array, " R"], num_passes: int, residuals: step_cache.Residuals
     ) -> SlotResiduals:
         """Returns them with those of rows; the ones of slots out of range are dropped."""
-        place = _places(slot, num_passes)
+        place = places(slot, num_passes, MOST_PASSES)
         return SlotResiduals(
             first=write(self.first, place, residuals.first),
             rest=write(self.rest, place, residuals.rest),
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SlotModulations:
+    """The modulation of K steps of each slot: a tree of float32 arrays [P*N, K, ...].
+
+    P is 2 where it depends on the caption, and pass p of slot n is row 2n + p; else 1. The numbers
+    are those of the product that made them, not rounded to 16 bits: a step computes what it would
+    with a product of its own. That is K * P times 4.2 MB a slot for FLUX.1-dev (its pipeline has P
+    = 2) and K times 8.9 MB for Qwen-Image.
+    """
+
+    windows: Any
+
+    @classmethod
+    def empty(cls, num_slots: int, num_passes: int, num_steps: int, shapes: Any) -> SlotModulations:
+        """Returns windows for modulations of these shapes, which are those of one row and step."""
+        return cls(
+            windows=jax.tree.map(
+                lambda one: jnp.zeros((num_slots * num_passes, num_steps, *one.shape), one.dtype),
+                shapes,
+            )
+        )
+
+    def read(self, row: Int32[Array, " R"], place: Int32[Array, " R"]) -> Any:
+        """Returns those at one place of each row; rows out of range are the last."""
+        return jax.tree.map(lambda held: held.at[row, place].get(mode="clip"), self.windows)
+
+    def write(self, row: Int32[Array, " R"], windows: Any) -> SlotModulations:
+        """Returns them with these windows [R, K, ...]; those for rows out of range are dropped.
+
+        No two rows may be the same, in range or not.
+        """
+        return SlotModulations(
+            windows=jax.tree.map(
+                lambda held, new: held.at[row].set(new, mode="drop", unique_indices=True),
+                self.windows,
+                windows,
+            )
         )
 
 
@@ -135,8 +177,9 @@ def write(
     return held.at[slot, : flat.shape[1]].set(flat, mode="drop", unique_indices=True)
 
 
-def _places(slot: Int32[Array, " R"], num_passes: int) -> Int32[Array, " P*R"]:
-    return jnp.concatenate([slot * MOST_PASSES + i for i in range(num_passes)])
+def places(slot: Int32[Array, " R"], num_passes: int, most: int) -> Int32[Array, " P*R"]:
+    """Returns the rows of slots that have `most` each: of the first pass, then of the second."""
+    return jnp.concatenate([slot * most + i for i in range(num_passes)])
 
 
 def _beginning(shape: tuple[int, ...]) -> tuple[slice, ...]:

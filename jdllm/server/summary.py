@@ -54,6 +54,8 @@ def image_engine_lines(engine: image_engine.ImageEngine) -> list[str]:
     host = f"in the host's {host_gb:.2f} GB, " if options.text_encoder_cpu_offload else ""
     cache_gb = stats.step_cache_memory_usage_gb
     cache = f"step cache {cache_gb:.2f} GB, " if options.enable_step_cache else ""
+    windows_gb = stats.modulation_memory_usage_gb
+    windows = f"modulation {windows_gb:.2f} GB, " if windows_gb else ""
     quantized = f" and {options.quantization}" if options.quantization else ""
     return [
         f"model {engine.model_name}: {info['pipeline']}, {options.dtype}{quantized}, "
@@ -62,7 +64,7 @@ def image_engine_lines(engine: image_engine.ImageEngine) -> list[str]:
         f"a step; compiled for {options.warmup_resolutions}, other sizes at their first use",
         f"device {engine.device}; kernels: {kernels(info['kernels'])}",
         f"memory: weights {stats.weight_memory_usage_gb:.2f} GB, {host}"
-        f"latents {stats.latent_memory_usage_gb:.2f} GB, {cache}"
+        f"latents {stats.latent_memory_usage_gb:.2f} GB, {cache}{windows}"
         f"captions {stats.caption_memory_usage_gb:.2f} GB, "
         f"launch {stats.launch_memory_usage_gb:.2f} GB; "
         f"at most {engine.max_running_requests} images at a time",

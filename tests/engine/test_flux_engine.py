@@ -7,7 +7,7 @@ import shutil
 
 import numpy as np
 import pytest
-from support import golden_flux, image_engine
+from support import golden_flux, image_engine, step_cache_oracle
 from support.golden_flux import CLIP_IDS, GOLDEN, SQUARE
 from support.image_launches import NEGATIVE, PROMPTS
 
@@ -58,6 +58,18 @@ def test_golden_runs_with_a_negative_prompt():
     np.testing.assert_allclose(latents, expected("g3.5_truecfg2", 2)[0], atol=ATOL_LATENTS)
 
 
+def test_steps_beyond_a_window_of_modulation_are_those_of_a_plain_loop():
+    """The loop makes the modulation of each step by itself; another image ends on the way."""
+    size, steps = SQUARE, [9, 3]
+    asked = GOLDEN.ask(
+        PROMPTS[1], size=size, steps=9, latents=GOLDEN.initial(size, 1), negative=NEGATIVE
+    )
+    expected = step_cache_oracle.run(GOLDEN, asked, threshold=0.0).latents[-1]
+    options = {**given(1, 2), **GUIDED, **SHORT, "num_inference_steps": steps}
+    found = generate(PROMPTS[1:], output_type="latent", **options)
+    np.testing.assert_allclose(found[0], expected, atol=ATOL_LATENTS)
+
+
 @pytest.mark.parametrize("guidance", [{}, GUIDED], ids=["plain", "guided"])
 def test_images_of_unequal_prompts_and_lengths_are_as_if_alone(guidance):
     prompts, lengths = [PROMPTS[1], PROMPTS[2], PROMPTS[2]], [512, 512, 64]
@@ -99,6 +111,16 @@ def test_facts_and_defaults():
     assert facts.packs_latents and facts.latents_shape(96, 112) == (42, 64)
     assert facts.default_true_cfg_scale == 1.0 and not facts.has_cfg_limits
     assert engine.model_info()["preferred_sampling_params"]["guidance_scale"] == 3.5
+
+
+def test_the_memory_of_modulation_is_reported():
+    """Float32 vectors of 7 of the 28 steps, of two captions of each image that may run."""
+    engine = image_engine.flux()
+    config = GOLDEN.pipeline().pipeline.parts.configs["transformer"]
+    vectors = config.num_layers * 2 * 6 + config.num_single_layers * 3 + 2
+    expected = engine.max_running_requests * 2 * 7 * vectors * config.dim * 4
+    assert engine.stats().modulation_memory_usage_gb == pytest.approx(expected / 1e9)
+    assert engine.server_info()["internal_states"][0]["modulation_memory_usage_gb"] > 0
 
 
 def test_a_prompt_that_is_cut_is_another():

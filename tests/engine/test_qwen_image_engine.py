@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support import image_engine
+from support import image_engine, step_cache_oracle
 from support.golden_qwen_image import GOLDEN, PREFIX, SIZES
 from support.image_launches import NEGATIVE, PROMPTS
 
@@ -50,6 +50,18 @@ def test_golden_runs_with_a_negative_prompt():
     )
     spaces = np.concatenate([expected("cfg4_space", 1), expected("cfg4_empty", 2)])
     np.testing.assert_allclose(found, spaces, atol=ATOL_LATENTS)
+
+
+def test_steps_beyond_a_window_of_modulation_are_those_of_a_plain_loop():
+    """The loop makes the modulation of each step by itself; another image ends on the way."""
+    size, steps = SIZES[0], [10, 3]
+    asked = GOLDEN.ask(
+        PROMPTS[1], size=size, steps=10, latents=GOLDEN.initial(size, 1), negative=NEGATIVE
+    )
+    expected = step_cache_oracle.run(GOLDEN, asked, threshold=0.0).latents[-1]
+    options = {**given(1, 2), **GUIDED, "num_inference_steps": steps}
+    found = generate(PROMPTS[1:], output_type="latent", **options)
+    np.testing.assert_allclose(found[0], expected, atol=ATOL_LATENTS)
 
 
 @pytest.mark.parametrize("guidance", [{}, GUIDED], ids=["plain", "guided"])

@@ -132,6 +132,7 @@ def test_a_launch_of_padding_is_finite():
     tokens = CLIP_IDS + 64
     for bucket in (
         image_buckets.EncodeBucket(rows=1, tokens=tokens),
+        image_buckets.ModulateBucket(rows=1, num_passes=2),
         image_buckets.StepBucket(
             rows=1, tokens=tokens, height=height, width=width, is_guided=False
         ),
@@ -139,7 +140,7 @@ def test_a_launch_of_padding_is_finite():
         program = kind.program(bucket)
         empty = batch_lib.ScheduleBatch(rows=(), bucket=bucket)
         inputs = program.inputs(empty, interrupts.shapes())
-        assert (inputs.lens < CLIP_IDS).all()
+        assert bucket.name == "modulate" or (inputs.lens < CLIP_IDS).all()
         memory = kind.create_memory()
         parts = {name: memory[name] for name in program.uses}
         _, outputs = jax.jit(program.step)(model.params, parts, inputs)
@@ -171,7 +172,10 @@ def test_schnell_reads_no_scale():
     captions = jax.tree.map(lambda one: jnp.ones((2, *one.shape), one.dtype), kept)
     latents, sigma = jnp.asarray([GOLDEN.initial(size, 0)] * 2), jnp.array([0.6, 0.6])
     lens, scales = jnp.full(2, CLIP_IDS + 8), guidance([3.5, 7.0], [1.0, 1.0])
-    found = pipeline.predict(params, latents, sigma, captions, lens, scales, size)
+    modulation = pipeline.modulation.make(params, sigma, captions, scales)
+    found = pipeline.predict(
+        params, latents, sigma, captions, lens, scales, size, modulation=modulation
+    )
     np.testing.assert_array_equal(found[0], found[1])
     assert np.abs(found).mean() > 0.1
 

@@ -113,14 +113,17 @@ def test_a_launch_of_padding_is_finite():
     empty = batch_lib.ScheduleBatch(rows=(), bucket=bucket)
     inputs = program.inputs(empty, interrupts.shapes())
     assert (inputs.lens < PREFIX).all()
+    captions = jnp.zeros((1, *model.pipeline.caption_shapes(tokens).shape))
+    make = model.pipeline.modulation.make
     velocity = model.pipeline.predict(
         model.params,
         jnp.asarray(GOLDEN.initial(golden.SIZES[0], 0))[None],
         inputs.sigma,
-        jnp.zeros((1, *model.pipeline.caption_shapes(tokens).shape)),
+        captions,
         inputs.lens[0],
         inputs.guidance,
         golden.SIZES[0],
+        modulation=make(model.params, inputs.sigma, captions, inputs.guidance),
     )
     assert np.isfinite(velocity).all()
 

@@ -46,6 +46,7 @@ def runner(golden):
     buckets = [
         image_launches.encode_bucket(ROWS, golden.tokens),
         image_launches.begin_bucket(size),
+        *golden.modulate_buckets,
         *(step(is_guided=guided, is_cached=True) for guided in (False, True)),
         step(1, is_cached=True),
         step(),

@@ -44,6 +44,7 @@ def runner(golden):
     made.compile(
         [
             image_launches.encode_bucket(ROWS, golden.tokens),
+            *golden.modulate_buckets,
             image_launches.step_bucket(size, tokens=golden.tokens),
             image_launches.decode_bucket(size, "latent"),
         ]

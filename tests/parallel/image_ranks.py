@@ -94,6 +94,7 @@ def test_golden_runs_over_ranks(golden, tp, run, prompts):
     runner = with_programs(
         runner_over(golden, tp),
         encode_bucket(ROWS, golden.tokens),
+        *golden.modulate_buckets,
         begin_bucket(size),
         step_bucket(size, ROWS, is_guided="negative" in options, tokens=golden.tokens),
         decode_bucket(size),
@@ -198,6 +199,7 @@ def test_ranks_skip_the_steps_of_a_plain_loop():
     with_programs(
         runner,
         encode_bucket(ROWS, golden.tokens),
+        *golden.modulate_buckets,
         begin_bucket(size),
         step_bucket(size, ROWS, is_cached=True, tokens=golden.tokens),
     )
@@ -257,8 +259,8 @@ GRID, TEXT, WIDTH = (3, 3), 5, 8  # WIDTH is that of the examples' text embeddin
 
 def flux_velocities(model, x, sigma, texts, lens):
     pooled = jnp.ones((len(x), WIDTH))
-    given = model.embed_text(texts), model.embed_pooled(pooled)
-    return model.denoise(x, sigma, 3.5 * sigma, *given, lens, GRID)
+    modulations = model.modulate(sigma, 3.5 * sigma, model.embed_pooled(pooled))
+    return model.denoise(x, modulations, model.embed_text(texts), lens, GRID)
 
 
 def qwen_velocities(model, x, sigma, texts, lens):

@@ -1,9 +1,11 @@
 """Programs that are compiled while others run: who waits for them, and who does not."""
 
+import dataclasses
 import random
 
 import pytest
 from support.image_fake import (
+    BUCKETS,
     SMALL,
     Client,
     alone,
@@ -15,8 +17,9 @@ from support.image_fake import (
 )
 from support.image_watch import Watch, check_memory, check_products
 
-from jdllm.scheduler.rows import image
+from jdllm.scheduler.rows import image, image_buckets
 
+WINDOWS = image_buckets.Windows(steps=3, by_caption=True)
 OTHERS = [(96, 64), (64, 96), (32, 64), (96, 96)]  # sizes that are not compiled at start
 
 
@@ -56,7 +59,7 @@ def made(rng, *, sizes=(SMALL,), most_waiting=99, **options):
     device.programs = {
         one
         for one in device.programs
-        if one.name == "encode" or (one.height, one.width) in sizes  # pyright: ignore
+        if one.name == "encode" or (one.name != "modulate" and (one.height, one.width) in sizes)  # pyright: ignore
     }
     compiler = Compiler(rng, device.programs, most_waiting=most_waiting)
     core.scheduler.rows.programs.is_ready = compiler.is_ready
@@ -83,7 +86,11 @@ def test_who_waits_for_a_program_holds_nothing_delays_nobody_and_keeps_the_turn(
 ):
     rng = random.Random(repr((running, most_waiting, seed)))
     core, device, compiler = made(
-        rng, running=running, num_entries=2 * running, most_waiting=most_waiting
+        rng,
+        running=running,
+        num_entries=2 * running,
+        most_waiting=most_waiting,
+        buckets=dataclasses.replace(BUCKETS, windows=WINDOWS if seed % 2 else None),
     )
     sizes = [SMALL, SMALL, SMALL, *OTHERS]
     asks = [

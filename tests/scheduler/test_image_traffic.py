@@ -8,9 +8,20 @@ from support.image_fake import BUCKETS, Client, build, random_ask
 from support.image_watch import Watch, check_memory, check_products
 
 from jdllm.engine import core as core_lib
+from jdllm.scheduler.rows import image_buckets
 
 NUM_REQUESTS = 60
 WITH_CACHE = dataclasses.replace(BUCKETS, cached=(False, True))
+WINDOWS = (
+    None,
+    image_buckets.Windows(steps=3, by_caption=True, rows=(1, 2, 4)),
+    image_buckets.Windows(steps=5, by_caption=False, rows=(1,)),
+)
+
+
+def buckets_of(seed):
+    """Returns buckets of models that have their modulation made in steps, or before them."""
+    return dataclasses.replace(WITH_CACHE, windows=WINDOWS[seed % len(WINDOWS)])
 
 
 def random_asks(rng):
@@ -35,7 +46,7 @@ def check_skipped(asks, client):
 def test_no_neighbour_changes_an_image_and_nobody_starves(overlaps, running, num_entries, seed):
     rng = random.Random(repr((overlaps, running, num_entries, seed)))
     core, device = build(
-        rng, running=running, num_entries=num_entries, overlaps=overlaps, buckets=WITH_CACHE
+        rng, running=running, num_entries=num_entries, overlaps=overlaps, buckets=buckets_of(seed)
     )
     asks = random_asks(rng)
     watch, client, todo, gone = Watch(core, device), Client(), asks[::-1], set()
@@ -72,7 +83,7 @@ def test_faults_end_their_own_rows_and_lack_of_memory_ends_none(overlaps, seed):
     def most(bucket):
         return 2 if bucket.name == "step" and bucket.height == 64 else 1
 
-    core, device = build(rng, overlaps=overlaps, fault=fault, most=most, buckets=WITH_CACHE)
+    core, device = build(rng, overlaps=overlaps, fault=fault, most=most, buckets=buckets_of(seed))
     asks = random_asks(rng)
     client, todo, gone, halved = Client(), asks[::-1], set(), 0
     while todo or core.has_work:

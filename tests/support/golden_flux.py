@@ -106,7 +106,11 @@ GOLDEN = image_launches.Golden(
     },
     # Far more memory than a program needs for itself, so that a copy of it shows.
     config=kind.ImageKindConfig(
-        num_slots=512, num_entries=256, max_pixels=256 * 256, max_tokens=CLIP_IDS + 512
+        num_slots=512,
+        num_entries=256,
+        max_pixels=256 * 256,
+        max_tokens=CLIP_IDS + 512,
+        window_steps=3,  # golden runs have four
     ),
     tokens=CLIP_IDS + LENGTH + 16,  # which are masked
     short_tokens=CLIP_IDS + LENGTH,

@@ -126,7 +126,11 @@ GOLDEN = image_launches.Golden(
     },
     # Far more memory than a program needs for itself, so that a copy of it shows.
     config=kind.ImageKindConfig(
-        num_slots=512, num_entries=256, max_pixels=256 * 256, max_tokens=PREFIX + 384
+        num_slots=512,
+        num_entries=256,
+        max_pixels=256 * 256,
+        max_tokens=PREFIX + 384,
+        window_steps=3,  # golden runs have four
     ),
     tokens=PREFIX + 96,  # the longest prompt has 81
     short_tokens=PREFIX + 16,

@@ -71,6 +71,12 @@ def alone(one):
     return frames, last if one.image.output == "latent" else picture(last)
 
 
+def modulated(one, step, captions, by_caption):
+    """Returns the modulation of a step; `captions` are as many as it depends on, or more."""
+    scale = one.image.guidance_scale * 8
+    return mix(7, step, one.image.num_inference_steps, *([scale, *captions] if by_caption else []))
+
+
 class Device:
     """Runs launches at once. `trace` holds their batches; `fault` gives a launch's error or None.
 
@@ -81,6 +87,8 @@ class Device:
     def __init__(self, rows, rng, fault=lambda batch: None, most=lambda bucket: 99):
         self.rows, self.rng, self.fault, self.most = rows, rng, fault, most
         self.trace, self.captions, self.latents, self.clean = [], {}, {}, {}
+        self.windows = rows._buckets.windows
+        self.modulations = {}  # of each slot: that of the steps of its window
         self.programs = set(rows.buckets())
         self.is_lost = False
 
@@ -110,6 +118,10 @@ class Device:
                 assert row.is_fresh and self.fits(row, batch.bucket)
                 self.latents[row.stay.slot] = begun(row.request)
                 return hash_model.Done(self.result([batch_lib.RowResult()]))
+            case image_buckets.ModulateBucket() as bucket:
+                assert len({row.stay.slot for row in batch.rows}) == len(batch.rows)
+                rows = [self.modulate(row, bucket) for row in batch.rows]
+                return hash_model.Done(self.result(rows))
             case image_buckets.StepBucket() as bucket:
                 assert len({row.stay.slot for row in batch.rows}) == len(batch.rows)
                 rows = [self.step(row, bucket) for row in batch.rows]
@@ -127,6 +139,18 @@ class Device:
         self.captions[row.entry] = embedded(row.ids)
         return batch_lib.RowResult()
 
+    def modulate(self, row, bucket):
+        one, windows = row.request, self.windows
+        assert bucket.num_passes == 1 + (windows.by_caption and one.image.is_guided)
+        self.modulations[row.stay.slot] = [
+            modulated(one, row.step + i, self.captions_of(row), windows.by_caption)
+            for i in range(windows.steps)
+        ]
+        return batch_lib.RowResult()
+
+    def captions_of(self, row):
+        return [self.captions[entry] for entry in row.stay.entries]
+
     def step(self, row, bucket):
         one, stay = row.request, row.stay
         assert self.fits(row, bucket) and one.image.is_guided == bucket.is_guided
@@ -136,7 +160,10 @@ class Device:
         assert len(stay.entries) == len(texts)
         assert row.is_fresh == (row.step == 0 and one.image.latents is None)
         latents = begun(one) if row.is_fresh else self.latents[stay.slot]
-        captions = [self.captions[entry] for entry in stay.entries]
+        captions = self.captions_of(row)
+        if self.windows is not None:
+            found = self.modulations[stay.slot][row.place]
+            assert found == modulated(one, row.step, captions, self.windows.by_caption)
         latents = self.latents[stay.slot] = advanced(latents, row.step, one, captions)
         self.clean[stay.slot] = clean(latents)
         is_invalid = one.seed == INVALID_SEED and row.step == 1
@@ -161,11 +188,13 @@ class Device:
     def lose(self):
         for memory in (self.captions, self.latents, self.clean):
             memory.update({key: self.rng.getrandbits(64) for key in memory})
+        self.modulations.clear()
 
     def spoil(self):
         """Overwrites what the host says is free."""
         for slot in self.rows.live.free_slots:
             self.latents[slot] = self.clean[slot] = self.rng.getrandbits(64)
+            self.modulations.pop(slot, None)
         for entry in self.rows.captions._free:
             self.captions[entry] = self.rng.getrandbits(64)
 
@@ -310,5 +339,5 @@ def run(core, client=None, most=10_000):
 
 
 def kinds(trace):
-    """Returns the launches of a trace as words: encode, begin, step, decode."""
+    """Returns the launches of a trace as words: encode, begin, modulate, step, decode."""
     return [batch.bucket.name for batch in trace]

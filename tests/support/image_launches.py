@@ -57,6 +57,10 @@ def encode_bucket(rows, tokens):
     return image_buckets.EncodeBucket(rows=rows, tokens=tokens)
 
 
+def modulate_bucket(rows=ROWS, *, num_passes=1):
+    return image_buckets.ModulateBucket(rows=rows, num_passes=num_passes)
+
+
 def begin_bucket(size):
     return image_buckets.BeginBucket(height=size[0], width=size[1])
 
@@ -190,6 +194,7 @@ class Golden:
             ),
             step_bucket(sizes[0], rows=1, tokens=tokens),
             step_bucket(sizes[0], rows=1, tokens=short),
+            *self.modulate_buckets,
             *(decode_bucket(size) for size in sizes),
             *(decode_bucket(size, "latent") for size in sizes),
         ]
@@ -197,6 +202,13 @@ class Golden:
             found += [encode_bucket(ROWS, self.long_tokens)]
             found += [step_bucket(sizes[0], tokens=self.long_tokens)]
         return tuple(found)
+
+    @property
+    def modulate_buckets(self):
+        """Returns launches for modulation, which some pipelines have made before steps."""
+        ahead = self.pipeline().pipeline.modulation
+        passes = () if ahead is None else (1, 2) if ahead.by_caption else (1,)
+        return [modulate_bucket(num_passes=one) for one in passes]
 
     @functools.cache  # noqa: B019
     def compiled(self) -> model_runner.ModelRunner:
@@ -294,12 +306,38 @@ class Device:
                 self.launch(begin_bucket(row.size), [scheduled])
         return made
 
+    def modulate(self, *rows):
+        """Makes the modulation of the rows' next steps."""
+        is_guided = rows[0].request.image.is_guided
+        ahead = self.golden.pipeline().pipeline.modulation
+        for row in rows:
+            row.stay.window = row.step
+        self.launch(
+            modulate_bucket(num_passes=2 if is_guided and ahead.by_caption else 1),
+            [
+                image_buckets.ModulateRow(request=row.request, stay=row.stay, step=row.step)
+                for row in rows
+            ],
+        )
+
     def step(self, *rows, bucket_rows=ROWS, tokens=None):
-        """Takes one step of rows of a group; returns the rows' results."""
+        """Takes one step of rows of a group; returns the rows' results.
+
+        Where modulation is made before steps, that of rows whose window has ended comes first.
+        """
         ((size, is_guided, is_cached),) = {row.group for row in rows}
+        if self.golden.pipeline().pipeline.modulation is not None:
+            steps = self.golden.config.window_steps
+            due = [row for row in rows if row.stay.window in (None, row.step - steps)]
+            if due:
+                self.modulate(*due)
         scheduled = [
             image_buckets.StepRow(
-                request=row.request, stay=row.stay, step=row.step, is_fresh=row.is_fresh
+                request=row.request,
+                stay=row.stay,
+                step=row.step,
+                place=row.step - (row.stay.window or 0),
+                is_fresh=row.is_fresh,
             )
             for row in rows
         ]

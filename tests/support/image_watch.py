@@ -30,9 +30,9 @@ class Watch:
     def __init__(self, core, device):
         self.core, self.device, self.seen = core, device, 0
         self.written, self.steps, self.decoded, self.begun = {}, {}, {}, set()
-        self.stepped_at, self.num_steps = {}, 0
+        self.modulated = {}  # the step after the window of each stay
+        self.ready_since, self.num_steps = {}, 0  # since its last step, or later
         self.others = 0  # launches since the last step
-        self.longest = 0
 
     def is_ready(self, one):
         stay, image = one.held, one.image
@@ -41,6 +41,7 @@ class Watch:
             all(self.written.get(entry) == self.caption(entry) for entry in stay.entries)
             and (image.latents is None or stay in self.begun)
             and steps < image.num_inference_steps
+            and (self.device.windows is None or steps < self.modulated.get(stay, 0))
             and steps not in set(image.preview_steps) - self.decoded.get(stay, set())
         )
 
@@ -53,6 +54,9 @@ class Watch:
             self.written.pop(entry, None)
         self.core.scheduler._admit()
         self.ready = [one for one in self.core.scheduler.running if self.is_ready(one)]
+        for one in self.core.scheduler.running:
+            if one not in self.ready and one.held in self.ready_since:
+                self.ready_since[one.held] = self.num_steps
 
     def after(self):
         """Checks and notes the launch, if there was one."""
@@ -72,6 +76,10 @@ class Watch:
                 self.written |= {row.entry: row.ids for row in batch.rows}
             case image_buckets.BeginBucket():
                 self.begun |= {row.stay for row in batch.rows}
+            case image_buckets.ModulateBucket():
+                for row in batch.rows:
+                    assert row.step == self.steps.get(row.stay, 0), "a window begins elsewhere"
+                    self.modulated[row.stay] = row.step + self.device.windows.steps
             case image_buckets.DecodeBucket():
                 for row in batch.rows:
                     self.decoded.setdefault(row.stay, set()).add(row.step)
@@ -83,11 +91,10 @@ class Watch:
         for row in batch.rows:
             assert row.step == self.steps.get(row.stay, 0), "a step was left out"
             self.steps[row.stay] = row.step + 1
-            if row.stay in self.stepped_at and not row.request.image.preview_steps:
-                waited = self.num_steps - self.stepped_at[row.stay]
+            if row.stay in self.ready_since:
+                waited = self.num_steps - self.ready_since[row.stay]
                 assert waited <= self.core.scheduler.live.max_running, "a row starves"
-                self.longest = max(self.longest, waited)
-            self.stepped_at[row.stay] = self.num_steps
+            self.ready_since[row.stay] = self.num_steps
 
 
 def check_products(asks, client, gone):

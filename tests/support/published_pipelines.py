@@ -39,13 +39,20 @@ class Published:
     def check_launches(self, tokens: int, *, max_tokens: int, side: int = 1024) -> None:
         """Traces a launch of each kind with captions of `tokens`."""
         config = kind_lib.ImageKindConfig(
-            num_slots=4, num_entries=4, max_pixels=2048 * 2048, max_tokens=max_tokens
+            num_slots=4,
+            num_entries=4,
+            max_pixels=2048 * 2048,
+            max_tokens=max_tokens,
+            window_steps=8,
         )
         kind = kind_lib.ImageKind(self.pipeline, config)
         memory = jax.eval_shape(kind.create_memory)
         size = {"height": side, "width": side}
+        ahead = self.pipeline.modulation
+        passes = () if ahead is None else (1, 2) if ahead.by_caption else (1,)
         for bucket in (
             image_buckets.EncodeBucket(rows=2, tokens=tokens),
+            *(image_buckets.ModulateBucket(rows=2, num_passes=one) for one in passes),
             image_buckets.StepBucket(rows=2, tokens=tokens, is_guided=True, **size),
             image_buckets.DecodeBucket(rows=2, output="image", **size),
         ):

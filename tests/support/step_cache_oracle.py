@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from support import golden_flux, golden_images, golden_qwen_image
@@ -66,34 +65,37 @@ def z_image_forward(model, latents, sigma, caption, num_ids, image):
 
 def qwen_image_forward(model, latents, sigma, caption, num_ids, params):
     grid = params.height // 16, params.width // 16
-    embedding = model.timestep_embedder(jnp.array([sigma * 1000], jnp.float32))
-    active = jax.nn.silu(embedding)
+    modulations = model.modulate(jnp.array([sigma], jnp.float32))
+    of_blocks = [(one[:, 0], one[:, 1]) for one in modulations.blocks]
     image = model.image_in(jnp.asarray(latents)[None])
     num_ids -= qwen_image.PREFIX_TOKENS
     rotation = model.rotation(qwen_transformer.positions(grid, caption.shape[1]))
     lengths = jnp.array([image.shape[1] + num_ids])
     first, *others = model.transformer_blocks
-    after, text = first(image, caption, rotation, lengths, first.modulations(active))
+    after, text = first(image, caption, rotation, lengths, of_blocks[0])
 
     def rest():
         x, y = after, text
-        for block in others:
-            x, y = block(x, y, rotation, lengths, block.modulations(active))
+        for block, of_both in zip(others, of_blocks[1:], strict=True):
+            x, y = block(x, y, rotation, lengths, of_both)
         return np.asarray(x)[0]
 
     return Forward(
         before=np.asarray(image)[0],
         after_first=np.asarray(after)[0],
         rest=rest,
-        velocity=lambda tokens: np.asarray(model.final(jnp.asarray(tokens)[None], embedding))[0],
+        velocity=lambda tokens: np.asarray(model.final(jnp.asarray(tokens)[None], modulations))[0],
     )
 
 
 def flux_forward(model, latents, sigma, caption, num_ids, params):
     grid = params.height // 16, params.width // 16
     scale = jnp.array([params.guidance_scale], jnp.float32)
-    embedding = model.embed(jnp.array([sigma], jnp.float32), scale, caption.pooled)
-    doubles, singles = model.modulations(embedding)
+    modulations = model.modulate(jnp.array([sigma], jnp.float32), scale, caption.pooled)
+    doubles = [
+        (modulations.image[:, i], modulations.text[:, i])
+        for i in range(len(model.transformer_blocks))
+    ]
     image = model.x_embedder(jnp.asarray(latents)[None])
     rotation = model.rotation(grid, caption.text.shape[1])
     own = num_ids - golden_flux.GOLDEN.pipeline().pipeline.prefix_tokens
@@ -107,15 +109,15 @@ def flux_forward(model, latents, sigma, caption, num_ids, params):
         for block, of_both in zip(others, doubles[1:], strict=True):
             x, y = block(x, y, rotation, lengths, of_both)
         joint = jnp.concatenate([x, y], axis=1)
-        for block, modulation in zip(model.single_transformer_blocks, singles, strict=True):
-            joint = block(joint, rotation, lengths, modulation)
+        for i, block in enumerate(model.single_transformer_blocks):
+            joint = block(joint, rotation, lengths, modulations.single[:, i])
         return np.asarray(joint)[0, :T]
 
     return Forward(
         before=np.asarray(image)[0],
         after_first=np.asarray(after)[0],
         rest=rest,
-        velocity=lambda tokens: np.asarray(model.final(jnp.asarray(tokens)[None], embedding))[0],
+        velocity=lambda tokens: np.asarray(model.final(jnp.asarray(tokens)[None], modulations))[0],
     )
 
 

@@ -116,6 +116,7 @@ class BuiltImages:
     host_weight_bytes: int
     slot_bytes: int  # of all slots
     residual_bytes: int  # of the step cache of all slots
+    window_bytes: int  # of the modulation of all slots
     caption_bytes: int  # of all entries
     startup_s: float
     compiles_at_ready: int
@@ -167,10 +168,16 @@ def build(config: ImageBuildConfig, progress: startup.StartupProgress) -> BuiltI
     num_slots = config.max_running_requests or _default_rows(device)
     max_tokens = buckets.tokens[-1]
     num_entries = sizes_lib.entries_that_fit(pipeline, max_tokens, _caption_bytes(config, device))
+    free_bytes = sizing.free_bytes(config.mem_fraction_static, config.tp_size)
+    residual_bytes = 0
     if config.has_step_cache:
         slot_bytes = sizes_lib.residual_bytes(pipeline, config.max_pixels)
-        free_bytes = sizing.free_bytes(config.mem_fraction_static, config.tp_size)
         sizes_lib.check_residuals(num_slots, slot_bytes, free_bytes)
+        residual_bytes = num_slots * slot_bytes
+    left_bytes = None if free_bytes is None else free_bytes - residual_bytes
+    modulate_rows = (1,) if device.is_cpu else buckets.rows
+    windows = sizes_lib.windows(pipeline, modulate_rows, num_slots, left_bytes)
+    buckets = dataclasses.replace(buckets, windows=windows)
     kind = kind_lib.ImageKind(
         pipeline,
         kind_lib.ImageKindConfig(
@@ -179,6 +186,7 @@ def build(config: ImageBuildConfig, progress: startup.StartupProgress) -> BuiltI
             max_pixels=config.max_pixels,
             max_tokens=max_tokens,
             has_step_cache=config.has_step_cache,
+            window_steps=windows.steps if windows else 1,
         ),
     )
     runner = model_runner.ModelRunner(model.params, kind, device=device)
@@ -231,11 +239,8 @@ def build(config: ImageBuildConfig, progress: startup.StartupProgress) -> BuiltI
         first_use=programs,
         weight_bytes=model.weight_bytes(on_host=False),
         host_weight_bytes=model.weight_bytes(on_host=True),
-        residual_bytes=(
-            num_slots * sizes_lib.residual_bytes(pipeline, config.max_pixels)
-            if config.has_step_cache
-            else 0
-        ),
+        residual_bytes=residual_bytes,
+        window_bytes=num_slots * sizes_lib.window_bytes(pipeline, windows),
         slot_bytes=num_slots * sizes_lib.slot_bytes(pipeline, config.max_pixels),
         caption_bytes=num_entries * sizes_lib.entry_bytes(pipeline, max_tokens),
         startup_s=time.monotonic() - began_s,

@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from jdllm.imagegen import padded_prompts, prompts, tokenizer_files
 from jdllm.imagegen.pipelines import interface, packed
-from jdllm.models.images import step_cache
+from jdllm.models.images import flux, step_cache
 from jdllm.models.images.clip_text import ClipTextConfig
 from jdllm.models.images.flux_config import FluxConfig
 
@@ -139,6 +139,14 @@ class FluxPipeline(packed.PackedPipeline):
             text=transformer.embed_text(embeddings), pooled=transformer.embed_pooled(vector)
         )
 
+    @property
+    def modulation(self) -> interface.ModulationAhead:
+        return interface.ModulationAhead(
+            make=self._modulate,
+            shapes=flux.modulation_shapes(self._transformer),
+            by_caption=True,
+        )
+
     def predict(
         self,
         params: interface.Params,
@@ -148,14 +156,14 @@ class FluxPipeline(packed.PackedPipeline):
         lens: Int32[Array, " R"],
         guidance: interface.Guidance,
         size: interface.Size,
+        modulation: flux.Modulations | None = None,
         cache: step_cache.StepCache | None = None,
     ) -> packed.Latents:
+        del sigma, guidance  # they are in the modulation
         return self.parts.module("transformer", params).denoise(
             latents,
-            sigma,
-            guidance.guidance_scale,
+            modulation,
             captions.text,
-            captions.pooled,
             packed.after_prefix(lens, self.prefix_tokens),
             self._grid(size),
             cache,
@@ -171,6 +179,16 @@ class FluxPipeline(packed.PackedPipeline):
         """Returns negative + s (positive - negative)."""
         del sigma
         return negative + guidance.true_cfg_scale[:, None, None] * (positive - negative)
+
+    def _modulate(
+        self,
+        params: interface.Params,
+        sigma: Float32[Array, " R"],
+        captions: Captions,
+        guidance: interface.Guidance,
+    ) -> flux.Modulations:
+        transformer = self.parts.module("transformer", params)
+        return transformer.modulate(sigma, guidance.guidance_scale, captions.pooled)
 
     @property
     def _transformer(self) -> FluxConfig:

@@ -1,8 +1,8 @@
 """What the serving of images knows of a pipeline; a class of pipelines is one file beside this one.
 
-A pipeline says which components it has and what the four kinds of launches compute: captions,
-velocities, their guidance, images. It sees arrays of rows, and neither slots nor requests. Its
-numbers (sizes, dtypes) come from the configs of its components.
+A pipeline says which components it has and what the kinds of launches compute: captions,
+modulation, velocities, their guidance, images. It sees arrays of rows, and neither slots nor
+requests. Its numbers (sizes, dtypes) come from the configs of its components.
 
 Letters: R rows, L tokens of a padded caption, H and W sides of an image in pixels.
 """
@@ -10,6 +10,7 @@ Letters: R rows, L tokens of a padded caption, H and W sides of an image in pixe
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, Protocol, Self
 
@@ -25,6 +26,7 @@ from jdllm.models.images import step_cache
 
 Params = Mapping[str, jax.Array]  # of all components: the name of each begins its parameters'
 Captions = Any  # a tree of arrays [R, ...], see `Pipeline.caption_shapes`
+Modulation = Any  # a tree of arrays [R, ...], see `ModulationAhead`
 Size = tuple[int, int]  # (height, width) of an image in pixels
 
 # What the versions of transformers call the class of one tokenizer: of any, and of Qwen2's.
@@ -136,6 +138,27 @@ class Guidance:
     cfg_normalization: Float32[Any, " R"]
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModulationAhead:
+    """What modulates the blocks in a step and is made before it, for several steps at once.
+
+    `make` (params, sigma [R], captions, guidance) returns it for rows at these noise levels; it is
+    traced. `shapes` are those of one row and step, without rows. `by_caption`: captions have a part
+    in it, so both forwards of a guided row have their own; else it is one for both, and `make` does
+    not read captions.
+    """
+
+    make: Callable[[Params, Float32[Array, " R"], Captions, Guidance], Modulation]
+    shapes: Modulation
+    by_caption: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one row and step."""
+        leaves = jax.tree.leaves(self.shapes)
+        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+
+
 class Pipeline(Protocol):
     """A loaded pipeline without its weights.
 
@@ -232,6 +255,11 @@ class Pipeline(Protocol):
         """Returns what is kept of captions: what steps need that is the same in all of them."""
         ...
 
+    @property
+    def modulation(self) -> ModulationAhead | None:
+        """What of the modulation is made before a step; None: `predict` makes all of it."""
+        ...
+
     def predict(
         self,
         params: Params,
@@ -241,12 +269,15 @@ class Pipeline(Protocol):
         lens: Int32[Array, " R"],
         guidance: Guidance,
         size: Size,
+        modulation: Modulation | None = None,
         cache: step_cache.StepCache | None = None,
     ) -> Float32[Array, "R ..."]:
         """Returns velocities (noise - clean) of latents at the noise levels `sigma`.
 
-        `lens` are the numbers of ids of the captions, `size` is that of all images. A `cache` comes
-        only if there is a step cache; its tokens are those of the image, without padding.
+        `lens` are the numbers of ids of the captions, `size` is that of all images. `modulation` is
+        what was made for these levels, captions and guidance, if the pipeline has it made before. A
+        `cache` comes only if there is a step cache; its tokens are those of the image, without
+        padding.
         """
         ...
 

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from jdllm.imagegen import prompts
 from jdllm.imagegen.pipelines import interface, packed
-from jdllm.models.images import qwen_image_config, step_cache
+from jdllm.models.images import qwen_image, qwen_image_config, step_cache
 
 PREFIX_TOKENS = 34  # what the published tokenizer makes of the text before the prompt
 _BEFORE = (
@@ -102,6 +102,14 @@ class QwenImagePipeline(packed.PackedPipeline):
         transformer = self.parts.module("transformer", params)
         return transformer.embed_text(embeddings[:, PREFIX_TOKENS:])
 
+    @property
+    def modulation(self) -> interface.ModulationAhead:
+        return interface.ModulationAhead(
+            make=self._modulate,
+            shapes=qwen_image.modulation_shapes(self._transformer),
+            by_caption=False,
+        )
+
     def predict(
         self,
         params: interface.Params,
@@ -111,12 +119,13 @@ class QwenImagePipeline(packed.PackedPipeline):
         lens: Int32[Array, " R"],
         guidance: interface.Guidance,
         size: interface.Size,
+        modulation: qwen_image.Modulations | None = None,
         cache: step_cache.StepCache | None = None,
     ) -> packed.Latents:
-        del guidance
+        del sigma, guidance  # the noise level is in the modulation
         own = packed.after_prefix(lens, PREFIX_TOKENS)
         transformer = self.parts.module("transformer", params)
-        return transformer.denoise(latents, sigma, captions, own, self._grid(size), cache)
+        return transformer.denoise(latents, modulation, captions, own, self._grid(size), cache)
 
     def guide(
         self,
@@ -132,6 +141,16 @@ class QwenImagePipeline(packed.PackedPipeline):
         # A token that is 0 stays so.
         length = jnp.maximum(_length(mixed), jnp.finfo(jnp.float32).tiny)
         return mixed * (_length(positive) / length)
+
+    def _modulate(
+        self,
+        params: interface.Params,
+        sigma: Float32[Array, " R"],
+        captions: interface.Captions,
+        guidance: interface.Guidance,
+    ) -> qwen_image.Modulations:
+        del captions, guidance
+        return self.parts.module("transformer", params).modulate(sigma)
 
     @property
     def _transformer(self) -> qwen_image_config.QwenImageConfig:

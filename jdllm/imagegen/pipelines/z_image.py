@@ -120,6 +120,11 @@ class ZImagePipeline:
         embeddings = self.parts.module("text_encoder", params).encode(ids, lens)
         return self.parts.module("transformer", params).refine_captions(embeddings, lens)
 
+    @property
+    def modulation(self) -> None:
+        """Nothing: in each step 0.25 of 12.3 GB of weights make it, which is 0.06 of 20 ms."""
+        return
+
     def predict(
         self,
         params: interface.Params,
@@ -129,9 +134,10 @@ class ZImagePipeline:
         lens: Int32[Array, " R"],
         guidance: interface.Guidance,
         size: interface.Size,
+        modulation: None = None,
         cache: step_cache.StepCache | None = None,
     ) -> Latents:
-        del guidance, size
+        del guidance, size, modulation
         transformer = self.parts.module("transformer", params)
         return -transformer.denoise(latents, 1 - sigma, captions, lens, cache)
 

@@ -116,16 +116,20 @@ def modulated(
     return (norm.layer_norm(x, eps=_EPS) * (1 + scale) + shift).astype(x.dtype)
 
 
+def vectors(
+    layer: linear.Linear, active: Float[Array, "B D"], *counts: int
+) -> Float32[Array, "B ... D"]:
+    """Returns shifts, scales and gates from one product: vectors of size D, `counts` of them."""
+    return layer(active, out_dtype=jnp.float32).reshape(len(active), *counts, active.shape[-1])
+
+
 def final(
     image: Float[Array, "B T D"],
-    embedding: Float32[Array, "B D"],
+    scale_and_shift: Float32[Array, "B 2 D"],
     *,
-    modulation: linear.Linear,
     out: linear.Linear,
 ) -> Float32[Array, "B T C"]:
     """Returns the result of a transformer; here the scale comes before the shift."""
-    active = jax.nn.silu(embedding).astype(image.dtype)
-    scale_and_shift = modulation(active, out_dtype=jnp.float32).reshape(len(embedding), 2, -1)
     return out(modulated(image, scale_and_shift[:, ::-1]), out_dtype=jnp.float32)
 
 

@@ -10,10 +10,12 @@ The text has as many tokens as the request says: its own pads are attended.
 Latents are packed (`packing`). All is as diffusers 0.42.1 computes it.
 
 Letters: those of the whole project, and C channels of a packed token, T image tokens, L text
-bucket, J both, E width of T5's embeddings.
+bucket, J both, E width of T5's embeddings, M double blocks and S single ones.
 """
 
 from __future__ import annotations
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +26,7 @@ from jaxtyping import Array, Float, Float32, Int, Int32
 import pallas_kernels
 from jdllm.layers import axial_rope, linear, norm, timestep
 from jdllm.models.images import component, double_stream, flux_config, packing, step_cache
-from jdllm.models.images.double_stream import MLP_RATIO, NUM_MODULATIONS, Modulation
+from jdllm.models.images.double_stream import MLP_RATIO, NUM_MODULATIONS
 from jdllm.models.images.flux_config import FluxConfig
 
 _NORM_EPS = 1e-6
@@ -32,6 +34,22 @@ _ROPE_THETA = 10_000.0
 _TIME_SCALE = 1000.0  # of noise levels and guidance
 
 _SINGLE_MODULATIONS = 3  # rows of size D for a single block: shift, scale, gate
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Modulations:
+    """What modulates all blocks in one step, by kinds of block.
+
+    They follow from timestep, guidance and pooled text, and not from the latents. So they can be
+    made before the step: they are 4.2 MB for each row and step of FLUX.1-dev, and the weights that
+    make them 6.5 GB.
+    """
+
+    image: Float32[Array, "B M 6 D"]
+    text: Float32[Array, "B M 6 D"]
+    single: Float32[Array, "B S 3 D"]  # shift, scale, gate
+    final: Float32[Array, "B 2 D"]  # scale, shift
 
 
 class SingleBlock(nnx.Module):
@@ -127,27 +145,27 @@ class FluxTransformer(nnx.Module):
     def denoise(
         self,
         latents: Float32[Array, "B T C"],
-        sigma: Float32[Array, " B"],
-        guidance: Float32[Array, " B"],
+        modulations: Modulations,  # of this step
         text: Float[Array, "B L D"],
-        pooled: Float32[Array, "B D"],
         text_lens: Int32[Array, " B"],  # 0 to L; what stands past them is finite
         grid: tuple[int, int],  # rows and columns of tokens
         cache: step_cache.StepCache | None = None,
     ) -> Float32[Array, "B T C"]:
         """Returns the velocities `noise - clean`.
 
-        A model without `guidance_embeds` does not read `guidance`. Raises ValueError for latents
-        of another shape. With a `cache`, rows may leave out all blocks but the first.
+        Raises ValueError for latents of another shape. With a `cache`, rows may leave out all
+        blocks but the first.
         """
         T, L = latents.shape[1], text.shape[1]
         packing.check(latents.shape, grid, self.config.in_channels)
-        embedding = self.embed(sigma, guidance, pooled)
-        doubles, singles = self.modulations(embedding)
         image = self.x_embedder(latents.astype(self.dtype))
         rotation = self.rotation(grid, L)
         lengths = T + text_lens
-        (first, of_first), *others = zip(self.transformer_blocks, doubles, strict=True)
+        doubles = [
+            (block, (modulations.image[:, i], modulations.text[:, i]))
+            for i, block in enumerate(self.transformer_blocks)
+        ]
+        (first, of_first), *others = doubles
         after_first = first(image, text, rotation, lengths, of_first)
 
         def rest() -> Float[Array, "B T D"]:
@@ -155,12 +173,24 @@ class FluxTransformer(nnx.Module):
             for block, of_both in others:
                 image, text = block(image, text, rotation, lengths, of_both)
             x = jnp.concatenate([image, text], axis=1)
-            for block, modulation in zip(self.single_transformer_blocks, singles, strict=True):
-                x = block(x, rotation, lengths, modulation)
+            for i, block in enumerate(self.single_transformer_blocks):
+                x = block(x, rotation, lengths, modulations.single[:, i])
             return x[:, :T]
 
         last = rest() if cache is None else cache.through(image, after_first[0], rest)
-        return self.final(last, embedding)
+        return self.final(last, modulations)
+
+    def modulate(
+        self,
+        sigma: Float32[Array, " B"],
+        guidance: Float32[Array, " B"],
+        pooled: Float32[Array, "B D"],
+    ) -> Modulations:
+        """Returns what modulates steps at these noise levels, of the result of `embed_pooled`.
+
+        A model without `guidance_embeds` does not read `guidance`.
+        """
+        return self.modulations(self.embed(sigma, guidance, pooled))
 
     def embed(
         self,
@@ -174,15 +204,18 @@ class FluxTransformer(nnx.Module):
             embedding += self.guidance_embedder(guidance * _TIME_SCALE)
         return embedding
 
-    def modulations(
-        self, embedding: Float32[Array, "B D"]
-    ) -> tuple[list[tuple[Modulation, Modulation]], list[Float32[Array, "B 3 D"]]]:
-        """Returns those of image and text of each double block, and that of each single one."""
+    def modulations(self, embedding: Float32[Array, "B D"]) -> Modulations:
+        """Returns the vectors of all blocks."""
+        active = jax.nn.silu(embedding).astype(self.dtype)
         double, single = self.config.num_layers, self.config.num_single_layers
-        of_image = _vectors(self.image_modulation, embedding, double, NUM_MODULATIONS)
-        of_text = _vectors(self.text_modulation, embedding, double, NUM_MODULATIONS)
-        of_singles = _vectors(self.single_modulation, embedding, single, _SINGLE_MODULATIONS)
-        return list(zip(of_image, of_text, strict=True)), of_singles
+        return Modulations(
+            image=double_stream.vectors(self.image_modulation, active, double, NUM_MODULATIONS),
+            text=double_stream.vectors(self.text_modulation, active, double, NUM_MODULATIONS),
+            single=double_stream.vectors(
+                self.single_modulation, active, single, _SINGLE_MODULATIONS
+            ),
+            final=double_stream.vectors(self.final_modulation, active, 2),
+        )
 
     def rotation(self, grid: tuple[int, int], L: int) -> axial_rope.CosSin:
         """Returns the angles of the joint sequence; a text token stands at 0 and is not turned."""
@@ -191,12 +224,10 @@ class FluxTransformer(nnx.Module):
         )
 
     def final(
-        self, image: Float[Array, "B T D"], embedding: Float32[Array, "B D"]
+        self, image: Float[Array, "B T D"], modulations: Modulations
     ) -> Float32[Array, "B T C"]:
         """Returns the velocities."""
-        return double_stream.final(
-            image, embedding, modulation=self.final_modulation, out=self.proj_out
-        )
+        return double_stream.final(image, modulations.final, out=self.proj_out)
 
 
 def positions(grid: tuple[int, int], L: int) -> Int[np.ndarray, "1 J 3"]:
@@ -207,13 +238,18 @@ def positions(grid: tuple[int, int], L: int) -> Int[np.ndarray, "1 J 3"]:
     return at
 
 
-def _vectors(
-    layer: linear.Linear, embedding: Float32[Array, "B D"], blocks: int, count: int
-) -> list[Float32[Array, "B count D"]]:
-    """Returns `count` vectors for each block, from one product."""
-    active = jax.nn.silu(embedding).astype(layer.weight[...].dtype)  # pyright: ignore[reportIndexIssue]  # never quantised
-    made = layer(active, out_dtype=jnp.float32).reshape(len(embedding), blocks, count, -1)
-    return [made[:, block] for block in range(blocks)]
+def modulation_shapes(config: FluxConfig) -> Modulations:
+    """Returns the shapes of one row, without its axis."""
+
+    def zeros(*counts: int) -> Array:
+        return jnp.zeros((*counts, config.dim), jnp.float32)
+
+    def of_row() -> Modulations:
+        double = zeros(config.num_layers, NUM_MODULATIONS)
+        single = zeros(config.num_single_layers, _SINGLE_MODULATIONS)
+        return Modulations(image=double, text=double, single=single, final=zeros(2))
+
+    return jax.eval_shape(of_row)
 
 
 _WEIGHTS = (

@@ -1,15 +1,17 @@
 """Rows of image models: each is denoised in a known number of steps, whatever its neighbours do.
 
 A request is encoded (its caption's embedding enters an entry of the device's store), begins (only
-if its latents are given), takes its steps and is decoded; previews are decoded in between. The
-host knows all of that beforehand, and launches run in order. So it plans without reading results:
-a stay counts what has been planned.
+if its latents are given), takes its steps and is decoded; previews are decoded in between, and some
+models have the modulation of several steps made before them (`image_modulation`). The host knows
+all of that beforehand, and launches run in order. So it plans without reading results: a stay
+counts what has been planned.
 
 Whose turn it is. Images of one size share steps, at whatever step each is; guided ones and those
 with a step cache have steps of their own. The row that was stepped least recently goes next, with
 the rows of its group, again the least recently stepped first. So a row that is ready waits for
 fewer steps than there are running rows. Between two steps there is at most one other launch while
-some row is ready for a step. Outputs go before new rows, the oldest first.
+some row is ready for a step. Outputs go before new rows, the oldest first; modulation comes between
+the two.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from jdllm.scheduler.rows import (
     image_batching,
     image_captions,
     image_limits,
+    image_modulation,
     image_programs,
     image_row_limits,
     interface,
@@ -93,6 +96,9 @@ class ImageRows:
         self._config = config
         self._buckets = config.buckets
         self._row_limits = image_row_limits.RowLimits()
+        self._modulation = image_modulation.Modulation(
+            config.buckets.windows, self.captions, self.programs, self._row_limits
+        )
         self._batching_log = image_batching.BatchingLog() if config.logs_batching else None
         self._now = now
         self._num_turns = 0
@@ -168,7 +174,11 @@ class ImageRows:
             ready = []
         batch = None
         if not (ready and self._is_steps_turn):
-            batch = self._decode() or self._encode_or_begin()
+            batch = (
+                self._decode()
+                or self._modulation.plan(self.live.running)
+                or self._encode_or_begin()
+            )
         if batch is not None:
             self._is_steps_turn = True
             return batch
@@ -225,6 +235,7 @@ class ImageRows:
             and stay.has_begun
             and all(map(self.captions.is_written, stay.entries))
             and not stay.is_preview_due
+            and self._modulation.is_there(request)
             and self.programs.has(self._step_bucket([request], rows=1))
         )
 
@@ -252,7 +263,11 @@ class ImageRows:
             stay = stay_of(one)
             rows.append(
                 buckets_lib.StepRow(
-                    request=one, stay=stay, step=stay.num_planned, is_fresh=stay.is_fresh
+                    request=one,
+                    stay=stay,
+                    step=stay.num_planned,
+                    place=self._modulation.place(one),
+                    is_fresh=stay.is_fresh,
                 )
             )
             if not stay.num_planned:

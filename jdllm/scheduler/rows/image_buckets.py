@@ -48,6 +48,17 @@ class BeginBucket(batch_lib.Bucket):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModulateBucket(batch_lib.Bucket):
+    """Makes what modulates a window of steps of up to `rows` requests, `num_passes` for each."""
+
+    name: ClassVar[str] = "modulate"
+    denoises: ClassVar[bool] = False
+
+    tokens: int = 0
+    num_passes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepBucket(batch_lib.Bucket):
     """One denoising step of up to `rows` requests with captions of at most `tokens` tokens.
 
@@ -100,8 +111,17 @@ class CaptionRow(ImageRow):
 class StepRow(ImageRow):
     """The row's denoising step number `step`, counted from 0.
 
-    If it `is_fresh`, its latents are drawn from the seed first.
+    If it `is_fresh`, its latents are drawn from the seed first. Where modulation is made before
+    steps, that of this one stands at `place` in the window of its slot.
     """
+
+    step: int
+    place: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModulateRow(ImageRow):
+    """A row whose window begins with step number `step`."""
 
     step: int
 
@@ -115,6 +135,23 @@ class DecodeRow(ImageRow):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Windows:
+    """Modulation is made before the steps: for each running image that of `steps` of them.
+
+    `by_caption`: it depends on the caption, and a guided image has that of two. `rows` are the
+    requests that a launch may have, ascending from 1.
+    """
+
+    steps: int
+    by_caption: bool
+    rows: tuple[int, ...] = (1, 2, 4, 8)
+
+    def bucket(self, *, is_guided: bool, rows: int = 1) -> ModulateBucket:
+        """Returns the launch for requests with or without guidance."""
+        return ModulateBucket(rows=rows, num_passes=2 if is_guided and self.by_caption else 1)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ImageBuckets:
     """Ascending compiled sizes; those of rows begin with 1.
 
@@ -123,6 +160,7 @@ class ImageBuckets:
     of an image (height, width) has at most `most_rows` rows, two for a guided request, and a decode
     launch `most_decode_rows`; both have at most `most_requests` (None: no such bound). An encode
     launch has at most `encode_tokens` tokens, padding included, because running rows wait for it.
+    `windows` are those of modulation, None if steps make all of it.
 
     `launch_cost` is what a step costs beside its rows, in rows. A large model's step takes time in
     proportion to its rows, and then a full launch is better than a larger one with padding: the
@@ -138,6 +176,7 @@ class ImageBuckets:
     sizes: tuple[tuple[int, int], ...] = ((1024, 1024),)
     guided: tuple[bool, ...] = (False, True)
     cached: tuple[bool, ...] = (False,)
+    windows: Windows | None = None
     most_rows: Callable[[int, int], int] = rows_by_pixels(MOST_STEP_PIXELS)
     most_decode_rows: Callable[[int, int], int] = rows_by_pixels(MOST_DECODE_PIXELS)
     most_requests: Callable[[int, int], int | None] | None = None
@@ -165,7 +204,18 @@ class ImageBuckets:
             for tokens in self.tokens
             for rows in self.encode_sizes(tokens)
         ]
-        return [*encode, *(bucket for size in self.sizes for bucket in self.of(*size))]
+        sized = [bucket for size in self.sizes for bucket in self.of(*size)]
+        return [*encode, *self._modulate(), *sized]
+
+    def _modulate(self) -> list[batch_lib.Bucket]:
+        if (windows := self.windows) is None:
+            return []
+        buckets = (
+            windows.bucket(is_guided=is_guided, rows=rows)
+            for is_guided in self.guided
+            for rows in windows.rows
+        )
+        return list(dict.fromkeys(buckets))
 
     def of(self, height: int, width: int) -> list[batch_lib.Bucket]:
         """Returns the buckets that images of one size need, but for the encoding of captions."""
@@ -203,6 +253,8 @@ class ImageBuckets:
         match bucket:
             case EncodeBucket(tokens=tokens):
                 return self.encode_sizes(tokens)
+            case ModulateBucket() if self.windows is not None:
+                return self.windows.rows
             case StepBucket(height=height, width=width, is_guided=is_guided):
                 return self.step_sizes(height, width, is_guided)
             case DecodeBucket(height=height, width=width):

@@ -58,6 +58,7 @@ class Programs:
             self._buckets.tokens_of(max(map(len, captions))),
             frozenset(map(self._buckets.tokens_of, unknown)),
             image.latents is None,
+            self._buckets.windows,
             frozenset((image.output, *(("image",) if is_preview_wanted else ()))),
         )
         if needs not in self._answers:
@@ -72,6 +73,7 @@ def _alone(
     tokens: int,
     unknown: Iterable[int],
     draws_latents: bool,
+    windows: buckets_lib.Windows | None,
     outputs: Iterable[image_params.Output],
 ) -> list[batch_lib.Bucket]:
     """Returns the buckets of one row with which a request runs alone, in the order of their use."""
@@ -79,6 +81,8 @@ def _alone(
     buckets: list[batch_lib.Bucket] = [
         buckets_lib.EncodeBucket(rows=1, tokens=length) for length in sorted(unknown)
     ]
+    if windows is not None:
+        buckets.append(windows.bucket(is_guided=group.is_guided))
     if not draws_latents:
         buckets.append(buckets_lib.BeginBucket(height=height, width=width))
     buckets.append(buckets_lib.StepBucket(rows=1, tokens=tokens, **group._asdict()))

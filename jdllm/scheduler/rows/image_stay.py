@@ -16,7 +16,8 @@ class ImageStay(image_captions.CaptionStay):
     and `num_skipped` those of them that left out most of the transformer.
 
     `previews` are the steps after which a preview is still to be decoded. `turn` numbers the step
-    launches: the row's last one, or the last one when the row was admitted.
+    launches: the row's last one, or the last one when the row was admitted. `window` is the first
+    step of those whose modulation has been planned last; None: of none, or steps make their own.
     """
 
     previews: tuple[int, ...]
@@ -26,6 +27,7 @@ class ImageStay(image_captions.CaptionStay):
     num_done: int = 0
     num_skipped: int = 0
     is_decoded: bool = False
+    window: int | None = None
 
     @property
     def is_preview_due(self) -> bool:

@@ -26,8 +26,8 @@ def compiled(dtype="float32"):
     @functools.partial(jax.jit, static_argnames="grid")
     def run(params, packed, sigma, guidance, text, pooled, lens, grid):
         model = loading.merge(graphdef, params)
-        given = model.embed_text(text), model.embed_pooled(pooled)
-        return model.denoise(packed, sigma, guidance, *given, lens, grid)
+        modulations = model.modulate(sigma, guidance, model.embed_pooled(pooled))
+        return model.denoise(packed, modulations, model.embed_text(text), lens, grid)
 
     return functools.partial(run, params)
 
@@ -128,17 +128,18 @@ def test_parts():
         close(np.repeat(found[0, :36], 2, axis=-1), expected[64:], 1e-6)
         close(np.repeat(found[0, 36:], 2, axis=-1), expected[:64], 1e-6)
     lengths = jnp.array([100])
-    doubles, singles = model.modulations(embedding)
-    for i, of_block in enumerate(doubles):
-        x, text = model.transformer_blocks[i](x, text, rotation, lengths, of_block)
+    modulations = model.modulations(embedding)
+    for i, block in enumerate(model.transformer_blocks):
+        of_both = modulations.image[:, i], modulations.text[:, i]
+        x, text = block(x, text, rotation, lengths, of_both)
         close(x, taps[f"tap/transformer_blocks.{i}/image"], ATOL_GIVEN_EMBEDDING)
         close(text, taps[f"tap/transformer_blocks.{i}/text"], ATOL_GIVEN_EMBEDDING)
     joint = jnp.concatenate([x, text], axis=1)
-    for i, of_block in enumerate(singles):
-        joint = model.single_transformer_blocks[i](joint, rotation, lengths, of_block)
+    for i, block in enumerate(model.single_transformer_blocks):
+        joint = block(joint, rotation, lengths, modulations.single[:, i])
         close(joint[:, :36], taps[f"tap/single_transformer_blocks.{i}/image"], 3e-5)
         close(joint[:, 36:], taps[f"tap/single_transformer_blocks.{i}/text"], 3e-5)
-    close(model.final(joint[:, :36], embedding)[0], taps["12x12/t1/p1"], ATOL_GIVEN_EMBEDDING)
+    close(model.final(joint[:, :36], modulations)[0], taps["12x12/t1/p1"], ATOL_GIVEN_EMBEDDING)
 
 
 def test_a_model_without_guidance_does_not_read_it():
@@ -153,9 +154,10 @@ def test_a_model_without_guidance_does_not_read_it():
     x = jnp.asarray(golden.arrays("transformer")["12x12/x"][1:2])
 
     def run(model, guidance):
-        given = model.embed_text(jnp.asarray(embeds)), model.embed_pooled(jnp.asarray(pooled))
-        lens = jnp.array([64])
-        return model.denoise(x, jnp.array([0.6]), jnp.array([guidance]), *given, lens, (6, 6))
+        vector = model.embed_pooled(jnp.asarray(pooled))
+        modulations = model.modulate(jnp.array([0.6]), jnp.array([guidance]), vector)
+        text = model.embed_text(jnp.asarray(embeds))
+        return model.denoise(x, modulations, text, jnp.array([64]), (6, 6))
 
     close(run(model, 3.5), run(model, 7.0), 0)
     # The same model with an embedder that gives nothing.

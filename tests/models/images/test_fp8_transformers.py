@@ -69,8 +69,8 @@ def program(name, form):
         model = loading.merge(graphdef, params)
         if name == "flux":
             guidance, pooled = more
-            given = model.embed_text(texts), model.embed_pooled(pooled)
-            return model.denoise(x, t, guidance, *given, lens, grid)
+            modulations = model.modulate(t, guidance, model.embed_pooled(pooled))
+            return model.denoise(x, modulations, model.embed_text(texts), lens, grid)
         return model(x, t, texts, lens, *([grid] if name == "qwen_image" else []))
 
     return functools.partial(run, params)

@@ -101,13 +101,14 @@ def test_every_block_given_the_timestep():
     for part, name in zip(rotation, ("cos", "sin"), strict=True):
         expected = [taps[f"tap/rope_{stream}_{name}"] for stream in ("image", "text")]
         close(part[0], np.concatenate(expected), 1e-6)
-    active = jax.nn.silu(embedding)
+    modulations = model.modulations(embedding)
     for i, block in enumerate(model.transformer_blocks):
-        image, text = block(image, text, rotation, None, block.modulations(active))
+        both = modulations.blocks[i]
+        image, text = block(image, text, rotation, None, (both[:, 0], both[:, 1]))
         close(image, taps[f"tap/transformer_blocks.{i}/image"], ATOL_GIVEN_TIMESTEP)
         close(text, taps[f"tap/transformer_blocks.{i}/text"], ATOL_GIVEN_TIMESTEP)
     close(
-        model.final(image, embedding)[0],
+        model.final(image, modulations)[0],
         np.asarray(model.final_linear(jnp.asarray(taps["tap/norm_out"])))[0],
         ATOL_GIVEN_TIMESTEP,
     )
