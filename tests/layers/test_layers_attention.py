@@ -35,7 +35,7 @@ def projection_of(q, k, v):
         qkv=(jnp.asarray(qkv),),
         bias=None,
         norm_weights=None,
-        angles=(cos, jnp.zeros_like(cos)),
+        rotation=rope.Rotation(cos, jnp.zeros_like(cos)),
         num_query_heads=q.shape[1],
         num_kv_heads=k.shape[1],
         eps=0.0,
@@ -113,8 +113,7 @@ def test_v_may_be_the_raw_projection_of_k_and_be_normalised():
         layer = attention.Attention(config, dtype=jnp.dtype(jnp.float32))
         weight = layer.w_qk if shares_kv else layer.w_qkv
         weight[...] = rng.normal(size=weight.shape).astype(np.float32)
-        angles = rope.rope_angles(jnp.arange(T), rotary_dim=H, theta=1e4)
-        layer(jnp.asarray(x), angles, attend=attend, cache=None)
+        layer(jnp.asarray(x), rope.rotation(jnp.arange(T), config.rope), attend=attend, cache=None)
         raw = (x @ np.asarray(weight[...]).T)[:, -K * H :].reshape(T, K, H)
         expected = raw / np.sqrt((raw**2).mean(axis=-1, keepdims=True) + 1e-6)
         np.testing.assert_allclose(seen["heads"][2], expected, atol=ATOL)
