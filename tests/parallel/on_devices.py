@@ -295,6 +295,36 @@ def test_a_split_block_engine_gives_the_tokens_of_one_device(family, tp, ep):
         assert info["kernels"]["all_reduce"].startswith("xla")
 
 
+@campaign
+def test_a_split_engine_with_a_causal_context_gives_the_tokens_of_one_device():
+    """All modes in one batch, with and without draws; two ranks have a kv head each."""
+    asked = requests(5, 8, 90, wanted=30)
+    modes = [
+        {"algorithm": "MaskedDiffusion", "threshold": 0.3, "seed_first": True},
+        {"algorithm": "LinearSpec"},
+        {"algorithm": "Autoregressive"},
+        {"algorithm": "LinearSpec", "block_length": 3},
+    ]
+    for i, one in enumerate(asked["sampling_params"]):
+        one["dllm"] = modes[i % 4]
+    sizes = BLOCK_SIZES | {
+        "model_path": str(GOLDENS / "nemotron_diffusion"),
+        "dllm_algorithm": "MaskedDiffusion,LinearSpec,Autoregressive",
+        "dllm_algorithm_config": {"block_size": 16},
+        # Nobody is preempted: drafts would begin elsewhere, which changes the number of forwards.
+        "max_total_tokens": 512,
+    }
+    with make_engine(**sizes) as engine:
+        expected = [answers(one) for one in served(engine, asked)]
+    with make_engine(tp_size=2, **sizes) as engine:
+        first, again = served(engine, asked)
+        assert [answers(first), answers(again)] == expected
+        assert any(one["meta_info"]["cached_tokens"] for one in again)
+        assert engine.stats().jit_compiles_total == 0
+        assert_state_is_replicated(engine, 2)
+        assert_nothing_held(engine)
+
+
 @pytest.mark.parametrize(
     ("family", "tp"),
     [

@@ -315,10 +315,10 @@ def _check_options(request: request_lib.Request, *, is_causal: bool) -> None:
     """Raises a `RequestError` for options that the model or the algorithm does not serve."""
     dllm = request.sampling.dllm
     algorithm_limits.check_family(dllm.options, is_causal=is_causal)
-    assert dllm.algorithm is not None, "the engine has filled in the defaults"
-    if request.sampling.shows_steps and algorithms.TABLE[dllm.algorithm].drafts:
+    name = dllm.algorithm  # None only before defaults are filled in
+    if request.sampling.shows_steps and name is not None and algorithms.TABLE[name].drafts:
         raise errors.RequestError(
-            f"stream_mode 'denoise' is not supported by {dllm.algorithm}: its tokens are written "
+            f"stream_mode 'denoise' is not supported by {name}: its tokens are written "
             "once; leave it out",
             param="dllm.stream_mode",
         )
