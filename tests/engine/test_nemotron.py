@@ -14,6 +14,8 @@ from support.tiny_engine import GOLDEN, alone, answers, assert_nothing_held, mak
 
 from jdllm import errors
 
+pytestmark = pytest.mark.campaign  # engines of its own, whose programs take long to compile
+
 FOLDER = GOLDEN.parent / "nemotron_diffusion"
 RUNS = json.loads((FOLDER / "meta.json").read_text())["runs"]
 (OF_16,) = (i for i, run in enumerate(RUNS) if run.get("block_length") == 16)
@@ -83,7 +85,6 @@ def test_generation_equals_the_reference_token_for_token(number, engine):
     check_run(number, engine)
 
 
-@pytest.mark.campaign
 def test_generation_in_blocks_of_16_equals_the_reference(large):
     check_run(OF_16, large)
 
@@ -214,7 +215,6 @@ def mixed(count):
     return prompts, params
 
 
-@pytest.mark.campaign
 @pytest.mark.parametrize(
     "options",
     [
@@ -232,7 +232,6 @@ def test_how_launches_are_made_changes_no_token(options, engine):
         assert_nothing_held(other)
 
 
-@pytest.mark.campaign
 def test_drafts_of_any_length_give_the_same_text(large):
     """Also in a batch whose steps compute 8 of 16 positions, as long as that suffices."""
     rng = np.random.default_rng(3)
@@ -261,7 +260,6 @@ def with_logits():
         yield engine
 
 
-@pytest.mark.campaign
 @pytest.mark.parametrize("name", [AR, SPEC, DIFFUSION])
 def test_lists_and_edited_logits_are_those_of_the_token_s_own_forward(name, with_logits, oracle):
     """A token of a causal forward has the logits of the token before it."""
@@ -286,7 +284,6 @@ def test_lists_and_edited_logits_are_those_of_the_token_s_own_forward(name, with
     assert result["output_ids"] == [7] * 20
 
 
-@pytest.mark.campaign
 def test_penalties_and_steps_are_honoured(with_logits, oracle):
     prompt = np.random.default_rng(5).integers(0, MASK, 21).tolist()
     asked = {"max_new_tokens": 24, "ignore_eos": True, "frequency_penalty": 2.0}
