@@ -23,16 +23,23 @@ from jdllm.runner.launch.rows import select
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Updated:
+    """What the rules of the rows made of a proposal."""
+
+    block: interface.BlockState
+    is_final: Bool[Array, " R"]
+    settled: Bool[Array, "R L"]
+    trace: interface.Trace
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Denoised:
     """What a step's proposal changed in the rows.
 
     `top` are the lists of rows that ask, `is_invalid`: numbers of the row are NaN.
     """
 
-    block: interface.BlockState
-    is_final: Bool[Array, " R"]
-    settled: Bool[Array, "R L"]
-    trace: interface.Trace
+    updated: Updated
     is_invalid: Bool[Array, " R"]
     top: logit_rows.TopTokens | None
 
@@ -56,12 +63,8 @@ def denoise(
     logits_at = edit_tokens.plain_logits(lm_head, hidden)
     if asked is not None and config.moves_tokens:
         logits_at = asked_lib.logits_at(inputs, asked, lm_head, hidden, state, before)
-    updated = apply_rules(config, inputs, state, before, later, active, proposed, logits_at)
     return Denoised(
-        block=updated.block,
-        is_final=updated.is_final,
-        settled=updated.settled,
-        trace=updated.trace,
+        updated=apply_rules(config, inputs, state, before, later, active, proposed, logits_at),
         # Also by the hidden states: a forward that only persists K,V proposes nothing.
         is_invalid=jnp.any(jnp.isnan(proposed.best_prob), axis=1)
         | jnp.any(jnp.isnan(hidden), axis=(1, 2)),
@@ -96,7 +99,7 @@ def propose(
 ) -> tuple[interface.Proposal, logit_rows.TopTokens | None]:
     """Returns the proposal for the wanted positions, and the lists of rows that ask.
 
-    Of the state, the positions and the step count.
+    Of the state it reads where the blocks begin and the numbers of their steps.
     """
     if asked is not None:
         return asked_lib.propose(config, inputs, asked, lm_head, hidden, state, block, wanted)
@@ -114,16 +117,6 @@ def propose(
         implementation=config.implementation,
     )
     return proposed, None
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Updated:
-    """What the rules of the rows made of a proposal."""
-
-    block: interface.BlockState
-    is_final: Bool[Array, " R"]
-    settled: Bool[Array, "R L"]
-    trace: interface.Trace
 
 
 def apply_rules(

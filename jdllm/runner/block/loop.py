@@ -190,14 +190,14 @@ def _update(
     """Returns states and what is gathered after each active row's algorithm saw its proposal."""
     blocks, asked, frames = gathered
     seen = denoise.denoise(config, inputs, lm_head, hidden, state, asked, active)
+    rule, trace = seen.updated, seen.updated.trace
     if asked is not None and seen.top is not None:
-        top = seen.top.where(seen.trace.written, asked.top)
-        asked = dataclasses.replace(asked, top=top.moved(seen.trace.source))
-    after, is_broken = seen.block, active & seen.is_invalid
+        top = seen.top.where(trace.written, asked.top)
+        asked = dataclasses.replace(asked, top=top.moved(trace.source))
+    after, is_broken = rule.block, active & seen.is_invalid
     works = active & ~is_broken
-    ended = works & ~state.is_final & has_ended(inputs, state, after.tokens, seen.settled)
-    commits = works & ~state.is_final & (seen.is_final | ended)
-    trace = seen.trace
+    ended = works & ~state.is_final & has_ended(inputs, state, after.tokens, rule.settled)
+    commits = works & ~state.is_final & (rule.is_final | ended)
     steps_of = jnp.where(trace.written, state.step[:, None] + 1, state.steps)
     logprobs = jnp.where(trace.written, trace.logprobs, state.logprobs)
     if trace.source is not None:
