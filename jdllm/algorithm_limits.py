@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from jdllm import errors
 from jdllm.algorithm_options import Algorithm
@@ -43,4 +44,17 @@ def check(
             f"min_new_tokens={errors.quote(min_new_tokens)} is not supported by "
             f"{algorithm.name}, whose edits move end tokens to earlier positions",
             param="min_new_tokens",
+        )
+
+
+def check_family(options: Mapping[str, Any], *, is_causal: bool) -> None:
+    """Raises a `RequestError` for an option of an algorithm that the model's family lacks.
+
+    `is_causal`: K,V of written blocks are those of a causal forward.
+    """
+    if options.get("seed_first") and not is_causal:
+        raise errors.RequestError(
+            "seed_first=true is not supported by this model, since no causal forward precedes its "
+            "blocks; leave it out",
+            param="dllm.seed_first",
         )

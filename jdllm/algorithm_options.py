@@ -61,7 +61,9 @@ class Algorithm:
     `has_own_temperature`: its options say how it draws; of a request it takes the temperatures 1,
     which leaves that as it is, and 0, with which the most probable token is "drawn".
     `moves_tokens`: it moves them inside a block, by edit tokens, which the model must have; so no
-    rule for single positions of the output can hold.
+    rule for single positions of the output can hold. `families`: those that it is for, of the
+    families whose rows are blocks; causal ones compute K,V of a written block by a causal forward.
+    `drafts`: the causal forward decides what is written, so there are no steps to show.
     """
 
     name: str
@@ -74,6 +76,8 @@ class Algorithm:
     takes_filters: bool = False
     has_own_temperature: bool = False
     moves_tokens: bool = False
+    families: Literal["all", "block_causal", "causal"] = "all"
+    drafts: bool = False
 
     def option(self, name: str) -> Option | None:
         """Returns the option of that name, or None if the algorithm has none."""

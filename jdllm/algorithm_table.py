@@ -72,6 +72,7 @@ TABLE: dict[str, Algorithm] = {
             ),
         ),
         takes_filters=True,
+        families="block_causal",
     ),
     "JointThresholdInDel": Algorithm(
         name="JointThresholdInDel",
@@ -88,6 +89,7 @@ TABLE: dict[str, Algorithm] = {
             ),
         ),
         takes_filters=True,
+        families="block_causal",
         moves_tokens=True,
     ),
     "SDAR": Algorithm(
@@ -159,6 +161,13 @@ TABLE: dict[str, Algorithm] = {
                 counts_positions=True,
                 unset=_ALL_POSITIONS,
             ),
+            Option(
+                name="seed_first",
+                type="flag",
+                default=False,
+                help="whether the causal forward of what precedes a block writes the block's first "
+                "position; only for causal families",
+            ),
         ),
         takes_filters=True,
     ),
@@ -186,6 +195,29 @@ TABLE: dict[str, Algorithm] = {
             ),
         ),
         takes_filters=True,
+        families="block_causal",
+    ),
+    "Autoregressive": Algorithm(
+        name="Autoregressive",
+        kind=BLOCK,
+        writes="one token per forward, from left to right",
+        options=(),
+        takes_filters=True,
+        families="causal",
+        drafts=True,
+    ),
+    "LinearSpec": Algorithm(
+        name="LinearSpec",
+        kind=BLOCK,
+        writes="the tokens of `Autoregressive`: drafts a block by denoising, and keeps those that "
+        "a causal forward confirms",
+        options=(
+            _BLOCK_LENGTH,
+            _share("threshold", 0.0, "the lowest probability at which a step drafts a position"),
+        ),
+        takes_filters=True,
+        families="causal",
+        drafts=True,
     ),
     "FullAttnMultiBlock": Algorithm(
         name="FullAttnMultiBlock",

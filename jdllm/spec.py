@@ -12,7 +12,7 @@ from typing import Literal
 
 
 class AttentionPattern(enum.StrEnum):
-    """Which positions a query sees; the prefix cache is exact only for BLOCK_CAUSAL."""
+    """Which committed positions a query sees; with FULL, no prefix of them has exact K,V."""
 
     BLOCK_CAUSAL = "block_causal"
     FULL = "full"
@@ -61,13 +61,16 @@ class DiffusionSpec:
         """
         if self.mask_token_id is None:
             return "uniform" if self.attention_pattern is AttentionPattern.CAUSAL else None
-        match self.attention_pattern:
-            case AttentionPattern.FULL:
-                return "canvas"
-            case AttentionPattern.BLOCK_CAUSAL:
-                return "block"
-            case AttentionPattern.CAUSAL:
-                return None
+        return "canvas" if self.attention_pattern is AttentionPattern.FULL else "block"
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether K,V of written blocks are those of a causal forward.
+
+        Blocks are then counted from the prompt's end. The positions of a block see each other only
+        while it is denoised. Row i of a causal forward's logits predicts position i + 1.
+        """
+        return self.kind == "block" and self.attention_pattern is AttentionPattern.CAUSAL
 
     @property
     def is_shifted(self) -> bool:

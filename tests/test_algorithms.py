@@ -36,8 +36,10 @@ LAYOUT = {
         ("eb_threshold", "float32", 0),
         ("selection_policy", "int32", 0),
         ("max_denoising_steps", "int32", 0),
+        ("seed_first", "bool", 0),
         ("small_block_size", "int32", 1),
         ("use_block_cache", "bool", 0),
+        ("block_length", "int32", 1),
     ],
     algorithms.CANVAS: [
         ("threshold", "float32", 0),

@@ -14,6 +14,7 @@ from jdllm.decoding.block.hierarchy_block import HierarchyBlock
 from jdllm.decoding.block.interface import Algorithm
 from jdllm.decoding.block.joint_threshold import JointThreshold
 from jdllm.decoding.block.joint_threshold_indel import JointThresholdInDel
+from jdllm.decoding.block.linear_spec import Autoregressive, LinearSpec
 from jdllm.decoding.block.low_confidence import LowConfidence
 from jdllm.decoding.block.masked_diffusion import MaskedDiffusion
 from jdllm.decoding.block.sdar import SDAR
@@ -43,6 +44,8 @@ BLOCK_ALGORITHMS: dict[str, Algorithm] = {
     "SDAR": SDAR(),
     "MaskedDiffusion": MaskedDiffusion(),
     "HierarchyBlock": HierarchyBlock(),
+    "Autoregressive": Autoregressive(),
+    "LinearSpec": LinearSpec(),
 }
 CANVAS_ALGORITHMS: dict[str, Variants] = {
     "FullAttnMultiBlock": Variants(FullAttnMultiBlock(), FullAttnMultiBlock(is_shifted=True)),

@@ -107,6 +107,11 @@ class Likelihood:
                 f"{model.spec.architecture} has no mask token; the Monte-Carlo likelihood is "
                 "defined for masked diffusion models only"
             )
+        if diffusion.is_causal:
+            raise NotImplementedError(
+                f"{model.spec.architecture} denoises a block behind a causal context; the "
+                "Monte-Carlo likelihood is defined for models with one attention pattern"
+            )
         for name, value, low in (
             ("num_samples", num_samples, 1),
             ("seed", seed, 0),

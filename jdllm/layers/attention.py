@@ -31,13 +31,13 @@ class Projection:
 
     `attend` does that when it suits: serving rotates q and k and writes the pool in one kernel.
     The sum of the arrays `qkv` holds q heads, then k heads, then v heads. `norm_weights` are those
-    of q and of k, `angles` cos and sin. `attend` must obey `window` (see `AttentionConfig`).
+    of q and of k. `attend` must obey `window` (see `AttentionConfig`).
     """
 
     qkv: tuple[Float[Array, "T W"], ...]
     bias: Float[Array, " W"] | None
     norm_weights: tuple[Float[Array, " H"], Float[Array, " H"]] | None
-    angles: rope.CosSin
+    rotation: rope.Rotation
     num_query_heads: int
     num_kv_heads: int
     eps: float
@@ -45,16 +45,23 @@ class Projection:
     scale: float | None = None  # of the scores; None is head_dim ** -0.5
 
     def heads(self) -> tuple[Float[Array, "T N H"], Float[Array, "T K H"], Float[Array, "T K H"]]:
-        """Returns (q, k, v), normalised and rotated."""
-        return pallas_kernels.rotated_heads(
+        """Returns (q, k, v), normalised, rotated and scaled."""
+        q, k, v = pallas_kernels.rotated_heads(
             self.qkv,
             self.bias,
             self.norm_weights,
-            *self.angles,
+            self.rotation.cos,
+            self.rotation.sin,
             num_query_heads=self.num_query_heads,
             num_kv_heads=self.num_kv_heads,
             eps=self.eps,
         )
+        return self.scaled(q), k, v
+
+    def scaled(self, q: Float[Array, "T N H"]) -> Float[Array, "T N H"]:
+        """Returns rotated queries with the scale of their positions."""
+        scale = self.rotation.query_scale
+        return q if scale is None else (q * scale[:, None, None]).astype(q.dtype)
 
 
 # attend(projection, cache) -> (out [T, N, H], cache)
@@ -84,33 +91,25 @@ def paged_attend(
     visibility: spec.AttentionPattern,
     block_size: int,
     q_len: int | None = None,
+    causal_rows: Bool[Array, " R"] | None = None,
     implementation: str = "auto",
 ) -> Attend:
     """Returns an `attend` whose cache is one layer's pool [P, 2, K, Z, H].
 
-    `q_len` promises that every row has this number of tokens, inactive rows too (decode).
+    `q_len` promises that every row has this number of tokens, inactive rows too (decode). The
+    tokens of `causal_rows` see no later ones, whatever the visibility of other rows; these need
+    `q_len`. They are attended apart, and a row costs nothing where it is not attended.
     """
 
-    def attend(projection: Projection, pool: Array | None) -> tuple[Array, Array]:
-        assert pool is not None, "every layer has a pool"
-        q, written = pallas_kernels.rotate_and_cache(
-            projection.qkv,
-            projection.bias,
-            projection.norm_weights,
-            *projection.angles,
-            pool,
-            batch.kv_indices,
-            num_query_heads=projection.num_query_heads,
-            num_kv_heads=projection.num_kv_heads,
-            eps=projection.eps,
-            implementation=implementation,
-        )
-        out = pallas_kernels.extend_attention(
+    def attention_of(
+        projection: Projection, q: Array, pool: Array, kv_lens: Array, visibility: str
+    ) -> Array:
+        return pallas_kernels.extend_attention(
             q,
-            written,
+            pool,
             batch.cu_q_lens,
             batch.context_lens,
-            batch.kv_lens,
+            kv_lens,
             batch.page_table,
             visibility=spec.AttentionPattern(visibility).value,
             block_size=block_size,
@@ -119,7 +118,31 @@ def paged_attend(
             window=projection.window,
             implementation=implementation,
         )
-        return out, written
+
+    def attend(projection: Projection, pool: Array | None) -> tuple[Array, Array]:
+        assert pool is not None, "every layer has a pool"
+        q, written = pallas_kernels.rotate_and_cache(
+            projection.qkv,
+            projection.bias,
+            projection.norm_weights,
+            projection.rotation.cos,
+            projection.rotation.sin,
+            pool,
+            batch.kv_indices,
+            num_query_heads=projection.num_query_heads,
+            num_kv_heads=projection.num_kv_heads,
+            eps=projection.eps,
+            implementation=implementation,
+        )
+        q = projection.scaled(q)
+        if causal_rows is None:
+            return attention_of(projection, q, written, batch.kv_lens, visibility), written
+        assert q_len is not None, "rows of unknown lengths cannot be told apart"
+        others = jnp.where(causal_rows, 0, batch.kv_lens)
+        out = attention_of(projection, q, written, others, visibility)
+        causal = jnp.where(causal_rows, batch.kv_lens, 0)
+        seen = attention_of(projection, q, written, causal, spec.AttentionPattern.CAUSAL)
+        return jnp.where(jnp.repeat(causal_rows, q_len)[:, None, None], seen, out), written
 
     return attend
 
@@ -223,7 +246,7 @@ class Attention(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "T D"],
-        angles: rope.CosSin,
+        rotation: rope.Rotation,
         *,
         attend: Attend,
         cache: Array | None,
@@ -235,7 +258,7 @@ class Attention(nnx.Module):
             qkv = pallas_kernels.dense_matmul(x, weight[...], implementation=self.implementation)
             if self.config.normalizes_v or self.config.shares_kv:
                 qkv = (self._with_v(qkv),)
-            projection = self._projection(qkv, angles)
+            projection = self._projection(qkv, rotation)
         with jax.named_scope("attend"):
             out, cache = attend(projection, cache)
         with jax.named_scope("attention_out"):
@@ -257,7 +280,9 @@ class Attention(nnx.Module):
             )
         return jnp.concatenate([before_v, v.reshape(len(whole), kv_width)], axis=1)
 
-    def _projection(self, qkv: tuple[Float[Array, "T W"], ...], angles: rope.CosSin) -> Projection:
+    def _projection(
+        self, qkv: tuple[Float[Array, "T W"], ...], rotation: rope.Rotation
+    ) -> Projection:
         norms, (q_norm, k_norm) = None, (self.query_layernorm, self.key_layernorm)
         if q_norm is not None and k_norm is not None:
             norms = (q_norm.weight[...], k_norm.weight[...])
@@ -265,7 +290,7 @@ class Attention(nnx.Module):
             qkv=qkv,
             bias=None if self.b_qkv is None else self.b_qkv[...],
             norm_weights=norms,
-            angles=angles,
+            rotation=rotation,
             num_query_heads=self.config.num_query_heads,
             num_kv_heads=self.config.num_kv_heads,
             eps=self.config.qk_norm_eps or 0.0,

@@ -26,9 +26,7 @@ from jdllm.models import decoder_config
 _HASH_MULTIPLIERS = (0x9E3779B1, 0x85EBCA77, 0x2C1B3C6D)
 
 Activations = Float[Array, "T D"]
-Angles = Mapping[
-    rope.RopeConfig, tuple[Float32[Array, "T rotary_dim/2"], Float32[Array, "T rotary_dim/2"]]
-]
+Angles = Mapping[rope.RopeConfig, rope.Rotation]
 # feed_forward(module, x, valid): the layer adds the sum of the results to the residual stream.
 FeedForwardModule = mlp.DenseMLP | moe.SparseMoE
 FeedForward = Callable[
@@ -245,17 +243,9 @@ class Decoder(nnx.Module):
         return weights @ self.word_embeddings[...]
 
     def angles(self, positions: Int[Array, " T"]) -> Angles:
-        """Returns the rotary (cos, sin) for every RoPE config of the layers."""
+        """Returns the rotation for every RoPE config of the layers."""
         kinds = dict.fromkeys(layer.attention.rope for layer in self.config.layers)
-        return {
-            kind: rope.rope_angles(
-                positions,
-                rotary_dim=kind.rotary_dim,
-                theta=kind.theta,
-                num_turning=kind.num_turning,
-            )
-            for kind in kinds
-        }
+        return {kind: rope.rotation(positions, kind) for kind in kinds}
 
     def unembedding(self) -> unembedding.LMHead:
         """Returns the LM head: its own array, or the embedding if they are tied."""

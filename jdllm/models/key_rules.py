@@ -105,7 +105,8 @@ _READ = names(
     pad_token_id rms_norm_eps rope_parameters rope_theta vocab_size
     """
 ) | frozenset(hf_config.BLOCK_KEYS)
-_ROPE_PARAMETERS = frozenset({"rope_theta", "rope_type", "type", "partial_rotary_factor"})
+# Keys of `rope_parameters` that this engine reads for every family.
+ROPE_PARAMETERS = names("rope_theta rope_type type partial_rotary_factor")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +117,8 @@ class KeyRules:
     value that does not change the forward pass; null does not change it either. `read`: the keys
     that the family parses, besides its `sizes`. `harmless`: the keys without effect, besides
     `HARMLESS`. `missing`: the values that the published model class assumes for missing keys, if
-    the releases have other values.
+    the releases have other values. `rope_types`: the implemented kinds of rotation; a missing key
+    means the first one. `rope_read`: the keys of `rope_parameters` that the family parses.
     """
 
     architecture: str
@@ -128,6 +130,8 @@ class KeyRules:
     harmless: frozenset[str] = frozenset()
     missing: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     layer_types: tuple[str, ...] = ("full_attention",)
+    rope_types: tuple[str, ...] = ("default",)
+    rope_read: frozenset[str] = frozenset()
 
     def check(self, hf: Mapping[str, Any]) -> None:
         """Raises for the first value that is not implemented; otherwise warns of unknown keys."""
@@ -143,8 +147,9 @@ class KeyRules:
             self.refuse("layer_types", hf["layer_types"], f"{kinds} in every layer")
         rope = hf_config.rope_parameters(hf)
         for key in ("rope_type", "type"):
-            if rope.get(key, "default") != "default":
-                self.refuse(f"rope_parameters.{key}", rope[key], "'default'")
+            if rope.get(key, self.rope_types[0]) not in self.rope_types:
+                kinds = " or ".join(map(repr, self.rope_types))
+                self.refuse(f"rope_parameters.{key}", rope[key], kinds)
         whole = self.neutral.get("partial_rotary_factor")
         factor = rope.get("partial_rotary_factor")
         if whole is not None and factor not in (None, whole):
@@ -166,7 +171,7 @@ class KeyRules:
         unknown |= {
             f"rope_parameters.{key}": value
             for key, value in hf_config.rope_parameters(hf).items()
-            if key not in _ROPE_PARAMETERS
+            if key not in ROPE_PARAMETERS | self.rope_read
         }
         named = [
             f"{key}={errors.quote(value)}" for key, value in unknown.items() if value is not None

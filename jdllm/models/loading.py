@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import math
 import os
 import pathlib
@@ -35,6 +36,8 @@ from jdllm.checkpoint import (
 )
 from jdllm.layers import moe
 from jdllm.models import decoder, decoder_config, registry, split
+
+logger = logging.getLogger(__name__)
 
 Params = dict[str, jax.Array]
 
@@ -77,6 +80,11 @@ def load(
     directory = pathlib.Path(directory)
     hf_config, architecture, config = _parse(directory, block_size)
     family = registry.family(architecture)
+    for adapter in sorted(directory.glob("*/adapter_config.json")):
+        logger.warning(
+            "%s: this adapter is not applied; the model runs with its own weights",
+            adapter.parent.name,
+        )
     chosen = resolve_load_format(directory, load_format)
     if chosen == "orbax" and dtype == "auto":
         dtype = orbax_checkpoint.stored_dtype(directory)

@@ -14,6 +14,7 @@ from jdllm.models.families import (
     llada,
     llada2,
     llada_moe,
+    nemotron_labs_diffusion,
     sdar,
     sdar_moe,
     stable_diffcoder,
@@ -29,6 +30,7 @@ FAMILIES: dict[str, family_lib.Family] = {
     "StableDiffcoderForCausalLM": stable_diffcoder.FAMILY,
     "DiffusionGemmaForBlockDiffusion": diffusion_gemma.FAMILY,
     "Fast_dLLM_QwenForCausalLM": fast_dllm_v2.FAMILY,
+    "NemotronLabsDiffusionModel": nemotron_labs_diffusion.FAMILY,
 }
 
 

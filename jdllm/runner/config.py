@@ -53,6 +53,11 @@ class StepConfig:
         return self.spec.diffusion.is_shifted
 
     @property
+    def is_causal(self) -> bool:
+        """Whether K,V of a written block are those of a causal forward."""
+        return self.spec.diffusion.is_causal
+
+    @property
     def mask_token_id(self) -> int:
         """The token of positions that are not written yet, for steps that write it."""
         mask_id = self.spec.diffusion.mask_token_id
@@ -74,9 +79,10 @@ class StepConfig:
     def block_context(self) -> int:
         """Tokens of the longest row; if the context ends inside a block, the block counts whole.
 
-        Blocks begin at multiples of the block size, canvases of random tokens anywhere.
+        Blocks begin at multiples of the block size. Behind a context that is encoded causally, they
+        and canvases of random tokens begin anywhere.
         """
-        if self.spec.diffusion.kind == "uniform":
+        if self.is_causal or self.spec.diffusion.kind == "uniform":
             return self.context_length + self.block_size
         return -(-self.context_length // self.block_size) * self.block_size
 

@@ -73,10 +73,11 @@ class FullModel:
         """Scores `tokens` at `positions` of the rows `ids` [B, S].
 
         Tokens from `lengths` on are padding, which no other token sees. A model with shifted logits
-        cannot score position 0. Every new shape (B, S, P) compiles a program.
+        cannot score position 0, nor can one whose context is causal. Every new shape (B, S, P)
+        compiles a program.
         """
         checked = self._checked(ids)
-        first = 1 if self.spec.diffusion.is_shifted else 0
+        first = 1 if self.spec.diffusion.is_shifted or self.spec.diffusion.is_causal else 0
         if positions.min() < first or (positions >= lengths[:, None]).any():
             raise ValueError(f"positions must lie in [{first}, length of the row)")
         places = positions.astype(np.int32) - first

@@ -24,8 +24,9 @@ from jdllm.scheduler import stay as stay_lib
 class RequestPages:
     """Gives pages to stays and takes them back; evicts cached pages when too few are free.
 
-    Rows that keep no K,V have `num_pages` 0. With `is_shifted`, the first token of a block comes
-    from the forward of the last position before it, so a row begins with that position's block.
+    Rows that keep no K,V have `num_pages` 0. K,V of prefixes are final by whole units: by blocks,
+    or by tokens where the context is causal. With `is_shifted`, the first token of a block comes
+    from the forward of the last position before it, so a row begins with that position's unit.
     """
 
     def __init__(
@@ -36,11 +37,13 @@ class RequestPages:
         block_size: int,
         prefix_cache: prefix_cache_lib.PrefixCache | None,
         is_shifted: bool = False,
+        unit: int | None = None,
     ):
         self.allocator = allocator_lib.PageAllocator(num_pages)
         self.prefix_cache = prefix_cache
         self._page_size = page_size
         self._block_size = block_size
+        self._unit = block_size if unit is None else unit
         self._is_shifted = is_shifted
 
     @property
@@ -59,9 +62,9 @@ class RequestPages:
         return -(-num_tokens // self._page_size)
 
     def prefix_len(self, request: request_lib.Request) -> int:
-        """Returns how many committed tokens lie in whole blocks before the first one to decode."""
+        """Returns how many committed tokens lie in whole units before the first one to decode."""
         tokens = request.num_tokens - 1 if self._is_shifted else request.num_tokens
-        return tokens // self._block_size * self._block_size
+        return tokens // self._unit * self._unit
 
     def cached_prefix_len(self, request: request_lib.Request) -> int:
         """Returns how many leading tokens of a waiting request the tree holds."""
@@ -79,7 +82,7 @@ class RequestPages:
         stay.prefix_nodes = nodes
         stay.pages = [node.page for node in nodes]
         stay.context_len = len(nodes) * self._page_size
-        if self.grow(stay, request.whole_len(self._block_size) + self._block_size):
+        if self.grow(stay, request.whole_len(self._unit) + self._block_size):
             return True
         self.release(request, stay, keep=False)
         return False
@@ -146,21 +149,21 @@ class RequestPages:
             self.allocator.free(self.prefix_cache.evict(self.prefix_cache.num_nodes))
 
     def _match(self, request: request_lib.Request) -> list[prefix_cache_lib.Node]:
-        """Returns the longest cached path of whole pages that ends at the end of a block."""
+        """Returns the longest cached path of whole pages that ends at the end of a unit."""
         if self.prefix_cache is None:
             return []
         full = self.prefix_len(request) // self._page_size
         token_ids = request.token_ids
         nodes = self.prefix_cache.match(self._key(token_ids, index) for index in range(full))
-        usable = len(nodes) * self._page_size // self._block_size * self._block_size
+        usable = len(nodes) * self._page_size // self._unit * self._unit
         return nodes[: usable // self._page_size]
 
     def _key(self, token_ids: Sequence[int], index: int) -> prefix_cache_lib.Key:
-        """Returns the tokens that decide the K,V of a page: those of the page or of its block."""
+        """Returns the tokens that decide the K,V of a page: those of the page or of its unit."""
         start = index * self._page_size
-        if self._page_size < self._block_size:
-            start -= start % self._block_size
-        return tuple(token_ids[start : start + max(self._page_size, self._block_size)])
+        if self._page_size < self._unit:
+            start -= start % self._unit
+        return tuple(token_ids[start : start + max(self._page_size, self._unit)])
 
     def _hand_over(
         self,

@@ -1,4 +1,4 @@
-"""The rules of SDAR, MaskedDiffusion and HierarchyBlock against numpy loops, for whole blocks."""
+"""The rules of SDAR, MaskedDiffusion, HierarchyBlock and LinearSpec against numpy loops."""
 
 import math
 
@@ -74,7 +74,15 @@ def hierarchy_oracle(masked, prob, entropy, step, options):
     return []
 
 
+def linear_spec_oracle(masked, prob, entropy, step, options):
+    del entropy, step
+    sure = [i for i in np.flatnonzero(masked) if prob[i] >= options["threshold"]]
+    return sure or by(prob, masked)[:1]
+
+
 def random_options(rng, name):
+    if name == "LinearSpec":
+        return {"threshold": rng.choice([0.0, 0.2, 0.4, 0.7])}
     if name == "HierarchyBlock":
         return {
             "threshold": rng.choice([0.2, 0.4, 0.7]),
@@ -107,6 +115,7 @@ ORACLES = {
     "SDAR": sdar_oracle,
     "MaskedDiffusion": masked_diffusion_oracle,
     "HierarchyBlock": hierarchy_oracle,
+    "LinearSpec": linear_spec_oracle,
 }
 
 

@@ -32,7 +32,8 @@ def test_default_follows_the_attention(family, has_canvas):
 
 @pytest.mark.parametrize("family,has_canvas", FAMILIES.items())
 @pytest.mark.parametrize(
-    "name", [name for name in algorithms.TABLE if not algorithms.TABLE[name].moves_tokens]
+    "name",
+    [name for name, one in algorithms.TABLE.items() if not (one.moves_tokens or one.drafts)],
 )
 def test_an_algorithm_of_the_other_kind_is_refused_with_the_right_ones(family, has_canvas, name):
     fits = name in algorithms.of_kind(KINDS[has_canvas])
@@ -57,6 +58,26 @@ def test_models_with_edit_tokens_insert_and_delete_by_default_and_others_cannot(
     assert choose("llada22", recommended)[0] == ("JointThreshold",)
     with pytest.raises(errors.ConfigError, match="InDel.*no delete_token_id and split_token_id"):
         choose("llada2", dllm_algorithm="LowConfidence,JointThresholdInDel")
+
+
+def test_causal_families_run_rules_that_draft_and_others_do_not():
+    names = "LowConfidence, SDAR, MaskedDiffusion, Autoregressive, LinearSpec$"
+    assert choose("nemotron_diffusion")[0] == ("MaskedDiffusion",)
+    for name in ("LinearSpec", "Autoregressive", "SDAR"):
+        assert choose("nemotron_diffusion", dllm_algorithm=name)[0] == (name,)
+    for name in ("JointThreshold", "JointThresholdInDel", "HierarchyBlock", "LLaDA"):
+        with pytest.raises(errors.ConfigError, match=f"causal attention, .*'{name}'; .*{names}"):
+            choose("nemotron_diffusion", dllm_algorithm=name)
+    for name in ("LinearSpec", "Autoregressive"):
+        with pytest.raises(errors.ConfigError, match=f"block_causal attention, .*'{name}'"):
+            choose("stable_diffcoder", dllm_algorithm=name)
+
+
+def test_only_a_causal_context_gives_a_block_its_first_token():
+    options = {"dllm_algorithm": "MaskedDiffusion", "dllm_algorithm_config": {"seed_first": True}}
+    assert choose("nemotron_diffusion", **options)[1].seed_first
+    with pytest.raises(errors.ConfigError, match="seed_first"):
+        choose("stable_diffcoder", **options)
 
 
 def test_a_least_number_of_tokens_is_refused_where_deletes_move_end_tokens():

@@ -35,7 +35,7 @@ def projection_of(q, k, v):
         qkv=(jnp.asarray(qkv),),
         bias=None,
         norm_weights=None,
-        angles=(cos, jnp.zeros_like(cos)),
+        rotation=rope.Rotation(cos, jnp.zeros_like(cos)),
         num_query_heads=q.shape[1],
         num_kv_heads=k.shape[1],
         eps=0.0,
@@ -113,8 +113,7 @@ def test_v_may_be_the_raw_projection_of_k_and_be_normalised():
         layer = attention.Attention(config, dtype=jnp.dtype(jnp.float32))
         weight = layer.w_qk if shares_kv else layer.w_qkv
         weight[...] = rng.normal(size=weight.shape).astype(np.float32)
-        angles = rope.rope_angles(jnp.arange(T), rotary_dim=H, theta=1e4)
-        layer(jnp.asarray(x), angles, attend=attend, cache=None)
+        layer(jnp.asarray(x), rope.rotation(jnp.arange(T), config.rope), attend=attend, cache=None)
         raw = (x @ np.asarray(weight[...]).T)[:, -K * H :].reshape(T, K, H)
         expected = raw / np.sqrt((raw**2).mean(axis=-1, keepdims=True) + 1e-6)
         np.testing.assert_allclose(seen["heads"][2], expected, atol=ATOL)
@@ -157,3 +156,37 @@ def test_paged_attend_writes_only_its_slots_and_drops_padding():
     expected = numpy_attention(q[:2], k[:2], v[:2], np.ones((2, 2), bool))
     np.testing.assert_allclose(out[:2], expected, atol=ATOL)
     np.testing.assert_array_equal(out[2:], 0.0)
+
+
+def test_causal_rows_see_no_later_token_and_other_rows_their_whole_block():
+    """Rows of 4 tokens, the last of which a shorter row does not have; contexts of any length."""
+    rng = np.random.default_rng(5)
+    contexts, lengths, causal = [3, 0, 5, 2], [4, 4, 3, 4], [True, False, True, False]
+    q, k, v = random_qkv(16, rng)
+    pool = rng.normal(size=(12, 2, 2, 4, 8)).astype(np.float32)  # 3 pages of 4 tokens for each row
+    table = np.arange(12, dtype=np.int32).reshape(4, 3)
+    places = [
+        table[r, (contexts[r] + i) // 4] * 4 + (contexts[r] + i) % 4 if i < lengths[r] else 99 + i
+        for r in range(4)
+        for i in range(4)
+    ]
+    batch = attention.PagedBatch(
+        cu_q_lens=jnp.arange(5, dtype=jnp.int32) * 4,
+        context_lens=jnp.array(contexts, jnp.int32),
+        kv_lens=jnp.array(contexts, jnp.int32) + jnp.array(lengths, jnp.int32),
+        page_table=jnp.asarray(table),
+        kv_indices=jnp.array(places, jnp.int32),
+    )
+    attend = attention.paged_attend(
+        batch, visibility="full", block_size=4, q_len=4, causal_rows=jnp.array(causal)
+    )
+    out, _ = attend(projection_of(q, k, v), jnp.asarray(pool))
+    for r, (context, length) in enumerate(zip(contexts, lengths, strict=True)):
+        mine = slice(4 * r, 4 * r + length)
+        stored = pool[table[r]].transpose(1, 0, 3, 2, 4).reshape(2, 12, 2, 8)[:, :context]
+        keys, values = (np.concatenate([old, new[mine]]) for old, new in zip(stored, (k, v)))
+        mask = np.ones((length, context + length), bool)
+        if causal[r]:
+            mask = np.arange(context + length) <= context + np.arange(length)[:, None]
+        expected = numpy_attention(q[mine], keys, values, mask)
+        np.testing.assert_allclose(out[mine], expected, atol=ATOL)

@@ -116,6 +116,32 @@ def test_fast_dllm_v2_runs_kernels_only(name, rows, monkeypatch):
     assert of_parts.implementation == "mosaic_gpu", of_parts.reasons
 
 
+@pytest.mark.parametrize("rows", [1, 8, 64])
+def test_nemotron_runs_kernels_only_in_both_forwards_and_at_both_sizes(rows, monkeypatch):
+    """Denoised blocks and causal ones, of 32 positions or of the 8 that are enough for one token.
+
+    Prompts are packed in tiles of 32, the op's own work.
+    """
+    devices.pretend(monkeypatch, devices.HOPPER)
+    for op, choice in choices_of("nemotron-labs-diffusion-8b", rows=rows, block_size=32).items():
+        if not (op.startswith("w_") and rows * 32 > MAX_TOKENS):
+            assert choice.implementation == "mosaic_gpu", (op, choice.reasons)
+    for size in (32, sizes.part_tokens(32)):
+        for visibility in ("full", "causal"):
+            attention = extend_attention.choose(
+                dtype=DTYPE,
+                head_dim=128,
+                page_size=pool.choose_page_size(32, None),
+                block_size=size,
+                q_heads=32,
+                kv_heads=8,
+                visibility=visibility,
+                tokens=rows * size,
+                rows=rows,
+            )
+            assert attention.implementation == "mosaic_gpu", attention.reasons
+
+
 def test_llada_moe_s_routing_is_xla_s_and_says_why(monkeypatch):
     devices.pretend(monkeypatch, devices.HOPPER)
     check_that_only_routing_is_slow("llada-moe-7b-a1b", "not renormalised")

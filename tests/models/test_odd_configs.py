@@ -20,6 +20,7 @@ CONFIGS = {
     "llada-moe-7b-a1b": ROOT / "configs/llada-moe-7b-a1b",
     "sdar-30b-a3b": ROOT / "configs/sdar-30b-a3b",
     "fast-dllm-v2-1.5b": ROOT / "configs/fast-dllm-v2-1.5b",
+    "nemotron-labs-diffusion-8b": ROOT / "configs/nemotron-labs-diffusion-8b",
 }
 NAN, INFINITY = float("nan"), float("inf")
 ODD = [

@@ -247,6 +247,15 @@ def served(engine, asked):
     return first, engine.generate(**asked)
 
 
+def assert_serves_as(expected, engine, asked, tp):
+    first, again = served(engine, asked)
+    assert [answers(first), answers(again)] == expected
+    assert any(one["meta_info"]["cached_tokens"] for one in again)
+    assert engine.stats().jit_compiles_total == 0
+    assert_state_is_replicated(engine, tp)
+    assert_nothing_held(engine)
+
+
 BLOCK_SIZES = {"max_running_requests": 2, "max_total_tokens": 9 * 16, "chunked_prefill_size": 64}
 
 
@@ -278,13 +287,8 @@ def test_a_split_block_engine_gives_the_tokens_of_one_device(family, tp, ep):
     """Greedy and sampled rows, fused commits, prefix hits, rows that are preempted."""
     expected = block_answers(family)  # first, since compilations of the process are counted
     with make_engine(tp_size=tp, ep_size=ep, **BLOCK_ENGINES[family]) as engine:
-        first, again = served(engine, ASKED)
-        assert [answers(first), answers(again)] == expected
-        assert any(one["meta_info"]["cached_tokens"] for one in again)
+        assert_serves_as(expected, engine, ASKED, tp)
         assert engine.stats().preemptions_total > 0
-        assert engine.stats().jit_compiles_total == 0
-        assert_state_is_replicated(engine, tp)
-        assert_nothing_held(engine)
         pool_bytes = sum(one.nbytes for one in engine._built.core.runner._memory["pools"])
         assert engine._built.sizes.kv_bytes == pool_bytes / tp
         for bucket, compiled in engine._built.core.runner.compiled.items():
@@ -293,6 +297,30 @@ def test_a_split_block_engine_gives_the_tokens_of_one_device(family, tp, ep):
         assert (info["tp_size"], info["ep_size"]) == (tp, tp if ep is None else ep)
         assert [one["id"] for one in info["devices"]] == list(range(tp))
         assert info["kernels"]["all_reduce"].startswith("xla")
+
+
+@campaign
+def test_a_split_engine_with_a_causal_context_gives_the_tokens_of_one_device():
+    """All modes in one batch, with and without draws; two ranks have a kv head each."""
+    asked = requests(5, 8, 90, wanted=30)
+    modes = [
+        {"algorithm": "MaskedDiffusion", "threshold": 0.3, "seed_first": True},
+        {"algorithm": "LinearSpec"},
+        {"algorithm": "Autoregressive"},
+        {"algorithm": "LinearSpec", "block_length": 3},
+    ]
+    for i, one in enumerate(asked["sampling_params"]):
+        one["dllm"] = modes[i % 4]
+    sizes = BLOCK_SIZES | {
+        "model_path": str(GOLDENS / "nemotron_diffusion"),
+        "dllm_algorithm": "MaskedDiffusion,LinearSpec,Autoregressive",
+        "dllm_algorithm_config": {"block_size": 16},
+        "max_total_tokens": 512,  # nobody is preempted: drafts would begin elsewhere
+    }
+    with make_engine(**sizes) as engine:
+        expected = [answers(one) for one in served(engine, asked)]
+    with make_engine(tp_size=2, **sizes) as engine:
+        assert_serves_as(expected, engine, asked, 2)
 
 
 @pytest.mark.parametrize(

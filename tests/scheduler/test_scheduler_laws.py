@@ -9,6 +9,7 @@ import random
 
 import numpy as np
 import pytest
+from support import causal_hash_model
 from support.hash_model import (
     CONTEXT,
     MAX_PREFILL_TOKENS,
@@ -64,7 +65,8 @@ def check_batch(made, batch, prefilled, shapes):
         is_due = prefilled >= MAX_PREFILL_TOKENS
         expected = block.DecodeBucket if is_due else block.PrefillBucket
         assert type(batch.bucket) is expected, "one phase starves the other"
-    tokens = sum(row.num_tokens for row in batch.rows)
+    tokens = sum(-(-row.num_tokens // B) * B for row in batch.rows)
+    is_causal = made.pages._unit == 1
     fitting = [
         s
         for s in shapes
@@ -75,7 +77,7 @@ def check_batch(made, batch, prefilled, shapes):
     for row in batch.rows:
         is_prefill = not batch.bucket.denoises
         assert row.start + is_prefill * row.num_tokens == row.stay.context_len
-        assert row.num_tokens % B == 0 and row.stay.slot is not None
+        assert (row.num_tokens % B == 0 or is_causal) and row.stay.slot is not None
         assert len(row.stay.pages) * made.pages._page_size >= row.start + row.num_tokens
 
 
@@ -124,7 +126,7 @@ def serve(made, shapes, model, rng, todo, launches_ahead):
 PRODUCT = [
     (kind, page, cache, policy, tight, steps, fuses, ahead)
     for steps, fuses, ahead in ((1, False, 0), (1, True, 1), (3, True, 1), (10, False, 3))
-    for kind in ("persist", "edit", "shift")
+    for kind in ("persist", "edit", "shift", "causal")
     for page in (B // 2, B, 2 * B, 4 * B)
     for cache in ("cache", "nocache")
     for policy in ("fcfs", "lpm")
@@ -149,7 +151,9 @@ def test_every_request_gets_the_tokens_it_gets_alone(
 ):
     rng = random.Random(repr((kind, page_size, cache, policy, pool)))
     # Tight: one request of full context fits and little more.
-    num_pages = CONTEXT // page_size + (1 if pool == "tight" else 400 // page_size)
+    # Behind a causal context a block may begin at the last token.
+    longest = CONTEXT + (B - 1 if kind == "causal" else 0)
+    num_pages = -(-longest // page_size) + (1 if pool == "tight" else 400 // page_size)
     rows = 6 if pool == "tight" else rng.choice([1, 3, 8])
     made, shapes = build(
         page_size,
@@ -160,8 +164,11 @@ def test_every_request_gets_the_tokens_it_gets_alone(
         decode_steps,
         launches_ahead,
         is_shifted=kind == "shift",
+        is_causal=kind == "causal",
     )
-    model = PagedModel(kind, num_pages, page_size, fuses=fuses, interrupts=rng)
+    model = (causal_hash_model.CausalModel if kind == "causal" else PagedModel)(
+        kind, num_pages, page_size, fuses=fuses, interrupts=rng
+    )
     todo = [random_request(rng, str(i)) for i in range(NUM_REQUESTS)]
     calls = random.Random(0)  # lists of several requests, alone, and with priorities
     for one in todo:
@@ -170,7 +177,8 @@ def test_every_request_gets_the_tokens_it_gets_alone(
     streamed, finished, aborted, rounds = serve(made, shapes, model, rng, todo, launches_ahead)
     work = 0
     for one in todo:
-        output, forwards = alone(kind, one)
+        is_causal = kind == "causal"
+        output, forwards = causal_hash_model.alone(one) if is_causal else alone(kind, one)
         work += forwards + len(one.prompt_ids) // (5 * B) + 1
         got = streamed[one.request_id]
         assert got == one.output_ids == output[: len(got)]

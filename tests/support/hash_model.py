@@ -113,10 +113,13 @@ class PagedModel:
             rows = tuple(self.decode(row, num_steps) for row in batch.rows)
             return batch_lib.LaunchResult(rows=rows, num_steps=num_steps)
         for row in batch.rows:
-            for start in range(row.start, row.start + row.num_tokens, B):
-                tokens = np.array(row.request.token_ids[start : start + B])
-                self.write_block(row.request, start, tokens)
+            self.prefill(row)
         return batch_lib.LaunchResult(rows=(batch_lib.RowResult(),) * len(batch.rows))
+
+    def prefill(self, row):
+        for start in range(row.start, row.start + row.num_tokens, B):
+            tokens = np.array(row.request.token_ids[start : start + B])
+            self.write_block(row.request, start, tokens)
 
     def decode(self, row, max_steps):
         """Runs up to `max_steps` forwards of a row, block after block while pages last."""
@@ -159,8 +162,9 @@ class PagedModel:
 
 
 def committed_block(tokens, nfe):
+    count = len(tokens)
     return batch_lib.CommittedBlock(
-        tokens=tokens, nfe=nfe, steps=np.ones(B, np.int32), logprobs=np.zeros(B, np.float32)
+        tokens=tokens, nfe=nfe, steps=np.ones(count, np.int32), logprobs=np.zeros(count, np.float32)
     )
 
 
@@ -263,6 +267,7 @@ def build(
     decode_steps=1,
     launches_ahead=0,
     is_shifted=False,
+    is_causal=False,
 ):
     """Returns a scheduler and its buckets."""
     config = interface.RowConfig(
@@ -278,6 +283,7 @@ def build(
         decode_steps=decode_steps,
         launches_ahead=launches_ahead,
         is_shifted=is_shifted,
+        is_causal=is_causal,
     )
     made = scheduler.Scheduler(block_rows.BlockRows.build(config), policy=policy)
     return made, made.rows.buckets()

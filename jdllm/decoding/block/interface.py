@@ -199,6 +199,20 @@ class MovingAlgorithm(Algorithm, Protocol):
         ...
 
 
+@runtime_checkable
+class DraftingAlgorithm(Algorithm, Protocol):
+    """A rule for causal families whose output is what causal forwards say, token by token.
+
+    A block begins with the last token of the output; the rule fills the positions behind it with
+    drafts. The causal forward of the block accepts the drafts that it would have written itself,
+    and gives one token more.
+    """
+
+    def block_length(self, params: BlockParams, most: int) -> Int32[Array, " B"]:
+        """Returns the positions of a block, from 1 to `most`."""
+        ...
+
+
 def trace_of_writes(before: BlockState, after: BlockState, proposal: Proposal) -> Trace:
     """Returns what a rule did that moves no token."""
     edited = ~before.masked & (after.tokens != before.tokens)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jdllm import algorithms, errors, sampling_params
+from jdllm import algorithm_limits, algorithms, errors, sampling_params
 from jdllm import config as config_lib
 from jdllm import spec as spec_lib
 
@@ -39,15 +39,14 @@ def choose(
     names = config.algorithms()
     kind = spec.diffusion.kind
     assert kind is not None, "`kinds.kind_of` refuses models without a kind first"
-    fitting = algorithms.of_kind(kind)
+    fitting = _fitting(spec, kind)
     if not names:
         names = (
             recommended.get("algorithm", spec.diffusion.default_algorithm or next(iter(fitting))),
         )
     _check_kind(names, fitting, spec)
     options = config.algorithm_options()
-    has_block_length = any(algorithm.option("block_length") for algorithm in fitting.values())
-    if options.pop("block_size", None) is not None and has_block_length:
+    if options.pop("block_size", None) is not None and kind == algorithms.CANVAS:
         raise errors.ConfigError(
             f"dllm_algorithm_config: {spec.architecture} has no block_size of its own; "
             "block_length is an option of its algorithms"
@@ -58,9 +57,21 @@ def choose(
         given = sampling_params.DllmParams.from_mapping(
             recommended | options | {"algorithm": names[0]}
         )
-        return names, given.resolve(sampling_params.DllmParams())
+        resolved = given.resolve(sampling_params.DllmParams())
+        algorithm_limits.check_family(resolved.options, is_causal=spec.diffusion.is_causal)
+        return names, resolved
     except errors.RequestError as error:
         raise errors.ConfigError(f"dLLM options of {names[0]}: {error}") from error
+
+
+def _fitting(spec: spec_lib.ModelSpec, kind: str) -> dict[str, algorithms.Algorithm]:
+    """Returns the algorithms that the family can run."""
+    family = "causal" if spec.diffusion.is_causal else "block_causal"
+    return {
+        name: one
+        for name, one in algorithms.of_kind(kind).items()
+        if kind != algorithms.BLOCK or one.families in ("all", family)
+    }
 
 
 def _generation_options(generation_config: dict[str, Any]) -> dict[str, Any]:

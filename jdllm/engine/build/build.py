@@ -288,6 +288,7 @@ def _row_config(
         launches_ahead=0 if config.disable_overlap_schedule else 1,
         has_prefix_cache=shares_prefixes and not config.disable_radix_cache,
         is_shifted=spec.diffusion.is_shifted,
+        is_causal=spec.diffusion.is_causal,
         device=device,
         # Special tokens are kept here, because a stop string may name one.
         detokenize=(

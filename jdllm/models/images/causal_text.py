@@ -76,7 +76,7 @@ class CausalText(nnx.Module):
         B, L, _ = words.shape
         kind = self.config.attention.rope
         positions = jnp.tile(jnp.arange(L, dtype=jnp.int32), B)
-        angles = rope.rope_angles(positions, rotary_dim=kind.rotary_dim, theta=kind.theta)
+        angles = rope.rotation(positions, kind)
         x = words.reshape(B * L, -1)
         attend = functools.partial(_attend, jnp.maximum(lens, 1), self.implementation)
         pending: tuple[jax.Array, ...] = ()

@@ -55,7 +55,7 @@ def prefill_step(
         caches=memory["pools"],
         valid=is_valid,
     )
-    return {"pools": pools}, inputs.cu_q_lens[-1]
+    return {"pools": pools}, jnp.sum(is_valid, dtype=jnp.int32)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +144,39 @@ def forward_parts(
     return whole.at[part].set(hidden, mode="drop").reshape(R, L, -1), pools
 
 
+def forward_causal(
+    config: config_lib.StepConfig,
+    model: decoder.Decoder,
+    pools: list[Array],
+    page_table: Int32[Array, "R M"],
+    state: state_lib.RowState,
+    active: Bool[Array, " R"],
+    num_queries: int,
+) -> tuple[Float[Array, "R L D"], list[Array]]:
+    """Returns the hidden states of the blocks of active rows, and the pool with K,V written.
+
+    Blocks have the lengths that the state says, `num_queries` at most. The positions of a block
+    that is final see causally, so that its K,V become final, too; those of other blocks see each
+    other.
+    """
+    R, L = state.tokens.shape
+    assert state.length is not None, "rows of a causal family have lengths"
+    in_block = jnp.arange(num_queries, dtype=jnp.int32) < state.length[:, None]
+    hidden, pools = _forward_rows(
+        config,
+        model,
+        pools,
+        state.tokens[:, :num_queries],
+        state.context_lens,
+        jnp.where(active, state.context_lens + state.length, 0),
+        page_table,
+        in_block & active[:, None],
+        visibility=spec_lib.AttentionPattern.FULL,
+        causal_rows=state.is_final,
+    )
+    return jnp.pad(hidden, ((0, 0), (0, L - num_queries), (0, 0))), pools
+
+
 def _forward_rows(
     config: config_lib.StepConfig,
     model: decoder.Decoder,
@@ -155,6 +188,7 @@ def _forward_rows(
     computed: Bool[Array, "Q S"],
     *,
     visibility: spec_lib.AttentionPattern,
+    causal_rows: Bool[Array, " Q"] | None = None,
 ) -> tuple[Float[Array, "Q S D"], list[Array]]:
     """Returns the hidden states of S tokens of each of Q rows from the position `first` on."""
     Q, S = tokens.shape
@@ -172,6 +206,7 @@ def _forward_rows(
         q_len=S,
         visibility=visibility,
         block_size=S,
+        causal_rows=causal_rows,
         implementation=config.implementation,
     )
     hidden, written = model(

@@ -47,7 +47,7 @@ class BlockKind:
                 return program.Program(
                     step=functools.partial(forward.prefill_step, graphdef, config),
                     uses=("pools",),
-                    inputs=lambda batch, _: packed.pack(batch, config),
+                    inputs=lambda batch, _: packed.pack(batch, config, tile=config.block_size),
                     results=results.of_prefill,
                 )
             case block_rows.DecodeBucket():

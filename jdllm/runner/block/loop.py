@@ -39,9 +39,8 @@ from jdllm.decoding.block import interface
 from jdllm.layers import unembedding
 from jdllm.models import decoder, loading
 from jdllm.runner import config as config_lib
-from jdllm.runner import logit_rows
 from jdllm.runner.block import asked as asked_lib
-from jdllm.runner.block import denoise, forward, sizes
+from jdllm.runner.block import causal, denoise, forward, sizes
 from jdllm.runner.block import frames as frames_lib
 from jdllm.runner.block import inputs as inputs_lib
 from jdllm.runner.block import outputs as outputs_lib
@@ -54,11 +53,6 @@ from jdllm.runner.block.state import (
     is_active,
 )
 from jdllm.runner.launch import driver, program
-
-# What a launch gathers; the last two are None if no row needs its logits or shows its steps.
-_Gathered = tuple[
-    outputs_lib.FinishedBlocks, asked_lib.AskedState | None, frames_lib.StepFrames | None
-]
 
 
 def denoise_launch(
@@ -78,20 +72,13 @@ def denoise_launch(
     is_row = inputs.slot < slots.step.shape[0]
     asked = None if inputs.logits is None else asked_lib.enter(inputs, memory["logit_slots"])
     frames = None if asked is None else frames_lib.none_yet(R, K, L)
-    blocks = outputs_lib.FinishedBlocks(
-        tokens=jnp.zeros((R, K, L), jnp.int32),
-        steps=jnp.zeros((R, K, L), jnp.int32),
-        logprobs=jnp.zeros((R, K, L), jnp.float32),
-        nfe=jnp.zeros((R, K), jnp.int32),
-        top=None if asked is None else logit_rows.no_tokens(R, K, L),
-    )
-    body = _Body(
-        config=config,
-        model=loading.merge(graphdef, params),
-        inputs=inputs,
-        is_row=is_row,
-        variants=sizes.step_sizes(R, config, is_coarse=asked is not None),
-    )
+    blocks = outputs_lib.FinishedBlocks.none_yet(config, R, with_logits=asked is not None)
+    parts = {"config": config, "model": loading.merge(graphdef, params), "inputs": inputs}
+    if config.is_causal:
+        body = causal.Body(**parts, is_row=is_row, variants=sizes.query_lengths(config))
+    else:
+        variants = sizes.step_sizes(R, config, is_coarse=asked is not None)
+        body = _Body(**parts, is_row=is_row, variants=variants)
     begin = driver.Carry.begin(
         inputs.limits,
         memory=memory["pools"],
@@ -198,29 +185,28 @@ def _update(
     hidden: Float[Array, "R L D"],
     state: RowState,
     active: Bool[Array, " R"],
-    gathered: _Gathered,
-) -> tuple[RowState, _Gathered]:
+    gathered: outputs_lib.Gathered,
+) -> tuple[RowState, outputs_lib.Gathered]:
     """Returns states and what is gathered after each active row's algorithm saw its proposal."""
     blocks, asked, frames = gathered
     seen = denoise.denoise(config, inputs, lm_head, hidden, state, asked, active)
+    rule, trace = seen.updated, seen.updated.trace
     if asked is not None and seen.top is not None:
-        top = seen.top.where(seen.trace.written, asked.top)
-        asked = dataclasses.replace(asked, top=top.moved(seen.trace.source))
-    after, is_broken = seen.block, active & seen.is_invalid
+        top = seen.top.where(trace.written, asked.top)
+        asked = dataclasses.replace(asked, top=top.moved(trace.source))
+    after, is_broken = rule.block, active & seen.is_invalid
     works = active & ~is_broken
-    ended = works & ~state.is_final & has_ended(inputs, state, after.tokens, seen.settled)
-    commits = works & ~state.is_final & (seen.is_final | ended)
-    trace = seen.trace
+    ended = works & ~state.is_final & has_ended(inputs, state, after.tokens, rule.settled)
+    commits = works & ~state.is_final & (rule.is_final | ended)
     steps_of = jnp.where(trace.written, state.step[:, None] + 1, state.steps)
     logprobs = jnp.where(trace.written, trace.logprobs, state.logprobs)
     if trace.source is not None:
         steps_of = interface.move(steps_of, trace.source, 0)
         logprobs = interface.move(logprobs, trace.source, 0.0)
     nfe = state.nfe + active
-    place = commits[:, None] & (jnp.arange(blocks.nfe.shape[1]) == state.num_blocks[:, None])
-    blocks = jax.tree.map(
-        lambda old, new: jnp.where(place.reshape(place.shape + (1,) * (old.ndim - 2)), new, old),
-        blocks,
+    blocks = blocks.with_blocks(
+        commits,
+        state.num_blocks,
         outputs_lib.FinishedBlocks(
             tokens=after.tokens[:, None],
             steps=steps_of[:, None],

@@ -9,9 +9,12 @@ import dataclasses
 from typing import Any
 
 import jax
-from jaxtyping import Bool, Float32, Int32
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float32, Int32
 
+from jdllm.runner import config as config_lib
 from jdllm.runner import logit_rows
+from jdllm.runner.block import asked as asked_lib
 from jdllm.runner.block import frames as frames_lib
 
 
@@ -20,8 +23,9 @@ from jdllm.runner.block import frames as frames_lib
 class FinishedBlocks:
     """The blocks of each row that became final in the launch, and the row's `nfe` at that moment.
 
-    `top` has the lists of launches with rows that need their logits. The arrays are traced in the
-    launch and numpy's on the host, hence `Any`.
+    `top` has the lists of launches with rows that need their logits. Only causal families have
+    `counts`, the number of tokens that became final. The arrays are traced in the launch and
+    numpy's on the host, hence `Any`.
     """
 
     tokens: Int32[Any, "R K L"]
@@ -29,6 +33,39 @@ class FinishedBlocks:
     logprobs: Float32[Any, "R K L"]
     nfe: Int32[Any, "R K"]
     top: logit_rows.TopTokens | None = None
+    counts: Int32[Any, "R K"] | None = None
+
+    @classmethod
+    def none_yet(
+        cls, config: config_lib.StepConfig, rows: int, *, with_logits: bool
+    ) -> FinishedBlocks:
+        """Returns the blocks before the first step of a launch."""
+        R, K, L = rows, config.max_launch_steps, config.block_size
+        return cls(
+            tokens=jnp.zeros((R, K, L), jnp.int32),
+            steps=jnp.zeros((R, K, L), jnp.int32),
+            logprobs=jnp.zeros((R, K, L), jnp.float32),
+            nfe=jnp.zeros((R, K), jnp.int32),
+            top=logit_rows.no_tokens(R, K, L) if with_logits else None,
+            counts=jnp.zeros((R, K), jnp.int32) if config.is_causal else None,
+        )
+
+    def with_blocks(
+        self, commits: Bool[Array, " R"], num_blocks: Int32[Array, " R"], new: FinishedBlocks
+    ) -> FinishedBlocks:
+        """Returns these and one more block of each row that `commits`; `new` has K = 1."""
+        place = commits[:, None] & (jnp.arange(self.nfe.shape[1]) == num_blocks[:, None])
+        return jax.tree.map(
+            lambda old, one: jnp.where(
+                place.reshape(place.shape + (1,) * (old.ndim - 2)), one, old
+            ),
+            self,
+            new,
+        )
+
+
+# What a launch gathers; the last two are None if no row needs its logits or shows its steps.
+Gathered = tuple[FinishedBlocks, asked_lib.AskedState | None, frames_lib.StepFrames | None]
 
 
 @jax.tree_util.register_dataclass

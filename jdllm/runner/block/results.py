@@ -45,20 +45,22 @@ def _row_result(
         assert outputs.frames is not None, "the row was planned with its steps"
         shown = frames.of_row(outputs.frames, i, request)
     return batch_lib.RowResult(
-        committed=tuple(
-            batch_lib.CommittedBlock(
-                tokens=blocks.tokens[i, place],
-                nfe=int(blocks.nfe[i, place]),
-                steps=blocks.steps[i, place],
-                logprobs=blocks.logprobs[i, place],
-                top_ids=None if blocks.top is None else blocks.top.ids[i, place],
-                top_logprobs=None if blocks.top is None else blocks.top.logprobs[i, place],
-            )
-            for place in range(outputs.num_blocks[i])
-        ),
+        committed=tuple(_block(blocks, i, place) for place in range(outputs.num_blocks[i])),
         context_len=int(outputs.context_lens[i]),
         nfe=int(outputs.nfe[i]),
         num_edited=int(outputs.num_edited[i]),
         frames=shown,
         is_invalid=bool(outputs.is_invalid[i]),
+    )
+
+
+def _block(blocks: outputs_lib.FinishedBlocks, i: int, place: int) -> batch_lib.CommittedBlock:
+    count = None if blocks.counts is None else int(blocks.counts[i, place])
+    return batch_lib.CommittedBlock(
+        tokens=blocks.tokens[i, place, :count],
+        nfe=int(blocks.nfe[i, place]),
+        steps=blocks.steps[i, place, :count],
+        logprobs=blocks.logprobs[i, place, :count],
+        top_ids=None if blocks.top is None else blocks.top.ids[i, place, :count],
+        top_logprobs=None if blocks.top is None else blocks.top.logprobs[i, place, :count],
     )

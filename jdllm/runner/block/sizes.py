@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
 from jdllm import decoding
+from jdllm.decoding.block import interface
 from jdllm.runner import config as config_lib
 
 # The fixed time of a forward, in tokens that take as long. LLaDA2.0-mini on an H200 takes 10.5 ms
@@ -75,6 +76,21 @@ def part_counts(
         return ()
     # A part of each row, and for rows out of phase a few whole blocks beside these.
     return (rows,) if rows < 8 or is_coarse or of_a_row == 2 else (rows, 2 * rows)
+
+
+def query_lengths(config: config_lib.StepConfig) -> tuple[int, ...]:
+    """Returns the compiled numbers of positions of a block in a step of a causal family, ascending.
+
+    Rules that draft may do without: then a step computes one position of each row.
+    """
+    drafts = any(
+        isinstance(decoding.BLOCK_ALGORITHMS[name], interface.DraftingAlgorithm)
+        for name in config.algorithms
+    )
+    short = part_tokens(config.block_size)
+    return (
+        (short, config.block_size) if drafts and short < config.block_size else (config.block_size,)
+    )
 
 
 def choose(

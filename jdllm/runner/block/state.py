@@ -31,8 +31,8 @@ class RowState:
     counted from 1, and with which log-probability. `extra` has one tree for each compiled
     algorithm. `has_kv`: a forward has computed the whole block. `is_final`: the block's tokens are
     in the outputs, but its K,V is not final yet.
-    The last three fields count within one launch: blocks in its outputs, edits, and forwards
-    with the row.
+    The last three of the arrays that follow count within one launch: blocks in its outputs, edits,
+    and forwards with the row. Only causal families have `length`, the tokens of the block.
     """
 
     tokens: Int32[Array, "R L"]
@@ -51,6 +51,7 @@ class RowState:
     num_blocks: Int32[Array, " R"]
     num_edited: Int32[Array, " R"]
     nfe: Int32[Array, " R"]
+    length: Int32[Array, " R"] | None = None
 
 
 def empty_slots(num_slots: int, config: config_lib.StepConfig) -> RowState:
@@ -82,6 +83,7 @@ def empty_slots(num_slots: int, config: config_lib.StepConfig) -> RowState:
         num_blocks=zeros(),
         num_edited=zeros(),
         nfe=zeros(),
+        length=zeros() if config.is_causal else None,
     )
 
 
@@ -104,7 +106,8 @@ def enter(
         context_lens=inputs.context_lens,
         tokens_left=inputs.tokens_left,
         # A block of committed tokens alone: its forward gives the first token of the next.
-        is_final=inputs.head_lens >= L,
+        is_final=inputs.head_lens >= (1 if config.is_causal else L),
+        length=inputs.head_lens if config.is_causal else None,
     )
     zeros = jnp.zeros_like(inputs.slot)
     return dataclasses.replace(

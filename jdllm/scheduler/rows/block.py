@@ -17,7 +17,7 @@ import dataclasses
 import math
 from typing import ClassVar, Self
 
-from jdllm import errors
+from jdllm import algorithm_limits, algorithms, errors
 from jdllm.scheduler import batch as batch_lib
 from jdllm.scheduler import commits as commits_lib
 from jdllm.scheduler import limits as limits_lib
@@ -132,6 +132,7 @@ class BlockRows:
         self._detokenize = config.detokenize
         self._buckets = buckets
         self._block_size = buckets.block_size
+        self._is_causal = config.is_causal
         budget = min(config.prefill_token_budget, buckets.prefill_tokens[-1])
         self._prefill_blocks = max(1, budget // self._block_size)
         self._max_prefill_tokens = config.max_prefill_tokens
@@ -165,14 +166,20 @@ class BlockRows:
         block_size = block_length or self._block_size
         # If a page is smaller than a block, the last pages of the pool may hold no whole block.
         pool = self._limits.pool_tokens // block_size * block_size
+        if self._is_causal:
+            pool = self._limits.pool_tokens - self._block_size + 1
         return max(1, min(self._limits.context_length, pool) - prompt_len)
 
     def prepare(self, request: request_lib.Request) -> None:
         """Raises a `RequestError` for a request that could not finish alone in the pool."""
         self._limits.check(request)
         limits_lib.check_open_ended(request)
+        _check_options(request, is_causal=self._is_causal)
         longest = len(request.prompt_ids) + request.max_new_tokens
-        self._limits.check_pages(request, -(-longest // self._block_size) * self._block_size)
+        whole = sizes.in_units(longest, self._block_size)
+        # Where blocks begin anywhere, one may begin at the last token.
+        most = longest - 1 + self._block_size if self._is_causal else whole
+        self._limits.check_pages(request, most)
 
     def admit(self, request: request_lib.Request) -> stay_lib.Stay | interface.Refusal:
         """Takes the first pages of a request; if too few are free, changes nothing."""
@@ -210,11 +217,15 @@ class BlockRows:
 
     def _append(self, request: request_lib.Request, block: batch_lib.CommittedBlock) -> list[int]:
         """Stores a block's tokens and returns those that belong to the output."""
-        start = request.whole_len(self._block_size)
-        head = request.num_tokens - start  # the prompt's tokens in its last block
-        # Earlier blocks are persisted, otherwise this one could not be final.
-        request.held.context_len = start
         request.num_blocks += 1
+        if self._is_causal:
+            # A rule that drafts may have the last token still without K,V.
+            request.held.context_len = max(request.held.context_len, request.num_tokens - 1)
+            start = request.num_tokens
+        else:
+            # Earlier blocks are persisted, otherwise this one could not be final.
+            request.held.context_len = start = request.whole_len(self._block_size)
+        head = request.num_tokens - start  # the prompt's tokens in its last block
         return request.extend(
             block.tokens[head:],
             block.steps[head:],
@@ -223,7 +234,10 @@ class BlockRows:
         )
 
     def _prefill(self) -> batch_lib.ScheduleBatch | None:
-        """Packs whole committed blocks of the oldest requests, up to the token budget."""
+        """Packs whole committed blocks of the oldest requests, up to the token budget.
+
+        Where the context is causal these are any number of tokens, padded to whole blocks.
+        """
         rows: list[batch_lib.ScheduledRow] = []
         budget = self._prefill_blocks * self._block_size
         for request in self.live.running:
@@ -238,11 +252,12 @@ class BlockRows:
                         request=request, stay=stay, start=start, num_tokens=count
                     )
                 )
-                budget -= count
+                budget -= sizes.in_units(count, self._block_size)
                 stay.context_len += count  # whatever reads their K,V is a later launch
         if not rows:
             return None
-        bucket = self._buckets.prefill(len(rows), sum(row.num_tokens for row in rows))
+        padded = sum(sizes.in_units(row.num_tokens, self._block_size) for row in rows)
+        bucket = self._buckets.prefill(len(rows), padded)
         self._prefilled_in_a_row += bucket.tokens  # decode waits for all of these, padding included
         return batch_lib.ScheduleBatch(rows=tuple(rows), bucket=bucket)
 
@@ -294,6 +309,19 @@ class BlockRows:
         # A row whose last block is committed but not persisted is still a decode row.
         stay = request.held
         return stay.is_fresh and stay.context_len < self.live.pages.prefix_len(request)
+
+
+def _check_options(request: request_lib.Request, *, is_causal: bool) -> None:
+    """Raises a `RequestError` for options that the model or the algorithm does not serve."""
+    dllm = request.sampling.dllm
+    algorithm_limits.check_family(dllm.options, is_causal=is_causal)
+    name = dllm.algorithm  # None only before defaults are filled in
+    if request.sampling.shows_steps and name is not None and algorithms.TABLE[name].drafts:
+        raise errors.RequestError(
+            f"stream_mode 'denoise' is not supported by {name}: its tokens are written "
+            "once; leave it out",
+            param="dllm.stream_mode",
+        )
 
 
 def _needs_more(request: request_lib.Request) -> bool:

@@ -44,8 +44,9 @@ class RowDefaults:
 class RowConfig:
     """What rows of any kind are built from; sizes are in tokens, requests and pages.
 
-    `max_prefill_tokens`, `launches_ahead` and `is_shifted` concern only models that write block
+    `max_prefill_tokens`, `launches_ahead` and the next two concern only models that write block
     after block. `is_shifted`: the first token of a block comes from the last position before it.
+    `is_causal`: K,V of a written block are those of a causal forward, which gives that token.
     """
 
     max_running_requests: int
@@ -59,6 +60,7 @@ class RowConfig:
     launches_ahead: int = 0
     has_prefix_cache: bool = False
     is_shifted: bool = False
+    is_causal: bool = False
     device: device_facts.DeviceFacts = device_facts.DeviceFacts(platform="cpu", device_kind="cpu")
     detokenize: finish_lib.Detokenize | None = None
 
@@ -73,7 +75,8 @@ class RowConfig:
             page_size=self.page_size,
             block_size=self.block_size,
             prefix_cache=prefixes,
-            is_shifted=self.is_shifted,
+            is_shifted=self.is_shifted or self.is_causal,
+            unit=1 if self.is_causal else None,
         )
         return live_requests.LiveRequests(
             max_running=self.max_running_requests, pages=pages, cache=cache

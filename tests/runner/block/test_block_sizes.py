@@ -55,6 +55,13 @@ def test_parts_are_compiled_only_for_rules_that_leave_positions_out():
     assert tokens == [16 * 8, 32 * 8, 16 * 32, 20 * 32, 32 * 32]
 
 
+def test_steps_of_one_token_are_short_where_a_rule_may_write_one_at_a_time():
+    for block_size, lengths in ((32, (8, 32)), (16, (8, 16)), (12, (12,)), (8, (8,)), (4, (4,))):
+        config = config_of(4, "LowConfidence", "LinearSpec", block_size=block_size)
+        assert sizes_lib.query_lengths(config) == lengths
+    assert sizes_lib.query_lengths(config_of(4, "LowConfidence", "MaskedDiffusion")) == (32,)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_a_step_has_the_smallest_size_that_holds_its_parts(seed):
     rows, block = 8, 32
