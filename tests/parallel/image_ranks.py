@@ -41,7 +41,7 @@ from jdllm.runner.launch import over_mesh
 
 ATOL_LATENTS = 6e-4  # that of `imagegen/test_golden_runs.py`
 ROWS = 2
-campaign = pytest.mark.campaign
+campaign, long = pytest.mark.campaign, pytest.mark.long
 of_each = pytest.mark.parametrize(
     "golden",
     marks.every(3, golden_pipelines.PIPELINES),
@@ -78,9 +78,9 @@ def with_programs(runner, *buckets):
     [
         (golden_images.GOLDEN, 2, "g0", (1, 2)),
         pytest.param(golden_images.GOLDEN, 2, "g2.5", (2,), marks=campaign),
-        pytest.param(golden_flux.GOLDEN, 2, "g3.5", (1, 2), marks=campaign),
+        pytest.param(golden_flux.GOLDEN, 2, "g3.5", (1, 2), marks=long),
         pytest.param(golden_flux.GOLDEN, 2, "g3.5_truecfg2", (2,), marks=campaign),
-        pytest.param(golden_qwen_image.GOLDEN, 2, "nocfg", (1, 2), marks=campaign),
+        pytest.param(golden_qwen_image.GOLDEN, 2, "nocfg", (1, 2), marks=long),
         pytest.param(golden_qwen_image.GOLDEN, 2, "cfg4", (1, 2), marks=campaign),
     ],
 )
@@ -315,7 +315,7 @@ def velocities(name, tp, quantization=None):
     [
         ("flux", 4),
         *(
-            pytest.param(*one, marks=campaign)
+            pytest.param(*one, marks=campaign if one[1] == 8 else long)
             for one in [("flux", 2), ("flux", 8), *(("qwen_image", tp) for tp in (2, 4, 8))]
         ),
     ],

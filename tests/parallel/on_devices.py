@@ -264,8 +264,8 @@ BLOCK_ENGINES = {
     "llada22": LLADA22 | BLOCK_SIZES,  # with routing by blocks and tokens that move
     "fast_dllm_v2": BLOCK_SIZES | SHIFTED,
 }
-MORE_BLOCK_ENGINES = [("llada2", 4, None), ("llada22", 2, None), ("fast_dllm_v2", 2, 1)]
-SLICED_EXPERTS = [("llada2", 4, 1), ("llada22", 4, 1)]
+MORE_BLOCK_ENGINES = [("llada22", 2, None), ("fast_dllm_v2", 2, 1)]
+MORE_RANKS = [("llada2", 4, None), ("llada2", 4, 1), ("llada22", 4, 1)]
 ASKED = requests(1, 6, 240, wanted=50)
 
 
@@ -280,7 +280,7 @@ def block_answers(family):
     [
         ("llada2", 2, None),
         *(pytest.param(*one, marks=campaign) for one in MORE_BLOCK_ENGINES),
-        *(pytest.param(*one, marks=long) for one in SLICED_EXPERTS),
+        *(pytest.param(*one, marks=long) for one in MORE_RANKS),
     ],
 )
 def test_a_split_block_engine_gives_the_tokens_of_one_device(family, tp, ep):
@@ -328,7 +328,7 @@ def test_a_split_engine_with_a_causal_context_gives_the_tokens_of_one_device():
     [
         pytest.param("dream", 2, marks=campaign),
         pytest.param("llada", 4, marks=campaign),
-        pytest.param("dream", 4, marks=campaign),
+        pytest.param("dream", 4, marks=long),
     ],
 )
 def test_a_split_canvas_engine_gives_the_tokens_of_one_device(family, tp):

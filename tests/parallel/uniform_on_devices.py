@@ -148,8 +148,14 @@ def expected(model):
         return engine.generate(input_ids=PROMPTS, sampling_params=PARAMS)
 
 
-@campaign
-@pytest.mark.parametrize(("tp", "ep"), [(4, None), (2, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("tp", "ep"),
+    [
+        pytest.param(4, None, marks=campaign),
+        pytest.param(2, 1, marks=pytest.mark.long),
+        pytest.param(2, 2, marks=pytest.mark.long),
+    ],
+)
 def test_a_split_engine_gives_the_tokens_of_one_device(model, expected, tp, ep):
     """Drawn and greedy canvases, prefix hits, preempted rows, kv heads on several ranks."""
     with make(model, tp_size=tp, ep_size=ep) as engine:

@@ -137,7 +137,7 @@ CASES = [
         *case,
         id="{}-page{}-{}-{}-{}-{}steps-fused{}-ahead{}".format(*case),
         # The eleventh part of the product still has every pair of values.
-        marks=[pytest.mark.campaign] if i % 11 else [],
+        marks=[pytest.mark.campaign if i % 3 == 0 else pytest.mark.long] if i % 11 else [],
     )
     for i, case in enumerate(PRODUCT)
 ]
