@@ -19,7 +19,7 @@ from jdllm.engine import tokenizer
 from jdllm.engine.build import kinds, sampling_defaults, sizing
 from jdllm.models import loading
 from jdllm.runner import full_forward
-from jdllm.scheduler.rows import block
+from jdllm.scheduler.rows import block, uniform
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "data" / "goldens" / "llada2"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -127,12 +127,17 @@ def test_one_bundled_model_for_engine_and_full_forward():
     assert full_forward.load_model().model.path == directory
 
 
-def test_causal_models_are_refused():
+@pytest.mark.parametrize("pattern", spec_lib.AttentionPattern)
+def test_models_without_a_mask_token_need_a_causal_context(pattern):
     spec = loading.read_spec(GOLDEN, block_size=8)
     assert kinds.kind_of(spec).rows is block.BlockRows
-    causal = dataclasses.replace(spec.diffusion, attention_pattern=spec_lib.AttentionPattern.CAUSAL)
-    with pytest.raises(errors.ConfigError, match="causal"):
-        kinds.kind_of(dataclasses.replace(spec, diffusion=causal))
+    diffusion = dataclasses.replace(spec.diffusion, attention_pattern=pattern, mask_token_id=None)
+    maskless = dataclasses.replace(spec, diffusion=diffusion)
+    if pattern is spec_lib.AttentionPattern.CAUSAL:
+        assert kinds.kind_of(maskless).rows is uniform.UniformRows
+    else:
+        with pytest.raises(errors.ConfigError, match=f"mask token with {pattern.value} attention"):
+            kinds.kind_of(maskless)
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def kind_of(spec: spec_lib.ModelSpec) -> KindOfRows:
     kind = spec.diffusion.kind
     if kind is None:
         raise errors.ConfigError(
-            f"{spec.architecture}: serving with {spec.diffusion.attention_pattern.value} attention "
-            "is not supported"
+            f"{spec.architecture}: serving without a mask token with "
+            f"{spec.diffusion.attention_pattern.value} attention is not supported"
         )
     return KINDS[kind]
