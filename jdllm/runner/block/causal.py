@@ -28,10 +28,10 @@ from jaxtyping import Array, Bool, Float, Int32
 from jdllm import decoding
 from jdllm.decoding.block import interface
 from jdllm.layers import unembedding
-from jdllm.models import decoder
 from jdllm.runner import config as config_lib
 from jdllm.runner import logit_rows
 from jdllm.runner.block import asked as asked_lib
+from jdllm.runner.block import body as body_lib
 from jdllm.runner.block import denoise, edit_tokens, forward
 from jdllm.runner.block import frames as frames_lib
 from jdllm.runner.block import inputs as inputs_lib
@@ -42,23 +42,10 @@ from jdllm.runner.launch.rows import select
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Body:
+class Body(body_lib.BlockBody):
     """A step of all rows; its variants are how many positions of a block it computes."""
 
-    config: config_lib.StepConfig
-    model: decoder.Decoder
-    inputs: inputs_lib.DenoiseInputs
-    is_row: Bool[Array, " R"]
     variants: tuple[int, ...]
-
-    def is_finished(self, rows: RowState) -> Bool[Array, " R"]:
-        return rows.is_finished & self.is_row
-
-    def is_active(self, rows: RowState) -> Bool[Array, " R"]:
-        return is_active(self.inputs, rows)
-
-    def written(self, rows: RowState) -> Array:
-        return rows.tokens
 
     def choose(self, rows: RowState) -> Int32[Array, ""]:
         longest = jnp.max(jnp.where(self.is_active(rows), _length(rows), 0))

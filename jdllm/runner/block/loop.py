@@ -37,9 +37,10 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from jdllm.decoding.block import interface
 from jdllm.layers import unembedding
-from jdllm.models import decoder, loading
+from jdllm.models import loading
 from jdllm.runner import config as config_lib
 from jdllm.runner.block import asked as asked_lib
+from jdllm.runner.block import body as body_lib
 from jdllm.runner.block import causal, denoise, forward, sizes
 from jdllm.runner.block import frames as frames_lib
 from jdllm.runner.block import inputs as inputs_lib
@@ -112,23 +113,10 @@ def denoise_launch(
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Body:
+class _Body(body_lib.BlockBody):
     """A denoising step of all rows; its variants are the compiled sizes."""
 
-    config: config_lib.StepConfig
-    model: decoder.Decoder
-    inputs: inputs_lib.DenoiseInputs
-    is_row: Bool[Array, " R"]
     variants: tuple[sizes.StepSize, ...]
-
-    def is_finished(self, rows: RowState) -> Bool[Array, " R"]:
-        return rows.is_finished & self.is_row
-
-    def is_active(self, rows: RowState) -> Bool[Array, " R"]:
-        return is_active(self.inputs, rows)
-
-    def written(self, rows: RowState) -> Array:
-        return rows.tokens
 
     def choose(self, rows: RowState) -> Int32[Array, ""]:
         wanted = jnp.sum(_wants_commit(self.inputs, rows), dtype=jnp.int32)

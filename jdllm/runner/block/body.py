@@ -1,0 +1,31 @@
+"""What the bodies of block loops share, whatever a step of them forwards. Letters: R rows."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxtyping import Array, Bool
+
+from jdllm.models import decoder
+from jdllm.runner import config as config_lib
+from jdllm.runner.block import inputs as inputs_lib
+from jdllm.runner.block.state import RowState, is_active
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BlockBody:
+    """The rows of a launch as the loop (`launch/driver.py`) asks for them; `is_row`: no padding."""
+
+    config: config_lib.StepConfig
+    model: decoder.Decoder
+    inputs: inputs_lib.DenoiseInputs
+    is_row: Bool[Array, " R"]
+
+    def is_finished(self, rows: RowState) -> Bool[Array, " R"]:
+        return rows.is_finished & self.is_row
+
+    def is_active(self, rows: RowState) -> Bool[Array, " R"]:
+        return is_active(self.inputs, rows)
+
+    def written(self, rows: RowState) -> Array:
+        return rows.tokens
