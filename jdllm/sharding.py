@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float32, Int32
 
 import pallas_kernels
@@ -266,24 +265,6 @@ def place(array: np.ndarray, how: Cut | None, mesh: Mesh) -> jax.Array:
         parts.append(jax.block_until_ready(part))
     shape = (tp, *local_shape(array.shape, how, tp))
     return jax.make_array_from_single_device_arrays(shape, NamedSharding(mesh, SPLIT), parts)
-
-
-def draw_normal(
-    key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike, how: Cut | None, mesh: Mesh
-) -> jax.Array:
-    """Returns `jax.random.normal`, bit for bit; of a parameter that is cut, no device holds all.
-
-    Numbers depend on their index in the whole array, so XLA can divide the work along any axis.
-    """
-    tp = mesh.devices.size
-    if how is None or shape[how.axis] % tp:
-        return jax.random.normal(key, shape, dtype)
-    spec = PartitionSpec(*[None] * how.axis, AXIS)
-    draw = jax.jit(
-        functools.partial(jax.random.normal, shape=shape, dtype=dtype),
-        out_shardings=NamedSharding(mesh, spec),
-    )
-    return draw(jax.device_put(key, NamedSharding(mesh, REPLICATED)))
 
 
 # In a shard_map over the mesh

@@ -13,7 +13,7 @@ import logging
 import math
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -35,7 +35,7 @@ from jdllm.checkpoint import (
     weight_table,
 )
 from jdllm.layers import moe
-from jdllm.models import decoder, decoder_config, registry, split
+from jdllm.models import decoder, decoder_config, random_parts, registry, split
 
 logger = logging.getLogger(__name__)
 
@@ -255,31 +255,41 @@ def random_params_each(
 ) -> Iterator[tuple[str, jax.Array]]:
     """Yields the arrays of `random_params` one by one, and keeps none.
 
-    They are on the default device, or the same where `place` puts them: then no device holds a
-    whole array of experts.
+    They are on the default device, or the same where `place` puts them: each device draws its part.
     """
-    key = jax.random.key(seed)
+    key = jax.random.key(seed, impl="threefry2x32")  # of which `random_parts` draws parts
     for i, (path, array) in enumerate(sorted(shapes.items())):
         of_path = jax.random.fold_in(key, i)
-        if place is None:
-            yield path, _random_array(path, array, jax.random.normal, of_path)
-            continue
-        draw = functools.partial(sharding.draw_normal, how=place.cuts[path], mesh=place.mesh)
-        drawn = np.asarray(_random_array(path, array, draw, of_path))
-        yield from place(path, drawn).items()
+        if not _is_drawn(path, array):
+            fill = jnp.zeros if _is_bias(path) else jnp.ones
+            filled = fill(array.shape, array.dtype)
+            if place is None:
+                yield path, filled
+            else:
+                yield from place(path, np.asarray(filled)).items()
+        elif place is None:
+            drawn = jax.random.normal(of_path, array.shape, array.dtype)
+            yield path, _scaled(path, array, drawn)
+        else:
+            for one in place.paths(path):
+                cut = place.cuts[one]
+                drawn = random_parts.normal(of_path, array.shape, array.dtype, cut, place.mesh)
+                yield one, jax.block_until_ready(_scaled(path, array, drawn))
 
 
-def _random_array(
-    path: str, array: jax.ShapeDtypeStruct, normal: Callable[..., jax.Array], key: jax.Array
-) -> jax.Array:
-    if path.endswith("bias") or path.rpartition(".")[2].startswith("b_"):
-        return jnp.zeros(array.shape, array.dtype)
-    if len(array.shape) == 1:
-        return jnp.ones(array.shape, array.dtype)
-    draw = normal(key, array.shape, array.dtype)
+def _is_bias(path: str) -> bool:
+    return path.endswith("bias") or path.rpartition(".")[2].startswith("b_")
+
+
+def _is_drawn(path: str, array: jax.ShapeDtypeStruct) -> bool:
+    return not _is_bias(path) and len(array.shape) != 1
+
+
+def _scaled(path: str, whole: jax.ShapeDtypeStruct, drawn: jax.Array) -> jax.Array:
+    """Returns what was drawn for a parameter, or for a part of it, as its weights."""
     if path == "word_embeddings":
-        return draw
-    return draw * jnp.asarray(_fan_in(path, array.shape) ** -0.5, array.dtype)
+        return drawn
+    return drawn * jnp.asarray(_fan_in(path, whole.shape) ** -0.5, whole.dtype)
 
 
 def _fan_in(path: str, shape: tuple[int, ...]) -> int:

@@ -96,8 +96,11 @@ class Placement:
 
     def __call__(self, path: str, array: np.ndarray) -> dict[str, jax.Array]:
         """Returns the parameter, and with a tied embedding the head, by path."""
-        paths = (path, HEAD) if self.is_tied and path == EMBEDDING else (path,)
-        return {one: sharding.place(array, self.cuts[one], self.mesh) for one in paths}
+        return {one: sharding.place(array, self.cuts[one], self.mesh) for one in self.paths(path)}
+
+    def paths(self, path: str) -> tuple[str, ...]:
+        """Returns what a parameter becomes: itself, and with a tied embedding the head."""
+        return (path, HEAD) if self.is_tied and path == EMBEDDING else (path,)
 
 
 def _shards(
