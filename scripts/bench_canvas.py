@@ -139,6 +139,7 @@ def main() -> None:
     )
     parser.add_argument("--input-len", type=int, default=128)
     parser.add_argument("--output-len", type=int, default=256)
+    parser.add_argument("--tp-size", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -156,10 +157,12 @@ def main() -> None:
         context_length=args.input_len + args.output_len,
         max_running_requests=max(args.batch_size),
         skip_tokenizer_init=True,
+        tp_size=args.tp_size,
         log_level="warning",
     )
     with in_process.open_engine(engine_config) as engine:
         out(f"{in_process.headline(in_process.surroundings(engine))}\n")
+        floors.measured_on(str(engine.device))
         out(f"# ready in {time.monotonic() - began:.0f} s; acceptance is replayed\n")
         out(
             "rows mode                    tok/s   TPF  NFE  ms/NFE  floor  ratio  tokens/NFE  "
@@ -207,7 +210,7 @@ def measure(
     measured = counts["real_positions"] / rows
     if records[0].nfe != nfe or measured != sum(steps.tokens):
         raise RuntimeError(f"{mode}: {records[0].nfe=} {nfe=}, {measured=} {sum(steps.tokens)=}")
-    floor = floor_ms(engine, rows, args.input_len + args.output_len, steps) / nfe
+    floor = floor_ms(engine, rows, args.input_len + args.output_len, steps) / nfe / args.tp_size
     each = seconds / nfe * 1e3
     first = statistics.median(record.ttft_s for record in records) * 1e3
     tokens = args.output_len

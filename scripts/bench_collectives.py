@@ -7,8 +7,9 @@ A program is a loop of chains of 32 sums with residual add and norm, as in a dec
 model of 16 layers; "returns" is the time after which the call that starts it returns to the host: a
 small part of the whole where the loop is one CUDA graph. "bits" says whether all ranks, and both
 implementations, have the same bits in the end. The floor is the bytes that a GPU sends to the
-others over NVLink (450 GB/s a direction on H100 and H200) or those of the norm in its own memory.
-With `--skews`, each rank waits a random time before each of so many launches.
+others over NVLink (`floors.py`) or those of the norm in its own memory. With `--skews`, each rank
+waits a random time before each of so many launches. With `--absent`, the last rank leaves out the
+sums of one launch at the end: the launch must end with an error on all, not hang.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import floors
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,12 +32,12 @@ from tqdm import tqdm
 
 import pallas_kernels
 from jdllm import device, sharding
-from jdllm.runner.launch import over_mesh, peer_buffers
+from jdllm.runner.launch import executables, over_mesh, peer_buffers
 
 Arrays = dict[str, Any]
 CHAIN = 32  # sums of a step
+MOST_TURNS = 200  # of `_idle`
 EPS = 1e-6
-LINK_BYTES_S, MEMORY_BYTES_S = 450e9, 4.3e12
 
 
 def main() -> None:
@@ -44,10 +46,13 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--tokens", type=int, nargs="+", default=[32, 128, 512, 2048])
     parser.add_argument("--widths", type=int, nargs="+", default=[2048, 4096])
-    parser.add_argument("--steps", type=int, default=20, help="of the loop of one program")
+    parser.add_argument("--steps", type=int, default=100, help="of the loop of one program")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--skews", type=int, default=0, help="launches with ranks far apart")
+    parser.add_argument("--absent", action="store_true", help="a rank that never comes, at the end")
     args = parser.parse_args()
+    device.prepare_several()
+    floors.measured_on(jax.devices()[0].device_kind)
     mesh = sharding.make_mesh(args.tp, device.every())
     assert mesh is not None, "sums over one GPU are no sums"
     reason = peer_buffers.why_not(mesh)
@@ -74,8 +79,10 @@ def main() -> None:
             out(f"{_floor_us(tokens, width, args.tp):6.2f} {returned_s * 1e3:10.2f} ")
             out(f"{whole_s * 1e3:8.2f}  {same}\n")
     if args.skews and buffers:
-        _skewed(mesh, buffers, args.skews)
-        out(f"{args.skews} launches with ranks up to 2 ms apart: all bits equal\n")
+        most_ms = _skewed(mesh, buffers, args.skews)
+        out(f"{args.skews} launches, ranks up to {most_ms:.1f} ms apart: all bits equal\n")
+    if args.absent and buffers:
+        out(_without_last(mesh, buffers))
 
 
 def _program(
@@ -99,20 +106,30 @@ def _program(
             peers=sharding.peers(),
         )
 
-        def sums(index: jax.Array, x: jax.Array) -> jax.Array:
+        def sums(index: jax.Array, carry: tuple[jax.Array, jax.Array]) -> Any:
+            normed, x = carry
             del index
             for _ in range(CHAIN):
-                _, x = add(x, (part,), weight)
-            return x
+                # What is summed depends on the sum before, or XLA sums once, ahead of the loop.
+                normed, x = add(x, (part, normed), weight)
+            return normed, x
+
+        def loop(x: jax.Array) -> jax.Array:
+            return jax.lax.fori_loop(0, steps, sums, (x, x))[1]
 
         begin = jnp.zeros_like(memory["x"])
-        return {"x": jax.lax.fori_loop(0, steps, sums, begin)}, None
+        if not waits:
+            return {"x": loop(begin)}, None
+        return {"x": jax.lax.cond(params["turns"][0] >= 0, loop, lambda x: x, begin)}, None
 
     def whole(arrays: Arrays) -> Arrays:
         return arrays if buffers is None else {**arrays, over_mesh.PEERS: buffers.peers}
 
     params, memory = whole(arrays), {"x": arrays["part"]}
-    compiled = jax.jit(over_mesh.on_every_rank(step, params, memory, mesh))
+    everywhere = jax.jit(over_mesh.on_every_rank(step, params, memory, mesh))
+    options: dict[str, str | bool] = {}
+    options |= executables.compiler_options(device.facts(mesh.devices.size))
+    compiled = everywhere.lower(params, memory, None).compile(compiler_options=options)
     return lambda arrays: compiled(whole(arrays), {"x": arrays["part"]}, None)[0]["x"]
 
 
@@ -160,20 +177,44 @@ def _same_on_all(result: jax.Array) -> np.ndarray:
     return ranks[0]
 
 
-def _skewed(mesh: Mesh, buffers: peer_buffers.PeerBuffers, count: int) -> None:
-    rng, expected, run = np.random.default_rng(0), None, None
+def _skewed(mesh: Mesh, buffers: peer_buffers.PeerBuffers, count: int) -> float:
+    """Returns how many milliseconds ranks were apart at most."""
+    rng, tp = np.random.default_rng(0), mesh.devices.size
+    arrays = _arrays(mesh, 32, 2048)
+    run = _program(mesh, buffers, 2, arrays, waits=True)
+    expected = _same_on_all(run(arrays))
+    split = NamedSharding(mesh, sharding.SPLIT)
+
+    def with_turns(turns: np.ndarray) -> Arrays:
+        return {**arrays, "turns": jax.device_put(turns.astype(np.int32)[:, None], split)}
+
     for _ in tqdm(range(count), desc="skews", disable=None):
-        turns = rng.integers(0, 200, mesh.devices.size).astype(np.int32)
-        arrays = _arrays(mesh, 32, 2048, turns)
-        run = run or _program(mesh, buffers, 2, arrays, waits=True)
-        found = _same_on_all(run(arrays))
-        expected = found if expected is None else expected
+        found = _same_on_all(run(with_turns(rng.integers(0, MOST_TURNS, tp))))
         np.testing.assert_array_equal(found, expected)
+    times = [_timed(run, with_turns(np.full(tp, turns)), 5)[2] for turns in (MOST_TURNS, 0)]
+    return 1e3 * (times[0] - times[1])
+
+
+def _without_last(mesh: Mesh, buffers: peer_buffers.PeerBuffers) -> str:
+    """Returns how a launch ends in whose sums one rank takes no part; the GPUs are lost with it."""
+    turns = np.zeros(mesh.devices.size, np.int32)
+    arrays = _arrays(mesh, 32, 2048, turns)
+    run = _program(mesh, buffers, 2, arrays, waits=True)
+    turns[-1] = -1
+    arrays = _arrays(mesh, 32, 2048, turns)
+    began = time.perf_counter()
+    try:
+        jax.block_until_ready(run(arrays))
+    except jax.errors.JaxRuntimeError as error:
+        line = str(error).splitlines()[0]
+        return f"a rank never came: an error after {time.perf_counter() - began:.1f} s: {line}\n"
+    return "a rank never came, AND NO ERROR\n"
 
 
 def _floor_us(tokens: int, width: int, tp: int) -> float:
     row_bytes = 2 * tokens * width
-    return max((tp - 1) * row_bytes / LINK_BYTES_S, 4 * row_bytes / MEMORY_BYTES_S) * 1e6
+    sent, moved = (tp - 1) * row_bytes, 4 * row_bytes
+    return max(sent / floors.LINK_BYTES_PER_S, moved / floors.BYTES_PER_S) * 1e6
 
 
 if __name__ == "__main__":

@@ -290,6 +290,7 @@ def main() -> None:
     block = model.spec.diffusion.block_size
     model = dataclasses.replace(model, params=loading.serving_params(model.params, args.dtype))
     device, out = jax.local_devices()[0], sys.stdout.write
+    floors.measured_on(device.device_kind)
     out(f"# {' '.join(sys.argv)}\n# {device.device_kind}, jax {jax.__version__}, {args.dtype}\n")
     page_size = pool_lib.choose_page_size(block, args.page_size)
     batches = [int(size) for size in args.batch.split(",")]

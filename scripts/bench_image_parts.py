@@ -9,7 +9,8 @@ timed with a window of it, as it is served (`transformer`), and with a product o
 product`), and so is the launch that makes the windows (`modulate`). The device first runs for
 `--warm-s`, so that it is at the clock that it can hold. Then at least `--timed-s` are measured,
 three times; the median is printed. F790 and F650 are the FLOPs at 790 TFLOP/s (a short burst) and
-at 650 (what an H200 holds at its power limit). `--profile` lists kernels.
+at 650 (what an H200 holds at its power limit). `--profile` lists kernels. With `--tp-size` the
+transformer is split over GPUs, and the FLOPs are those of each.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import kernel_profile
+from jax.sharding import Mesh
 
+from jdllm import device, sharding
 from jdllm.imagegen import loaded, pipeline_folder, sizes, state
 from jdllm.imagegen.pipelines import interface
 from jdllm.models.images import (
@@ -38,6 +41,7 @@ from jdllm.models.images import (
     z_image_config,
 )
 from jdllm.models.images.autoencoder import config as autoencoder_config
+from jdllm.runner.launch import over_mesh
 
 SCOPES = ("attention", "feed_forward")
 STEP = -0.01  # of sigma: the latents stay finite over thousands of steps
@@ -93,23 +97,31 @@ def main() -> None:
     )
     add_timing_flags(parser)
     parser.add_argument("--quantization", choices=("fp8",), help="as for jdllm serve")
+    parser.add_argument("--as-served", action="store_true", help="no line `with product`")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--tp-size", type=int, default=1, help="GPUs of the transformer's steps")
     options = parser.parse_args()
+    if options.tp_size > 1:
+        device.prepare_several()
+    mesh = sharding.make_mesh(options.tp_size, device.every())
     folder = pipeline_folder.read(options.pipeline, load_format="dummy")
     pipeline, _ = loaded.without_weights(
-        folder, jnp.dtype(options.dtype), quantization=options.quantization
+        folder,
+        jnp.dtype(options.dtype),
+        quantization=options.quantization,
+        tp_size=options.tp_size,
     )
     caption = options.caption_tokens or default_caption(pipeline)
-    say(f"# {options.pipeline}, {caption} caption tokens, {jax.devices()[0].device_kind}")
+    kind = jax.devices()[0].device_kind
+    say(f"# {options.pipeline}, {caption} caption tokens, {options.tp_size} x {kind}")
     say("part             point      ms   F790   F650  of F650  temp GB  compile s")
     texts = [name for name in folder.models if name.startswith("text_encoder")]
     step = functools.partial(transformer, caption_tokens=caption)
     steps = [("transformer", step)]
     if pipeline.modulation is not None:
-        steps += [
-            ("with product", functools.partial(step, has_window=False)),
-            ("modulate", functools.partial(modulate, caption_tokens=caption)),
-        ]
+        if not options.as_served:
+            steps.append(("with product", functools.partial(step, has_window=False)))
+        steps.append(("modulate", functools.partial(modulate, caption_tokens=caption)))
     for name, builds, points in (
         ("transformer", steps, options.transformer),
         ("vae", [("vae", vae)], options.vae),
@@ -117,12 +129,15 @@ def main() -> None:
     ):
         if not points:
             continue
-        model = folder.models[name].load(options.dtype, quantization=options.quantization)
+        model = folder.models[name].load(
+            options.dtype, quantization=options.quantization, mesh=mesh
+        )
         params = {interface.prefix_of(name) + path: array for path, array in model.params.items()}
         count = FLOPS.get(folder.models[name].component.class_names[0])
         for point in points:
             for line, build in builds:
-                measure(line, build(Measured(pipeline, model, params, count), point), options)
+                work = build(Measured(pipeline, model, params, count), point)
+                measure(line, work if mesh is None else over(mesh, work), options)
         for array in model.params.values():
             array.delete()
 
@@ -194,6 +209,23 @@ def modulate(of: Measured, point: Point, *, caption_tokens: int) -> Work:
     numbers = ahead.num_bytes // 4
     flops = 2.0 * numbers * of.pipeline.transformer_width * num_steps * batch
     return Work(f"{side}x{batch}", step, (of.params, captions, windows), flops)
+
+
+def over(mesh: Mesh, work: Work) -> Work:
+    """Returns the same work on every device of a mesh, with the FLOPs of each."""
+    params, *inputs, state = work.arguments
+
+    def on_rank(params: Any, memory: Any, inputs: Any) -> tuple[Any, None]:
+        return {"state": work.step(params, *inputs, memory["state"])}, None
+
+    inputs, state = over_mesh.replicated((inputs, state), mesh)
+    everywhere = over_mesh.on_every_rank(on_rank, params, {"state": state}, mesh)
+
+    def step(params: Any, *arguments: Any) -> Any:
+        return everywhere(params, {"state": arguments[-1]}, list(arguments[:-1]))[0]["state"]
+
+    flops = work.flops / mesh.devices.size
+    return dataclasses.replace(work, step=step, arguments=(params, *inputs, state), flops=flops)
 
 
 def captions_of(pipeline: interface.Pipeline, batch: int, caption_tokens: int) -> Any:

@@ -20,6 +20,7 @@ import sys
 import time
 from typing import Any
 
+import floors
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,6 +45,7 @@ def main() -> None:
     parser.add_argument("--no-errors", action="store_true", help="times only")
     args = parser.parse_args()
     out = sys.stdout.write
+    floors.measured_on(device.local_device().kind)
     out(
         f"# {' '.join(sys.argv)}\n# {device.local_device().kind}, jax {jax.__version__}, bfloat16\n"
     )

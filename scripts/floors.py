@@ -1,9 +1,10 @@
 """Floors for the benchmarks in this folder: the least time of each op by its bytes and FLOPs.
 
 The rates were measured on one NVIDIA H200; they are not those of its data sheet: a device copy
-moves 4.3 TB/s (read plus written), a bf16 matmul of 8192^3 runs at 790 TFLOP/s. An op's floor is
-the larger of its two times; a forward's floor is the sum over its ops, since they run one after
-another.
+moves 4.3 TB/s (read plus written), a bf16 matmul of 8192^3 runs at 790 TFLOP/s. An H100 (80 GB,
+SXM) copies 3.0 TB/s and multiplies as fast; `measured_on` changes to the rates of another GPU. An
+op's floor is the larger of its two times; a forward's floor is the sum over its ops, since they run
+one after another.
 """
 
 from __future__ import annotations
@@ -17,7 +18,16 @@ from jdllm.layers import moe
 
 BYTES_PER_S = 4.3e12
 FLOPS_PER_S = 790e12
+BYTES_PER_S_OF = {"H200": 4.3e12, "H100": 3.0e12}  # by a part of the name that JAX gives the GPU
+LINK_BYTES_PER_S = 450e9  # NVLink of both, in one direction, by their data sheets
 BF16_BYTES = 2
+
+
+def measured_on(device_kind: str) -> None:
+    """Takes the rates of this GPU from now on; those of an H200 if the kind is not known."""
+    global BYTES_PER_S
+    found = [rate for name, rate in BYTES_PER_S_OF.items() if name in device_kind]
+    BYTES_PER_S = found[0] if found else BYTES_PER_S_OF["H200"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,8 @@ from jdllm.runner import expert_use
 REPORTED_OPTIONS = (
     "model_path",
     "load_format",
+    "tp_size",
+    "ep_size",
     "dtype",
     "page_size",
     "chunked_prefill_size",

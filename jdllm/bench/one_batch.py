@@ -73,6 +73,13 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     if "threshold" in dllm and options.threshold != [None]:
         raise errors.ConfigError("--threshold and --dllm threshold=... disagree; give one")
     sampling_params.DllmParams.from_mapping(dllm)
+    with in_process.open_engine(engine_config(options)) as engine:
+        return run_on(engine, options)
+
+
+def run_on(engine: engine_lib.Engine, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Does what `run` does with an engine that has `engine_config(options)`."""
+    dllm = command_line.dllm_options(options.dllm)
     points = list(
         itertools.product(
             options.threshold, options.batch_size, options.input_len, options.output_len
@@ -80,35 +87,34 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     )
     rng = np.random.default_rng(options.seed)
     results = []
-    with in_process.open_engine(engine_config(options)) as engine:
-        if max(options.batch_size) > engine.max_running_requests:
-            raise errors.ConfigError(
-                f"--batch-size {max(options.batch_size)} exceeds --max-running-requests "
-                f"{engine.max_running_requests}"
-            )
-        found = in_process.surroundings(engine)
-        found["distinct_experts"] = in_process.distinct_experts(engine, rng)
-        tables.say(in_process.headline(found))
-        tables.say(f"# distinct experts per layer, one block: {found['distinct_experts']}")
-        for threshold, batch_size, input_len, output_len in progress.bar(
-            points, is_shown=not options.disable_tqdm, unit="point"
-        ):
-            one = dllm if threshold is None else dllm | {"threshold": threshold}
-            prompts = in_process.random_ids(rng, engine, batch_size, input_len)
-            measured = measure(engine, prompts, output_len, one, options.repeats)
-            results.append(
-                {
-                    "run_name": options.run_name,
-                    "batch_size": batch_size,
-                    "input_len": input_len,
-                    "output_len": output_len,
-                    "threshold": one.get("threshold", _default_threshold(engine)),
-                    **measured,
-                    **found,
-                }
-            )
-            tables.say(lines(results[-1]))
-            tables.append(options.result_filename, results[-1])
+    if max(options.batch_size) > engine.max_running_requests:
+        raise errors.ConfigError(
+            f"--batch-size {max(options.batch_size)} exceeds --max-running-requests "
+            f"{engine.max_running_requests}"
+        )
+    found = in_process.surroundings(engine)
+    found["distinct_experts"] = in_process.distinct_experts(engine, rng)
+    tables.say(in_process.headline(found))
+    tables.say(f"# distinct experts per layer, one block: {found['distinct_experts']}")
+    for threshold, batch_size, input_len, output_len in progress.bar(
+        points, is_shown=not options.disable_tqdm, unit="point"
+    ):
+        one = dllm if threshold is None else dllm | {"threshold": threshold}
+        prompts = in_process.random_ids(rng, engine, batch_size, input_len)
+        measured = measure(engine, prompts, output_len, one, options.repeats)
+        results.append(
+            {
+                "run_name": options.run_name,
+                "batch_size": batch_size,
+                "input_len": input_len,
+                "output_len": output_len,
+                "threshold": one.get("threshold", _default_threshold(engine)),
+                **measured,
+                **found,
+            }
+        )
+        tables.say(lines(results[-1]))
+        tables.append(options.result_filename, results[-1])
     return results
 
 

@@ -95,10 +95,14 @@ def without_weights(
     dtype: jnp.dtype,
     *,
     quantization: config_lib.Quantization | None = None,
+    tp_size: int = 1,
 ) -> tuple[interface.Pipeline, dict[str, jax.ShapeDtypeStruct]]:
-    """Returns a pipeline and the shapes of its parameters, without allocating memory."""
+    """Returns a pipeline and the shapes of its parameters, without allocating memory.
+
+    Over `tp_size` devices they are those of each.
+    """
     abstract = {
-        name: one.component.abstract(one.config, dtype, quantization=quantization)
+        name: one.abstract(dtype, quantization=quantization, tp_size=tp_size)
         for name, one in folder.models.items()
     }
     shapes = {

@@ -11,6 +11,7 @@ from jaxtyping import Array, Int
 
 from jdllm.layers import attention, moe
 from jdllm.models import decoder, loading
+from jdllm.runner.launch import over_mesh
 
 
 def distinct_experts(model: loading.LoadedModel, tokens: Int[np.ndarray, " T"]) -> list[int]:
@@ -39,4 +40,10 @@ def distinct_experts(model: loading.LoadedModel, tokens: Int[np.ndarray, " T"]) 
         )
         return chosen
 
-    return [len(np.unique(ids)) for ids in jax.jit(forward)(model.params, tokens)]
+    run, mesh = forward, over_mesh.mesh_of(model.params)
+    if mesh is not None:  # the router is whole on every rank
+        everywhere = over_mesh.on_every_rank(
+            lambda params, memory, tokens: (memory, forward(params, tokens)), model.params, {}, mesh
+        )
+        run = lambda params, tokens: everywhere(params, {}, tokens)[1]  # noqa: E731
+    return [len(np.unique(ids)) for ids in jax.jit(run)(model.params, tokens)]

@@ -1,0 +1,189 @@
+"""Measures models split over the GPUs of a host: one table, each figure beside its floor.
+
+    python scripts/bench_several_gpus.py --tp-size 4
+    python scripts/bench_several_gpus.py --tp-size 2 --parts sums mini llada-8b canvas
+
+The parts run one after the other, each in a process of its own, with random weights of full size:
+
+  sums       the kernel that sums over GPUs, and XLA's (`bench_collectives.py`)
+  flash      LLaDA2.0-flash through the engine (`jdllm bench one-batch`), whole experts on each GPU
+  slices     the same with every expert cut (`--ep-size 1`)
+  mini       LLaDA2.0-mini likewise
+  llada-8b   a model of LLaDA-8B's shapes, every layer dense, likewise
+  canvas     LLaDA-8B with replayed acceptance (`bench_canvas.py`)
+  images     one step of Z-Image and of FLUX.1 (`bench_image_parts.py`)
+  soak       minutes of random requests with aborts and disconnects (`soak.py`)
+
+With `--together SHARE ...` the text models (flash to llada-8b), each with this share of the GPUs'
+memory, compile at the same time and measure in turn (`one_batch_in_turn.py`).
+
+A part that fails, or outlasts `--limit-s`, says so and the next one begins. Output of the parts
+goes to `--log-dir`; the table has milliseconds per forward at `--input-len` tokens of context (the
+bench writes `--output-len` more) and the floor of one GPU's share of bytes and FLOPs (`floors.py`),
+to which sums over GPUs come: two a layer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+import floors
+
+from jdllm.models import loading
+
+SCRIPTS = pathlib.Path(__file__).parent
+CONFIGS = {
+    "flash": "configs/llada2.0-flash",
+    "slices": "configs/llada2.0-flash",
+    "mini": "configs/llada2.0-mini",
+    "llada-8b": "configs/bench/llada-8b-shapes",
+}
+PARTS = ("sums", "flash", "slices", "mini", "llada-8b", "canvas", "images", "soak")
+BLOCK = 32  # tokens of a row in flight
+PIPELINES = ("z-image-turbo", "flux-1-dev")
+
+
+def main() -> None:
+    """Parses the command line, runs the parts, prints the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--tp-size", type=int, required=True)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--batch-size", nargs="+", default=["1", "4", "16", "64"])
+    parser.add_argument("--threshold", nargs="+", default=["0.95", "0"])
+    parser.add_argument("--input-len", type=int, default=512)
+    parser.add_argument("--output-len", type=int, default=128)
+    parser.add_argument("--skews", type=int, default=1000)
+    parser.add_argument("--soak-minutes", type=float, default=5.0)
+    parser.add_argument("--limit-s", type=float, default=900.0, help="of one part")
+    parser.add_argument("--log-dir", type=pathlib.Path, default=pathlib.Path("several-gpus"))
+    parser.add_argument("--together", nargs="+", metavar="SHARE", help="of the GPUs' memory")
+    parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="to text models")
+    args = parser.parse_args()
+    args.log_dir.mkdir(parents=True, exist_ok=True)
+    if args.together:
+        run_together([part for part in args.parts if part in CONFIGS], args)
+    for part in args.parts:
+        if args.together and part in CONFIGS:
+            show(part, args)
+            continue
+        began = time.monotonic()
+        log = args.log_dir / f"tp{args.tp_size}-{part}.log"
+        ends = [run(command, log, args.limit_s) for command in commands(part, args)]
+        say(f"## {part}: {', '.join(ends)} after {time.monotonic() - began:.0f} s, {log}")
+        if part in CONFIGS:
+            show(part, args)
+        else:
+            say(log.read_text()[-6000:])
+
+
+def commands(part: str, args: argparse.Namespace) -> list[list[str]]:
+    """Returns the command lines of a part."""
+    tp, python = str(args.tp_size), sys.executable
+    if part in CONFIGS:
+        result = args.log_dir / f"tp{tp}-{part}.jsonl"
+        line = [python, "-m", "jdllm.bench.one_batch", "--model-path", CONFIGS[part]]
+        line += ["--load-format", "dummy", "--tp-size", tp, "--result-filename", str(result)]
+        line += ["--batch-size", *args.batch_size, "--threshold", *args.threshold]
+        line += ["--input-len", str(args.input_len), "--output-len", str(args.output_len)]
+        line += ["--disable-tqdm", "--log-level", "info"]
+        return [[*line, *(["--ep-size", "1"] if part == "slices" else []), *args.flags]]
+    script = {"sums": "bench_collectives", "canvas": "bench_canvas", "soak": "soak"}
+    line = [python, str(SCRIPTS / f"{script.get(part, 'bench_image_parts')}.py")]
+    if part == "sums":
+        return [[*line, "--tp", tp, "--skews", str(args.skews)]]
+    if part == "canvas":
+        line += ["--model-path", "configs/llada-8b", "--batch-size", "1", "--tp-size", tp]
+        return [[*line, "--tokens-per-forward", "9.91"]]
+    if part == "soak":
+        line += ["--minutes", str(args.soak_minutes), "--", "--model-path", CONFIGS["mini"]]
+        return [[*line, "--load-format", "dummy", "--tp-size", tp, "--context-length", "2048"]]
+    line += ["--tp-size", tp, "--transformer", "512x1", "512x4", "1024x1"]
+    return [[*line, "--pipeline", f"configs/{name}"] for name in PIPELINES]
+
+
+def run_together(parts: list[str], args: argparse.Namespace) -> None:
+    """Runs the benchmarks of text models, which compile at the same time and measure in turn."""
+    if len(parts) != len(args.together):
+        raise SystemExit(f"--together takes a share for each of {', '.join(parts)}")
+    turns = tempfile.TemporaryDirectory()
+    processes = []
+    for number, (part, share) in enumerate(zip(parts, args.together, strict=True)):
+        ((python, _, _, *flags),) = commands(part, args)
+        script = [python, str(SCRIPTS / "one_batch_in_turn.py"), turns.name]
+        log = (args.log_dir / f"tp{args.tp_size}-{part}.log").open("a")
+        processes.append(
+            subprocess.Popen(
+                [*script, str(number), str(len(parts)), *flags],
+                stdout=log,
+                stderr=log,
+                env=os.environ | {"XLA_PYTHON_CLIENT_MEM_FRACTION": share},
+            )
+        )
+    until = time.monotonic() + args.limit_s
+    for part, process in zip(parts, processes, strict=True):
+        try:
+            code = process.wait(timeout=max(0.0, until - time.monotonic()))
+            say(f"## {part}: ended with {code}")
+        except subprocess.TimeoutExpired:
+            process.kill()
+            say(f"## {part}: stopped after {args.limit_s:.0f} s")
+
+
+def run(command: list[str], log: pathlib.Path, limit_s: float) -> str:
+    """Runs a command whose output is added to `log`; returns how it ended."""
+    with log.open("a") as out:
+        out.write(f"$ {' '.join(command)}\n")
+        out.flush()
+        try:
+            code = subprocess.run(command, stdout=out, stderr=out, timeout=limit_s).returncode
+        except subprocess.TimeoutExpired:
+            return f"stopped after {limit_s:.0f} s"
+    return "done" if code == 0 else f"FAILED with {code}"
+
+
+def show(part: str, args: argparse.Namespace) -> None:
+    """Prints the rows that a part has measured."""
+    result = args.log_dir / f"tp{args.tp_size}-{part}.jsonl"
+    rows = [json.loads(line) for line in result.read_text().splitlines()] if result.exists() else []
+    if not rows:
+        say((args.log_dir / f"tp{args.tp_size}-{part}.log").read_text()[-3000:])
+        return
+    floors.measured_on(rows[0]["device"])
+    say(f"# {rows[0]['command']}\n# {args.tp_size} x {rows[0]['device']}")
+    say(f"{'model':9s} threshold batch  ms/forward  floor  ratio  tokens/s  idle")
+    for row in rows:
+        floor = share_ms(CONFIGS[part], row["batch_size"], args)
+        # All blocks of few forwards may arrive together.
+        ms = 1e3 * (row["median_decode_latency"] or row["mean_decode_latency"] or math.nan)
+        idle = row["device_idle_fraction"]
+        say(
+            f"{part:9s} {row['threshold']:9.2f} {row['batch_size']:5d} {ms:11.2f} {floor:6.2f} "
+            f"{ms / floor:6.2f} {row['output_throughput']:9.1f}  "
+            + ("n/a" if idle is None else f"{idle:.1%}")
+        )
+
+
+def share_ms(config: str, rows: int, args: argparse.Namespace) -> float:
+    """Returns the floor of a forward, if its work were spread evenly over the GPUs."""
+    read: Any = loading.read_config(config, block_size=BLOCK)
+    context = args.input_len + args.output_len // 2
+    work = floors.forward(read, rows=rows, new_tokens=BLOCK, context=context, head=True)
+    return floors.total_floor_ms(work) / args.tp_size
+
+
+def say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
