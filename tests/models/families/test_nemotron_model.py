@@ -169,13 +169,3 @@ def test_a_key_that_no_rule_knows_is_named(caplog):
         assert not caplog.text
         parse({**TINY, "draft_heads": 2})
     assert "draft_heads=2" in caplog.text
-
-
-def test_an_adapter_beside_the_weights_is_named(tmp_path, caplog):
-    (tmp_path / "config.json").write_text((FOLDER / "config.json").read_text())
-    adapter = tmp_path / "linear_spec_lora"
-    adapter.mkdir()
-    (adapter / "adapter_config.json").write_text("{}")
-    with caplog.at_level("WARNING"):
-        loading.load(tmp_path, load_format="dummy", show_progress=False)
-    assert "linear_spec_lora" in caplog.text and "not applied" in caplog.text
