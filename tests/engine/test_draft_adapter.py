@@ -5,24 +5,13 @@ from unittest import mock
 import numpy as np
 import pytest
 from support import nemotron_adapter, nemotron_oracle
-from support.nemotron_asks import AR, BLOCK, DIFFUSION, MASK, SPEC, random_case, sampled
-from support.tiny_engine import alone, answers, assert_nothing_held, make_engine
+from support.nemotron_asks import AR, BLOCK, DIFFUSION, MASK, SPEC, make, random_case, sampled
+from support.tiny_engine import alone, answers, assert_nothing_held
 
 from jdllm import errors
 from jdllm.models import loading
 
 campaign = pytest.mark.campaign  # engines of its own, whose programs take long to compile
-
-
-def make(folder, algorithms, **options):
-    defaults = {
-        "model_path": str(folder),
-        "dllm_algorithm": algorithms,
-        "dllm_algorithm_config": {"block_size": BLOCK},
-        "max_running_requests": 2,
-        "num_continuous_decode_steps": 8,
-    }
-    return make_engine(**defaults | options)
 
 
 @pytest.fixture(scope="module")

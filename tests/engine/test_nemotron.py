@@ -9,9 +9,9 @@ import json
 
 import numpy as np
 import pytest
-from support import nemotron_oracle
+from support import nemotron_asks, nemotron_oracle
 from support.nemotron_asks import AR, BLOCK, DIFFUSION, MASK, SPEC, random_case, sampled
-from support.tiny_engine import GOLDEN, alone, answers, assert_nothing_held, make_engine
+from support.tiny_engine import GOLDEN, alone, answers, assert_nothing_held
 
 from jdllm import errors
 
@@ -23,15 +23,8 @@ RUNS = json.loads((FOLDER / "meta.json").read_text())["runs"]
 CONTEXT = 128
 
 
-def make(**options):
-    defaults = {
-        "model_path": str(FOLDER),
-        "dllm_algorithm": f"{DIFFUSION},{AR},{SPEC},LowConfidence",
-        "dllm_algorithm_config": {"block_size": BLOCK},
-        "max_running_requests": 2,
-        "num_continuous_decode_steps": 8,
-    }
-    return make_engine(**defaults | options)
+def make(dllm_algorithm=f"{DIFFUSION},{AR},{SPEC},LowConfidence", **options):
+    return nemotron_asks.make(FOLDER, dllm_algorithm, **options)
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,23 @@
-"""Random requests to the tiny Nemotron in its three modes, and which oracle answers them."""
+"""The tiny Nemotron served: random requests in its modes, and which oracle answers them."""
 
 from support import nemotron_oracle
+from support.tiny_engine import make_engine
 
 BLOCK, MASK = 8, 90
 AR, SPEC, DIFFUSION = "Autoregressive", "LinearSpec", "MaskedDiffusion"
 POLICIES = ("confidence_threshold", "low_confidence", "leftmost")
+
+
+def make(folder, algorithms, **options):
+    """Returns an engine over a folder."""
+    defaults = {
+        "model_path": str(folder),
+        "dllm_algorithm": algorithms,
+        "dllm_algorithm_config": {"block_size": BLOCK},
+        "max_running_requests": 2,
+        "num_continuous_decode_steps": 8,
+    }
+    return make_engine(**defaults | options)
 
 
 def random_case(rng, i):
