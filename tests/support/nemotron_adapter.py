@@ -9,14 +9,17 @@ import safetensors.numpy
 
 FOLDER = pathlib.Path(__file__).parents[1] / "data" / "goldens" / "nemotron_diffusion"
 LAYERS, HIDDEN, INPUTS = 3, 64, 128  # the output projection is [64, 4 heads of 32]
-PUBLISHED = {  # of the 3B release, but for the rank
-    "peft_type": "LORA",
-    "target_modules": ["o_proj"],
-    "r": 8,
-    "lora_alpha": 32,
-    "lora_dropout": 0.0,
-    "bias": "none",
-}
+PUBLISHED = {  # the keys of all releases, whose rank is 128 and whose alpha is 512
+    "peft_type": "LORA", "target_modules": ["o_proj"], "r": 8, "lora_alpha": 32,
+    "use_rslora": False, "rank_pattern": {}, "alpha_pattern": {}, "layers_to_transform": None,
+    "layers_pattern": None, "bias": "none", "lora_bias": False, "use_dora": False,
+    "fan_in_fan_out": False, "modules_to_save": None, "exclude_modules": None,
+    "layer_replication": None, "init_lora_weights": True, "loftq_config": {}, "eva_config": None,
+    "megatron_config": None, "megatron_core": "megatron.core", "lora_dropout": 0.0,
+    "task_type": None, "inference_mode": True, "revision": None,
+    "base_model_name_or_path": "nvidia/Nemotron-Labs-Diffusion-3B",
+    "auto_mapping": {"base_model_class": "NemotronLabsDiffusionModel"},
+}  # fmt: skip
 
 
 def module(layer):

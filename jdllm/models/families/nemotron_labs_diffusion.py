@@ -50,7 +50,7 @@ RULES = key_rules.KeyRules(
         "linear_spec_lora": None,
     },
     # Switches of the training program.
-    harmless=key_rules.names("dlm_loss_weight dp_varying_mask_ratio"),
+    harmless=key_rules.names("ar_loss_weight dlm_loss_weight dp_varying_mask_ratio"),
     rope_types=("yarn",),
     rope_read=key_rules.names(
         """

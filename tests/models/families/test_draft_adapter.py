@@ -1,5 +1,8 @@
 """The adapter beside Nemotron's weights: what its files say, what it adds and to which tokens."""
 
+import json
+import pathlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,12 +10,13 @@ import pytest
 from support import nemotron_adapter, nemotron_oracle
 from support.nemotron_adapter import LAYERS, module, tensors, write
 
-from jdllm import convert, errors
+from jdllm import convert, errors, sharding
 from jdllm.engine.build import weights_fit
-from jdllm.layers import attention
+from jdllm.layers import attention, low_rank
 from jdllm.models import loading, split
 
 FOLDER = nemotron_adapter.FOLDER
+CONFIGS = pathlib.Path(__file__).resolve().parents[3] / "configs"
 PARAMETERS = {
     f"layers.{i}.attention.out_adapter.{one}" for i in range(LAYERS) for one in ("down", "up")
 }
@@ -101,12 +105,41 @@ def test_keys_of_ranks_scales_and_layers_are_honoured(config, stored, tmp_path):
 
 def test_keys_of_training_are_neutral(tmp_path):
     keys = {
-        "task_type": "CAUSAL_LM", "inference_mode": True, "lora_dropout": 0.1, "use_dora": False,
-        "modules_to_save": None, "init_lora_weights": True, "fan_in_fan_out": False,
-        "megatron_core": "megatron.core", "loftq_config": {}, "layers_pattern": None,
-        "rank_pattern": {}, "alpha_pattern": {}, "exclude_modules": None, "a_key_of_tomorrow": [],
+        "task_type": "CAUSAL_LM", "lora_dropout": 0.1, "peft_version": "0.18.0",
+        "init_lora_weights": "gaussian", "layers_pattern": ["layers"], "modules_to_save": [],
+        "a_key_of_tomorrow": [],
     }  # fmt: skip
-    assert load(write(tmp_path / "model", keys)).config.has_draft_adapter
+    found = load(write(tmp_path / "model", keys)).config
+    assert found == load(write(tmp_path / "plain")).config and found.has_draft_adapter
+
+
+@pytest.mark.parametrize(("size", "layers", "hidden"), [("3b", 26, 3072), ("14b", 40, 5120)])
+def test_the_published_adapters_fit_the_published_models(size, layers, hidden, tmp_path):
+    """The weights are a header and a hole: nobody reads them here."""
+    adapter = tmp_path / "linear_spec_lora"
+    adapter.mkdir()
+    config = nemotron_adapter.PUBLISHED | {"r": 128, "lora_alpha": 512}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    header, end = {}, 0
+    for i in range(layers):
+        for name, shape in (("lora_A", (128, 4096)), ("lora_B", (hidden, 128))):
+            begin, end = end, end + 4 * shape[0] * shape[1]
+            header[f"base_model.model.{module(i)}.{name}.weight"] = {
+                "dtype": "F32", "shape": shape, "data_offsets": (begin, end),
+            }  # fmt: skip
+    text = json.dumps(header).encode()
+    with (adapter / "adapter_model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    plain = loading.read_config(CONFIGS / f"nemotron-labs-diffusion-{size}")
+    adapted = loading.with_draft_adapter(plain, tmp_path)
+    added = {layer.attention.out_adapter for layer in adapted.layers}
+    assert added == {low_rank.LowRankConfig(rank=128, scale=4.0)}
+    before, after = (
+        weights_fit.bytes_of_rank(one, sharding.ONE_RANK, jnp.dtype("bfloat16"))
+        for one in (plain, adapted)
+    )
+    assert after - before == end // 2, "float32 in the file, bfloat16 on the device"
 
 
 @pytest.mark.parametrize(

@@ -66,17 +66,25 @@ def test_a_score_is_that_of_the_row_before_the_token(full):
         full.token_scores(ids, np.full(2, ids.shape[1]), places * 0, tokens)
 
 
-def test_published_sizes_have_the_published_tensors():
-    folder = ROOT / "configs" / "nemotron-labs-diffusion-8b"
-    config = parse(json.loads((folder / "config.json").read_text()))
+@pytest.mark.parametrize(
+    ("size", "tensors", "parameters", "theta"),
+    [("3b", 237, 3.83e9, 1e6), ("8b", 309, 8.49e9, 1e6), ("14b", 363, 13.51e9, 1e9)],
+)
+def test_published_sizes_have_the_published_tensors(size, tensors, parameters, theta, caplog):
+    """Counts of tensors and of parameters are those of the releases."""
+    folder = ROOT / "configs" / f"nemotron-labs-diffusion-{size}"
+    with caplog.at_level("WARNING"):
+        config = parse(json.loads((folder / "config.json").read_text()))
+    assert not caplog.text, "every key is known"
     rows = registry.family(config.spec.architecture).weight_rows(config)
-    assert len(rows) == 309
-    assert sum(math.prod(row.shape) for row in rows) == pytest.approx(8.4895e9, rel=1e-3)
+    assert len(rows) == tensors
+    assert sum(math.prod(row.shape) for row in rows) == pytest.approx(parameters, abs=5e6)
+    assert config.layers[0].attention.rope.theta == theta
     diffusion = config.spec.diffusion
     assert diffusion.kind == "block" and diffusion.is_causal
     assert diffusion.logit_alignment is spec.LogitAlignment.SAME_POSITION
     assert (diffusion.block_size, diffusion.mask_token_id) == (32, 100)
-    assert diffusion.eos_token_ids == (2,)
+    assert diffusion.eos_token_ids == (11,)
 
 
 def yarn(**options):
