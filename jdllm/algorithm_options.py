@@ -64,6 +64,7 @@ class Algorithm:
     rule for single positions of the output can hold. `families`: those that it is for, of the
     families whose rows are blocks; causal ones compute K,V of a written block by a causal forward.
     `drafts`: the causal forward decides what is written, so there are no steps to show.
+    `uses_draft_adapter`: steps make the drafts, with the model's adapter for that, if it has one.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Algorithm:
     moves_tokens: bool = False
     families: Literal["all", "block_causal", "causal"] = "all"
     drafts: bool = False
+    uses_draft_adapter: bool = False
 
     def option(self, name: str) -> Option | None:
         """Returns the option of that name, or None if the algorithm has none."""

@@ -218,6 +218,7 @@ TABLE: dict[str, Algorithm] = {
         takes_filters=True,
         families="causal",
         drafts=True,
+        uses_draft_adapter=True,
     ),
     "FullAttnMultiBlock": Algorithm(
         name="FullAttnMultiBlock",

@@ -40,6 +40,7 @@ TEXT_OPTIONS = frozenset(
         "max_prefill_tokens",
         "num_continuous_decode_steps",
         "disable_fused_commit",
+        "disable_draft_adapter",
         "schedule_policy",
         "disable_radix_cache",
         "dllm_algorithm",
@@ -96,6 +97,7 @@ class EngineConfig:
     max_prefill_tokens: int | None = None
     num_continuous_decode_steps: int = 4
     disable_fused_commit: bool = False
+    disable_draft_adapter: bool = False
     disable_overlap_schedule: bool = False
     schedule_policy: Literal["fcfs", "lpm"] = "fcfs"
     enable_priority_scheduling: bool = False

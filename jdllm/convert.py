@@ -3,7 +3,8 @@
     jdllm convert --model-path SRC --output DST [--dtype bfloat16]
 
 DST is a complete model directory (config, tokenizer, parameters): serve it with
-`--model-path DST`. Of an image pipeline every component with weights is converted.
+`--model-path DST`. Of an image pipeline every component with weights is converted. An adapter for
+drafts is copied as it is.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Sequence
 from jdllm import arguments, config, errors
 from jdllm.checkpoint import orbax_checkpoint, safetensors_source, source
 from jdllm.imagegen import pipeline_folder
-from jdllm.models import loading
+from jdllm.models import loading, registry
 
 # Files beside the weights that are copied: configuration, tokenizer and chat template.
 _COPIED_SUFFIXES = frozenset({".json", ".jinja", ".txt", ".model"})
@@ -54,6 +55,9 @@ def _convert_model(
         directory, dtype=dtype, load_format="safetensors", show_progress=show_progress
     )
     _copy_files(directory, output)
+    adapter = registry.family(model.spec.architecture).draft_adapter
+    if adapter is not None and adapter.is_in(directory):
+        shutil.copytree(directory / adapter.folder, output / adapter.folder)
     orbax_checkpoint.save(output, model.params, dtype=str(model.params["norm.weight"].dtype))
 
 

@@ -161,6 +161,7 @@ RULES: Mapping[str, Rule] = {
     "attention.b_qkv": _qkv,
     "attention.w_qk": _qk,
     "attention.w_out": _of(_even, 1),
+    "out_adapter.down": _of(_even, 1),  # as the weight that it adds to
     "mlp.w_gate_up": _gate_and_up,
     "mlp.w_down": _of(_even, 1),
     "shared_experts.w_gate_up": _of(_interleaved, 0),
@@ -184,6 +185,7 @@ RULES: Mapping[str, Rule] = {
 WHOLE = frozenset(
     [
         "word_embeddings",
+        "out_adapter.up",
         "router.weight",
         "linear_1.weight",
         "linear_2.weight",

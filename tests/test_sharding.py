@@ -28,6 +28,7 @@ SHAPES = [
     ("attention.b_qkv", (32,)),
     ("attention.w_qk", (24, 3)),
     ("attention.w_out", (3, 16)),
+    ("out_adapter.down", (2, 16)),
     ("mlp.w_gate_up", (48, 3)),
     ("mlp.w_down", (3, 24)),
     ("shared_experts.w_gate_up", (2 * 512, 1)),

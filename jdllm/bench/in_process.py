@@ -30,6 +30,7 @@ REPORTED_OPTIONS = (
     "max_prefill_tokens",
     "num_continuous_decode_steps",
     "disable_fused_commit",
+    "disable_draft_adapter",
     "disable_overlap_schedule",
     "schedule_policy",
     "disable_radix_cache",

@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 import pallas_kernels
 from jdllm import spec
-from jdllm.layers import norm, rope
+from jdllm.layers import low_rank, norm, rope
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +207,8 @@ class AttentionConfig:
     With a `window`, a token sees only tokens that are fewer than `window` positions away. `scale`
     multiplies the scores, by default head_dim ** -0.5. With `normalizes_v`, each head of v has unit
     root mean square, without a weight; it needs `qk_norm_eps`. With `shares_kv`, v is the
-    projection of k, before its norm.
+    projection of k, before its norm. `out_adapter` is what tokens of drafts add to the projection
+    of the output.
     """
 
     dim: int
@@ -221,6 +222,7 @@ class AttentionConfig:
     scale: float | None = None
     normalizes_v: bool = False
     shares_kv: bool = False
+    out_adapter: low_rank.LowRankConfig | None = None
 
 
 class Attention(nnx.Module):
@@ -240,6 +242,11 @@ class Attention(nnx.Module):
         self.w_qkv, self.w_qk = (None, weight) if config.shares_kv else (weight, None)
         self.b_qkv = nnx.Param(jnp.zeros((qkv_width,), dtype)) if config.has_qkv_bias else None
         self.w_out = nnx.Param(jnp.zeros((config.dim, q_width), dtype))
+        self.out_adapter = (
+            None
+            if config.out_adapter is None
+            else low_rank.LowRank(config.out_adapter, q_width, config.dim, dtype=dtype)
+        )
         self.query_layernorm = self._head_norm(dtype)
         self.key_layernorm = self._head_norm(dtype)
 
@@ -250,8 +257,12 @@ class Attention(nnx.Module):
         *,
         attend: Attend,
         cache: Array | None,
+        drafts: Bool[Array, " T"] | None = None,
     ) -> tuple[tuple[Float[Array, "T D"], ...], Array | None]:
-        """Returns (arrays whose sum is the output for `x`, new cache)."""
+        """Returns (arrays whose sum is the output for `x`, new cache).
+
+        The tokens that are `drafts` use the adapter; without it there are none.
+        """
         with jax.named_scope("qkv"):
             weight = self.w_qk if self.w_qkv is None else self.w_qkv
             assert weight is not None, "a layer has one of them"
@@ -262,10 +273,13 @@ class Attention(nnx.Module):
         with jax.named_scope("attend"):
             out, cache = attend(projection, cache)
         with jax.named_scope("attention_out"):
-            out = pallas_kernels.dense_matmul(
-                out.reshape(x.shape[0], -1), self.w_out[...], implementation=self.implementation
+            flat = out.reshape(x.shape[0], -1)
+            parts = pallas_kernels.dense_matmul(
+                flat, self.w_out[...], implementation=self.implementation
             )
-        return out, cache
+            if self.out_adapter is not None and drafts is not None:
+                parts = (*parts, self.out_adapter(flat, drafts))
+        return parts, cache
 
     def _with_v(self, parts: tuple[Float[Array, "T _"], ...]) -> Float[Array, "T W"]:
         """Returns q, k and v side by side, with v made of k and normalised as the layer wants."""

@@ -112,6 +112,7 @@ class DecoderLayer(nnx.Module):
         cache: jax.Array | None,
         valid: Bool[Array, " T"] | None = None,
         feed_forward: FeedForward = run_feed_forward,
+        drafts: Bool[Array, " T"] | None = None,
     ) -> tuple[Activations, tuple[Activations, ...], jax.Array | None]:
         """Returns the residual stream, the arrays that it still lacks, and the new cache.
 
@@ -123,7 +124,7 @@ class DecoderLayer(nnx.Module):
         else:
             h = self.input_layernorm(x)
         kind = self.attention.config.rope
-        out, cache = self.attention(h, angles[kind], attend=attend, cache=cache)
+        out, cache = self.attention(h, angles[kind], attend=attend, cache=cache, drafts=drafts)
         out = _normalised(self.attention_post_norm, out)
         x, h = self.post_attention_layernorm.add(x, out, implementation=self.ops)
         return x, _normalised(self.mlp_post_norm, feed_forward(self.mlp, h, valid)), cache
@@ -184,10 +185,12 @@ class Decoder(nnx.Module):
         caches: Sequence[jax.Array | None],
         valid: Bool[Array, " T"] | None = None,
         feed_forward: FeedForward = run_feed_forward,
+        drafts: Bool[Array, " T"] | None = None,
     ) -> tuple[Activations, list[jax.Array | None]]:
         """Returns the hidden states after the final norm, and one new cache per layer.
 
-        Tokens where `valid` is false go to no expert.
+        Tokens where `valid` is false go to no expert. Those of `drafts` use the adapter, which the
+        model must have.
         """
         return self.run_layers(
             self.embed(tokens, positions),
@@ -196,6 +199,7 @@ class Decoder(nnx.Module):
             caches=caches,
             valid=valid,
             feed_forward=feed_forward,
+            layers=None if drafts is None else self._drafting_layers(drafts),
         )
 
     def run_layers(
@@ -231,6 +235,13 @@ class Decoder(nnx.Module):
         if not pending:
             return self.norm(x), new_caches
         return self.norm.add(x, pending, implementation=self.ops)[1], new_caches
+
+    def _drafting_layers(self, drafts: Bool[Array, " T"]) -> list[RunLayer]:
+        found: list[RunLayer] = []
+        for layer in self.layers:
+            assert isinstance(layer, DecoderLayer), "no other layer has an adapter"
+            found.append(functools.partial(layer, drafts=drafts))
+        return found
 
     def embed(self, tokens: Int[Array, " T"], positions: Int[Array, " T"]) -> Activations:
         """Returns the embeddings of tokens."""

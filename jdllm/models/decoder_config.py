@@ -40,6 +40,11 @@ class DecoderConfig:
     dense: mlp.MLPConfig | None = None
     shards: sharding.Shards = sharding.ONE_RANK
 
+    @property
+    def has_draft_adapter(self) -> bool:
+        """Whether tokens of drafts use an adapter."""
+        return any(layer.attention.out_adapter is not None for layer in self.layers)
+
 
 def read_spec(
     hf: Mapping[str, Any],

@@ -17,7 +17,7 @@ from flax import nnx
 
 from jdllm import spec as spec_lib
 from jdllm.checkpoint import weight_table
-from jdllm.models import decoder, decoder_config, hf_config, key_rules, table
+from jdllm.models import decoder, decoder_config, draft_adapter, hf_config, key_rules, table
 
 # The tiny model's vocabulary holds the special tokens of every published tokenizer.
 _TINY_SIZES = {
@@ -48,7 +48,7 @@ class Family:
     token that ends a turn in the family's chats, or None if only the end of the text does.
     `flatten` brings the keys of a nested config.json (a model of text and images) to its top level.
     `example` is the config.json, without sizes, of a model that has every parameter that a model of
-    this family may have.
+    this family may have. `draft_adapter` says where a checkpoint may have an adapter for drafts.
     """
 
     rules: key_rules.KeyRules
@@ -60,6 +60,7 @@ class Family:
     build: Callable[..., decoder.Decoder] = decoder.Decoder
     prepare: Callable[[Any, str, AnyArray], AnyArray] = as_stored
     flatten: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
+    draft_adapter: draft_adapter.DraftAdapter | None = None
 
     def __post_init__(self) -> None:
         try:

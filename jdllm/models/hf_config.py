@@ -171,35 +171,34 @@ def integer(
     default: int | None = None,
     low: int = 1,
     high: int = LARGEST_SIZE,
+    file: str = "config.json",
 ) -> int:
-    """Returns an integer from `low` to `high`."""
+    """Returns an integer from `low` to `high`; errors name the `file`."""
     value = first(hf.get(key), default)
     if value is None:
-        raise errors.ConfigError(f"config.json: {key} is missing")
+        raise errors.ConfigError(f"{file}: {key} is missing")
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise errors.ConfigError(
-            f"config.json: {key}={errors.quote(value)} must be an integer from {low} to {high}"
+            f"{file}: {key}={errors.quote(value)} must be an integer from {low} to {high}"
         )
     return value
 
 
-def flag(hf: Mapping[str, Any], key: str) -> bool:
+def flag(hf: Mapping[str, Any], key: str, *, file: str = "config.json") -> bool:
     """Returns a boolean, or False if the key is missing."""
     value = first(hf.get(key), False)
     if not isinstance(value, bool):
-        raise errors.ConfigError(f"config.json: {key}={errors.quote(value)} must be true or false")
+        raise errors.ConfigError(f"{file}: {key}={errors.quote(value)} must be true or false")
     return value
 
 
-def number(hf: Mapping[str, Any], key: str) -> float:
+def number(hf: Mapping[str, Any], key: str, *, file: str = "config.json") -> float:
     """Returns a positive and finite number."""
     value = hf.get(key)
     if value is None:
-        raise errors.ConfigError(f"config.json: {key} is missing")
+        raise errors.ConfigError(f"{file}: {key} is missing")
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     # Compared before the conversion: an integer may be too large for a float.
     if not is_number or not 0 < value <= sys.float_info.max:
-        raise errors.ConfigError(
-            f"config.json: {key}={errors.quote(value)} must be a finite number > 0"
-        )
+        raise errors.ConfigError(f"{file}: {key}={errors.quote(value)} must be a finite number > 0")
     return float(value)

@@ -70,22 +70,23 @@ def load(
     show_progress: bool = True,
     shards: sharding.Shards = sharding.ONE_RANK,
     mesh: Mesh | None = None,
+    has_draft_adapter: bool = False,
 ) -> LoadedModel:
     """Returns the model of a local directory, with its parameters on the default device.
 
     dtype "auto" is the dtype of the checkpoint; router arrays stay float32 in every dtype.
     load_format "dummy" needs only config.json and draws weights from `seed`. With a `mesh`,
     parameters are split over it as `shards` (of `split.shards_of`) says; the model is the same.
+    `has_draft_adapter`: the model has the adapter for drafts, if the directory has one; with
+    "dummy" it never has.
     """
     directory = pathlib.Path(directory)
     hf_config, architecture, config = _parse(directory, block_size)
     family = registry.family(architecture)
-    for adapter in sorted(directory.glob("*/adapter_config.json")):
-        logger.warning(
-            "%s: this adapter is not applied; the model runs with its own weights",
-            adapter.parent.name,
-        )
     chosen = resolve_load_format(directory, load_format)
+    if has_draft_adapter and chosen != "dummy":
+        config = with_draft_adapter(config, directory)
+    _log_adapters(directory, config)
     if chosen == "orbax" and dtype == "auto":
         dtype = orbax_checkpoint.stored_dtype(directory)
     abstract = functools.partial(
@@ -101,6 +102,12 @@ def load(
         place = split.Placement(
             cuts=split.cuts(config, arrays, shards), mesh=mesh, is_tied=config.tie_word_embeddings
         )
+    of_adapter: Params = {}
+    if config.has_draft_adapter and family.draft_adapter is not None:
+        of_adapter = family.draft_adapter.load(
+            config, arrays, directory, place or assemble.on_default_device
+        )
+        arrays = {path: array for path, array in arrays.items() if path not in of_adapter}
     match chosen:
         case "dummy":
             params = dict(random_params_each(arrays, seed=seed, place=place))
@@ -129,7 +136,7 @@ def load(
             )
     return LoadedModel(
         graphdef=graphdef,
-        params=params,
+        params=params | of_adapter,
         config=config,
         spec=config.spec,
         hf_config=hf_config,
@@ -163,6 +170,38 @@ def read_config(
 ) -> decoder_config.DecoderConfig:
     """Returns the config of a local directory's model, without reading any weight."""
     return _parse(pathlib.Path(directory), block_size)[2]
+
+
+def with_draft_adapter(
+    config: decoder_config.DecoderConfig, directory: str | os.PathLike[str]
+) -> decoder_config.DecoderConfig:
+    """Returns the config of a directory's model with the adapter for drafts that lies there.
+
+    Without one it is the same. Raises a ConfigError for an adapter that cannot be applied; no
+    weight is read, only what its file holds.
+    """
+    directory, family = pathlib.Path(directory), registry.family(config.spec.architecture)
+    adapter = family.draft_adapter
+    if adapter is None or not adapter.is_in(directory):
+        return config
+    adapted = adapter.attach(config, directory)
+    adapter.match(adapted, family.shapes(adapted), directory)
+    return adapted
+
+
+def _log_adapters(directory: pathlib.Path, config: decoder_config.DecoderConfig) -> None:
+    """Says of each adapter beside the weights whether it is applied."""
+    of_drafts = registry.family(config.spec.architecture).draft_adapter
+    for path in sorted(directory.glob("*/adapter_config.json")):
+        name = path.parent.name
+        if of_drafts is None or name != of_drafts.folder:
+            logger.warning(
+                "%s: this adapter is not applied; the model runs with its own weights", name
+            )
+        elif config.has_draft_adapter:
+            logger.info("%s: this adapter is applied to drafts", name)
+        else:
+            logger.info("%s: this adapter for drafts is not loaded", name)
 
 
 def _parse(

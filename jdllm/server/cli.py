@@ -55,6 +55,7 @@ HELP = {
     "num_continuous_decode_steps": "most denoising steps per decode launch; more steps mean less "
     "work for the host, fewer steps mean that blocks are sent and requests begin sooner",
     "disable_fused_commit": "write the K,V of a finished block in a forward of its own",
+    "disable_draft_adapter": "draft without the adapter that lies beside the model's weights",
     "disable_overlap_schedule": "read the results of a launch before the next one is planned",
     "schedule_policy": "order of the queue: by arrival, or the longest cached prefix first; "
     "requests take turns under both, so that a list of prompts does not hold up others",

@@ -9,8 +9,9 @@ import json
 
 import numpy as np
 import pytest
-from support import nemotron_oracle
-from support.tiny_engine import GOLDEN, alone, answers, assert_nothing_held, make_engine
+from support import nemotron_asks, nemotron_oracle
+from support.nemotron_asks import AR, BLOCK, DIFFUSION, MASK, SPEC, random_case, sampled
+from support.tiny_engine import GOLDEN, alone, answers, assert_nothing_held
 
 from jdllm import errors
 
@@ -19,20 +20,11 @@ pytestmark = pytest.mark.campaign  # engines of its own, whose programs take lon
 FOLDER = GOLDEN.parent / "nemotron_diffusion"
 RUNS = json.loads((FOLDER / "meta.json").read_text())["runs"]
 (OF_16,) = (i for i, run in enumerate(RUNS) if run.get("block_length") == 16)
-BLOCK, MASK, CONTEXT = 8, 90, 128
-AR, SPEC, DIFFUSION = "Autoregressive", "LinearSpec", "MaskedDiffusion"
-POLICIES = ("confidence_threshold", "low_confidence", "leftmost")
+CONTEXT = 128
 
 
-def make(**options):
-    defaults = {
-        "model_path": str(FOLDER),
-        "dllm_algorithm": f"{DIFFUSION},{AR},{SPEC},LowConfidence",
-        "dllm_algorithm_config": {"block_size": BLOCK},
-        "max_running_requests": 2,
-        "num_continuous_decode_steps": 8,
-    }
-    return make_engine(**defaults | options)
+def make(dllm_algorithm=f"{DIFFUSION},{AR},{SPEC},LowConfidence", **options):
+    return nemotron_asks.make(FOLDER, dllm_algorithm, **options)
 
 
 @pytest.fixture(scope="module")
@@ -89,33 +81,6 @@ def test_generation_in_blocks_of_16_equals_the_reference(large):
     check_run(OF_16, large)
 
 
-def random_case(rng, i):
-    """Returns (a prompt, options of a request, what the oracle says to them)."""
-    prompt = rng.integers(0, MASK, int(rng.integers(1, 50))).tolist()
-    wanted, ends = int(rng.integers(1, 30)), rng.integers(0, MASK, 3).tolist()
-    params = {"max_new_tokens": wanted, "ignore_eos": True, "stop_token_ids": ends}
-    match i % 4:
-        case 0:
-            policy = POLICIES[i // 4 % 3]
-            settings = {"seed_first": bool(rng.integers(2))}
-            steps = int(rng.integers(2, 10))
-            dllm = {"selection_policy": policy, "max_denoising_steps": steps} | settings
-            asked = settings | {"policy": policy, "steps": steps}
-            if policy == POLICIES[0]:
-                dllm["threshold"] = asked["threshold"] = float(rng.choice([0.1, 0.3, 0.8]))
-            answer = nemotron_oracle.masked_diffusion, asked | {"block": BLOCK}
-        case 1:
-            dllm, answer = {"algorithm": AR}, (nemotron_oracle.autoregressive, {})
-        case _:
-            settings = {
-                "block_length": int(rng.integers(1, BLOCK + 1)),
-                "threshold": float(rng.choice([0.0, 0.2])),
-            }
-            dllm = {"algorithm": SPEC} | settings
-            answer = nemotron_oracle.linear_spec, settings
-    return prompt, params | {"dllm": dllm}, (answer[0], answer[1] | {"ends": ends})
-
-
 def test_requests_together_give_the_oracle_s_tokens_and_forwards_and_so_do_hits(engine, oracle):
     rng = np.random.default_rng(0)
     cases = [random_case(rng, i) for i in range(24)]
@@ -150,13 +115,6 @@ def test_requests_together_give_the_oracle_s_tokens_and_forwards_and_so_do_hits(
     assert min(hits[1]) == 32, "two whole pages of the 40 tokens that prompts share"
     assert engine.stats().jit_compiles_total == compiles
     assert_nothing_held(engine)
-
-
-def sampled(i, **dllm):
-    return {
-        "max_new_tokens": 40, "ignore_eos": True, "temperature": (0.5, 1.0)[i % 2], "seed": i,
-        "top_p": 0.9, "return_logprob": True, "dllm": dllm,
-    }  # fmt: skip
 
 
 def test_drawn_text_of_linear_spec_is_that_of_autoregressive_decoding(engine):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from support import canvas_engine
+from support import canvas_engine, nemotron_adapter
 from support.golden_configs import GOLDENS, variant
 from support.on_mesh import (
     answers,
@@ -299,9 +299,20 @@ def test_a_split_block_engine_gives_the_tokens_of_one_device(family, tp, ep):
         assert info["kernels"]["all_reduce"].startswith("xla")
 
 
+def test_an_adapter_is_cut_as_the_weight_that_it_adds_to(tmp_path):
+    folder = nemotron_adapter.write(tmp_path / "model")
+    whole, _ = load(folder, has_draft_adapter=True)
+    parts, shards = load(folder, 2, has_draft_adapter=True)
+    assert_parts_of(parts, whole, shards)
+    assert parts.params["layers.0.attention.out_adapter.down"].shape == (2, 8, 64)
+
+
 @campaign
-def test_a_split_engine_with_a_causal_context_gives_the_tokens_of_one_device():
-    """All modes in one batch, with and without draws; two ranks have a kv head each."""
+def test_a_split_engine_with_a_causal_context_gives_the_tokens_of_one_device(tmp_path):
+    """All modes in one batch, with and without draws; two ranks have a kv head each.
+
+    Drafts have an adapter, and how many are met shows that all ranks apply it.
+    """
     asked = requests(5, 8, 90, wanted=30)
     modes = [
         {"algorithm": "MaskedDiffusion", "threshold": 0.3, "seed_first": True},
@@ -312,7 +323,7 @@ def test_a_split_engine_with_a_causal_context_gives_the_tokens_of_one_device():
     for i, one in enumerate(asked["sampling_params"]):
         one["dllm"] = modes[i % 4]
     sizes = BLOCK_SIZES | {
-        "model_path": str(GOLDENS / "nemotron_diffusion"),
+        "model_path": str(nemotron_adapter.write(tmp_path / "model")),
         "dllm_algorithm": "MaskedDiffusion,LinearSpec,Autoregressive",
         "dllm_algorithm_config": {"block_size": 16},
         "max_total_tokens": 512,  # nobody is preempted: drafts would begin elsewhere

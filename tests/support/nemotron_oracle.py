@@ -15,14 +15,15 @@ import safetensors.numpy
 
 
 class Model:
-    """The forward pass over a whole sequence."""
+    """The forward pass over a whole sequence; with an `adapter` (a folder), drafts use it."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, adapter=None):
         self.config = json.loads((folder / "config.json").read_text())
         stored = safetensors.numpy.load_file(folder / "model.safetensors")
         self.tensors = {name: array.astype(np.float64) for name, array in stored.items()}
         self.mask_id = self.config["mask_token_id"]
         self.head_dim = self.config["head_dim"]
+        self.added = {} if adapter is None else added_weights(adapter)
 
     def norm(self, x, name):
         scale = np.mean(x * x, axis=-1, keepdims=True) + self.config["rms_norm_eps"]
@@ -52,8 +53,11 @@ class Model:
         cos, sin = np.cos(angle), np.sin(angle)
         return np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
 
-    def forward(self, tokens, block=0):
-        """Returns logits [T, V]; the last `block` tokens see all, others those before them."""
+    def forward(self, tokens, block=0, *, drafts=False):
+        """Returns logits [T, V]; the last `block` tokens see all, others those before them.
+
+        Where it `drafts`, the block uses the adapter.
+        """
         rope, T = self.config["rope_parameters"], len(tokens)
         place = np.arange(T)
         visible = (place[:, None] >= place) | (place[:, None] >= T - block)
@@ -78,6 +82,9 @@ class Model:
             weights /= weights.sum(axis=-1, keepdims=True)
             out = np.einsum("nts,snh->tnh", weights, v).reshape(T, -1)
             x = x + out @ self.tensors[f"{name}.self_attn.o_proj.weight"].T
+            added = self.added.get(f"{name}.self_attn.o_proj")
+            if drafts and added is not None:
+                x[T - block :] += out[T - block :] @ added.T
             h = self.norm(x, f"{name}.post_attention_layernorm")
             gate = h @ self.tensors[f"{name}.mlp.gate_proj.weight"].T
             up = h @ self.tensors[f"{name}.mlp.up_proj.weight"].T
@@ -91,6 +98,23 @@ class Model:
         prob /= prob.sum()
         token = int(np.argmax(np.where(np.arange(len(row)) == self.mask_id, -1.0, prob)))
         return token, prob[token]
+
+
+def added_weights(folder):
+    """Returns what a stored adapter adds to weights, by the path of the module."""
+    config = json.loads((folder / "adapter_config.json").read_text())
+    stored = safetensors.numpy.load_file(folder / "adapter_model.safetensors")
+    found, end = {}, ".lora_A.weight"
+    for name, down in stored.items():
+        if name.endswith(end):
+            module = name.removesuffix(end).removeprefix("base_model.model.")
+            up = stored[name.replace("lora_A", "lora_B")].astype(np.float64)
+            rank = config.get("rank_pattern", {}).get(module, config["r"])
+            alpha = config.get("alpha_pattern", {}).get(module, config["lora_alpha"])
+            assert down.shape[0] == up.shape[1] == rank
+            scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+            found[module] = scale * (up @ down.astype(np.float64))
+    return found
 
 
 def _length(output, max_new, ends):
@@ -118,7 +142,7 @@ def linear_spec(model, prompt, max_new, *, block_length, threshold=0.0, ends=())
         masked = [False] + [True] * (block_length - 1)
         while any(masked):
             nfe += 1
-            found = _found(model, before, block, masked)
+            found = _found(model, before, block, masked, drafts=True)
             top = max(found, key=lambda i: (found[i][1], -i))
             for i, (token, prob) in found.items():
                 if prob >= threshold or i == top:
@@ -132,8 +156,8 @@ def linear_spec(model, prompt, max_new, *, block_length, threshold=0.0, ends=())
     return output[:length], nfe
 
 
-def _found(model, before, block, masked):
-    rows = model.forward([*before, *block], len(block))[-len(block) :]
+def _found(model, before, block, masked, *, drafts=False):
+    rows = model.forward([*before, *block], len(block), drafts=drafts)[-len(block) :]
     return {i: model.best(row) for i, row in enumerate(rows) if masked[i]}
 
 

@@ -93,13 +93,18 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
     spec = model_config.spec
     kind = kinds.kind_of(spec)
     shards = split.shards_of(model_config, config.tp_size, config.ep_size)
+    algorithms, default_dllm = algorithm_defaults.choose(config, generation_config, spec)
+    has_draft_adapter = not config.disable_draft_adapter and any(
+        algorithm_table.TABLE[name].uses_draft_adapter for name in algorithms
+    )
+    if has_draft_adapter and config.load_format != "dummy":
+        model_config = loading.with_draft_adapter(model_config, model_dir)
     weights_fit.check(
         model_config,
         shards,
         loading.resolve_dtype(dtype, source.read_json(model_dir / source.CONFIG_NAME)),
         None if device.is_cpu else device.memory_bytes,
     )
-    algorithms, default_dllm = algorithm_defaults.choose(config, generation_config, spec)
     shapes = sizing.choose_shapes(config, spec, kind.rows.defaults, device)
     tokenizer = tokenizer_lib.of_model(config, model_dir)
     _check_vocabulary(tokenizer, spec)
@@ -111,6 +116,7 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
         seed=config.random_seed,
         shards=shards,
         mesh=mesh,
+        has_draft_adapter=has_draft_adapter,
     )
     kv_dtype = str(model.params["norm.weight"].dtype)
     # Before the sizes are chosen, since they take memory.

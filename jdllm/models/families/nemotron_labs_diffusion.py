@@ -5,8 +5,8 @@ tokens see those before them. The positions of a block that is denoised see each
 tokens before them, and logit row i predicts position i. When the block is written, one causal
 forward replaces its K,V.
 
-Instruct releases have a folder `linear_spec_lora` beside their weights: an adapter for the forwards
-that draft. It is not applied. A draft never changes a token, only how many are accepted.
+Instruct releases have a folder `linear_spec_lora` beside their weights: an adapter of attention's
+output projections for the forwards that draft. It changes no token, only how many are accepted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,15 @@ from typing import Any
 from jdllm import errors
 from jdllm import spec as spec_lib
 from jdllm.layers import rope
-from jdllm.models import decoder_config, family, hf_config, key_rules, llama_names, table
+from jdllm.models import (
+    decoder_config,
+    draft_adapter,
+    family,
+    hf_config,
+    key_rules,
+    llama_names,
+    table,
+)
 
 DEFAULTS = spec_lib.DiffusionSpec(
     block_size=32,
@@ -42,7 +50,7 @@ RULES = key_rules.KeyRules(
         "linear_spec_lora": None,
     },
     # Switches of the training program.
-    harmless=key_rules.names("dlm_loss_weight dp_varying_mask_ratio"),
+    harmless=key_rules.names("ar_loss_weight dlm_loss_weight dp_varying_mask_ratio"),
     rope_types=("yarn",),
     rope_read=key_rules.names(
         """
@@ -107,6 +115,7 @@ def _read_rope(hf: Mapping[str, Any], plain: rope.RopeConfig) -> rope.RopeConfig
     )
 
 
+_LAYERS = "encoder.layers"
 # Llama's rows under this model's names.
 _STACK = (
     (llama_names.STACK + llama_names.DENSE)
@@ -119,7 +128,10 @@ FAMILY = family.Family(
     rules=RULES,
     defaults=DEFAULTS,
     read=_read,
-    weights=table.WeightTable(layers="encoder.layers", rows=_STACK),
+    weights=table.WeightTable(layers=_LAYERS, rows=_STACK),
+    draft_adapter=draft_adapter.DraftAdapter(
+        folder="linear_spec_lora", layers=_LAYERS, module="self_attn.o_proj"
+    ),
     end_of_turn=None,
     example={
         "rope_parameters": {

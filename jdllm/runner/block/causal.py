@@ -10,6 +10,7 @@ Rules that draft (`DraftingAlgorithm`) leave the last word to the causal forward
 with the last token of the output. Where drafts are what the causal forward would have written, they
 are accepted, and with them the token that it writes behind the last one. The context grows by the
 accepted tokens alone; K,V of the others are overwritten, because the next block begins before them.
+If the model has an adapter for drafts, the forwards that make them use it, and no other.
 
 Rows that need their logits draft nothing, since what edits the logits of a position depends on the
 tokens before it.
@@ -20,6 +21,7 @@ Letters: R rows, L tokens of a block, K blocks that a row can finish in the laun
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -59,8 +61,9 @@ class Body(body_lib.BlockBody):
         if asked is not None:
             asked = asked_lib.remember(asked, state)
         active = is_active(inputs, state)
+        drafting = _is_drafting(config, inputs)
         hidden, pools = forward.forward_causal(
-            config, self.model, carry.memory, inputs.page_table, state, active, variant
+            config, self.model, carry.memory, inputs.page_table, state, active, variant, drafting
         )
         computed_tokens += state.tokens.shape[0] * variant
         real_tokens += jnp.sum(jnp.where(active, _length(state), 0), dtype=jnp.int32)
@@ -97,20 +100,35 @@ def _length(state: RowState) -> Int32[Array, " R"]:
     return state.length
 
 
-def _drafts(
-    config: config_lib.StepConfig, inputs: inputs_lib.DenoiseInputs, asked: Bool[Array, " R"]
-) -> tuple[Bool[Array, " R"], Int32[Array, " R"]]:
-    """Returns the rows whose rule drafts, and the length of their blocks; L in other rows."""
-    is_drafting = jnp.zeros_like(asked)
-    length = jnp.full_like(inputs.slot, config.block_size)
+def _drafting_rules(
+    config: config_lib.StepConfig, inputs: inputs_lib.DenoiseInputs
+) -> Iterator[tuple[interface.DraftingAlgorithm, Bool[Array, " R"]]]:
+    """Yields the rules that draft, each with its rows."""
     for i, name in enumerate(config.algorithms):
         algorithm = decoding.BLOCK_ALGORITHMS[name]
         if isinstance(algorithm, interface.DraftingAlgorithm):
-            mine = inputs.algorithm == i
-            is_drafting |= mine
-            wanted = algorithm.block_length(inputs.params, config.block_size)
-            length = jnp.where(mine, jnp.where(asked, 1, wanted), length)
-    return is_drafting, length
+            yield algorithm, inputs.algorithm == i
+
+
+def _is_drafting(
+    config: config_lib.StepConfig, inputs: inputs_lib.DenoiseInputs
+) -> Bool[Array, " R"]:
+    """Returns the rows whose rule drafts."""
+    found = jnp.zeros(inputs.slot.shape, bool)
+    for _, mine in _drafting_rules(config, inputs):
+        found |= mine
+    return found
+
+
+def _next_length(
+    config: config_lib.StepConfig, inputs: inputs_lib.DenoiseInputs, asked: Bool[Array, " R"]
+) -> Int32[Array, " R"]:
+    """Returns the length of the next blocks: L in rows whose rule does not draft."""
+    length = jnp.full_like(inputs.slot, config.block_size)
+    for algorithm, mine in _drafting_rules(config, inputs):
+        wanted = algorithm.block_length(inputs.params, config.block_size)
+        length = jnp.where(mine, jnp.where(asked, 1, wanted), length)
+    return length
 
 
 def _see(
@@ -175,7 +193,8 @@ def _update(
     is_asked = jnp.zeros_like(active)
     if inputs.logits is not None:
         is_asked = inputs.logits.is_wanted
-    is_drafting, next_length = _drafts(config, inputs, is_asked)
+    is_drafting = _is_drafting(config, inputs)
+    next_length = _next_length(config, inputs, is_asked)
     seen = _see(config, inputs, lm_head, hidden, state, asked, active, is_drafting)
     in_block = (place < _length(state)[:, None])[:, :, None]
     is_broken = active & (

@@ -152,12 +152,13 @@ def forward_causal(
     state: state_lib.RowState,
     active: Bool[Array, " R"],
     num_queries: int,
+    drafting: Bool[Array, " R"],
 ) -> tuple[Float[Array, "R L D"], list[Array]]:
     """Returns the hidden states of the blocks of active rows, and the pool with K,V written.
 
     Blocks have the lengths that the state says, `num_queries` at most. The positions of a block
     that is final see causally, so that its K,V become final, too; those of other blocks see each
-    other.
+    other, and in the rows that are `drafting` they use the model's adapter, if it has one.
     """
     R, L = state.tokens.shape
     assert state.length is not None, "rows of a causal family have lengths"
@@ -173,6 +174,7 @@ def forward_causal(
         in_block & active[:, None],
         visibility=spec_lib.AttentionPattern.FULL,
         causal_rows=state.is_final,
+        adapted_rows=drafting & ~state.is_final if model.config.has_draft_adapter else None,
     )
     return jnp.pad(hidden, ((0, 0), (0, L - num_queries), (0, 0))), pools
 
@@ -189,6 +191,7 @@ def _forward_rows(
     *,
     visibility: spec_lib.AttentionPattern,
     causal_rows: Bool[Array, " Q"] | None = None,
+    adapted_rows: Bool[Array, " Q"] | None = None,
 ) -> tuple[Float[Array, "Q S D"], list[Array]]:
     """Returns the hidden states of S tokens of each of Q rows from the position `first` on."""
     Q, S = tokens.shape
@@ -210,7 +213,12 @@ def _forward_rows(
         implementation=config.implementation,
     )
     hidden, written = model(
-        tokens.reshape(-1), positions, attend=attend, caches=pools, valid=is_valid
+        tokens.reshape(-1),
+        positions,
+        attend=attend,
+        caches=pools,
+        valid=is_valid,
+        drafts=None if adapted_rows is None else jnp.repeat(adapted_rows, S),
     )
     # This attention returns the pool of each layer, never None.
     return hidden.reshape(Q, S, -1), cast(list[Array], written)
