@@ -36,6 +36,7 @@ from jdllm.runner.launch import executables, over_mesh, peer_buffers
 
 Arrays = dict[str, Any]
 CHAIN = 32  # sums of a step
+SMALL_GRAPHS = "xla_gpu_graph_min_graph_size"
 MOST_TURNS = 200  # of `_idle`
 EPS = 1e-6
 
@@ -129,6 +130,8 @@ def _program(
     everywhere = jax.jit(over_mesh.on_every_rank(step, params, memory, mesh))
     options: dict[str, str | bool] = {}
     options |= executables.compiler_options(device.facts(mesh.devices.size))
+    if options:  # a loop with little around it is no graph by default
+        options[SMALL_GRAPHS] = "1"
     compiled = everywhere.lower(params, memory, None).compile(compiler_options=options)
     return lambda arrays: compiled(whole(arrays), {"x": arrays["part"]}, None)[0]["x"]
 
