@@ -30,6 +30,7 @@ import jax.numpy as jnp
 import kernel_profile
 from jax.sharding import Mesh
 
+import pallas_kernels
 from jdllm import device, sharding
 from jdllm.imagegen import loaded, pipeline_folder, sizes, state
 from jdllm.imagegen.pipelines import interface
@@ -41,7 +42,7 @@ from jdllm.models.images import (
     z_image_config,
 )
 from jdllm.models.images.autoencoder import config as autoencoder_config
-from jdllm.runner.launch import over_mesh
+from jdllm.runner.launch import executables, over_mesh
 
 SCOPES = ("attention", "feed_forward")
 STEP = -0.01  # of sigma: the latents stay finite over thousands of steps
@@ -318,7 +319,12 @@ def time_steps(
 ) -> Timed:
     """Compiles, warms and times steps, each of which gets the result of the one before it."""
     began = time.perf_counter()
-    compiled = jax.jit(step, donate_argnums=len(arguments) - 1).lower(*arguments).compile()
+    with pallas_kernels.record_choices() as choices:
+        lowered = jax.jit(step, donate_argnums=len(arguments) - 1).lower(*arguments)
+    chosen: dict[str, str | bool] = {}
+    if "fp8_matmul" in choices and jax.devices()[0].platform == "gpu":
+        chosen |= executables.FP8_OPTIONS
+    compiled = lowered.compile(compiler_options=chosen)
     compile_s = time.perf_counter() - began
     *fixed, state = arguments
 

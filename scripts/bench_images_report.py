@@ -182,7 +182,8 @@ def measured(
     print(f"# warm after {time.monotonic() - began_s:.1f} s", flush=True)
     for places in args.concurrency:
         # About as long for each: more places make more images per second, but not many times more.
-        asks = dataclasses.replace(same, num_prompts=12 + 2 * places).asks()
+        # Several for each place, or the first and the last, whose steps have few rows, count much.
+        asks = dataclasses.replace(same, num_prompts=16 + 4 * places).asks()
         yield about | {"load": f"{args.size}², c={places}"} | closed(target, asks, places)
     capacity = math.nan
     for places in args.mixed_concurrency:

@@ -67,7 +67,7 @@ FLOORS: tuple[tuple[str, int, str], ...] = (
     ("jdllm/runner/block/", 5, "block"),
     ("jdllm/runner/canvas/", 5, "canvas"),
     ("jdllm/runner/uniform/", 5, "uniform"),
-    ("jdllm/runner/model_runner.py", 5, "model runner"),
+    *((f"jdllm/runner/{name}.py", 5, name) for name in ("model_runner", "expert_use")),
     ("jdllm/imagegen/", 5, "imagegen"),
     ("jdllm/runner/", 4, "steps"),
     # Image models are trained with what serves them; text is trained without the engine's part.
@@ -95,7 +95,7 @@ HOST = (
 )
 # grain imports jax, so it counts as jax here.
 DEVICE_LIBRARIES = {"jax", "jaxlib", "flax", "optax", "orbax", "grain", "pallas_kernels"}
-MAY_JIT = ("jdllm/runner/", "jdllm/train/", "jdllm/sharding.py", "pallas_kernels/")
+MAY_JIT = ("jdllm/runner/", "jdllm/train/", "jdllm/models/random_parts.py", "pallas_kernels/")
 MAY_PRINT = (
     "jdllm/serve.py",
     "jdllm/convert.py",

@@ -40,6 +40,7 @@ from jdllm.models import decoder, decoder_config, random_parts, registry, split
 logger = logging.getLogger(__name__)
 
 Params = dict[str, jax.Array]
+RESIDUAL = frozenset({"w_out", "w_down"})  # what layers add to the residual stream
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +111,11 @@ def load(
         arrays = {path: array for path, array in arrays.items() if path not in of_adapter}
     match chosen:
         case "dummy":
-            params = dict(random_params_each(arrays, seed=seed, place=place))
+            params = dict(
+                random_params_each(
+                    arrays, seed=seed, place=place, num_layers=config.spec.num_layers
+                )
+            )
         case "orbax" if place is None:
             params = orbax_checkpoint.restore(directory, arrays, device.used())
         case "orbax" if place is not None:
@@ -291,11 +296,17 @@ def random_params_each(
     *,
     seed: int = 0,
     place: split.Placement | None = None,
+    num_layers: int | None = None,
 ) -> Iterator[tuple[str, jax.Array]]:
     """Yields the arrays of `random_params` one by one, and keeps none.
 
     They are on the default device, or the same where `place` puts them: each device draws its part.
+    With `num_layers`, what a layer adds to the residual stream is divided by sqrt(2 num_layers), as
+    in GPT-2 (Radford et al., 2019, section 2.3). Otherwise the tokens of a deep model grow alike,
+    and all go to the same experts: 17 of LLaDA2.0-flash's 256 had the 32 tokens of a block in its
+    last layer, not 163.
     """
+    residual = 1.0 if num_layers is None else (2 * num_layers) ** -0.5
     key = jax.random.key(seed, impl="threefry2x32")  # of which `random_parts` draws parts
     for i, (path, array) in enumerate(sorted(shapes.items())):
         of_path = jax.random.fold_in(key, i)
@@ -308,12 +319,12 @@ def random_params_each(
                 yield from place(path, np.asarray(filled)).items()
         elif place is None:
             drawn = jax.random.normal(of_path, array.shape, array.dtype)
-            yield path, _scaled(path, array, drawn)
+            yield path, _scaled(path, array, drawn, residual)
         else:
             for one in place.paths(path):
                 cut = place.cuts[one]
                 drawn = random_parts.normal(of_path, array.shape, array.dtype, cut, place.mesh)
-                yield one, jax.block_until_ready(_scaled(path, array, drawn))
+                yield one, jax.block_until_ready(_scaled(path, array, drawn, residual))
 
 
 def _is_bias(path: str) -> bool:
@@ -324,11 +335,12 @@ def _is_drawn(path: str, array: jax.ShapeDtypeStruct) -> bool:
     return not _is_bias(path) and len(array.shape) != 1
 
 
-def _scaled(path: str, whole: jax.ShapeDtypeStruct, drawn: jax.Array) -> jax.Array:
+def _scaled(path: str, whole: jax.ShapeDtypeStruct, drawn: jax.Array, residual: float) -> jax.Array:
     """Returns what was drawn for a parameter, or for a part of it, as its weights."""
     if path == "word_embeddings":
         return drawn
-    return drawn * jnp.asarray(_fan_in(path, whole.shape) ** -0.5, whole.dtype)
+    share = residual if path.rpartition(".")[2] in RESIDUAL else 1.0
+    return drawn * jnp.asarray(share * _fan_in(path, whole.shape) ** -0.5, whole.dtype)
 
 
 def _fan_in(path: str, shape: tuple[int, ...]) -> int:

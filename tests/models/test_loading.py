@@ -11,6 +11,7 @@ import safetensors.numpy
 
 from jdllm import errors
 from jdllm.models import decoder, loading
+from jdllm.runner import expert_use
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "data" / "goldens" / "llada2"
 
@@ -130,13 +131,28 @@ def test_dummy_weights_need_a_config_only(tmp_path):
     assert first.params["layers.1.mlp.router.weight"].dtype == jnp.float32
     assert params["word_embeddings"].std() == pytest.approx(1.0, rel=0.05)
     assert params["lm_head"].std() == pytest.approx(64**-0.5, rel=0.05)
-    assert params["layers.1.mlp.experts.w_down"].std() == pytest.approx(16**-0.5, rel=0.05)
-    assert params["layers.0.mlp.w_down"].std() == pytest.approx(96**-0.5, rel=0.05)
+    residual = (2 * first.spec.num_layers) ** -0.5
+    down, dense = params["layers.1.mlp.experts.w_down"], params["layers.0.mlp.w_down"]
+    assert down.std() == pytest.approx(residual * 16**-0.5, rel=0.05)
+    assert dense.std() == pytest.approx(residual * 96**-0.5, rel=0.05)
     assert (params["norm.weight"] == 1).all()
     assert (params["layers.1.mlp.router.expert_bias"] == 0).all()
     assert_same(load(tmp_path, load_format="dummy", seed=1, dtype="bfloat16").params, first.params)
     other = load(tmp_path, load_format="dummy", seed=2, dtype="bfloat16").params
     assert (np.asarray(other["lm_head"]) != np.asarray(first.params["lm_head"])).any()
+
+
+@pytest.mark.campaign
+def test_tokens_of_a_deep_dummy_go_to_different_experts(tmp_path):
+    """Else its speed would be that of a model which reads a fraction of the experts."""
+    source = json.loads((GOLDEN / "config.json").read_text())
+    deep = source | {"num_hidden_layers": 24, "num_experts": 64, "n_group": 1, "topk_group": 1}
+    (tmp_path / "config.json").write_text(json.dumps(deep))
+    loaded, k = load(tmp_path, load_format="dummy"), source["num_experts_per_tok"]
+    tokens = np.random.default_rng(0).permutation(300)[:32].astype(np.int32)
+    used = expert_use.distinct_experts(loaded, tokens)
+    expected = 64 * (1 - (1 - k / 64) ** 32)
+    assert len(used) == 23 and np.mean(used[-8:]) > 0.9 * expected
 
 
 def test_dummy_embeddings_of_equal_tokens_differ_by_position():

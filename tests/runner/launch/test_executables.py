@@ -24,6 +24,6 @@ def test_what_xla_flags_say_of_captured_graphs_holds(monkeypatch):
     assert executables.compiler_options(GPU) == {}
 
 
-def test_this_xla_knows_the_option():
-    options = {executables.GRAPH_OPTION: executables.CAPTURED}
+def test_this_xla_knows_the_options():
+    options = {executables.GRAPH_OPTION: executables.CAPTURED, **executables.FP8_OPTIONS}
     jax.jit(lambda x: x + 1).lower(1.0).compile(compiler_options=options)
