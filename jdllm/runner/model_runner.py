@@ -148,7 +148,12 @@ class Launch:
         return self._outputs.is_ready()  # pyright: ignore[reportAttributeAccessIssue] # jax.Array lacks it
 
     def result(self) -> batch_lib.LaunchResult:
-        """Waits for the launch and returns its result; raises the error if it failed."""
+        """Waits for the launch and returns its result; raises the error if it failed.
+
+        Over several devices it is the errors of all.
+        """
+        if found := over_mesh.faults(self._outputs):
+            raise jax.errors.JaxRuntimeError("; ".join(found))
         outputs = self._executable.packed.outputs.unpack(np.asarray(self._outputs))
         return self._executable.program.results(outputs, self._batch)
 

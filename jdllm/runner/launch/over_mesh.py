@@ -77,6 +77,23 @@ def on_every_rank(step: Step, params: Any, memory: Any, mesh: Mesh) -> Step:
     )
 
 
+def faults(result: jax.Array) -> list[str]:
+    """Waits for a result on every device of a mesh; returns what went wrong on each, in order.
+
+    JAX reads one device, and its error says nothing of the cause where it waited for another that
+    could not run, until it gave up. On one device there is nothing to wait for here: [].
+    """
+    if len(result.sharding.device_set) == 1:
+        return []
+    found = []
+    for shard in result.addressable_shards:
+        try:
+            jax.block_until_ready(shard.data)
+        except jax.errors.JaxRuntimeError as error:
+            found.append(f"device {shard.device.id}: {error}")
+    return found
+
+
 def _met(peers: pallas_kernels.Peers) -> pallas_kernels.Peers:
     """Returns `peers`, once the launch has begun on all ranks.
 
