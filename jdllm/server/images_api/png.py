@@ -39,7 +39,7 @@ def _compressed(image: UInt8[np.ndarray, "H W 3"]) -> bytes:
     filtered[:, 0], filtered[0, 1:] = FILTER_UP, lines[0]
     np.subtract(lines[1:], lines[:-1], out=filtered[1:, 1:])  # modulo 256, as the format wants
     deflate = zlib.compressobj(level=1, memLevel=9, strategy=zlib.Z_RLE)
-    return deflate.compress(filtered) + deflate.flush()
+    return deflate.compress(filtered.tobytes()) + deflate.flush()
 
 
 def _chunk(name: bytes, content: bytes) -> bytes:
