@@ -144,7 +144,7 @@ class Executables:
         self, bucket: batch_lib.Bucket, params: program_lib.Params, memory: program_lib.Memory
     ) -> Executable:
         found = self.trace(bucket, params, memory)
-        options = dict(self._options)
+        options: dict[str, str | bool] = {**self._options}
         if options and "fp8_matmul" in found.choices:
             options |= FP8_OPTIONS
         return Executable(
