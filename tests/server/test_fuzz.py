@@ -15,9 +15,10 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from support import compiling, stalls
+from support import compiling, cut_model, stalls
 from support.fuzz import asks, bodies, campaign, cases, checks, process, wire
 
+from jdllm.checkpoint import source
 from jdllm.server import metrics
 
 SEED = 18
@@ -33,14 +34,24 @@ NO_IDS = {one: [5, 6, 7] for one in asks.ASKS}
 
 @pytest.fixture
 def server(tmp_path) -> Iterator[tuple[process.Server, int]]:
-    with process.serving(tmp_path) as found:
+    """A server of few layers and few launches, which take longer to compile than to serve.
+
+    What the model says is never sure, so a lower threshold gives answers of as few steps.
+    """
+    model, options = tmp_path / "model", tmp_path / "options.yaml"
+    cut_model.write(model)
+    options.write_text("threshold: 0.05\n")
+    few = ("--max-running-requests=2", f"--dllm-algorithm-config={options}")
+    with process.serving(tmp_path, model, *few) as found:
         yield found
 
 
 @pytest.fixture
 def fast_server(tmp_path) -> Iterator[tuple[process.Server, int]]:
-    """A server that compiles for longer, and then takes a third of the time."""
-    with process.serving(tmp_path, XLA_FLAGS=compiling.flags_of_users()) as found:
+    """The bundled model's server; it compiles for longer, and then takes a third of the time."""
+    model = source.bundled_model()
+    env = {"XLA_FLAGS": compiling.flags_of_users()}
+    with process.serving(tmp_path, model, "--max-running-requests=4", **env) as found:
         yield found
 
 

@@ -10,19 +10,17 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
-from support import waiting
+from support import cut_model, waiting
 from support.fuzz import campaign
 
-from jdllm.checkpoint import source
 from jdllm.server import lifecycle
 
 START_S = 900.0  # beside another test run on two cores
 # As few launches as serve every kind of request.
 FLAGS = (
     "--port=0",
-    "--max-running-requests=4",
     "--context-length=512",
     "--chunked-prefill-size=64",
     "--dllm-algorithm=LowConfidence,JointThreshold",
@@ -36,14 +34,20 @@ FLAGS = (
 class Server:
     """A running server; `log` grows while it runs."""
 
-    def __init__(self, folder: pathlib.Path, env: Mapping[str, str]):
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        model: pathlib.Path,
+        flags: Sequence[str],
+        env: Mapping[str, str],
+    ):
         keys = folder / "keys"
         keys.write_text(f"{campaign.ATTACKER}\n{campaign.CLIENT}\n")
         keys.chmod(0o600)
         own = (f"--api-key-file={keys}", f"--admin-api-key={campaign.ADMIN}")
-        bundled = (source.bundled_model() / "model.safetensors").is_file()
-        load = () if bundled else ("--load-format=dummy",)
-        command = [sys.executable, "-m", "jdllm.serve", *FLAGS, *own, *load]
+        load = () if (model / cut_model.WEIGHTS).is_file() else ("--load-format=dummy",)
+        served = (f"--model-path={model}", *load, *flags)
+        command = [sys.executable, "-m", "jdllm.serve", *FLAGS, *own, *served]
         self.popen = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
         self.log: list[str] = []
         self._reader = threading.Thread(target=lambda: self.log.extend(self.popen.stderr))
@@ -69,9 +73,11 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(folder: pathlib.Path, **env: str) -> Iterator[tuple[Server, int]]:
-    """Yields a server and its port; `env` replaces variables of the environment."""
-    server = Server(folder, os.environ | env)
+def serving(
+    folder: pathlib.Path, model: pathlib.Path, *flags: str, **env: str
+) -> Iterator[tuple[Server, int]]:
+    """Yields a server of `model` and its port; `env` replaces variables of the environment."""
+    server = Server(folder, model, flags, os.environ | env)
     try:
         yield server, server.wait_ready()
     finally:
