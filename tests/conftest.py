@@ -1,5 +1,7 @@
 """Sets up compilation before a test module imports jax, and watches what a run takes."""
 
+import gc
+
 import pytest
 from support import compiling, resources
 
@@ -9,6 +11,10 @@ RESOURCES = resources.Resources()
 def pytest_configure(config):
     has_cache = config.pluginmanager.has_plugin("cacheprovider")
     compiling.set_up(str(config.cache.mkdir("compiled")) if has_cache else None)
+
+
+def pytest_collection_finish(session):
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
