@@ -14,7 +14,7 @@ NUM_PROBLEMS = 60
 
 @pytest.fixture(scope="module")
 def llm():
-    made = jdllm.LLM(max_running_requests=4, chunked_prefill_size=256)  # fewer programs to compile
+    made = jdllm.LLM(max_running_requests=2, chunked_prefill_size=64)  # fewer programs to compile
     yield made
     made.shutdown()
 

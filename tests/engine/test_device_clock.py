@@ -1,8 +1,9 @@
 """The device's idle time is arithmetic of samples."""
 
+import concurrent.futures
 import time
 
-from support.tiny_engine import make_engine
+from support import hash_engine
 from support.waiting import wait_until
 
 from jdllm.engine import device_clock
@@ -31,14 +32,27 @@ def test_a_pause_does_not_count():
 
 
 def test_the_time_without_requests_does_not_count_however_the_last_one_left():
-    with make_engine(disable_overlap_schedule=True, max_running_requests=1) as engine:
+    with hash_engine.make_engine() as engine:
         core, skipped_s = engine._built.core, []
+        core._overlaps = False
+        model = engine._built.runner
+        model.hold()  # or all would be written before it is aborted
         core.clock._now = lambda: time.monotonic() + sum(skipped_s)
         events = engine.generate(
-            input_ids=[1, 2, 3], sampling_params={"max_new_tokens": 100}, stream=True
+            input_ids=[1, 2, 3],
+            sampling_params={"max_new_tokens": 40, "ignore_eos": True},
+            stream=True,
         )
+        for _ in range(2):  # of the prompt, and of its first block
+            model.release_one()
         next(iter(events))
-        assert engine.abort(abort_all=True) <= 1
+        with concurrent.futures.ThreadPoolExecutor() as threads:
+            aborting = threads.submit(engine.abort, abort_all=True)
+            while not aborting.done():  # which is between two launches
+                model.release_one()
+                time.sleep(0.01)
+        assert aborting.result() == 1
+        model.go_on()
         wait_until(lambda: not core.has_work)
         hour_s = 3600.0
         engine._loop.call(lambda: skipped_s.append(hour_s)).result()  # between two rounds

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 import safetensors.numpy
+from support import hash_engine
 from support.tiny_engine import (
     BLOCK,
     GOLDEN,
@@ -233,9 +234,11 @@ def test_async_generate_refuses_all_prompts_together(engine):
 
 
 def test_offline_lists_are_not_bounded_by_the_servers_queue():
-    with make_engine(max_queued_requests=1, max_running_requests=1) as engine:
-        prompts = [[i] for i in range(6)]
-        assert len(engine.generate(input_ids=prompts, sampling_params={"max_new_tokens": 1})) == 6
+    count = hash_engine.ROWS + 2 * hash_engine.QUEUE
+    with hash_engine.make_engine() as engine:
+        prompts = [[i % hash_engine.VOCAB] for i in range(count)]
+        results = engine.generate(input_ids=prompts, sampling_params={"max_new_tokens": 1})
+    assert len(results) == count
 
 
 @pytest.mark.campaign
