@@ -9,7 +9,7 @@ import random
 import jax
 import numpy as np
 import pytest
-from support import golden_pipelines, image_launches, marks, step_cache_oracle
+from support import golden_pipelines, image_launches, step_cache_oracle
 from support.image_launches import NEGATIVE, PROMPTS, ROWS
 
 from jdllm import device as device_lib
@@ -23,12 +23,8 @@ ATOL_LATENTS = 6e-4  # that of test_golden_runs.py
 ATOL_ALONE = 5e-5  # that of test_step_launches.py
 LEAST_MARGIN = 1e-4  # of a change to a threshold: rounding must not decide
 
+
 # By default one stream; two streams in the campaign.
-of_few = pytest.mark.parametrize(
-    "golden", marks.every(3, golden_pipelines.PIPELINES), ids=lambda golden: golden.name
-)
-
-
 @functools.cache
 def small(golden):
     """Returns a pipeline with as many slots as the tests here need: residuals are large."""
@@ -95,7 +91,7 @@ def steps_of(row, device, *others, **options):
     return latents, skipped
 
 
-@of_few
+@golden_pipelines.of_few
 @pytest.mark.parametrize("negative", [None, NEGATIVE], ids=["plain", "guided"])
 def test_decisions_and_latents_are_those_of_a_plain_loop(golden, negative):
     request = ask(golden, 1, threshold_of(golden, 1, negative), negative=negative)
@@ -110,7 +106,7 @@ def test_decisions_and_latents_are_those_of_a_plain_loop(golden, negative):
     assert np.abs(latents[-1] - computed.latents[-1]).max() > 10 * ATOL_LATENTS
 
 
-@of_few
+@golden_pipelines.of_few
 def test_rows_that_skip_are_alone_what_they_are_among_rows_that_compute(golden):
     """In any slots, at different steps, beside a row that never skips and one that always does."""
     asked = [
@@ -145,7 +141,7 @@ def test_rows_that_skip_are_alone_what_they_are_among_rows_that_compute(golden):
         np.testing.assert_allclose(found[id(row)][0], latents, atol=ATOL_ALONE)
 
 
-@of_few
+@golden_pipelines.of_few
 def test_a_row_begins_without_the_residuals_of_the_one_before_it_in_its_slot(golden):
     on_device = device(golden)
     slot = on_device._slots[-1]
@@ -163,7 +159,7 @@ def test_a_row_begins_without_the_residuals_of_the_one_before_it_in_its_slot(gol
     np.testing.assert_allclose(latents[-1], wanted, atol=ATOL_LATENTS)
 
 
-@of_few
+@golden_pipelines.of_few
 def test_a_row_that_never_skips_is_the_row_without_a_cache(golden):
     plain, cached = (ask(golden, 2, threshold) for threshold in (0.0, 1e-9))
     products = []

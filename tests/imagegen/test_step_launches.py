@@ -74,7 +74,7 @@ def test_rows_that_join_at_any_step_are_as_if_alone(golden, seed):
         np.testing.assert_allclose(latents, alone(golden, row.request), atol=ATOL_ALONE)
 
 
-@golden_pipelines.of_each
+@golden_pipelines.of_few
 def test_noise_depends_on_the_seed_alone(golden):
     first = golden.ask(PROMPTS[1], seed=2**33 + 5, steps=3)
     others = [golden.ask(PROMPTS[2], seed=seed, steps=3) for seed in (5, 2**33, 6)]
@@ -162,7 +162,7 @@ def test_a_row_of_nan_ends_alone(golden):
     np.testing.assert_allclose(product, alone(golden, again), atol=ATOL_ALONE)
 
 
-@golden_pipelines.of_each
+@golden_pipelines.of_few
 def test_nan_in_a_caption_ends_its_rows_alone_and_leaves_nothing_in_the_entry(golden):
     device = golden.device()
     broken, other = device.enter(golden.ask(PROMPTS[2], seed=1), golden.ask(PROMPTS[0], seed=2))
@@ -182,7 +182,7 @@ def test_nan_in_a_caption_ends_its_rows_alone_and_leaves_nothing_in_the_entry(go
     )
 
 
-@golden_pipelines.of_each
+@golden_pipelines.of_few
 def test_nothing_compiles_after_the_start(golden):
     device = golden.device()
     device.finish(*device.enter(golden.ask()))  # small programs of the test itself, if any

@@ -143,7 +143,9 @@ def test_the_description_names_sources_and_masks_keys():
     ("argv", "text"),
     [
         (["--tp", "64"], "tp_size=64 needs 64"),
-        (["--quantization", "fp8"], "quantization='fp8'"),
+        pytest.param(
+            ["--quantization", "fp8"], "quantization='fp8'", marks=pytest.mark.campaign
+        ),  # another process
     ],
 )
 def test_the_program_exits_2_with_one_line(argv, text):
