@@ -16,6 +16,20 @@ OPEN = contextlib.ExitStack()  # engines of all modules here: half a gigabyte
 
 
 @functools.cache
+def edits_logits(session):
+    """Whether tests may ask plain engines or canvases for launches with logits.
+
+    Only tests of the campaign do: by default these launches, the largest, are not compiled there.
+    """
+    here = (one for one in session.items if FOLDER in one.path.parents)
+    return any(one.get_closest_marker("campaign") for one in here)
+
+
+def pytest_collection_finish(session):
+    canvas_engine.serves_logits = edits_logits(session)
+
+
+@functools.cache
 def last_here(session):
     """Returns the last test of this folder."""
     return next(one for one in reversed(session.items) if FOLDER in one.path.parents)
@@ -47,8 +61,9 @@ PLAIN = {
 
 
 @pytest.fixture(scope="session")
-def plain_engine():
-    return OPEN.enter_context(make_engine(with_logits=True, **PLAIN))
+def plain_engine(request):
+    with_logits = edits_logits(request.session)
+    return OPEN.enter_context(make_engine(with_logits=with_logits, **PLAIN))
 
 
 @pytest.fixture(scope="module")

@@ -39,6 +39,7 @@ FIRST_LETTER = 0x4E00  # of token 0; each token is a letter of its own
 
 
 OPEN = contextlib.ExitStack()  # the shared engines
+serves_logits = True  # whether they have launches for requests that edit their logits
 
 
 def close_shared():
@@ -58,7 +59,7 @@ def shared(family):
         engine = make(
             family,
             short_row_tokens=SHORT_CANVAS[family],
-            with_logits=True,
+            with_logits=serves_logits,
             tokenizer_path=directory,
             skip_tokenizer_init=False,
             max_total_tokens=1 << 15,
