@@ -30,7 +30,7 @@ from jdllm.tasks import example
 START_S = 900.0  # beside another test run on two cores
 # Few programs to compile; of the default model those of `engine/test_bundled_model.py`.
 SHAPES = {
-    None: {"max_running_requests": 4, "chunked_prefill_size": 256},
+    None: {"max_running_requests": 2, "chunked_prefill_size": 64},
     "jdllm-nano-canvas": {"max_running_requests": 1},
 }
 URL = "http://127.0.0.1:30000"
