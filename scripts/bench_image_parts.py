@@ -49,6 +49,7 @@ STEP = -0.01  # of sigma: the latents stay finite over thousands of steps
 TOP_KERNELS = 14
 SHORT_CAPTION = 64  # tokens of a caption where captions are not padded
 MOST_IDS = 1000  # of the ids that encoders read
+SPLIT_LINES = ("transformer", "with product")  # over GPUs; of the others each computes all
 Point = tuple[int, int]
 # Of one row, from the component's config: of a transformer and its tokens of image and caption, of
 # an autoencoder and the sides of latents.
@@ -138,7 +139,9 @@ def main() -> None:
         for point in points:
             for line, build in builds:
                 work = build(Measured(pipeline, model, params, count), point)
-                measure(line, work if mesh is None else over(mesh, work), options)
+                if mesh is not None:
+                    work = over(mesh, work, is_split=line in SPLIT_LINES)
+                measure(line, work, options)
         for array in model.params.values():
             array.delete()
 
@@ -212,8 +215,8 @@ def modulate(of: Measured, point: Point, *, caption_tokens: int) -> Work:
     return Work(f"{side}x{batch}", step, (of.params, captions, windows), flops)
 
 
-def over(mesh: Mesh, work: Work) -> Work:
-    """Returns the same work on every device of a mesh, with the FLOPs of each."""
+def over(mesh: Mesh, work: Work, *, is_split: bool) -> Work:
+    """Returns work on every device of a mesh, with the FLOPs of each: a part, or the whole."""
     params, *inputs, state = work.arguments
 
     def on_rank(params: Any, memory: Any, inputs: Any) -> tuple[Any, None]:
@@ -225,7 +228,7 @@ def over(mesh: Mesh, work: Work) -> Work:
     def step(params: Any, *arguments: Any) -> Any:
         return everywhere(params, {"state": arguments[-1]}, list(arguments[:-1]))[0]["state"]
 
-    flops = work.flops / mesh.devices.size
+    flops = work.flops / mesh.devices.size if is_split else work.flops
     return dataclasses.replace(work, step=step, arguments=(params, *inputs, state), flops=flops)
 
 
@@ -321,10 +324,7 @@ def time_steps(
     began = time.perf_counter()
     with pallas_kernels.record_choices() as choices:
         lowered = jax.jit(step, donate_argnums=len(arguments) - 1).lower(*arguments)
-    chosen: dict[str, str | bool] = {}
-    if "fp8_matmul" in choices and jax.devices()[0].platform == "gpu":
-        chosen |= executables.FP8_OPTIONS
-    compiled = lowered.compile(compiler_options=chosen)
+    compiled = lowered.compile(compiler_options={**executables.fp8_options(choices)})
     compile_s = time.perf_counter() - began
     *fixed, state = arguments
 

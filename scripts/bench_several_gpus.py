@@ -30,13 +30,16 @@ import json
 import math
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import floors
+import one_batch_in_turn
 
 from jdllm.models import loading
 
@@ -63,12 +66,17 @@ def main() -> None:
     parser.add_argument("--output-len", type=int, default=128)
     parser.add_argument("--skews", type=int, default=1000)
     parser.add_argument("--soak-minutes", type=float, default=5.0)
-    parser.add_argument("--limit-s", type=float, default=900.0, help="of one part")
+    parser.add_argument(
+        "--limit-s", type=float, default=900.0, help="of a part, or of those together"
+    )
     parser.add_argument("--log-dir", type=pathlib.Path, default=pathlib.Path("several-gpus"))
     parser.add_argument("--together", nargs="+", metavar="SHARE", help="of the GPUs' memory")
     parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="to text models")
     args = parser.parse_args()
     args.log_dir.mkdir(parents=True, exist_ok=True)
+    for part in args.parts:
+        for old in (log_of(part, args), result_of(part, args)):
+            old.unlink(missing_ok=True)
     if args.together:
         run_together([part for part in args.parts if part in CONFIGS], args)
     for part in args.parts:
@@ -76,7 +84,7 @@ def main() -> None:
             show(part, args)
             continue
         began = time.monotonic()
-        log = args.log_dir / f"tp{args.tp_size}-{part}.log"
+        log = log_of(part, args)
         ends = [run(command, log, args.limit_s) for command in commands(part, args)]
         say(f"## {part}: {', '.join(ends)} after {time.monotonic() - began:.0f} s, {log}")
         if part in CONFIGS:
@@ -89,7 +97,7 @@ def commands(part: str, args: argparse.Namespace) -> list[list[str]]:
     """Returns the command lines of a part."""
     tp, python = str(args.tp_size), sys.executable
     if part in CONFIGS:
-        result = args.log_dir / f"tp{tp}-{part}.jsonl"
+        result = result_of(part, args)
         line = [python, "-m", "jdllm.bench.one_batch", "--model-path", CONFIGS[part]]
         line += ["--load-format", "dummy", "--tp-size", tp, "--result-filename", str(result)]
         line += ["--batch-size", *args.batch_size, "--threshold", *args.threshold]
@@ -114,48 +122,71 @@ def run_together(parts: list[str], args: argparse.Namespace) -> None:
     """Runs the benchmarks of text models, which compile at the same time and measure in turn."""
     if len(parts) != len(args.together):
         raise SystemExit(f"--together takes a share for each of {', '.join(parts)}")
-    turns = tempfile.TemporaryDirectory()
-    processes = []
-    for number, (part, share) in enumerate(zip(parts, args.together, strict=True)):
-        ((python, _, _, *flags),) = commands(part, args)
-        script = [python, str(SCRIPTS / "one_batch_in_turn.py"), turns.name]
-        log = (args.log_dir / f"tp{args.tp_size}-{part}.log").open("a")
-        processes.append(
-            subprocess.Popen(
-                [*script, str(number), str(len(parts)), *flags],
-                stdout=log,
-                stderr=log,
-                env=os.environ | {"XLA_PYTHON_CLIENT_MEM_FRACTION": share},
-            )
-        )
-    until = time.monotonic() + args.limit_s
-    for part, process in zip(parts, processes, strict=True):
-        try:
-            code = process.wait(timeout=max(0.0, until - time.monotonic()))
-            say(f"## {part}: ended with {code}")
-        except subprocess.TimeoutExpired:
-            process.kill()
-            say(f"## {part}: stopped after {args.limit_s:.0f} s")
+    with tempfile.TemporaryDirectory() as folder:
+        running = {}
+        for number, (part, share) in enumerate(zip(parts, args.together, strict=True)):
+            ((python, _, _, *flags),) = commands(part, args)
+            script = [python, str(SCRIPTS / "one_batch_in_turn.py"), folder]
+            environment = os.environ | {"XLA_PYTHON_CLIENT_MEM_FRACTION": share}
+            command = [*script, str(number), str(len(parts)), *flags]
+            running[number] = start(command, log_of(part, args), environment)
+        until = time.monotonic() + args.limit_s
+        while running and time.monotonic() < until:
+            for number, process in list(running.items()):
+                if process.poll() is not None:
+                    say(f"## {parts[number]}: ended with {running.pop(number).returncode}")
+                    # However it ended, the others need not wait for it.
+                    for name in (one_batch_in_turn.READY, one_batch_in_turn.DONE):
+                        (pathlib.Path(folder) / f"{name}-{number}").touch()
+            time.sleep(1)
+        for number, process in running.items():
+            stop(process)
+            say(f"## {parts[number]}: stopped after {args.limit_s:.0f} s")
 
 
 def run(command: list[str], log: pathlib.Path, limit_s: float) -> str:
     """Runs a command whose output is added to `log`; returns how it ended."""
+    process = start(command, log, os.environ)
+    try:
+        code = process.wait(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        stop(process)
+        return f"stopped after {limit_s:.0f} s"
+    return "done" if code == 0 else f"FAILED with {code}"
+
+
+def start(
+    command: list[str], log: pathlib.Path, environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """Starts a command in a group of its own."""
     with log.open("a") as out:
         out.write(f"$ {' '.join(command)}\n")
         out.flush()
-        try:
-            code = subprocess.run(command, stdout=out, stderr=out, timeout=limit_s).returncode
-        except subprocess.TimeoutExpired:
-            return f"stopped after {limit_s:.0f} s"
-    return "done" if code == 0 else f"FAILED with {code}"
+        return subprocess.Popen(
+            command, stdout=out, stderr=out, env=environment, start_new_session=True
+        )
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """Ends a command and all that it has started, such as a server, which would keep the GPUs."""
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def log_of(part: str, args: argparse.Namespace) -> pathlib.Path:
+    return args.log_dir / f"tp{args.tp_size}-{part}.log"
+
+
+def result_of(part: str, args: argparse.Namespace) -> pathlib.Path:
+    return args.log_dir / f"tp{args.tp_size}-{part}.jsonl"
 
 
 def show(part: str, args: argparse.Namespace) -> None:
     """Prints the rows that a part has measured."""
-    result = args.log_dir / f"tp{args.tp_size}-{part}.jsonl"
+    result = result_of(part, args)
     rows = [json.loads(line) for line in result.read_text().splitlines()] if result.exists() else []
     if not rows:
-        say((args.log_dir / f"tp{args.tp_size}-{part}.log").read_text()[-3000:])
+        say(log_of(part, args).read_text()[-3000:])
         return
     floors.measured_on(rows[0]["device"])
     say(f"# {rows[0]['command']}\n# {args.tp_size} x {rows[0]['device']}")

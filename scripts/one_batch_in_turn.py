@@ -4,8 +4,9 @@
 
 Compiling takes minutes in which the GPUs idle. So OF such processes start together, NUMBER counts
 them from 0, and FOLDER is where they meet: each leaves a file there when its engine is ready, waits
-until all are, and measures when those before it have ended. One that fails leaves the file, too.
-Each must be given its share of the GPUs' memory (`XLA_PYTHON_CLIENT_MEM_FRACTION`).
+until all are, and measures when those before it have ended. Whoever starts them leaves the files of
+one that has ended (`bench_several_gpus.py` does). Each must be given its share of the GPUs' memory
+(`XLA_PYTHON_CLIENT_MEM_FRACTION`).
 """
 
 from __future__ import annotations
@@ -16,24 +17,20 @@ import time
 
 from jdllm.bench import in_process, one_batch
 
+READY, DONE = "ready", "done"  # of files
 POLL_S = 0.2
 
 
 def main() -> None:
     folder, number, count = pathlib.Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    options = one_batch.parse_args(sys.argv[4:])
-    ready, done = (folder / f"{name}-{number}" for name in ("ready", "done"))
-    began = time.monotonic()
-    try:
-        with in_process.open_engine(one_batch.engine_config(options)) as engine:
-            sys.stdout.write(f"# ready after {time.monotonic() - began:.0f} s\n")
-            ready.touch()
-            wait_for([folder / f"ready-{other}" for other in range(count)])
-            wait_for([folder / f"done-{other}" for other in range(number)])
-            one_batch.run_on(engine, options)
-    finally:
-        ready.touch()
-        done.touch()
+    options, began = one_batch.parse_args(sys.argv[4:]), time.monotonic()
+    one_batch.check(options)
+    with in_process.open_engine(one_batch.engine_config(options)) as engine:
+        sys.stdout.write(f"# ready after {time.monotonic() - began:.0f} s\n")
+        (folder / f"{READY}-{number}").touch()
+        wait_for([folder / f"{READY}-{other}" for other in range(count)])
+        wait_for([folder / f"{DONE}-{other}" for other in range(number)])
+        one_batch.run_on(engine, options)
 
 
 def wait_for(files: list[pathlib.Path]) -> None:

@@ -30,7 +30,6 @@ REPORTED_OPTIONS = (
     "max_prefill_tokens",
     "num_continuous_decode_steps",
     "disable_fused_commit",
-    "disable_draft_adapter",
     "disable_overlap_schedule",
     "schedule_policy",
     "disable_radix_cache",
@@ -117,6 +116,7 @@ def surroundings(engine: engine_lib.Engine) -> dict[str, Any]:
             "context_length": engine.context_length,
             "max_running_requests": engine.max_running_requests,
             "max_total_tokens": engine.max_total_tokens,
+            "has_draft_adapter": engine.model.config.has_draft_adapter,
             "block_size": engine.spec.diffusion.block_size,
         },
     }

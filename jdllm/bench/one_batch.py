@@ -68,17 +68,22 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Measures every combination of the lists, prints and appends each result; returns them."""
+    check(options)
+    with in_process.open_engine(engine_config(options)) as engine:
+        return run_on(engine, options)
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raises a ConfigError for options that cannot be measured, before an engine is built."""
     tables.check_writable(options.result_filename)
     dllm = command_line.dllm_options(options.dllm)
     if "threshold" in dllm and options.threshold != [None]:
         raise errors.ConfigError("--threshold and --dllm threshold=... disagree; give one")
     sampling_params.DllmParams.from_mapping(dllm)
-    with in_process.open_engine(engine_config(options)) as engine:
-        return run_on(engine, options)
 
 
 def run_on(engine: engine_lib.Engine, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Does what `run` does with an engine that has `engine_config(options)`."""
+    """Does what `run` does with an engine of `engine_config(options)`, which `check` has passed."""
     dllm = command_line.dllm_options(options.dllm)
     points = list(
         itertools.product(

@@ -38,5 +38,6 @@ class LowRank(nnx.Module):
     def __call__(self, x: Float[Array, "T D"], is_used: Bool[Array, " T"]) -> Float[Array, "T F"]:
         """Returns what the adapter adds, in the dtype of `x`: 0 for tokens that do not use it."""
         inner = jnp.einsum("TD,rD->Tr", x, self.down[...], preferred_element_type=jnp.float32)
-        inner = jnp.where(is_used[:, None], inner * self.config.scale, 0.0)
-        return inner.astype(x.dtype) @ self.up[...].T.astype(x.dtype)
+        inner = (inner * self.config.scale).astype(x.dtype)
+        found = inner @ self.up[...].T.astype(x.dtype)
+        return jnp.where(is_used[:, None], found, 0)  # also where a weight is not finite

@@ -307,7 +307,7 @@ def random_params_each(
     last layer, not 163.
     """
     residual = 1.0 if num_layers is None else (2 * num_layers) ** -0.5
-    key = jax.random.key(seed, impl="threefry2x32")  # of which `random_parts` draws parts
+    key = jax.random.key(seed, impl=random_parts.KIND)
     for i, (path, array) in enumerate(sorted(shapes.items())):
         of_path = jax.random.fold_in(key, i)
         if not _is_drawn(path, array):
@@ -318,7 +318,8 @@ def random_params_each(
             else:
                 yield from place(path, np.asarray(filled)).items()
         elif place is None:
-            drawn = jax.random.normal(of_path, array.shape, array.dtype)
+            with jax.threefry_partitionable(True):  # as `random_parts` draws
+                drawn = jax.random.normal(of_path, array.shape, array.dtype)
             yield path, _scaled(path, array, drawn, residual)
         else:
             for one in place.paths(path):

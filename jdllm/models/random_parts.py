@@ -20,6 +20,7 @@ from jaxtyping import Array, UInt32
 
 from jdllm import sharding
 
+KIND = "threefry2x32"  # of keys
 MOST_INDICES = 1 << 32  # in the whole array; larger ones have a second word, which is 0 here
 
 
@@ -32,7 +33,8 @@ def normal(
     """
     if math.prod(shape) >= MOST_INDICES:
         raise ValueError(f"{shape} has more numbers than are drawn in parts")
-    return _program(shape, jnp.dtype(dtype), how, mesh)(jax.random.key_data(key))
+    with jax.threefry_partitionable(True):
+        return _program(shape, jnp.dtype(dtype), how, mesh)(jax.random.key_data(key))
 
 
 @functools.lru_cache(maxsize=64)  # layers have the same shapes; a compilation takes a second
@@ -42,7 +44,7 @@ def _program(
     if how is None:
         whole = NamedSharding(mesh, sharding.REPLICATED)
         return jax.jit(
-            lambda data: jax.random.normal(jax.random.wrap_key_data(data), shape, dtype),
+            lambda data: jax.random.normal(jax.random.wrap_key_data(data, impl=KIND), shape, dtype),
             out_shardings=whole,
         )
     tp = mesh.devices.size

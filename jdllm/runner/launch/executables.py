@@ -32,7 +32,7 @@ GRAPH_OPTION = "xla_gpu_enable_command_buffer"
 CAPTURED = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
 # XLA tries Triton's kernels for every product of 8-bit floats: a step of FLUX.1 took 104 s to
 # compile, and 36 s without; cuBLASLt's, which remain, are as fast (28.9 ms for 29.5, H200).
-FP8_OPTIONS = {"xla_gpu_enable_triton_gemm": "False"}
+FP8_OPTION = "xla_gpu_enable_triton_gemm"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,9 +144,7 @@ class Executables:
         self, bucket: batch_lib.Bucket, params: program_lib.Params, memory: program_lib.Memory
     ) -> Executable:
         found = self.trace(bucket, params, memory)
-        options: dict[str, str | bool] = {**self._options}
-        if options and "fp8_matmul" in found.choices:
-            options |= FP8_OPTIONS
+        options: dict[str, str | bool] = {**self._options, **fp8_options(found.choices)}
         return Executable(
             program=found.program,
             packed=found.packed,
@@ -178,3 +176,10 @@ def compiler_options(device: device_facts.DeviceFacts) -> dict[str, str]:
     if not device.uses_cuda_graphs or GRAPH_OPTION in os.environ.get("XLA_FLAGS", ""):
         return {}
     return {GRAPH_OPTION: CAPTURED}
+
+
+def fp8_options(choices: pallas_kernels.Choices) -> dict[str, str]:
+    """Returns options for a program that multiplies 8-bit floats, none of the user's XLA_FLAGS."""
+    multiplies = any(one.implementation == "xla_fp8" for one in choices.get("fp8_matmul", ()))
+    is_given = FP8_OPTION in os.environ.get("XLA_FLAGS", "")
+    return {FP8_OPTION: "False"} if multiplies and not is_given else {}

@@ -5,6 +5,7 @@ import pytest
 
 from jdllm import device_facts
 from jdllm.runner.launch import executables
+from pallas_kernels import dispatch
 
 CPU = device_facts.DeviceFacts(platform="cpu", device_kind="cpu")
 GPU = device_facts.DeviceFacts(platform="gpu", device_kind="NVIDIA H200")
@@ -25,5 +26,17 @@ def test_what_xla_flags_say_of_captured_graphs_holds(monkeypatch):
 
 
 def test_this_xla_knows_the_options():
-    options = {executables.GRAPH_OPTION: executables.CAPTURED, **executables.FP8_OPTIONS}
+    options = {executables.GRAPH_OPTION: executables.CAPTURED, executables.FP8_OPTION: "False"}
     jax.jit(lambda x: x + 1).lower(1.0).compile(compiler_options=options)
+
+
+def test_programs_with_products_of_8_bit_floats_do_not_try_triton(monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    fast, wide = (
+        {"fp8_matmul": [dispatch.Choice(implementation=name, refusals={})]}
+        for name in ("xla_fp8", "xla")
+    )
+    assert executables.fp8_options(fast) == {executables.FP8_OPTION: "False"}
+    assert executables.fp8_options(wide) == executables.fp8_options({}) == {}
+    monkeypatch.setenv("XLA_FLAGS", f"--{executables.FP8_OPTION}=true")
+    assert executables.fp8_options(fast) == {}
