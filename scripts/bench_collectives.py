@@ -128,8 +128,9 @@ def _program(
 
     params, memory = whole(arrays), {"x": arrays["part"]}
     everywhere = jax.jit(over_mesh.on_every_rank(step, params, memory, mesh))
-    options: dict[str, str | bool] = {}
-    options |= executables.compiler_options(device.facts(mesh.devices.size))
+    options: dict[str, str | bool] = {
+        **executables.compiler_options(device.facts(mesh.devices.size))
+    }
     if options:  # a loop with little around it is no graph by default
         options[SMALL_GRAPHS] = "1"
     compiled = everywhere.lower(params, memory, None).compile(compiler_options=options)
@@ -143,18 +144,20 @@ def _idle(turns: jax.Array) -> jax.Array:
     return jnp.sum(work) * 0
 
 
-def _arrays(mesh: Mesh, tokens: int, width: int, turns: np.ndarray | None = None) -> Arrays:
+def _arrays(mesh: Mesh, tokens: int, width: int) -> Arrays:
     rng = np.random.default_rng(tokens + width)
     tp = mesh.devices.size
     split, whole = (NamedSharding(mesh, spec) for spec in (sharding.SPLIT, sharding.REPLICATED))
     part = rng.normal(size=(tp, tokens, width)).astype(jnp.bfloat16)
     weight = rng.normal(size=(width,)).astype(jnp.bfloat16)
-    turns = np.zeros(tp, np.int32) if turns is None else turns
-    return {
-        "part": jax.device_put(part, split),
-        "weight": jax.device_put(weight, whole),
-        "turns": jax.device_put(turns[:, None], split),
-    }
+    arrays = {"part": jax.device_put(part, split), "weight": jax.device_put(weight, whole)}
+    return _with_turns(arrays, mesh, np.zeros(tp))
+
+
+def _with_turns(arrays: Arrays, mesh: Mesh, turns: np.ndarray) -> Arrays:
+    """Returns the arrays of ranks that `_idle` for so many turns each, and below 0 do not come."""
+    split = NamedSharding(mesh, sharding.SPLIT)
+    return {**arrays, "turns": jax.device_put(turns.astype(np.int32)[:, None], split)}
 
 
 def _timed(
@@ -186,28 +189,24 @@ def _skewed(mesh: Mesh, buffers: peer_buffers.PeerBuffers, count: int) -> float:
     arrays = _arrays(mesh, 32, 2048)
     run = _program(mesh, buffers, 2, arrays, waits=True)
     expected = _same_on_all(run(arrays))
-    split = NamedSharding(mesh, sharding.SPLIT)
-
-    def with_turns(turns: np.ndarray) -> Arrays:
-        return {**arrays, "turns": jax.device_put(turns.astype(np.int32)[:, None], split)}
-
     for _ in tqdm(range(count), desc="skews", disable=None):
-        found = _same_on_all(run(with_turns(rng.integers(0, MOST_TURNS, tp))))
+        found = _same_on_all(run(_with_turns(arrays, mesh, rng.integers(0, MOST_TURNS, tp))))
         np.testing.assert_array_equal(found, expected)
-    times = [_timed(run, with_turns(np.full(tp, turns)), 5)[2] for turns in (MOST_TURNS, 0)]
-    return 1e3 * (times[0] - times[1])
+    most, none = (
+        _timed(run, _with_turns(arrays, mesh, np.full(tp, turns)), 5)[2]
+        for turns in (MOST_TURNS, 0)
+    )
+    return 1e3 * (most - none)
 
 
 def _without_last(mesh: Mesh, buffers: peer_buffers.PeerBuffers) -> str:
     """Returns how a launch ends in whose sums one rank takes no part; the GPUs are lost with it."""
-    turns = np.zeros(mesh.devices.size, np.int32)
-    arrays = _arrays(mesh, 32, 2048, turns)
+    arrays, of = _arrays(mesh, 32, 2048), mesh.devices.size
     run = _program(mesh, buffers, 2, arrays, waits=True)
-    turns[-1] = -1
-    arrays = _arrays(mesh, 32, 2048, turns)
+    arrays = _with_turns(arrays, mesh, np.array([*[0] * (of - 1), -1]))
     began = time.perf_counter()
     found = over_mesh.faults(run(arrays))
-    took_s, of = time.perf_counter() - began, mesh.devices.size
+    took_s = time.perf_counter() - began
     lines = "; ".join(fault.splitlines()[0] for fault in found)
     return f"a rank never came: errors on {len(found)} of {of} after {took_s:.1f} s: {lines}\n"
 

@@ -20,7 +20,6 @@ import dataclasses
 import functools
 import pathlib
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -32,6 +31,7 @@ from jax.sharding import Mesh
 
 import pallas_kernels
 from jdllm import device, sharding
+from jdllm.bench import tables
 from jdllm.imagegen import loaded, pipeline_folder, sizes, state
 from jdllm.imagegen.pipelines import interface
 from jdllm.models.images import (
@@ -115,8 +115,8 @@ def main() -> None:
     )
     caption = options.caption_tokens or default_caption(pipeline)
     kind = jax.devices()[0].device_kind
-    say(f"# {options.pipeline}, {caption} caption tokens, {options.tp_size} x {kind}")
-    say("part             point      ms   F790   F650  of F650  temp GB  compile s")
+    tables.say(f"# {options.pipeline}, {caption} caption tokens, {options.tp_size} x {kind}")
+    tables.say("part             point      ms   F790   F650  of F650  temp GB  compile s")
     texts = [name for name in folder.models if name.startswith("text_encoder")]
     step = functools.partial(transformer, caption_tokens=caption)
     steps = [("transformer", step)]
@@ -295,15 +295,17 @@ def measure(name: str, work: Work, options: argparse.Namespace) -> None:
     """Compiles, warms, times and prints one point."""
     timed = time_steps(work.step, work.arguments, options)
     f790, f650 = (1e3 * work.flops / (rate * 1e12) for rate in (790, 650))
-    say(
+    tables.say(
         f"{name:14s} {work.point:>7s} {timed.ms:7.2f} {f790:6.1f} {f650:6.1f} "
         f"{timed.ms / f650:8.2f} {timed.temp_gb:8.2f} {timed.compile_s:8.1f}"
     )
     if options.profile:
         found = kernel_profile.profile(timed.run_three, timed.hlo, SCOPES, 3)
-        say(f"  busy {found.busy_ms:.2f} ms, {found.launches} kernels; " + str(found.by_scope))
+        tables.say(
+            f"  busy {found.busy_ms:.2f} ms, {found.launches} kernels; " + str(found.by_scope)
+        )
         for scope, kernel, kernel_ms, launches in found.by_kernel[:TOP_KERNELS]:
-            say(f"  {kernel_ms:8.3f} ms {launches:4d} x {scope:14s} {kernel[:70]}")
+            tables.say(f"  {kernel_ms:8.3f} ms {launches:4d} x {scope:14s} {kernel[:70]}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -356,11 +358,6 @@ def time_steps(
         hlo=compiled.as_text() or "",
         run_three=run_three,
     )
-
-
-def say(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
 
 
 def parse_point(text: str) -> Point:

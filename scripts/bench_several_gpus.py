@@ -41,6 +41,7 @@ from typing import Any
 import floors
 import one_batch_in_turn
 
+from jdllm.bench import tables
 from jdllm.models import loading
 
 SCRIPTS = pathlib.Path(__file__).parent
@@ -86,11 +87,11 @@ def main() -> None:
         began = time.monotonic()
         log = log_of(part, args)
         ends = [run(command, log, args.limit_s) for command in commands(part, args)]
-        say(f"## {part}: {', '.join(ends)} after {time.monotonic() - began:.0f} s, {log}")
+        tables.say(f"## {part}: {', '.join(ends)} after {time.monotonic() - began:.0f} s, {log}")
         if part in CONFIGS:
             show(part, args)
         else:
-            say(log.read_text()[-6000:])
+            tables.say(log.read_text()[-6000:])
 
 
 def commands(part: str, args: argparse.Namespace) -> list[list[str]]:
@@ -134,14 +135,14 @@ def run_together(parts: list[str], args: argparse.Namespace) -> None:
         while running and time.monotonic() < until:
             for number, process in list(running.items()):
                 if process.poll() is not None:
-                    say(f"## {parts[number]}: ended with {running.pop(number).returncode}")
+                    tables.say(f"## {parts[number]}: ended with {running.pop(number).returncode}")
                     # However it ended, the others need not wait for it.
                     for name in (one_batch_in_turn.READY, one_batch_in_turn.DONE):
                         (pathlib.Path(folder) / f"{name}-{number}").touch()
             time.sleep(1)
         for number, process in running.items():
             stop(process)
-            say(f"## {parts[number]}: stopped after {args.limit_s:.0f} s")
+            tables.say(f"## {parts[number]}: stopped after {args.limit_s:.0f} s")
 
 
 def run(command: list[str], log: pathlib.Path, limit_s: float) -> str:
@@ -186,17 +187,17 @@ def show(part: str, args: argparse.Namespace) -> None:
     result = result_of(part, args)
     rows = [json.loads(line) for line in result.read_text().splitlines()] if result.exists() else []
     if not rows:
-        say(log_of(part, args).read_text()[-3000:])
+        tables.say(log_of(part, args).read_text()[-3000:])
         return
     floors.measured_on(rows[0]["device"])
-    say(f"# {rows[0]['command']}\n# {args.tp_size} x {rows[0]['device']}")
-    say(f"{'model':9s} threshold batch  ms/forward  floor  ratio  tokens/s  idle")
+    tables.say(f"# {rows[0]['command']}\n# {args.tp_size} x {rows[0]['device']}")
+    tables.say(f"{'model':9s} threshold batch  ms/forward  floor  ratio  tokens/s  idle")
     for row in rows:
         floor = share_ms(CONFIGS[part], row["batch_size"], args)
         # All blocks of few forwards may arrive together.
         ms = 1e3 * (row["median_decode_latency"] or row["mean_decode_latency"] or math.nan)
         idle = row["device_idle_fraction"]
-        say(
+        tables.say(
             f"{part:9s} {row['threshold']:9.2f} {row['batch_size']:5d} {ms:11.2f} {floor:6.2f} "
             f"{ms / floor:6.2f} {row['output_throughput']:9.1f}  "
             + ("n/a" if idle is None else f"{idle:.1%}")
@@ -209,11 +210,6 @@ def share_ms(config: str, rows: int, args: argparse.Namespace) -> float:
     context = args.input_len + args.output_len // 2
     work = floors.forward(read, rows=rows, new_tokens=BLOCK, context=context, head=True)
     return floors.total_floor_ms(work) / args.tp_size
-
-
-def say(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

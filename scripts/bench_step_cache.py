@@ -19,6 +19,7 @@ import bench_image_parts as parts
 import jax
 import jax.numpy as jnp
 
+from jdllm.bench import tables
 from jdllm.imagegen import pipeline_folder
 from jdllm.imagegen.pipelines import interface, registry
 from jdllm.models.images import step_cache
@@ -48,7 +49,7 @@ def main() -> None:
     )
     prefix = interface.prefix_of("transformer")
     params = {prefix + path: array for path, array in model.params.items()}
-    parts.say("point      skipped      ms       of no cache  residuals GB  temp GB  compile s")
+    tables.say("point      skipped      ms       of no cache  residuals GB  temp GB  compile s")
     for point in options.points:
         plain_ms = None
         for rate in (None, *options.skip_rates):
@@ -57,7 +58,7 @@ def main() -> None:
             timed = parts.time_steps(step, arguments, options)
             plain_ms = plain_ms or timed.ms
             shown = "no cache" if rate is None else f"{100 * rate:.0f} %"
-            parts.say(
+            tables.say(
                 f"{point[0]}x{point[1]:<5d} {shown:>8s} {timed.ms:7.2f} "
                 f"{timed.ms / plain_ms:16.3f} {held_gb:13.2f} {timed.temp_gb:8.2f} "
                 f"{timed.compile_s:10.1f}"

@@ -40,10 +40,12 @@ def distinct_experts(model: loading.LoadedModel, tokens: Int[np.ndarray, " T"]) 
         )
         return chosen
 
-    run, mesh = forward, over_mesh.mesh_of(model.params)
-    if mesh is not None:  # the router is whole on every rank
+    mesh = over_mesh.mesh_of(model.params)
+    if mesh is None:
+        chosen = jax.jit(forward)(model.params, tokens)
+    else:  # the router is whole on every rank
         everywhere = over_mesh.on_every_rank(
             lambda params, memory, tokens: (memory, forward(params, tokens)), model.params, {}, mesh
         )
-        run = lambda params, tokens: everywhere(params, {}, tokens)[1]  # noqa: E731
-    return [len(np.unique(ids)) for ids in jax.jit(run)(model.params, tokens)]
+        _, chosen = jax.jit(everywhere)(model.params, {}, tokens)
+    return [len(np.unique(ids)) for ids in chosen]

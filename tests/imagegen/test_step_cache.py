@@ -24,7 +24,6 @@ ATOL_ALONE = 5e-5  # that of test_step_launches.py
 LEAST_MARGIN = 1e-4  # of a change to a threshold: rounding must not decide
 
 
-# By default one stream; two streams in the campaign.
 @functools.cache
 def small(golden):
     """Returns a pipeline with as many slots as the tests here need: residuals are large."""

@@ -28,8 +28,6 @@ XLA_FLAGS = [
 ]
 if importlib.metadata.version("jaxlib").startswith("0.10."):
     XLA_FLAGS.append("--xla_cpu_use_fusion_emitters=false")
-
-
 COLLECT_AFTER = (50_000, 10, 10)  # objects that are new, and collections of those
 
 
