@@ -47,6 +47,7 @@ def main() -> None:
             dtype=jnp.dtype(options.dtype),
         )
     )
+    options.caption_tokens = options.caption_tokens or parts.default_caption(pipeline)
     prefix = interface.prefix_of("transformer")
     params = {prefix + path: array for path, array in model.params.items()}
     tables.say("point      skipped      ms       of no cache  residuals GB  temp GB  compile s")
@@ -80,21 +81,19 @@ def build(
     side, batch = point
     size = side, side
     rows = batch * (1 + options.guided)
-    multiple, prefix = pipeline.caption_multiple, pipeline.prefix_tokens
-    tokens = prefix + -(-options.caption_tokens // multiple) * multiple
-    keys = iter(jax.random.split(jax.random.key(0), 4))
+    keys = iter(jax.random.split(jax.random.key(0), 3))
 
     def random(shape: Any) -> jax.Array:
         return jax.random.normal(next(keys), (rows, *shape.shape), shape.dtype)
 
-    captions = jax.tree.map(random, pipeline.caption_shapes(tokens))
+    captions = parts.captions_of(pipeline, rows, options.caption_tokens)
     latents = random(jax.ShapeDtypeStruct(pipeline.latent_shape(*size), jnp.float32))
     shape = pipeline.image_tokens(*size), pipeline.transformer_width
     residuals = None
     if rate is not None:
         of_tokens = jax.ShapeDtypeStruct(shape, pipeline.parts.dtype)
         residuals = step_cache.Residuals(first=random(of_tokens), rest=random(of_tokens))
-    lens = jnp.full((rows,), prefix + options.caption_tokens, jnp.int32)
+    lens = jnp.full((rows,), pipeline.prefix_tokens + options.caption_tokens, jnp.int32)
     ones = jnp.ones((rows,), jnp.float32)
     guidance = interface.Guidance(
         guidance_scale=ones, true_cfg_scale=ones, cfg_truncation=ones, cfg_normalization=0 * ones
