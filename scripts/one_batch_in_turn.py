@@ -5,7 +5,7 @@
 Compiling takes minutes in which the GPUs idle. So OF such processes start together, NUMBER counts
 them from 0, and FOLDER is where they meet: each leaves a file there when its engine is ready, waits
 until all are, and measures when those before it have ended. Whoever starts them leaves the files of
-one that has ended (`bench_several_gpus.py` does). Each must be given its share of the GPUs' memory
+one that has ended (`bench_models.py` does). Each must be given its share of the GPUs' memory
 (`XLA_PYTHON_CLIENT_MEM_FRACTION`).
 """
 

@@ -1,9 +1,11 @@
-"""Measures models split over the GPUs of a host: one table, each figure beside its floor.
+"""Measures models of full size with random weights: one table, each figure beside its floor.
 
-    python scripts/bench_several_gpus.py --tp-size 4
-    python scripts/bench_several_gpus.py --tp-size 2 --parts sums mini llada-8b canvas
+    python scripts/bench_models.py --tp-size 4
+    python scripts/bench_models.py --tp-size 2 --parts sums mini llada-8b canvas
+    python scripts/bench_models.py --tp-size 1 --parts sdar-8b sdar-8b-4 --together 0.45 0.45
 
-The parts run one after the other, each in a process of its own, with random weights of full size:
+The parts run one after the other, each in a process of its own. By default they are those of models
+split over the GPUs of a host:
 
   sums       the kernel that sums over GPUs, and XLA's (`bench_collectives.py`)
   flash      LLaDA2.0-flash through the engine (`jdllm bench one-batch`), whole experts on each GPU
@@ -14,8 +16,12 @@ The parts run one after the other, each in a process of its own, with random wei
   images     one step of Z-Image and of FLUX.1 (`bench_image_parts.py`)
   soak       minutes of random requests with aborts and disconnects (`soak.py`)
 
-With `--together SHARE ...` the text models (flash to llada-8b), each with this share of the GPUs'
-memory, compile at the same time and measure in turn (`one_batch_in_turn.py`).
+Other families through the engine: sdar-8b (blocks of 32), sdar-8b-4 (blocks of 4), sdar-30b-a3b,
+fast-dllm-v2-7b, nemotron-8b, diffusion-gemma. The threshold 0.95 means one token a forward with
+random weights, 0 a whole block; DiffusionGemma has none and takes 48 steps for a canvas.
+
+With `--together SHARE ...` the text models, each with this share of the GPUs' memory, compile at
+the same time and measure in turn (`one_batch_in_turn.py`).
 
 A part that fails, or outlasts `--limit-s`, says so and the next one begins. Output of the parts
 goes to `--log-dir`; the table has milliseconds per forward at `--input-len` tokens of context (the
@@ -26,6 +32,7 @@ to which sums over GPUs come: two a layer.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import os
@@ -45,14 +52,31 @@ from jdllm.bench import tables
 from jdllm.models import loading
 
 SCRIPTS = pathlib.Path(__file__).parent
-CONFIGS = {
-    "flash": "configs/llada2.0-flash",
-    "slices": "configs/llada2.0-flash",
-    "mini": "configs/llada2.0-mini",
-    "llada-8b": "configs/bench/llada-8b-shapes",
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TextModel:
+    """A model that the engine serves, and how it is measured."""
+
+    config: str
+    block: int | None = 32  # tokens of a row in flight; None for the model's own canvas
+    flags: tuple[str, ...] = ()
+
+
+MODELS = {
+    "flash": TextModel(config="configs/llada2.0-flash"),
+    "slices": TextModel(config="configs/llada2.0-flash", flags=("--ep-size", "1")),
+    "mini": TextModel(config="configs/llada2.0-mini"),
+    "llada-8b": TextModel(config="configs/bench/llada-8b-shapes"),
+    "sdar-8b": TextModel(config="configs/sdar-8b"),
+    "sdar-8b-4": TextModel(config="configs/sdar-8b", block=4),
+    "sdar-30b-a3b": TextModel(config="configs/sdar-30b-a3b"),
+    "fast-dllm-v2-7b": TextModel(config="configs/fast-dllm-v2-7b"),
+    "nemotron-8b": TextModel(config="configs/nemotron-labs-diffusion-8b"),
+    "diffusion-gemma": TextModel(config="configs/diffusion-gemma-26b-a4b", block=None),
 }
-PARTS = ("sums", "flash", "slices", "mini", "llada-8b", "canvas", "images", "soak")
-BLOCK = 32  # tokens of a row in flight
+SEVERAL_GPUS = ("sums", "flash", "slices", "mini", "llada-8b", "canvas", "images", "soak")
+PARTS = tuple(dict.fromkeys([*SEVERAL_GPUS, *MODELS]))
 PIPELINES = ("z-image-turbo", "flux-1-dev")
 
 
@@ -60,7 +84,7 @@ def main() -> None:
     """Parses the command line, runs the parts, prints the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--tp-size", type=int, required=True)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(SEVERAL_GPUS))
     parser.add_argument("--batch-size", nargs="+", default=["1", "4", "16", "64"])
     parser.add_argument("--threshold", nargs="+", default=["0.95", "0"])
     parser.add_argument("--input-len", type=int, default=512)
@@ -79,16 +103,16 @@ def main() -> None:
         for old in (log_of(part, args), result_of(part, args)):
             old.unlink(missing_ok=True)
     if args.together:
-        run_together([part for part in args.parts if part in CONFIGS], args)
+        run_together([part for part in args.parts if part in MODELS], args)
     for part in args.parts:
-        if args.together and part in CONFIGS:
+        if args.together and part in MODELS:
             show(part, args)
             continue
         began = time.monotonic()
         log = log_of(part, args)
         ends = [run(command, log, args.limit_s) for command in commands(part, args)]
         tables.say(f"## {part}: {', '.join(ends)} after {time.monotonic() - began:.0f} s, {log}")
-        if part in CONFIGS:
+        if part in MODELS:
             show(part, args)
         else:
             tables.say(log.read_text()[-6000:])
@@ -97,14 +121,17 @@ def main() -> None:
 def commands(part: str, args: argparse.Namespace) -> list[list[str]]:
     """Returns the command lines of a part."""
     tp, python = str(args.tp_size), sys.executable
-    if part in CONFIGS:
-        result = result_of(part, args)
-        line = [python, "-m", "jdllm.bench.one_batch", "--model-path", CONFIGS[part]]
+    if part in MODELS:
+        model, result = MODELS[part], result_of(part, args)
+        line = [python, "-m", "jdllm.bench.one_batch", "--model-path", model.config]
         line += ["--load-format", "dummy", "--tp-size", tp, "--result-filename", str(result)]
-        line += ["--batch-size", *args.batch_size, "--threshold", *args.threshold]
+        line += ["--batch-size", *args.batch_size]
+        if model.block is not None:
+            line += ["--threshold", *args.threshold]
+            line += ["--dllm-algorithm-config", str(block_size_file(model.block, args))]
         line += ["--input-len", str(args.input_len), "--output-len", str(args.output_len)]
         line += ["--disable-tqdm", "--log-level", "info"]
-        return [[*line, *(["--ep-size", "1"] if part == "slices" else []), *args.flags]]
+        return [[*line, *model.flags, *args.flags]]
     script = {"sums": "bench_collectives", "canvas": "bench_canvas", "soak": "soak"}
     line = [python, str(SCRIPTS / f"{script.get(part, 'bench_image_parts')}.py")]
     if part == "sums":
@@ -113,7 +140,7 @@ def commands(part: str, args: argparse.Namespace) -> list[list[str]]:
         line += ["--model-path", "configs/llada-8b", "--batch-size", "1", "--tp-size", tp]
         return [[*line, "--tokens-per-forward", "9.91"]]
     if part == "soak":
-        line += ["--minutes", str(args.soak_minutes), "--", "--model-path", CONFIGS["mini"]]
+        line += ["--minutes", str(args.soak_minutes), "--", "--model-path", MODELS["mini"].config]
         return [[*line, "--load-format", "dummy", "--tp-size", tp, "--context-length", "2048"]]
     line += ["--tp-size", tp, "--transformer", "512x1", "512x4", "1024x1"]
     return [[*line, "--pipeline", f"configs/{name}"] for name in PIPELINES]
@@ -174,6 +201,13 @@ def stop(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+def block_size_file(block: int, args: argparse.Namespace) -> pathlib.Path:
+    """Returns a file for `--dllm-algorithm-config` that holds the block size."""
+    path = args.log_dir / f"block-{block}.yaml"
+    path.write_text(f"block_size: {block}\n")
+    return path
+
+
 def log_of(part: str, args: argparse.Namespace) -> pathlib.Path:
     return args.log_dir / f"tp{args.tp_size}-{part}.log"
 
@@ -191,24 +225,25 @@ def show(part: str, args: argparse.Namespace) -> None:
         return
     floors.measured_on(rows[0]["device"])
     tables.say(f"# {rows[0]['command']}\n# {args.tp_size} x {rows[0]['device']}")
-    tables.say(f"{'model':9s} threshold batch  ms/forward  floor  ratio  tokens/s  idle")
+    tables.say(f"{'model':15s} threshold batch  ms/forward  floor  ratio  tokens/s  idle")
     for row in rows:
-        floor = share_ms(CONFIGS[part], row["batch_size"], args)
+        floor = share_ms(MODELS[part], row["batch_size"], args)
         # All blocks of few forwards may arrive together.
         ms = 1e3 * (row["median_decode_latency"] or row["mean_decode_latency"] or math.nan)
         idle = row["device_idle_fraction"]
         tables.say(
-            f"{part:9s} {row['threshold']:9.2f} {row['batch_size']:5d} {ms:11.2f} {floor:6.2f} "
+            f"{part:15s} {row['threshold']:9.2f} {row['batch_size']:5d} {ms:11.2f} {floor:6.2f} "
             f"{ms / floor:6.2f} {row['output_throughput']:9.1f}  "
             + ("n/a" if idle is None else f"{idle:.1%}")
         )
 
 
-def share_ms(config: str, rows: int, args: argparse.Namespace) -> float:
+def share_ms(model: TextModel, rows: int, args: argparse.Namespace) -> float:
     """Returns the floor of a forward, if its work were spread evenly over the GPUs."""
-    read: Any = loading.read_config(config, block_size=BLOCK)
+    read: Any = loading.read_config(model.config, block_size=model.block)
     context = args.input_len + args.output_len // 2
-    work = floors.forward(read, rows=rows, new_tokens=BLOCK, context=context, head=True)
+    block = read.spec.diffusion.block_size
+    work = floors.forward(read, rows=rows, new_tokens=block, context=context, head=True)
     return floors.total_floor_ms(work) / args.tp_size
 
 
