@@ -140,7 +140,8 @@ def commands(part: str, args: argparse.Namespace) -> list[list[str]]:
         line += ["--model-path", "configs/llada-8b", "--batch-size", "1", "--tp-size", tp]
         return [[*line, "--tokens-per-forward", "9.91"]]
     if part == "soak":
-        line += ["--minutes", str(args.soak_minutes), "--", "--model-path", MODELS["mini"].config]
+        line += ["--minutes", str(args.soak_minutes), "--input-ids-below", "100000", "--"]
+        line += ["--model-path", MODELS["mini"].config, "--max-running-requests", "12"]
         return [[*line, "--load-format", "dummy", "--tp-size", tp, "--context-length", "2048"]]
     line += ["--tp-size", tp, "--transformer", "512x1", "512x4", "1024x1"]
     return [[*line, "--pipeline", f"configs/{name}"] for name in PIPELINES]

@@ -2,7 +2,8 @@
 
     python scripts/soak.py --minutes 30
 
-It starts `python -m jdllm.serve` with the bundled model (further flags come after `--`), sends
+It starts `python -m jdllm.serve` with the bundled model (further flags come after `--`; a model
+without a tokenizer needs --input-ids-below N: prompts are then random token ids below N), sends
 random requests from several threads, and ends some early (the client disconnects, or
 /abort_request). It samples the server's resident memory and prints one line a minute. At the end it
 waits until the server is idle. It fails if a request hangs or gets an error, if pages stay in use,
@@ -33,10 +34,15 @@ TIMEOUT_S = 300.0
 GAUGES = ("num_running_reqs", "num_queue_reqs", "num_used_tokens")
 
 
-def one_request(client: httpx.Client, rng: random.Random, name: str) -> str:
+def one_request(client: httpx.Client, rng: random.Random, name: str, ids_below: int | None) -> str:
     """Sends one random request; returns how it ended: "done", "left" or "aborted"."""
+    length = rng.randint(1, 200)
+    if ids_below is None:
+        prompt: dict[str, Any] = {"text": " ".join(rng.choices(WORDS, k=length))}
+    else:
+        prompt = {"input_ids": rng.choices(range(ids_below), k=length)}
     body = {
-        "text": " ".join(rng.choices(WORDS, k=rng.randint(1, 200))),
+        **prompt,
         "rid": name,
         "sampling_params": {
             "max_new_tokens": rng.choice([1, 16, 64, 256, 600]),
@@ -77,7 +83,9 @@ def check(name: str, event: dict[str, Any], *, may_abort: bool) -> None:
         raise RuntimeError(f"{name}: {finish}")
 
 
-def soak(url: str, threads: int, until: float, seed: int) -> tuple[collections.Counter, list[str]]:
+def soak(
+    url: str, threads: int, until: float, seed: int, ids_below: int | None
+) -> tuple[collections.Counter, list[str]]:
     """Returns (the number of requests for each way to end, the errors)."""
     ends: collections.Counter = collections.Counter()
     wrong: list[str] = []
@@ -88,7 +96,8 @@ def soak(url: str, threads: int, until: float, seed: int) -> tuple[collections.C
             while time.monotonic() < until:
                 count += 1
                 try:
-                    ends[one_request(client, rng, f"soak-{number}-{count}")] += 1
+                    name = f"soak-{number}-{count}"
+                    ends[one_request(client, rng, name, ids_below)] += 1
                 except (httpx.HTTPError, RuntimeError) as error:
                     wrong.append(f"{type(error).__name__}: {error}")
                 if rng.random() < 0.05:
@@ -124,10 +133,13 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=30999)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--growth-mb", type=float, default=50.0)
+    parser.add_argument("--input-ids-below", type=int, help="of a server without a tokenizer")
     parser.add_argument("flags", nargs="*", help="flags of jdllm.serve, after --")
     args = parser.parse_args()
     url, out = f"http://127.0.0.1:{args.port}", sys.stdout.write
     command = [sys.executable, "-m", "jdllm.serve", "--port", str(args.port), *args.flags]
+    if args.input_ids_below is not None:
+        command.append("--skip-tokenizer-init")
     server = subprocess.Popen([*command, "--log-level", "warning"])
     try:
         wait_until_ready(url, server)
@@ -146,7 +158,7 @@ def main() -> None:
 
         watcher = threading.Thread(target=watch)
         watcher.start()
-        ends, wrong = soak(url, args.threads, until, args.seed)
+        ends, wrong = soak(url, args.threads, until, args.seed, args.input_ids_below)
         watcher.join()
         deadline = time.monotonic() + 60
         while any(gauges(url).values()) and time.monotonic() < deadline:
