@@ -18,7 +18,7 @@ split over the GPUs of a host:
 
 Other families through the engine: sdar-8b (blocks of 32), sdar-8b-4 (blocks of 4), sdar-30b-a3b,
 fast-dllm-v2-7b, nemotron-8b, diffusion-gemma. The threshold 0.95 means one token a forward with
-random weights, 0 a whole block; DiffusionGemma has none and takes 48 steps for a canvas.
+random weights, 0 a whole block; DiffusionGemma has none, and takes 8 steps for each of 2 canvases.
 
 With `--together SHARE ...` the text models, each with this share of the GPUs' memory, compile at
 the same time and measure in turn (`one_batch_in_turn.py`).
@@ -60,6 +60,7 @@ class TextModel:
 
     config: str
     block: int | None = 32  # tokens of a row in flight; None for the model's own canvas
+    output_len: int | None = None  # for --output-len
     flags: tuple[str, ...] = ()
 
 
@@ -73,7 +74,12 @@ MODELS = {
     "sdar-30b-a3b": TextModel(config="configs/sdar-30b-a3b"),
     "fast-dllm-v2-7b": TextModel(config="configs/fast-dllm-v2-7b"),
     "nemotron-8b": TextModel(config="configs/nemotron-labs-diffusion-8b"),
-    "diffusion-gemma": TextModel(config="configs/diffusion-gemma-26b-a4b", block=None),
+    "diffusion-gemma": TextModel(
+        config="configs/diffusion-gemma-26b-a4b",
+        block=None,
+        output_len=512,
+        flags=("--dllm", "max_denoising_steps=8"),
+    ),
 }
 SEVERAL_GPUS = ("sums", "flash", "slices", "mini", "llada-8b", "canvas", "images", "soak")
 PARTS = tuple(dict.fromkeys([*SEVERAL_GPUS, *MODELS]))
@@ -129,7 +135,7 @@ def commands(part: str, args: argparse.Namespace) -> list[list[str]]:
         if model.block is not None:
             line += ["--threshold", *args.threshold]
             line += ["--dllm-algorithm-config", str(block_size_file(model.block, args))]
-        line += ["--input-len", str(args.input_len), "--output-len", str(args.output_len)]
+        line += ["--input-len", str(args.input_len), "--output-len", str(output_len(model, args))]
         line += ["--disable-tqdm", "--log-level", "info"]
         return [[*line, *model.flags, *args.flags]]
     script = {"sums": "bench_collectives", "canvas": "bench_canvas", "soak": "soak"}
@@ -202,6 +208,10 @@ def stop(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+def output_len(model: TextModel, args: argparse.Namespace) -> int:
+    return args.output_len if model.output_len is None else model.output_len
+
+
 def block_size_file(block: int, args: argparse.Namespace) -> pathlib.Path:
     """Returns a file for `--dllm-algorithm-config` that holds the block size."""
     path = args.log_dir / f"block-{block}.yaml"
@@ -233,7 +243,7 @@ def show(part: str, args: argparse.Namespace) -> None:
         ms = 1e3 * (row["median_decode_latency"] or row["mean_decode_latency"] or math.nan)
         idle = row["device_idle_fraction"]
         tables.say(
-            f"{part:15s} {row['threshold']:9.2f} {row['batch_size']:5d} {ms:11.2f} {floor:6.2f} "
+            f"{part:15s} {row['threshold']!s:>9s} {row['batch_size']:5d} {ms:11.2f} {floor:6.2f} "
             f"{ms / floor:6.2f} {row['output_throughput']:9.1f}  "
             + ("n/a" if idle is None else f"{idle:.1%}")
         )
@@ -242,7 +252,7 @@ def show(part: str, args: argparse.Namespace) -> None:
 def share_ms(model: TextModel, rows: int, args: argparse.Namespace) -> float:
     """Returns the floor of a forward, if its work were spread evenly over the GPUs."""
     read: Any = loading.read_config(model.config, block_size=model.block)
-    context = args.input_len + args.output_len // 2
+    context = args.input_len + output_len(model, args) // 2
     block = read.spec.diffusion.block_size
     work = floors.forward(read, rows=rows, new_tokens=block, context=context, head=True)
     return floors.total_floor_ms(work) / args.tp_size

@@ -4,7 +4,8 @@ Flags and fields are those of SGLang's `bench_one_batch`. All requests of a batc
 have equal lengths, are greedy and ignore EOS. The fields mean:
 
 * `prefill_latency`: seconds until every row has its first token. It is measured with requests
-  for one token at threshold 0, so it is all of prefill and the first forward of decode.
+  for one token at threshold 0 (or one denoising step, where the algorithm has no threshold), so it
+  is all of prefill and the first forward of decode.
 * `mean_decode_latency`: seconds per decode forward. It is `total_latency` minus
   `prefill_latency`, divided by the further forwards of the batch (or by those of its longest
   row, if the engine does not count those of the batch).
@@ -27,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from jdllm import config, errors, progress, sampling_params
+from jdllm import algorithms, config, errors, progress, sampling_params
 from jdllm.bench import command_line, in_process, stats, tables
 from jdllm.engine import engine as engine_lib
 
@@ -144,9 +145,8 @@ def measure(
 ) -> dict[str, Any]:
     """Returns the figures of one closed batch: the median of `repeats` runs, after a warm-up."""
     _closed_batch(engine, prompts, min(output_len, WARMUP_TOKENS), dllm)
-    prefills = [
-        _closed_batch(engine, prompts, 1, dllm | {"threshold": 0.0}) for _ in range(repeats)
-    ]
+    at_once = dllm | _one_step(engine, dllm)
+    prefills = [_closed_batch(engine, prompts, 1, at_once) for _ in range(repeats)]
     prefill = _median(prefills)
     prefill_s = prefill[1]
     runs = [_closed_batch(engine, prompts, output_len, dllm) for _ in range(repeats)]
@@ -216,8 +216,20 @@ def _forwards(run: Run) -> int:
     return figures["forwards"] or max(record.nfe or 0 for record in records)
 
 
+def _one_step(engine: engine_lib.Engine, dllm: dict[str, Any]) -> dict[str, Any]:
+    """Returns the option with which one forward writes all positions; {} if there is none."""
+    name = dllm.get("algorithm") or _default_dllm(engine)["algorithm"]
+    options = {option.name for option in algorithms.TABLE[name].options}
+    quickest = {"threshold": 0.0, "max_denoising_steps": 1}
+    return next(({key: quickest[key]} for key in quickest if key in options), {})
+
+
 def _default_threshold(engine: engine_lib.Engine) -> float | None:
-    return engine.model_info()["preferred_sampling_params"]["dllm"].get("threshold")
+    return _default_dllm(engine).get("threshold")
+
+
+def _default_dllm(engine: engine_lib.Engine) -> dict[str, Any]:
+    return engine.model_info()["preferred_sampling_params"]["dllm"]
 
 
 def lines(result: dict[str, Any]) -> str:
