@@ -59,4 +59,5 @@ def wait_until_ready(
             return running_server.find_model(client, None, timeout_s=0)
         time.sleep(running_server.POLL_S)
     tail = pathlib.Path(log_file).read_text()[-2000:]
-    raise SystemExit(f"the server did not start; the end of {log_file}:\n{tail}")
+    how = "in time" if process.returncode is None else f"but ended with {process.returncode}"
+    raise SystemExit(f"the server did not start {how}; the end of {log_file}:\n{tail}")
