@@ -14,33 +14,20 @@ Prints one table; --output-file gets a line for each row, --plot-file NAME a plo
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import math
-import pathlib
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jdllm.bench import (
-    command_line,
-    image_load,
-    image_runs,
-    image_tables,
-    image_targets,
-    images,
-    running_server,
-    tables,
-)
-from jdllm.client import transport
+import started_server
+
+from jdllm.bench import image_load, image_runs, image_tables, image_targets, images, tables
 from jdllm.plots import batching as batching_plot
 from jdllm.plots import style
 
-STOP_S = 30.0
 # The compiled numbers of images in a step (`engine/build/images.py`); requests of a warm-up take
 # enough steps to meet, however they arrive.
 ROWS, MEETING_STEPS = (1, 2, 4, 8, 12), 4
@@ -58,7 +45,10 @@ def main() -> None:
         if time.monotonic() - began_s > args.time_limit_s:
             print(f"# no time is left for: {name}", flush=True)
             break
-        with started(args, flags) as (target, start_s):
+        with started_server.started(
+            server_flags(args, flags), log_file=args.log_file, limit_s=args.start_limit_s
+        ) as server:
+            target, start_s = image_targets.Http(server.client, server.model), server.start_s
             print(f"# {name}: ready after {start_s:.1f} s", flush=True)
             places = [*args.concurrency, *args.mixed_concurrency]
             # Poisson arrivals meet in any number.
@@ -108,46 +98,12 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-@contextlib.contextmanager
-def started(
-    args: argparse.Namespace, flags: Sequence[str]
-) -> Iterator[tuple[image_targets.Target, float]]:
-    """Yields a server process that has become ready, and the seconds that this took."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+def server_flags(args: argparse.Namespace, flags: Sequence[str]) -> list[str]:
+    """Returns the flags of the server."""
     sizes = [f"{side}x{side}" for side in sorted({args.size, *args.sizes})]
-    command = [sys.executable, "-m", "jdllm.serve", "--model-path", args.model_path]
-    command += ["--load-format", args.load_format, "--port", str(port)]
+    model = ["--model-path", args.model_path, "--load-format", args.load_format]
     # Of a flag that is given twice, the last one counts: the comparison is always the one named.
-    command += ["--warmup-resolutions", *sizes, *args.server_flags, *flags]
-    began_s = time.monotonic()
-    with pathlib.Path(args.log_file).open("a") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-    client = transport.Client(f"http://127.0.0.1:{port}", timeout_s=running_server.TIMEOUT_S)
-    try:
-        model = wait_until_ready(client, process, args)
-        yield image_targets.Http(client, model), time.monotonic() - began_s
-    finally:
-        process.terminate()
-        try:
-            process.wait(timeout=STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def wait_until_ready(
-    client: transport.Client, process: subprocess.Popen[bytes], args: argparse.Namespace
-) -> str:
-    """Returns the model's name; ends the program with the server's log if it does not start."""
-    deadline_s = time.monotonic() + args.start_limit_s
-    while process.poll() is None and time.monotonic() < deadline_s:
-        with contextlib.suppress(command_line.BenchError):
-            return running_server.find_model(client, None, timeout_s=0)
-        time.sleep(running_server.POLL_S)
-    tail = pathlib.Path(args.log_file).read_text()[-2000:]
-    raise SystemExit(f"the server did not start; the end of {args.log_file}:\n{tail}")
+    return [*model, "--warmup-resolutions", *sizes, *args.server_flags, *flags]
 
 
 def measured(
