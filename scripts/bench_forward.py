@@ -271,6 +271,7 @@ def main() -> None:
     parser.add_argument("--context", default="512")
     parser.add_argument("--prefill", type=int, help="prompt tokens a row; times prefill instead")
     parser.add_argument("--page-size", type=int, help="by default what serving takes")
+    parser.add_argument("--block-size", type=int, default=32, help="of models that have no canvas")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--implementation", default="auto", help="auto or xla")
     parser.add_argument("--forwards", type=int, default=8, help="forwards in one compiled loop")
@@ -284,7 +285,7 @@ def main() -> None:
         args.config,
         dtype=args.dtype,
         load_format="dummy",
-        block_size=None if is_canvas else 32,
+        block_size=None if is_canvas else args.block_size,
         implementation=args.implementation,
     )
     block = model.spec.diffusion.block_size

@@ -77,8 +77,14 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, nargs="+", default=[4, 8], help="mixed")
     parser.add_argument("--num-inference-steps", type=int, default=8, help="of one size")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 12])
-    parser.add_argument("--mixed-concurrency", type=int, nargs="+", default=[4, 12])
-    parser.add_argument("--loads", type=float, nargs="+", default=[0.5, 0.8, 0.95])
+    parser.add_argument("--mixed-concurrency", type=int, nargs="*", default=[4, 12])
+    parser.add_argument("--loads", type=float, nargs="*", default=[0.5, 0.8, 0.95])
+    parser.add_argument(
+        "--closed-prompts",
+        type=int,
+        nargs="+",
+        help="of each closed load of one size (default: 16 and 4 for each client)",
+    )
     parser.add_argument("--num-prompts", type=int, default=64, help="of each mixed load")
     parser.add_argument("--poisson-prompts", type=int, default=32, help="of each Poisson load")
     parser.add_argument(
@@ -87,6 +93,7 @@ def parse_args() -> argparse.Namespace:
         default=1,
         help="joined in a prompt; above 1 only with a real tokenizer (see image_load.py)",
     )
+    parser.add_argument("--extra-body", type=json.loads, default={}, help="JSON, of every request")
     parser.add_argument("--start-limit-s", type=float, default=900.0)
     parser.add_argument("--time-limit-s", type=float, default=math.inf, help="start no second one")
     parser.add_argument("--output-file", metavar="JSONL")
@@ -121,10 +128,12 @@ def measured(
         height=args.size,
         num_inference_steps=args.num_inference_steps,
         most_captions=args.most_captions,
+        extra=args.extra_body,
     )
     mixed = image_load.Load(
         num_prompts=args.num_prompts,
         most_captions=args.most_captions,
+        extra=args.extra_body,
         profiles=tuple(
             image_load.Profile(width=side, height=side, num_inference_steps=steps)
             for side in args.sizes
@@ -136,10 +145,11 @@ def measured(
     asks = [*same.asks(), *mixed.asks()]
     image_runs.warm_up(target, asks, counts=counts, steps=MEETING_STEPS)
     print(f"# warm after {time.monotonic() - began_s:.1f} s", flush=True)
-    for places in args.concurrency:
+    counts = args.closed_prompts or [16 + 4 * places for places in args.concurrency]
+    for places, count in zip(args.concurrency, counts, strict=True):
         # About as long for each: more places make more images per second, but not many times more.
         # Several for each place, or the first and the last, whose steps have few rows, count much.
-        asks = dataclasses.replace(same, num_prompts=16 + 4 * places).asks()
+        asks = dataclasses.replace(same, num_prompts=count).asks()
         yield about | {"load": f"{args.size}², c={places}"} | closed(target, asks, places)
     capacity = math.nan
     for places in args.mixed_concurrency:

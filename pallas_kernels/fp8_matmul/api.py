@@ -2,12 +2,13 @@
 
 A row of the weights is an output channel, a row of x is a token, and each has a scale of its own.
 So no row depends on another, and a token is the same alone and among others. The accumulation is
-in float32.
+in float32; where `xla_fp8` returns bfloat16, its sums are rounded to it before they are scaled,
+too.
 
 `xla_fp8` multiplies 8-bit floats, which takes compute capability 8.9 or later (Ada, Hopper). `xla`
 widens them first: on a GPU to bfloat16, on a CPU to float32. Both dtypes hold the values and their
-products exactly, so all implementations differ in the order of their sums alone (and the tensor
-cores of Hopper in the bits of a sum).
+products exactly, so all implementations differ in the order and the rounding of their sums alone
+(and the tensor cores of Hopper in the bits of a sum).
 
 Shape letters: T tokens, D the contraction, F columns of the result.
 """
@@ -84,7 +85,10 @@ def _fp8_matmul(
 ) -> jax.Array:
     values, x_scale = reference.quantize_rows(x, axis_name)
     if implementation == "xla_fp8":
-        product = reference.fp8_product(values, w)
+        # The result of a product is large: in 16 bits it is written and read in half the time. Its
+        # range is that of float32, and one more rounding to 8 bits is little beside e4m3's 4.
+        narrow = out_dtype == jnp.bfloat16
+        product = reference.fp8_product(values, w, out_dtype if narrow else jnp.float32)
     else:
         product = reference.widened_product(values, w, wide)
     return reference.scaled(product, x_scale, scale, out_dtype)

@@ -45,18 +45,20 @@ def quantize_rows(x: Float[Array, "T D"], axis_name: str | None = None) -> Quant
 
 
 def scaled(
-    product: Float32[Array, "T F"],
+    product: Float[Array, "T F"],
     x_scale: Float32[Array, " T"],
     scale: Float32[Array, " F"],
     out_dtype: DTypeLike,
 ) -> Float[Array, "T F"]:
     """Returns the result of a product of quantised values."""
-    return (product * x_scale[:, None] * scale[None, :]).astype(out_dtype)
+    return (product.astype(SCALE_DTYPE) * x_scale[:, None] * scale[None, :]).astype(out_dtype)
 
 
-def fp8_product(x: Float[Array, "T D"], w: Float[Array, "F D"]) -> Float32[Array, "T F"]:
-    """Returns x @ w.T of 8-bit floats, multiplied as such."""
-    return _product(x, w)
+def fp8_product(
+    x: Float[Array, "T D"], w: Float[Array, "F D"], dtype: DTypeLike = SCALE_DTYPE
+) -> Float[Array, "T F"]:
+    """Returns x @ w.T of 8-bit floats, multiplied as such, rounded to a dtype."""
+    return _product(x, w, dtype)
 
 
 def widened_product(
@@ -66,9 +68,11 @@ def widened_product(
 
     float32 and bfloat16 do: e4m3 has 4 bits of precision and exponents from -9 to 8.
     """
-    return _product(x.astype(dtype), w.astype(dtype))
+    return _product(x.astype(dtype), w.astype(dtype), SCALE_DTYPE)
 
 
-def _product(x: Float[Array, "T D"], w: Float[Array, "F D"]) -> Float32[Array, "T F"]:
+def _product(
+    x: Float[Array, "T D"], w: Float[Array, "F D"], dtype: DTypeLike
+) -> Float[Array, "T F"]:
     contracted = (((1,), (1,)), ((), ()))
-    return jax.lax.dot_general(x, w, contracted, preferred_element_type=SCALE_DTYPE)
+    return jax.lax.dot_general(x, w, contracted, preferred_element_type=dtype)

@@ -136,14 +136,27 @@ def test_where_8_bit_floats_are_multiplied(monkeypatch, changes, columns, chosen
     assert reason in choice.reasons
 
 
-def test_on_hopper_the_dot_is_what_the_gemm_rewriter_takes(monkeypatch):
-    """One dot of two e4m3 matrices, both contracted along their last axis, to float32."""
+@pytest.mark.parametrize(("dtype", "name"), [(jnp.float32, "f32"), (jnp.bfloat16, "bf16")])
+def test_on_hopper_the_dot_is_what_the_gemm_rewriter_takes(monkeypatch, dtype, name):
+    """One dot of two e4m3 matrices, both contracted along their last axis, to x's dtype."""
     devices.pretend(monkeypatch, devices.HOPPER)
     w, scale = api.quantize_rows(rows(48, 64))
-    text = jax.jit(api.fp8_matmul).trace(rows(32, 64), w, scale).lower().as_text()
+    text = jax.jit(api.fp8_matmul).trace(rows(32, 64, dtype=dtype), w, scale).lower().as_text()
     (dot,) = (line for line in text.splitlines() if "dot_general" in line)
     assert "contracting_dims = [1] x [1]" in dot
-    assert "(tensor<32x64xf8E4M3FN>, tensor<48x64xf8E4M3FN>) -> tensor<32x48xf32>" in dot
+    assert f"(tensor<32x64xf8E4M3FN>, tensor<48x64xf8E4M3FN>) -> tensor<32x48x{name}>" in dot
+
+
+def test_sums_in_bfloat16_before_scales_are_as_close_as_bfloat16_is():
+    """What Hopper does for bfloat16, here in XLA's own product of the CPU."""
+    values, of_x = api.quantize_rows(rows(64, 256))
+    w, of_w = api.quantize_rows(rows(96, 256, seed=1))
+    exact = np.asarray(reference.fp8_product(values, w), np.float64)
+    scales = np.asarray(of_x, np.float64)[:, None] * np.asarray(of_w, np.float64)
+    narrow = reference.fp8_product(values, w, jnp.bfloat16)
+    out = np.asarray(reference.scaled(narrow, of_x, of_w, jnp.bfloat16), np.float64)
+    # Two roundings of at most 2**-8 each.
+    np.testing.assert_allclose(out, exact * scales, rtol=2 * 2.0**-8 * (1 + 2.0**-8))
 
 
 def test_other_operands_are_refused_with_their_shapes():
