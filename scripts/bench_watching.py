@@ -240,11 +240,12 @@ def with_tokenizer(flags: Sequence[str]) -> Iterator[list[str]]:
     parser.add_argument("--load-format")
     parser.add_argument("--tokenizer-path")
     known, _ = parser.parse_known_args(flags)
-    has_own = known.tokenizer_path or known.load_format != "dummy" or known.model_path is None
-    if has_own or (known.model_path / "tokenizer_config.json").exists():
+    model: pathlib.Path | None = known.model_path
+    has_own = known.load_format != "dummy" or known.tokenizer_path
+    if has_own or model is None or (model / "tokenizer_config.json").exists():
         yield list(flags)
         return
-    config = json.loads((known.model_path / "config.json").read_text())
+    config = json.loads((model / "config.json").read_text())
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(pathlib.Path(folder), config.get("text_config", config)["vocab_size"])
         yield [*flags, "--tokenizer-path", folder]
