@@ -24,7 +24,7 @@ class Bucket:
     """A compiled shape: `rows` of a launch and `tokens` of its largest forward.
 
     `name` is for logs. Launches of a bucket that `denoises` write output; other launches prepare
-    rows for that. `with_logits`: some of the rows may need their logits, or show their steps.
+    rows for that. `with_logits`: some of the rows may need their logits.
     """
 
     name: ClassVar[str]

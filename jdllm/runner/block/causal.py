@@ -251,9 +251,8 @@ def _update(
         num_blocks=state.num_blocks + commits,
         nfe=nfe,
     )
-    if frames is not None:
-        shows = (denoises | (persists & inputs.params.seed_first)) & ~is_drafting
-        frames = frames_lib.add(frames, state, after, shows)
+    shows = (denoises | (persists & inputs.params.seed_first)) & ~is_drafting
+    frames = frames_lib.add(frames, state, after, shows)
     return after, (blocks, asked, frames)
 
 

@@ -1,8 +1,9 @@
 """What the blocks of a launch looked like after each step, for rows that show their denoising.
 
-Launches for such rows (`block/asked.py` has their programs) carry a frame per forward of each row.
-The host reads them with the other outputs, so nobody waits for a step, and launches are as long
-as those of other rows.
+Every launch carries a frame per forward of each row: a few bytes beside a forward's work, and less
+than a program of its own would cost the rows that share a launch with one that shows its steps. The
+host reads them with the other outputs, so nobody waits for a step, and launches are as long as
+those of other rows.
 
 Letters: R rows, L tokens of a block, K forwards of a row in the launch.
 """

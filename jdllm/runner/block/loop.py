@@ -72,7 +72,7 @@ def denoise_launch(
     K = config.max_launch_steps
     is_row = inputs.slot < slots.step.shape[0]
     asked = None if inputs.logits is None else asked_lib.enter(inputs, memory["logit_slots"])
-    frames = None if asked is None else frames_lib.none_yet(R, K, L)
+    frames = frames_lib.none_yet(R, K, L)
     blocks = outputs_lib.FinishedBlocks.none_yet(config, R, with_logits=asked is not None)
     parts = {"config": config, "model": loading.merge(graphdef, params), "inputs": inputs}
     if config.is_causal:
@@ -220,7 +220,6 @@ def _update(
         num_edited=state.num_edited + jnp.where(works, trace.num_edited, 0),
         nfe=nfe,
     )
-    if frames is not None:
-        frames = frames_lib.add(frames, state, updated, works & ~state.is_final)
+    frames = frames_lib.add(frames, state, updated, works & ~state.is_final)
     moves_on = works & after.done & ~ended & (not config.is_shifted)
     return advance(config, updated, moves_on), (blocks, asked, frames)

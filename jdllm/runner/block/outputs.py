@@ -64,8 +64,8 @@ class FinishedBlocks:
         )
 
 
-# What a launch gathers; the last two are None if no row needs its logits or shows its steps.
-Gathered = tuple[FinishedBlocks, asked_lib.AskedState | None, frames_lib.StepFrames | None]
+# What a launch gathers; the second is None if no row needs its logits.
+Gathered = tuple[FinishedBlocks, asked_lib.AskedState | None, frames_lib.StepFrames]
 
 
 @jax.tree_util.register_dataclass
@@ -74,7 +74,6 @@ class DenoiseOutputs:
     """What the host reads after a launch; `scheduler.batch` says what the fields mean.
 
     `computed_tokens` counts all forwarded tokens, padding included; `real_tokens` those of rows.
-    Only launches for rows that need their logits or show their steps have `frames`.
     """
 
     blocks: FinishedBlocks
@@ -86,4 +85,4 @@ class DenoiseOutputs:
     num_steps: Int32[Any, ""]
     computed_tokens: Int32[Any, ""]
     real_tokens: Int32[Any, ""]
-    frames: frames_lib.StepFrames | None = None
+    frames: frames_lib.StepFrames

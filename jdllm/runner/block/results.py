@@ -42,7 +42,6 @@ def _row_result(
 ) -> batch_lib.RowResult:
     blocks, shown = outputs.blocks, ()
     if request.sampling.shows_steps:
-        assert outputs.frames is not None, "the row was planned with its steps"
         shown = frames.of_row(outputs.frames, i, request)
     return batch_lib.RowResult(
         committed=tuple(_block(blocks, i, place) for place in range(outputs.num_blocks[i])),

@@ -292,7 +292,7 @@ class BlockRows:
         return batch_lib.ScheduleBatch(
             rows=tuple(rows),
             bucket=self._buckets.decode(
-                len(rows), with_logits=any(map(_needs_more, (row.request for row in rows)))
+                len(rows), with_logits=any(row.request.sampling.needs_logits for row in rows)
             ),
             # Only one step where a prompt waits: rows without their prefill leave places empty.
             max_steps=1 if any(map(self._needs_prefill, running)) else self._decode_steps,
@@ -322,11 +322,6 @@ def _check_options(request: request_lib.Request, *, is_causal: bool) -> None:
             "once; leave it out",
             param="dllm.stream_mode",
         )
-
-
-def _needs_more(request: request_lib.Request) -> bool:
-    """Returns whether the request needs its logits, or the blocks of each step."""
-    return request.sampling.needs_logits or request.sampling.shows_steps
 
 
 def _check_sizes(config: interface.RowConfig, buckets: BlockBuckets) -> None:
