@@ -40,7 +40,7 @@ def right_answers(problems, replies):
 @pytest.mark.campaign
 def test_held_out_problems_are_solved_with_many_tokens_a_forward(llm):
     # 500 problems are measured by `python -m jdllm.eval`; this guards the bundle in CI.
-    # There, 80 % are right, of the templates 95 %, of the problems that training never shows 69 %.
+    # There, 84 % are right, of the templates 97 %, of the problems that training never shows 77 %.
     problems = list(itertools.islice(arithmetic.problems("test"), 300))
     mixture = problems[:NUM_PROBLEMS]
     told = [problem for problem in problems if problem.kind == "template"][:NUM_PROBLEMS]
@@ -48,7 +48,7 @@ def test_held_out_problems_are_solved_with_many_tokens_a_forward(llm):
     asked = [chat(problem.question) for problem in (*told, *mixture)]
     replies = llm.chat(asked, use_tqdm=False)
     assert right_answers(told, replies[:NUM_PROBLEMS]) >= 0.9 * NUM_PROBLEMS
-    assert right_answers(mixture, replies[NUM_PROBLEMS:]) >= 0.7 * NUM_PROBLEMS
+    assert right_answers(mixture, replies[NUM_PROBLEMS:]) >= 0.75 * NUM_PROBLEMS
     tokens = sum(len(reply.outputs[0].token_ids) for reply in replies)
     forwards = sum(reply.outputs[0].meta_info["nfe"] for reply in replies)
     assert tokens / forwards >= 3
