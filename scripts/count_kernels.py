@@ -68,8 +68,11 @@ FREE = {"parameter", "get-tuple-element", "tuple", "bitcast", "constant", "after
 def launch_of(args: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
     """Returns a launch as a function, and the shapes of its arguments."""
     config = json.loads((pathlib.Path(args.model_path) / "config.json").read_text())
-    names = {"num_hidden_layers", "n_layers"} & config.keys()  # a family has one of them
-    config |= dict.fromkeys(names, args.layers)
+    for one in (config, config.get("text_config", {})):
+        names = {"num_hidden_layers", "n_layers"} & one.keys()  # a family has one of them
+        one |= dict.fromkeys(names, args.layers)
+        if "layer_types" in one:  # the last ones: DiffusionGemma ends with a layer of each type
+            one["layer_types"] = one["layer_types"][-args.layers :]
     with tempfile.TemporaryDirectory() as directory:
         (pathlib.Path(directory) / "config.json").write_text(json.dumps(config))
         _, architecture, parsed = loading._parse(pathlib.Path(directory), None)
@@ -84,10 +87,11 @@ def launch_of(args: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
     pool = pool_lib.PoolConfig(
         num_pages=-(-length // PAGE) * R,
         page_size=PAGE,
-        num_layers=args.layers,
+        num_layers=spec.num_layers,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         dtype="bfloat16",
+        kv_heads_of_layers=spec.kv_heads_of_layers,
     )
     config = runner_config.StepConfig(
         spec=spec,

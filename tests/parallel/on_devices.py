@@ -308,8 +308,9 @@ def test_an_adapter_is_cut_as_the_weight_that_it_adds_to(tmp_path):
 
 
 @campaign
-def test_a_split_engine_with_a_causal_context_gives_the_tokens_of_one_device(tmp_path):
-    """All modes in one batch, with and without draws; two ranks have a kv head each.
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_split_engine_with_a_causal_context_gives_the_tokens_of_one_device(tp, tmp_path):
+    """All modes in one batch, with and without draws; a rank has one of two kv heads.
 
     Drafts have an adapter, and how many are met shows that all ranks apply it.
     """
@@ -330,8 +331,8 @@ def test_a_split_engine_with_a_causal_context_gives_the_tokens_of_one_device(tmp
     }
     with make_engine(**sizes) as engine:
         expected = [answers(one) for one in served(engine, asked)]
-    with make_engine(tp_size=2, **sizes) as engine:
-        assert_serves_as(expected, engine, asked, 2)
+    with make_engine(tp_size=tp, **sizes) as engine:
+        assert_serves_as(expected, engine, asked, tp)
 
 
 @pytest.mark.parametrize(

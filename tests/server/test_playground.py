@@ -63,3 +63,19 @@ def test_the_scripts_name_only_elements_that_exist():
     for path, file in page.FILES.items():
         if path.endswith(".js"):
             assert set(re.findall(r"""\$\("([^"]+)"\)""", file.read_text())) <= known
+
+
+def test_a_browser_that_has_a_file_does_not_get_it_again():
+    server, content = edge.make_state(), page.FILES["/"].read_bytes()
+    tag = edge.call(server, "/").headers["etag"]
+    for known, status in (
+        (tag, 304),
+        (f'"other", W/{tag}', 304),
+        ("*", 304),
+        ('"other"', 200),
+        (tag[1:-1], 200),
+    ):
+        response = edge.call(server, "/", headers={"If-None-Match": known})
+        assert response.status_code == status
+        assert response.content == (b"" if status == 304 else content)
+        assert response.headers["etag"] == tag

@@ -6,6 +6,7 @@ needs the API key where one is set, and its own files, which hold no secret, nee
 
 from __future__ import annotations
 
+import hashlib
 import pathlib
 from collections.abc import Callable
 
@@ -49,9 +50,18 @@ PATHS = frozenset(FILES)
 
 def _shows(path: pathlib.Path) -> Callable[[requests.Request], starlette_responses.Response]:
     content, media_type = path.read_bytes(), MEDIA_TYPES[path.suffix]
+    tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+    headers = {**HEADERS, "ETag": tag}
 
-    def show(_: requests.Request) -> starlette_responses.Response:
-        return starlette_responses.Response(content, headers=HEADERS, media_type=media_type)
+    def show(request: requests.Request) -> starlette_responses.Response:
+        # RFC 9110, 13.1.2: a list of tags, weak ones too, or "*".
+        known = {
+            one.strip().removeprefix("W/")
+            for one in request.headers.get("if-none-match", "").split(",")
+        }
+        if known & {tag, "*"}:
+            return starlette_responses.Response(status_code=304, headers=headers)
+        return starlette_responses.Response(content, headers=headers, media_type=media_type)
 
     return show
 
