@@ -43,11 +43,15 @@ def tile_rows_and_visible_ends(
     tiles: int,
     block_size: int,
     visibility: Visibility,
+    q_len: int | None = None,
 ) -> tuple[Int32[Array, " tiles"], Int32[Array, "tiles block"]]:
-    """Returns each tile's row, and how many keys each query sees."""
+    """Returns each tile's row, and how many keys each query sees; `q_len` as for the op."""
     starts = jnp.arange(tiles, dtype=jnp.int32) * block_size
-    rows = jnp.searchsorted(cu_q_lens, starts, side="right").astype(jnp.int32) - 1
-    rows = jnp.clip(rows, 0, kv_lens.shape[0] - 1)
+    if q_len is None:
+        rows = jnp.searchsorted(cu_q_lens, starts, side="right").astype(jnp.int32) - 1
+        rows = jnp.clip(rows, 0, kv_lens.shape[0] - 1)
+    else:  # a search is a loop, which takes longer than short attention
+        rows = starts // q_len
     first = context_lens[rows] + starts - cu_q_lens[rows]
     position = first[:, None] + jnp.arange(block_size, dtype=jnp.int32)  # [tiles, block]
     kv_len = kv_lens[rows][:, None]

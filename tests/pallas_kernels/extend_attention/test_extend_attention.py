@@ -34,7 +34,10 @@ class Case:
     keys: list[np.ndarray]  # per row, [kv_len, K, H]
     values: list[np.ndarray]
 
-    def run(self, *, visibility, block_size, tiling=SMALL_TILING, dtype=jnp.float32, window=None):
+    def run(
+        self, *, visibility, block_size, tiling=SMALL_TILING, dtype=jnp.float32, window=None,
+        q_len=None,
+    ):  # fmt: skip
         out = extend_attention(
             jnp.asarray(self.q, dtype),
             jnp.asarray(self.pool, dtype),
@@ -45,6 +48,7 @@ class Case:
             visibility=visibility,
             block_size=block_size,
             scale=SCALE,
+            q_len=q_len,
             window=window,
             tiling=tiling,
         )
@@ -132,6 +136,23 @@ def test_equals_loops(visibility, page, block):
     expected = oracle(case, visibility=visibility, block_size=block)
     np.testing.assert_allclose(out, expected, **TOLERANCE)
     assert np.all(out[case.cu_q_lens[-1] :] == 0)
+
+
+@pytest.mark.parametrize(
+    ("visibility", "window"),
+    [("block_causal", None), ("full", None), ("full", 20), ("causal", None), ("causal", 9)],
+)
+def test_rows_of_a_known_length_equal_loops(visibility, window):
+    """An inactive row owns queries, too, and gets zeros."""
+    block, q_len = 8, 16
+    contexts = (0, 24, 40, MAX_PAGES_TOKENS - q_len)
+    case = make_case(5, [(one, q_len) for one in contexts], page=16, tokens=len(contexts) * q_len)
+    case.kv_lens[2] = 0
+    case.page_table[2] = -1
+    options = {"visibility": visibility, "block_size": block, "window": window}
+    out = case.run(q_len=q_len, **options)
+    np.testing.assert_allclose(out, oracle(case, **options), **TOLERANCE)
+    assert (out[2 * q_len : 3 * q_len] == 0).all()
 
 
 def test_equals_loops_for_random_batches():
