@@ -40,12 +40,13 @@ SGLANG = (
 )
 
 
-def load_script(name):
-    """Returns a script of the repository as a module."""
+def load_script(name, monkeypatch):
+    """Returns a script of the repository as a module; scripts import one another."""
     path = pathlib.Path(__file__).parents[2] / "scripts" / name
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    monkeypatch.syspath_prepend(path.parent)
     spec.loader.exec_module(module)
     return module
 
@@ -285,8 +286,8 @@ def test_a_warm_up_says_when_programs_are_never_there(monkeypatch):
         image_runs.warm_up(Compiling(*[5] * 99), asks, counts=[1], steps=1)
 
 
-def test_the_report_warms_every_number_of_rows_that_it_measures():
-    report = load_script("bench_images_report.py")
+def test_the_report_warms_every_number_of_rows_that_it_measures(monkeypatch):
+    report = load_script("bench_images_report.py", monkeypatch)
     assert report.row_counts([1, 4, 12, 4, 12]) == [1, 2, 4, 8, 12]
     assert report.row_counts([3]) == [1, 2, 3]
 
