@@ -102,7 +102,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--server-flags", nargs=argparse.REMAINDER, default=[], help="the rest goes to the server"
     )
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.closed_prompts and len(args.closed_prompts) != len(args.concurrency):
+        parser.error("--closed-prompts takes a number for each of --concurrency")
+    if args.loads and not args.mixed_concurrency:
+        parser.error("--loads are shares of the last of --mixed-concurrency, which is empty")
+    return args
 
 
 def server_flags(args: argparse.Namespace, flags: Sequence[str]) -> list[str]:
@@ -145,8 +150,8 @@ def measured(
     asks = [*same.asks(), *mixed.asks()]
     image_runs.warm_up(target, asks, counts=counts, steps=MEETING_STEPS)
     print(f"# warm after {time.monotonic() - began_s:.1f} s", flush=True)
-    counts = args.closed_prompts or [16 + 4 * places for places in args.concurrency]
-    for places, count in zip(args.concurrency, counts, strict=True):
+    prompts = args.closed_prompts or [16 + 4 * places for places in args.concurrency]
+    for places, count in zip(args.concurrency, prompts, strict=True):
         # About as long for each: more places make more images per second, but not many times more.
         # Several for each place, or the first and the last, whose steps have few rows, count much.
         asks = dataclasses.replace(same, num_prompts=count).asks()

@@ -9,8 +9,8 @@ of `"dllm": {"stream_mode": "denoise"}`, in a "plain" one none does; they altern
 is always read and parsed by a process of its own; the other answers are only read while they come.
 With random weights the threshold 0.95 means one token a forward, 0 a whole block.
 
-A model folder without a tokenizer (`--load-format dummy`) gets one that has a text of five letters
-for each id: frames carry texts. The prefix cache is emptied before each batch.
+A model folder without a tokenizer (`--load-format dummy`) gets one that has a text of a space and
+four letters for each id: frames carry texts. The prefix cache is emptied before each batch.
 """
 
 from __future__ import annotations

@@ -217,11 +217,14 @@ def _forwards(run: Run) -> int:
 
 
 def _one_step(engine: engine_lib.Engine, dllm: dict[str, Any]) -> dict[str, Any]:
-    """Returns the option with which one forward writes all positions; {} if there is none."""
+    """Returns the option with which a forward writes all positions of a block; {} without one."""
     name = dllm.get("algorithm") or _default_dllm(engine)["algorithm"]
-    options = {option.name for option in algorithms.TABLE[name].options}
-    quickest = {"threshold": 0.0, "max_denoising_steps": 1}
-    return next(({key: quickest[key]} for key in quickest if key in options), {})
+    options = {option.name: option for option in algorithms.TABLE[name].options}
+    if "threshold" in options:
+        # The least probability, or the largest entropy.
+        high = options["threshold"].high
+        return {"threshold": 0.0 if high == 1 else high}
+    return {"max_denoising_steps": 1} if "max_denoising_steps" in options else {}
 
 
 def _default_threshold(engine: engine_lib.Engine) -> float | None:

@@ -127,8 +127,6 @@ def _extend_attention(
             visibility=visibility, block_size=block_size, scale=scale, q_len=q_len, window=window,
         )  # fmt: skip
     T, N, H = q.shape
-    if implementation == "xla" and visibility == "full" and q_len is not None:
-        block_size = q_len  # the queries of a row see the same keys, which are read once then
     rows, ends = reference.tile_rows_and_visible_ends(
         cu_q_lens, context_lens, kv_lens, tiles=T // block_size, block_size=block_size,
         visibility=visibility, q_len=q_len,

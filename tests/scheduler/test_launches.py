@@ -4,6 +4,7 @@ import numpy as np
 from support.hand_written import ask, make, results_of, round_of, write
 from support.hash_model import committed_block
 
+from jdllm import sampling_params
 from jdllm.scheduler import batch as batch_lib
 from jdllm.scheduler.rows import block
 
@@ -69,6 +70,15 @@ def test_looking_ahead_is_fair_and_leaves_pages_to_others():
     made.schedule()
     assert made.pages.num_available >= 2 and abs(len(one.held.pages) - len(two.held.pages)) <= 1
     assert len(one.held.pages) > 5
+
+
+def test_a_row_that_shows_its_steps_shares_the_program_of_the_others():
+    shown = {"dllm": sampling_params.DllmParams(stream_mode="denoise")}
+    for sampling, with_logits in (({}, False), (shown, False), ({"logit_bias": {5: 1.0}}, True)):
+        made = make(max_running_requests=2)
+        made.add_request(ask("a", [7]))
+        made.add_request(ask("b", [7], **sampling))
+        assert made.schedule().bucket.with_logits == with_logits
 
 
 def test_a_launch_is_asked_to_end_early_only_when_someone_waits():

@@ -154,6 +154,7 @@ def test_sums_in_bfloat16_before_scales_are_as_close_as_bfloat16_is():
     exact = np.asarray(reference.fp8_product(values, w), np.float64)
     scales = np.asarray(of_x, np.float64)[:, None] * np.asarray(of_w, np.float64)
     narrow = reference.fp8_product(values, w, jnp.bfloat16)
+    assert narrow.dtype == jnp.bfloat16
     out = np.asarray(reference.scaled(narrow, of_x, of_w, jnp.bfloat16), np.float64)
     # Two roundings of at most 2**-8 each.
     np.testing.assert_allclose(out, exact * scales, rtol=2 * 2.0**-8 * (1 + 2.0**-8))
