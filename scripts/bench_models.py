@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument(
         "--limit-s", type=float, default=900.0, help="of a part, or of those together"
     )
-    parser.add_argument("--log-dir", type=pathlib.Path, default=pathlib.Path("several-gpus"))
+    parser.add_argument("--log-dir", type=pathlib.Path, default=pathlib.Path("runs/bench-models"))
     parser.add_argument("--together", nargs="+", metavar="SHARE", help="of the GPUs' memory")
     parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="to text models")
     args = parser.parse_args()

@@ -4,8 +4,8 @@ Flags and fields are those of SGLang's `bench_one_batch`. All requests of a batc
 have equal lengths, are greedy and ignore EOS. The fields mean:
 
 * `prefill_latency`: seconds until every row has its first token. It is measured with requests
-  for one token at threshold 0 (or one denoising step, where the algorithm has no threshold), so it
-  is all of prefill and the first forward of decode.
+  for one token and the option with which a forward writes a whole block (threshold 0, of entropy
+  the highest; else one denoising step), so it is all of prefill and the first forward of decode.
 * `mean_decode_latency`: seconds per decode forward. It is `total_latency` minus
   `prefill_latency`, divided by the further forwards of the batch (or by those of its longest
   row, if the engine does not count those of the batch).

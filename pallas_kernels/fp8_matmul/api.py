@@ -87,8 +87,8 @@ def _fp8_matmul(
     if implementation == "xla_fp8":
         # The result of a product is large: in 16 bits it is written and read in half the time. Its
         # range is that of float32, and one more rounding to 8 bits is little beside e4m3's 4.
-        narrow = out_dtype == jnp.bfloat16
-        product = reference.fp8_product(values, w, out_dtype if narrow else jnp.float32)
+        wanted = jnp.bfloat16 if out_dtype == jnp.bfloat16 else jnp.float32
+        product = reference.fp8_product(values, w, wanted)
     else:
         product = reference.widened_product(values, w, wide)
     return reference.scaled(product, x_scale, scale, out_dtype)
