@@ -11,6 +11,10 @@ Without one XLA picks GEMMs without timing them; everything else is what a GPU g
 The script prints the tree of loops: a launch's outer loop, inside it a loop for each compiled size,
 and inside these the passes over the vocabulary. For each loop it counts the kernels and copies of
 the condition and of the body, without those of inner loops.
+
+Before it stands whether the launch is one CUDA graph. Where it is not, the host starts the rounds
+of the outer loops, which the GPU waits for, and what XLA could not make part of a graph is listed:
+a copy of a slice that moves with a loop, for one.
 """
 
 from __future__ import annotations
@@ -115,20 +119,20 @@ def launch_of(args: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
             max_prefill_tokens=R * length,
         )
     )
-    denoising = [
+    wanted = [
         bucket
         for bucket in rows.buckets()
-        if bucket.denoises and bucket.with_logits == args.with_logits
+        if bucket.denoises != args.prefill and bucket.with_logits == args.with_logits
     ]
-    largest = max(denoising, key=lambda bucket: (bucket.rows, bucket.tokens))
+    largest = max(wanted, key=lambda bucket: (bucket.rows, bucket.tokens))
     program, batch = built.program(largest), batch_lib.ScheduleBatch(rows=(), bucket=largest)
     memory = jax.eval_shape(built.create_memory)
     memory = {name: memory[name] for name in program.uses}
     return program.step, (params, memory, program.inputs(batch, interrupts.shapes()))
 
 
-def compiled_text(function: Any, arguments: tuple[Any, ...]) -> str:
-    """Returns the optimised program for an H200."""
+def compiled_text(function: Any, arguments: tuple[Any, ...]) -> tuple[str, str]:
+    """Returns the optimised program for an H200, and the sequence of thunks that XLA runs."""
     topology = topologies.get_topology_desc(
         topology_name="h200", platform="cuda", target_config=H200, topology="1x1x1"
     )
@@ -147,7 +151,27 @@ def compiled_text(function: Any, arguments: tuple[Any, ...]) -> str:
         words = jax.ShapeDtypeStruct(packed.words.shape, packed.words.dtype, sharding=sharding)
         lowered = packed.launch.lower(*arguments[:2], words)
     options = executables.compiler_options(GPU)
-    return lowered.compile(compiler_options=options).as_text()
+    with tempfile.TemporaryDirectory() as folder:
+        compiled = lowered.compile(compiler_options=options | {"xla_dump_to": folder})
+        (thunks,) = pathlib.Path(folder).glob("*jit_launch.thunk_sequence_after_thunk_passes.txt")
+        return compiled.as_text(), thunks.read_text()
+
+
+def outside_graphs(thunks: str) -> list[str]:
+    """Returns the loops that are no part of a CUDA graph, and in them what keeps them from it.
+
+    A line of `thunks` is indented by its depth: `028: kWhile ...`, inside it `000: kCommandBuffer`.
+    """
+    found, around = [], []  # around: the lines that hold this one
+    for line in thunks.splitlines():
+        if one := re.match(r"( *)\d+: k(\w+)", line):
+            around = [(depth, kind) for depth, kind in around if depth < len(one.group(1))]
+            kinds = [kind for _, kind in around]
+            around.append((len(one.group(1)), one.group(2)))
+            is_lone_loop = one.group(2) == "While" and "CommandBuffer" not in kinds
+            if is_lone_loop or (one.group(2) == "DynamicSliceFusion" and "While" in kinds):
+                found.append(one.group(1) + one.group(2))
+    return found
 
 
 def computations(text: str) -> tuple[str, dict[str, list[tuple[str, str, str]]]]:
@@ -212,11 +236,14 @@ def main() -> None:
     parser.add_argument(
         "--with-logits", action="store_true", help="the launch of rows that need their logits"
     )
+    parser.add_argument("--prefill", action="store_true", help="the largest launch of prefill")
     parser.add_argument("--list", action="store_true", help="every kernel, with its origin")
     args = parser.parse_args()
-    text = compiled_text(*launch_of(args))
+    text, thunks = compiled_text(*launch_of(args))
     entry, found = computations(text)
     sys.stdout.write(f"# {' '.join(sys.argv)}\n")
+    outside = "\n    ".join(["", *outside_graphs(thunks)]).rstrip()
+    sys.stdout.write(f"one CUDA graph: {f'no, loops remain{outside}' if outside else 'yes'}\n")
     sys.stdout.write(f"once a launch: {len(kernels(found, entry))}\n")
     show(found, entry, 0, args.list)
 

@@ -166,21 +166,20 @@ def _attend_tiles(q, pages, ends, begins=None, *, kv_pool, scale, tiling) -> jax
 def _map_groups(function, arguments, group: int):
     """Applies `function` to one group of tiles after another: memory holds one group's K,V.
 
-    Padding tiles fill the last group (they see no keys, so they take no work): a last group of
-    another shape could round differently.
+    The last tile fills up the last group: a group of another shape could round differently. Tiles
+    are gathered, not sliced: XLA for GPUs copies slices on its own account, and a loop with such
+    copies is no CUDA graph, nor is any loop around it.
     """
     tiles = arguments[0].shape[0]
     if group >= tiles:
         return function(*arguments)
-    groups = -(-tiles // group)
-    padding = groups * group - tiles
 
-    def split(array):
-        padded = jnp.pad(array, ((0, padding),) + ((0, 0),) * (array.ndim - 1))
-        return padded.reshape(groups, group, *array.shape[1:])
+    def of_group(first):
+        ids = jnp.minimum(first + jnp.arange(group, dtype=jnp.int32), tiles - 1)
+        return function(*(array[ids] for array in arguments))
 
-    out = lax.map(lambda a: function(*a), tuple(split(array) for array in arguments))
-    return out.reshape(groups * group, *out.shape[2:])[:tiles]
+    out = lax.map(of_group, jnp.arange(0, tiles, group, dtype=jnp.int32))
+    return out.reshape(-1, *out.shape[2:])[:tiles]
 
 
 def _chunk_pages(page_size: int, max_pages: int, tiling: AttentionTiling) -> int:
