@@ -32,19 +32,20 @@ to which sums over GPUs come: two a layer.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
 import os
 import pathlib
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import child_process
 import floors
 import one_batch_in_turn
 
@@ -157,14 +158,15 @@ def run_together(parts: list[str], args: argparse.Namespace) -> None:
     """Runs the benchmarks of text models, which compile at the same time and measure in turn."""
     if len(parts) != len(args.together):
         raise SystemExit(f"--together takes a share for each of {', '.join(parts)}")
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         running = {}
         for number, (part, share) in enumerate(zip(parts, args.together, strict=True)):
             ((python, _, _, *flags),) = commands(part, args)
             script = [python, str(SCRIPTS / "one_batch_in_turn.py"), folder]
             environment = os.environ | {"XLA_PYTHON_CLIENT_MEM_FRACTION": share}
             command = [*script, str(number), str(len(parts)), *flags]
-            running[number] = start(command, log_of(part, args), environment)
+            one = started(command, log_of(part, args), environment)
+            running[number] = stack.enter_context(one)
         until = time.monotonic() + args.limit_s
         while running and time.monotonic() < until:
             for number, process in list(running.items()):
@@ -174,38 +176,30 @@ def run_together(parts: list[str], args: argparse.Namespace) -> None:
                     for name in (one_batch_in_turn.READY, one_batch_in_turn.DONE):
                         (pathlib.Path(folder) / f"{name}-{number}").touch()
             time.sleep(1)
-        for number, process in running.items():
-            stop(process)
+        for number in running:
             tables.say(f"## {parts[number]}: stopped after {args.limit_s:.0f} s")
 
 
 def run(command: list[str], log: pathlib.Path, limit_s: float) -> str:
     """Runs a command whose output is added to `log`; returns how it ended."""
-    process = start(command, log, os.environ)
-    try:
-        code = process.wait(timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        stop(process)
-        return f"stopped after {limit_s:.0f} s"
+    with started(command, log, os.environ) as process:
+        try:
+            code = process.wait(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            return f"stopped after {limit_s:.0f} s"
     return "done" if code == 0 else f"FAILED with {code}"
 
 
-def start(
+@contextlib.contextmanager
+def started(
     command: list[str], log: pathlib.Path, environment: Mapping[str, str]
-) -> subprocess.Popen[bytes]:
-    """Starts a command in a group of its own."""
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Yields a command whose output is added to `log`, and which ends with the block."""
     with log.open("a") as out:
         out.write(f"$ {' '.join(command)}\n")
         out.flush()
-        return subprocess.Popen(
-            command, stdout=out, stderr=out, env=environment, start_new_session=True
-        )
-
-
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """Ends a command and all that it has started, such as a server, which would keep the GPUs."""
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+        with child_process.started(command, output=out, environment=environment) as process:
+            yield process
 
 
 def output_len(model: TextModel, args: argparse.Namespace) -> int:

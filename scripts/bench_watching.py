@@ -88,12 +88,12 @@ def main() -> None:
     flags += ["--context-length", str(-(-longest // CONTEXT_MULTIPLE) * CONTEXT_MULTIPLE)]
     with (
         with_tokenizer(args.flags) as given,
+        concurrent.futures.ProcessPoolExecutor(
+            1, mp_context=multiprocessing.get_context("spawn")
+        ) as reader,  # waits for what it reads, so the server ends before it
         started_server.started(
             [*flags, *given], log_file=args.log_file, limit_s=args.start_limit_s
         ) as server,
-        concurrent.futures.ProcessPoolExecutor(
-            1, mp_context=multiprocessing.get_context("spawn")
-        ) as reader,
     ):
         tables.say(f"# {' '.join(sys.argv)}\n# {server.model}, ready after {server.start_s:.0f} s")
         for threshold in args.threshold:

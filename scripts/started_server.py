@@ -11,10 +11,12 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
+import child_process
+
 from jdllm.bench import command_line, running_server
 from jdllm.client import transport
 
-STOP_S = 30.0
+COMMAND = (sys.executable, "-m", "jdllm.serve")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,25 +30,21 @@ class Server:
 
 @contextlib.contextmanager
 def started(flags: Sequence[str], *, log_file: str, limit_s: float) -> Iterator[Server]:
-    """Yields a server on a free port; ends the program with its log if it does not start."""
+    """Yields a server on a free port; ends the program with its log if it does not start.
+
+    The server ends with the block, and with the script whatever ends it (see `child_process`).
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "jdllm.serve", "--port", str(port), *flags]
-    began_s = time.monotonic()
-    with pathlib.Path(log_file).open("a") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
     client = transport.Client(f"http://127.0.0.1:{port}", timeout_s=running_server.TIMEOUT_S)
-    try:
+    began_s = time.monotonic()
+    with (
+        pathlib.Path(log_file).open("a") as log,
+        child_process.started([*COMMAND, "--port", str(port), *flags], output=log) as process,
+    ):
         model = wait_until_ready(client, process, log_file=log_file, limit_s=limit_s)
         yield Server(client=client, model=model, start_s=time.monotonic() - began_s)
-    finally:
-        process.terminate()
-        try:
-            process.wait(timeout=STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 def wait_until_ready(
