@@ -107,7 +107,7 @@ def main() -> None:
     args = parser.parse_args()
     args.log_dir.mkdir(parents=True, exist_ok=True)
     for part in args.parts:
-        for old in (log_of(part, args), result_of(part, args)):
+        for old in (log_of(part, args), server_log_of(part, args), result_of(part, args)):
             old.unlink(missing_ok=True)
     if args.together:
         run_together([part for part in args.parts if part in MODELS], args)
@@ -147,7 +147,8 @@ def commands(part: str, args: argparse.Namespace) -> list[list[str]]:
         line += ["--model-path", "configs/llada-8b", "--batch-size", "1", "--tp-size", tp]
         return [[*line, "--tokens-per-forward", "9.91"]]
     if part == "soak":
-        line += ["--minutes", str(args.soak_minutes), "--input-ids-below", "100000", "--"]
+        line += ["--minutes", str(args.soak_minutes), "--input-ids-below", "100000"]
+        line += ["--log-file", str(server_log_of(part, args)), "--"]
         line += ["--model-path", MODELS["mini"].config, "--max-running-requests", "12"]
         return [[*line, "--load-format", "dummy", "--tp-size", tp, "--context-length", "2048"]]
     line += ["--tp-size", tp, "--transformer", "512x1", "512x4", "1024x1"]
@@ -215,6 +216,10 @@ def block_size_file(block: int, args: argparse.Namespace) -> pathlib.Path:
 
 def log_of(part: str, args: argparse.Namespace) -> pathlib.Path:
     return args.log_dir / f"tp{args.tp_size}-{part}.log"
+
+
+def server_log_of(part: str, args: argparse.Namespace) -> pathlib.Path:
+    return args.log_dir / f"tp{args.tp_size}-{part}-server.log"
 
 
 def result_of(part: str, args: argparse.Namespace) -> pathlib.Path:

@@ -18,13 +18,13 @@ import json
 import pathlib
 import random
 import re
-import subprocess
 import sys
 import threading
 import time
 from typing import Any
 
 import httpx
+import started_server
 
 WORDS = (
     *("Tom", "Ann", "has", "buys", "sells", "apples", "pears", "3", "7", "12"),
@@ -103,7 +103,8 @@ def soak(
                 if rng.random() < 0.05:
                     time.sleep(rng.uniform(0, 2))  # so that the server is idle at times
 
-    workers = [threading.Thread(target=work, args=(i,)) for i in range(threads)]
+    # Daemons: where the script is ended early, nothing waits for them.
+    workers = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(threads)]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -130,63 +131,53 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--threads", type=int, default=12)
-    parser.add_argument("--port", type=int, default=30999)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--growth-mb", type=float, default=50.0)
     parser.add_argument("--input-ids-below", type=int, help="of a server without a tokenizer")
+    parser.add_argument("--start-limit-s", type=float, default=900.0)
+    parser.add_argument("--log-file", default="soak-server.log", help="of the server")
     parser.add_argument("flags", nargs="*", help="flags of jdllm.serve, after --")
     args = parser.parse_args()
-    url, out = f"http://127.0.0.1:{args.port}", sys.stdout.write
-    command = [sys.executable, "-m", "jdllm.serve", "--port", str(args.port), *args.flags]
+    flags = ["--log-level", "warning", *args.flags]
     if args.input_ids_below is not None:
-        command.append("--skip-tokenizer-init")
-    server = subprocess.Popen([*command, "--log-level", "warning"])
-    try:
-        wait_until_ready(url, server)
-        began = time.monotonic()
-        until = began + 60 * args.minutes
-        memory: list[float] = []
-
-        def watch() -> None:
-            while time.monotonic() < until:
-                memory.append(resident_mb(server.pid))
-                minutes, seconds = divmod(round(time.monotonic() - began), 60)
-                if seconds == 0:
-                    out(f"{minutes:3d} min  {memory[-1]:8.1f} MB  {gauges(url)}\n")
-                    sys.stdout.flush()
-                time.sleep(1.0)
-
-        watcher = threading.Thread(target=watch)
-        watcher.start()
-        ends, wrong = soak(url, args.threads, until, args.seed, args.input_ids_below)
-        watcher.join()
-        deadline = time.monotonic() + 60
-        while any(gauges(url).values()) and time.monotonic() < deadline:
-            time.sleep(0.5)
-        left = gauges(url)
-        memory = memory[min(60, len(memory) // 2) :]  # the first minute warms up
-        quarter = max(1, len(memory) // 4)
-        grew = max(memory[-quarter:]) - max(memory[:quarter])
-        out(f"requests {dict(ends)}, wrong {len(wrong)} {wrong[:3]}, left {left}, ")
-        out(f"memory grew by {grew:.1f} MB\n")
-        sys.exit(1 if wrong or any(left.values()) or grew > args.growth_mb else 0)
-    finally:
-        server.terminate()
-        server.wait(timeout=60)
+        flags.append("--skip-tokenizer-init")
+    with started_server.started(
+        flags, log_file=args.log_file, limit_s=args.start_limit_s
+    ) as server:
+        is_well = watched_soak(server, args)
+    sys.exit(0 if is_well else 1)
 
 
-def wait_until_ready(url: str, server: subprocess.Popen) -> None:
-    """Returns once the server answers; raises if it has ended or takes ten minutes."""
-    for _ in range(600):
-        if server.poll() is not None:
-            raise RuntimeError(f"the server ended with {server.returncode}")
-        try:
-            if httpx.get(f"{url}/ready", timeout=5).status_code == 200:
-                return
-        except httpx.HTTPError:
-            pass
-        time.sleep(1)
-    raise RuntimeError("the server was not ready in ten minutes")
+def watched_soak(server: started_server.Server, args: argparse.Namespace) -> bool:
+    """Soaks a server and samples its memory; returns whether nothing is left and memory is flat."""
+    url, out = server.client.base_url, sys.stdout.write
+    began = time.monotonic()
+    until = began + 60 * args.minutes
+    memory: list[float] = []
+
+    def watch() -> None:
+        while time.monotonic() < until:
+            memory.append(resident_mb(server.process_id))
+            minutes, seconds = divmod(round(time.monotonic() - began), 60)
+            if seconds == 0:
+                out(f"{minutes:3d} min  {memory[-1]:8.1f} MB  {gauges(url)}\n")
+                sys.stdout.flush()
+            time.sleep(1.0)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    ends, wrong = soak(url, args.threads, until, args.seed, args.input_ids_below)
+    watcher.join()
+    deadline = time.monotonic() + 60
+    while any(gauges(url).values()) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    left = gauges(url)
+    memory = memory[min(60, len(memory) // 2) :]  # the first minute warms up
+    quarter = max(1, len(memory) // 4)
+    grew = max(memory[-quarter:]) - max(memory[:quarter])
+    out(f"requests {dict(ends)}, wrong {len(wrong)} {wrong[:3]}, left {left}, ")
+    out(f"memory grew by {grew:.1f} MB\n")
+    return not (wrong or any(left.values()) or grew > args.growth_mb)
 
 
 if __name__ == "__main__":

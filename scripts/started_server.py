@@ -25,6 +25,7 @@ class Server:
 
     client: transport.Client
     model: str
+    process_id: int
     start_s: float
 
 
@@ -44,7 +45,12 @@ def started(flags: Sequence[str], *, log_file: str, limit_s: float) -> Iterator[
         child_process.started([*COMMAND, "--port", str(port), *flags], output=log) as process,
     ):
         model = wait_until_ready(client, process, log_file=log_file, limit_s=limit_s)
-        yield Server(client=client, model=model, start_s=time.monotonic() - began_s)
+        yield Server(
+            client=client,
+            model=model,
+            process_id=process.pid,
+            start_s=time.monotonic() - began_s,
+        )
 
 
 def wait_until_ready(
