@@ -32,7 +32,7 @@ from jdllm.checkpoint import assemble, orbax_checkpoint, safetensors_source, sou
 from jdllm.imagegen import flow_schedule, prompts, request_defaults
 from jdllm.imagegen.pipelines import interface
 from jdllm.imagegen.pipelines import registry as pipelines
-from jdllm.models import hf_config, loading, split
+from jdllm.models import hf_config, loading, random_weights, split
 from jdllm.models.images import component, registry
 from jdllm.models.images import quantization as quantization_lib
 from jdllm.models.images import split as image_split
@@ -134,7 +134,7 @@ class ModelFolder:
         elif self.load_format == "orbax":
             read = orbax_checkpoint.restore_each(self.path, arrays, device.used())
         else:
-            read = loading.random_params_each(arrays, seed=seed, place=place)
+            read = random_weights.each(arrays, seed=seed, place=place)
         params = quantization_lib.quantize(read, shapes, place)
         return LoadedComponent(graphdef=graphdef, params=params, config=self.config)
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import math
 import os
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -35,12 +34,11 @@ from jdllm.checkpoint import (
     weight_table,
 )
 from jdllm.layers import moe
-from jdllm.models import decoder, decoder_config, random_parts, registry, split
+from jdllm.models import decoder, decoder_config, random_weights, registry, split
 
 logger = logging.getLogger(__name__)
 
 Params = dict[str, jax.Array]
-RESIDUAL = frozenset({"w_out", "w_down"})  # what layers add to the residual stream
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +110,7 @@ def load(
     match chosen:
         case "dummy":
             params = dict(
-                random_params_each(
+                random_weights.each(
                     arrays, seed=seed, place=place, num_layers=config.spec.num_layers
                 )
             )
@@ -279,73 +277,3 @@ def apply(
 ) -> Any:
     """Returns the model's output: `merge`, then call."""
     return merge(graphdef, params)(*args, **kwargs)
-
-
-def random_params(shapes: Mapping[str, jax.ShapeDtypeStruct], *, seed: int = 0) -> Params:
-    """Returns random weights that give activations of variance 1, one array at a time.
-
-    Embeddings have variance 1, linear weights and convolutions [height, width, in, out] have a
-    standard deviation of 1/sqrt(fan_in), norms are one and biases zero. So activations keep their
-    scale at any depth.
-    """
-    return dict(random_params_each(shapes, seed=seed))
-
-
-def random_params_each(
-    shapes: Mapping[str, jax.ShapeDtypeStruct],
-    *,
-    seed: int = 0,
-    place: split.Placement | None = None,
-    num_layers: int | None = None,
-) -> Iterator[tuple[str, jax.Array]]:
-    """Yields the arrays of `random_params` one by one, and keeps none.
-
-    They are on the default device, or the same where `place` puts them: each device draws its part.
-    With `num_layers`, what a layer adds to the residual stream is divided by sqrt(2 num_layers), as
-    in GPT-2 (Radford et al., 2019, section 2.3). Otherwise the tokens of a deep model grow alike,
-    and all go to the same experts: 17 of LLaDA2.0-flash's 256 had the 32 tokens of a block in its
-    last layer, not 163.
-    """
-    residual = 1.0 if num_layers is None else (2 * num_layers) ** -0.5
-    key = jax.random.key(seed, impl=random_parts.KIND)
-    for i, (path, array) in enumerate(sorted(shapes.items())):
-        of_path = jax.random.fold_in(key, i)
-        if not _is_drawn(path, array):
-            fill = jnp.zeros if _is_bias(path) else jnp.ones
-            filled = fill(array.shape, array.dtype)
-            if place is None:
-                yield path, filled
-            else:
-                yield from place(path, np.asarray(filled)).items()
-        elif place is None:
-            with jax.threefry_partitionable(True):  # as `random_parts` draws
-                drawn = jax.random.normal(of_path, array.shape, array.dtype)
-            yield path, _scaled(path, array, drawn, residual)
-        else:
-            for one in place.paths(path):
-                cut = place.cuts[one]
-                drawn = random_parts.normal(of_path, array.shape, array.dtype, cut, place.mesh)
-                yield one, jax.block_until_ready(_scaled(path, array, drawn, residual))
-
-
-def _is_bias(path: str) -> bool:
-    return path.endswith("bias") or path.rpartition(".")[2].startswith("b_")
-
-
-def _is_drawn(path: str, array: jax.ShapeDtypeStruct) -> bool:
-    return not _is_bias(path) and len(array.shape) != 1
-
-
-def _scaled(path: str, whole: jax.ShapeDtypeStruct, drawn: jax.Array, residual: float) -> jax.Array:
-    """Returns what was drawn for a parameter, or for a part of it, as its weights."""
-    if path == "word_embeddings":
-        return drawn
-    share = residual if path.rpartition(".")[2] in RESIDUAL else 1.0
-    return drawn * jnp.asarray(share * _fan_in(path, whole.shape) ** -0.5, whole.dtype)
-
-
-def _fan_in(path: str, shape: tuple[int, ...]) -> int:
-    if len(shape) == 4:  # a convolution
-        return math.prod(shape[:-1])
-    # The contracted axis is the last one, except in routers, which are [in, out].
-    return shape[0 if path.endswith("router.weight") else -1]

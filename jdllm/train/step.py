@@ -27,7 +27,7 @@ import pallas_kernels
 from jdllm import errors
 from jdllm import spec as spec_lib
 from jdllm.layers import attention, moe
-from jdllm.models import decoder_config, loading, registry
+from jdllm.models import decoder_config, loading, random_weights, registry
 from jdllm.train import canvas_objective, objective, optimizers, question_noise
 from jdllm.train import dropout as dropout_lib
 from jdllm.train.config import TrainConfig
@@ -122,11 +122,7 @@ def noise_config(network: Network, config: TrainConfig) -> Noise:
 def init_params(network: Network, seed: int) -> Params:
     """Returns float32 starting weights; the deeper the model, the smaller its residual branches."""
     shapes = {p: jax.ShapeDtypeStruct(s.shape, jnp.float32) for p, s in network.shapes.items()}
-    params = loading.random_params(shapes, seed=seed)
-    branch = (2 * network.config.spec.num_layers) ** -0.5
-    for path in params:
-        if path.endswith((".w_out", ".w_down")):
-            params[path] = params[path] * branch
+    params = random_weights.drawn(shapes, seed=seed, num_layers=network.config.spec.num_layers)
     params["word_embeddings"] = params["word_embeddings"] * 0.5
     return params
 

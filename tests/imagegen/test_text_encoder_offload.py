@@ -16,7 +16,7 @@ from jdllm import device as device_lib
 from jdllm import device_facts, errors
 from jdllm.imagegen import kind as kind_lib
 from jdllm.imagegen import loaded, pipeline_folder, sizes
-from jdllm.models import loading
+from jdllm.models import loading, random_weights
 from jdllm.models.images import host_weights, registry
 from jdllm.runner import model_runner
 
@@ -134,7 +134,7 @@ def test_the_encoders_of_flux_work_from_the_memory_of_the_host(name, class_name)
     component = registry.COMPONENTS[class_name]
     config = component.read({**component.example})
     graphdef, arrays = component.abstract(config, np.dtype(np.float32))
-    params = loading.random_params(arrays, seed=1)
+    params = random_weights.drawn(arrays, seed=1)
     inputs = [np.ones((2, 8), np.int32)]
     if class_name == "CLIPTextModel":
         inputs = [np.full((2, config.max_positions), 3, np.int32)]

@@ -32,7 +32,7 @@ import jdllm
 from jdllm import device as device_lib
 from jdllm import sharding
 from jdllm.imagegen import kind, loaded, sizes
-from jdllm.models import loading
+from jdllm.models import loading, random_weights
 from jdllm.models import split as models_split
 from jdllm.models.images import flux, qwen_image, split
 from jdllm.models.images import quantization as quantization_lib
@@ -282,7 +282,7 @@ def drawn(name, tp, quantization=None):
     read, place = quantization_lib.read_as(shapes), None
     if tp > 1:
         place = models_split.Placement(cuts=split.cuts(config, read, tp), mesh=mesh_of(tp))
-    arrays = loading.random_params_each(read, place=place)
+    arrays = random_weights.each(read, place=place)
     params = quantization_lib.quantize(arrays, shapes, place)
     return one.abstract(split.local_config(config, tp), dtype, **quantized)[0], params
 

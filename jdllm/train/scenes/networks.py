@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -25,7 +24,7 @@ from jdllm.checkpoint import assemble, safetensors_source, source
 from jdllm.imagegen import flow_schedule, pipeline_folder
 from jdllm.imagegen.pipelines import interface
 from jdllm.imagegen.pipelines import z_image as z_image_pipeline
-from jdllm.models import loading
+from jdllm.models import loading, random_weights
 from jdllm.models.images import autoencoder_kl, component, qwen3, z_image
 from jdllm.models.images.autoencoder import layers
 from jdllm.models.images.autoencoder.config import AutoencoderConfig
@@ -140,8 +139,7 @@ def _copy(model_path: pathlib.Path, folder: pathlib.Path) -> None:
 
 def init_params(networks: Networks, seed: int) -> Params:
     """Returns float32 starting weights, with which every block does little and flow none."""
-    rng = np.random.default_rng(seed)
-    params = {path: _random(rng, path, shape.shape) for path, shape in networks.shapes.items()}
+    params = random_weights.on_host(networks.shapes, seed=seed)
     depth = networks.configs[TEXT].num_layers
     for path, array in params.items():
         if path.startswith(TEXT) and path.endswith((".w_out", ".w_down")):
@@ -178,15 +176,3 @@ def read_params(networks: Networks, folder: pathlib.Path) -> Params:
         SHIFT: jnp.float32(latents.shift_factor),
         FACTOR: jnp.float32(latents.scaling_factor),
     }
-
-
-def _random(rng: np.random.Generator, path: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Returns what `loading.random_params` does, drawn on the host: nothing is compiled for it."""
-    leaf = path.rpartition(".")[2]
-    if leaf == "bias" or leaf.startswith("b_"):
-        return np.zeros(shape, np.float32)
-    if len(shape) == 1:
-        return np.ones(shape, np.float32)
-    is_convolution = len(shape) == 4
-    fan_in = math.prod(shape[:-1]) if is_convolution else shape[-1]
-    return rng.standard_normal(shape, np.float32) * np.float32(fan_in**-0.5)
