@@ -79,8 +79,8 @@ def launch_of(args: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
             one["layer_types"] = one["layer_types"][-args.layers :]
     with tempfile.TemporaryDirectory() as directory:
         (pathlib.Path(directory) / "config.json").write_text(json.dumps(config))
-        _, architecture, parsed = loading._parse(pathlib.Path(directory), None)
-    graphdef, params = registry.family(architecture).abstract(
+        parsed = loading.read_config(directory)
+    graphdef, params = registry.family(parsed.spec.architecture).abstract(
         parsed, dtype=jnp.bfloat16, hash_embedding_positions=True
     )
     bfloat16 = jnp.dtype(jnp.bfloat16)

@@ -69,22 +69,24 @@ def load(
     show_progress: bool = True,
     shards: sharding.Shards = sharding.ONE_RANK,
     mesh: Mesh | None = None,
-    has_draft_adapter: bool = False,
+    config: decoder_config.DecoderConfig | None = None,
 ) -> LoadedModel:
     """Returns the model of a local directory, with its parameters on the default device.
 
     dtype "auto" is the dtype of the checkpoint; router arrays stay float32 in every dtype.
     load_format "dummy" needs only config.json and draws weights from `seed`. With a `mesh`,
     parameters are split over it as `shards` (of `split.shards_of`) says; the model is the same.
-    `has_draft_adapter`: the model has the adapter for drafts, if the directory has one; with
-    "dummy" it never has.
+    `config` is what `read_config` has returned for the directory and a block size, and has the
+    adapter for drafts if `with_draft_adapter` has added it; by default it is read here, without.
     """
     directory = pathlib.Path(directory)
-    hf_config, architecture, config = _parse(directory, block_size)
-    family = registry.family(architecture)
+    if config is None:
+        config = read_config(directory, block_size=block_size)
+    elif block_size is not None:
+        raise ValueError(f"{block_size=}: the config that is given has its own")
+    hf_config = source.read_json(directory / source.CONFIG_NAME)
+    family = registry.family(config.spec.architecture)
     chosen = resolve_load_format(directory, load_format)
-    if has_draft_adapter and chosen != "dummy":
-        config = with_draft_adapter(config, directory)
     _log_adapters(directory, config)
     if chosen == "orbax" and dtype == "auto":
         dtype = orbax_checkpoint.stored_dtype(directory)
@@ -172,7 +174,13 @@ def read_config(
     directory: str | os.PathLike[str], *, block_size: int | None = None
 ) -> decoder_config.DecoderConfig:
     """Returns the config of a local directory's model, without reading any weight."""
-    return _parse(pathlib.Path(directory), block_size)[2]
+    directory = pathlib.Path(directory)
+    hf_config = source.read_json(directory / source.CONFIG_NAME)
+    return registry.family(registry.architecture_of(hf_config)).parse_config(
+        hf_config,
+        block_size=block_size,
+        generation_config=source.read_optional_json(directory / "generation_config.json"),
+    )
 
 
 def with_draft_adapter(
@@ -205,20 +213,6 @@ def _log_adapters(directory: pathlib.Path, config: decoder_config.DecoderConfig)
             logger.info("%s: this adapter is applied to drafts", name)
         else:
             logger.info("%s: this adapter for drafts is not loaded", name)
-
-
-def _parse(
-    directory: pathlib.Path, block_size: int | None
-) -> tuple[dict[str, Any], str, decoder_config.DecoderConfig]:
-    """Returns (config.json, architecture, the family's config)."""
-    hf_config = source.read_json(directory / source.CONFIG_NAME)
-    architecture = registry.architecture_of(hf_config)
-    config = registry.family(architecture).parse_config(
-        hf_config,
-        block_size=block_size,
-        generation_config=source.read_optional_json(directory / "generation_config.json"),
-    )
-    return hf_config, architecture, config
 
 
 def resolve_dtype(dtype: DTypeLike, hf_config: Mapping[str, Any]) -> jnp.dtype:

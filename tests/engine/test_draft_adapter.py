@@ -26,6 +26,7 @@ def folder(tmp_path_factory):
         (f"{DIFFUSION},{SPEC}", {}, True),
         (f"{DIFFUSION},{AR}", {}, False),
         (SPEC, {"disable_draft_adapter": True}, False),
+        (SPEC, {"load_format": "dummy"}, False),
     ],
 )
 def test_the_adapter_is_loaded_where_it_is_used(algorithms, options, expected, folder):
@@ -34,7 +35,7 @@ def test_the_adapter_is_loaded_where_it_is_used(algorithms, options, expected, f
         pytest.raises(errors.ConfigError, match="stop"),
     ):
         make(folder, algorithms, **options)
-    assert load.call_args.kwargs["has_draft_adapter"] == expected
+    assert load.call_args.kwargs["config"].has_draft_adapter == expected
 
 
 def test_an_adapter_that_cannot_be_applied_is_refused_before_weights_are_read(tmp_path):

@@ -301,8 +301,9 @@ def test_a_split_block_engine_gives_the_tokens_of_one_device(family, tp, ep):
 
 def test_an_adapter_is_cut_as_the_weight_that_it_adds_to(tmp_path):
     folder = nemotron_adapter.write(tmp_path / "model")
-    whole, _ = load(folder, has_draft_adapter=True)
-    parts, shards = load(folder, 2, has_draft_adapter=True)
+    config = loading.with_draft_adapter(loading.read_config(folder), folder)
+    whole, _ = load(folder, config=config)
+    parts, shards = load(folder, 2, config=config)
     assert_parts_of(parts, whole, shards)
     assert parts.params["layers.0.attention.out_adapter.down"].shape == (2, 8, 64)
 

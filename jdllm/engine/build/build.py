@@ -94,10 +94,10 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
     kind = kinds.kind_of(spec)
     shards = split.shards_of(model_config, config.tp_size, config.ep_size)
     algorithms, default_dllm = algorithm_defaults.choose(config, generation_config, spec)
-    has_draft_adapter = not config.disable_draft_adapter and any(
+    uses_draft_adapter = not config.disable_draft_adapter and any(
         algorithm_table.TABLE[name].uses_draft_adapter for name in algorithms
     )
-    if has_draft_adapter and config.load_format != "dummy":
+    if uses_draft_adapter and config.load_format != "dummy":
         model_config = loading.with_draft_adapter(model_config, model_dir)
     weights_fit.check(
         model_config,
@@ -112,11 +112,10 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
         model_dir,
         dtype=dtype,
         load_format=config.load_format,
-        block_size=block_size,
         seed=config.random_seed,
         shards=shards,
         mesh=mesh,
-        has_draft_adapter=has_draft_adapter,
+        config=model_config,
     )
     kv_dtype = str(model.params["norm.weight"].dtype)
     # Before the sizes are chosen, since they take memory.

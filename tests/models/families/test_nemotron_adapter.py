@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from support.nemotron_adapter import LAYERS, module, tensors, write
 from jdllm import convert, errors, sharding
 from jdllm.engine.build import weights_fit
 from jdllm.layers import attention, low_rank
-from jdllm.models import loading, split
+from jdllm.models import draft_adapter, loading, split
 
 FOLDER = nemotron_adapter.FOLDER
 CONFIGS = pathlib.Path(__file__).resolve().parents[3] / "configs"
@@ -22,9 +23,11 @@ PARAMETERS = {
 }
 
 
-def load(folder, **options):
-    options = {"dtype": "float32", "show_progress": False, "has_draft_adapter": True} | options
-    return loading.load(folder, **options)
+def load(folder, *, is_adapted=True, **options):
+    config = loading.read_config(folder)
+    if is_adapted:
+        config = loading.with_draft_adapter(config, folder)
+    return loading.load(folder, config=config, dtype="float32", show_progress=False, **options)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +73,7 @@ def test_only_drafts_have_the_adapter_in_a_forward_of_all(folder, adapted):
     ]
     np.testing.assert_allclose(found, expected, atol=2e-4, rtol=1e-4)
     assert np.abs(expected[0] - expected[1])[T - block :].max() > 0.1
-    plain = logits(load(folder, has_draft_adapter=False), ids, masks, None)
+    plain = logits(load(folder, is_adapted=False), ids, masks, None)
     np.testing.assert_array_equal(found[1:], plain[1:])
 
 
@@ -179,7 +182,7 @@ def test_a_key_that_is_not_implemented_is_refused_by_name(key, value, tmp_path):
         load(folder)
     assert f"linear_spec_lora/adapter_config.json: {key}" in str(error.value)
     assert "disable_draft_adapter" in str(error.value)
-    assert not load(folder, has_draft_adapter=False).config.has_draft_adapter
+    assert not load(folder, is_adapted=False).config.has_draft_adapter
 
 
 def renamed(stored):
@@ -218,13 +221,21 @@ def test_without_the_folder_or_the_wish_the_model_is_the_same(folder, adapted, c
     plain = load(FOLDER)
     assert adapted.params.keys() - plain.params.keys() == PARAMETERS
     with caplog.at_level("INFO"):
-        for options in ({"has_draft_adapter": False}, {"load_format": "dummy"}):
-            other = load(folder, **options)
+        for load_format in ("auto", "dummy"):
+            other = load(folder, is_adapted=False, load_format=load_format)
             assert other.params.keys() == plain.params.keys()
             assert other.config == plain.config
         assert caplog.text.count("linear_spec_lora: this adapter for drafts is not loaded") == 2
         assert load(folder).config == adapted.config
     assert "linear_spec_lora: this adapter is applied to drafts" in caplog.text
+
+
+def test_the_config_that_is_given_is_not_read_again(folder, adapted):
+    with mock.patch.object(draft_adapter.DraftAdapter, "attach") as attach:
+        found = loading.load(folder, config=adapted.config, show_progress=False)
+    assert found.config is adapted.config and not attach.called
+    with pytest.raises(ValueError, match="block_size=8"):
+        loading.load(folder, config=adapted.config, block_size=8)
 
 
 def test_another_adapter_is_named_and_not_applied(folder, tmp_path, caplog):
