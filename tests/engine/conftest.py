@@ -16,17 +16,18 @@ OPEN = contextlib.ExitStack()  # engines of all modules here: half a gigabyte
 
 
 @functools.cache
-def edits_logits(session):
-    """Whether tests may ask plain engines or canvases for launches with logits.
+def runs_campaign(session):
+    """Whether tests of this folder's campaign are run.
 
-    Only tests of the campaign do: by default these launches, the largest, are not compiled there.
+    Only they ask plain engines or canvases for launches with logits: by default these launches, the
+    largest, are not compiled there.
     """
     here = (one for one in session.items if FOLDER in one.path.parents)
     return any(one.get_closest_marker("campaign") for one in here)
 
 
 def pytest_collection_finish(session):
-    canvas_engine.serves_logits = edits_logits(session)
+    canvas_engine.serves_logits = runs_campaign(session)
 
 
 @functools.cache
@@ -62,7 +63,7 @@ PLAIN = {
 
 @pytest.fixture(scope="session")
 def plain_engine(request):
-    with_logits = edits_logits(request.session)
+    with_logits = runs_campaign(request.session)
     return OPEN.enter_context(make_engine(with_logits=with_logits, **PLAIN))
 
 
