@@ -6,6 +6,7 @@ have equal lengths, are greedy and ignore EOS. The fields mean:
 * `prefill_latency`: seconds until every row has its first token. It is measured with requests
   for one token and the option with which a forward writes a whole block (threshold 0, of entropy
   the highest; else one denoising step), so it is all of prefill and the first forward of decode.
+  Options that exclude a threshold, such as another rule than by confidence, do not hold for them.
 * `mean_decode_latency`: seconds per decode forward. It is `total_latency` minus
   `prefill_latency`, divided by the further forwards of the batch (or by those of its longest
   row, if the engine does not count those of the batch).
@@ -23,7 +24,7 @@ import argparse
 import itertools
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -98,6 +99,8 @@ def run_on(engine: engine_lib.Engine, options: argparse.Namespace) -> list[dict[
             f"--batch-size {max(options.batch_size)} exceeds --max-running-requests "
             f"{engine.max_running_requests}"
         )
+    # What cannot go together is refused before anything is measured.
+    resolved = {one: _resolved(engine, _with_threshold(dllm, one)) for one in options.threshold}
     found = in_process.surroundings(engine)
     found["distinct_experts"] = in_process.distinct_experts(engine, rng)
     tables.say(in_process.headline(found))
@@ -105,7 +108,7 @@ def run_on(engine: engine_lib.Engine, options: argparse.Namespace) -> list[dict[
     for threshold, batch_size, input_len, output_len in progress.bar(
         points, is_shown=not options.disable_tqdm, unit="point"
     ):
-        one = dllm if threshold is None else dllm | {"threshold": threshold}
+        one = _with_threshold(dllm, threshold)
         prompts = in_process.random_ids(rng, engine, batch_size, input_len)
         measured = measure(engine, prompts, output_len, one, options.repeats)
         results.append(
@@ -114,7 +117,7 @@ def run_on(engine: engine_lib.Engine, options: argparse.Namespace) -> list[dict[
                 "batch_size": batch_size,
                 "input_len": input_len,
                 "output_len": output_len,
-                "threshold": one.get("threshold", _default_threshold(engine)),
+                "threshold": resolved[threshold].threshold,
                 **measured,
                 **found,
             }
@@ -145,7 +148,9 @@ def measure(
 ) -> dict[str, Any]:
     """Returns the figures of one closed batch: the median of `repeats` runs, after a warm-up."""
     _closed_batch(engine, prompts, min(output_len, WARMUP_TOKENS), dllm)
-    at_once = dllm | _one_step(engine, dllm)
+    algorithm = _resolved(engine, dllm).declared
+    assert algorithm is not None, "resolved options name it"
+    at_once = whole_block(algorithm, dllm)
     prefills = [_closed_batch(engine, prompts, 1, at_once) for _ in range(repeats)]
     prefill = _median(prefills)
     prefill_s = prefill[1]
@@ -216,23 +221,36 @@ def _forwards(run: Run) -> int:
     return figures["forwards"] or max(record.nfe or 0 for record in records)
 
 
-def _one_step(engine: engine_lib.Engine, dllm: dict[str, Any]) -> dict[str, Any]:
-    """Returns the option with which a forward writes all positions of a block; {} without one."""
-    name = dllm.get("algorithm") or _default_dllm(engine)["algorithm"]
-    options = {option.name: option for option in algorithms.TABLE[name].options}
-    if "threshold" in options:
-        # The least probability, or the largest entropy.
-        high = options["threshold"].high
-        return {"threshold": 0.0 if high == 1 else high}
-    return {"max_denoising_steps": 1} if "max_denoising_steps" in options else {}
+def whole_block(algorithm: algorithms.Algorithm, dllm: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns options with which a forward writes all positions of a block, where there are such.
+
+    They are those of `dllm` but for what goes with no threshold: its alternatives, and the options
+    of another rule.
+    """
+    threshold = algorithm.option("threshold")
+    if threshold is None:
+        one_step = algorithm.option("max_denoising_steps") is not None
+        return {**dllm, **({"max_denoising_steps": 1} if one_step else {})}
+    # The least probability, or the largest entropy.
+    writes_all: dict[str, Any] = {"threshold": 0.0 if threshold.high == 1 else threshold.high}
+    if threshold.only_with is not None:
+        rule, words = threshold.only_with
+        writes_all[rule] = words[0]
+    options = {name: value for name, value in dllm.items() if name not in algorithm.alternatives}
+    options |= writes_all
+    without_meaning = algorithm.without_meaning(algorithm.defaults | options)
+    return {name: options[name] for name in options.keys() - {one.name for one in without_meaning}}
 
 
-def _default_threshold(engine: engine_lib.Engine) -> float | None:
-    return _default_dllm(engine).get("threshold")
+def _with_threshold(dllm: dict[str, Any], threshold: float | None) -> dict[str, Any]:
+    return dllm if threshold is None else dllm | {"threshold": threshold}
 
 
-def _default_dllm(engine: engine_lib.Engine) -> dict[str, Any]:
-    return engine.model_info()["preferred_sampling_params"]["dllm"]
+def _resolved(engine: engine_lib.Engine, dllm: Mapping[str, Any]) -> sampling_params.DllmParams:
+    """Returns what the engine makes of options; raises a RequestError that names a wrong one."""
+    default = engine.model_info()["preferred_sampling_params"]["dllm"]
+    from_mapping = sampling_params.DllmParams.from_mapping
+    return from_mapping(dllm).resolve(from_mapping(default))
 
 
 def lines(result: dict[str, Any]) -> str:

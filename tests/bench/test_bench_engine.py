@@ -103,6 +103,7 @@ def test_one_batch_measures_every_combination(bench, engine, tmp_path, capsys):
     [
         (["--batch-size", "3"], "--batch-size 3 exceeds --max-running-requests 2"),
         (["--threshold", "1", "--dllm", "threshold=0"], "give one"),
+        (["--dllm", "edit_threshold=0"], "LowConfidence has no option 'edit_threshold'"),
         (["--result-filename", "/nowhere/r"], "cannot write results to '/nowhere/r'"),
         (["--input-len", "30", "--output-len", "20"], "40"),
     ],
