@@ -213,10 +213,15 @@ def _attend(
     if turns == 1:
         return attend(q)
     size = -(-T // turns)
-    padded = jnp.pad(q, ((0, 0), (0, turns * size - T), (0, 0), (0, 0)))
-    parts = jnp.moveaxis(padded.reshape(B, turns, size, N, C), 1, 0)
-    out = jnp.moveaxis(jax.lax.map(attend, parts), 0, 1)
-    return out.reshape(B, turns * size, N, C)[:, :T]
+
+    def of_turn(first: Array) -> Array:
+        # The last query fills up the last turn. Queries are gathered, not sliced: XLA for GPUs
+        # copies moving slices on its own account, and a loop with such copies is no CUDA graph.
+        ids = first + jnp.arange(size, dtype=jnp.int32)
+        return attend(q.at[:, ids].get(mode="clip"))
+
+    out = jax.lax.map(of_turn, jnp.arange(0, T, size, dtype=jnp.int32))
+    return jnp.moveaxis(out, 0, 1).reshape(B, -1, N, C)[:, :T]
 
 
 class MidBlock(nnx.Module):
