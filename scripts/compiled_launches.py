@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import tempfile
+from collections.abc import Mapping
 from typing import Any
 from unittest import mock
 
@@ -60,8 +61,8 @@ class Compiled:
     thunks: str
 
 
-def compiled(launch: Launch) -> Compiled:
-    """Returns a launch compiled for an H200, with the options that a server compiles it with."""
+def compiled(launch: Launch, more_options: Mapping[str, str]) -> Compiled:
+    """Returns a launch compiled for an H200, with a server's options for XLA and with more."""
     topology = topologies.get_topology_desc(
         topology_name="h200", platform="cuda", target_config=H200, topology="1x1x1"
     )
@@ -84,8 +85,13 @@ def compiled(launch: Launch) -> Compiled:
         packed = words_lib.packed_launch(launch.step, arguments)
         words = jax.ShapeDtypeStruct(packed.words.shape, packed.words.dtype, sharding=sharding)
         lowered = packed.launch.lower(*arguments[:2], words)
-    options = executables.compiler_options(GPU) | executables.fp8_options(choices)
     with tempfile.TemporaryDirectory() as folder:
-        done = lowered.compile(compiler_options=options | {"xla_dump_to": folder})
+        options: dict[str, str | bool] = {
+            **executables.compiler_options(GPU),
+            **executables.fp8_options(choices),
+            **more_options,
+            "xla_dump_to": folder,
+        }
+        done = lowered.compile(compiler_options=options)
         (thunks,) = pathlib.Path(folder).glob("*jit_launch.thunk_sequence_after_thunk_passes.txt")
         return Compiled(program=done.as_text(), thunks=thunks.read_text())

@@ -11,7 +11,7 @@ Without one XLA picks GEMMs without timing them; everything else is what a GPU g
 
 The script prints the tree of loops: a launch's outer loop, inside it a loop for each compiled size,
 and inside these the passes over the vocabulary. For each loop it counts the kernels and copies of
-the condition and of the body, without those of inner loops.
+the condition and of the body, without those of inner loops; likewise for each branch of a choice.
 
 Before it stands whether the launch is one CUDA graph. Where it is not, the host starts the parts,
 and the rounds of loops that are no part of a graph, with what they hold. A copy of a slice that
@@ -30,7 +30,7 @@ import os
 import pathlib
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -60,33 +60,47 @@ def computations(text: str) -> tuple[str, dict[str, list[tuple[str, str, str]]]]
 
 
 def show(found: dict[str, Any], name: str, depth: int, lists: bool) -> None:
-    """Prints the loops that a computation holds, and what their bodies hold."""
+    """Prints the loops and branches that a computation holds, and what is in them."""
     for _, operation, line in found[name]:
         if operation == "while":
             condition, body = (_computation(line, part) for part in ("condition", "body"))
-            counts = [kernels(found, part) for part in (condition, body)]
-            kinds = dict(collections.Counter(kind for kind, _ in counts[1]))
-            sys.stdout.write(
-                f"{'    ' * depth}loop: condition {len(counts[0])}, body {len(counts[1])} {kinds}\n"
-            )
-            if lists:
-                for kind, source in counts[1]:
-                    sys.stdout.write(f"{'    ' * depth}  {kind:16s} {source}\n")
-            show(found, body, depth + 1, lists)
+            head = f"loop: condition {len(kernels(found, condition))}, body"
+            _show_part(found, body, "    " * depth + head, depth, lists)
+        elif operation == "conditional":
+            for branch in _branches(line):
+                _show_part(found, branch, "    " * depth + "branch:", depth, lists)
         elif operation == "call":
             show(found, _computation(line, "to_apply"), depth, lists)
 
 
+def _show_part(found: dict[str, Any], name: str, head: str, depth: int, lists: bool) -> None:
+    """Prints how many kernels a part has, and of which kinds, then its own loops."""
+    launched = kernels(found, name)
+    kinds = dict(collections.Counter(kind for kind, _ in launched))
+    sys.stdout.write(f"{head} {len(launched)} {kinds}\n")
+    if lists:
+        for kind, source in launched:
+            sys.stdout.write(f"{'    ' * depth}  {kind:16s} {source}\n")
+    show(found, name, depth + 1, lists)
+
+
 def kernels(found: dict[str, Any], name: str) -> list[tuple[str, str]]:
-    """Returns (kind, origin) of each launch of a computation, without those of inner loops."""
+    """Returns (kind, origin) of each kernel of a computation, without inner loops and branches."""
     launched = []
     for instruction, operation, line in found[name]:
         if operation == "call":
             launched += kernels(found, _computation(line, "to_apply"))
-        elif operation not in FREE | {"while"}:
+        elif operation not in FREE | {"while", "conditional"} and not operation.endswith("-done"):
             source = re.search(r'op_name="([^"]*)"', line)
             launched.append((operation, source.group(1)[-70:] if source else instruction))
     return launched
+
+
+def _branches(line: str) -> list[str]:
+    """Returns the names of the computations that a conditional has as its branches."""
+    if several := re.search(r"branch_computations={([^}]*)}", line):
+        return [name.strip().removeprefix("%") for name in several.group(1).split(",")]
+    return [_computation(line, f"{which}_computation") for which in ("true", "false")]
 
 
 def _computation(line: str, attribute: str) -> str:
@@ -126,6 +140,14 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--launch", help="only this one, as the script names it")
     parser.add_argument("--list", action="store_true", help="every kernel, with its origin")
+    parser.add_argument(
+        "--xla-option",
+        type=lambda given: given.partition("=")[::2],
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="one more for the compiler, without --",
+    )
     text = parser.add_argument_group("models that write text")
     text.add_argument("--context-length", type=int, default=384)
     text.add_argument("--dllm-algorithm", help="default: LowConfidence or FullAttnMultiBlock")
@@ -142,12 +164,12 @@ def main() -> None:
     sys.stdout.write(f"# {' '.join(sys.argv)}\n")
     for launch in launches(args):
         if args.launch in (None, launch.name):
-            report(launch, lists=args.list)
+            report(launch, dict(args.xla_option), lists=args.list)
 
 
-def report(launch: compiled_launches.Launch, *, lists: bool) -> None:
+def report(launch: compiled_launches.Launch, options: Mapping[str, str], *, lists: bool) -> None:
     """Compiles a launch and prints what it holds."""
-    compiled = compiled_launches.compiled(launch)
+    compiled = compiled_launches.compiled(launch, options)
     entry, found = computations(compiled.program)
     graphs = launch_graphs.describe(launch_graphs.parse(compiled.thunks))
     once = kernels(found, entry)
