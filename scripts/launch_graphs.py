@@ -53,7 +53,7 @@ def describe(thunks: list[Thunk]) -> list[str]:
     Lines on the loops among it follow.
     """
     if [one.kind for one in thunks] == [GRAPH]:
-        return ["one CUDA graph: yes"]
+        return [f"one CUDA graph: yes{_copies(thunks[0])}"]
     return [f"one CUDA graph: no, the host starts {_counts(thunks)}", *_loops(thunks, depth=1)]
 
 
@@ -62,14 +62,17 @@ def _counts(thunks: list[Thunk]) -> str:
     return ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
 
 
+def _copies(thunk: Thunk) -> str:
+    count = thunk.count(MOVING_COPY)
+    return f"; copies of moving slices: {count}" if count else ""
+
+
 def _loops(thunks: list[Thunk], depth: int) -> list[str]:
     lines = []
     for one in thunks:
         if one.kind == LOOP:
-            copies = one.count(MOVING_COPY)
             lines.append(
-                f"{'    ' * depth}in each round of a loop {_counts(one.inside)}"
-                + (f"; copies of moving slices: {copies}" if copies else "")
+                f"{'    ' * depth}in each round of a loop {_counts(one.inside)}{_copies(one)}"
             )
             lines += _loops(one.inside, depth + 1)
     return lines

@@ -53,6 +53,11 @@ def test_a_loop_inside_a_graph_is_part_of_it(script):
     assert script.describe(script.parse(ONE_GRAPH)) == ["one CUDA graph: yes"]
 
 
+def test_a_graph_that_is_updated_at_every_use_is_told(script):
+    thunks = script.parse(ONE_GRAPH + "    005: kDynamicSliceFusion [source | sink] params=1\n")
+    assert script.describe(thunks) == ["one CUDA graph: yes; copies of moving slices: 1"]
+
+
 def test_a_kernel_beside_the_graph_is_started_by_the_host(script):
     thunks = script.parse(ONE_GRAPH + "005: kCustomKernel [source | sink] wrapped_transpose\n")
     assert script.describe(thunks) == [
