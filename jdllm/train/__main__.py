@@ -28,6 +28,12 @@ def main(argv: list[str] | None = None) -> int:
     except (errors.ConfigError, OSError) as error:
         sys.stderr.write(f"jdllm.train: error: {error}\n")
         return 2
+    except KeyboardInterrupt:
+        sys.stderr.write(
+            "jdllm.train: error: interrupted; the same command resumes from the newest checkpoint "
+            f"in {paths.output_dir}, if there is one\n"
+        )
+        return 130
     sys.stdout.write(json.dumps(final) + "\n")
     return 0
 
@@ -55,12 +61,15 @@ def make_parser() -> arguments.Parser:
     parser.add_argument(
         "--export-state",
         type=pathlib.Path,
-        help="also write weights as FILE.N.npz",
+        metavar="FILE",
+        help="also write weights as FILE.0.npz, FILE.1.npz, ...",
     )
     parser.add_argument(
         "--import-state",
         type=pathlib.Path,
-        help="start from weights written by --export-state, or from a model folder",
+        metavar="FILE",
+        help="start from weights written by --export-state, or from a model folder or a bundled "
+        "model",
     )
     return parser
 

@@ -10,10 +10,12 @@ import dataclasses
 import json
 import logging
 import pathlib
+import tempfile
 import time
 from collections.abc import Mapping
 
 from jdllm import errors, progress
+from jdllm.checkpoint import source
 from jdllm.train import checkpoints, recipes
 from jdllm.train import recipe as recipe_lib
 from jdllm.train.config import RunConfig
@@ -34,6 +36,8 @@ class RunPaths:
 def train(config: RunConfig, paths: RunPaths) -> dict[str, float]:
     """Trains until the recipe says that it is over; returns the last evaluation's numbers."""
     began = time.monotonic()
+    if paths.export_state is not None:
+        _check_can_export(paths.export_state)
     recipe = recipes.build(config, paths.output_dir, began)
     paths.output_dir.mkdir(parents=True, exist_ok=True)
     saved = checkpoints.manager(paths.output_dir / "checkpoints")
@@ -69,6 +73,16 @@ def train(config: RunConfig, paths: RunPaths) -> dict[str, float]:
     return final
 
 
+def _check_can_export(stem: pathlib.Path) -> None:
+    """Makes the folder of the exported weights; hours of training must not end in an error."""
+    try:
+        stem.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=stem.parent):
+            pass
+    except OSError as error:
+        raise errors.ConfigError(f"--export-state {stem} cannot be written: {error}") from error
+
+
 def _first_state(
     recipe: recipe_lib.Recipe, paths: RunPaths, saved: checkpoints.ocp.CheckpointManager
 ) -> recipe_lib.State:
@@ -78,7 +92,8 @@ def _first_state(
         return restored
     if paths.import_state is not None:
         stem = paths.import_state
-        weights = recipe.weights_of(stem) if stem.is_dir() else checkpoints.import_parts(stem)
+        folder = source.bundled_folder(stem) or stem
+        weights = recipe.weights_of(folder) if folder.is_dir() else checkpoints.import_parts(stem)
         _check_shapes(recipe.shapes(), weights.params, paths.import_state)
         return recipe.adopt(weights)
     return fresh
