@@ -8,7 +8,7 @@ import pathlib
 import sys
 
 from jdllm import arguments, errors
-from jdllm.train import loop, recipes
+from jdllm.train import checkpoints, loop, recipes
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -28,6 +28,9 @@ def main(argv: list[str] | None = None) -> int:
     except (errors.ConfigError, OSError) as error:
         sys.stderr.write(f"jdllm.train: error: {error}\n")
         return 2
+    except checkpoints.WriteError as error:
+        sys.stderr.write(f"jdllm.train: error: {error}\n")
+        return 1
     except KeyboardInterrupt:
         sys.stderr.write(
             "jdllm.train: error: interrupted; the same command resumes from the newest checkpoint "

@@ -58,11 +58,12 @@ def train(config: RunConfig, paths: RunPaths) -> dict[str, float]:
         if number % config.checkpoint_every == 0:
             checkpoints.save(saved, state)
         if number % config.eval_every == 0 and number < config.num_steps:
-            _save_now(saved, state)
+            # An evaluation takes minutes. A stop during it must not lose earlier steps.
+            checkpoints.save_now(saved, state)
             curve.write(number, recipe.evaluate(state))
     bar.close()
     batches.close()
-    _save_now(saved, state)
+    checkpoints.save_now(saved, state)
     final = recipe.evaluate(state)
     curve.write(number, final)
     recipe.export(state, paths.output_dir)
@@ -112,12 +113,6 @@ def _check_shapes(
             f"{stem}: {len(wrong)} arrays do not fit the model (linear weights are [out, in]): "
             + "; ".join(wrong[:3])
         )
-
-
-def _save_now(saved: checkpoints.ocp.CheckpointManager, state: recipe_lib.State) -> None:
-    # An evaluation takes minutes. A run that is stopped during it must not lose earlier steps.
-    checkpoints.save(saved, state)
-    saved.wait_until_finished()
 
 
 class Curve:

@@ -6,6 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
+from support.full_disk import largest_file
 
 from jdllm import convert, errors
 from jdllm.checkpoint import orbax_checkpoint
@@ -92,6 +93,16 @@ def test_missing_arguments_exit_with_2(missing):
     with pytest.raises(SystemExit) as exit_info:
         convert.main(missing)
     assert exit_info.value.code == 2
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # tensorstore's
+def test_a_full_disk_is_one_message_and_nothing_stays_on_it(tmp_path, capsys):
+    argv = ["--model-path", str(GOLDEN), "--output", str(tmp_path / "new")]
+    with largest_file((GOLDEN / "config.json").stat().st_size + 100):  # the weights do not fit
+        assert convert.main(argv) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("jdllm.convert: error: cannot write ") and "too large" in error
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_errors_are_one_message_without_a_traceback(tmp_path, capsys):
