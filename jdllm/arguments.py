@@ -7,8 +7,9 @@ flag itself, so that no text can contradict the code.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NoReturn
 
 from jdllm import errors
@@ -40,10 +41,23 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, argv: Sequence[str] | None) -> argparse.Namespace:
         """Returns the flags; an unknown one ends the process with code 2."""
-        options, rest = self.parse_known_args(argv)
+        with self._nothing_required():
+            _, rest = self.parse_known_args(argv)
         if rest:
             self.refuse(rest)
-        return options
+        return self.parse_args(argv)
+
+    @contextlib.contextmanager
+    def _nothing_required(self) -> Iterator[None]:
+        """A mistyped flag is an unknown one before the right one is a missing one."""
+        required = [action for action in self._actions if action.required]
+        for action in required:
+            action.required = False
+        try:
+            yield
+        finally:
+            for action in required:
+                action.required = True
 
     def refuse(self, rest: Sequence[str], also: Iterable[str] = ()) -> NoReturn:
         """Ends the process: names the first argument that nobody took, and the nearest flag.

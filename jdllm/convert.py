@@ -43,8 +43,12 @@ def convert(
     # no incomplete model at `output`.
     partial = output.with_name(f"{output.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    convert_into(directory, partial, dtype, show_progress)
-    partial.rename(output)
+    try:
+        convert_into(directory, partial, dtype, show_progress)
+        partial.rename(output)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)  # it would keep a full disk full
+        raise
     return output
 
 

@@ -16,6 +16,7 @@ from support import snippets
 from jdllm import __main__ as entry
 from jdllm import arguments, config, errors, foreign_flags, version
 from jdllm.bench import one_batch
+from jdllm.checkpoint import source
 from jdllm.server import cli
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -114,6 +115,29 @@ def test_an_unknown_flag_is_answered_with_the_nearest(words, capsys):
         parser.refuse([f"{flag}x", "7"])
     assert exit_.value.code == 2
     assert f"unknown option '{flag}x'; did you mean {flag}?" in capsys.readouterr().err
+
+
+def test_a_mistyped_flag_is_named_before_the_missing_one(capsys):
+    parser = snippets.parser_of(("eval",))
+    for argv, text in (
+        (["--taks", "arithmetic", "--output-dir", "x"], "unknown option '--taks'; did you mean"),
+        (["--task", "arithmetic"], "the following arguments are required: --output-dir"),
+    ):
+        with pytest.raises(SystemExit) as exit_:
+            parser.parse(argv)
+        assert exit_.value.code == 2
+        assert text in capsys.readouterr().err
+    options = parser.parse(["--task", "arithmetic", "--output-dir", "x", "--dllm", "a=1", "b=2"])
+    assert options.dllm == ["a=1", "b=2"]
+
+
+def test_the_help_names_one_default_model_and_every_bundled_one():
+    text = cli.HELP["model_path"]
+    models, default = text.removesuffix(")").split(" (default: ")
+    assert default == source.resolve(None).name
+    for folder in source.bundled_model().parent.iterdir():
+        if folder.is_dir():
+            assert folder.name in models.split(": ")[1].split(", ")
 
 
 # Command lines as they stand in the documentation of others, and what they mean here.

@@ -34,10 +34,13 @@ def is_checkpoint(directory: pathlib.Path) -> bool:
 
 
 def save(directory: pathlib.Path, params: Mapping[str, jax.Array], *, dtype: str) -> None:
-    """Writes parameters and the marker into an existing directory."""
+    """Writes parameters and the marker into an existing directory; else raises an OSError."""
     stored = directory.absolute() / _PARAMS_DIR
-    with _checkpointer() as checkpointer:
-        checkpointer.save(stored, args=ocp.args.PyTreeSave(_storable(params)))
+    try:
+        with _checkpointer() as checkpointer:
+            checkpointer.save(stored, args=ocp.args.PyTreeSave(_storable(params)))
+    except ValueError as error:  # as tensorstore tells that a disk is full
+        raise OSError(f"cannot write {stored}: {error}") from error
     marker = {
         "format_version": FORMAT_VERSION,
         "dtype": dtype,

@@ -36,6 +36,13 @@ def bundled_model(name: str = BUNDLED_MODEL) -> pathlib.Path:
     return pathlib.Path(str(importlib.resources.files("jdllm") / "assets" / name))
 
 
+def bundled_folder(name: str | os.PathLike[str]) -> pathlib.Path | None:
+    """Returns the directory of the bundled model of this name, None if there is none."""
+    is_bundled = str(name) in (*BUNDLED_MODELS, *BUNDLED_IMAGE_MODELS)
+    # A local directory has priority over a bundled model of the same name.
+    return bundled_model(str(name)) if is_bundled and not pathlib.Path(name).is_dir() else None
+
+
 def resolve(
     model_path: str | os.PathLike[str] | None,
     *,
@@ -50,8 +57,8 @@ def resolve(
     image pipeline before its weights are.
     """
     directory = pathlib.Path(bundled_model() if model_path is None else model_path).expanduser()
-    if not directory.is_dir() and str(model_path) in (*BUNDLED_MODELS, *BUNDLED_IMAGE_MODELS):
-        directory = bundled_model(str(model_path))
+    if model_path is not None:
+        directory = bundled_folder(model_path) or directory
     if not directory.is_dir():
         directory = _download(str(model_path), revision, download_dir, check_index)
     if not (directory / CONFIG_NAME).is_file() and not is_pipeline(directory):

@@ -26,7 +26,8 @@ logger = logging.getLogger(__name__)
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # Dream's class is Qwen2's byte-level BPE; its own special tokens are data in its files.
 STAND_INS = {"DreamTokenizer": transformers.Qwen2Tokenizer}
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+TOKENIZER_FILES = (*VOCABULARY_FILES, "tokenizer_config.json")
 
 
 class Tokenizer:
@@ -49,7 +50,9 @@ class Tokenizer:
                 self._hf: Any = _load(str(path if hub else directory), hub)
         except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
             # AttributeError: RoPE keys in a config.json of a family transformers does not know.
-            raise errors.ConfigError(f"no usable tokenizer at {path}: {error}") from error
+            raise errors.ConfigError(
+                f"no usable tokenizer at {path}: {_reason(directory, error)}"
+            ) from error
         if chat_template is not None:
             self._hf.chat_template = _read_template(chat_template)
         self._template = _chat_template(self._hf.chat_template, self._hf.special_tokens_map)
@@ -176,6 +179,20 @@ def _load(path: str, hub: Mapping[str, Any]) -> transformers.PreTrainedTokenizer
                 f"{token['content']!r} the id {got}, but tokenizer_config.json says {token_id}"
             )
     return loaded
+
+
+def _reason(directory: pathlib.Path, error: Exception) -> str:
+    """Returns what is wrong in one line, first of all whether files are missing.
+
+    transformers answers a folder without them with advice to install packages, which do not help.
+    """
+    text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    if not directory.is_dir() or any((directory / name).is_file() for name in VOCABULARY_FILES):
+        return text
+    return (
+        f"the folder holds none of {', '.join(VOCABULARY_FILES)}; tokenizer_path names another "
+        f"folder ({text})"
+    )
 
 
 def _chat_template(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
-import pathlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -174,7 +173,7 @@ def run(options: argparse.Namespace) -> None:
     if questions.task.program is not None:
         programs = sandbox.Sandbox(isolates=not options.allow_unisolated_code)
         settings["code_isolation"] = "isolated" if programs.isolates else "limits only"
-    root = pathlib.Path(options.output_dir)
+    root = store.make_folder(options.output_dir)
     results = {}
     with open_backend(options.api, server, engine_options, line) as backend:
         for label, one in samplings.items():

@@ -97,7 +97,7 @@ def run(options: argparse.Namespace, *, engine_flags: Collection[str]) -> Iterat
             f"{_flag(next(iter(engine_options)))} is for evaluation in process; with --base-url "
             "give it to the server"
         )
-    root = pathlib.Path(options.output_dir)
+    root = store.make_folder(options.output_dir)
     results = {}
     with open_backend(options, engine_options) as backend:
         size = _size(task, options, backend)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import pathlib
+import tempfile
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -26,11 +27,7 @@ class Store:
     """The answers so far, by example id; `append` writes each to the file at once."""
 
     def __init__(self, folder: str | pathlib.Path, settings: Mapping[str, Any]):
-        self.folder = pathlib.Path(folder)
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise errors.ConfigError(f"cannot use {folder} as output folder: {error}") from error
+        self.folder = make_folder(folder)
         self._samples = self.folder / "samples.jsonl"
         self._run = self.folder / "run.json"
         # Converted to JSON and back, so that they compare equal to settings read from a file.
@@ -110,6 +107,22 @@ class Store:
 
     def _write_run(self) -> None:
         write_json(self._run, {"settings": self._settings, "sessions": self.sessions})
+
+
+def make_folder(path: str | pathlib.Path) -> pathlib.Path:
+    """Makes the folder of a run where there is none; one that cannot be used is a ConfigError.
+
+    Commands call it before they load a model, which may take minutes.
+    """
+    folder = pathlib.Path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # Its name is taken away again at once; only writing tells whether one may write.
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise errors.ConfigError(f"cannot use {path} as output folder: {error}") from error
+    return folder
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

@@ -30,7 +30,8 @@ CONFIG = "options by flag name; flags win (default: none)"
 
 HELP = {
     "model_path": "checkpoint folder, hub id, or a bundled model: "
-    f"{' (default), '.join((*source.BUNDLED_MODELS, *source.BUNDLED_IMAGE_MODELS))}",
+    f"{', '.join((*source.BUNDLED_MODELS, *source.BUNDLED_IMAGE_MODELS))} "
+    f"(default: {source.BUNDLED_MODEL})",
     "tokenizer_path": "tokenizer folder, if not the checkpoint's",
     "served_model_name": "name in /v1/models and in answers",
     "revision": "hub revision (branch, tag or commit)",

@@ -8,7 +8,7 @@ import pathlib
 import sys
 
 from jdllm import arguments, errors
-from jdllm.train import loop, recipes
+from jdllm.train import checkpoints, loop, recipes
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -28,6 +28,15 @@ def main(argv: list[str] | None = None) -> int:
     except (errors.ConfigError, OSError) as error:
         sys.stderr.write(f"jdllm.train: error: {error}\n")
         return 2
+    except checkpoints.WriteError as error:
+        sys.stderr.write(f"jdllm.train: error: {error}\n")
+        return 1
+    except KeyboardInterrupt:
+        sys.stderr.write(
+            "jdllm.train: error: interrupted; the same command resumes from the newest checkpoint "
+            f"in {paths.output_dir}, if there is one\n"
+        )
+        return 130
     sys.stdout.write(json.dumps(final) + "\n")
     return 0
 
@@ -55,12 +64,15 @@ def make_parser() -> arguments.Parser:
     parser.add_argument(
         "--export-state",
         type=pathlib.Path,
-        help="also write weights as FILE.N.npz",
+        metavar="FILE",
+        help="also write weights as FILE.0.npz, FILE.1.npz, ...",
     )
     parser.add_argument(
         "--import-state",
         type=pathlib.Path,
-        help="start from weights written by --export-state, or from a model folder",
+        metavar="FILE",
+        help="start from weights written by --export-state, or from a model folder or a bundled "
+        "model",
     )
     return parser
 

@@ -6,8 +6,10 @@ resumes from its last complete checkpoint, bit for bit.
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import typing
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -26,11 +28,37 @@ def manager(folder: pathlib.Path) -> ocp.CheckpointManager:
     return ocp.CheckpointManager(folder.absolute(), options=options)
 
 
+class WriteError(RuntimeError):
+    """Says that a checkpoint could not be written; those that were complete before still are."""
+
+
 def save(checkpoints: ocp.CheckpointManager, state: recipe.State) -> None:
-    """Starts writing a checkpoint of the state's step; a second save waits for the first."""
+    """Starts writing a checkpoint of the state's step; a second save waits for the first.
+
+    So a `WriteError` may be that of the save before.
+    """
     number = int(state.step)
-    if number != checkpoints.latest_step():
-        checkpoints.save(number, args=ocp.args.StandardSave(state))
+    with _write_errors(checkpoints):
+        if number != checkpoints.latest_step():
+            checkpoints.save(number, args=ocp.args.StandardSave(state))
+
+
+def save_now(checkpoints: ocp.CheckpointManager, state: recipe.State) -> None:
+    """Writes a checkpoint of the state's step and waits until it is complete."""
+    save(checkpoints, state)
+    with _write_errors(checkpoints):
+        checkpoints.wait_until_finished()
+
+
+@contextlib.contextmanager
+def _write_errors(checkpoints: ocp.CheckpointManager) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:  # tensorstore's errors are ValueErrors
+        raise WriteError(
+            f"cannot write a checkpoint in {checkpoints.directory}: {error}; complete ones are "
+            "kept, the same command resumes from the newest"
+        ) from error
 
 
 def restore(checkpoints: ocp.CheckpointManager, like: StateT) -> StateT | None:

@@ -10,10 +10,12 @@ import dataclasses
 import json
 import logging
 import pathlib
+import tempfile
 import time
 from collections.abc import Mapping
 
 from jdllm import errors, progress
+from jdllm.checkpoint import source
 from jdllm.train import checkpoints, recipes
 from jdllm.train import recipe as recipe_lib
 from jdllm.train.config import RunConfig
@@ -34,6 +36,8 @@ class RunPaths:
 def train(config: RunConfig, paths: RunPaths) -> dict[str, float]:
     """Trains until the recipe says that it is over; returns the last evaluation's numbers."""
     began = time.monotonic()
+    if paths.export_state is not None:
+        _check_can_export(paths.export_state)
     recipe = recipes.build(config, paths.output_dir, began)
     paths.output_dir.mkdir(parents=True, exist_ok=True)
     saved = checkpoints.manager(paths.output_dir / "checkpoints")
@@ -54,11 +58,12 @@ def train(config: RunConfig, paths: RunPaths) -> dict[str, float]:
         if number % config.checkpoint_every == 0:
             checkpoints.save(saved, state)
         if number % config.eval_every == 0 and number < config.num_steps:
-            _save_now(saved, state)
+            # An evaluation takes minutes. A stop during it must not lose earlier steps.
+            checkpoints.save_now(saved, state)
             curve.write(number, recipe.evaluate(state))
     bar.close()
     batches.close()
-    _save_now(saved, state)
+    checkpoints.save_now(saved, state)
     final = recipe.evaluate(state)
     curve.write(number, final)
     recipe.export(state, paths.output_dir)
@@ -67,6 +72,16 @@ def train(config: RunConfig, paths: RunPaths) -> dict[str, float]:
     saved.close()
     logger.info("stopped at step %d after %.1f min", number, (time.monotonic() - began) / 60)
     return final
+
+
+def _check_can_export(stem: pathlib.Path) -> None:
+    """Makes the folder of the exported weights; hours of training must not end in an error."""
+    try:
+        stem.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=stem.parent):
+            pass
+    except OSError as error:
+        raise errors.ConfigError(f"--export-state {stem} cannot be written: {error}") from error
 
 
 def _first_state(
@@ -78,7 +93,8 @@ def _first_state(
         return restored
     if paths.import_state is not None:
         stem = paths.import_state
-        weights = recipe.weights_of(stem) if stem.is_dir() else checkpoints.import_parts(stem)
+        folder = source.bundled_folder(stem) or stem
+        weights = recipe.weights_of(folder) if folder.is_dir() else checkpoints.import_parts(stem)
         _check_shapes(recipe.shapes(), weights.params, paths.import_state)
         return recipe.adopt(weights)
     return fresh
@@ -97,12 +113,6 @@ def _check_shapes(
             f"{stem}: {len(wrong)} arrays do not fit the model (linear weights are [out, in]): "
             + "; ".join(wrong[:3])
         )
-
-
-def _save_now(saved: checkpoints.ocp.CheckpointManager, state: recipe_lib.State) -> None:
-    # An evaluation takes minutes. A run that is stopped during it must not lose earlier steps.
-    checkpoints.save(saved, state)
-    saved.wait_until_finished()
 
 
 class Curve:

@@ -6,6 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
+from support.full_disk import largest_file
 
 from jdllm import convert, errors
 from jdllm.checkpoint import orbax_checkpoint
@@ -92,6 +93,23 @@ def test_missing_arguments_exit_with_2(missing):
     with pytest.raises(SystemExit) as exit_info:
         convert.main(missing)
     assert exit_info.value.code == 2
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # tensorstore's
+def test_a_full_disk_is_one_message_and_leaves_no_copy(tmp_path, capsys):
+    argv = ["--model-path", str(GOLDEN), "--output", str(tmp_path / "new")]
+    size = (GOLDEN / "config.json").stat().st_size
+    with largest_file(size + 100):  # the weights do not fit
+        assert convert.main(argv) == 2
+    lines = capsys.readouterr().err.splitlines()  # tensorstore logs, too
+    (error,) = [line for line in lines if line.startswith("jdllm.convert: error: ")]
+    assert "cannot write " in error and "too large" in error
+    assert not (tmp_path / "new").exists()
+    # Here nothing else writes any more, as tensorstore may when the first of its writes has failed.
+    with largest_file(size - 100):
+        assert convert.main(argv) == 2
+    assert "too large" in capsys.readouterr().err
+    assert not (tmp_path / "new.partial" / "config.json").exists()
 
 
 def test_errors_are_one_message_without_a_traceback(tmp_path, capsys):

@@ -99,6 +99,23 @@ def test_the_user_s_options_come_on_top_of_the_checkpoint_s():
         choose("dream", dllm_algorithm_config={"block_size": 8})
 
 
+@pytest.mark.parametrize(
+    ("dllm", "words"),
+    [
+        ({"threshold": 7}, "threshold=7"),
+        ({"thresold": 0.5}, "'thresold'"),
+        ({"algorithm": "LowConfidense"}, "'LowConfidense'"),
+    ],
+)
+def test_a_wrong_option_of_the_checkpoint_names_its_file(dllm, words):
+    for given in ({}, {"edit_threshold": 2}):  # an option of the user's beside it
+        pattern = rf"^generation_config\.json: dLLM options of .*{words}"
+        with pytest.raises(errors.ConfigError, match=pattern):
+            choose("llada2", {"dllm": dllm}, dllm_algorithm_config=given)
+    with pytest.raises(errors.ConfigError, match=r"^dLLM options of .*threshold=7"):
+        choose("llada2", {"dllm": {"threshold": 0.5}}, dllm_algorithm_config={"threshold": 7})
+
+
 @pytest.mark.parametrize("do_sample", [True, False])
 def test_filters_of_the_checkpoint_are_left_out_with_one_line(do_sample, caplog):
     options = {"do_sample": do_sample, "temperature": 0.3, "top_p": 0.95, "top_k": None}

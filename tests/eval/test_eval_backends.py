@@ -212,6 +212,25 @@ def test_bad_data_and_missing_data_exit_2(tmp_path, capsys):
         assert "broken.jsonl" in capsys.readouterr().err
 
 
+def test_data_that_are_no_text_are_not_printed(tmp_path, capsys):
+    data = tmp_path / "test.parquet"
+    data.write_bytes(b"PAR1" + b"\xff" * 100_000)
+    argv = ["--task", "gsm8k", "--data", str(data), "--output-dir", str(tmp_path / "out")]
+    assert cli.main(argv) == 2
+    err = capsys.readouterr().err
+    assert "test.parquet" in err and "at byte 4" in err and len(err) < 500
+
+
+@pytest.mark.parametrize("task", ["arithmetic", "scenes"])
+def test_an_output_folder_is_made_before_a_model_is_looked_for(task, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    argv = ["--task", task, "--limit", "1", "--model-path", str(tmp_path / "nowhere")]
+    for folder, named in (("file/run", "cannot use"), ("run", "nowhere")):
+        assert cli.main([*argv, "--output-dir", str(tmp_path / folder)]) == 2
+        assert named in capsys.readouterr().err
+    assert list((tmp_path / "run").iterdir()) == []
+
+
 def test_no_server_says_so(data, tmp_path, capsys):
     argv = ["--task", "gsm8k", "--data", str(data), "--output-dir", str(tmp_path / "out")]
     assert cli.main([*argv, "--base-url", "http://127.0.0.1:9"]) == 1

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import resource
 
 import pytest
+from support.full_disk import largest_file
 
 from jdllm import errors
 from jdllm.eval import store
@@ -56,17 +55,6 @@ def test_foreign_answers_are_not_taken_over(tmp_path):
     (tmp_path / "samples.jsonl").write_text('{"id": "a"}\n')
     with pytest.raises(errors.ConfigError, match=r"run.json"):
         store.Store(tmp_path, SETTINGS)
-
-
-@contextlib.contextmanager
-def largest_file(size):
-    """Writes past `size` bytes of a file fail: like a full disk, after a part of the bytes."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_an_answer_that_finds_no_room_leaves_no_torn_line(tmp_path):

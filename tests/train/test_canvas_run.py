@@ -152,11 +152,12 @@ def test_a_row_is_done_at_a_stop_token_of_its_last_final_block(trained):
 
 def test_the_shipped_recipe_and_model_fit_each_other():
     shipped = recipes.load(RECIPE)
-    hf = json.loads((ROOT / shipped.model_path / "config.json").read_text())
+    folder = source.resolve(shipped.model_path)
+    hf = json.loads((folder / "config.json").read_text())
     network = step.build_network(hf, shipped.compute_dtype)
     assert network.config.spec.diffusion.kind == "canvas"
     assert network.config.spec.head_dim == 64
-    chat = examples.ChatFormat(ROOT / shipped.model_path)
+    chat = examples.ChatFormat(folder)
     assert chat.tokenizer.get_vocab_size() <= network.config.spec.vocab_size
     assert (chat.pad_id, chat.turn_end_id) == (1, 5)
     assert chat.tokenizer.token_to_id("<|mask|>") == network.config.spec.diffusion.mask_token_id

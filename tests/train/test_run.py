@@ -105,6 +105,14 @@ def test_a_run_learns_resumes_bit_for_bit_and_exports(model_path, tmp_path, capl
         loop.train(settings, paths)
 
 
+def test_a_run_begins_with_a_bundled_model_by_its_name(model_path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    paths = loop.RunPaths(output_dir=tmp_path / "run", import_state=pathlib.Path("jdllm-nano"))
+    # Its weights are found: they do not fit the smaller model of this test.
+    with pytest.raises(errors.ConfigError, match=r"jdllm-nano: \d+ arrays do not fit the model"):
+        loop.train(run_config(model_path), paths)
+
+
 def test_a_stop_during_evaluation_loses_no_step(model_path, tmp_path, monkeypatch):
     def stop(_params):
         raise KeyboardInterrupt
@@ -113,8 +121,7 @@ def test_a_stop_during_evaluation_loses_no_step(model_path, tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     values = dataclasses.asdict(run_config(model_path, eval_every=3, eval_thresholds=[]))
     (tmp_path / "tiny.json").write_text(json.dumps(values))  # JSON is YAML
-    with pytest.raises(KeyboardInterrupt):
-        train_main.main(["--config", "tiny.json"])
+    assert train_main.main(["--config", "tiny.json"]) == 130
     folder = tmp_path / "runs" / "tiny" / "checkpoints"  # where a run without --output-dir writes
     assert [path.name for path in folder.iterdir()] == ["3"]
 
@@ -186,7 +193,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(tmp_path):
 
 def test_the_shipped_config_is_valid():
     shipped = recipes.load(NANO.parents[2] / "configs" / "train" / "nano.yaml")
-    assert shipped.model_path == "jdllm/assets/jdllm-nano"
+    assert shipped.model_path == "jdllm-nano"
     hf = json.loads((NANO / "config.json").read_text())
     network = step.build_network(hf, shipped.compute_dtype)
     size = sum(int(np.prod(s.shape)) * s.dtype.itemsize for s in network.shapes.values())

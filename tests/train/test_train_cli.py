@@ -4,7 +4,7 @@ import pytest
 
 from jdllm import errors
 from jdllm.train import __main__ as train_main
-from jdllm.train import config
+from jdllm.train import config, loop
 
 
 @pytest.fixture
@@ -35,6 +35,29 @@ def test_a_mistake_is_one_line_and_exit_code_2(recipe, arguments, named, capfd):
     assert out == ""
     assert err.startswith("jdllm.train: error: ") and err.count("\n") == 1
     assert named in err
+
+
+def test_exported_weights_must_have_a_place_before_the_run(recipe, tmp_path, capfd):
+    (tmp_path / "file").touch()
+    stem = tmp_path / "file" / "state"
+    assert train_main.main(["--config", str(recipe), "--export-state", str(stem)]) == 2
+    assert f"--export-state {stem} cannot be written" in capfd.readouterr().err
+    # Its folder is made, and then the model is looked for.
+    stem = tmp_path / "new" / "state"
+    assert train_main.main(["--config", str(recipe), "--export-state", str(stem)]) == 2
+    assert "nowhere" in capfd.readouterr().err
+    assert list(stem.parent.iterdir()) == []
+
+
+def test_an_interrupt_is_one_line_and_exit_code_130(recipe, tmp_path, monkeypatch, capfd):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop, "train", interrupted)
+    argv = ["--config", str(recipe), "--output-dir", str(tmp_path / "run")]
+    assert train_main.main(argv) == 130
+    err = capfd.readouterr().err
+    assert err.count("\n") == 1 and f"newest checkpoint in {tmp_path / 'run'}" in err
 
 
 def test_a_missing_or_malformed_config_file_is_named(tmp_path, capfd):

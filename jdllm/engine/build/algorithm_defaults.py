@@ -61,7 +61,10 @@ def choose(
         algorithm_limits.check_family(resolved.options, is_causal=spec.diffusion.is_causal)
         return names, resolved
     except errors.RequestError as error:
-        raise errors.ConfigError(f"dLLM options of {names[0]}: {error}") from error
+        option = (error.param or "").removeprefix("dllm.")
+        is_checkpoints = option in recommended and option not in options
+        place = "generation_config.json: " if is_checkpoints else ""
+        raise errors.ConfigError(f"{place}dLLM options of {names[0]}: {error}") from error
 
 
 def _fitting(spec: spec_lib.ModelSpec, kind: str) -> dict[str, algorithms.Algorithm]:
