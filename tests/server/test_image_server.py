@@ -201,8 +201,8 @@ def test_metrics_and_information(client, url, tmp_path):
     assert httpx.get(f"{url}/model_info").json()["architectures"] == ["ZImagePipeline"]
     assert httpx.get(f"{url}/v1/loads").json()["loads"][0]["max_running_requests"] == 4
     assert httpx.post(f"{url}/flush_cache", params={"timeout": 10}).status_code == 200
-    assert httpx.post(f"{url}/start_profile", json={}).status_code == 200
-    assert httpx.post(f"{url}/stop_profile").status_code == 200
+    assert httpx.post(f"{url}/start_profile", json={}, timeout=60).status_code == 200
+    assert httpx.post(f"{url}/stop_profile", timeout=60).status_code == 200
 
 
 def test_the_start_of_a_process_is_told_in_a_few_lines(process):
