@@ -84,8 +84,7 @@ SPEED: tuple[Group, ...] = (
         "triton_attention_num_kv_splits triton_attention_split_tile_size",
     ),
     Group(
-        instead="every shape is compiled at start, and on a GPU a launch is one CUDA graph "
-        "([but for the decoding of images](kernels.md))",
+        instead="every shape is compiled at start, and launches on a GPU are CUDA graphs",
         switches="disable_cuda_graph disable_prefill_cuda_graph disable_decode_cuda_graph "
         "disable_cuda_graph_padding disable_piecewise_cuda_graph enable_piecewise_cuda_graph "
         "enable_cudagraph_gc enable_profile_cuda_graph enforce_eager "

@@ -171,8 +171,10 @@ def run_together(parts: list[str], args: argparse.Namespace) -> None:
         until = time.monotonic() + args.limit_s
         while running and time.monotonic() < until:
             for number, process in list(running.items()):
-                if process.poll() is not None:
-                    tables.say(f"## {parts[number]}: ended with {running.pop(number).returncode}")
+                code = child_process.exit_code(process)
+                if code is not None:
+                    tables.say(f"## {parts[number]}: ended with {code}")
+                    del running[number]
                     # However it ended, the others need not wait for it.
                     for name in (one_batch_in_turn.READY, one_batch_in_turn.DONE):
                         (pathlib.Path(folder) / f"{name}-{number}").touch()

@@ -51,6 +51,17 @@ def started(
         signal.signal(signal.SIGTERM, before)
 
 
+def exit_code(process: subprocess.Popen[bytes]) -> int | None:
+    """Returns how a process has ended, negative for a signal, or None; for loops over several.
+
+    Unlike `poll` it leaves the pid to the process, so that no stranger has it when the block ends.
+    """
+    ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if ended is None:
+        return None
+    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+
 def _stop(process: subprocess.Popen[bytes], stop_s: float) -> None:
     try:
         process.terminate()

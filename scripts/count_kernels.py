@@ -162,9 +162,13 @@ def main() -> None:
     images.add_argument("--step-cache", action="store_true", help="steps with a step cache")
     args = parser.parse_args()
     sys.stdout.write(f"# {' '.join(sys.argv)}\n")
+    names = []
     for launch in launches(args):
+        names.append(launch.name)
         if args.launch in (None, launch.name):
             report(launch, dict(args.xla_option), lists=args.list)
+    if args.launch not in (None, *names):
+        raise SystemExit(f"--launch {args.launch}: there is {', '.join(names)}")
 
 
 def report(launch: compiled_launches.Launch, options: Mapping[str, str], *, lists: bool) -> None:

@@ -149,7 +149,7 @@ def main() -> None:
 
 
 def watched_soak(server: started_server.Server, args: argparse.Namespace) -> bool:
-    """Soaks a server and samples its memory; returns whether nothing is left and memory is flat."""
+    """Soaks a server and samples its memory; returns whether all is well: answers, rest, memory."""
     url, out = server.client.base_url, sys.stdout.write
     began = time.monotonic()
     until = began + 60 * args.minutes

@@ -76,6 +76,8 @@ def launch(directory: pathlib.Path, shape: Shape, *, layers: int) -> compiled_la
         for bucket in rows.buckets()
         if bucket.denoises != shape.is_prefill and bucket.with_logits == shape.with_logits
     ]
+    if not wanted:
+        raise SystemExit(f"{directory}: this model has no such launch")
     largest = max(wanted, key=lambda bucket: (bucket.rows, bucket.tokens))
     program, batch = built.program(largest), batch_lib.ScheduleBatch(rows=(), bucket=largest)
     memory = jax.eval_shape(built.create_memory)

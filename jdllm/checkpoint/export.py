@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 
 import jax
 import numpy as np
+import safetensors
 import safetensors.numpy
 
 from jdllm.checkpoint import weight_table
@@ -21,11 +22,14 @@ def export(
     rows: Iterable[weight_table.WeightRow],
     params: Mapping[str, jax.Array],
 ) -> None:
-    """Writes one safetensors file that holds every tensor of the table."""
+    """Writes one safetensors file with every tensor of the table; a full disk is an OSError."""
     form: dict[str, str] = {}
     tensors = {}
     host = {target: np.asarray(array) for target, array in params.items()}
     for row in rows:
         if form.setdefault(row.target, row.form) == row.form:
             tensors[row.name] = np.ascontiguousarray(row.read(host[row.target]))
-    safetensors.numpy.save_file(tensors, path, metadata={"format": "pt"})
+    try:
+        safetensors.numpy.save_file(tensors, path, metadata={"format": "pt"})
+    except safetensors.SafetensorError as error:
+        raise OSError(f"cannot write {path}: {error}") from error

@@ -9,7 +9,7 @@ import argparse
 import contextlib
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -168,6 +168,8 @@ def run(options: argparse.Namespace) -> None:
             f"--{next(iter(engine_options)).replace('_', '-')} is for evaluation in process; "
             "with --base-url give it to the server"
         )
+    if "base_url" not in server:
+        engine_options = _with_algorithms(engine_options, samplings.values())
     settings = {**engine_options, "base_url": server.get("base_url"), "api": options.api}
     programs = None
     if questions.task.program is not None:
@@ -191,6 +193,21 @@ def run(options: argparse.Namespace) -> None:
         name, points = sweep.labels(results)
         csv, table = summary.sweep_csv(name, points), summary.sweep_markdown(name, points)
         print(sweep.write(root, name, points, csv=csv, table=table, kind=sweep.TEXT))
+
+
+def _with_algorithms(
+    engine_options: dict[str, Any], samplings: Iterable[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Returns options of an engine that runs what the samplings name, unless they say what it runs.
+
+    An engine compiles the algorithm of its model; on a server others are asked for at its start.
+    """
+    named = dict.fromkeys(
+        one["dllm"]["algorithm"] for one in samplings if "algorithm" in one["dllm"]
+    )
+    if not named or "dllm_algorithm" in engine_options:
+        return engine_options
+    return {**engine_options, "dllm_algorithm": ",".join(named)}
 
 
 def merged(flags: Mapping[str, Any], line: Mapping[str, Any]) -> dict[str, Any]:

@@ -238,8 +238,7 @@ def _load(task: registry.Task, path: str | None, limit: int | None) -> list[Exam
         return task.load(path, limit)
     except UnicodeDecodeError as error:  # its repr has the whole file
         raise errors.ConfigError(
-            f"cannot read {path} as {task.name} data: it is no UTF-8 text ({error.reason} at byte "
-            f"{error.start})"
+            f"cannot read {path} as {task.name} data: it is no UTF-8 text ({error.reason})"
         ) from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise errors.ConfigError(f"cannot read {path} as {task.name} data: {error!r}") from error

@@ -90,9 +90,14 @@ def export_parts(state: recipe.State | recipe.Weights, stem: pathlib.Path) -> li
     return files
 
 
+def parts_of(stem: pathlib.Path) -> list[pathlib.Path]:
+    """Returns the files that `export_parts` has written under this name."""
+    return sorted(stem.parent.glob(f"{stem.name}.*.npz"))
+
+
 def import_parts(stem: pathlib.Path) -> recipe.Weights:
     """Returns what files of `export_parts` hold."""
-    files = sorted(stem.parent.glob(f"{stem.name}.*.npz"))
+    files = parts_of(stem)
     if not files:
         raise FileNotFoundError(f"no {stem}.0.npz: give --import-state the name without .N.npz")
     arrays: dict[str, np.ndarray] = {}

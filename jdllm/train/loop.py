@@ -93,7 +93,9 @@ def _first_state(
         return restored
     if paths.import_state is not None:
         stem = paths.import_state
-        folder = source.bundled_folder(stem) or stem
+        # Files of one's own come before a bundled model of the same name, as folders do.
+        bundled = None if checkpoints.parts_of(stem) else source.bundled_folder(stem)
+        folder = bundled or stem
         weights = recipe.weights_of(folder) if folder.is_dir() else checkpoints.import_parts(stem)
         _check_shapes(recipe.shapes(), weights.params, paths.import_state)
         return recipe.adopt(weights)

@@ -29,8 +29,9 @@ while True:
 OBEDIENT, STUBBORN = CHILD.format(then="sys.exit()"), CHILD.format(then="pass")
 PARENT_OF_STUBBORN = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {STUBBORN!r}])"
 SCRIPT = """
-import sys
+import signal, sys
 import child_process
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 with child_process.started([sys.executable, "-c", {child!r}], stop_s={stop_s}) as process:
     process.wait()
 """
@@ -103,6 +104,16 @@ def test_an_error_ends_the_child_and_leaves_no_handler(imported):
         raise ValueError("a fault")
     assert process.returncode is not None
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_who_looks_whether_a_process_has_ended_leaves_its_pid(imported):
+    child_process = imported("child_process")
+    for code, command in ((3, "sys.exit(3)"), (-9, "import os; os.kill(os.getpid(), 9)")):
+        with child_process.started([sys.executable, "-c", f"import sys; {command}"]) as process:
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+            assert child_process.exit_code(process) == child_process.exit_code(process) == code
+            assert process.returncode is None
+        assert process.returncode == code
 
 
 def test_a_started_server_is_ready_and_ends_with_the_block(imported, monkeypatch, tmp_path):

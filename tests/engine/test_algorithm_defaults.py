@@ -99,6 +99,16 @@ def test_the_user_s_options_come_on_top_of_the_checkpoint_s():
         choose("dream", dllm_algorithm_config={"block_size": 8})
 
 
+def test_an_alternative_of_the_user_s_replaces_that_of_the_checkpoint():
+    recommended = {"dllm": {"algorithm": "FastDLLM", "threshold": 0.8}}
+    _, default = choose("dream", recommended, dllm_algorithm_config={"factor": 1.5})
+    assert (default.factor, default.threshold) == (1.5, None)
+    entropy = {"algorithm": "SDAR", "remasking_strategy": "entropy_bounded", "eb_threshold": 0.2}
+    other = {"remasking_strategy": "sequential"}
+    _, default = choose("sdar", {"dllm": entropy}, dllm_algorithm_config=other)
+    assert (default.remasking_strategy, default.eb_threshold) == ("sequential", None)
+
+
 @pytest.mark.parametrize(
     ("dllm", "words"),
     [

@@ -42,6 +42,33 @@ def test_what_is_given_comes_before_a_preset():
     assert found["dllm"].items() >= kept.items()
 
 
+@pytest.mark.parametrize(
+    ("words", "compiled"),
+    [
+        (["--dllm", "algorithm=FastDLLM"], "FastDLLM"),
+        (["--preset", "d3llm-llada"], "FullAttnMultiBlock"),
+        (["--sweep", "algorithm=FastDLLM,LLaDA"], "FastDLLM,LLaDA"),
+        (["--preset", "d3llm-llada", "--dllm-algorithm", "LLaDA,FullAttnMultiBlock"],
+         "LLaDA,FullAttnMultiBlock"),
+        (["--dllm", "threshold=0.3"], None),
+    ],
+)  # fmt: skip
+def test_an_engine_is_started_with_the_algorithms_that_are_asked_for(
+    words, compiled, tmp_path, monkeypatch
+):
+    class StartedError(Exception):
+        pass
+
+    def start(config):
+        raise StartedError(config.dllm_algorithm)
+
+    monkeypatch.setattr(cli.engine_lib, "Engine", start)
+    argv = ["--task", "arithmetic", "--limit", "1", "--output-dir", str(tmp_path), *words]
+    with pytest.raises(StartedError) as started:
+        cli.run(cli.make_parser().parse(argv))
+    assert started.value.args == (compiled,)
+
+
 def test_an_unknown_preset_and_a_preset_for_pictures_are_refused(tmp_path, capsys):
     argv = ["--output-dir", str(tmp_path), "--preset"]
     with pytest.raises(SystemExit):

@@ -109,16 +109,18 @@ def test_denoising_while_training_is_what_the_engine_does(trained, engine):
     def denoised(threshold):
         return denoiser(params, tokens, prompts, jnp.float32(threshold))
 
+    blocks = -((prompts - SEQ) // 32)
     one_token = denoised(1.0)
     assert np.array_equal(one_token.forwards, SEQ - prompts)
     _same(engine, tokens, prompts, one_token, 1.0)
     # How sure a network is after 40 steps depends on the problems: the first threshold at which
     # forwards write several tokens, and not whole blocks.
-    halves = ((2.0**-n, denoised(2.0**-n)) for n in range(1, 10))
-    threshold, several = next(
-        (value, rows)
-        for value, rows in halves
-        if np.all((rows.forwards < SEQ - prompts) & (rows.forwards > -((prompts - SEQ) // 32)))
+    for threshold in (2.0**-n for n in range(1, 10)):
+        several = denoised(threshold)
+        if np.all(several.forwards < SEQ - prompts):
+            break
+    assert np.all((several.forwards < SEQ - prompts) & (several.forwards > blocks)), (
+        several.forwards
     )
     _same(engine, tokens, prompts, several, threshold)
 

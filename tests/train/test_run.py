@@ -109,7 +109,11 @@ def test_a_run_begins_with_a_bundled_model_by_its_name(model_path, tmp_path, mon
     monkeypatch.chdir(tmp_path)
     paths = loop.RunPaths(output_dir=tmp_path / "run", import_state=pathlib.Path("jdllm-nano"))
     # Its weights are found: they do not fit the smaller model of this test.
-    with pytest.raises(errors.ConfigError, match=r"jdllm-nano: \d+ arrays do not fit the model"):
+    with pytest.raises(errors.ConfigError, match=r"jdllm-nano: \d+ arrays do not fit") as bundled:
+        loop.train(run_config(model_path), paths)
+    assert "missing" not in str(bundled.value)
+    np.savez(tmp_path / "jdllm-nano.0.npz", step=1)  # exported files of the same name come first
+    with pytest.raises(errors.ConfigError, match="missing"):
         loop.train(run_config(model_path), paths)
 
 

@@ -53,18 +53,28 @@ def choose(
         )
     if recommended.get("algorithm", names[0]) != names[0]:
         recommended = {}
+    # As of a request on top of a server's: what a user gives replaces alternatives of the
+    # checkpoint's, which nobody could take back otherwise.
+    named = {"algorithm": names[0]}
+    base = _resolve(recommended | named, sampling_params.DllmParams(), "generation_config.json: ")
+    resolved = _resolve(options | named, base, "")
     try:
-        given = sampling_params.DllmParams.from_mapping(
-            recommended | options | {"algorithm": names[0]}
-        )
-        resolved = given.resolve(sampling_params.DllmParams())
         algorithm_limits.check_family(resolved.options, is_causal=spec.diffusion.is_causal)
-        return names, resolved
     except errors.RequestError as error:
-        option = (error.param or "").removeprefix("dllm.")
-        is_checkpoints = option in recommended and option not in options
-        place = "generation_config.json: " if is_checkpoints else ""
-        raise errors.ConfigError(f"{place}dLLM options of {names[0]}: {error}") from error
+        raise errors.ConfigError(f"dLLM options of {names[0]}: {error}") from error
+    return names, resolved
+
+
+def _resolve(
+    options: Mapping[str, Any], base: sampling_params.DllmParams, place: str
+) -> sampling_params.DllmParams:
+    """Returns the options on top of `base`; a wrong one is a ConfigError that names its place."""
+    try:
+        return sampling_params.DllmParams.from_mapping(options).resolve(base)
+    except errors.RequestError as error:
+        raise errors.ConfigError(
+            f"{place}dLLM options of {options['algorithm']}: {error}"
+        ) from error
 
 
 def _fitting(spec: spec_lib.ModelSpec, kind: str) -> dict[str, algorithms.Algorithm]:
