@@ -1,10 +1,11 @@
-"""Facts of the host: cores and memory that this process may use, containers included."""
+"""The host: cores and memory that this process may use, containers included; folders to write."""
 
 from __future__ import annotations
 
 import os
 import pathlib
 import sys
+import tempfile
 
 CGROUP = pathlib.Path("/sys/fs/cgroup")
 MEMINFO = pathlib.Path("/proc/meminfo")
@@ -49,3 +50,14 @@ def _lines(path: pathlib.Path) -> list[str]:
 
 def _words(path: pathlib.Path) -> list[str]:
     return " ".join(_lines(path)).split()
+
+
+def make_writable(folder: pathlib.Path) -> None:
+    """Makes a folder where there is none; an OSError if nothing can be written there.
+
+    Commands ask before work that takes long, whose results they would lose.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    # Its name is taken away again at once; only writing tells whether one may write.
+    with tempfile.TemporaryFile(dir=folder):
+        pass

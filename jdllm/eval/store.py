@@ -10,11 +10,10 @@ from __future__ import annotations
 import contextlib
 import json
 import pathlib
-import tempfile
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from jdllm import errors
+from jdllm import errors, host
 
 Record = dict[str, Any]
 
@@ -116,10 +115,7 @@ def make_folder(path: str | pathlib.Path) -> pathlib.Path:
     """
     folder = pathlib.Path(path)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        # Its name is taken away again at once; only writing tells whether one may write.
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        host.make_writable(folder)
     except OSError as error:
         raise errors.ConfigError(f"cannot use {path} as output folder: {error}") from error
     return folder

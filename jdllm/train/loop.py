@@ -10,11 +10,10 @@ import dataclasses
 import json
 import logging
 import pathlib
-import tempfile
 import time
 from collections.abc import Mapping
 
-from jdllm import errors, progress
+from jdllm import errors, host, progress
 from jdllm.checkpoint import source
 from jdllm.train import checkpoints, recipes
 from jdllm.train import recipe as recipe_lib
@@ -77,9 +76,7 @@ def train(config: RunConfig, paths: RunPaths) -> dict[str, float]:
 def _check_can_export(stem: pathlib.Path) -> None:
     """Makes the folder of the exported weights; hours of training must not end in an error."""
     try:
-        stem.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=stem.parent):
-            pass
+        host.make_writable(stem.parent)
     except OSError as error:
         raise errors.ConfigError(f"--export-state {stem} cannot be written: {error}") from error
 
