@@ -56,25 +56,38 @@ def on_every_rank(step: Step, params: Any, memory: Any, mesh: Mesh) -> Step:
     """Returns a step over the whole mesh; `params` and `memory` are arrays, or `abstract` ones.
 
     The step gets `params` without `PEERS`, which `sharding.peers` gives it.
+
+    Arrays without elements are made on each rank instead of handed over: XLA replaces them by
+    constants, after which the partitioner of jax 0.11.2 (Shardy, which removes operands of
+    `shard_map` that are not used) crashes the process.
     """
     specs = jax.tree.map(_spec, params), jax.tree.map(_spec, memory)
 
-    def on_rank(params: Any, memory: Any, inputs: Any) -> tuple[Any, Any]:
-        mine = dict(_parts(params, specs[0]))
-        peers = mine.pop(PEERS, None)
-        with sharding.reaching(None if peers is None else _met(peers)):
-            memory, outputs = step(mine, _parts(memory, specs[1]), inputs)
-        return _stacked(memory, specs[1]), outputs
+    def everywhere(params: Any, memory: Any, inputs: Any) -> tuple[Any, Any]:
+        given = params, memory, inputs
+        in_specs = *specs, jax.tree.map(lambda _: sharding.REPLICATED, inputs)
+        of_rank = jax.tree.map(_shape_on_rank, given, in_specs)
 
-    return jax.shard_map(
-        on_rank,
-        mesh=mesh,
-        in_specs=(*specs, sharding.REPLICATED),
-        out_specs=(specs[1], sharding.REPLICATED),
-        # What is replicated has the same bits on all ranks by construction; collectives in loops
-        # hide that from the check.
-        check_vma=False,
-    )
+        def on_rank(given: Any) -> tuple[Any, Any]:
+            params, memory, inputs = _with_empty(given, of_rank)
+            mine = dict(_parts(params, specs[0]))
+            peers = mine.pop(PEERS, None)
+            with sharding.reaching(None if peers is None else _met(peers)):
+                memory, outputs = step(mine, _parts(memory, specs[1]), inputs)
+            return _without_empty(_stacked(memory, specs[1])), outputs
+
+        memory_left, outputs = jax.shard_map(
+            on_rank,
+            mesh=mesh,
+            in_specs=(_without_empty(in_specs, given),),
+            out_specs=(_without_empty(specs[1], memory), sharding.REPLICATED),
+            # What is replicated has the same bits on all ranks by construction; collectives in
+            # loops hide that from the check.
+            check_vma=False,
+        )(_without_empty(given))
+        return _with_empty(memory_left, memory), outputs
+
+    return everywhere
 
 
 def faults(result: jax.Array) -> list[str]:
@@ -107,6 +120,25 @@ def _met(peers: pallas_kernels.Peers) -> pallas_kernels.Peers:
 def _spec(leaf: Any) -> PartitionSpec:
     placed = leaf.sharding if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else None
     return placed.spec if isinstance(placed, NamedSharding) else sharding.REPLICATED
+
+
+def _without_empty(tree: Any, like: Any = None) -> Any:
+    """Returns `tree` with None for what has no elements in it, or in `like`."""
+    return jax.tree.map(
+        lambda leaf, one: leaf if one.size else None, tree, tree if like is None else like
+    )
+
+
+def _with_empty(tree: Any, shapes: Any) -> Any:
+    """Returns what `_without_empty` has got, of which these are the shapes."""
+    return jax.tree.map(
+        lambda one, leaf: leaf if one.size else jnp.zeros(one.shape, one.dtype), shapes, tree
+    )
+
+
+def _shape_on_rank(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+    shape = (1, *leaf.shape[1:]) if spec == sharding.SPLIT else leaf.shape
+    return jax.ShapeDtypeStruct(shape, leaf.dtype)
 
 
 def _parts(tree: Any, specs: Any) -> Any:
