@@ -69,7 +69,7 @@ def train(
     logger.info("training from step %d to %d", number, config.num_steps)
     batches = recipe.batches(state)
     bar = progress.bar(total=config.num_steps, initial=number, desc="training", unit="step")
-    with stop.deferred():
+    with stop.deferred(), bar:
         while not (stop.signal or recipe.is_over(number)):
             state, metrics = recipe.step(state, next(batches))
             number += 1
@@ -85,7 +85,6 @@ def train(
                 checkpoints.save_now(saved, state)
                 with stop.at_once():
                     curve.write(number, recipe.evaluate(state))
-        bar.close()
         batches.close()
         checkpoints.save_now(saved, state)
     final = recipe.evaluate(state)
