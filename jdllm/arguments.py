@@ -1,4 +1,6 @@
-"""The argument parser of every command: no abbreviations, a default beside every flag.
+"""The argument parser of every command, and how a command says why it ends.
+
+It takes no abbreviations, and its help has a default beside every flag.
 
 An unknown flag is answered with the nearest one that exists. The help takes each default from the
 flag itself, so that no text can contradict the code.
@@ -9,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NoReturn
 
@@ -72,6 +75,12 @@ class Parser(argparse.ArgumentParser):
         close = difflib.get_close_matches(flag, sorted({*known, *also}), n=1)
         hint = f"; did you mean {close[0]}?" if close else "; --help lists the options"
         self.error(f"unknown option {errors.quote(flag)}{hint}")
+
+
+def report(prog: str, error: object) -> None:
+    """Writes to stderr why the program `prog` ends, as its parser does for a wrong option."""
+    sys.stderr.write(f"{prog}: error: {error}\n")
+    sys.stderr.flush()
 
 
 def shown_default(value: object) -> str:

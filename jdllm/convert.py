@@ -15,11 +15,12 @@ import shutil
 import sys
 from collections.abc import Sequence
 
-from jdllm import arguments, config, errors
+from jdllm import arguments, config, errors, host
 from jdllm.checkpoint import orbax_checkpoint, safetensors_source, source
 from jdllm.imagegen import pipeline_folder
 from jdllm.models import loading, registry
 
+PROG = "jdllm convert"
 # Files beside the weights that are copied: configuration, tokenizer and chat template.
 _COPIED_SUFFIXES = frozenset({".json", ".jinja", ".txt", ".model"})
 _NOT_COPIED = (safetensors_source.INDEX_SUFFIX, orbax_checkpoint.MARKER_NAME)
@@ -37,6 +38,11 @@ def convert(
     output = pathlib.Path(output)
     if output.exists():
         raise errors.ConfigError(f"{output} exists; give a directory that does not exist yet")
+    # Before gigabytes are fetched and read.
+    try:
+        host.make_writable(output.parent)
+    except OSError as error:
+        raise errors.ConfigError(f"output {output} cannot be written: {error}") from error
     directory = source.resolve(model_path, revision=revision)
     convert_into = _convert_pipeline if source.is_pipeline(directory) else _convert_model
     # The files go to another directory, which is renamed at the end: an interrupted run leaves
@@ -93,13 +99,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         convert(options.model_path, options.output, dtype=options.dtype, revision=options.revision)
     except (errors.ConfigError, OSError) as error:
-        sys.stderr.write(f"jdllm.convert: error: {error}\n")
+        arguments.report(PROG, error)
         return 2
     return 0
 
 
 def make_parser() -> arguments.Parser:
-    parser = arguments.Parser("jdllm convert", (__doc__ or "").partition("\n")[0])
+    parser = arguments.Parser(PROG, (__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--model-path",
         required=True,

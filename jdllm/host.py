@@ -1,7 +1,8 @@
-"""The host: cores and memory that this process may use, containers included; folders to write."""
+"""The host: cores and memory that this process may use, containers included; writing files."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import sys
@@ -61,3 +62,18 @@ def make_writable(folder: pathlib.Path) -> None:
     # Its name is taken away again at once; only writing tells whether one may write.
     with tempfile.TemporaryFile(dir=folder):
         pass
+
+
+def replace_text(path: pathlib.Path, text: str) -> None:
+    """Replaces a file in one step: a reader sees the old or the new content, never a part.
+
+    Raises an OSError where that fails, and then leaves what was there.
+    """
+    scratch = path.with_suffix(".part")
+    try:
+        scratch.write_text(text, encoding="utf-8")
+        scratch.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            scratch.unlink()
+        raise

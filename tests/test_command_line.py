@@ -106,6 +106,32 @@ def test_the_help_lists_all_commands(argv, monkeypatch, capsys):
         assert " ".join(words) in text
 
 
+# The server's is in `test_cli.py`: it ends its own process.
+WRONG_VALUES = {
+    ("eval",): ["--task", "gsm8k", "--output-dir", "out", "--data", "absent"],
+    ("bench", "serving"): ["--profile"],
+    ("bench", "images"): ["--profile"],
+    ("bench", "one-batch"): ["--profile"],
+    ("bench", "offline-throughput"): ["--profile"],
+    ("plot",): ["absent"],
+    ("train",): ["--config", "absent"],
+    ("convert",): ["--model-path", "absent", "--output", "out"],
+}
+
+
+@pytest.mark.parametrize("words", WRONG_VALUES, ids=" ".join)
+def test_errors_after_parsing_begin_as_those_of_parsing_do(words, tmp_path, monkeypatch, capsys):
+    assert WRONG_VALUES.keys() == MAINS.keys() - {("serve",)}
+    monkeypatch.chdir(tmp_path)
+    assert MAINS[words](WRONG_VALUES[words]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    with pytest.raises(SystemExit):
+        MAINS[words](["--absent-flag"])
+    parsing = capsys.readouterr().err.splitlines()[-1]
+    beginning = f"jdllm {' '.join(words)}: error: "
+    assert error.startswith(beginning) and parsing.startswith(beginning)
+
+
 @pytest.mark.parametrize("words", MAINS, ids=" ".join)
 def test_an_unknown_flag_is_answered_with_the_nearest(words, capsys):
     parser = snippets.parser_of(words)

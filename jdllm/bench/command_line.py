@@ -87,13 +87,17 @@ def finish(name: str, work: Callable[[], object]) -> int:
 
 
 def _fail(name: str, error: object, code: int) -> int:
-    sys.stderr.write(f"jdllm.bench.{name}: error: {error}\n")
+    arguments.report(_prog(name), error)
     return code
 
 
 def make_parser(name: str, description: str | None) -> arguments.Parser:
     """Returns the parser of `jdllm bench NAME`."""
-    return arguments.Parser(f"jdllm bench {name.replace('_', '-')}", description)
+    return arguments.Parser(_prog(name), description)
+
+
+def _prog(name: str) -> str:
+    return f"jdllm bench {name.replace('_', '-')}"
 
 
 def parse(parser: arguments.Parser, argv: Sequence[str] | None) -> argparse.Namespace:

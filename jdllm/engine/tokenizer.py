@@ -16,8 +16,11 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import tokenizers
+
 from jdllm import config as config_lib
 from jdllm import errors
+from jdllm.checkpoint import tokenizer_checks
 from jdllm.checkpoint.quiet_transformers import tokenization_auto, transformers
 from jdllm.templates import chat, conversations
 
@@ -26,6 +29,7 @@ logger = logging.getLogger(__name__)
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # Dream's class is Qwen2's byte-level BPE; its own special tokens are data in its files.
 STAND_INS = {"DreamTokenizer": transformers.Qwen2Tokenizer}
+TEMPLATE_NAME = "chat_template.jinja"
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 TOKENIZER_FILES = (*VOCABULARY_FILES, "tokenizer_config.json")
 
@@ -43,19 +47,25 @@ class Tokenizer:
     ):
         directory = pathlib.Path(path).expanduser()
         hub = {} if directory.is_dir() else {"revision": revision, "cache_dir": download_dir}
+        if not hub:
+            tokenizer_checks.check(directory)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # RoPE keys in config.json
                 # Any: what transformers declares to return is wider than what it returns.
                 self._hf: Any = _load(str(path if hub else directory), hub)
-        except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
             # AttributeError: RoPE keys in a config.json of a family transformers does not know.
             raise errors.ConfigError(
                 f"no usable tokenizer at {path}: {_reason(directory, error)}"
             ) from error
+        place = _template_place(directory, chat_template)
         if chat_template is not None:
             self._hf.chat_template = _read_template(chat_template)
-        self._template = _chat_template(self._hf.chat_template, self._hf.special_tokens_map)
+        try:
+            self._template = _chat_template(self._hf.chat_template, self._hf.special_tokens_map)
+        except errors.ConfigError as error:
+            raise errors.ConfigError(f"{place}: {error}") from error
         self.path = str(path)
 
     @property
@@ -187,6 +197,12 @@ def _reason(directory: pathlib.Path, error: Exception) -> str:
     transformers answers a folder without them with advice to install packages, which do not help.
     """
     text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    whole = directory / VOCABULARY_FILES[0]
+    if whole.is_file():
+        try:
+            tokenizers.Tokenizer.from_file(str(whole))
+        except Exception as fault:  # the library raises plain Exceptions
+            return f"{text} ({whole.name}: {fault})"
     if not directory.is_dir() or any((directory / name).is_file() for name in VOCABULARY_FILES):
         return text
     return (
@@ -206,9 +222,17 @@ def _chat_template(
                 "give one with chat_template"
             )
         source = source["default"]
-    if not source:
+    if source is None:
         return None
     return chat.ChatTemplate(source, special_tokens={k: str(v) for k, v in special_tokens.items()})
+
+
+def _template_place(directory: pathlib.Path, option: str | None) -> str:
+    """Returns how errors of the chat template name where it stands."""
+    if option is not None:
+        return "chat_template" if "{" in option else f"chat_template={option!r}"
+    file = directory / TEMPLATE_NAME
+    return str(file if file.is_file() else directory / tokenizer_checks.CONFIG_NAME)
 
 
 def _read_template(source: str) -> str:

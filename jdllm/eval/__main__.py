@@ -31,6 +31,7 @@ from jdllm.eval import (
 from jdllm.server import cli
 from jdllm.tasks import registry
 
+PROG = "jdllm eval"
 # Options of the engine in this process; with --base-url they belong to the server.
 ENGINE_FLAGS = (
     "model_path",
@@ -64,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_parser() -> arguments.Parser:
-    parser = arguments.Parser("jdllm eval", __doc__)
+    parser = arguments.Parser(PROG, __doc__)
     parser.add_argument(
         "--task",
         required=True,
@@ -263,9 +264,9 @@ def sweep_points(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     cells = [cell.strip() for cell in values.split(",") if cell.strip()]
     if not cells:
         raise errors.ConfigError(f"--sweep {options.sweep!r} has no values")
-    return {
-        f"{name}={cell}": {name: config_lib.parse_yaml(cell, f"--sweep {name}")} for cell in cells
-    }
+    parsed = [config_lib.parse_yaml(cell, f"--sweep {name}") for cell in cells]
+    sweep.check_distinct(name, parsed)
+    return {f"{name}={cell}": {name: value} for cell, value in zip(cells, parsed, strict=True)}
 
 
 def key_value(text: str, *, as_text: bool = False) -> tuple[str, Any]:
@@ -292,7 +293,7 @@ def _natural(text: str) -> int:
 
 
 def _fail(error: object, code: int) -> int:
-    print(f"jdllm.eval: error: {error}", file=sys.stderr)
+    arguments.report(PROG, error)
     return code
 
 

@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 
 from jdllm import arguments, errors
 
+PROG = "python -m jdllm.eval.aup"
+
 ALPHA = 3.0  # how fast the weight falls with the distance to the best accuracy
 LARGEST_LOSS = 5.0  # percentage points below the least parallel point; more, and a point is out
 
@@ -115,7 +117,7 @@ def parse_point(text: str) -> Point:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0, or 2 for a wrong command line or file."""
-    parser = arguments.Parser("python -m jdllm.eval.aup", __doc__)
+    parser = arguments.Parser(PROG, __doc__)
     parser.add_argument(
         "points", nargs="+", metavar="FILE|TPF:ACCURACY", help="a sweep.csv, or points in percent"
     )
@@ -133,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             points += read_csv(text) if is_file else [parse_point(text)]
         sys.stdout.write(line(points, options.best) + "\n")
     except (errors.ConfigError, ValueError) as error:
-        sys.stderr.write(f"jdllm.eval.aup: error: {error}\n")
+        arguments.report(PROG, error)
         return 2
     return 0
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import sys
 
+from jdllm import arguments, errors
+
 try:
     # An optional dependency, which the type checker's environment does not have.
     from lm_eval.__main__ import cli_evaluate  # pyright: ignore[reportMissingImports]
 except ImportError as missing:
-    sys.exit(f"jdllm.eval.lm_eval needs lm-eval ({missing}): pip install 'jdllm[eval]'")
+    needs = f"it needs lm-eval ({missing}): pip install 'jdllm[eval]'"
+    arguments.report("python -m jdllm.eval.lm_eval", needs)
+    sys.exit(1)
 
-from jdllm import errors
 from jdllm.eval import backends, lm_eval_model
 
 
@@ -27,7 +30,8 @@ def main() -> None:
     ) as error:
         if not error.args:
             raise
-        sys.exit(f"jdllm.eval.lm_eval: error: {error}")
+        arguments.report("python -m jdllm.eval.lm_eval", error)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

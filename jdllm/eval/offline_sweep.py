@@ -145,6 +145,8 @@ def _points(
     fixed = dict(sampling.get("dllm", {}))
     if twice := fixed.keys() & options.keys():
         raise errors.ConfigError(f"sampling and the sweep both give {min(twice)}")
+    for name, values in options.items():
+        sweep_files.check_distinct(name, values)
     points = {}
     for values in itertools.product(*options.values()):
         dllm = fixed | dict(zip(options, values, strict=True))

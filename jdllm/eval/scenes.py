@@ -136,9 +136,11 @@ def sweep_points(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
         raise errors.ConfigError(f"--sweep and {_flag(name)} both give {name}")
     kind = int if name == "num_inference_steps" else float
     try:
-        return {f"{name}={cell}": {**own, name: kind(cell)} for cell in cells}
+        parsed = [kind(cell) for cell in cells]
     except ValueError as error:
         raise errors.ConfigError(f"--sweep {options.sweep!r}: {error}") from error
+    sweep.check_distinct(name, parsed)
+    return {f"{name}={cell}": {**own, name: one} for cell, one in zip(cells, parsed, strict=True)}
 
 
 @contextlib.contextmanager

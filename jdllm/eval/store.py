@@ -7,7 +7,6 @@ the disk is full: what could not be written whole is taken back.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import pathlib
 from collections.abc import Collection, Mapping
@@ -137,14 +136,10 @@ def write_json(path: pathlib.Path, content: Mapping[str, Any]) -> None:
 
 
 def write_text(path: pathlib.Path, text: str) -> None:
-    """Replaces a file in one step: a reader sees the old or the new content, never a part."""
-    scratch = path.with_suffix(".part")
+    """Replaces a file in one step; what was there before stays if that fails."""
     try:
-        scratch.write_text(text, encoding="utf-8")
-        scratch.replace(path)
+        host.replace_text(path, text)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            scratch.unlink()
         raise _write_error(path, error) from error
 
 

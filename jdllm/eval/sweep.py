@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jdllm import errors
@@ -28,6 +28,18 @@ def write(
     store.write_text(root / "sweep.csv", csv)
     store.write_text(root / "summary.md", table)
     return f"\n{table}{_plot(root, name, points, kind)}"
+
+
+def check_distinct(name: str, values: Sequence[Any]) -> None:
+    """Raises for a value that a sweep of the option `name` has twice, however it is written.
+
+    Its row would be measured once, or twice under two labels.
+    """
+    for place, value in enumerate(values):
+        # 1 and 1.0 are one setting; True is none of them.
+        equal = (one for one in values[:place] if one == value)
+        if any(isinstance(one, bool) == isinstance(value, bool) for one in equal):
+            raise errors.ConfigError(f"the sweep of {name} has the value {value!r} twice")
 
 
 def labels(results: Mapping[str, Mapping[str, Any]]) -> tuple[str, Points]:

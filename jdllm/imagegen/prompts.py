@@ -145,7 +145,7 @@ def _chat_template(directory: pathlib.Path) -> chat.ChatTemplate:
     except (OSError, UnicodeDecodeError) as error:
         raise errors.ConfigError(f"{directory / _TEMPLATE_NAME} cannot be read: {error}") from error
     template = template or config.get("chat_template")
-    if not isinstance(template, str) or not template:
+    if not isinstance(template, str) or not template.strip():
         raise errors.ConfigError(
             f"{directory} has no chat template: neither {_TEMPLATE_NAME} nor a text as "
             f"chat_template in {tokenizer_files.CONFIG_NAME}"

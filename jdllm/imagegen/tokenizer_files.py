@@ -12,7 +12,7 @@ from typing import Any
 import tokenizers
 
 from jdllm import errors
-from jdllm.checkpoint import source
+from jdllm.checkpoint import source, tokenizer_checks
 from jdllm.checkpoint.quiet_transformers import transformers
 
 TOKENIZER_NAME = "tokenizer.json"
@@ -30,6 +30,7 @@ def load(
     Without `read_parts` the older class writes a model of sentencepiece, which is not read. Raises
     a ConfigError also if an id is outside the vocabulary of the encoder.
     """
+    tokenizer_checks.check(directory)
     path = directory / TOKENIZER_NAME
     is_whole = path.is_file()
     if not is_whole:

@@ -80,7 +80,8 @@ def check_spec(model: spec_lib.ModelSpec, sizes: SizeKeys) -> None:
         if not (is_id and token_id in range(model.vocab_size)):
             raise errors.ConfigError(
                 f"{key}={errors.quote(token_id)} is outside the vocabulary of "
-                f"{model.vocab_size} tokens; set {key} in config.json"
+                f"{model.vocab_size} tokens; set {key} in config.json or "
+                "generation_config.json"
             )
     if model.num_query_heads % model.num_kv_heads:
         raise errors.ConfigError(

@@ -218,9 +218,17 @@ def _log_adapters(directory: pathlib.Path, config: decoder_config.DecoderConfig)
 def resolve_dtype(dtype: DTypeLike, hf_config: Mapping[str, Any]) -> jnp.dtype:
     """Returns the activation dtype; "auto" is the dtype in config.json, or else bfloat16."""
     name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
-    if name == "auto":
-        name = hf_config.get("dtype") or hf_config.get("torch_dtype") or "bfloat16"
-    if name not in config_lib.DTYPES or name == "auto":
+    of_file = [one for one in ("dtype", "torch_dtype") if hf_config.get(one)]
+    if name == "auto" and of_file:
+        name = hf_config[of_file[0]]
+        if name == "auto" or name not in config_lib.DTYPES:
+            raise errors.ConfigError(
+                f"config.json: {of_file[0]}={errors.quote(name)} is none of "
+                f"{', '.join(config_lib.DTYPES[1:])}; pass the dtype that you want"
+            )
+    elif name == "auto":
+        name = "bfloat16"
+    if name not in config_lib.DTYPES:
         raise errors.ConfigError(
             f"dtype={errors.quote(name)} is not supported; choose {', '.join(config_lib.DTYPES)}"
         )

@@ -14,10 +14,12 @@ from collections.abc import Sequence
 from jdllm import arguments, errors
 from jdllm.plots import results, style
 
+PROG = "jdllm plot"
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0, or 2 for a wrong option or file."""
-    parser = arguments.Parser("jdllm plot", __doc__)
+    parser = arguments.Parser(PROG, __doc__)
     parser.add_argument("files", nargs="+", metavar="FILE", help="JSON lines of results")
     parser.add_argument(
         "--output-file", metavar="NAME", help="for NAME.png and NAME.svg (default: beside FILE)"
@@ -30,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for path in results.save(files, name):
             sys.stdout.write(f"wrote {path}\n")
     except errors.ConfigError as error:
-        sys.stderr.write(f"jdllm plot: error: {error}\n")
+        arguments.report(PROG, error)
         return 2
     return 0
 

@@ -15,14 +15,13 @@ import logging
 import os
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TypeAlias
 
 import uvicorn
 
-from jdllm import errors
+from jdllm import arguments, errors
 from jdllm.server import app as app_lib
 from jdllm.server import connections, health, log_format, open_files, state, summary
 
@@ -218,5 +217,4 @@ def warm_up(engine: AnyEngine) -> None:
 
 def print_error(message: str) -> None:
     """Writes to stderr, in one line, why the server does not run."""
-    sys.stderr.write(f"jdllm.serve: error: {log_format.escaped(' '.join(message.split()))}\n")
-    sys.stderr.flush()
+    arguments.report("jdllm serve", log_format.escaped(" ".join(message.split())))

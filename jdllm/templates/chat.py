@@ -73,6 +73,8 @@ class ChatTemplate:
     def __init__(self, source: str, *, special_tokens: Mapping[str, str] | None = None):
         self.source = source
         self._special_tokens = dict(special_tokens or {})
+        if not source.strip():
+            raise errors.ConfigError("the chat template is empty")
         if len(source) > MAX_SOURCE_CHARACTERS:
             raise errors.ConfigError(
                 f"the chat template has more than {MAX_SOURCE_CHARACTERS} characters"

@@ -5,14 +5,21 @@ from __future__ import annotations
 import json
 import logging
 import pathlib
+import signal
 import sys
 
 from jdllm import arguments, errors
-from jdllm.train import checkpoints, loop, recipes
+from jdllm.train import checkpoints, loop, recipes, stop_request
+
+PROG = "jdllm train"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Trains, prints the final numbers as one JSON line, returns the exit code."""
+    """Trains, prints the final numbers as one JSON line, returns the exit code.
+
+    It is 1 when a checkpoint could not be written, 2 for a wrong option, config or folder, and 130
+    or 143 after Ctrl-C or SIGTERM.
+    """
     args = make_parser().parse(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", force=True)
     for name in ("absl", "jax"):
@@ -23,26 +30,33 @@ def main(argv: list[str] | None = None) -> int:
         export_state=args.export_state,
         is_resumed=args.resume == "auto",
     )
+    stop = stop_request.StopRequest()
     try:
-        final = loop.train(recipes.load(args.config, args.set), paths)
+        with stop.listening():
+            final = loop.train(recipes.load(args.config, args.set), paths, stop)
     except (errors.ConfigError, OSError) as error:
-        sys.stderr.write(f"jdllm.train: error: {error}\n")
+        arguments.report(PROG, error)
         return 2
     except checkpoints.WriteError as error:
-        sys.stderr.write(f"jdllm.train: error: {error}\n")
+        arguments.report(PROG, error)
         return 1
     except KeyboardInterrupt:
-        sys.stderr.write(
-            "jdllm.train: error: interrupted; the same command resumes from the newest checkpoint "
-            f"in {paths.output_dir}, if there is one\n"
-        )
-        return 130
+        number = stop.signal or signal.SIGINT
+        arguments.report(PROG, f"stopped by {number.name}; {_what_is_kept(paths.checkpoints)}")
+        return 128 + number
     sys.stdout.write(json.dumps(final) + "\n")
     return 0
 
 
+def _what_is_kept(folder: pathlib.Path) -> str:
+    newest = checkpoints.newest(folder)
+    if newest is None:
+        return f"there is no checkpoint in {folder} yet"
+    return f"the same command resumes from step {newest}, the newest checkpoint in {folder}"
+
+
 def make_parser() -> arguments.Parser:
-    parser = arguments.Parser("jdllm train", __doc__)
+    parser = arguments.Parser(PROG, __doc__)
     parser.add_argument("--config", type=pathlib.Path, required=True, help="YAML of a recipe")
     parser.add_argument(
         "--output-dir", type=pathlib.Path, help="folder (default: runs/NAME for a config NAME.yaml)"
@@ -51,7 +65,8 @@ def make_parser() -> arguments.Parser:
         "--resume",
         choices=("auto", "never"),
         default="auto",
-        help="auto: resume from the newest checkpoint in the output folder",
+        help="auto: resume from the newest checkpoint in the output folder, with the settings of "
+        "its run; never: begin anew, and delete the folder's checkpoints and curve",
     )
     parser.add_argument(
         "--set",

@@ -28,6 +28,13 @@ def manager(folder: pathlib.Path) -> ocp.CheckpointManager:
     return ocp.CheckpointManager(folder.absolute(), options=options)
 
 
+def newest(folder: pathlib.Path) -> int | None:
+    """Returns the step of the newest complete checkpoint in a manager's folder, or None."""
+    # One that is being written has a name with more than digits.
+    steps = (int(path.name) for path in folder.glob("*") if path.name.isdecimal())
+    return max(steps, default=None)
+
+
 class WriteError(RuntimeError):
     """Says that a checkpoint could not be written; those that were complete before still are."""
 

@@ -10,12 +10,13 @@ import dataclasses
 import json
 import logging
 import pathlib
+import shutil
 import time
 from collections.abc import Mapping
 
 from jdllm import errors, host, progress
 from jdllm.checkpoint import source
-from jdllm.train import checkpoints, recipes
+from jdllm.train import checkpoints, recipes, run_settings, stop_request
 from jdllm.train import recipe as recipe_lib
 from jdllm.train.config import RunConfig
 
@@ -31,38 +32,61 @@ class RunPaths:
     export_state: pathlib.Path | None = None
     is_resumed: bool = True
 
+    @property
+    def checkpoints(self) -> pathlib.Path:
+        return self.output_dir / "checkpoints"
 
-def train(config: RunConfig, paths: RunPaths) -> dict[str, float]:
-    """Trains until the recipe says that it is over; returns the last evaluation's numbers."""
+    @property
+    def curve(self) -> pathlib.Path:
+        return self.output_dir / "curve.jsonl"
+
+
+def train(
+    config: RunConfig, paths: RunPaths, stop: stop_request.StopRequest | None = None
+) -> dict[str, float]:
+    """Trains until the recipe says that it is over; returns the last evaluation's numbers.
+
+    Where `stop` has been asked, it ends with a KeyboardInterrupt; then no step is lost.
+    """
     began = time.monotonic()
+    stop = stop or stop_request.StopRequest()
     if paths.export_state is not None:
         _check_can_export(paths.export_state)
+    is_new = not paths.is_resumed or checkpoints.newest(paths.checkpoints) is None
+    settings = run_settings.of(config, paths.import_state)
+    if not is_new:
+        settings = run_settings.resumed(paths.output_dir, config, settings)
     recipe = recipes.build(config, paths.output_dir, began)
+    state = _first_state(recipe, paths.import_state if is_new else None)
     paths.output_dir.mkdir(parents=True, exist_ok=True)
-    saved = checkpoints.manager(paths.output_dir / "checkpoints")
-    state = _first_state(recipe, paths, saved)
-    curve = Curve(paths.output_dir / "curve.jsonl", recipe, began=began)
+    if not paths.is_resumed:
+        _delete_run(paths)
+    run_settings.write(paths.output_dir, settings)
+    saved = checkpoints.manager(paths.checkpoints)
+    state = checkpoints.restore(saved, state) or state
+    curve = Curve(paths.curve, recipe, began=began)
     number = int(state.step)
     logger.info("training from step %d to %d", number, config.num_steps)
     batches = recipe.batches(state)
     bar = progress.bar(total=config.num_steps, initial=number, desc="training", unit="step")
-    while not recipe.is_over(number):
-        state, metrics = recipe.step(state, next(batches))
-        number += 1
-        bar.update()
-        if number % config.log_every == 0:
-            numbers = {key: float(value) for key, value in metrics.items()}
-            curve.write(number, numbers)
-            bar.set_postfix(loss=f"{numbers['loss']:.4f}", refresh=False)
-        if number % config.checkpoint_every == 0:
-            checkpoints.save(saved, state)
-        if number % config.eval_every == 0 and number < config.num_steps:
-            # An evaluation takes minutes. A stop during it must not lose earlier steps.
-            checkpoints.save_now(saved, state)
-            curve.write(number, recipe.evaluate(state))
-    bar.close()
-    batches.close()
-    checkpoints.save_now(saved, state)
+    with stop.deferred(), bar:
+        while not (stop.signal or recipe.is_over(number)):
+            state, metrics = recipe.step(state, next(batches))
+            number += 1
+            bar.update()
+            if number % config.log_every == 0:
+                numbers = {key: float(value) for key, value in metrics.items()}
+                curve.write(number, numbers)
+                bar.set_postfix(loss=f"{numbers['loss']:.4f}", refresh=False)
+            if number % config.checkpoint_every == 0:
+                checkpoints.save(saved, state)
+            if number % config.eval_every == 0 and number < config.num_steps:
+                # An evaluation takes minutes. A stop during it must not lose earlier steps.
+                checkpoints.save_now(saved, state)
+                with stop.at_once():
+                    curve.write(number, recipe.evaluate(state))
+        batches.close()
+        checkpoints.save_now(saved, state)
     final = recipe.evaluate(state)
     curve.write(number, final)
     recipe.export(state, paths.output_dir)
@@ -81,22 +105,25 @@ def _check_can_export(stem: pathlib.Path) -> None:
         raise errors.ConfigError(f"--export-state {stem} cannot be written: {error}") from error
 
 
-def _first_state(
-    recipe: recipe_lib.Recipe, paths: RunPaths, saved: checkpoints.ocp.CheckpointManager
-) -> recipe_lib.State:
-    fresh = recipe.first_state()
-    restored = checkpoints.restore(saved, fresh) if paths.is_resumed else None
-    if restored is not None:
-        return restored
-    if paths.import_state is not None:
-        stem = paths.import_state
-        # Files of one's own come before a bundled model of the same name, as folders do.
-        bundled = None if checkpoints.parts_of(stem) else source.bundled_folder(stem)
-        folder = bundled or stem
-        weights = recipe.weights_of(folder) if folder.is_dir() else checkpoints.import_parts(stem)
-        _check_shapes(recipe.shapes(), weights.params, paths.import_state)
-        return recipe.adopt(weights)
-    return fresh
+def _delete_run(paths: RunPaths) -> None:
+    """Deletes what a new run would go on with: beside later checkpoints, none is written."""
+    newest = checkpoints.newest(paths.checkpoints)
+    if newest is not None:
+        logger.info("deleting the checkpoints of a run of %d steps: --resume never", newest)
+        shutil.rmtree(paths.checkpoints)
+    paths.curve.unlink(missing_ok=True)
+
+
+def _first_state(recipe: recipe_lib.Recipe, stem: pathlib.Path | None) -> recipe_lib.State:
+    """Returns a state at step 0, or with the weights that `stem` names."""
+    if stem is None:
+        return recipe.first_state()
+    # Files of one's own come before a bundled model of the same name, as folders do.
+    bundled = None if checkpoints.parts_of(stem) else source.bundled_folder(stem)
+    folder = bundled or stem
+    weights = recipe.weights_of(folder) if folder.is_dir() else checkpoints.import_parts(stem)
+    _check_shapes(recipe.shapes(), weights.params, stem)
+    return recipe.adopt(weights)
 
 
 def _check_shapes(

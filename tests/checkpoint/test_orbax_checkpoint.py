@@ -102,7 +102,7 @@ def test_a_full_disk_is_one_message_and_leaves_no_copy(tmp_path, capsys):
     with largest_file(size + 100):  # the weights do not fit
         assert convert.main(argv) == 2
     lines = capsys.readouterr().err.splitlines()  # tensorstore logs, too
-    (error,) = [line for line in lines if line.startswith("jdllm.convert: error: ")]
+    (error,) = [line for line in lines if line.startswith("jdllm convert: error: ")]
     assert "cannot write " in error and "too large" in error
     assert not (tmp_path / "new").exists()
     # Here nothing else writes any more, as tensorstore may when the first of its writes has failed.
@@ -110,6 +110,15 @@ def test_a_full_disk_is_one_message_and_leaves_no_copy(tmp_path, capsys):
         assert convert.main(argv) == 2
     assert "too large" in capsys.readouterr().err
     assert not (tmp_path / "new.partial" / "config.json").exists()
+
+
+def test_the_place_is_tried_before_the_model_is_looked_for(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    argv = ["--model-path", str(tmp_path / "nowhere"), "--output"]
+    for place, named in (("file/new", f"output {tmp_path}/file/new cannot"), ("new", "nowhere")):
+        assert convert.main([*argv, str(tmp_path / place)]) == 2
+        assert named in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_errors_are_one_message_without_a_traceback(tmp_path, capsys):

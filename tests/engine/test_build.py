@@ -67,11 +67,18 @@ def test_the_bundled_generation_config_gives_no_warning(caplog):
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("temperature", -1), ("top_p", 1.5), ("top_k", 2.5), ("do_sample", "yes")],
+    [
+        ("temperature", -1),
+        ("temperature", "hot"),
+        ("top_p", 3),
+        ("top_k", 2.5),
+        ("do_sample", "yes"),
+    ],
 )
-def test_wrong_sampling_defaults_name_the_file(key, value):
+@pytest.mark.parametrize("do_sample", [True, False])  # also what a greedy request does not use
+def test_wrong_sampling_defaults_name_the_file(key, value, do_sample):
     with pytest.raises(errors.ConfigError, match=rf"generation_config\.json.*{key}"):
-        sampling_defaults.default_sampling({"do_sample": True} | {key: value})
+        sampling_defaults.default_sampling({"do_sample": do_sample} | {key: value})
 
 
 def hub_cache(cache, repo_id, revision, bos_token):
@@ -157,6 +164,32 @@ def test_options_are_refused_before_weights_are_read(options, match, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"torn: reading it would be another error")
     with pytest.raises(errors.ConfigError, match=match):
         jdllm.Engine(model_path=str(tmp_path), **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "match"),
+    [
+        ("config.json", {"torch_dtype": "float33"}, r"config\.json: torch_dtype='float33' is none"),
+        ("config.json", {"dtype": ["bfloat16"]}, r"config\.json: dtype=\['bfloat16'\] is none of"),
+        ("generation_config.json", {"top_p": 3}, r"generation_config\.json: top_p=3 is outside"),
+        ("chat_template.jinja", " \n", r"chat_template\.jinja: the chat template is empty"),
+        (
+            "special_tokens_map.json",
+            {"eos_token": "<|nowhere|>"},
+            r"they do not .*special_tokens_map\.json: eos_token='<\|nowhere\|>' has the id 1536",
+        ),
+    ],
+)
+def test_a_wrong_file_is_refused_before_weights_are_read(name, content, match, tmp_path):
+    for copied in ("config.json", "generation_config.json", *TOKENIZER_FILES):
+        shutil.copy(source.bundled_model() / copied, tmp_path / copied)
+    file = tmp_path / name
+    if isinstance(content, dict):
+        content = json.dumps(source.read_optional_json(file) | content)
+    file.write_text(content)
+    (tmp_path / "model.safetensors").write_bytes(b"torn: reading it would be another error")
+    with pytest.raises(errors.ConfigError, match=match):
+        jdllm.Engine(model_path=str(tmp_path))
 
 
 @pytest.mark.campaign

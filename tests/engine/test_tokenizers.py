@@ -205,21 +205,6 @@ def test_a_vocabulary_that_is_not_whole_is_refused(missing, tmp_path):
         tokenizer.Tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize("content", [None, "{}", '{"version"'], ids=["none", "empty", "cut"])
-def test_a_folder_without_its_tokenizer_file_says_so_in_one_line(content, tmp_path):
-    for name in ("config.json", "tokenizer_config.json"):
-        shutil.copy(source.bundled_model() / name, tmp_path)
-    if content is not None:
-        (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(errors.ConfigError) as caught:
-        tokenizer.Tokenizer(tmp_path)
-    text = str(caught.value)
-    assert "\n" not in text and text.startswith(f"no usable tokenizer at {tmp_path}: ")
-    assert ("holds none of tokenizer.json" in text) == (content is None)
-    assert ("tokenizer_path" in text) == (content is None)
-    assert "Error: " in text  # the kind says what a bare key does not
-
-
 def test_any_other_class_of_its_own_is_refused_and_not_run(tmp_path):
     dream_files(tmp_path, tokenizer_class="OtherTokenizer")
     with pytest.raises(errors.ConfigError, match="custom code"):

@@ -123,7 +123,7 @@ def test_a_full_disk_ends_in_one_line_and_the_same_command_goes_on(server, data,
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     lines = capsys.readouterr().err.splitlines()
-    assert lines[-1].startswith(f"jdllm.eval: error: cannot write {out}/")
+    assert lines[-1].startswith(f"jdllm eval: error: cannot write {out}/")
     assert not any("Traceback" in line for line in lines)
     assert (out / "samples.jsonl").read_bytes().endswith(b"\n")
     assert run(server, data, out) == 0
@@ -189,6 +189,8 @@ def test_a_sweep_has_one_folder_per_point(server, data, tmp_path):
         (("--dllm", "treshold=0.5"), "did you mean 'threshold'"),
         (("--dllm", "threshold"), "KEY=VALUE"),
         (("--dllm", "algorithm=LowConfidence", "threshold=2"), "outside"),
+        (("--sweep", "threshold=0.9,0.5,0.90"), "sweep of threshold has the value 0.9 twice"),
+        (("--sweep", "algorithm=FastDLLM,FastDLLM"), "the value 'FastDLLM' twice"),
         (("--temperature", "-1"), "temperature"),
         (("--dtype", "float32"), "--dtype"),
         (("--num-shots", "4"), "num_shots=4"),

@@ -124,6 +124,7 @@ def test_a_sweep_and_a_resumed_run(url, engine, tmp_path):
         ("--model_args model_path=x", "--model-args is for tasks of texts"),
         ("--sweep threshold=0.5", "with one of num_inference_steps, guidance_scale, residual"),
         ("--sweep num_inference_steps=a", "--sweep"),
+        ("--sweep num_inference_steps=1,2,1", "num_inference_steps has the value 1 twice"),
         ("--sweep num_inference_steps=1 --num-inference-steps 2", "both give"),
         ("--dtype float32", "--dtype is for evaluation in process"),
         ("--image-size big", "--image-size: size must be WIDTHxHEIGHT"),

@@ -99,6 +99,7 @@ def test_it_is_a_data_frame(engine):
         (["a"], {"threshold": [1]}, {"sampling": {"dllm": {"threshold": 1}}}, "both give thresh"),
         (["a"], {"treshold": [1]}, {}, "did you mean 'threshold'"),
         (["a"], {"threshold": [0.5, -1]}, {}, "threshold"),
+        (["a"], {"threshold": [1, 0.5, 1.0]}, {}, "sweep of threshold has the value 1.0 twice"),
     ],
 )
 def test_a_wrong_sweep_ends_before_the_first_answer(engine, questions, options, more, words):

@@ -154,7 +154,7 @@ def test_the_program_exits_2_with_one_line(argv, text):
     )
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
-    (line,) = [x for x in done.stderr.splitlines() if x.startswith("jdllm.serve: error:")]
+    (line,) = [x for x in done.stderr.splitlines() if x.startswith("jdllm serve: error:")]
     assert text in line
 
 

@@ -53,4 +53,4 @@ def test_the_command_says_so_in_one_line(tmp_path, monkeypatch, capfd):
     config = tmp_path / "recipe.yaml"
     config.write_text("model_path: x\n")
     assert train_main.main(["--config", str(config)]) == 1
-    assert capfd.readouterr().err == ("jdllm.train: error: cannot write a checkpoint in runs/x\n")
+    assert capfd.readouterr().err == ("jdllm train: error: cannot write a checkpoint in runs/x\n")

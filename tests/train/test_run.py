@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import tiny_text
 
 from jdllm import errors
 from jdllm.models import loading
@@ -16,46 +17,15 @@ from jdllm.train import __main__ as train_main
 from jdllm.train import checkpoints, config, denoise, evaluate, examples, loop, recipes, step
 
 NANO = pathlib.Path(examples.__file__).parents[1] / "assets" / "jdllm-nano"
-TINY = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "rotary_dim": 8,
-    "num_experts": 4,
-    "moe_intermediate_size": 16,
-    "moe_shared_expert_intermediate_size": 16,
-}
 
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    for file in NANO.iterdir():
-        if file.suffix in (".json", ".jinja"):
-            shutil.copy(file, folder)
-    hf = json.loads((NANO / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**hf, **TINY}))
-    return folder
+    return tiny_text.write_model(tmp_path_factory.mktemp("tiny"))
 
 
 def run_config(model_path, **changes):
-    values = dict(
-        model_path=str(model_path),
-        num_steps=30,
-        decay_share=0.5,
-        warmup_steps=3,
-        learning_rate=3e-3,
-        batch_size=4,
-        log_every=5,
-        checkpoint_every=10,
-        eval_every=1000,
-        eval_problems=2,
-        data_threads=1,
-    )
-    return config.from_mapping({**values, **changes})
+    return config.from_mapping({**tiny_text.SETTINGS, "model_path": str(model_path), **changes})
 
 
 def curve(folder):
@@ -79,6 +49,9 @@ def test_a_run_learns_resumes_bit_for_bit_and_exports(model_path, tmp_path, capl
     assert [line["loss"] for line in curve(halves) if "loss" in line] == losses[4:]
     one, two = (f / "hf" / "model.safetensors" for f in (whole, halves))
     assert one.read_bytes() == two.read_bytes()
+
+    with pytest.raises(errors.ConfigError, match=r"learning_rate: 0\.003 -> 0\.001"):
+        loop.train(run_config(model_path, learning_rate=1e-3), loop.RunPaths(output_dir=halves))
 
     loaded = loading.load(whole / "hf", show_progress=False)
     imported = checkpoints.import_parts(halves / "state")
@@ -115,6 +88,21 @@ def test_a_run_begins_with_a_bundled_model_by_its_name(model_path, tmp_path, mon
     np.savez(tmp_path / "jdllm-nano.0.npz", step=1)  # exported files of the same name come first
     with pytest.raises(errors.ConfigError, match="missing"):
         loop.train(run_config(model_path), paths)
+
+
+def test_a_run_that_is_not_resumed_leaves_nothing_of_the_one_before(model_path, tmp_path):
+    run = tmp_path / "run"
+    (run / "checkpoints" / "7").mkdir(parents=True)
+    (run / "run.json").write_text("{}")
+    (run / "curve.jsonl").write_text('{"step": 7}\n')
+    argv = [*tiny_text.arguments(model_path, run, num_steps=2), "--resume", "never"]
+    # Nothing is deleted for a run that does not begin.
+    assert train_main.main([*argv, "--import-state", str(tmp_path / "nowhere")]) == 2
+    assert (run / "checkpoints" / "7").is_dir() and "7" in (run / "curve.jsonl").read_text()
+    assert train_main.main(argv) == 0
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["2"]
+    assert [line["step"] for line in curve(run)] == [2]
+    assert json.loads((run / "run.json").read_text())["num_steps"] == 2
 
 
 def test_a_stop_during_evaluation_loses_no_step(model_path, tmp_path, monkeypatch):

@@ -22,7 +22,7 @@ from jdllm import config as config_lib
 from jdllm import device as device_lib
 from jdllm import device_facts, errors, sampling_params, sharding
 from jdllm import spec as spec_lib
-from jdllm.checkpoint import source
+from jdllm.checkpoint import source, tokenizer_checks
 from jdllm.engine import core as core_lib
 from jdllm.engine import tokenizer as tokenizer_lib
 from jdllm.engine.build import (
@@ -87,13 +87,21 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
         device_lib.prepare_several()
     mesh = sharding.make_mesh(config.tp_size, device_lib.every())
     device = device_lib.facts(config.tp_size)
-    dtype = _dtype(config.dtype, device)
+    hf_config = source.read_json(model_dir / source.CONFIG_NAME)
+    dtype = _dtype(config.dtype, hf_config, device)
     block_size = config.algorithm_options().get("block_size")
     model_config = loading.read_config(model_dir, block_size=block_size)
     spec = model_config.spec
     kind = kinds.kind_of(spec)
     shards = split.shards_of(model_config, config.tp_size, config.ep_size)
     algorithms, default_dllm = algorithm_defaults.choose(config, generation_config, spec)
+    default_sampling = sampling_defaults.default_sampling(
+        generation_config,
+        filters=any(algorithm_table.TABLE[name].takes_filters for name in algorithms),
+        draws_its_own_way=any(
+            algorithm_table.TABLE[name].has_own_temperature for name in algorithms
+        ),
+    )
     uses_draft_adapter = not config.disable_draft_adapter and any(
         algorithm_table.TABLE[name].uses_draft_adapter for name in algorithms
     )
@@ -102,7 +110,7 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
     weights_fit.check(
         model_config,
         shards,
-        loading.resolve_dtype(dtype, source.read_json(model_dir / source.CONFIG_NAME)),
+        loading.resolve_dtype(dtype, hf_config),
         None if device.is_cpu else device.memory_bytes,
     )
     shapes = sizing.choose_shapes(config, spec, kind.rows.defaults, device)
@@ -192,13 +200,7 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
         model_dir=model_dir,
         spec=spec,
         tokenizer=tokenizer,
-        default_sampling=sampling_defaults.default_sampling(
-            generation_config,
-            filters=any(algorithm_table.TABLE[name].takes_filters for name in algorithms),
-            draws_its_own_way=any(
-                algorithm_table.TABLE[name].has_own_temperature for name in algorithms
-            ),
-        ),
+        default_sampling=default_sampling,
         default_dllm=default_dllm,
         algorithms=algorithms,
         eos_token_ids=_eos_token_ids(spec, tokenizer),
@@ -224,20 +226,29 @@ def _refuse_pipeline(_: Mapping[str, Any], directory: pathlib.Path) -> NoReturn:
     )
 
 
-def _dtype(wanted: str, device: device_facts.DeviceFacts) -> str:
+def _dtype(wanted: str, hf_config: dict[str, Any], device: device_facts.DeviceFacts) -> str:
     """Returns the dtype to load: "auto" means the checkpoint's, but float32 on a CPU.
 
-    CPUs emulate bfloat16 matmuls; float32 is several times faster there.
+    CPUs emulate bfloat16 matmuls; float32 is several times faster there. A checkpoint that names
+    no dtype is refused there, too.
     """
+    loading.resolve_dtype(wanted, hf_config)
     return "float32" if wanted == "auto" and device.is_cpu else wanted
 
 
 def _check_vocabulary(tokenizer: tokenizer_lib.Tokenizer | None, spec: spec_lib.ModelSpec) -> None:
-    if tokenizer is not None and len(tokenizer) > spec.vocab_size:
-        raise errors.ConfigError(
-            f"the tokenizer at {tokenizer.path} has {len(tokenizer)} tokens, the model only "
-            f"vocab_size={spec.vocab_size}; they do not belong together"
-        )
+    if tokenizer is None or len(tokenizer) <= spec.vocab_size:
+        return
+    # One that no vocabulary has is added at its end.
+    places = [
+        f" ({place}={token!r} has the id {token_id})"
+        for place, token in tokenizer_checks.special_tokens(pathlib.Path(tokenizer.path))
+        if (token_id := tokenizer.token_id(token)) is not None and token_id >= spec.vocab_size
+    ]
+    raise errors.ConfigError(
+        f"the tokenizer at {tokenizer.path} has {len(tokenizer)} tokens, the model only "
+        f"vocab_size={spec.vocab_size}; they do not belong together{''.join(places[:1])}"
+    )
 
 
 def _eos_token_ids(

@@ -76,14 +76,14 @@ def default_sampling(
         "min_p": 0.0,
         "repetition_penalty": 1.0,
     }
+    given = {key: generation_config.get(key) for key in values}
+    given = {key: value for key, value in given.items() if value is not None}
     # The penalty also changes what a greedy request writes.
-    used = values if do_sample else ("repetition_penalty",)
-    given = {key: generation_config.get(key) for key in used}
-    values |= {key: value for key, value in given.items() if value is not None}
-    if draws_its_own_way:
-        values["temperature"] = 1.0
+    used = given if do_sample else {k: v for k, v in given.items() if k == "repetition_penalty"}
+    fixed: dict[str, Any] = {"temperature": 1.0} if draws_its_own_way else {}
     try:
-        return sampling_params.SamplingParams(**values)
+        sampling_params.SamplingParams(**values | given)  # what is not used is no nonsense either
+        return sampling_params.SamplingParams(**values | used | fixed)
     except errors.RequestError as error:
         raise errors.ConfigError(f"generation_config.json: {error}") from error
 

@@ -21,6 +21,7 @@ from jdllm import errors
 from jdllm.imagegen import prompts
 from jdllm.tasks.scenes import drawing, generator
 from jdllm.tasks.scenes.scene import Scene
+from jdllm.train import stop_request
 
 _AHEAD = 2  # chunks per process
 _TRIES = 64  # of a scene whose caption is short enough
@@ -138,7 +139,9 @@ class Chunks:
         # Forks of a process with device threads may hang, so the processes start afresh.
         self._workers = (
             concurrent.futures.ProcessPoolExecutor(
-                num_workers, mp_context=multiprocessing.get_context("spawn")
+                num_workers,
+                mp_context=multiprocessing.get_context("spawn"),
+                initializer=stop_request.ignore_interrupts,
             )
             if num_workers
             else None
