@@ -14,9 +14,7 @@ def pytest_configure(config):
     # pytest-xdist would begin with the files that have the most tests. In order, those of a folder
     # follow one another in a worker, too, and share what the folder keeps open.
     config.option.loadscopereorder = False
-    if hasattr(config, "workerinput"):
-        RESOURCES.num_workers = config.workerinput["workercount"]
-    else:
+    if not hasattr(config, "workerinput"):  # a worker is watched by who started it
         RESOURCES.watch()
 
 

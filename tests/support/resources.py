@@ -27,8 +27,9 @@ from typing import Any
 
 MB, GB = 1 << 20, 1 << 30
 LIMIT_BYTES = 4 * GB
-GROWTH_BYTES = 256 * MB  # what a run may grow by before it is trimmed: trimming takes 0.1 s
-CLEAR_BYTES = 512 * MB  # what all workers may grow by before a module's end clears jax's caches
+# What a process may grow by before it is trimmed, which takes 0.1 s, and at the end of a module,
+# before jax's caches are cleared, which takes half a second, and what comes next longer.
+GROWTH_BYTES = 256 * MB
 WATCH_S = 0.5
 SLOWEST = 10
 
@@ -80,7 +81,6 @@ class Resources:
     """What the tests of a run take."""
 
     def __init__(self) -> None:
-        self.num_workers = 1
         self._trimmed_bytes = resident_bytes()
         self._cleared_bytes = resident_bytes()
         self._last_bytes = self._together_bytes = 0
@@ -123,7 +123,7 @@ class Resources:
             if isinstance(function, _CACHED) and function.__module__ == ended.__name__:
                 function.cache_clear()
         held = resident_bytes()
-        if ended and held > self._cleared_bytes + CLEAR_BYTES // self.num_workers:
+        if ended and held > self._cleared_bytes + GROWTH_BYTES:
             if "jax" in sys.modules:
                 sys.modules["jax"].clear_caches()
             self._trim()
