@@ -52,6 +52,7 @@ def files(folder: pathlib.Path, pattern: str) -> set[str]:
     return {str(path.relative_to(ROOT)) for path in folder.rglob(pattern) if path.is_file()}
 
 
+@pytest.mark.campaign
 def test_all_code_and_all_assets_are_in_the_wheel(wheel):
     names = set(wheel.namelist())
     code = files(ROOT / "jdllm", "*.py") | files(ROOT / "pallas_kernels", "*.py")
