@@ -11,6 +11,11 @@ RESOURCES = resources.Resources()
 def pytest_configure(config):
     has_cache = config.pluginmanager.has_plugin("cacheprovider")
     compiling.set_up(str(config.cache.mkdir("compiled")) if has_cache else None)
+    # pytest-xdist would begin with the files that have the most tests. In order, those of a folder
+    # follow one another in a worker, too, and share what the folder keeps open.
+    config.option.loadscopereorder = False
+    if not hasattr(config, "workerinput"):  # a worker is watched by who started it
+        RESOURCES.watch()
 
 
 def pytest_collection_finish(session):
@@ -27,8 +32,16 @@ def pytest_runtest_protocol(item, nextitem):
     return result
 
 
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist, in the process that starts the workers
+def pytest_testnodedown(node, error):
+    if error is None:
+        RESOURCES.add(node.workeroutput["resources"])
+
+
 def pytest_sessionfinish(session):
-    if RESOURCES.is_too_large:
+    if hasattr(session.config, "workeroutput"):  # the whole run is judged where it was started
+        session.config.workeroutput["resources"] = RESOURCES.report()
+    elif RESOURCES.is_too_large:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 

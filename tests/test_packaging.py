@@ -52,6 +52,7 @@ def files(folder: pathlib.Path, pattern: str) -> set[str]:
     return {str(path.relative_to(ROOT)) for path in folder.rglob(pattern) if path.is_file()}
 
 
+@pytest.mark.campaign
 def test_all_code_and_all_assets_are_in_the_wheel(wheel):
     names = set(wheel.namelist())
     code = files(ROOT / "jdllm", "*.py") | files(ROOT / "pallas_kernels", "*.py")
@@ -68,6 +69,7 @@ def test_all_code_and_all_assets_are_in_the_wheel(wheel):
     assert (code | assets | tables | problems | page) - names == set()
 
 
+@pytest.mark.campaign
 def test_nothing_else_is_in_the_wheel(wheel):
     roots = {name.split("/")[0] for name in wheel.namelist()}
     assert {root for root in roots if not root.endswith(".dist-info")} == {
@@ -79,6 +81,7 @@ def test_nothing_else_is_in_the_wheel(wheel):
     )
 
 
+@pytest.mark.campaign
 def test_the_wheel_installs_the_command(wheel):
     (name,) = [name for name in wheel.namelist() if name.endswith("entry_points.txt")]
     entries = configparser.ConfigParser()

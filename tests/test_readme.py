@@ -25,7 +25,7 @@ TEXT = "\n".join([README, *DOCS.values()])
 def test_the_two_commands_stand_on_their_own_lines():
     lines = README.splitlines()
     assert "pip install . && python -m jdllm.serve" in lines
-    assert "pip install '.[test]' && python -m pytest" in lines
+    assert "pip install '.[test]' && python -m pytest -n 2 --dist loadfile" in lines
 
 
 def test_the_readme_is_short_and_its_links_lead_somewhere():

@@ -185,7 +185,7 @@ def test_the_client_of_the_responses_api_prints_an_answer_twice(server, monkeypa
     assert printed.count("#### 12") == 2
 
 
-@pytest.mark.campaign  # by default engine/test_bundled_model.py asks the same question
+@pytest.mark.campaign  # by default the server is asked the same question
 def test_the_offline_snippet_of_the_readme_prints_an_answer(llm, monkeypatch, capsys):
     blocks = snippets.blocks("README.md", "python")
     (install,) = [text for text in blocks if "%pip install" in text]

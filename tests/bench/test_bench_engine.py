@@ -19,6 +19,8 @@ from jdllm.bench import in_process, offline_throughput, one_batch, serving
 from jdllm.engine.build import startup
 from jdllm.server import app, state
 
+pytestmark = pytest.mark.campaign  # an engine of its own, whose programs take long to compile
+
 FLAGS = [
     f"--model-path={tiny_engine.GOLDEN}",
     "--page-size=8",
@@ -57,7 +59,6 @@ def read(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.campaign
 def test_one_batch_measures_every_combination(bench, engine, tmp_path, capsys):
     path = tmp_path / "result.jsonl"
     argv = [*FLAGS, *LENGTHS, "--threshold", "1", "0", "--run-name", "tiny", "--repeats", "3"]

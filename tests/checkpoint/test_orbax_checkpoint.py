@@ -105,11 +105,11 @@ def test_a_full_disk_is_one_message_and_leaves_no_copy(tmp_path, capsys):
     (error,) = [line for line in lines if line.startswith("jdllm convert: error: ")]
     assert "cannot write " in error and "too large" in error
     assert not (tmp_path / "new").exists()
-    # Here nothing else writes any more, as tensorstore may when the first of its writes has failed.
+    # In a folder in which nothing else writes, as tensorstore may go on doing in that of the first.
     with largest_file(size - 100):
-        assert convert.main(argv) == 2
+        assert convert.main([*argv[:-1], str(tmp_path / "other")]) == 2
     assert "too large" in capsys.readouterr().err
-    assert not (tmp_path / "new.partial" / "config.json").exists()
+    assert not (tmp_path / "other.partial" / "config.json").exists()
 
 
 def test_the_place_is_tried_before_the_model_is_looked_for(tmp_path, capsys):

@@ -30,15 +30,17 @@ def pytest_collection_finish(session):
     canvas_engine.serves_logits = runs_campaign(session)
 
 
-@functools.cache
-def last_here(session):
-    """Returns the last test of this folder."""
-    return next(one for one in reversed(session.items) if FOLDER in one.path.parents)
+def is_last_here(item, nextitem):
+    """Whether no test of this folder follows in this process, which may be one of several."""
+    if nextitem is None:
+        return True
+    items = item.session.items
+    return not any(FOLDER in one.path.parents for one in items[items.index(nextitem) :])
 
 
-def pytest_runtest_teardown(item):
+def pytest_runtest_teardown(item, nextitem):
     """Closes the engines after the last test of this folder, not at the end of the session."""
-    if item is last_here(item.session):
+    if is_last_here(item, nextitem):
         OPEN.close()
         canvas_engine.close_shared()
 

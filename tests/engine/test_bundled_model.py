@@ -8,6 +8,8 @@ import jdllm
 from jdllm import errors
 from jdllm.tasks import arithmetic, example
 
+pytestmark = pytest.mark.campaign  # an engine of its own, whose programs take long to compile
+
 TOM = "Tom has 7 apples. He buys 5 more apples. How many apples does he have now?"
 NUM_PROBLEMS = 60
 
@@ -37,7 +39,6 @@ def right_answers(problems, replies):
     )
 
 
-@pytest.mark.campaign
 def test_held_out_problems_are_solved_with_many_tokens_a_forward(llm):
     # 500 problems are measured by `python -m jdllm.eval`; this guards the bundle in CI.
     # There, 84 % are right, of the templates 97 %, of the problems that training never shows 77 %.

@@ -63,7 +63,7 @@ def test_noisy_scores_choose_the_same_positions_in_every_bucket():
     ("steps", "overlaps"),
     [
         pytest.param(1, False, id="plain", marks=pytest.mark.campaign),
-        pytest.param(1, True, id="overlap"),
+        pytest.param(1, True, id="overlap", marks=pytest.mark.campaign),
         pytest.param(64, False, id="whole", marks=pytest.mark.campaign),
     ],
 )
@@ -166,6 +166,7 @@ def test_short_canvases_run_in_launches_of_their_own():
     assert together == told(alone(shared("llada"), [short, short, long]))
 
 
+@pytest.mark.campaign
 def test_without_launches_of_a_whole_canvas_the_same_is_said():
     asks = [
         Ask(prompt=canvas_engine.prompt("llada"), wanted=20, dllm=dllm) for dllm in (MULTI, WINDOW)
@@ -249,14 +250,19 @@ def test_early_stop_ends_where_the_oracle_does_and_sooner_than_the_full_run(fami
         assert result["meta_info"]["nfe"] == expected.nfe < whole["meta_info"]["nfe"]
 
 
+DRAWS_OF_DREAM = (
+    ({"algorithm": "Dream", "steps": 8}, 0.0),
+    ({"algorithm": "Dream", "steps": 8, "alg": "topk_margin", "alg_temp": 1.0}, 0.0),
+    ({"algorithm": "Dream", "steps": 8, "alg": "entropy"}, 0.8),
+)
+
+
 @pytest.mark.parametrize(
     ("family", "dllm", "temperature"),
     [
         ("llada", WINDOW, 1.5),
         ("llada", {"algorithm": "LLaDA", "block_length": 8, "remasking": "random"}, 0.0),
-        ("dream", {"algorithm": "Dream", "steps": 8}, 0.0),
-        ("dream", {"algorithm": "Dream", "steps": 8, "alg": "topk_margin", "alg_temp": 1.0}, 0.0),
-        ("dream", {"algorithm": "Dream", "steps": 8, "alg": "entropy"}, 0.8),
+        *(pytest.param("dream", *one, marks=pytest.mark.campaign) for one in DRAWS_OF_DREAM),
     ],
     ids=["tokens", "random-remasking", "origin", "noisy-order", "tempered"],
 )

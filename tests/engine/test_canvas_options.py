@@ -1,7 +1,10 @@
 """Options at their edges, and what guided forwards count."""
 
+import pytest
 from support.canvas_asks import Ask
 from support.canvas_engine import generate, shared
+
+pytestmark = pytest.mark.campaign  # an engine, whose programs take long to compile
 
 
 def test_a_block_longer_than_the_canvas_is_the_canvas():

@@ -22,6 +22,8 @@ from jdllm import config, errors
 from jdllm.engine.build import startup
 from jdllm.server import app, lifecycle, state
 
+pytestmark = pytest.mark.campaign  # two engines, whose programs take long to compile
+
 # One token a forward, the surest of the first open block; Dream's block is the whole canvas.
 SUREST = {
     "llada": {"algorithm": "LLaDA", "block_length": 8},

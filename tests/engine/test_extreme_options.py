@@ -67,6 +67,7 @@ def check_all_end_well(engine):
         assert np.isfinite([value for value, _, _ in meta["output_token_logprobs"]]).all(), params
 
 
+@pytest.mark.campaign
 def test_block_rows_end_well(engine):
     check_all_end_well(engine)
 

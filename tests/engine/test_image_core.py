@@ -169,6 +169,7 @@ def test_a_program_that_cannot_be_compiled_ends_its_requests_alone(monkeypatch):
     assert core.scheduler.stats().total_preemptions == begun_anew, "the others lose no step"
 
 
+@pytest.mark.campaign
 def test_a_start_that_leaves_larger_launches_to_later_serves_at_once_and_then_uses_them():
     config = images.ImageBuildConfig(
         directory=golden.PIPELINE,

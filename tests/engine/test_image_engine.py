@@ -160,6 +160,7 @@ def test_the_engines_name_each_other():
         jdllm.Engine(batching_max_size=4)
 
 
+@pytest.mark.campaign
 def test_dummies_need_configs_alone(tmp_path):
     for path in golden.PIPELINE.rglob("*config.json"):
         if path.parent.name != "tokenizer":

@@ -336,6 +336,7 @@ def test_the_default_length_is_whole_blocks_of_what_remains(make, prompt_len):
     assert make().default_max_new_tokens(prompt_len) == wanted
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(("name", "value"), [("suffix", [1]), ("given", {0: 1})])
 def test_a_block_causal_model_refuses_both_by_name(engine, name, value):
     params = {"max_new_tokens": 4}

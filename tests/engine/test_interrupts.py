@@ -134,6 +134,7 @@ def test_who_asks_while_a_launch_is_planned_ends_it_too():
     assert not engine.is_alive
 
 
+@pytest.mark.campaign
 def test_a_round_is_for_one_launch(engine):
     runner = engine._built.runner
 

@@ -313,6 +313,7 @@ def test_not_a_number_in_the_context_ends_the_request_too(tmp_path):
         assert engine.stats().num_aborted_requests_total == 1
 
 
+@pytest.mark.campaign
 def test_shutdown_frees_the_device_and_refuses_further_work():
     live_before = sum(array.nbytes for array in jax.live_arrays())
     engine = make_engine(max_running_requests=1)
@@ -323,6 +324,7 @@ def test_shutdown_frees_the_device_and_refuses_further_work():
         engine.generate(input_ids=[1])
 
 
+@pytest.mark.campaign
 def test_logits_that_are_no_numbers_end_the_request_and_say_so(tmp_path):
     tensors = safetensors.numpy.load_file(GOLDEN / "model.safetensors")
     tensors["lm_head.weight"][5, 3] = np.nan

@@ -6,6 +6,7 @@ from support.tiny_engine import VOCAB, assert_nothing_held, make_engine
 from jdllm import errors, sampling_params
 
 
+@pytest.mark.campaign
 def test_a_prompt_that_is_too_long_is_reported_as_the_prompt(engine):
     with pytest.raises(errors.RequestTooLong, match="the prompt has 128 tokens") as raised:
         engine.generate(input_ids=[3] * 128, sampling_params={"max_new_tokens": 1})
@@ -21,6 +22,7 @@ def test_choices_that_never_fit_the_queue_are_a_bad_request():
         assert (raised.value.param, raised.value.status) == ("n", 400)
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("input_ids", [5, [[1], 2], "ab"])
 def test_ids_of_a_wrong_shape_are_refused(engine, input_ids):
     with pytest.raises(errors.RequestError) as raised:
@@ -28,6 +30,7 @@ def test_ids_of_a_wrong_shape_are_refused(engine, input_ids):
     assert raised.value.param == "input_ids"
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("kwargs", "param"),
     [
@@ -61,11 +64,13 @@ def test_bad_requests_are_refused_by_name_and_harm_nobody(engine, kwargs, param)
     assert_nothing_held(engine)
 
 
+@pytest.mark.campaign
 def test_neutral_foreign_parameters_pass(engine):
     params = {"max_new_tokens": 2, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "min_p": 0}
     assert len(engine.generate(input_ids=[1], sampling_params=params)["output_ids"]) == 2
 
 
+@pytest.mark.campaign
 def test_an_uncompiled_algorithm_is_refused(engine):
     with pytest.raises(errors.RequestError, match="not compiled"):
         engine.generate(input_ids=[1], sampling_params={"dllm": {"algorithm": "SDAR"}})

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from support import image_engine
 
 import jdllm
+
+pytestmark = pytest.mark.campaign  # engines of its own, whose programs take long to compile
 
 ASKED = {"height": 96, "width": 96, "num_inference_steps": 2, "seed": 5, "output_type": "latent"}
 PROMPTS = ["A red bicycle.", "two cats on a blue sofa", "A red bicycle."]

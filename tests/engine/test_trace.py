@@ -54,6 +54,7 @@ def check(trace, answer):
     assert trace.steps[-1].num_final == len(answer["output_ids"])
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("threshold", [0.9, 0.05])
 def test_a_trace_of_blocks_is_the_plain_answer_step_by_step(engine, threshold):
     params = LONG | {"dllm": {"threshold": threshold}}
@@ -62,6 +63,7 @@ def test_a_trace_of_blocks_is_the_plain_answer_step_by_step(engine, threshold):
     assert trace.meta_info["nfe"] >= len(trace.steps)
 
 
+@pytest.mark.campaign
 def test_a_trace_ends_where_the_output_ends(engine):
     stop = silent(engine, PROMPT, LONG)["output_ids"][12]
     params = LONG | {"stop_token_ids": [stop]}
@@ -71,6 +73,7 @@ def test_a_trace_ends_where_the_output_ends(engine):
     assert max(len(step.token_ids) for step in trace.steps) == len(answer["output_ids"])
 
 
+@pytest.mark.campaign
 def test_edits_say_what_they_replaced(engine):
     dllm = {"algorithm": "JointThreshold", "threshold": 0.05, "edit_threshold": 0.02}
     trace = engine.trace(PROMPT, LONG | {"dllm": dllm})
@@ -87,6 +90,7 @@ def canvases():
     return canvas_engine.shared("llada")
 
 
+@pytest.mark.campaign
 def test_a_trace_of_a_canvas_leaves_out_what_was_given(canvases):
     params = {
         "max_new_tokens": 24,
@@ -100,6 +104,7 @@ def test_a_trace_of_a_canvas_leaves_out_what_was_given(canvases):
     assert trace.confidences[2] is None
 
 
+@pytest.mark.campaign
 def test_what_cannot_be_traced_is_refused_by_name(engine, canvases):
     with pytest.raises(errors.RequestError, match="one choice, got n=2"):
         engine.trace(PROMPT, {"n": 2})
@@ -112,6 +117,7 @@ def colourless(text):
     return re.sub(r"\x1b\[[\d;]*m", "", text)
 
 
+@pytest.mark.campaign
 def test_the_picture_has_every_step_and_no_markup_of_the_model(canvases, monkeypatch, capsys):
     trace = canvases.trace(canvas_engine.text(PROMPT), {"max_new_tokens": 24, "ignore_eos": True})
     lines = str(trace).splitlines()
@@ -135,6 +141,7 @@ def test_the_picture_has_every_step_and_no_markup_of_the_model(canvases, monkeyp
     assert screen.getvalue() == trace_view.terminal(trace, has_colours=True) != str(trace)
 
 
+@pytest.mark.campaign
 def test_a_notebook_displays_it(canvases, monkeypatch):
     trace = canvases.trace(PROMPT, {"max_new_tokens": 4})
     displayed = []

@@ -2,9 +2,12 @@
 
 import jax
 import numpy as np
+import pytest
 from support.tiny_engine import BLOCK, make_engine
 
 from jdllm.runner.block import proposal
+
+pytestmark = pytest.mark.campaign  # an engine of its own, whose programs take long to compile
 
 
 def test_only_positions_that_can_change_reach_the_vocabulary(monkeypatch):

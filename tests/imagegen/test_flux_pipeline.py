@@ -103,6 +103,7 @@ def test_texts_of_unequal_lengths_share_a_launch():
     assert np.abs(products[0] - products[1]).max() > 0.1
 
 
+@pytest.mark.campaign
 def test_rows_of_a_launch_have_their_own_scales():
     """The golden run beside rows of other scales; a guided row has both of its own."""
     size = golden.SQUARE
@@ -161,6 +162,7 @@ def of_schnell(**request_defaults) -> flux.FluxPipeline:
     return flux.FluxPipeline.build(parts)
 
 
+@pytest.mark.campaign
 def test_schnell_reads_no_scale():
     pipeline, size = of_schnell(), golden.SQUARE
     params = {

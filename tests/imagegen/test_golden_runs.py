@@ -40,7 +40,9 @@ def found_runs():
                 groups[TOGETHER] = alone(golden, size, run)
             for who, prompts in groups.items():
                 params = golden, size, run, who, prompts
-                found.append(pytest.param(*params, id=f"{name}/{who}"))
+                others = golden is not golden_pipelines.PIPELINES[0]
+                marks = [pytest.mark.campaign] if others else []
+                found.append(pytest.param(*params, id=f"{name}/{who}", marks=marks))
     return found
 
 
@@ -89,7 +91,7 @@ def test_is_the_run_of_diffusers(golden, size, run, who, prompts):
 
 
 @pytest.mark.parametrize("is_short", [True, False], ids=["short", "long"])
-@golden_pipelines.of_each
+@golden_pipelines.of_few
 def test_buckets_of_one_row_and_of_short_captions_give_the_same(golden, is_short):
     size, device = golden.sizes[0], golden.device()
     # The caption comes from a launch for short captions, too.
@@ -102,7 +104,7 @@ def test_buckets_of_one_row_and_of_short_captions_give_the_same(golden, is_short
 
 
 @pytest.mark.parametrize("place", [0, 1])
-@golden_pipelines.of_each
+@golden_pipelines.of_few
 def test_the_latents_of_a_finished_row_are_its_output(golden, place):
     device = golden.device()
     rows = device.enter(*requests(golden, golden.sizes[place], golden.plain_run, [0, 2]))

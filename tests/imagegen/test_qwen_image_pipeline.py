@@ -86,6 +86,7 @@ def test_guidance_keeps_the_length_of_every_token():
             np.testing.assert_allclose(found[row, token], mixed, atol=1e-5)
 
 
+@pytest.mark.campaign
 def test_guided_rows_of_one_launch_have_their_own_negative_prompts_and_scales():
     """The batches of which diffusers 0.42.1 mixes up the padding, each row against itself alone."""
     size = golden.SIZES[0]
@@ -101,6 +102,7 @@ def test_guided_rows_of_one_launch_have_their_own_negative_prompts_and_scales():
         np.testing.assert_allclose(latents, expected, atol=ATOL_LATENTS)
 
 
+@pytest.mark.campaign
 def test_a_launch_of_padding_is_finite():
     """Padding rows have captions of one token, which ends within the prefix."""
     model, config = GOLDEN.pipeline(), GOLDEN.config

@@ -91,7 +91,11 @@ def steps_of(row, device, *others, **options):
 
 
 @golden_pipelines.of_few
-@pytest.mark.parametrize("negative", [None, NEGATIVE], ids=["plain", "guided"])
+@pytest.mark.parametrize(
+    "negative",
+    [None, pytest.param(NEGATIVE, marks=pytest.mark.campaign)],
+    ids=["plain", "guided"],
+)
 def test_decisions_and_latents_are_those_of_a_plain_loop(golden, negative):
     request = ask(golden, 1, threshold_of(golden, 1, negative), negative=negative)
     expected = step_cache_oracle.run(golden, request)
@@ -168,7 +172,7 @@ def test_a_row_that_never_skips_is_the_row_without_a_cache(golden):
     np.testing.assert_allclose(products[1], products[0], atol=ATOL_ALONE)
 
 
-@golden_pipelines.of_each
+@golden_pipelines.of_few
 def test_a_launch_in_which_every_row_skips_leaves_the_other_blocks_out(golden):
     """The blocks stand in one branch of a conditional, and the other branch has no product."""
     made = runner(golden)
@@ -206,7 +210,7 @@ def _equations(jaxpr):
                     yield from _equations(inner.jaxpr)
 
 
-@golden_pipelines.of_each
+@golden_pipelines.of_few
 def test_programs_without_a_cache_have_neither_its_inputs_nor_its_memory(golden):
     made = runner(golden)
     bucket = image_launches.step_bucket(golden.sizes[0], tokens=golden.tokens)

@@ -50,7 +50,7 @@ def random_ask(golden, rng, number):
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.campaign)])
-@golden_pipelines.of_each
+@golden_pipelines.of_few
 def test_rows_that_join_at_any_step_are_as_if_alone(golden, seed):
     """Two sizes, guided and not, of different numbers of steps, in any slot and order."""
     rng = random.Random(seed)
@@ -104,7 +104,7 @@ def noise_of(golden, request):
     return clean + (device.latents(row) - clean) / after
 
 
-@golden_pipelines.of_each
+@golden_pipelines.of_few
 def test_a_preview_is_the_decoded_prediction_of_its_step(golden):
     size, device = golden.sizes[0], golden.device()
     (row,) = device.enter(golden.ask(PROMPTS[2], latents=golden.initial(size, 2)))
@@ -129,7 +129,7 @@ def test_a_preview_is_the_decoded_prediction_of_its_step(golden):
     np.testing.assert_allclose(device.latents(row), steps[3], atol=ATOL_LATENTS)
 
 
-@golden_pipelines.of_each
+@golden_pipelines.of_few
 def test_a_row_of_nan_ends_alone(golden):
     size = golden.sizes[0]
     broken = golden.initial(size, 0).copy()
@@ -199,7 +199,7 @@ def test_nothing_compiles_after_the_start(golden):
     assert compile_counter.COUNTER.count == before
 
 
-@golden_pipelines.of_each
+@golden_pipelines.of_few
 def test_memory_is_never_copied(golden):
     runner = golden.compiled()
     sizes = {

@@ -313,7 +313,7 @@ def velocities(name, tp, quantization=None):
 @pytest.mark.parametrize(
     ("name", "tp"),
     [
-        ("flux", 4),
+        pytest.param("flux", 4, marks=campaign),
         *(
             pytest.param(*one, marks=campaign if one[1] == 8 else long)
             for one in [("flux", 2), ("flux", 8), *(("qwen_image", tp) for tp in (2, 4, 8))]

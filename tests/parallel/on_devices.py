@@ -41,7 +41,7 @@ campaign, long = pytest.mark.campaign, pytest.mark.long
     ("family", "tp", "ep"),
     [
         ("llada2", 2, None),
-        ("llada2", 4, 1),
+        pytest.param("llada2", 4, 1, marks=campaign),
         pytest.param("llada2", 2, 1, marks=campaign),
         pytest.param("llada", 4, None, marks=campaign),
         pytest.param("dream", 2, None, marks=campaign),
@@ -264,7 +264,7 @@ BLOCK_ENGINES = {
     "llada22": LLADA22 | BLOCK_SIZES,  # with routing by blocks and tokens that move
     "fast_dllm_v2": BLOCK_SIZES | SHIFTED,
 }
-MORE_BLOCK_ENGINES = [("llada22", 2, None), ("fast_dllm_v2", 2, 1)]
+SPLIT_BLOCK_ENGINES = [("llada2", 2, None), ("llada22", 2, None), ("fast_dllm_v2", 2, 1)]
 MORE_RANKS = [("llada2", 4, None), ("llada2", 4, 1), ("llada22", 4, 1)]
 ASKED = requests(1, 6, 240, wanted=50)
 
@@ -278,8 +278,7 @@ def block_answers(family):
 @pytest.mark.parametrize(
     ("family", "tp", "ep"),
     [
-        ("llada2", 2, None),
-        *(pytest.param(*one, marks=campaign) for one in MORE_BLOCK_ENGINES),
+        *(pytest.param(*one, marks=campaign) for one in SPLIT_BLOCK_ENGINES),
         *(pytest.param(*one, marks=long) for one in MORE_RANKS),
     ],
 )

@@ -142,7 +142,7 @@ def test_the_description_names_sources_and_masks_keys():
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
-        (["--tp", "64"], "tp_size=64 needs 64"),
+        pytest.param(["--tp", "64"], "tp_size=64 needs 64", marks=pytest.mark.campaign),
         pytest.param(
             ["--quantization", "fp8"], "quantization='fp8'", marks=pytest.mark.campaign
         ),  # another process
@@ -158,6 +158,7 @@ def test_the_program_exits_2_with_one_line(argv, text):
     assert text in line
 
 
+@pytest.mark.campaign
 def test_options_are_told_at_debug_level_and_no_key_is():
     with socket.socket() as taken:  # the server ends once it has told its options
         taken.bind(("127.0.0.1", 0))

@@ -6,10 +6,13 @@ import base64
 import io
 
 import numpy as np
+import pytest
 from PIL import Image
 from support import edge, image_engine
 from support.golden_flux import CLIP_IDS, LENGTH
 from support.image_launches import PROMPTS
+
+pytestmark = pytest.mark.campaign  # an engine of its own, whose programs take long to compile
 
 PATH = "/v1/images/generations"
 ASKED = {"prompt": "A red bicycle.", "size": "96x96", "num_inference_steps": 2, "seed": 11}

@@ -77,6 +77,7 @@ def attack(
     assert labels["status"] <= {str(status) for status in (*checks.STATUSES, 499)}
 
 
+@pytest.mark.campaign
 def test_no_request_is_answered_wrongly_and_nothing_is_left_of_any(server):
     attack(server, SEED, DEFAULT, ON_A_BUSY_MACHINE_S)
 

@@ -205,6 +205,7 @@ def test_metrics_and_information(client, url, tmp_path):
     assert httpx.post(f"{url}/stop_profile", timeout=60).status_code == 200
 
 
+@pytest.mark.campaign
 def test_the_start_of_a_process_is_told_in_a_few_lines(process):
     text = "".join(process.log)
     for part in (

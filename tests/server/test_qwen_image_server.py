@@ -6,9 +6,12 @@ import base64
 import io
 
 import numpy as np
+import pytest
 from PIL import Image
 from support import edge, image_engine
 from support.golden_qwen_image import PREFIX
+
+pytestmark = pytest.mark.campaign  # an engine of its own, whose programs take long to compile
 
 PATH = "/v1/images/generations"
 ASKED = {"prompt": "A red bicycle.", "size": "80x80", "num_inference_steps": 2, "seed": 11}

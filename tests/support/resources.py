@@ -4,6 +4,9 @@ Most of what a run would hold is not in use. XLA compiles in many threads, and g
 free: 3.1 GB after one engine of the bundled model is closed, 0.6 GB once it is trimmed. The rest is
 what jax's caches hold, compiled programs above all; a module's are of no use to the next one but
 for a few, which the persistent cache then loads.
+
+A run may be several worker processes of pytest-xdist. Each gives its own memory back; the process
+that starts them sees what all hold together, and adds up the CPU time that they report.
 """
 
 import contextlib
@@ -16,13 +19,18 @@ import re
 import resource
 import shutil
 import sys
+import threading
+import time
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 MB, GB = 1 << 20, 1 << 30
 LIMIT_BYTES = 4 * GB
-GROWTH_BYTES = 256 * MB  # what a run may grow by before it is trimmed: trimming takes 0.1 s
-CLEAR_BYTES = GB  # what a run may hold between modules before jax's caches are cleared
+# What a process may grow by before it is trimmed, which takes 0.1 s, and at the end of a module,
+# before jax's caches are cleared, which takes half a second, and what comes next longer.
+GROWTH_BYTES = 256 * MB
+WATCH_S = 0.5
 SLOWEST = 10
 
 
@@ -35,16 +43,16 @@ def resident_bytes(process: str = "self") -> int:
     return int(statm.split()[1]) * resource.getpagesize()
 
 
-def children_bytes() -> int:
-    """Returns what the child processes hold now, servers that tests have started above all.
+def tree_bytes(process: str = "self") -> int:
+    """Returns what a process and all that it has started hold now: workers, servers of tests.
 
     Not `RUSAGE_CHILDREN`: a child begins with the peak of the process that started it.
     """
     children: list[str] = []
-    for path in pathlib.Path("/proc/self/task").glob("*/children"):
+    for path in pathlib.Path("/proc", process, "task").glob("*/children"):
         with contextlib.suppress(OSError):  # the thread has ended since it was listed
             children += path.read_text().split()
-    return sum(map(resident_bytes, children))
+    return resident_bytes(process) + sum(map(tree_bytes, children))
 
 
 def peak_bytes() -> int:
@@ -70,13 +78,33 @@ _CACHED = type(functools.cache(len))
 
 
 class Resources:
-    """What the tests of a run take. A plugin of pytest."""
+    """What the tests of a run take."""
 
     def __init__(self) -> None:
         self._trimmed_bytes = resident_bytes()
-        self._with_children_bytes = 0
+        self._cleared_bytes = resident_bytes()
+        self._last_bytes = self._together_bytes = 0
         self._cpu_s: dict[str, float] = {}
         self._peak_bytes: dict[str, int] = {}
+        self._reports: list[Mapping[str, Any]] = []
+
+    def watch(self) -> None:
+        """Watches from now on what the process holds together with all that it starts."""
+
+        def watch() -> None:
+            while True:
+                self.look()
+                time.sleep(WATCH_S)
+
+        threading.Thread(target=watch, name="memory", daemon=True).start()
+
+    def look(self) -> None:
+        """Notes what all have held twice in a row.
+
+        A child that is just being made seems to hold what its parent does, for a moment.
+        """
+        before, self._last_bytes = self._last_bytes, tree_bytes()
+        self._together_bytes = max(self._together_bytes, min(before, self._last_bytes))
 
     @contextlib.contextmanager
     def of_module(self, module: str) -> Iterator[None]:
@@ -87,22 +115,22 @@ class Resources:
         self._peak_bytes[module] = peak_bytes()
 
     def after_test(self, *, ended: types.ModuleType | None) -> None:
-        """Notes what is held; gives memory back to the system, if much has gathered.
+        """Gives memory back to the system, if much has gathered.
 
         `ended` is the module whose last test it was: nobody needs what its functions have cached.
         """
         for function in vars(ended).values() if ended else ():
             if isinstance(function, _CACHED) and function.__module__ == ended.__name__:
                 function.cache_clear()
-        children = children_bytes()
-        if children:
-            together = children + resident_bytes()
-            self._with_children_bytes = max(self._with_children_bytes, together)
-        if resident_bytes() > self._trimmed_bytes + GROWTH_BYTES:
+        held = resident_bytes()
+        if ended and held > self._cleared_bytes + GROWTH_BYTES:
+            if "jax" in sys.modules:
+                sys.modules["jax"].clear_caches()
             self._trim()
-        if ended and resident_bytes() > CLEAR_BYTES and "jax" in sys.modules:
-            sys.modules["jax"].clear_caches()
+            self._cleared_bytes = self._trimmed_bytes
+        elif held > self._trimmed_bytes + GROWTH_BYTES:
             self._trim()
+        self._cleared_bytes = min(self._cleared_bytes, self._trimmed_bytes)
 
     def _trim(self) -> None:
         gc.collect()
@@ -110,26 +138,50 @@ class Resources:
             ctypes.CDLL(None).malloc_trim(0)
         self._trimmed_bytes = resident_bytes()
 
+    def report(self) -> dict[str, Any]:
+        """Returns what this worker has taken, in values that can be sent."""
+        return {
+            "peak_bytes": peak_bytes(),
+            "cpu_s": cpu_s(),
+            "cpu_s_of": self._cpu_s,
+            "peak_bytes_of": self._peak_bytes,
+        }
+
+    def add(self, report: Mapping[str, Any]) -> None:
+        """Adds the report of a worker. Its modules are its own: a file's tests run in one."""
+        self._reports.append(report)
+        self._cpu_s |= report["cpu_s_of"]
+        self._peak_bytes |= report["peak_bytes_of"]
+
     @property
     def has_run(self) -> bool:
         """Whether there was a test."""
         return bool(self._cpu_s)
 
     @property
+    def most_bytes(self) -> int:
+        """The most that the run has held."""
+        return max(peak_bytes(), self._together_bytes)
+
+    @property
     def is_too_large(self) -> bool:
         """Where there is a GPU its driver takes part of the memory, and the limit says nothing."""
-        most = max(peak_bytes(), self._with_children_bytes)
-        return most > LIMIT_BYTES and shutil.which("nvidia-smi") is None
+        return self.most_bytes > LIMIT_BYTES and shutil.which("nvidia-smi") is None
 
     def summary(self) -> Iterator[str]:
         """Yields lines for the end of a run."""
+        peaks = [one["peak_bytes"] for one in self._reports] or [peak_bytes()]
         yield (
-            f"memory: {peak_bytes() / GB:.1f} GB at most, {self._with_children_bytes / GB:.1f} GB "
-            f"with child processes; the limit is {LIMIT_BYTES / GB:.0f} GB"
+            f"memory: {self.most_bytes / GB:.1f} GB at most with child processes, "
+            f"{' and '.join(f'{peak / GB:.1f}' for peak in peaks)} GB without; "
+            f"the limit is {LIMIT_BYTES / GB:.0f} GB"
         )
         if self.is_too_large:
             yield "FAILED: the run held more memory than its limit"
-        yield f"CPU time: {cpu_s():.0f} s; most of it, with the peak so far:"
+        # Workers that have ended are children: their time is in their reports alone.
+        own = sum(os.times()[:2]) if self._reports else cpu_s()
+        cpu = own + sum(one["cpu_s"] for one in self._reports)
+        yield f"CPU time: {cpu:.0f} s; most of it, with the peak so far:"
         slowest = sorted(self._cpu_s, key=self._cpu_s.__getitem__, reverse=True)[:SLOWEST]
         for module in slowest:
             peak = self._peak_bytes[module] / GB

@@ -80,7 +80,9 @@ def test_without_a_share_there_is_no_noise():
     assert question_noise.of_chat(CHAT, options, vocab_size=VOCAB, mask_token_id=MASK) is None
 
 
-@pytest.mark.parametrize("model", [NANO, CANVAS], ids=["block", "canvas"])
+@pytest.mark.parametrize(
+    "model", [pytest.param(NANO, marks=pytest.mark.campaign), CANVAS], ids=["block", "canvas"]
+)
 def test_the_question_loss_is_that_of_the_spoiled_tokens(model, batch):
     network = network_of(model)
     params = step.init_params(network, 0)

@@ -32,6 +32,7 @@ def curve(folder):
     return [json.loads(line) for line in (folder / "curve.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.campaign
 def test_a_run_learns_resumes_bit_for_bit_and_exports(model_path, tmp_path, caplog):
     caplog.set_level("INFO", logger="jdllm.train.evaluate")
     whole, halves = tmp_path / "whole", tmp_path / "halves"

@@ -67,6 +67,7 @@ def test_template_writes_system_and_earlier_turns(tokenizer):
     )
 
 
+@pytest.mark.campaign
 def test_a_name_never_seen_is_made_of_pieces_seen_in_training(tokenizer):
     seen = set()
     texts = [arithmetic.generate(i, split="train").question for i in range(20_000)]

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import marks
 
 from jdllm.layers import attention
 from jdllm.models import loading
@@ -20,7 +21,9 @@ ATOL, RTOL = 2e-4, 1e-4  # the goldens' tolerance for float32 logits and hidden 
 BLOCK = 8
 
 
-both_versions = pytest.mark.parametrize("version", ["llada2", "llada22"])
+VERSIONS = ("llada2", "llada22")
+both_versions = pytest.mark.parametrize("version", VERSIONS)
+one_version = pytest.mark.parametrize("version", marks.every(2, VERSIONS))  # by default
 
 
 def golden(name, version="llada2"):
@@ -50,7 +53,7 @@ def close(actual, expected):
     np.testing.assert_allclose(actual, expected, atol=ATOL, rtol=RTOL)
 
 
-@both_versions
+@one_version
 def test_full_model_logits_are_block_causal(version):
     assert attention.visibility_mask(24, BLOCK, "block_causal").tolist() == (
         golden("attn_mask", version).tolist()
@@ -119,7 +122,8 @@ def paged_batch(row_pages, contexts, lengths, page_size):
 
 
 @pytest.mark.parametrize(
-    ("version", "page_size"), [("llada2", 4), ("llada2", 8), ("llada2", 16), ("llada22", 8)]
+    ("version", "page_size"),
+    marks.every(4, [("llada2", 8), ("llada2", 4), ("llada2", 16), ("llada22", 8)]),
 )
 def test_chunked_paged_forward_equals_the_full_forward(version, page_size):
     loaded, ids = model(version=version), golden("inputs", version)
@@ -151,7 +155,7 @@ def test_chunked_paged_forward_equals_the_full_forward(version, page_size):
         close(logits, np.concatenate(expected))
 
 
-@both_versions
+@one_version
 @pytest.mark.parametrize("length", [5, 8])
 def test_invalid_tokens_do_not_change_valid_ones(version, length):
     loaded, ids = model(version=version), golden("inputs", version)[:1, :length]
@@ -174,6 +178,7 @@ def test_invalid_tokens_do_not_change_valid_ones(version, length):
         close(logits, golden("logits", version)[0, :8])
 
 
+@pytest.mark.campaign
 def test_gradient_of_the_dense_path_is_the_finite_difference():
     loaded, ids = model("dense"), golden("inputs")[:1, :8]
     mask = attention.visibility_mask(8, BLOCK, "block_causal")

@@ -97,7 +97,9 @@ class Oracle:
 
 
 @pytest.mark.parametrize(
-    ("hf", "size"), [(tiny_autoencoder.HF, (16, 24)), (ODD, (12, 8))], ids=["golden", "odd"]
+    ("hf", "size"),
+    [(tiny_autoencoder.HF, (16, 24)), pytest.param(ODD, (12, 8), marks=pytest.mark.campaign)],
+    ids=["golden", "odd"],
 )
 def test_encodes_as_the_oracle(hf, size):
     tensors = tiny_autoencoder.tensors()
@@ -118,6 +120,7 @@ def test_encodes_as_the_oracle(hf, size):
     assert found[0].shape == (2, hf["latent_channels"], size[0] // scale, size[1] // scale)
 
 
+@pytest.mark.campaign
 def test_decode_undoes_the_normalisation_of_encode():
     vae = tiny_autoencoder.model(ODD, tiny_autoencoder.random_tensors(ODD))
     images = np.random.RandomState(3).uniform(-1, 1, (1, 8, 8, 3)).astype(np.float32)
@@ -140,6 +143,7 @@ def test_sides_that_the_encoder_cannot_halve_are_refused():
         tiny_autoencoder.model().encode(jnp.zeros((1, 16, 20, 3)))
 
 
+@pytest.mark.campaign
 def test_every_parameter_has_a_gradient():
     params = tiny_autoencoder.params(ODD, tiny_autoencoder.random_tensors(ODD))
     graphdef, _ = autoencoder_kl.WITH_ENCODER.abstract(

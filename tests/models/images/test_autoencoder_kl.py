@@ -38,7 +38,7 @@ def channels_first(x):
     return np.moveaxis(np.asarray(x), -1, 1)
 
 
-@pytest.mark.parametrize("size", ["12x12", "4x6"])
+@pytest.mark.parametrize("size", [pytest.param("12x12", marks=pytest.mark.campaign), "4x6"])
 def test_decodes_as_diffusers(vae, golden, size):
     images = vae.decode_denormalised(jnp.asarray(golden[f"decode/{size}/z"]))
     assert images.dtype == jnp.float32
@@ -87,6 +87,7 @@ def test_pixels_are_clipped_and_rounded_half_to_even():
     assert pixels.tolist() == [0, 0, 128, 255, 255, 255]  # 127.5 rounds to 128
 
 
+@pytest.mark.campaign
 def test_bfloat16_has_float32_statistics_and_bfloat16_convolutions(golden):
     z = jnp.asarray(golden["decode/12x12/z"])
     vae = tiny_autoencoder.model(dtype=jnp.bfloat16)
@@ -151,6 +152,7 @@ def test_flops_are_those_that_xla_counts():
     assert config_lib.flops(config, 32, 48) == pytest.approx(counted, rel=0.02)
 
 
+@pytest.mark.campaign
 def test_post_quant_conv_comes_first():
     hf = {**tiny_autoencoder.HF, "use_post_quant_conv": True}
     weight = np.random.RandomState(0).standard_normal((16, 16)).astype(np.float32) / 4

@@ -12,6 +12,7 @@ from jdllm.models.images.autoencoder import layers, tiles
 
 SEAM = 2  # how much steeper a difference is at borders than elsewhere
 ATOL = 5e-5  # the goldens' tolerance for decoded images
+campaign = pytest.mark.campaign
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +38,9 @@ def smooth_latents(batch, height, width):
 @pytest.mark.parametrize(
     ("batch", "height", "width", "tile"),
     [
-        (2, 16, 12, 64),  # 2 x 2 tiles of the last block
-        (1, 17, 11, 32),  # sides that tiles do not divide, three blocks in tiles
+        pytest.param(2, 16, 12, 64, marks=campaign),  # 2 x 2 tiles of the last block
+        # Sides that tiles do not divide, three blocks in tiles.
+        pytest.param(1, 17, 11, 32, marks=campaign),
         (1, 4, 25, 64),  # tiles in a row, larger than the picture is high
     ],
 )
@@ -71,6 +73,7 @@ def test_there_are_no_seams(decode):
     np.testing.assert_allclose(steps[1], steps[0], rtol=1e-3)
 
 
+@campaign
 def test_memory_is_bounded_by_the_tile():
     # Without the attention, whose logits are most of what so narrow a model needs.
     hf = {**tiny_autoencoder.HF, "mid_block_add_attention": False}

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import golden_flux as golden
+from support import marks
 
 from jdllm.models import loading
 from jdllm.models.images import flux
@@ -67,7 +68,7 @@ def close(actual, expected, atol):
     np.testing.assert_allclose(np.asarray(actual), np.asarray(expected), rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", marks.every(2, SIZES))
 @pytest.mark.parametrize("step", range(3))
 @pytest.mark.parametrize("prompt", range(3))
 def test_a_row_alone(size, step, prompt):
@@ -78,7 +79,7 @@ def test_a_row_alone(size, step, prompt):
     close(out[0], expected[f"{size}/t{step}/p{prompt}"], ATOL)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", marks.every(2, SIZES))
 def test_rows_of_unequal_timesteps_and_scales(size):
     expected = golden.arrays("transformer")
     x = expected[f"{size}/x"]

@@ -134,6 +134,7 @@ def test_the_full_size_has_the_parameters_of_the_release(name):
     assert sum(math.prod(array.shape) for array in arrays.values()) == PARAMETERS[name]
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("name", COMPONENTS)
 def test_bfloat16_is_near(name):
     graphdef, params = golden.loaded(name, "bfloat16")

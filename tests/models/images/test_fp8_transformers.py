@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import golden_flux, golden_images, golden_qwen_image
+from support import golden_flux, golden_images, golden_qwen_image, marks
 
 from jdllm import convert
 from jdllm.imagegen import pipeline_folder
@@ -129,7 +129,7 @@ def relative_error(out, reference):
 ERRORS = {"z_image": 0.135, "qwen_image": 0.023, "flux": 0.060}
 
 
-@pytest.mark.parametrize("name", COMPONENTS)
+@pytest.mark.parametrize("name", marks.every(3, COMPONENTS))
 def test_error_against_the_goldens_and_a_row_among_others(name):
     assert relative_error(forward(name, "exact", range(3)), expected(name)) < 1e-3
     together = forward(name, "float32", range(3))

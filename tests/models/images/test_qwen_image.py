@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import golden_qwen_image as golden
+from support import marks
 
 from jdllm import errors
 from jdllm.models import loading
@@ -55,7 +56,7 @@ def close(actual, expected, atol):
     np.testing.assert_allclose(np.asarray(actual), np.asarray(expected), rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", marks.every(2, SIZES))
 @pytest.mark.parametrize("step", range(3))
 def test_rows_alone(size, step):
     found = golden.arrays("transformer")
@@ -66,7 +67,7 @@ def test_rows_alone(size, step):
         close(out[0], found[f"{size}/t{step}/p{j}"], ATOL)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", marks.every(2, SIZES))
 @pytest.mark.parametrize("steps", [(1, 1, 1), (0, 1, 2), (2, 0, 1)])
 def test_rows_of_unequal_captions_and_timesteps(size, steps):
     found = golden.arrays("transformer")
@@ -139,6 +140,7 @@ def test_packed_latents_have_the_channel_outermost():
     close(packing.pack(packing.unpack(tall, (7, 4))), tall, 0)
 
 
+@pytest.mark.campaign
 def test_16_bit_weights_keep_timesteps_apart():
     """bfloat16 has no number between 600 and 604: rounded, both would be one timestep."""
     x, caption = golden.arrays("transformer")["10x10/x"][:1], captions()[1]

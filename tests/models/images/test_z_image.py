@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+from support import marks
 
 from jdllm.models import loading
 from jdllm.models.images import z_image, z_image_config
@@ -84,7 +85,7 @@ def close(actual, expected, atol):
     np.testing.assert_allclose(np.asarray(actual), np.asarray(expected), rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", marks.every(2, SIZES))
 @pytest.mark.parametrize("step", range(3))
 @pytest.mark.parametrize("prompt", range(3))
 def test_a_row_alone(size, step, prompt):
@@ -94,7 +95,7 @@ def test_a_row_alone(size, step, prompt):
     close(out[0], arrays()[f"{size}/t{step}/p{prompt}"][:, 0], ATOL)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", marks.every(2, SIZES))
 @pytest.mark.parametrize(
     ("name", "t"), [("batch_t1", (TIMESTEPS[1],) * 3), ("batch_mixed_t", TIMESTEPS)]
 )
@@ -182,6 +183,7 @@ def test_captions_refined_once_serve_every_step():
         close(denoise(x, t, refined, lens), compiled()(x, t, captions, lens), ATOL_BATCH)
 
 
+@pytest.mark.campaign
 def test_16_bit_weights_keep_timesteps_apart():
     """bfloat16 has no number between 600 and 604: rounded, both would be one timestep."""
     x = arrays()["12x12/x"][:2, :, 0]

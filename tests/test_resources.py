@@ -1,0 +1,57 @@
+"""The guard of memory sees all processes of a test run, and adds up what workers report."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from support import resources, waiting
+from support.resources import GB, MB
+
+
+def report(module, peak_gb):
+    return {
+        "peak_bytes": round(peak_gb * GB),
+        "cpu_s": 7.0,
+        "cpu_s_of": {module: 5.0},
+        "peak_bytes_of": {module: round(peak_gb * GB)},
+    }
+
+
+@pytest.mark.parametrize(("together_gb", "too_large"), [(3.9, False), (4.1, True)])
+def test_workers_are_judged_together(together_gb, too_large, monkeypatch):
+    monkeypatch.setattr(resources, "tree_bytes", lambda: round(together_gb * GB))
+    monkeypatch.setattr(resources, "peak_bytes", lambda: GB // 2)
+    monkeypatch.setattr(resources.shutil, "which", lambda _: None)
+    run = resources.Resources()
+    assert not run.has_run and not run.is_too_large
+    run.look()
+    assert run.most_bytes == GB // 2, "it may be a moment"
+    run.look()
+    run.add(report("a.py", 1.0))
+    run.add(report("b.py", 1.25))
+    assert run.has_run and run.is_too_large == too_large
+    text = "\n".join(run.summary())
+    assert f"{together_gb} GB at most with child processes, 1.0 and 1.2 GB without" in text
+    assert "a.py" in text and "b.py" in text
+    assert ("FAILED" in text) == too_large
+
+
+def test_children_of_children_are_counted():
+    inner = "import time; held = bytearray(b'1' * (150 << 20)); time.sleep(60)"
+    outer = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {inner!r}])"
+    with subprocess.Popen([sys.executable, "-c", outer], start_new_session=True) as process:
+        try:
+            waiting.wait_until(lambda: resources.tree_bytes(str(process.pid)) > 150 * MB)
+            assert resources.resident_bytes(str(process.pid)) < 100 * MB
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_what_a_worker_sends_is_what_is_added():
+    run = resources.Resources()
+    with run.of_module("a.py"):
+        pass
+    assert run.report().keys() == report("a.py", 1).keys()
+    assert run.report()["cpu_s_of"].keys() == {"a.py"}
