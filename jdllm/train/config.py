@@ -106,14 +106,16 @@ class TrainConfig(RunConfig):
             if not 0 <= getattr(self, name) <= 1:
                 raise errors.ConfigError(f"{name}={getattr(self, name)} must be from 0 to 1")
         if self.dropout > MAX_DROPOUT:
-            raise errors.ConfigError(f"{self.dropout=} must be at most {MAX_DROPOUT}")
+            raise errors.ConfigError(f"dropout={self.dropout} must be at most {MAX_DROPOUT}")
         if not 0 <= self.noise_blocks <= self.answer_blocks:
             raise errors.ConfigError(
-                f"{self.noise_blocks=} must be from 0 to {self.answer_blocks=}"
+                f"noise_blocks={self.noise_blocks} must be from 0 to "
+                f"answer_blocks={self.answer_blocks}"
             )
         if self.question_loss < 0 or (self.question_loss and not self.question_noise_words):
             raise errors.ConfigError(
-                f"{self.question_loss=} must be at least 0, and needs question_noise_words"
+                f"question_loss={self.question_loss} must be at least 0, and needs "
+                "question_noise_words"
             )
 
 

@@ -39,7 +39,8 @@ class Layout:
     def __post_init__(self) -> None:
         if self.sequence_length % self.block_size:
             raise errors.ConfigError(
-                f"{self.sequence_length=} must be a multiple of {self.block_size=}"
+                f"sequence_length={self.sequence_length} must be a multiple of "
+                f"block_size={self.block_size}"
             )
 
     def fits(self, prompt_len: int, total_len: int) -> bool:

@@ -143,7 +143,7 @@ def test_training_noise_changes_training_but_not_evaluation(model, batch):
         ({"reworded": 1.5}, "reworded=1.5 must be from 0 to 1"),
         ({"dropout": 0.95}, "dropout=0.95 must be at most 0.9"),
         ({"question_loss": 0.1}, "needs question_noise_words"),
-        ({"noise_blocks": 5}, "noise_blocks=5 must be from 0 to self.answer_blocks=4"),
+        ({"noise_blocks": 5}, "noise_blocks=5 must be from 0 to answer_blocks=4"),
     ],
 )
 def test_options_that_cannot_be_are_refused(changes, message):

@@ -58,21 +58,27 @@ class SceneConfig(config_lib.RunConfig):
             if getattr(self, name) % 32:
                 raise errors.ConfigError(f"{name}={getattr(self, name)} must be a multiple of 32")
         if not 0 <= self.vae_steps < self.num_steps:
-            raise errors.ConfigError(f"{self.vae_steps=} must be 0 to less than {self.num_steps=}")
+            raise errors.ConfigError(
+                f"vae_steps={self.vae_steps} must be 0 to less than num_steps={self.num_steps}"
+            )
         if not 0 <= self.caption_dropout < 1:
-            raise errors.ConfigError(f"{self.caption_dropout=} must be at least 0 and below 1")
+            raise errors.ConfigError(
+                f"caption_dropout={self.caption_dropout} must be at least 0 and below 1"
+            )
         if not self.eval_guidance or min(self.eval_guidance) < 0:
-            raise errors.ConfigError(f"{self.eval_guidance=} must be numbers of at least 0")
+            raise errors.ConfigError(
+                f"eval_guidance={self.eval_guidance} must be numbers of at least 0"
+            )
         if self.data_workers < 0:
             raise errors.ConfigError(f"data_workers={self.data_workers} must be at least 0")
         if not self.eval_steps or min(self.eval_steps) < 1:
-            raise errors.ConfigError(f"{self.eval_steps=} must be numbers of at least 1")
+            raise errors.ConfigError(f"eval_steps={self.eval_steps} must be numbers of at least 1")
         if not self.sizes or not all(_SIZE.fullmatch(size) for size in self.sizes):
-            raise errors.ConfigError(f"{self.sizes=} must be like 96x128 (height x width)")
+            raise errors.ConfigError(f"sizes={self.sizes} must be like 96x128 (height x width)")
         if self.pool_scenes < self.chunk_scenes * len(self.sizes):
             raise errors.ConfigError(
-                f"{self.pool_scenes=} must hold a chunk of {self.chunk_scenes} of each of "
-                f"{len(self.sizes)} sizes"
+                f"pool_scenes={self.pool_scenes} must hold a chunk of {self.chunk_scenes} of each "
+                f"of {len(self.sizes)} sizes"
             )
 
     @property
