@@ -40,7 +40,7 @@ def convert(
         raise errors.ConfigError(f"{output} exists; give a directory that does not exist yet")
     # Before gigabytes are fetched and read.
     try:
-        host.make_writable(output.parent)
+        host.check_writable_above(output)
     except OSError as error:
         raise errors.ConfigError(f"output {output} cannot be written: {error}") from error
     directory = source.resolve(model_path, revision=revision)

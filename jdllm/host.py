@@ -64,6 +64,14 @@ def make_writable(folder: pathlib.Path) -> None:
         pass
 
 
+def check_writable_above(path: pathlib.Path) -> None:
+    """Raises an OSError if `path` could not be made; makes no folder."""
+    above = path.parent
+    while not above.exists() and above != above.parent:
+        above = above.parent
+    make_writable(above)
+
+
 def replace_text(path: pathlib.Path, text: str) -> None:
     """Replaces a file in one step: a reader sees the old or the new content, never a part.
 

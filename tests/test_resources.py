@@ -38,6 +38,15 @@ def test_workers_are_judged_together(together_gb, too_large, monkeypatch):
     assert ("FAILED" in text) == too_large
 
 
+def test_a_peak_between_two_samples_counts(monkeypatch):
+    monkeypatch.setattr(resources, "tree_bytes", lambda: GB)
+    monkeypatch.setattr(resources.shutil, "which", lambda _: None)
+    run = resources.Resources()
+    run.add(report("a.py", 5.5))
+    assert run.is_too_large
+    assert "5.5 GB at most" in "\n".join(run.summary())
+
+
 def test_children_of_children_are_counted():
     inner = "import time; held = bytearray(b'1' * (150 << 20)); time.sleep(60)"
     outer = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {inner!r}])"

@@ -14,17 +14,23 @@ from jdllm.checkpoint import source
 
 CONFIG_NAME, MAP_NAME = "tokenizer_config.json", "special_tokens_map.json"
 ADDED_NAME, DECODER_KEY = "added_tokens.json", "added_tokens_decoder"
+MORE_KEY, TEMPLATE_KEY = "additional_special_tokens", "chat_template"
 SPECIAL_TOKENS = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
 )  # fmt: skip
 
 
 def check(directory: pathlib.Path) -> None:
-    """Raises a ConfigError if a special or an added token is none; missing files are no error."""
+    """Raises a ConfigError if a special or an added token, or a chat template, is none.
+
+    Missing files are no error.
+    """
     for place, token in _special_tokens(directory):
         _text_of(place, token)
     file = directory / CONFIG_NAME
-    decoder = source.read_optional_json(file).get(DECODER_KEY) or {}
+    content = source.read_optional_json(file)
+    _check_template(f"{file}: {TEMPLATE_KEY}", content.get(TEMPLATE_KEY))
+    decoder = content.get(DECODER_KEY, {})
     if not isinstance(decoder, dict):
         raise errors.ConfigError(f"{file}: {DECODER_KEY}={errors.quote(decoder)} is no object")
     for token_id, token in decoder.items():
@@ -51,6 +57,26 @@ def _special_tokens(directory: pathlib.Path) -> Iterator[tuple[str, Any]]:
         for key in SPECIAL_TOKENS:
             if content.get(key) is not None:
                 yield f"{directory / name}: {key}", content[key]
+        more = content.get(MORE_KEY)
+        if more is not None and not isinstance(more, list):
+            place = f"{directory / name}: {MORE_KEY}"
+            raise errors.ConfigError(f"{place}={errors.quote(more)} is no list")
+        for number, token in enumerate(more or ()):
+            yield f"{directory / name}: {MORE_KEY}[{number}]", token
+
+
+def _check_template(place: str, template: Any) -> None:
+    """A template is a text; several are a list of objects with `name` and `template`."""
+    if template is None or isinstance(template, str):
+        return
+    named = template if isinstance(template, list) else [None]
+    for one in named:
+        keys = ("name", "template")
+        if not isinstance(one, dict) or not all(isinstance(one.get(key), str) for key in keys):
+            raise errors.ConfigError(
+                f"{place}={errors.quote(template)} must be a text, or a list of objects with the "
+                "texts name and template"
+            )
 
 
 def _text_of(place: str, token: Any) -> str:

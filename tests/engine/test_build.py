@@ -72,13 +72,20 @@ def test_the_bundled_generation_config_gives_no_warning(caplog):
         ("temperature", "hot"),
         ("top_p", 3),
         ("top_k", 2.5),
-        ("do_sample", "yes"),
     ],
 )
-@pytest.mark.parametrize("do_sample", [True, False])  # also what a greedy request does not use
-def test_wrong_sampling_defaults_name_the_file(key, value, do_sample):
+def test_wrong_sampling_defaults_name_the_file(key, value, caplog):
     with pytest.raises(errors.ConfigError, match=rf"generation_config\.json.*{key}"):
-        sampling_defaults.default_sampling({"do_sample": do_sample} | {key: value})
+        sampling_defaults.default_sampling({"do_sample": True, key: value})
+    # A greedy request does not use it, and a published file may hold it.
+    assert sampling_defaults.default_sampling({"do_sample": False, key: value}).temperature == 0
+    (warning,) = warnings_of(caplog)
+    assert "without effect" in warning and key in warning
+
+
+def test_do_sample_is_yes_or_no():
+    with pytest.raises(errors.ConfigError, match="do_sample='yes' must be true or false"):
+        sampling_defaults.default_sampling({"do_sample": "yes"})
 
 
 def hub_cache(cache, repo_id, revision, bos_token):
@@ -171,7 +178,11 @@ def test_options_are_refused_before_weights_are_read(options, match, tmp_path):
     [
         ("config.json", {"torch_dtype": "float33"}, r"config\.json: torch_dtype='float33' is none"),
         ("config.json", {"dtype": ["bfloat16"]}, r"config\.json: dtype=\['bfloat16'\] is none of"),
-        ("generation_config.json", {"top_p": 3}, r"generation_config\.json: top_p=3 is outside"),
+        (
+            "generation_config.json",
+            {"do_sample": True, "top_p": 3},
+            r"generation_config\.json: top_p=3 is outside",
+        ),
         ("chat_template.jinja", " \n", r"chat_template\.jinja: the chat template is empty"),
         (
             "special_tokens_map.json",

@@ -42,6 +42,31 @@ def test_a_folder_without_its_tokenizer_file_says_so_in_one_line(content, tmp_pa
             {"added_tokens_decoder": {"5": 3}},
             "tokenizer_config.json: added_tokens_decoder.'5'=3 must be a text",
         ),
+        (
+            "tokenizer_config.json",
+            {"added_tokens_decoder": None},
+            "tokenizer_config.json: added_tokens_decoder=None is no object",
+        ),
+        (
+            "tokenizer_config.json",
+            {"additional_special_tokens": ["<a>", 5]},
+            "tokenizer_config.json: additional_special_tokens[1]=5 must be a text",
+        ),
+        (
+            "tokenizer_config.json",
+            {"additional_special_tokens": "<a>"},
+            "tokenizer_config.json: additional_special_tokens='<a>' is no list",
+        ),
+        (
+            "tokenizer_config.json",
+            {"chat_template": 5},
+            "tokenizer_config.json: chat_template=5 must be a text, or a list of objects",
+        ),
+        (
+            "tokenizer_config.json",
+            {"chat_template": ["a"]},
+            "tokenizer_config.json: chat_template=['a'] must be a text, or a list of objects",
+        ),
         ("special_tokens_map.json", '{"eos', "special_tokens_map.json is not valid JSON"),
         (
             "special_tokens_map.json",

@@ -160,8 +160,9 @@ class Resources:
 
     @property
     def most_bytes(self) -> int:
-        """The most that the run has held."""
-        return max(peak_bytes(), self._together_bytes)
+        """The most that the run has held: sampled, or the peak of one process, which is exact."""
+        alone = (one["peak_bytes"] for one in self._reports)
+        return max(peak_bytes(), self._together_bytes, *alone)
 
     @property
     def is_too_large(self) -> bool:

@@ -242,7 +242,9 @@ def _check_vocabulary(tokenizer: tokenizer_lib.Tokenizer | None, spec: spec_lib.
     # One that no vocabulary has is added at its end.
     places = [
         f" ({place}={token!r} has the id {token_id})"
-        for place, token in tokenizer_checks.special_tokens(pathlib.Path(tokenizer.path))
+        for place, token in tokenizer_checks.special_tokens(
+            pathlib.Path(tokenizer.path).expanduser()
+        )
         if (token_id := tokenizer.token_id(token)) is not None and token_id >= spec.vocab_size
     ]
     raise errors.ConfigError(

@@ -82,10 +82,14 @@ def default_sampling(
     used = given if do_sample else {k: v for k, v in given.items() if k == "repetition_penalty"}
     fixed: dict[str, Any] = {"temperature": 1.0} if draws_its_own_way else {}
     try:
-        sampling_params.SamplingParams(**values | given)  # what is not used is no nonsense either
-        return sampling_params.SamplingParams(**values | used | fixed)
+        defaults = sampling_params.SamplingParams(**values | used | fixed)
     except errors.RequestError as error:
         raise errors.ConfigError(f"generation_config.json: {error}") from error
+    try:
+        sampling_params.SamplingParams(**values | given)
+    except errors.RequestError as error:
+        logger.warning("generation_config.json: without effect, do_sample is false: %s", error)
+    return defaults
 
 
 def _without_filters(generation_config: Mapping[str, Any]) -> dict[str, Any]:
