@@ -29,6 +29,9 @@ def make(family, options):
     match family:
         case "llada2":
             return make_engine(**options)
+        case "nemotron_diffusion":
+            options |= {"dllm_algorithm": "LinearSpec", "dllm_algorithm_config": None}
+            return make_engine(**options)
         case "dream" | "llada":
             return canvas_engine.make(family, whole_tokens=(), **options)
         case _:
@@ -42,6 +45,7 @@ def make(family, options):
         ("llada2", 4),
         ("dream", 2),
         ("llada", 2),
+        ("nemotron_diffusion", 2),
         ("diffusion_gemma", 2),
         pytest.param("llada2", 2, marks=pytest.mark.campaign),
         pytest.param("dream", 4, marks=pytest.mark.campaign),
@@ -52,6 +56,8 @@ def test_loops_of_gpus_hold_kernels_and_no_collective(family, tp, tmp_path, monk
     sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4}
     if family == "llada2":
         sizes |= {"head_dim": 64, "rotary_dim": 32}
+    if family == "nemotron_diffusion":
+        sizes |= {"head_dim": 64}
     if family == "llada":
         sizes = {"d_model": 512, "n_heads": 8, "n_kv_heads": 8}
     if family == "diffusion_gemma":

@@ -51,8 +51,9 @@ class Body(body_lib.BlockBody):
 
     def choose(self, rows: RowState) -> Int32[Array, ""]:
         longest = jnp.max(jnp.where(self.is_active(rows), _length(rows), 0))
-        sizes = jnp.asarray(self.variants[:-1], jnp.int32)
-        return jnp.sum(longest > sizes, dtype=jnp.int32)
+        # No array of the sizes: it would be empty where there is one variant (`over_mesh`).
+        smaller = [(longest > size).astype(jnp.int32) for size in self.variants[:-1]]
+        return sum(smaller, start=jnp.int32(0))
 
     def step(self, variant: int, carry: driver.Carry) -> driver.Carry:
         config, inputs, state = self.config, self.inputs, carry.rows
