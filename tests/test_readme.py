@@ -51,6 +51,12 @@ def test_commands_are_understood(words):
         snippets.parser_of(names).parse(rest)
 
 
+@pytest.mark.parametrize("line", re.findall(r"`(jdllm eval --[^`]*--limit[^`]+)`", TEXT))
+def test_evaluations_in_the_text_can_be_copied(line):
+    if "..." not in line:
+        snippets.parser_of(("eval",)).parse(line.split()[2:])
+
+
 def test_every_command_is_shown_somewhere():
     shown = {names for words in snippets.commands() for names in (words[1:2], words[1:3])}
     assert set(snippets.MAINS) - shown == {("convert",)}

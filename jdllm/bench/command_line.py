@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import math
 import platform
 import shlex
@@ -18,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import orjson
 
 from jdllm import arguments, config, errors, foreign_flags, version
 from jdllm.bench import prompts
@@ -255,12 +255,15 @@ def dllm_options(pairs: Sequence[str]) -> dict[str, Any]:
 
 
 def json_object(text: str | None, flag: str) -> dict[str, Any]:
-    """Returns the JSON object given to a flag, {} for None."""
+    """Returns the JSON object given to a flag, {} for None.
+
+    Only what a body can carry: NaN and Infinity would arrive as null.
+    """
     if not text:
         return {}
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
+        value = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
         raise errors.ConfigError(f"{flag} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise errors.ConfigError(f"{flag} must be a JSON object, got {text!r}")
@@ -305,6 +308,14 @@ def rate(text: str) -> float:
     value = float(text)
     if math.isnan(value) or value <= 0:
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
+def factor(text: str) -> float:
+    """Returns a finite number above 0, for argparse."""
+    value = rate(text)
+    if math.isinf(value):
+        raise argparse.ArgumentTypeError(f"{text} is not finite")
     return value
 
 

@@ -17,7 +17,10 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+import orjson
+
 from jdllm import errors
+from jdllm.engine import image_checks
 from jdllm.tasks.scenes import generator
 
 DATASETS = ("vbench", "random")
@@ -90,6 +93,12 @@ class Load:
             raise errors.ConfigError("--dataset-path is for --dataset vbench")
         if (self.width is None) != (self.height is None):
             raise errors.ConfigError("give both --width and --height, or none of them")
+        last = self.seed + self.num_prompts * self.count - 1
+        if last > image_checks.MAX_SEED:
+            raise errors.ConfigError(
+                f"--seed {self.seed}: the last of {self.num_prompts * self.count} images would "
+                f"have the seed {last}, above {image_checks.MAX_SEED}"
+            )
 
     def asks(self) -> list[Ask]:
         """Returns the requests; the same load gives the same ones."""
@@ -166,8 +175,8 @@ def parse_profiles(text: str | None) -> tuple[Profile, ...]:
     if not text:
         return ()
     try:
-        rows = json.loads(text)
-    except json.JSONDecodeError as error:
+        rows = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
         raise errors.ConfigError(f"{CONFIG_FLAG} is not valid JSON: {error}") from error
     rows = [rows] if isinstance(rows, dict) else rows
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
@@ -175,7 +184,10 @@ def parse_profiles(text: str | None) -> tuple[Profile, ...]:
             f"{CONFIG_FLAG} must be a JSON list of objects such as "
             '[{"width": 512, "height": 512, "num_inference_steps": 8, "weight": 0.5}]'
         )
-    return tuple(map(_profile, rows))
+    profiles = tuple(map(_profile, rows))
+    if math.isinf(sum(one.weight for one in profiles)):
+        raise errors.ConfigError(f"{CONFIG_FLAG}: the sum of all weight is not finite")
+    return profiles
 
 
 def _profile(row: Mapping[str, Any]) -> Profile:
@@ -183,8 +195,9 @@ def _profile(row: Mapping[str, Any]) -> Profile:
     sizes = {name: rest.pop(name, None) for name in ("width", "height", "num_inference_steps")}
     weight, slo_ms = rest.pop("weight", 1.0), rest.pop("slo_ms", None)
     for name, value in sizes.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise errors.ConfigError(f"{CONFIG_FLAG}: {name}={value!r} must be an integer")
+        # A 0 would be taken for the default.
+        if value is not None and (type(value) is not int or value < 1):
+            raise errors.ConfigError(f"{CONFIG_FLAG}: {name}={value!r} must be a positive integer")
     if (sizes["width"] is None) != (sizes["height"] is None):
         raise errors.ConfigError(f"{CONFIG_FLAG}: give both width and height in {dict(row)}")
     if not _is_positive(weight) or not (slo_ms is None or _is_positive(slo_ms)):

@@ -234,7 +234,7 @@ def _add_traffic_flags(group: argparse._ArgumentGroup) -> None:
         "is measured first",
     )
     group.add_argument(
-        "--slo-scale", type=command_line.rate, metavar="X", help="that factor (default: 3)"
+        "--slo-scale", type=command_line.factor, metavar="X", help="that factor (default: 3)"
     )
     group.add_argument(
         "--compare",

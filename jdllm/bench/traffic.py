@@ -14,6 +14,7 @@ import numpy as np
 from jdllm import errors, progress
 
 SPARE_FILES = 64
+LONGEST_S = 365 * 24 * 3600.0  # a typing error, beyond
 
 Asked = TypeVar("Asked")  # what `send_one` takes, for example a `prompts.Prompt`
 Record = TypeVar("Record")  # what it returns, for example a `stats.Record`
@@ -22,12 +23,19 @@ Record = TypeVar("Record")  # what it returns, for example a `stats.Record`
 def arrivals_s(count: int, request_rate: float, seed: int) -> list[float]:
     """Returns the arrival of each request in seconds from the start; the first is at 0.
 
-    Gaps are exponential with mean 1 / `request_rate`; with an infinite rate all arrive at 0.
+    Gaps are exponential with mean 1 / `request_rate`; with an infinite rate all arrive at 0. A rate
+    at which the last one would not arrive within a year is a ConfigError.
     """
     if math.isinf(request_rate):
         return [0.0] * count
     gaps = np.random.default_rng(seed).exponential(1.0 / request_rate, count - 1)
-    return [0.0, *np.cumsum(gaps).tolist()]
+    found = [0.0, *np.cumsum(gaps).tolist()]
+    if not found[-1] <= LONGEST_S:
+        raise errors.ConfigError(
+            f"at {request_rate:g} requests per second the last of {count} would arrive after "
+            f"{found[-1]:.3g} s, more than a year; raise --request-rate"
+        )
+    return found
 
 
 def send(

@@ -8,7 +8,7 @@ import json
 import os
 import pathlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import huggingface_hub
 
@@ -69,9 +69,33 @@ def resolve(
     return directory
 
 
+def resolve_text(
+    model_path: str | os.PathLike[str] | None,
+    *,
+    revision: str | None = None,
+    download_dir: str | os.PathLike[str] | None = None,
+) -> pathlib.Path:
+    """Returns the directory of a model that writes text; see `resolve`.
+
+    An image pipeline is a ConfigError, of a hub id before its weights are downloaded.
+    """
+    directory = resolve(
+        model_path, revision=revision, download_dir=download_dir, check_index=_refuse_pipeline
+    )
+    if is_pipeline(directory):
+        _refuse_pipeline({}, directory)
+    return directory
+
+
 def is_pipeline(directory: pathlib.Path) -> bool:
     """Returns whether a model directory is an image pipeline, with a folder per component."""
     return (directory / MODEL_INDEX_NAME).is_file()
+
+
+def _refuse_pipeline(_: dict[str, Any], directory: pathlib.Path) -> NoReturn:
+    raise errors.ConfigError(
+        f"{directory} is an image pipeline; use jdllm.ImageEngine, or jdllm serve"
+    )
 
 
 def _download(

@@ -30,6 +30,11 @@ def built(
     """Builds from a config or from keyword options, not both; `progress` tells of a failure."""
     if config is not None and options:
         raise TypeError("give either a config or keyword options, not both")
+    if not isinstance(config, config_lib.EngineConfig | None):
+        raise TypeError(
+            f"the first argument is an EngineConfig, got {errors.quote(config)}; give the options "
+            "of one by name, such as model_path=..."
+        )
     given = config or config_lib.from_mapping(config_lib.EngineConfig, options)
     try:
         return build(given, progress)

@@ -36,6 +36,7 @@ def asked(
     Raises a RequestError that names the option at fault.
     """
     value_checks.check_word(output_type, "output_type", words=get_args(OutputType))
+    num_images = _plain(num_images)
     value_checks.check_integer(
         num_images, "num_images_per_prompt", low=1, high=MOST_IMAGES_PER_PROMPT
     )

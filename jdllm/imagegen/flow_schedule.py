@@ -29,6 +29,11 @@ FILE_NAME = "scheduler_config.json"
 
 TimeShift = Literal["exponential", "linear"]
 
+# A shift above has all levels at 1, in float32.
+_LARGEST = 1e6
+# Exponents of a dynamic shift that float32 holds; up to the image tokens of 8192x8192.
+_LARGEST_MU, _MOST_TOKENS = 80.0, (8192 // 16) ** 2
+
 # Other ways to space the levels or to step, which no published text-to-image model uses.
 _ONLY: Mapping[str, Any] = {
     "num_train_timesteps": 1000,
@@ -63,6 +68,9 @@ class FlowSchedule:
                 f"{FILE_NAME}: max_image_seq_len={self.max_image_seq_len} must be larger than "
                 f"base_image_seq_len={self.base_image_seq_len}"
             )
+        if self.use_dynamic_shifting:
+            for tokens in (1, _MOST_TOKENS):
+                self._check_mu(tokens)
         if self.shift_terminal is not None and self.shift_terminal >= 1:
             raise errors.ConfigError(
                 f"{FILE_NAME}: shift_terminal={self.shift_terminal} must be less than 1"
@@ -89,6 +97,19 @@ class FlowSchedule:
         mu = self._mu(image_tokens)
         strength = math.exp(mu) if self.time_shift_type == "exponential" else mu
         return strength / (strength + (1 / levels - 1))
+
+    def _check_mu(self, image_tokens: int) -> None:
+        mu = self._mu(image_tokens)
+        is_exponent = self.time_shift_type == "exponential"
+        low, high = (-_LARGEST_MU, _LARGEST_MU) if is_exponent else (0, _LARGEST)
+        if not low < mu < high:
+            raise errors.ConfigError(
+                f"{FILE_NAME}: base_shift={self.base_shift} at base_image_seq_len="
+                f"{self.base_image_seq_len} and max_shift={self.max_shift} at max_image_seq_len="
+                f"{self.max_image_seq_len} make a shift of {mu:.3g} for {image_tokens} image "
+                f"tokens, but a time_shift_type of {self.time_shift_type} has them between {low:g} "
+                f"and {high:g}"
+            )
 
     def _mu(self, image_tokens: int) -> float:
         """Returns the line through both bounds, also outside them."""
@@ -144,8 +165,9 @@ def _checked(key: str, value: Any, wanted: object) -> Any:
             _refuse(key, value, " or ".join(typing.get_args(TimeShift)))
         return value
     is_number = isinstance(value, int if wanted is int else int | float)
-    if isinstance(value, bool) or not is_number or not 0 < value < math.inf:
-        _refuse(key, value, f"a positive {'integer' if wanted is int else 'number'}")
+    if isinstance(value, bool) or not is_number or not 0 < value <= _LARGEST:
+        kind = "integer" if wanted is int else "number"
+        _refuse(key, value, f"a positive {kind} up to {_LARGEST:g}")
     return value
 
 

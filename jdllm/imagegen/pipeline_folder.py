@@ -308,7 +308,7 @@ class _Reader:
     def request_defaults(self) -> Mapping[str, Any]:
         """Returns the options that the folder gives, none without the file or after a fault."""
         path = self._directory / request_defaults.FILE_NAME
-        if path.is_file():
+        if path.exists():  # a folder of this name is a fault, too
             with self._collect(request_defaults.FILE_NAME):
                 return request_defaults.read(path)
         return {}

@@ -112,8 +112,8 @@ def load_model(
     block_size: int | None = None,
     load_format: str = "auto",
 ) -> FullModel:
-    """Returns the model of a directory or a name (`source.resolve`); None means jdllm-nano."""
-    directory = source.resolve(path)
+    """Returns the model of a directory or a name (`source.resolve_text`); None means jdllm-nano."""
+    directory = source.resolve_text(path)
     return FullModel(
         loading.load(directory, dtype=dtype, block_size=block_size, load_format=load_format)
     )

@@ -36,7 +36,7 @@ class TextRecipe:
     def __init__(self, config: TrainConfig, output_dir: pathlib.Path, began: float):
         del output_dir
         self._config, self._began = config, began
-        self._model_path = source.resolve(config.model_path)
+        self._model_path = source.resolve_text(config.model_path)
         hf_config = json.loads((self._model_path / "config.json").read_text(encoding="utf-8"))
         self._network = step.build_network(hf_config, config.compute_dtype)
         self._layout = examples.Layout(

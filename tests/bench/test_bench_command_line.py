@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import subprocess
 import sys
@@ -80,6 +81,12 @@ def test_numbers_that_mean_nothing_are_refused(wrong, capsys):
     with pytest.raises(SystemExit):
         serving_options.parse(wrong)
     assert wrong[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", ["0", "nan", "inf"])
+def test_a_factor_is_finite_as_results_hold_it(wrong):
+    with pytest.raises(argparse.ArgumentTypeError):
+        command_line.factor(wrong)
 
 
 @pytest.mark.parametrize("tool", ["one_batch", "offline_throughput"])

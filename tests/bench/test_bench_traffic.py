@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 
+from jdllm import errors
 from jdllm.bench import prompts, stats, traffic
 
 PROMPTS = [prompts.Prompt(content=[i], output_len=1) for i in range(12)]
@@ -22,6 +23,12 @@ def test_arrivals_are_a_poisson_process():
     assert gaps.std() == pytest.approx(1 / 20, rel=0.05)  # exponential: as large as the mean
     assert traffic.arrivals_s(5000, 20.0, 0) == found
     assert traffic.arrivals_s(1, 20.0, 0) == [0.0]
+
+
+@pytest.mark.parametrize("rate", [1e-30, 5e-324])
+def test_arrivals_beyond_a_year_are_refused(rate):
+    with pytest.raises(errors.ConfigError, match="raise --request-rate"):
+        traffic.arrivals_s(3, rate, 0)
 
 
 def send(at_s, answer=lambda: time.sleep(0.02), **options):

@@ -74,7 +74,9 @@ def test_one_value_or_one_for_each():
 
 
 def test_seeds_make_images_again():
-    three = generate("a cat", num_images_per_prompt=3, seed=7, output_type="latent", **QUICK)
+    three = generate(
+        "a cat", num_images_per_prompt=np.int64(3), seed=7, output_type="latent", **QUICK
+    )
     again = generate(["a cat"] * 3, seed=[7, 8, 9], output_type="latent", **QUICK)
     np.testing.assert_allclose(three, again, atol=5e-5)  # launches of other sizes round differently
     assert np.abs(three[0] - three[1]).max() > 0.1
@@ -179,3 +181,8 @@ def test_a_bundled_image_model_is_found_by_its_name_and_is_the_default(monkeypat
     monkeypatch.setattr(source, "BUNDLED_IMAGE_MODELS", ("pipeline",))
     for name in (None, "pipeline"):
         assert image_options.find(config.EngineConfig(model_path=name)) == golden.PIPELINE
+
+
+def test_a_path_in_place_of_a_config_is_told_what_to_write():
+    with pytest.raises(TypeError, match="got 'somewhere'; .* model_path="):
+        jdllm.ImageEngine("somewhere")  # pyright: ignore[reportArgumentType]

@@ -123,6 +123,7 @@ def test_no_steps_is_an_error():
         ({"shift": 0}, "shift=0"),
         ({"shift": float("nan")}, "shift=nan"),
         ({"shift": True}, "shift=True"),
+        ({"shift": 10**400}, "shift=.*up to 1e.06"),
         ({"shift_terminal": 1.0}, "shift_terminal=1.0"),
         ({"shift_terminal": -0.1}, "shift_terminal=-0.1"),
         ({"base_image_seq_len": 256.5}, "base_image_seq_len=256.5 .*integer"),
@@ -133,3 +134,16 @@ def test_no_steps_is_an_error():
 def test_what_is_not_served_is_refused_by_name(change, message):
     with pytest.raises(errors.ConfigError, match=f"scheduler_config.json: .*{message}"):
         flow_schedule.read(PUBLISHED | change)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"base_shift": 999.0, "max_shift": 1000.0},  # math.exp overflows
+        {"max_shift": 90.0},  # float32 does, for large images
+        {"base_shift": 2.0, "max_shift": 0.5, "time_shift_type": "linear"},  # below 0 for them
+    ],
+)
+def test_a_dynamic_shift_that_no_number_holds_is_refused(change):
+    with pytest.raises(errors.ConfigError, match="base_shift=.*max_shift=.*image tokens"):
+        flow_schedule.read(PUBLISHED | {"use_dynamic_shifting": True} | change)

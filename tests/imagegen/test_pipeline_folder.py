@@ -341,3 +341,9 @@ def test_defaults_that_cannot_be_are_faults_of_the_folder(folder, values, messag
     with pytest.raises(errors.ConfigError, match=message) as error:
         pipeline_folder.read(folder)
     assert "generation_config.json" in str(error.value)
+
+
+def test_a_folder_in_place_of_the_defaults_is_a_fault(folder):
+    (folder / "generation_config.json").mkdir()
+    with pytest.raises(errors.ConfigError, match=r"generation_config.json cannot be read"):
+        pipeline_folder.read(folder)

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from jdllm import errors
 from jdllm.runner import full_forward
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "data" / "goldens"
@@ -32,3 +33,8 @@ def test_scores_are_those_of_the_logits_and_padding_is_not_seen(family):
     np.testing.assert_array_equal(again.logprob, scores.logprob)
     with pytest.raises(ValueError, match="length of the row"):
         model.token_scores(ids, np.array([15, 24]), positions, tokens)
+
+
+def test_an_image_pipeline_is_told_where_it_belongs():
+    with pytest.raises(errors.ConfigError, match="is an image pipeline; use jdllm.ImageEngine"):
+        full_forward.load_model("jdllm-nano-image")

@@ -11,8 +11,7 @@ import functools
 import logging
 import pathlib
 import time
-from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -72,14 +71,9 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
     began = time.monotonic()
     enable_compilation_cache()
     progress.enter("load")
-    model_dir = source.resolve(
-        config.model_path,
-        revision=config.revision,
-        download_dir=config.download_dir,
-        check_index=_refuse_pipeline,
+    model_dir = source.resolve_text(
+        config.model_path, revision=config.revision, download_dir=config.download_dir
     )
-    if source.is_pipeline(model_dir):
-        _refuse_pipeline({}, model_dir)
     config.check_for("text")
     generation_config = source.read_optional_json(model_dir / "generation_config.json")
     # What can be refused without the weights is refused before they are read.
@@ -218,12 +212,6 @@ def enable_compilation_cache() -> None:
         cache = pathlib.Path.home() / ".cache" / "jdllm" / "compilation"
         jax.config.update("jax_compilation_cache_dir", str(cache))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-
-
-def _refuse_pipeline(_: Mapping[str, Any], directory: pathlib.Path) -> NoReturn:
-    raise errors.ConfigError(
-        f"{directory} is an image pipeline; use jdllm.ImageEngine, or jdllm serve"
-    )
 
 
 def _dtype(wanted: str, hf_config: dict[str, Any], device: device_facts.DeviceFacts) -> str:

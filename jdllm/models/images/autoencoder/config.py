@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from jdllm import errors
 from jdllm.models import hf_config
 
-# Keys without effect: force_upcast is advice for float16, sample_size sets the tiles of diffusers.
+# Keys without effect here: force_upcast is advice for float16; sample_size, which sets the tiles of
+# diffusers, is what the engine takes for the size of images that do not say.
 _HARMLESS = ("force_upcast", "sample_size")
 # The implemented value of a key; a missing key means it, too.
 _ONLY: Mapping[str, Any] = {
@@ -75,6 +76,7 @@ def read(hf: Mapping[str, Any]) -> AutoencoderConfig:
         has_post_quant_conv=_flag(hf, "use_post_quant_conv"),
     )
     _refuse_unknown(hf)
+    hf_config.integer(hf, "sample_size", default=1)  # may be missing
     return config
 
 
@@ -124,7 +126,7 @@ def _shift(hf: Mapping[str, Any]) -> float:
     key = "shift_factor"
     value = hf.get(key)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value is not None and not (is_number and math.isfinite(value)):
+    if value is not None and not (is_number and abs(value) <= sys.float_info.max):
         _refuse(key, value, "a finite number or null")
     return float(value or 0)
 
