@@ -29,7 +29,7 @@ MB, GB = 1 << 20, 1 << 30
 LIMIT_BYTES = 4 * GB
 # What a process may grow by before it is trimmed, which takes 0.1 s, and at the end of a module,
 # before jax's caches are cleared, which takes half a second, and what comes next longer.
-GROWTH_BYTES = 256 * MB
+GROWTH_BYTES = 128 * MB
 WATCH_S = 0.5
 SLOWEST = 10
 
