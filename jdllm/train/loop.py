@@ -71,7 +71,12 @@ def train(
     bar = progress.bar(total=config.num_steps, initial=number, desc="training", unit="step")
     with stop.deferred(), bar:
         while not (stop.signal or recipe.is_over(number)):
-            state, metrics = recipe.step(state, next(batches))
+            try:
+                state, metrics = recipe.step(state, next(batches))
+            except RuntimeError:  # also of grain or a pool, whose processes a signal may have ended
+                if not stop.comes():
+                    raise
+                break
             number += 1
             bar.update()
             if number % config.log_every == 0:

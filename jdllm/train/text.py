@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pathlib
 from collections.abc import Mapping
@@ -11,18 +12,31 @@ import numpy as np
 
 from jdllm.checkpoint import source
 from jdllm.models import loading
-from jdllm.train import clock, evaluate, examples, export, question_noise, recipe, step
+from jdllm.train import (
+    clock,
+    evaluate,
+    examples,
+    export,
+    question_noise,
+    recipe,
+    step,
+    stop_request,
+)
 from jdllm.train.config import TrainConfig
 
 
 class TextBatches:
-    """Batches on the device."""
+    """Batches on the device, of threads or of `num_workers` processes."""
 
-    def __init__(self, ahead: examples.grain.DatasetIterator[examples.Batch]):
-        self._ahead = ahead
+    def __init__(self, ahead: examples.grain.DatasetIterator[examples.Batch], *, num_workers: int):
+        self._ahead, self._num_workers = ahead, num_workers
 
     def __next__(self) -> dict[str, jax.Array]:
-        return jax.device_put(next(self._ahead))
+        # The first batch starts the processes.
+        hides = stop_request.unseen_by_children if self._num_workers else contextlib.nullcontext
+        with hides():
+            batch = next(self._ahead)
+        return jax.device_put(batch)
 
     def close(self) -> None:
         self._ahead.close()
@@ -102,7 +116,8 @@ class TextRecipe:
                 num_threads=config.data_threads,
                 num_workers=config.data_workers,
                 prefetch=config.prefetch_batches,
-            )
+            ),
+            num_workers=config.data_workers,
         )
 
     def is_over(self, number: int) -> bool:
