@@ -59,7 +59,7 @@ def train(
     recipe = recipes.build(config, paths.output_dir, began)
     state = _first_state(recipe, paths.import_state if is_new else None)
     paths.output_dir.mkdir(parents=True, exist_ok=True)
-    if not paths.is_resumed:
+    if is_new:
         _delete_run(paths)
     run_settings.write(paths.output_dir, settings)
     saved = checkpoints.manager(paths.checkpoints)
@@ -116,6 +116,7 @@ def _delete_run(paths: RunPaths) -> None:
     if newest is not None:
         logger.info("deleting the checkpoints of a run of %d steps: --resume never", newest)
         shutil.rmtree(paths.checkpoints)
+    # Also that of a run that ended before its first checkpoint: this one does not go on with it.
     paths.curve.unlink(missing_ok=True)
 
 

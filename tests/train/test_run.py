@@ -106,6 +106,17 @@ def test_a_run_that_is_not_resumed_leaves_nothing_of_the_one_before(model_path, 
     assert json.loads((run / "run.json").read_text())["num_steps"] == 2
 
 
+def test_a_run_does_not_go_on_with_the_curve_of_one_that_left_no_checkpoint(model_path, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "curve.jsonl").write_text('{"step": 7, "loss": 1.0}\n')
+    assert train_main.main(tiny_text.arguments(model_path, run, num_steps=2)) == 0
+    assert [line["step"] for line in curve(run)] == [2]
+    # That of a run with a checkpoint goes on.
+    assert train_main.main(tiny_text.arguments(model_path, run, num_steps=3)) == 0
+    assert [line["step"] for line in curve(run)] == [2, 3]
+
+
 def test_a_stop_during_evaluation_loses_no_step(model_path, tmp_path, monkeypatch):
     def stop(_params):
         raise KeyboardInterrupt
