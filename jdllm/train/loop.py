@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 from jdllm import errors, host, progress
 from jdllm.checkpoint import source
-from jdllm.train import checkpoints, recipes, run_settings, stop_request
+from jdllm.train import checkpoints, recipes, run_lock, run_settings, stop_request
 from jdllm.train import recipe as recipe_lib
 from jdllm.train.config import RunConfig
 
@@ -49,16 +49,21 @@ def train(
     Where `stop` has been asked, it ends with a KeyboardInterrupt; then no step is lost.
     """
     began = time.monotonic()
-    stop = stop or stop_request.StopRequest()
     if paths.export_state is not None:
         _check_can_export(paths.export_state)
+    with run_lock.held(paths.output_dir):
+        return _train(config, paths, stop or stop_request.StopRequest(), began)
+
+
+def _train(
+    config: RunConfig, paths: RunPaths, stop: stop_request.StopRequest, began: float
+) -> dict[str, float]:
     is_new = not paths.is_resumed or checkpoints.newest(paths.checkpoints) is None
     settings = run_settings.of(config, paths.import_state)
     if not is_new:
         settings = run_settings.resumed(paths.output_dir, config, settings)
     recipe = recipes.build(config, paths.output_dir, began)
     state = _first_state(recipe, paths.import_state if is_new else None)
-    paths.output_dir.mkdir(parents=True, exist_ok=True)
     if is_new:
         _delete_run(paths)
     run_settings.write(paths.output_dir, settings)

@@ -1,9 +1,13 @@
 """A tiny run on CPU: its loss falls, it resumes bit for bit, its export loads."""
 
 import dataclasses
+import errno
+import fcntl
 import json
 import pathlib
 import shutil
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +18,17 @@ from support import tiny_text
 from jdllm import errors
 from jdllm.models import loading
 from jdllm.train import __main__ as train_main
-from jdllm.train import checkpoints, config, denoise, evaluate, examples, loop, recipes, step
+from jdllm.train import (
+    checkpoints,
+    config,
+    denoise,
+    evaluate,
+    examples,
+    loop,
+    recipes,
+    run_lock,
+    step,
+)
 
 NANO = pathlib.Path(examples.__file__).parents[1] / "assets" / "jdllm-nano"
 
@@ -115,6 +129,44 @@ def test_a_run_does_not_go_on_with_the_curve_of_one_that_left_no_checkpoint(mode
     # That of a run with a checkpoint goes on.
     assert train_main.main(tiny_text.arguments(model_path, run, num_steps=3)) == 0
     assert [line["step"] for line in curve(run)] == [2, 3]
+
+
+def test_a_second_run_in_the_folder_is_refused_before_it_changes_anything(
+    model_path, tmp_path, capfd
+):
+    run = tmp_path / "run"
+    argv = [*tiny_text.arguments(model_path, run, num_steps=2), "--resume", "never"]
+    # Another process holds the folder, as a run does, until its input ends.
+    program = "import pathlib, sys; from jdllm.train import run_lock\n"
+    program += "with run_lock.held(pathlib.Path(sys.argv[1])): print(flush=True); input()"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", program, str(run)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert holder.stdin is not None and holder.stdout is not None
+    try:
+        assert holder.stdout.readline() == "\n"
+        (run / "curve.jsonl").write_text('{"step": 7}\n')
+        assert train_main.main(argv) == 2
+        err = capfd.readouterr().err
+        assert err.startswith(f"jdllm train: error: another process trains in {run}; ")
+        assert err.count("\n") == 1 and "7" in (run / "curve.jsonl").read_text()
+    finally:
+        holder.kill()  # which leaves the file, and holds nothing
+        holder.communicate()
+    assert train_main.main(argv) == 0
+
+
+def test_a_folder_that_cannot_be_locked_is_said(tmp_path, monkeypatch, caplog):
+    def unsupported(*_):
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    caplog.set_level("INFO", logger="jdllm.train.run_lock")
+    with run_lock.held(tmp_path):
+        assert f"{tmp_path} cannot be locked" in caplog.text
 
 
 def test_a_stop_during_evaluation_loses_no_step(model_path, tmp_path, monkeypatch):

@@ -8,7 +8,8 @@ from jdllm.train import config
 
 
 @pytest.fixture
-def recipe(tmp_path):
+def recipe(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where the folder of a run is made
     file = tmp_path / "recipe.yaml"
     file.write_text(f"model_path: {tmp_path / 'nowhere'}\n")
     return file
