@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from jdllm import errors
 from jdllm.train import recipe
 
 MAX_PART_BYTES = 15 * 2**20
@@ -69,12 +70,23 @@ def _write_errors(checkpoints: ocp.CheckpointManager) -> Iterator[None]:
 
 
 def restore(checkpoints: ocp.CheckpointManager, like: StateT) -> StateT | None:
-    """Returns the latest checkpoint, with the structure and shapes of `like`, or None."""
+    """Returns the latest checkpoint, with the structure and shapes of `like`, or None.
+
+    Raises a ConfigError that names the checkpoint's folder where it cannot be read.
+    """
     latest = checkpoints.latest_step()
     if latest is None:
         return None
     shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-    restored = checkpoints.restore(latest, args=ocp.args.StandardRestore(shapes))
+    try:
+        restored = checkpoints.restore(latest, args=ocp.args.StandardRestore(shapes))
+    except Exception as error:  # orbax raises exactly this for files that are damaged or missing
+        folder = checkpoints.directory / str(latest)
+        raise errors.ConfigError(
+            f"the checkpoint {folder} is damaged: {str(error).partition(chr(10))[0][:200]}; delete "
+            "this folder to resume from the checkpoint before it, or to begin anew if it is the "
+            "only one"
+        ) from error
     return typing.cast(StateT, restored)  # of the type of `like`
 
 

@@ -14,6 +14,8 @@ import shutil
 import time
 from collections.abc import Mapping
 
+import orbax.checkpoint as ocp
+
 from jdllm import errors, host, progress
 from jdllm.checkpoint import source
 from jdllm.train import checkpoints, recipes, run_lock, run_settings, stop_request
@@ -35,6 +37,11 @@ class RunPaths:
     @property
     def checkpoints(self) -> pathlib.Path:
         return self.output_dir / "checkpoints"
+
+    @property
+    def old_checkpoints(self) -> pathlib.Path:
+        """Those of the run before, until the first of a run that does not resume it."""
+        return self.output_dir / "checkpoints.old"
 
     @property
     def curve(self) -> pathlib.Path:
@@ -65,12 +72,13 @@ def _train(
     recipe = recipes.build(config, paths.output_dir, began)
     state = _first_state(recipe, paths.import_state if is_new else None)
     if is_new:
-        _delete_run(paths)
+        _set_aside(paths)
     run_settings.write(paths.output_dir, settings)
     saved = checkpoints.manager(paths.checkpoints)
     state = checkpoints.restore(saved, state) or state
+    saver = Saver(saved, paths)
     curve = Curve(paths.curve, recipe, began=began)
-    number = int(state.step)
+    number = first = int(state.step)
     logger.info("training from step %d to %d", number, config.num_steps)
     batches = recipe.batches(state)
     bar = progress.bar(total=config.num_steps, initial=number, desc="training", unit="step")
@@ -89,14 +97,15 @@ def _train(
                 curve.write(number, numbers)
                 bar.set_postfix(loss=f"{numbers['loss']:.4f}", refresh=False)
             if number % config.checkpoint_every == 0:
-                checkpoints.save(saved, state)
+                saver.save(state)
             if number % config.eval_every == 0 and number < config.num_steps:
                 # An evaluation takes minutes. A stop during it must not lose earlier steps.
-                checkpoints.save_now(saved, state)
+                saver.save_now(state)
                 with stop.at_once():
                     curve.write(number, recipe.evaluate(state))
         batches.close()
-        checkpoints.save_now(saved, state)
+        if number > first or not stop.signal:  # a stop before the first step leaves all as it was
+            saver.save_now(state)
     final = recipe.evaluate(state)
     curve.write(number, final)
     recipe.export(state, paths.output_dir)
@@ -115,12 +124,17 @@ def _check_can_export(stem: pathlib.Path) -> None:
         raise errors.ConfigError(f"--export-state {stem} cannot be written: {error}") from error
 
 
-def _delete_run(paths: RunPaths) -> None:
-    """Deletes what a new run would go on with: beside later checkpoints, none is written."""
-    newest = checkpoints.newest(paths.checkpoints)
+def _set_aside(paths: RunPaths) -> None:
+    """Moves what a new run would go on with: beside later checkpoints, none is written."""
+    newest, old = checkpoints.newest(paths.checkpoints), paths.old_checkpoints
     if newest is not None:
-        logger.info("deleting the checkpoints of a run of %d steps: --resume never", newest)
-        shutil.rmtree(paths.checkpoints)
+        if old.exists():
+            shutil.rmtree(old)
+        paths.checkpoints.rename(old)  # one step: it is whole in the one place or in the other
+        logger.info(
+            "--resume never: the checkpoints of a run of %d steps are in %s until the first of "
+            "this run is complete", newest, old,
+        )  # fmt: skip
     # Also that of a run that ended before its first checkpoint: this one does not go on with it.
     paths.curve.unlink(missing_ok=True)
 
@@ -150,6 +164,34 @@ def _check_shapes(
             f"{stem}: {len(wrong)} arrays do not fit the model (linear weights are [out, in]): "
             + "; ".join(wrong[:3])
         )
+
+
+class Saver:
+    """Writes the checkpoints of a run; with the first, the folder is this run's alone."""
+
+    def __init__(self, saved: ocp.CheckpointManager, paths: RunPaths):
+        self._saved, self._paths = saved, paths
+        self._resumed, self._is_first = saved.latest_step(), True
+
+    def save(self, state: recipe_lib.State) -> None:
+        """Writes a checkpoint in the background, but the first one at once."""
+        if self._is_first:
+            self.save_now(state)
+        else:
+            checkpoints.save(self._saved, state)
+
+    def save_now(self, state: recipe_lib.State) -> None:
+        """Writes a checkpoint, where this step has none, and waits until it is complete."""
+        checkpoints.save_now(self._saved, state)
+        if self._is_first and int(state.step) != self._resumed:
+            self._is_first = False
+            self._take_over()
+
+    def _take_over(self) -> None:
+        old = self._paths.old_checkpoints
+        if old.exists():
+            logger.info("deleting %s: this run has a checkpoint", old)
+            shutil.rmtree(old)
 
 
 class Curve:

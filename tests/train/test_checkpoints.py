@@ -1,6 +1,7 @@
-"""Checkpoints of a run when the disk is full."""
+"""Checkpoints of a run when the disk is full, or when they are damaged."""
 
 import dataclasses
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from support.full_disk import largest_file
 
+from jdllm import errors
 from jdllm.train import __main__ as train_main
 from jdllm.train import checkpoints, loop
 
@@ -43,6 +45,31 @@ def test_a_checkpoint_that_finds_no_room_is_an_error_and_the_one_before_is_resum
     checkpoints.save_now(again, state(2))  # there is room again
     restored = checkpoints.restore(checkpoints.manager(tmp_path), state(0))
     assert restored is not None and int(restored.step) == 2
+
+
+DAMAGES = {
+    "an empty folder": lambda step: shutil.rmtree(step / "default"),
+    "a missing file": lambda step: (step / "default" / "_METADATA").unlink(),
+    "a file cut short": lambda step: (step / "default" / "manifest.ocdbt").write_bytes(b"\1"),
+    "missing numbers": lambda step: shutil.rmtree(step / "default" / "ocdbt.process_0"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_checkpoint_that_is_damaged_is_named(tmp_path, damage):
+    saved = checkpoints.manager(tmp_path)
+    for number in (1, 2):
+        checkpoints.save_now(saved, state(number))
+    saved.close()
+    DAMAGES[damage](tmp_path / "2")
+    with pytest.raises(errors.ConfigError, match=f"checkpoint {tmp_path}/2 is damaged: ") as found:
+        checkpoints.restore(checkpoints.manager(tmp_path), state(0))
+    assert "\n" not in str(found.value)
+    # What the message says helps.
+    shutil.rmtree(tmp_path / "2")
+    restored = checkpoints.restore(checkpoints.manager(tmp_path), state(0))
+    assert restored is not None and int(restored.step) == 1
 
 
 def test_the_command_says_so_in_one_line(tmp_path, monkeypatch, capfd):

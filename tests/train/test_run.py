@@ -28,6 +28,7 @@ from jdllm.train import (
     recipes,
     run_lock,
     step,
+    text,
 )
 
 NANO = pathlib.Path(examples.__file__).parents[1] / "assets" / "jdllm-nano"
@@ -116,8 +117,44 @@ def test_a_run_that_is_not_resumed_leaves_nothing_of_the_one_before(model_path, 
     assert (run / "checkpoints" / "7").is_dir() and "7" in (run / "curve.jsonl").read_text()
     assert train_main.main(argv) == 0
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["2"]
+    assert not (run / "checkpoints.old").exists()
     assert [line["step"] for line in curve(run)] == [2]
     assert json.loads((run / "run.json").read_text())["num_steps"] == 2
+
+
+def test_the_checkpoints_before_are_kept_until_the_new_run_has_one(
+    model_path, tmp_path, monkeypatch, capfd
+):
+    run = tmp_path / "run"
+    argv = tiny_text.arguments(model_path, run, num_steps=2, checkpoint_every=1)
+    assert train_main.main(argv) == 0
+    anew, whole, stops = [*argv, "--resume", "never"], text.TextRecipe.step, [0]
+
+    def stopped(self, state, batch):
+        after = whole(self, state, batch)
+        if int(after[0].step) - 1 in stops:  # in the middle of a step
+            raise KeyboardInterrupt
+        return after
+
+    monkeypatch.setattr(text.TextRecipe, "step", stopped)
+    # The second one finds nothing that is newer than what the first has moved.
+    for _ in range(2):
+        assert train_main.main(anew) == 130
+        assert f"the run before are in {run / 'checkpoints.old'}" in capfd.readouterr().err
+        steps = sorted(path.name for path in (run / "checkpoints.old").iterdir())
+        assert steps == ["1", "2"]
+        assert checkpoints.newest(run / "checkpoints") is None
+    # With a checkpoint, the new run is the one of the folder.
+    stops[:] = [1]
+    assert train_main.main(anew) == 130
+    assert f"deleting {run / 'checkpoints.old'}: " in capfd.readouterr().err
+    assert checkpoints.newest(run / "checkpoints") == 1
+    assert not (run / "checkpoints.old").exists()
+    # Older ones make room for those of the run that is set aside now.
+    (run / "checkpoints.old" / "9").mkdir(parents=True)
+    stops[:] = [0]
+    assert train_main.main(anew) == 130
+    assert [path.name for path in (run / "checkpoints.old").iterdir()] == ["1"]
 
 
 def test_a_run_does_not_go_on_with_the_curve_of_one_that_left_no_checkpoint(model_path, tmp_path):

@@ -94,6 +94,21 @@ def test_the_signal_of_a_group_ends_processes_that_make_batches_and_no_step_is_l
     assert "resumes from step 3" in capfd.readouterr().err.splitlines()[-1]
 
 
+def test_a_signal_before_the_first_step_leaves_the_run_before(model_path, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    argv = tiny_text.arguments(model_path, run, num_steps=2)
+    assert train_main.main(argv) == 0
+
+    def gone(self):
+        signal.raise_signal(signal.SIGTERM)
+        raise RuntimeError("Worker process was terminated unexpectedly")
+
+    monkeypatch.setattr(text.TextBatches, "__next__", gone)
+    assert train_main.main([*argv, "--resume", "never"]) == 128 + signal.SIGTERM
+    assert steps_of(run) == []
+    assert [path.name for path in (run / "checkpoints.old").iterdir()] == ["2"]
+
+
 def test_processes_that_are_gone_without_a_signal_are_an_error(model_path, tmp_path, monkeypatch):
     def gone(self):
         raise RuntimeError("Worker process was terminated unexpectedly")
