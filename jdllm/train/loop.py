@@ -73,10 +73,9 @@ def _train(
     state = _first_state(recipe, paths.import_state if is_new else None)
     if is_new:
         _set_aside(paths)
-    run_settings.write(paths.output_dir, settings)
     saved = checkpoints.manager(paths.checkpoints)
     state = checkpoints.restore(saved, state) or state
-    saver = Saver(saved, paths)
+    saver = Saver(saved, paths, settings)
     curve = Curve(paths.curve, recipe, began=began)
     number = first = int(state.step)
     logger.info("training from step %d to %d", number, config.num_steps)
@@ -167,10 +166,16 @@ def _check_shapes(
 
 
 class Saver:
-    """Writes the checkpoints of a run; with the first, the folder is this run's alone."""
+    """Writes the checkpoints of a run; with the first, the folder is this run's alone.
 
-    def __init__(self, saved: ocp.CheckpointManager, paths: RunPaths):
-        self._saved, self._paths = saved, paths
+    Until then its settings are those of the checkpoints that are there: a mistake in an option of a
+    run that goes on can be mended.
+    """
+
+    def __init__(
+        self, saved: ocp.CheckpointManager, paths: RunPaths, settings: run_settings.Settings
+    ):
+        self._saved, self._paths, self._settings = saved, paths, settings
         self._resumed, self._is_first = saved.latest_step(), True
 
     def save(self, state: recipe_lib.State) -> None:
@@ -188,6 +193,7 @@ class Saver:
             self._take_over()
 
     def _take_over(self) -> None:
+        run_settings.write(self._paths.output_dir, self._settings)
         old = self._paths.old_checkpoints
         if old.exists():
             logger.info("deleting %s: this run has a checkpoint", old)

@@ -1,7 +1,8 @@
 """The settings of a run beside its checkpoints, so that what is resumed is one run.
 
 A run whose learning rate, batches or model change on the way is a mixture that nobody asked for
-and that no curve shows. So the output folder keeps them, in `run.json`.
+and that no curve shows. So the output folder keeps them, in `run.json`: those of its checkpoints,
+written with the first one of a run or of a change.
 """
 
 from __future__ import annotations

@@ -157,6 +157,32 @@ def test_the_checkpoints_before_are_kept_until_the_new_run_has_one(
     assert [path.name for path in (run / "checkpoints.old").iterdir()] == ["1"]
 
 
+def test_settings_are_those_of_the_checkpoints(model_path, tmp_path, monkeypatch, capfd):
+    def argv(num_steps):
+        return tiny_text.arguments(model_path, run, num_steps=num_steps)
+
+    def kept():
+        return json.loads((run / "run.json").read_text())["num_steps"]
+
+    run = tmp_path / "run"
+    assert train_main.main(argv(2)) == 0
+    assert kept() == 2
+    whole = text.TextRecipe.step
+
+    def stopped(self, state, batch):
+        raise KeyboardInterrupt
+
+    # A slip, and Ctrl-C before there is a checkpoint of so many steps: it is undone.
+    monkeypatch.setattr(text.TextRecipe, "step", stopped)
+    assert train_main.main(argv(300)) == 130
+    assert kept() == 2
+    monkeypatch.setattr(text.TextRecipe, "step", whole)
+    assert train_main.main(argv(3)) == 0
+    assert kept() == 3
+    assert train_main.main(argv(2)) == 2
+    assert "num_steps: 3 -> 2" in capfd.readouterr().err
+
+
 def test_a_run_does_not_go_on_with_the_curve_of_one_that_left_no_checkpoint(model_path, tmp_path):
     run = tmp_path / "run"
     run.mkdir()
