@@ -19,8 +19,10 @@ def recipe(tmp_path, monkeypatch):
     ("arguments", "named"),
     [
         (["--set", "eval_every=0"], "eval_every=0"),
-        (["--set", "num_steps=20", "decay_share=30"], "decay_share=30"),
-        (["--set", "num_steps=20", "--set", "optimizer=sgd"], "optimizer='sgd'"),
+        (["--set", "num_steps=20", "decay_share=30"], "error: decay_share=30.0 must be above 0"),
+        (["--set", "num_steps=20", "--set", "optimizer=sgd"], "error: optimizer='sgd' must"),
+        (["--set", "attention=flash"], "error: attention='flash' must be 'auto', "),
+        (["--set", "compute_dtype=int8"], "error: compute_dtype='int8' must be 'bfloat16' or "),
         (["--set", "learning_rat=1"], "learning_rate"),
         (["--set", "recipe=txt"], "recipe='txt'"),
         (["--set", "learning_rate=fast"], "learning_rate='fast'"),
