@@ -69,17 +69,20 @@ def _train(
     settings = run_settings.of(config, paths.import_state)
     if not is_new:
         settings = run_settings.resumed(paths.output_dir, config, settings)
-    recipe = recipes.build(config, paths.output_dir, began)
+    recipe = recipes.build(config, paths.output_dir)
     state = _first_state(recipe, paths.import_state if is_new else None)
     if is_new:
         _set_aside(paths)
     saved = checkpoints.manager(paths.checkpoints)
     state = checkpoints.restore(saved, state) or state
-    saver = Saver(saved, paths, settings)
+    passed = checkpoints.passed(saved)
+    began -= passed.run
+    saver = Saver(saved, recipe, paths, settings)
     curve = Curve(paths.curve, recipe, began=began)
     number = first = int(state.step)
     logger.info("training from step %d to %d", number, config.num_steps)
-    batches = recipe.batches(state)
+    passed = dataclasses.replace(passed, run=time.monotonic() - began)
+    batches = recipe.batches(state, passed)
     bar = progress.bar(total=config.num_steps, initial=number, desc="training", unit="step")
     with stop.deferred(), bar:
         while not (stop.signal or recipe.is_over(number)):
@@ -173,9 +176,13 @@ class Saver:
     """
 
     def __init__(
-        self, saved: ocp.CheckpointManager, paths: RunPaths, settings: run_settings.Settings
+        self,
+        saved: ocp.CheckpointManager,
+        recipe: recipe_lib.Recipe,
+        paths: RunPaths,
+        settings: run_settings.Settings,
     ):
-        self._saved, self._paths, self._settings = saved, paths, settings
+        self._saved, self._recipe, self._paths, self._settings = saved, recipe, paths, settings
         self._resumed, self._is_first = saved.latest_step(), True
 
     def save(self, state: recipe_lib.State) -> None:
@@ -183,11 +190,11 @@ class Saver:
         if self._is_first:
             self.save_now(state)
         else:
-            checkpoints.save(self._saved, state)
+            checkpoints.save(self._saved, state, self._recipe.passed())
 
     def save_now(self, state: recipe_lib.State) -> None:
         """Writes a checkpoint, where this step has none, and waits until it is complete."""
-        checkpoints.save_now(self._saved, state)
+        checkpoints.save_now(self._saved, state, self._recipe.passed())
         if self._is_first and int(state.step) != self._resumed:
             self._is_first = False
             self._take_over()
@@ -201,7 +208,7 @@ class Saver:
 
 
 class Curve:
-    """A file with one JSON line per event: the step, seconds since the start, and numbers."""
+    """A file with one JSON line per event: the step, seconds of the run, and numbers."""
 
     def __init__(self, path: pathlib.Path, recipe: recipe_lib.Recipe, *, began: float):
         self.path, self.recipe, self.began = path, recipe, began

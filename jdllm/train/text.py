@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import pathlib
+import time
 from collections.abc import Mapping
 
 import jax
@@ -47,9 +48,9 @@ class TextRecipe:
 
     unit = "problems"
 
-    def __init__(self, config: TrainConfig, output_dir: pathlib.Path, began: float):
+    def __init__(self, config: TrainConfig, output_dir: pathlib.Path):
         del output_dir
-        self._config, self._began = config, began
+        self._config = config
         self._model_path = source.resolve(config.model_path)
         hf_config = json.loads((self._model_path / "config.json").read_text(encoding="utf-8"))
         self._network = step.build_network(hf_config, config.compute_dtype)
@@ -89,7 +90,7 @@ class TextRecipe:
             self._config, weights.params, average=weights.average, step=weights.step
         )
 
-    def batches(self, state: step.TrainState) -> TextBatches:
+    def batches(self, state: step.TrainState, passed: clock.Passed) -> TextBatches:
         config = self._config
         self._number = int(state.step)
         self._clock = clock.Clock(
@@ -99,7 +100,7 @@ class TextRecipe:
             first=int(state.start_step),
             last=config.num_steps,
             seconds=None if config.max_minutes is None else 60 * config.max_minutes,
-            began=self._began,
+            began=time.monotonic() - passed.run,  # a run has one stage
         )
         problems = examples.ProblemBatches(
             self._chat,
@@ -119,6 +120,10 @@ class TextRecipe:
             ),
             num_workers=config.data_workers,
         )
+
+    def passed(self) -> clock.Passed:
+        seconds = self._clock.passed()
+        return clock.Passed(run=seconds, stage=seconds)
 
     def is_over(self, number: int) -> bool:
         return self._clock.share(number) >= 1

@@ -75,7 +75,7 @@ def test_a_run_learns_resumes_bit_for_bit_and_exports(model_path, tmp_path, capl
     for path, array in loaded.params.items():
         want = imported.average[path].astype(array.dtype)
         assert np.array_equal(np.asarray(array), np.asarray(want)), path
-    folder = recipes.build(settings, tmp_path, 0.0).weights_of(whole / "hf")
+    folder = recipes.build(settings, tmp_path).weights_of(whole / "hf")
     assert folder.step == 0
     assert folder.params.keys() == imported.average.keys()
     for path, array in folder.params.items():
@@ -181,6 +181,23 @@ def test_settings_are_those_of_the_checkpoints(model_path, tmp_path, monkeypatch
     assert kept() == 3
     assert train_main.main(argv(2)) == 2
     assert "num_steps: 3 -> 2" in capfd.readouterr().err
+
+
+def test_a_run_whose_minutes_are_over_takes_no_step_more(model_path, tmp_path, capfd):
+    run = tmp_path / "run"
+    argv = tiny_text.arguments(model_path, run, num_steps=10**6, max_minutes=0.1)
+    assert train_main.main(argv) == 0
+    last = checkpoints.newest(run / "checkpoints")
+    before = curve(run)[-1]
+    assert before["step"] == last and before["seconds"] >= 6
+    capfd.readouterr()
+    assert train_main.main(argv) == 0
+    assert f"training from step {last} to " in capfd.readouterr().err
+    assert checkpoints.newest(run / "checkpoints") == last
+    # It is evaluated, and the seconds of the curve are the run's.
+    after = curve(run)[-1]
+    assert after["step"] == last and after["seconds"] >= 6
+    assert after.keys() == before.keys()
 
 
 def test_a_run_does_not_go_on_with_the_curve_of_one_that_left_no_checkpoint(model_path, tmp_path):
