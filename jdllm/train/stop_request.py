@@ -1,8 +1,9 @@
 """Ctrl-C and SIGTERM: a run ends at the end of a step, whose checkpoint is written.
 
 A signal ends at once what loses no step: the building of a model, an evaluation, an export. Within
-`deferred` it is kept until the block ends; a second one ends that, too. Either way a
-KeyboardInterrupt is raised, which no handler of errors takes for one.
+`deferred` it is kept until the block ends; a second one ends that, too (the same one within a
+second is the first). Either way a KeyboardInterrupt is raised, which no handler of errors takes
+for one.
 
 Most senders mean the whole group of processes, with those that make batches. Ctrl-C never reaches
 these, see `unseen_by_children`. SIGTERM ends them, and whoever waits for them asks `comes`.

@@ -155,6 +155,12 @@ def test_the_checkpoints_before_are_kept_until_the_new_run_has_one(
     stops[:] = [0]
     assert train_main.main(anew) == 130
     assert [path.name for path in (run / "checkpoints.old").iterdir()] == ["1"]
+    # In their place, they are those of the run before, with its settings.
+    (run / "checkpoints").rmdir()
+    (run / "checkpoints.old").rename(run / "checkpoints")
+    stops.clear()
+    assert train_main.main(argv) == 0
+    assert "training from step 1 to 2" in capfd.readouterr().err
 
 
 def test_settings_are_those_of_the_checkpoints(model_path, tmp_path, monkeypatch, capfd):

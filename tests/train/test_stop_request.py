@@ -168,6 +168,8 @@ def test_a_signal_ends_what_loses_no_step_at_once():
     assert len(passed) == 2
 
 
+TINY = {"text": tiny_text, "scenes": tiny_scenes}
+RECIPES = ["text", pytest.param("scenes", marks=pytest.mark.campaign)]
 ENDLESS = {"num_steps": 10**6, "log_every": 1, "checkpoint_every": 10**6, "data_workers": 1}
 
 
@@ -183,12 +185,20 @@ def started(words):
     )
 
 
+def endless(recipe, folder):
+    """Returns the command line of a run with a process that makes batches, and its folder."""
+    run, model, tiny = folder / "run", folder / "model", TINY[recipe]
+    model.mkdir()
+    return tiny.arguments(tiny.write_model(model), run, **ENDLESS), run
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("recipe", RECIPES)
 @BOTH
-def test_a_signal_while_processes_that_make_batches_start_is_one_line(model_path, tmp_path, number):
+def test_a_signal_while_processes_that_make_batches_start_is_one_line(tmp_path, recipe, number):
     """They import for seconds, and the run waits for their first batch."""
-    run = tmp_path / "run"
-    child = started(tiny_text.arguments(model_path, run, **ENDLESS))
+    words, _ = endless(recipe, tmp_path)
+    child = started(words)
     try:
         wait_until(lambda: is_making_batches(child.pid), 300)
         os.killpg(child.pid, number)
@@ -215,26 +225,25 @@ def is_making_batches(group):
     return False
 
 
-@pytest.mark.parametrize("recipe", ["text", pytest.param("scenes", marks=pytest.mark.campaign)])
-def test_ctrl_c_reaches_every_process_of_a_run_and_its_step_is_saved(tmp_path, recipe):
-    """As a terminal sends it: to the whole group, with the processes that make batches."""
-    run, model, tiny = (
-        tmp_path / "run",
-        tmp_path / "model",
-        {"text": tiny_text, "scenes": tiny_scenes},
-    )
-    model.mkdir()
-    words = tiny[recipe].arguments(tiny[recipe].write_model(model), run, **ENDLESS)
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.campaign)],
+    ids=lambda number: number.name,
+)
+def test_a_signal_reaches_every_process_of_a_run_and_its_step_is_saved(tmp_path, recipe, number):
+    """As a terminal or `timeout` sends it: to the whole group."""
+    words, run = endless(recipe, tmp_path)
     child = started(words)
     try:
         wait_until((run / "curve.jsonl").exists, 300)
-        os.killpg(child.pid, signal.SIGINT)
+        os.killpg(child.pid, number)
         _, err = child.communicate(timeout=60)
     finally:
         child.kill()
-    assert child.returncode == 128 + signal.SIGINT, err
+    assert child.returncode == 128 + number, err
     (step,) = steps_of(run)
-    assert f"error: stopped by SIGINT; the same command resumes from step {step}, " in err
+    assert f"error: stopped by {number.name}; the same command resumes from step {step}, " in err
     assert "Traceback" not in err
     assert int(step) >= 1 and (run / "run.json").is_file()
     # Nothing of the group is left.
