@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import jax
 import kernel_profile
 
-from jdllm.train import checkpoints, recipes
+from jdllm.train import checkpoints, clock, recipes
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -37,14 +37,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     config = recipes.load(args.config, args.set)
     with tempfile.TemporaryDirectory() as folder:
-        recipe = recipes.build(config, pathlib.Path(folder), time.monotonic())
+        recipe = recipes.build(config, pathlib.Path(folder))
         state = recipe.first_state()
         if args.import_state is not None:
             stem = args.import_state
             weights = recipe.weights_of(stem) if stem.is_dir() else checkpoints.import_parts(stem)
             state = recipe.adopt(weights)
         began = time.monotonic()
-        batches = recipe.batches(state)
+        batches = recipe.batches(state, clock.Passed())
         state = _run(recipe, state, batches, args.warm_steps)
         print(f"warm after {time.monotonic() - began:.1f} s")
         began = time.monotonic()

@@ -42,16 +42,18 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         number = stop.signal or signal.SIGINT
-        arguments.report(PROG, f"stopped by {number.name}; {_what_is_kept(paths.checkpoints)}")
+        arguments.report(PROG, f"stopped by {number.name}; {_what_is_kept(paths)}")
         return 128 + number
     sys.stdout.write(json.dumps(final) + "\n")
     return 0
 
 
-def _what_is_kept(folder: pathlib.Path) -> str:
+def _what_is_kept(paths: loop.RunPaths) -> str:
+    folder, old = paths.checkpoints, paths.old_checkpoints
     newest = checkpoints.newest(folder)
     if newest is None:
-        return f"there is no checkpoint in {folder} yet"
+        kept = f"; those of the run before are in {old}" if old.exists() else ""
+        return f"there is no checkpoint in {folder} yet{kept}"
     return f"the same command resumes from step {newest}, the newest checkpoint in {folder}"
 
 
@@ -66,7 +68,8 @@ def make_parser() -> arguments.Parser:
         choices=("auto", "never"),
         default="auto",
         help="auto: resume from the newest checkpoint in the output folder, with the settings of "
-        "its run; never: begin anew, and delete the folder's checkpoints and curve",
+        "its run; never: begin anew; the folder's curve is deleted, its checkpoints once the new "
+        "run has one",
     )
     parser.add_argument(
         "--set",

@@ -7,6 +7,8 @@ resumes from its last complete checkpoint, bit for bit.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import logging
 import pathlib
 import typing
 from collections.abc import Iterator
@@ -16,7 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jdllm.train import recipe
+from jdllm import errors
+from jdllm.train import clock, recipe
+
+logger = logging.getLogger(__name__)
 
 MAX_PART_BYTES = 15 * 2**20
 StateT = typing.TypeVar("StateT", bound=recipe.State)
@@ -39,7 +44,7 @@ class WriteError(RuntimeError):
     """Says that a checkpoint could not be written; those that were complete before still are."""
 
 
-def save(checkpoints: ocp.CheckpointManager, state: recipe.State) -> None:
+def save(checkpoints: ocp.CheckpointManager, state: recipe.State, passed: clock.Passed) -> None:
     """Starts writing a checkpoint of the state's step; a second save waits for the first.
 
     So a `WriteError` may be that of the save before.
@@ -47,12 +52,16 @@ def save(checkpoints: ocp.CheckpointManager, state: recipe.State) -> None:
     number = int(state.step)
     with _write_errors(checkpoints):
         if number != checkpoints.latest_step():
-            checkpoints.save(number, args=ocp.args.StandardSave(state))
+            checkpoints.save(
+                number,
+                args=ocp.args.StandardSave(state),
+                custom_metadata=dataclasses.asdict(passed),
+            )
 
 
-def save_now(checkpoints: ocp.CheckpointManager, state: recipe.State) -> None:
+def save_now(checkpoints: ocp.CheckpointManager, state: recipe.State, passed: clock.Passed) -> None:
     """Writes a checkpoint of the state's step and waits until it is complete."""
-    save(checkpoints, state)
+    save(checkpoints, state, passed)
     with _write_errors(checkpoints):
         checkpoints.wait_until_finished()
 
@@ -69,13 +78,36 @@ def _write_errors(checkpoints: ocp.CheckpointManager) -> Iterator[None]:
 
 
 def restore(checkpoints: ocp.CheckpointManager, like: StateT) -> StateT | None:
-    """Returns the latest checkpoint, with the structure and shapes of `like`, or None."""
+    """Returns the latest checkpoint, with the structure and shapes of `like`, or None.
+
+    Raises a ConfigError that names the checkpoint's folder where it cannot be read.
+    """
     latest = checkpoints.latest_step()
     if latest is None:
         return None
     shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-    restored = checkpoints.restore(latest, args=ocp.args.StandardRestore(shapes))
+    try:
+        restored = checkpoints.restore(latest, args=ocp.args.StandardRestore(shapes))
+    except Exception as error:  # orbax raises exactly this for files that are damaged or missing
+        folder = checkpoints.directory / str(latest)
+        reason = next(iter(str(error).splitlines()), type(error).__name__)[:200].rstrip(".")
+        raise errors.ConfigError(
+            f"the checkpoint {folder} cannot be read: {reason}; if it is damaged, delete this "
+            "folder to resume from the checkpoint before it, or to begin anew without one"
+        ) from error
     return typing.cast(StateT, restored)  # of the type of `like`
+
+
+def passed(checkpoints: ocp.CheckpointManager) -> clock.Passed:
+    """Returns the time that the latest checkpoint's run had taken, none without a checkpoint."""
+    latest = checkpoints.latest_step()
+    if latest is None:
+        return clock.Passed()
+    kept = checkpoints.metadata(latest).custom_metadata
+    if not kept:
+        logger.info("checkpoint %d does not say how long its run took: minutes begin anew", latest)
+        return clock.Passed()
+    return clock.Passed(run=kept["run"], stage=kept["stage"])
 
 
 def export_parts(state: recipe.State | recipe.Weights, stem: pathlib.Path) -> list[pathlib.Path]:

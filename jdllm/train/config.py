@@ -122,13 +122,17 @@ class TrainConfig(RunConfig):
 def check(config: RunConfig, *, at_least_one: Sequence[str]) -> None:
     """Raises for an option of any run that cannot be, or one of the named ones below 1."""
     if config.compute_dtype not in ("bfloat16", "float32"):
-        raise errors.ConfigError(f"{config.compute_dtype=} must be 'bfloat16' or 'float32'")
+        raise errors.ConfigError(
+            f"compute_dtype={config.compute_dtype!r} must be 'bfloat16' or 'float32'"
+        )
     if not 0 < config.decay_share <= 1:
-        raise errors.ConfigError(f"{config.decay_share=} must be above 0 and at most 1")
+        raise errors.ConfigError(f"decay_share={config.decay_share} must be above 0 and at most 1")
     if config.attention not in ("auto", "xla", "cudnn"):
-        raise errors.ConfigError(f"{config.attention=} must be 'auto', 'xla' or 'cudnn'")
+        raise errors.ConfigError(f"attention={config.attention!r} must be 'auto', 'xla' or 'cudnn'")
     if config.optimizer not in optimizers.NAMES:
-        raise errors.ConfigError(f"{config.optimizer=} must be one of {optimizers.NAMES}")
+        raise errors.ConfigError(
+            f"optimizer={config.optimizer!r} must be one of {optimizers.NAMES}"
+        )
     for name in (*_OF_ANY_RUN, *at_least_one):
         if getattr(config, name) < 1:
             raise errors.ConfigError(f"{name}={getattr(config, name)} must be at least 1")

@@ -21,7 +21,6 @@ from jdllm import errors
 from jdllm.tasks import arithmetic
 from jdllm.tasks.word_problems import rewording
 from jdllm.templates import chat
-from jdllm.train import stop_request
 from jdllm.train.config import TrainConfig
 
 Batch = dict[str, Int32[np.ndarray, "B ..."]]  # see `pad_rows`
@@ -201,8 +200,7 @@ def batches(
         # grain's workers read absl flags, but only absl's own main parses them.
         flags.FLAGS.mark_as_parsed()
         ahead = ahead.mp_prefetch(
-            grain.MultiprocessingOptions(num_workers=num_workers, per_worker_buffer_size=prefetch),
-            worker_init_fn=stop_request.ignore_interrupts,
+            grain.MultiprocessingOptions(num_workers=num_workers, per_worker_buffer_size=prefetch)
         )
     return iter(ahead)
 

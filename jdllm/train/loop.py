@@ -14,9 +14,11 @@ import shutil
 import time
 from collections.abc import Mapping
 
+import orbax.checkpoint as ocp
+
 from jdllm import errors, host, progress
 from jdllm.checkpoint import source
-from jdllm.train import checkpoints, recipes, run_settings, stop_request
+from jdllm.train import checkpoints, recipes, run_lock, run_settings, stop_request
 from jdllm.train import recipe as recipe_lib
 from jdllm.train.config import RunConfig
 
@@ -37,6 +39,11 @@ class RunPaths:
         return self.output_dir / "checkpoints"
 
     @property
+    def old_checkpoints(self) -> pathlib.Path:
+        """Those of the run before, until the first of a run that does not resume it."""
+        return self.output_dir / "checkpoints.old"
+
+    @property
     def curve(self) -> pathlib.Path:
         return self.output_dir / "curve.jsonl"
 
@@ -49,29 +56,42 @@ def train(
     Where `stop` has been asked, it ends with a KeyboardInterrupt; then no step is lost.
     """
     began = time.monotonic()
-    stop = stop or stop_request.StopRequest()
     if paths.export_state is not None:
         _check_can_export(paths.export_state)
+    with run_lock.held(paths.output_dir):
+        return _train(config, paths, stop or stop_request.StopRequest(), began)
+
+
+def _train(
+    config: RunConfig, paths: RunPaths, stop: stop_request.StopRequest, began: float
+) -> dict[str, float]:
     is_new = not paths.is_resumed or checkpoints.newest(paths.checkpoints) is None
     settings = run_settings.of(config, paths.import_state)
     if not is_new:
         settings = run_settings.resumed(paths.output_dir, config, settings)
-    recipe = recipes.build(config, paths.output_dir, began)
+    recipe = recipes.build(config, paths.output_dir)
     state = _first_state(recipe, paths.import_state if is_new else None)
-    paths.output_dir.mkdir(parents=True, exist_ok=True)
-    if not paths.is_resumed:
-        _delete_run(paths)
-    run_settings.write(paths.output_dir, settings)
+    if is_new:
+        _set_aside(paths)
     saved = checkpoints.manager(paths.checkpoints)
     state = checkpoints.restore(saved, state) or state
+    passed = checkpoints.passed(saved)
+    began -= passed.run
+    saver = Saver(saved, recipe, paths, settings)
     curve = Curve(paths.curve, recipe, began=began)
-    number = int(state.step)
+    number = first = int(state.step)
     logger.info("training from step %d to %d", number, config.num_steps)
-    batches = recipe.batches(state)
+    passed = dataclasses.replace(passed, run=time.monotonic() - began)
+    batches = recipe.batches(state, passed)
     bar = progress.bar(total=config.num_steps, initial=number, desc="training", unit="step")
     with stop.deferred(), bar:
         while not (stop.signal or recipe.is_over(number)):
-            state, metrics = recipe.step(state, next(batches))
+            try:
+                state, metrics = recipe.step(state, next(batches))
+            except RuntimeError:  # also of grain or a pool, whose processes a signal may have ended
+                if not stop.comes():
+                    raise
+                break
             number += 1
             bar.update()
             if number % config.log_every == 0:
@@ -79,14 +99,15 @@ def train(
                 curve.write(number, numbers)
                 bar.set_postfix(loss=f"{numbers['loss']:.4f}", refresh=False)
             if number % config.checkpoint_every == 0:
-                checkpoints.save(saved, state)
+                saver.save(state)
             if number % config.eval_every == 0 and number < config.num_steps:
                 # An evaluation takes minutes. A stop during it must not lose earlier steps.
-                checkpoints.save_now(saved, state)
+                saver.save_now(state)
                 with stop.at_once():
                     curve.write(number, recipe.evaluate(state))
         batches.close()
-        checkpoints.save_now(saved, state)
+        if number > first or not stop.signal:  # a stop before the first step leaves all as it was
+            saver.save_now(state)
     final = recipe.evaluate(state)
     curve.write(number, final)
     recipe.export(state, paths.output_dir)
@@ -105,12 +126,18 @@ def _check_can_export(stem: pathlib.Path) -> None:
         raise errors.ConfigError(f"--export-state {stem} cannot be written: {error}") from error
 
 
-def _delete_run(paths: RunPaths) -> None:
-    """Deletes what a new run would go on with: beside later checkpoints, none is written."""
-    newest = checkpoints.newest(paths.checkpoints)
+def _set_aside(paths: RunPaths) -> None:
+    """Moves what a new run would go on with: beside later checkpoints, none is written."""
+    newest, old = checkpoints.newest(paths.checkpoints), paths.old_checkpoints
     if newest is not None:
-        logger.info("deleting the checkpoints of a run of %d steps: --resume never", newest)
-        shutil.rmtree(paths.checkpoints)
+        if old.exists():
+            shutil.rmtree(old)
+        paths.checkpoints.rename(old)  # one step: it is whole in the one place or in the other
+        logger.info(
+            "--resume never: the checkpoints of a run of %d steps are in %s until the first of "
+            "this run is complete", newest, old,
+        )  # fmt: skip
+    # Also that of a run that ended before its first checkpoint: this one does not go on with it.
     paths.curve.unlink(missing_ok=True)
 
 
@@ -141,8 +168,47 @@ def _check_shapes(
         )
 
 
+class Saver:
+    """Writes the checkpoints of a run; with the first, the folder is this run's alone.
+
+    Until then its settings are those of the checkpoints that are there: a mistake in an option of a
+    run that goes on can be mended.
+    """
+
+    def __init__(
+        self,
+        saved: ocp.CheckpointManager,
+        recipe: recipe_lib.Recipe,
+        paths: RunPaths,
+        settings: run_settings.Settings,
+    ):
+        self._saved, self._recipe, self._paths, self._settings = saved, recipe, paths, settings
+        self._resumed, self._is_first = saved.latest_step(), True
+
+    def save(self, state: recipe_lib.State) -> None:
+        """Writes a checkpoint in the background, but the first one at once."""
+        if self._is_first:
+            self.save_now(state)
+        else:
+            checkpoints.save(self._saved, state, self._recipe.passed())
+
+    def save_now(self, state: recipe_lib.State) -> None:
+        """Writes a checkpoint, where this step has none, and waits until it is complete."""
+        checkpoints.save_now(self._saved, state, self._recipe.passed())
+        if self._is_first and int(state.step) != self._resumed:
+            self._is_first = False
+            self._take_over()
+
+    def _take_over(self) -> None:
+        run_settings.write(self._paths.output_dir, self._settings)
+        old = self._paths.old_checkpoints
+        if old.exists():
+            logger.info("deleting %s: this run has a checkpoint", old)
+            shutil.rmtree(old)
+
+
 class Curve:
-    """A file with one JSON line per event: the step, seconds since the start, and numbers."""
+    """A file with one JSON line per event: the step, seconds of the run, and numbers."""
 
     def __init__(self, path: pathlib.Path, recipe: recipe_lib.Recipe, *, began: float):
         self.path, self.recipe, self.began = path, recipe, began

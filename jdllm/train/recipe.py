@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 import jax
 
+from jdllm.train import clock
+
 Params = dict[str, jax.Array]
 
 
@@ -75,8 +77,15 @@ class Recipe(Protocol):
         """Returns a state with these weights, fresh moments and a new warm-up."""
         ...
 
-    def batches(self, state: Any) -> Batches:
-        """Returns the batches of the steps that follow a state."""
+    def batches(self, state: Any, passed: clock.Passed) -> Batches:
+        """Returns the batches of the steps that follow a state, which came after `passed`.
+
+        Of these, the seconds of the run are those until now.
+        """
+        ...
+
+    def passed(self) -> clock.Passed:
+        """Returns what has passed until now."""
         ...
 
     def is_over(self, number: int) -> bool:

@@ -18,13 +18,10 @@ DEFAULT = "text"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """A recipe's options, and what makes it: `build(config, paths, began)`.
-
-    `began` is when the run began, in seconds of `time.monotonic`.
-    """
+    """A recipe's options, and what makes it: `build(config, output_dir)`."""
 
     config: type[config_lib.RunConfig]
-    build: Callable[[Any, pathlib.Path, float], recipe.Recipe]
+    build: Callable[[Any, pathlib.Path], recipe.Recipe]
 
 
 RECIPES: dict[str, Kind] = {
@@ -39,9 +36,9 @@ def load(path: pathlib.Path, overrides: Sequence[str] = ()) -> config_lib.RunCon
     return config_lib.from_mapping(values, _kind(values.get("recipe", DEFAULT)).config)
 
 
-def build(config: config_lib.RunConfig, output_dir: pathlib.Path, began: float) -> recipe.Recipe:
+def build(config: config_lib.RunConfig, output_dir: pathlib.Path) -> recipe.Recipe:
     """Returns the recipe of a run that writes to `output_dir`."""
-    return _kind(config.recipe).build(config, output_dir, began)
+    return _kind(config.recipe).build(config, output_dir)
 
 
 def _kind(name: Any) -> Kind:

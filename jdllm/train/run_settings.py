@@ -1,7 +1,8 @@
 """The settings of a run beside its checkpoints, so that what is resumed is one run.
 
 A run whose learning rate, batches or model change on the way is a mixture that nobody asked for
-and that no curve shows. So the output folder keeps them, in `run.json`.
+and that no curve shows. So the output folder keeps them, in `run.json`: those of its checkpoints,
+written with the first one of a run or of a change.
 """
 
 from __future__ import annotations
@@ -20,12 +21,11 @@ logger = logging.getLogger(__name__)
 
 FILE = "run.json"
 IMPORT_STATE = "import_state"
-# What is measured, written and prepared, and how long: no batch, no loss and no weight is another.
+# By these the learning rate falls to 0, sooner or later than it would have: time is not planned.
+MINUTES = frozenset({"max_minutes", "vae_minutes"})
+# What is measured, written and prepared ahead, and how often: every step is the one that it was.
 MAY_CHANGE = frozenset(
     {
-        "max_minutes",
-        "vae_minutes",
-        "attention",
         "log_every",
         "checkpoint_every",
         "eval_every",
@@ -108,7 +108,7 @@ def _damaged(file: pathlib.Path, reason: str) -> errors.ConfigError:
 def _may_change(name: str, old: Any, new: Any) -> bool:
     if name == "num_steps":  # the rate falls later; it cannot fall earlier than it did
         return isinstance(old, int) and new > old
-    return name in MAY_CHANGE
+    return name in MINUTES | MAY_CHANGE
 
 
 def _shown(names: list[str], old: Settings, new: Settings) -> str:

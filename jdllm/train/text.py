@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pathlib
+import time
 from collections.abc import Mapping
 
 import jax
@@ -11,18 +13,31 @@ import numpy as np
 
 from jdllm.checkpoint import source
 from jdllm.models import loading
-from jdllm.train import clock, evaluate, examples, export, question_noise, recipe, step
+from jdllm.train import (
+    clock,
+    evaluate,
+    examples,
+    export,
+    question_noise,
+    recipe,
+    step,
+    stop_request,
+)
 from jdllm.train.config import TrainConfig
 
 
 class TextBatches:
-    """Batches on the device."""
+    """Batches on the device, of threads or of `num_workers` processes."""
 
-    def __init__(self, ahead: examples.grain.DatasetIterator[examples.Batch]):
-        self._ahead = ahead
+    def __init__(self, ahead: examples.grain.DatasetIterator[examples.Batch], *, num_workers: int):
+        self._ahead, self._num_workers = ahead, num_workers
 
     def __next__(self) -> dict[str, jax.Array]:
-        return jax.device_put(next(self._ahead))
+        # The first batch starts the processes.
+        hides = stop_request.unseen_by_children if self._num_workers else contextlib.nullcontext
+        with hides():
+            batch = next(self._ahead)
+        return jax.device_put(batch)
 
     def close(self) -> None:
         self._ahead.close()
@@ -33,9 +48,9 @@ class TextRecipe:
 
     unit = "problems"
 
-    def __init__(self, config: TrainConfig, output_dir: pathlib.Path, began: float):
+    def __init__(self, config: TrainConfig, output_dir: pathlib.Path):
         del output_dir
-        self._config, self._began = config, began
+        self._config = config
         self._model_path = source.resolve_text(config.model_path)
         hf_config = json.loads((self._model_path / "config.json").read_text(encoding="utf-8"))
         self._network = step.build_network(hf_config, config.compute_dtype)
@@ -75,7 +90,7 @@ class TextRecipe:
             self._config, weights.params, average=weights.average, step=weights.step
         )
 
-    def batches(self, state: step.TrainState) -> TextBatches:
+    def batches(self, state: step.TrainState, passed: clock.Passed) -> TextBatches:
         config = self._config
         self._number = int(state.step)
         self._clock = clock.Clock(
@@ -85,7 +100,7 @@ class TextRecipe:
             first=int(state.start_step),
             last=config.num_steps,
             seconds=None if config.max_minutes is None else 60 * config.max_minutes,
-            began=self._began,
+            began=time.monotonic() - passed.run,  # a run has one stage
         )
         problems = examples.ProblemBatches(
             self._chat,
@@ -102,8 +117,13 @@ class TextRecipe:
                 num_threads=config.data_threads,
                 num_workers=config.data_workers,
                 prefetch=config.prefetch_batches,
-            )
+            ),
+            num_workers=config.data_workers,
         )
+
+    def passed(self) -> clock.Passed:
+        seconds = self._clock.passed()
+        return clock.Passed(run=seconds, stage=seconds)
 
     def is_over(self, number: int) -> bool:
         return self._clock.share(number) >= 1

@@ -1,9 +1,13 @@
 """A tiny run on CPU: its loss falls, it resumes bit for bit, its export loads."""
 
 import dataclasses
+import errno
+import fcntl
 import json
 import pathlib
 import shutil
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +18,18 @@ from support import tiny_text
 from jdllm import errors
 from jdllm.models import loading
 from jdllm.train import __main__ as train_main
-from jdllm.train import checkpoints, config, denoise, evaluate, examples, loop, recipes, step
+from jdllm.train import (
+    checkpoints,
+    config,
+    denoise,
+    evaluate,
+    examples,
+    loop,
+    recipes,
+    run_lock,
+    step,
+    text,
+)
 
 NANO = pathlib.Path(examples.__file__).parents[1] / "assets" / "jdllm-nano"
 
@@ -60,7 +75,7 @@ def test_a_run_learns_resumes_bit_for_bit_and_exports(model_path, tmp_path, capl
     for path, array in loaded.params.items():
         want = imported.average[path].astype(array.dtype)
         assert np.array_equal(np.asarray(array), np.asarray(want)), path
-    folder = recipes.build(settings, tmp_path, 0.0).weights_of(whole / "hf")
+    folder = recipes.build(settings, tmp_path).weights_of(whole / "hf")
     assert folder.step == 0
     assert folder.params.keys() == imported.average.keys()
     for path, array in folder.params.items():
@@ -102,8 +117,142 @@ def test_a_run_that_is_not_resumed_leaves_nothing_of_the_one_before(model_path, 
     assert (run / "checkpoints" / "7").is_dir() and "7" in (run / "curve.jsonl").read_text()
     assert train_main.main(argv) == 0
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["2"]
+    assert not (run / "checkpoints.old").exists()
     assert [line["step"] for line in curve(run)] == [2]
     assert json.loads((run / "run.json").read_text())["num_steps"] == 2
+
+
+def test_the_checkpoints_before_are_kept_until_the_new_run_has_one(
+    model_path, tmp_path, monkeypatch, capfd
+):
+    run = tmp_path / "run"
+    argv = tiny_text.arguments(model_path, run, num_steps=2, checkpoint_every=1)
+    assert train_main.main(argv) == 0
+    anew, whole, stops = [*argv, "--resume", "never"], text.TextRecipe.step, [0]
+
+    def stopped(self, state, batch):
+        after = whole(self, state, batch)
+        if int(after[0].step) - 1 in stops:  # in the middle of a step
+            raise KeyboardInterrupt
+        return after
+
+    monkeypatch.setattr(text.TextRecipe, "step", stopped)
+    # The second one finds nothing that is newer than what the first has moved.
+    for _ in range(2):
+        assert train_main.main(anew) == 130
+        assert f"the run before are in {run / 'checkpoints.old'}" in capfd.readouterr().err
+        steps = sorted(path.name for path in (run / "checkpoints.old").iterdir())
+        assert steps == ["1", "2"]
+        assert checkpoints.newest(run / "checkpoints") is None
+    # With a checkpoint, the new run is the one of the folder.
+    stops[:] = [1]
+    assert train_main.main(anew) == 130
+    assert f"deleting {run / 'checkpoints.old'}: " in capfd.readouterr().err
+    assert checkpoints.newest(run / "checkpoints") == 1
+    assert not (run / "checkpoints.old").exists()
+    # Older ones make room for those of the run that is set aside now.
+    (run / "checkpoints.old" / "9").mkdir(parents=True)
+    stops[:] = [0]
+    assert train_main.main(anew) == 130
+    assert [path.name for path in (run / "checkpoints.old").iterdir()] == ["1"]
+    # In their place, they are those of the run before, with its settings.
+    (run / "checkpoints").rmdir()
+    (run / "checkpoints.old").rename(run / "checkpoints")
+    stops.clear()
+    assert train_main.main(argv) == 0
+    assert "training from step 1 to 2" in capfd.readouterr().err
+
+
+def test_settings_are_those_of_the_checkpoints(model_path, tmp_path, monkeypatch, capfd):
+    def argv(num_steps):
+        return tiny_text.arguments(model_path, run, num_steps=num_steps)
+
+    def kept():
+        return json.loads((run / "run.json").read_text())["num_steps"]
+
+    run = tmp_path / "run"
+    assert train_main.main(argv(2)) == 0
+    assert kept() == 2
+    whole = text.TextRecipe.step
+
+    def stopped(self, state, batch):
+        raise KeyboardInterrupt
+
+    # A slip, and Ctrl-C before there is a checkpoint of so many steps: it is undone.
+    monkeypatch.setattr(text.TextRecipe, "step", stopped)
+    assert train_main.main(argv(300)) == 130
+    assert kept() == 2
+    monkeypatch.setattr(text.TextRecipe, "step", whole)
+    assert train_main.main(argv(3)) == 0
+    assert kept() == 3
+    assert train_main.main(argv(2)) == 2
+    assert "num_steps: 3 -> 2" in capfd.readouterr().err
+
+
+def test_a_run_whose_minutes_are_over_takes_no_step_more(model_path, tmp_path, capfd):
+    run = tmp_path / "run"
+    argv = tiny_text.arguments(model_path, run, num_steps=10**6, max_minutes=0.1)
+    assert train_main.main(argv) == 0
+    last = checkpoints.newest(run / "checkpoints")
+    before = curve(run)[-1]
+    assert before["step"] == last and before["seconds"] >= 6
+    capfd.readouterr()
+    assert train_main.main(argv) == 0
+    assert f"training from step {last} to " in capfd.readouterr().err
+    assert checkpoints.newest(run / "checkpoints") == last
+    # It is evaluated, and the seconds of the curve are the run's.
+    after = curve(run)[-1]
+    assert after["step"] == last and after["seconds"] >= 6
+    assert after.keys() == before.keys()
+
+
+def test_a_run_does_not_go_on_with_the_curve_of_one_that_left_no_checkpoint(model_path, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "curve.jsonl").write_text('{"step": 7, "loss": 1.0}\n')
+    assert train_main.main(tiny_text.arguments(model_path, run, num_steps=2)) == 0
+    assert [line["step"] for line in curve(run)] == [2]
+    # That of a run with a checkpoint goes on.
+    assert train_main.main(tiny_text.arguments(model_path, run, num_steps=3)) == 0
+    assert [line["step"] for line in curve(run)] == [2, 3]
+
+
+def test_a_second_run_in_the_folder_is_refused_before_it_changes_anything(
+    model_path, tmp_path, capfd
+):
+    run = tmp_path / "run"
+    argv = [*tiny_text.arguments(model_path, run, num_steps=2), "--resume", "never"]
+    # Another process holds the folder, as a run does, until its input ends.
+    program = "import pathlib, sys; from jdllm.train import run_lock\n"
+    program += "with run_lock.held(pathlib.Path(sys.argv[1])): print(flush=True); input()"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", program, str(run)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert holder.stdin is not None and holder.stdout is not None
+    try:
+        assert holder.stdout.readline() == "\n"
+        (run / "curve.jsonl").write_text('{"step": 7}\n')
+        assert train_main.main(argv) == 2
+        err = capfd.readouterr().err
+        assert err.startswith(f"jdllm train: error: another process trains in {run}; ")
+        assert err.count("\n") == 1 and "7" in (run / "curve.jsonl").read_text()
+    finally:
+        holder.kill()  # which leaves the file, and holds nothing
+        holder.communicate()
+    assert train_main.main(argv) == 0
+
+
+def test_a_folder_that_cannot_be_locked_is_said(tmp_path, monkeypatch, caplog):
+    def unsupported(*_):
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    caplog.set_level("INFO", logger="jdllm.train.run_lock")
+    with run_lock.held(tmp_path):
+        assert f"{tmp_path} cannot be locked" in caplog.text
 
 
 def test_a_stop_during_evaluation_loses_no_step(model_path, tmp_path, monkeypatch):

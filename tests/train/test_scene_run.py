@@ -79,7 +79,7 @@ def test_a_run_begins_with_the_weights_of_an_exported_pipeline(run, model_path, 
     _, model = served
     words = tiny_scenes.arguments(model_path, tmp_path)
     config = recipes.load(tiny_scenes.RECIPE, words[words.index("--set") + 1 :])
-    weights = recipes.build(config, tmp_path, 0.0).weights_of(run / "pipeline")
+    weights = recipes.build(config, tmp_path).weights_of(run / "pipeline")
     state = checkpoints.import_parts(run / "state")
     assert weights.step == 0 and weights.params.keys() == state.params.keys()
     for path, array in weights.params.items():

@@ -8,7 +8,8 @@ from jdllm.train import config
 
 
 @pytest.fixture
-def recipe(tmp_path):
+def recipe(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where the folder of a run is made
     file = tmp_path / "recipe.yaml"
     file.write_text(f"model_path: {tmp_path / 'nowhere'}\n")
     return file
@@ -18,8 +19,10 @@ def recipe(tmp_path):
     ("arguments", "named"),
     [
         (["--set", "eval_every=0"], "eval_every=0"),
-        (["--set", "num_steps=20", "decay_share=30"], "decay_share=30"),
-        (["--set", "num_steps=20", "--set", "optimizer=sgd"], "optimizer='sgd'"),
+        (["--set", "num_steps=20", "decay_share=30"], "error: decay_share=30.0 must be above 0"),
+        (["--set", "num_steps=20", "--set", "optimizer=sgd"], "error: optimizer='sgd' must"),
+        (["--set", "attention=flash"], "error: attention='flash' must be 'auto', "),
+        (["--set", "compute_dtype=int8"], "error: compute_dtype='int8' must be 'bfloat16' or "),
         (["--set", "learning_rat=1"], "learning_rate"),
         (["--set", "recipe=txt"], "recipe='txt'"),
         (["--set", "learning_rate=fast"], "learning_rate='fast'"),

@@ -139,9 +139,7 @@ class Chunks:
         # Forks of a process with device threads may hang, so the processes start afresh.
         self._workers = (
             concurrent.futures.ProcessPoolExecutor(
-                num_workers,
-                mp_context=multiprocessing.get_context("spawn"),
-                initializer=stop_request.ignore_interrupts,
+                num_workers, mp_context=multiprocessing.get_context("spawn")
             )
             if num_workers
             else None
@@ -165,5 +163,6 @@ class Chunks:
 
     def _order(self) -> None:
         assert self._workers is not None
-        self._made.append(self._workers.submit(self._maker.chunk, self._next))
+        with stop_request.unseen_by_children():  # it starts a process if none is idle
+            self._made.append(self._workers.submit(self._maker.chunk, self._next))
         self._next += 1

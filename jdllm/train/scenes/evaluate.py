@@ -20,6 +20,7 @@ from jaxtyping import UInt8
 
 from jdllm.tasks import scene_oracle, scene_pictures
 from jdllm.tasks.scenes import drawing, generator
+from jdllm.train import stop_request
 from jdllm.train.recipe import Params
 from jdllm.train.scenes import chunks, programs
 from jdllm.train.scenes.config import SceneConfig
@@ -110,7 +111,8 @@ class Evaluator:
         facts = [scene.facts() for size in made for scene in self._scenes[size]]
         pictures = [picture for of_size in made.values() for picture in of_size]
         if self._config.data_workers:
-            judge = self._judges().map(_wrong, facts, pictures, chunksize=8)
+            with stop_request.unseen_by_children():
+                judge = self._judges().map(_wrong, facts, pictures, chunksize=8)
         else:
             judge = map(_wrong, facts, pictures)
         found = list(judge)

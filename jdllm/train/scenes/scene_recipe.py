@@ -42,8 +42,8 @@ class SceneRecipe:
 
     unit = "pictures"
 
-    def __init__(self, config: SceneConfig, output_dir: pathlib.Path, began: float):
-        self._config, self._output_dir, self._began = config, output_dir, began
+    def __init__(self, config: SceneConfig, output_dir: pathlib.Path):
+        self._config, self._output_dir = config, output_dir
         self._networks = networks.build(
             source.resolve(config.model_path),
             output_dir / "pipeline",
@@ -80,8 +80,8 @@ class SceneRecipe:
     def adopt(self, weights: recipe.Weights) -> update.SceneState:
         return update.init(self._config, weights.params, average=weights.average, step=weights.step)
 
-    def batches(self, state: update.SceneState) -> pool.ScenePool:
-        config = self._config
+    def batches(self, state: update.SceneState, passed: clock.Passed) -> pool.ScenePool:
+        config, self._began = self._config, time.monotonic() - passed.run
         self._number = int(state.step)
         # A run that goes on draws other scenes than those that it has seen.
         source_ = chunks.Chunks(
@@ -103,10 +103,13 @@ class SceneRecipe:
         )
         self._evaluator = evaluate.Evaluator(self._networks, config, self._maker, self._programs)
         self._programs.wait_for(state.stage)  # a stage's minutes are not those of compilation
-        self._begin_stage(state.stage, first=int(state.start_step))
+        self._begin_stage(state.stage, first=int(state.start_step), passed=passed.stage)
         if state.stage == "flow":
             self._pool.encode(self._encode_with(state.average))
         return self._pool
+
+    def passed(self) -> clock.Passed:
+        return clock.Passed(run=time.monotonic() - self._began, stage=self._clock.passed())
 
     def is_over(self, number: int) -> bool:
         return self._stage == "flow" and self._clock.share(number) >= 1
@@ -139,20 +142,20 @@ class SceneRecipe:
         self._programs.close()
         self._evaluator.close()
 
-    def _begin_stage(self, stage: str, *, first: int) -> None:
-        self._stage, config, now = stage, self._config, time.monotonic()
+    def _begin_stage(self, stage: str, *, first: int, passed: float = 0.0) -> None:
+        self._stage, config, began = stage, self._config, time.monotonic() - passed
         is_flow = stage == "flow"
         minutes = config.max_minutes if is_flow else config.vae_minutes
         # The minutes of the flow are what the run has left of them.
-        passed = now - self._began if is_flow else 0.0
+        before = began - self._began if is_flow else 0.0
         self._clock = clock.Clock(
             peak=config.learning_rate if is_flow else config.vae_learning_rate,
             warmup_steps=config.warmup_steps,
             decay_share=config.decay_share,
             first=first,
             last=config.num_steps if is_flow else config.vae_steps,
-            seconds=None if minutes is None else 60 * minutes - passed,
-            began=now,
+            seconds=None if minutes is None else 60 * minutes - before,
+            began=began,
         )
 
     def _begin_flow(self, state: update.SceneState) -> update.SceneState:
