@@ -115,7 +115,10 @@ def test_a_full_disk_is_one_message_and_leaves_no_copy(tmp_path, capsys):
 def test_the_place_is_tried_before_the_model_is_looked_for(tmp_path, capsys):
     (tmp_path / "file").touch()
     argv = ["--model-path", str(tmp_path / "nowhere"), "--output"]
-    for place, named in (("file/new", f"output {tmp_path}/file/new cannot"), ("a/b/new", "nowhere")):
+    for place, named in (
+        ("file/new", f"output {tmp_path}/file/new cannot"),
+        ("a/b/new", "nowhere"),
+    ):
         assert convert.main([*argv, str(tmp_path / place)]) == 2
         assert named in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
