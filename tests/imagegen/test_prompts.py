@@ -119,7 +119,7 @@ def test_what_cannot_be_encoded_is_named(tokenizer, prompt, limit, param):
         ("special_tokens_map.json", '{"eos_token": 5}', "special_tokens_map.json: eos_token=5 mu"),
         ("tokenizer_config.json", "{}", "no chat template"),
         ("tokenizer_config.json", "{", "tokenizer_config.json is not valid JSON"),
-        ("tokenizer_config.json", '{"chat_template": ["a"]}', "no chat template"),
+        ("tokenizer_config.json", '{"chat_template": ["a"]}', r"chat_template=\['a'\] must be"),
         ("chat_template.jinja", "{% if", "cannot be read: line 1"),
     ],
 )
