@@ -201,6 +201,7 @@ def test_a_signal_while_processes_that_make_batches_start_is_one_line(tmp_path, 
     child = started(words)
     try:
         wait_until(lambda: is_making_batches(child.pid), 300)
+        time.sleep(0.5)  # it has been told what to do, and imports
         os.killpg(child.pid, number)
         _, err = child.communicate(timeout=60)
     finally:
