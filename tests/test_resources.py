@@ -21,7 +21,7 @@ def report(module, peak_gb):
 
 @pytest.mark.parametrize(("together_gb", "too_large"), [(3.9, False), (4.1, True)])
 def test_workers_are_judged_together(together_gb, too_large, monkeypatch):
-    monkeypatch.setattr(resources, "tree_bytes", lambda: round(together_gb * GB))
+    monkeypatch.setattr(resources, "tree_bytes", lambda **_: round(together_gb * GB))
     monkeypatch.setattr(resources, "peak_bytes", lambda: GB // 2)
     monkeypatch.setattr(resources.shutil, "which", lambda _: None)
     run = resources.Resources()
@@ -39,7 +39,7 @@ def test_workers_are_judged_together(together_gb, too_large, monkeypatch):
 
 
 def test_a_peak_between_two_samples_counts(monkeypatch):
-    monkeypatch.setattr(resources, "tree_bytes", lambda: GB)
+    monkeypatch.setattr(resources, "tree_bytes", lambda **_: GB)
     monkeypatch.setattr(resources.shutil, "which", lambda _: None)
     run = resources.Resources()
     run.add(report("a.py", 5.5))
@@ -64,3 +64,17 @@ def test_what_a_worker_sends_is_what_is_added():
         pass
     assert run.report().keys() == report("a.py", 1).keys()
     assert run.report()["cpu_s_of"].keys() == {"a.py"}
+
+
+def test_pages_that_processes_share_count_once():
+    shared = "import mmap, os, time; held = mmap.mmap(-1, 150 << 20)"
+    shared += "; [held.write(b'1' * (1 << 20)) for _ in range(150)]; os.fork()"
+    shared += "; held[::4096]; time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", shared], start_new_session=True) as process:
+        try:
+            one = str(process.pid)
+            waiting.wait_until(lambda: resources.tree_bytes(one) > 300 * MB)
+            proportional = resources.tree_bytes(one, resources.proportional_bytes)
+            assert 140 * MB < proportional < 250 * MB
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
