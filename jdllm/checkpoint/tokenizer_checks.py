@@ -13,8 +13,9 @@ from jdllm import errors
 from jdllm.checkpoint import source
 
 CONFIG_NAME, MAP_NAME = "tokenizer_config.json", "special_tokens_map.json"
-ADDED_NAME, DECODER_KEY = "added_tokens.json", "added_tokens_decoder"
-MORE_KEY, TEMPLATE_KEY = "additional_special_tokens", "chat_template"
+ADDED_NAME, TEMPLATE_NAME = "added_tokens.json", "chat_template.jinja"
+DECODER_KEY, MORE_KEY = "added_tokens_decoder", "additional_special_tokens"
+TEMPLATE_KEY = "chat_template"
 SPECIAL_TOKENS = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
 )  # fmt: skip
@@ -79,9 +80,14 @@ def _check_template(place: str, template: Any) -> None:
             )
 
 
+def text_of(token: Any) -> Any:
+    """Returns the text of a token: it is the text, or an object that holds it as `content`."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
 def _text_of(place: str, token: Any) -> str:
-    """Returns the text of a token: it is the text, or an object that holds it."""
-    text = token.get("content") if isinstance(token, dict) else token
+    """Returns the text of a token, which `check` may not have seen yet."""
+    text = text_of(token)
     if not isinstance(text, str):
         raise errors.ConfigError(
             f"{place}={errors.quote(token)} must be a text, or an object with a text as content"

@@ -29,9 +29,8 @@ logger = logging.getLogger(__name__)
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # Dream's class is Qwen2's byte-level BPE; its own special tokens are data in its files.
 STAND_INS = {"DreamTokenizer": transformers.Qwen2Tokenizer}
-TEMPLATE_NAME = "chat_template.jinja"
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-TOKENIZER_FILES = (*VOCABULARY_FILES, "tokenizer_config.json")
+TOKENIZER_FILES = (*VOCABULARY_FILES, tokenizer_checks.CONFIG_NAME)
 
 
 class Tokenizer:
@@ -231,7 +230,7 @@ def _template_place(directory: pathlib.Path, option: str | None) -> str:
     """Returns how errors of the chat template name where it stands."""
     if option is not None:
         return "chat_template" if "{" in option else f"chat_template={option!r}"
-    file = directory / TEMPLATE_NAME
+    file = directory / tokenizer_checks.TEMPLATE_NAME
     return str(file if file.is_file() else directory / tokenizer_checks.CONFIG_NAME)
 
 

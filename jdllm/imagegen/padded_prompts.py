@@ -9,6 +9,7 @@ from __future__ import annotations
 import pathlib
 
 from jdllm import errors, value_checks
+from jdllm.checkpoint import tokenizer_checks
 from jdllm.imagegen import prompts, tokenizer_files
 
 _BYTES = 256
@@ -39,11 +40,11 @@ class PaddedTokenizer:
                 "encoder needs"
             )
         given = tokenizer_files.read_config(directory).get("pad_token") or pad_token
-        pad_id = self._tokenizer.token_to_id(tokenizer_files.text_of(given))
+        pad_id = self._tokenizer.token_to_id(tokenizer_checks.text_of(given))
         if pad_id is None:
             raise errors.ConfigError(
-                f"{directory / tokenizer_files.CONFIG_NAME}: pad_token={errors.quote(given)} is no "
-                "token of the tokenizer"
+                f"{directory / tokenizer_checks.CONFIG_NAME}: pad_token={errors.quote(given)} is "
+                "no token of the tokenizer"
             )
         self._pad_id = pad_id
 

@@ -13,10 +13,10 @@ import pathlib
 from typing import Protocol
 
 from jdllm import errors, value_checks
+from jdllm.checkpoint import tokenizer_checks
 from jdllm.imagegen import tokenizer_files
 from jdllm.templates import chat
 
-_TEMPLATE_NAME = "chat_template.jinja"
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 _BYTES = 256
 
@@ -140,18 +140,20 @@ def _cut(ids: list[int], max_sequence_length: int, *, prefix_tokens: int = 0) ->
 def _chat_template(directory: pathlib.Path) -> chat.ChatTemplate:
     config = tokenizer_files.read_config(directory)
     try:
-        file = directory / _TEMPLATE_NAME
+        file = directory / tokenizer_checks.TEMPLATE_NAME
         template = file.read_text(encoding="utf-8") if file.is_file() else None
     except (OSError, UnicodeDecodeError) as error:
-        raise errors.ConfigError(f"{directory / _TEMPLATE_NAME} cannot be read: {error}") from error
+        raise errors.ConfigError(
+            f"{directory / tokenizer_checks.TEMPLATE_NAME} cannot be read: {error}"
+        ) from error
     template = template or config.get("chat_template")
     if not isinstance(template, str) or not template.strip():
         raise errors.ConfigError(
-            f"{directory} has no chat template: neither {_TEMPLATE_NAME} nor a text as "
-            f"chat_template in {tokenizer_files.CONFIG_NAME}"
+            f"{directory} has no chat template: neither {tokenizer_checks.TEMPLATE_NAME} nor a "
+            f"text as chat_template in {tokenizer_checks.CONFIG_NAME}"
         )
     special = {
-        name: tokenizer_files.text_of(token)
+        name: tokenizer_checks.text_of(token)
         for name in _SPECIAL_TOKENS
         if (token := config.get(name)) is not None
     }

@@ -16,7 +16,6 @@ from jdllm.checkpoint import source, tokenizer_checks
 from jdllm.checkpoint.quiet_transformers import transformers
 
 TOKENIZER_NAME = "tokenizer.json"
-CONFIG_NAME = "tokenizer_config.json"
 PARTS = ("vocab.json", "merges.txt")  # of a tokenizer without tokenizer.json
 
 ReadParts = Callable[[pathlib.Path], tokenizers.Tokenizer]
@@ -68,12 +67,7 @@ def clip(directory: pathlib.Path) -> tokenizers.Tokenizer:
 
 def read_config(directory: pathlib.Path) -> Mapping[str, Any]:
     """Returns what tokenizer_config.json holds; nothing without the file."""
-    return source.read_optional_json(directory / CONFIG_NAME)
-
-
-def text_of(token: Any) -> str:
-    """Returns the text of a token of a config: it is its text, or an object that holds it."""
-    return str(token.get("content") if isinstance(token, dict) else token)
+    return source.read_optional_json(directory / tokenizer_checks.CONFIG_NAME)
 
 
 def _check_parts(path: pathlib.Path, read_parts: ReadParts | None) -> None:

@@ -18,6 +18,7 @@ from absl import flags
 from jaxtyping import Int32
 
 from jdllm import errors
+from jdllm.checkpoint import tokenizer_checks
 from jdllm.tasks import arithmetic
 from jdllm.tasks.word_problems import rewording
 from jdllm.templates import chat
@@ -54,7 +55,7 @@ class ChatFormat:
 
     def __init__(self, model_path: pathlib.Path):
         self.tokenizer = tokenizers.Tokenizer.from_file(str(model_path / "tokenizer.json"))
-        template = (model_path / "chat_template.jinja").read_text(encoding="utf-8")
+        template = (model_path / tokenizer_checks.TEMPLATE_NAME).read_text(encoding="utf-8")
         self._before, self._after = _around_question(
             chat.ChatTemplate(template, special_tokens=_special_tokens(model_path))
         )
@@ -84,11 +85,11 @@ class ChatFormat:
 
 def _special_tokens(model_path: pathlib.Path) -> dict[str, str]:
     """Returns what `bos_token` and alike are in templates, as transformers reads them."""
-    path = model_path / "tokenizer_config.json"
+    path = model_path / tokenizer_checks.CONFIG_NAME
     options = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     tokens = {name: value for name, value in options.items() if name.endswith("_token") and value}
     return {
-        name: value["content"] if isinstance(value, dict) else value
+        name: tokenizer_checks.text_of(value)
         for name, value in tokens.items()
         if isinstance(value, str | dict)
     }

@@ -13,6 +13,7 @@ import pathlib
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
+from jdllm.checkpoint import tokenizer_checks
 from jdllm.tasks.scenes import generator
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -40,7 +41,7 @@ def write(folder: pathlib.Path, *, vocab_size: int) -> None:
         "clean_up_tokenization_spaces": False,
     }
     text = json.dumps(options, indent=2) + "\n"
-    (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
+    (folder / tokenizer_checks.CONFIG_NAME).write_text(text, encoding="utf-8")
 
 
 def _trained(vocab_size: int) -> tokenizers.Tokenizer:
