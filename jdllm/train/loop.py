@@ -6,6 +6,7 @@ the accelerator never waits for it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -58,18 +59,29 @@ def train(
     began = time.monotonic()
     if paths.export_state is not None:
         _check_can_export(paths.export_state)
-    with run_lock.held(paths.output_dir):
-        return _train(config, paths, stop or stop_request.StopRequest(), began)
+    stop = stop or stop_request.StopRequest()
+    with run_lock.held(paths.output_dir), contextlib.ExitStack() as ends:
+        try:
+            return _train(config, paths, stop, began, ends)
+        except RuntimeError as error:  # also of a pool, whose processes a signal may have ended
+            if stop.comes():
+                raise KeyboardInterrupt from error
+            raise
 
 
 def _train(
-    config: RunConfig, paths: RunPaths, stop: stop_request.StopRequest, began: float
+    config: RunConfig,
+    paths: RunPaths,
+    stop: stop_request.StopRequest,
+    began: float,
+    ends: contextlib.ExitStack,
 ) -> dict[str, float]:
     is_new = not paths.is_resumed or checkpoints.newest(paths.checkpoints) is None
     settings = run_settings.of(config, paths.import_state)
     if not is_new:
         settings = run_settings.resumed(paths.output_dir, config, settings)
     recipe = recipes.build(config, paths.output_dir)
+    ends.callback(recipe.close)
     state = _first_state(recipe, paths.import_state if is_new else None)
     if is_new:
         _set_aside(paths)

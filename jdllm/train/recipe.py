@@ -103,3 +103,7 @@ class Recipe(Protocol):
     def export(self, state: Any, output_dir: pathlib.Path) -> None:
         """Writes the average as a model that is served."""
         ...
+
+    def close(self) -> None:
+        """Ends every process and thread of the run, also where a signal has ended a method."""
+        ...

@@ -51,6 +51,7 @@ class TextRecipe:
     def __init__(self, config: TrainConfig, output_dir: pathlib.Path):
         del output_dir
         self._config = config
+        self._ends = contextlib.ExitStack()
         self._model_path = source.resolve_text(config.model_path)
         hf_config = json.loads((self._model_path / "config.json").read_text(encoding="utf-8"))
         self._network = step.build_network(hf_config, config.compute_dtype)
@@ -110,7 +111,7 @@ class TextRecipe:
             length=config.num_steps,
             variety=examples.variety(config),
         )
-        return TextBatches(
+        batches = TextBatches(
             examples.batches(
                 problems,
                 start_step=int(state.step),
@@ -120,6 +121,8 @@ class TextRecipe:
             ),
             num_workers=config.data_workers,
         )
+        self._ends.callback(batches.close)
+        return batches
 
     def passed(self) -> clock.Passed:
         seconds = self._clock.passed()
@@ -140,3 +143,6 @@ class TextRecipe:
 
     def export(self, state: step.TrainState, output_dir: pathlib.Path) -> None:
         export.write_hf(self._network, state.average, self._model_path, output_dir / "hf")
+
+    def close(self) -> None:
+        self._ends.close()

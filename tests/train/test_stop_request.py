@@ -1,5 +1,8 @@
 """Ctrl-C and SIGTERM end a run at the end of a step, whose checkpoint is written."""
 
+import concurrent.futures.process
+import contextlib
+import multiprocessing
 import os
 import pathlib
 import shlex
@@ -15,6 +18,7 @@ from support.waiting import wait_until
 
 from jdllm.train import __main__ as train_main
 from jdllm.train import stop_request, text
+from jdllm.train.scenes import programs
 
 BOTH = pytest.mark.parametrize("number", stop_request.SIGNALS, ids=lambda number: number.name)
 
@@ -116,6 +120,26 @@ def test_processes_that_are_gone_without_a_signal_are_an_error(model_path, tmp_p
     monkeypatch.setattr(text.TextBatches, "__next__", gone)
     with pytest.raises(RuntimeError, match="terminated unexpectedly"):
         train_main.main(tiny_text.arguments(model_path, tmp_path / "run"))
+
+
+@pytest.mark.parametrize("ends", ["the signal", "its processes"])
+def test_a_signal_while_a_run_is_built_leaves_no_process(tmp_path, monkeypatch, ends, capfd):
+    """A pool that is open when the interpreter exits may show an error of its own."""
+
+    def signalled_with_processes(*_, **__):
+        assert multiprocessing.active_children()
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+        raise {
+            "the signal": KeyboardInterrupt,
+            "its processes": concurrent.futures.process.BrokenProcessPool,
+        }[ends]
+
+    monkeypatch.setattr(programs, "Programs", signalled_with_processes)
+    words, _ = endless("scenes", tmp_path)
+    assert train_main.main(words) == 128 + signal.SIGTERM
+    assert multiprocessing.active_children() == []
+    assert "error: stopped by SIGTERM; there is no checkpoint" in capfd.readouterr().err
 
 
 def test_a_signal_that_is_sent_twice_is_asked_once(model_path, tmp_path, signalled):

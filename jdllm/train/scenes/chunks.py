@@ -131,7 +131,11 @@ def _tokenizer(folder: pathlib.Path, vocab_size: int) -> prompts.ChatTokenizer:
 
 
 class Chunks:
-    """The chunks from some number on, in order."""
+    """The chunks from some number on, in order; the first one that is taken starts the processes.
+
+    So `close` can end all that was begun, whenever a signal comes. Processes that a signal ends
+    while the interpreter exits may end it with an error of their pool (Python 3.11 and 3.12).
+    """
 
     def __init__(self, maker: Maker, *, first: int, num_workers: int):
         self._maker, self._next = maker, first
@@ -144,14 +148,15 @@ class Chunks:
             if num_workers
             else None
         )
-        for _ in range(num_workers * _AHEAD):
-            self._order()
+        self._num_ahead = num_workers * _AHEAD
 
     def take(self, *, waits: bool) -> Chunk | None:
         """Returns the next chunk; None if it is not ready, unless the caller waits."""
         if self._workers is None:
             self._next += 1
             return self._maker.chunk(self._next - 1)
+        while len(self._made) < self._num_ahead:
+            self._order()
         if not (waits or self._made[0].done()):
             return None
         self._order()

@@ -7,6 +7,7 @@ batches from a pool of scenes on the device, which processes of the host fill.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -44,6 +45,7 @@ class SceneRecipe:
 
     def __init__(self, config: SceneConfig, output_dir: pathlib.Path):
         self._config, self._output_dir = config, output_dir
+        self._ends = contextlib.ExitStack()
         self._networks = networks.build(
             source.resolve(config.model_path),
             output_dir / "pipeline",
@@ -87,6 +89,7 @@ class SceneRecipe:
         source_ = chunks.Chunks(
             self._maker, first=self._number * len(config.sizes), num_workers=config.data_workers
         )
+        self._ends.callback(source_.close)
         self._pool = pool.ScenePool(
             source_,
             config.shapes,
@@ -101,7 +104,9 @@ class SceneRecipe:
             {size: self._pool.view(size).arrays for size in config.shapes},
             self._maker.empty(),
         )
+        self._ends.callback(self._programs.close)
         self._evaluator = evaluate.Evaluator(self._networks, config, self._maker, self._programs)
+        self._ends.callback(self._evaluator.close)
         self._programs.wait_for(state.stage)  # a stage's minutes are not those of compilation
         self._begin_stage(state.stage, first=int(state.start_step), passed=passed.stage)
         if state.stage == "flow":
@@ -139,8 +144,9 @@ class SceneRecipe:
     def export(self, state: update.SceneState, output_dir: pathlib.Path) -> None:
         del output_dir  # the folder was begun with the run
         export.write(self._networks, state.average)
-        self._programs.close()
-        self._evaluator.close()
+
+    def close(self) -> None:
+        self._ends.close()
 
     def _begin_stage(self, stage: str, *, first: int, passed: float = 0.0) -> None:
         self._stage, config, began = stage, self._config, time.monotonic() - passed
