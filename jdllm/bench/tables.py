@@ -78,9 +78,13 @@ def check_writable(path: str | None) -> None:
     """Raises a ConfigError if a result file cannot be written, before anything is measured."""
     if not path:
         return
+    file = pathlib.Path(path)
     try:
-        with pathlib.Path(path).open("a"):
+        is_new = not file.exists()
+        with file.open("a"):
             pass
+        if is_new:
+            file.unlink()  # what is refused later leaves no empty file
     except OSError as error:
         raise errors.ConfigError(f"cannot write results to {path!r}: {error}") from error
 

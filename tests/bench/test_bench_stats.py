@@ -138,5 +138,9 @@ def test_results_are_appended_as_lines(tmp_path):
     tables.append(str(path), {"a": 2})
     tables.append("", {"a": 3})
     assert [json.loads(line)["a"] for line in path.read_text().splitlines()] == [1, 2]
+    tables.check_writable(str(path))
+    assert path.stat().st_size > 0
+    tables.check_writable(str(tmp_path / "later.jsonl"))
+    assert not (tmp_path / "later.jsonl").exists()
     with pytest.raises(errors.ConfigError, match="cannot write"):
         tables.check_writable(str(tmp_path / "missing" / "runs.jsonl"))

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 Size = tuple[int, int]
 Ids = Int32[np.ndarray, "B L"]
 Lens = Int32[np.ndarray, " B"]
-_THREADS = 10
+THREADS = 10
 # The libraries choose their kernels unasked: there are thirty programs, and trying kernels out, in
 # one thread at a time, would take longer than a run.
 _GPU_OPTIONS = {
@@ -38,7 +38,7 @@ _GPU_OPTIONS = {
 
 
 class Programs:
-    """Programs by what they do; the first call of one waits until it is compiled."""
+    """Programs by what they do, compiled in `threads`; the first call of one waits for it."""
 
     def __init__(
         self,
@@ -47,9 +47,10 @@ class Programs:
         state: update.SceneState,
         views: Mapping[Size, pool.Arrays],
         empty: chunks.Caption,
+        threads: concurrent.futures.Executor,
     ):
         self._networks, self._config, self._empty = networks, config, empty
-        self._threads = concurrent.futures.ThreadPoolExecutor(_THREADS)
+        self._threads = threads
         has_vae_stage = state.stage == "vae"
         state, arrays = _shapes(state), _shapes(dict(views))
         rows = -(-config.eval_problems // len(config.sizes))
@@ -127,9 +128,6 @@ class Programs:
     def decode(self, size: Size, params: Params, latents: jax.Array) -> jax.Array:
         """Returns pictures of 8 bits."""
         return self._decodes[size].result()(params, latents)
-
-    def close(self) -> None:
-        self._threads.shutdown(cancel_futures=True)
 
     def _compile(self, function: Callable[..., Any], *shapes: Any) -> Any:
         donated = 0 if isinstance(shapes[0], update.SceneState) else ()

@@ -7,6 +7,7 @@ batches from a pool of scenes on the device, which processes of the host fill.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import json
@@ -97,14 +98,16 @@ class SceneRecipe:
             chunk=config.chunk_scenes,
             steps_per_chunk=config.steps_per_chunk,
         )
+        threads = concurrent.futures.ThreadPoolExecutor(programs.THREADS)
+        self._ends.callback(threads.shutdown, cancel_futures=True)
         self._programs = programs.Programs(
             self._networks,
             config,
             state,
             {size: self._pool.view(size).arrays for size in config.shapes},
             self._maker.empty(),
+            threads,
         )
-        self._ends.callback(self._programs.close)
         self._evaluator = evaluate.Evaluator(self._networks, config, self._maker, self._programs)
         self._ends.callback(self._evaluator.close)
         self._programs.wait_for(state.stage)  # a stage's minutes are not those of compilation
