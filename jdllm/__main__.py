@@ -28,12 +28,19 @@ COMMANDS: dict[tuple[str, ...], tuple[str, str]] = {
 
 
 def main() -> None:
-    """Runs the command that the first words name; a module ends the process by itself."""
+    """Runs the command that the first words name; a module ends the process by itself.
+
+    Ctrl-C while it is imported, for seconds, ends it without a traceback; later it is its own.
+    """
     words = sys.argv[1:]
     for names, (module, _) in COMMANDS.items():
         if tuple(words[: len(names)]) == names:
             del sys.argv[1 : 1 + len(names)]
-            runpy.run_module(module, run_name="__main__", alter_sys=True)
+            try:
+                runpy.run_module(module, run_name="__main__", alter_sys=True)
+            except KeyboardInterrupt:
+                arguments.report("jdllm " + " ".join(names), "interrupted")
+                sys.exit(130)
             return
     parser = arguments.Parser("jdllm", description(), usage="%(prog)s COMMAND [OPTIONS]")
     parser.add_argument(

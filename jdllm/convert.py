@@ -101,6 +101,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (errors.ConfigError, OSError) as error:
         arguments.report(PROG, error)
         return 2
+    except KeyboardInterrupt:
+        arguments.report(PROG, "interrupted; nothing is written")
+        return 130
     return 0
 
 

@@ -67,6 +67,18 @@ def test_a_command_runs_its_module_with_the_rest_of_the_line(words, monkeypatch)
     assert seen == [(entry.COMMANDS[words][0], ["--flag", "eval"])]
 
 
+def test_ctrl_c_while_a_command_is_imported_is_one_line(monkeypatch, capsys):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runpy, "run_module", interrupted)
+    monkeypatch.setattr(sys, "argv", ["jdllm", "bench", "serving"])
+    with pytest.raises(SystemExit) as end:
+        entry.main()
+    assert end.value.code == 130
+    assert capsys.readouterr().err == "jdllm bench serving: error: interrupted\n"
+
+
 def test_the_command_answers_without_loading_anything():
     """`jdllm --version` must not import jax, which takes seconds."""
     program = "import sys; sys.modules['jax'] = None; from jdllm import __main__; __main__.main()"

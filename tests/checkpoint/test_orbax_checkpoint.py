@@ -48,6 +48,18 @@ def test_the_conversion_dtype_beats_the_one_in_the_config(tmp_path):
         np.testing.assert_array_equal(np.asarray(loaded[path]), np.asarray(array))
 
 
+def test_an_interrupted_conversion_leaves_nothing(tmp_path, monkeypatch, capsys):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(convert.orbax_checkpoint, "save", interrupted)
+    output = tmp_path / "converted"
+    assert convert.main(["--model-path", str(GOLDEN), "--output", str(output)]) == 130
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == "jdllm convert: error: interrupted; nothing is written"
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_everything_but_the_weights_is_copied(converted):
     names = {path.name for path in converted.iterdir()}
     assert {"config.json", "tokenizer.json", "chat_template.jinja"} <= names
