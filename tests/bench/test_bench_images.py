@@ -87,7 +87,8 @@ def bench(url, tmp_path):
     def run(line, *words, urls=(url,)):
         common = ["--base-url", *urls, "--output-file", str(path), "--disable-tqdm"]
         code = images.main([*common, *line.split(), *words])
-        return code, [json.loads(row) for row in path.read_text().splitlines()]
+        rows = path.read_text().splitlines() if path.exists() else []
+        return code, [json.loads(row) for row in rows]
 
     return run
 

@@ -74,7 +74,8 @@ def bench(url, tmp_path):
     def run(line, *words):
         common = ["--base-url", url, "--output-file", str(path), "--disable-tqdm"]
         code = serving.main([*common, *line.split(), *words])
-        return code, [json.loads(row) for row in path.read_text().splitlines()]
+        rows = path.read_text().splitlines() if path.exists() else []
+        return code, [json.loads(row) for row in rows]
 
     return run
 
@@ -193,13 +194,14 @@ def test_errors_say_what_is_wrong(bench, line, code, message, capsys, tmp_path):
     assert found == code
 
 
-def test_no_server(bench, capsys):
+def test_no_server(bench, tmp_path, capsys):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         closed = f"http://127.0.0.1:{free.getsockname()[1]}"
         code, _ = bench(f"{IDS} --base-url {closed} --ready-check-timeout-sec 0")
     assert code == 1
     assert f"no server at {closed}" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_command_runs_as_a_module(url, tmp_path):
