@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import sys
 from collections.abc import Mapping, Sequence
@@ -80,7 +81,7 @@ def check_writable(path: str | None) -> None:
         return
     file = pathlib.Path(path)
     try:
-        is_new = not file.exists()
+        is_new = not os.path.lexists(file)  # a link to nothing stays
         with file.open("a"):
             pass
         if is_new:

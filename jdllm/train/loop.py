@@ -6,6 +6,7 @@ the accelerator never waits for it.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import json
@@ -63,7 +64,7 @@ def train(
     with run_lock.held(paths.output_dir), contextlib.ExitStack() as ends:
         try:
             return _train(config, paths, stop, began, ends)
-        except RuntimeError as error:  # also of a pool, whose processes a signal may have ended
+        except concurrent.futures.BrokenExecutor as error:  # a signal may have ended its processes
             if stop.comes():
                 raise KeyboardInterrupt from error
             raise

@@ -17,7 +17,7 @@ from support import tiny_scenes, tiny_text
 from support.waiting import wait_until
 
 from jdllm.train import __main__ as train_main
-from jdllm.train import stop_request, text
+from jdllm.train import checkpoints, stop_request, text
 from jdllm.train.scenes import programs
 
 BOTH = pytest.mark.parametrize("number", stop_request.SIGNALS, ids=lambda number: number.name)
@@ -140,6 +140,20 @@ def test_a_signal_while_a_run_is_built_leaves_no_process(tmp_path, monkeypatch, 
     assert train_main.main(words) == 128 + signal.SIGTERM
     assert multiprocessing.active_children() == []
     assert "error: stopped by SIGTERM; there is no checkpoint" in capfd.readouterr().err
+
+
+def test_a_checkpoint_that_a_signal_cannot_write_is_the_error(
+    model_path, tmp_path, signalled, monkeypatch, capfd
+):
+    """Not a stop that one resumes from."""
+
+    def full(*_):
+        raise checkpoints.WriteError("no space left")
+
+    signalled(3, signal.SIGTERM)
+    monkeypatch.setattr(checkpoints, "save_now", full)
+    assert train_main.main(tiny_text.arguments(model_path, tmp_path / "run")) == 1
+    assert capfd.readouterr().err.splitlines()[-1] == "jdllm train: error: no space left"
 
 
 def test_a_signal_that_is_sent_twice_is_asked_once(model_path, tmp_path, signalled):

@@ -159,7 +159,6 @@ class Chunks:
             self._order()
         if not (waits or self._made[0].done()):
             return None
-        self._order()
         return self._made.popleft().result()
 
     def close(self) -> None:
