@@ -74,7 +74,7 @@ def test_the_template_is_that_of_qwen3(folder):
 
 
 def maker(folder, **changes):
-    values = dict(tokenizer=folder, vocab_size=576, sizes=SIZES, count=4, seed=0)
+    values = dict(tokenizer=folder, vocab_size=576, turns=SIZES, count=4, seed=0)
     values |= dict(caption_tokens=64, train_caption_tokens=64)
     return chunks.Maker(**{**values, **changes})
 
@@ -88,6 +88,16 @@ def test_chunks_take_turns_and_go_on_in_the_split(folder):
     for ids, length, caption in zip(three.ids, three.lens, captions, strict=True):
         assert tuple(ids[:length]) == encode(caption, max_sequence_length=64).ids
         assert not ids[length:].any()
+
+
+def test_a_size_with_two_turns_shows_no_scene_twice(folder):
+    once, twice = maker(folder), maker(folder, turns=(SIZES[0], SIZES[1], SIZES[0]))
+    again = [twice.chunk(number) for number in range(6)]
+    for size in SIZES:
+        made = [one.pictures for one in again if one.size == size]
+        plain = [once.chunk(2 * i + SIZES.index(size)).pictures for i in range(len(made))]
+        np.testing.assert_array_equal(made, plain)
+    assert [one.size for one in again] == 2 * [SIZES[0], SIZES[1], SIZES[0]]
 
 
 def test_scenes_with_long_captions_are_replaced(folder):
@@ -155,6 +165,15 @@ def test_new_scenes_replace_the_oldest_and_latents_the_pictures():
     drawn = pool.draw(jax.random.key(0), arrays, 4, 100)
     assert (drawn["latents"][:, 0] == 10 * drawn["lens"]).all()
     assert set(drawn["lens"].tolist()) == {3, 4}
+
+
+def test_views_take_turns_and_a_size_with_two_has_twice_the_views(folder):
+    turns = (SIZES[0], SIZES[1], SIZES[0])
+    source = chunks.Chunks(maker(folder, turns=turns), first=0, num_workers=0)
+    scenes = pool.ScenePool(source, turns, capacity=16, chunk=4, steps_per_chunk=2)
+    views = [next(scenes) for _ in range(6)]
+    assert [view.size for view in views] == 2 * list(turns)
+    assert all(view.arrays["pictures"].shape == (8, *view.size, 3) for view in views)
 
 
 # The shipped model

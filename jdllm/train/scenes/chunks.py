@@ -1,7 +1,7 @@
 """Chunks of generated scenes, drawn and tokenised ahead by processes of the host.
 
-Chunk `number` is a pure function of (seed, number): the scenes of the training split follow each
-other, and the sizes take turns. No device library is imported here.
+Chunk `number` is a pure function of (seed, number): the sizes take turns, and those of a size show
+the scenes of the training split one after the other. No device library is imported here.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ class Maker:
     vocab_size: int
     caption_tokens: int
     train_caption_tokens: int
-    sizes: tuple[tuple[int, int], ...]
+    turns: tuple[tuple[int, int], ...]  # the sizes of successive chunks
     count: int  # scenes per chunk
     seed: int
 
     def chunk(self, number: int) -> Chunk:
-        turn, place = divmod(number, len(self.sizes))
-        size = self.sizes[place]
-        first = turn * self.count
+        turn, place = divmod(number, len(self.turns))
+        size = self.turns[place]
+        first = self.count * (turn * self.turns.count(size) + self.turns[:place].count(size))
         rows = [self._row(first + i, size) for i in range(self.count)]
         ids, lens = _padded([found for _, found in rows], self.train_caption_tokens)
         pictures = np.stack([drawing.render(scene) for scene, _ in rows])

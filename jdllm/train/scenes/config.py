@@ -33,7 +33,8 @@ class SceneConfig(config_lib.RunConfig):
     recipe: str = "scenes"
     model_path: str
     batch_size: int = 256  # latents per step of the second stage
-    sizes: tuple[str, ...] = ("64x64", "96x96", "128x128", "96x128", "128x96")  # height x width
+    # Of pictures, height x width. They take turns; one that stands here twice has two of them.
+    sizes: tuple[str, ...] = ("64x64", "96x96", "128x128", "96x128", "128x96")
     caption_tokens: int = 64  # of the padded captions of held-out scenes, a multiple of 32
     train_caption_tokens: int = 32  # of those of steps; scenes with longer ones are not drawn
     vae_steps: int = 6_000
@@ -82,7 +83,12 @@ class SceneConfig(config_lib.RunConfig):
             )
 
     @property
-    def shapes(self) -> tuple[tuple[int, int], ...]:
-        """The sizes as (height, width) in pixels."""
+    def turns(self) -> tuple[tuple[int, int], ...]:
+        """The sizes of successive steps as (height, width) in pixels, with repetitions."""
         pairs = (size.split("x") for size in self.sizes)
         return tuple((int(height), int(width)) for height, width in pairs)
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        """The different sizes, in the order of their first turns."""
+        return tuple(dict.fromkeys(self.turns))

@@ -44,7 +44,7 @@ class Evaluator:
     ):
         self._networks, self._config, self._compiled = networks, config, compiled
         self._pool: concurrent.futures.ProcessPoolExecutor | None = None
-        rows = -(-config.eval_problems // len(config.sizes))
+        rows = -(-config.eval_problems // len(config.shapes))
         self._scenes = {
             size: [generator.generate(i, split="test", size=size) for i in range(rows)]
             for size in config.shapes

@@ -49,23 +49,27 @@ class _Ring:
 
 
 class ScenePool:
-    """The batches of a run, see `recipe.Batches`; views of the sizes take turns."""
+    """The batches of a run, see `recipe.Batches`; `turns` are the sizes of successive views.
 
-    def __init__(self, source: chunks.Chunks, sizes: tuple[tuple[int, int], ...], *,
+    Each size has an equal part of `capacity`, also one that has more turns than others.
+    """
+
+    def __init__(self, source: chunks.Chunks, turns: tuple[tuple[int, int], ...], *,
                  capacity: int, chunk: int, steps_per_chunk: int):  # fmt: skip
-        places = max(capacity // len(sizes) // chunk, 1) * chunk
+        places = max(capacity // len(set(turns)) // chunk, 1) * chunk
         self._source, self._chunk, self._steps_per_chunk = source, chunk, steps_per_chunk
-        self._rings = {size: _Ring(capacity=places) for size in sizes}
+        self._turns = turns
+        self._rings = {size: _Ring(capacity=places) for size in turns}
         self._encode: Encode | None = None
         self._steps = 0
-        for _ in sizes:
+        for _ in turns:
             self._add(waits=True)
 
     def __next__(self) -> View:
         is_full = all(ring.written >= ring.capacity for ring in self._rings.values())
         if not is_full or (self._steps + 1) % self._steps_per_chunk == 0:
             self._add(waits=False)
-        size = list(self._rings)[self._steps % len(self._rings)]
+        size = self._turns[self._steps % len(self._turns)]
         self._steps += 1
         return self.view(size)
 

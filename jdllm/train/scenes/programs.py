@@ -53,7 +53,7 @@ class Programs:
         self._threads = threads
         has_vae_stage = state.stage == "vae"
         state, arrays = _shapes(state), _shapes(dict(views))
-        rows = -(-config.eval_problems // len(config.sizes))
+        rows = -(-config.eval_problems // len(config.shapes))
         scalar = jax.ShapeDtypeStruct((), jnp.float32)
         count = jax.ShapeDtypeStruct((), jnp.int32)
         with_latents = {size: self._with_latents(size, arrays[size]) for size in arrays}

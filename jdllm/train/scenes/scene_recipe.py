@@ -58,7 +58,7 @@ class SceneRecipe:
             vocab_size=self._networks.configs[networks.TEXT].vocab_size,
             caption_tokens=config.caption_tokens,
             train_caption_tokens=config.train_caption_tokens,
-            sizes=config.shapes,
+            turns=config.turns,
             count=config.chunk_scenes,
             seed=config.seed,
         )
@@ -93,7 +93,7 @@ class SceneRecipe:
         self._ends.callback(source_.close)
         self._pool = pool.ScenePool(
             source_,
-            config.shapes,
+            config.turns,
             capacity=config.pool_scenes,
             chunk=config.chunk_scenes,
             steps_per_chunk=config.steps_per_chunk,
