@@ -7,6 +7,7 @@ parts. It writes the first form of a table (split experts).
 from __future__ import annotations
 
 import pathlib
+import stat
 from collections.abc import Iterable, Mapping
 
 import jax
@@ -29,7 +30,10 @@ def export(
     for row in rows:
         if form.setdefault(row.target, row.form) == row.form:
             tensors[row.name] = np.ascontiguousarray(row.read(host[row.target]))
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)
     try:
         safetensors.numpy.save_file(tensors, path, metadata={"format": "pt"})
     except safetensors.SafetensorError as error:
         raise OSError(f"cannot write {path}: {error}") from error
+    path.chmod(mode)  # the library's files are readable by their owner alone

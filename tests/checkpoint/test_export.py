@@ -1,5 +1,7 @@
 """Writing weights: what fits is read back, and a full disk is an error that names the file."""
 
+import os
+
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -25,3 +27,13 @@ def test_a_full_disk_is_an_error_that_names_the_file(tmp_path):
         pytest.raises(OSError, match=r"cannot write .*model\.safetensors"),
     ):
         export.export(tmp_path / "model.safetensors", ROWS, PARAMS)
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
+def test_others_may_read_the_file_as_the_umask_says(tmp_path, umask, mode):
+    before = os.umask(umask)
+    try:
+        export.export(tmp_path / "model.safetensors", ROWS, PARAMS)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == mode
