@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -39,22 +40,40 @@ def warm_up(
 ) -> None:
     """Sends short requests of each kind, so that its programs are compiled and have run.
 
-    Each of `counts` is a number of requests that are sent at once. Programs that are being compiled
-    are waited for.
+    Each of `counts` is a number of requests that are sent at once: of the shortest prompts, of
+    middle ones and of the longest, since their captions have programs of their own. Programs that
+    are being compiled are waited for.
     """
     short = image_load.kinds(
         [dataclasses.replace(one, num_inference_steps=steps, slo_s=None) for one in asks]
     )
+    texts = sorted({one.prompt for one in asks}, key=lambda text: (len(text), text))
+    turns = itertools.count(1)
 
     def send() -> None:
-        for one in short:
-            for count in counts:
-                _all_succeed(target, [one] * count, None)
+        for one, count in itertools.product(short, counts):
+            for prompts in _windows(texts, count):
+                by = next(turns)
+                some = [dataclasses.replace(one, prompt=_turned(text, by)) for text in prompts]
+                _all_succeed(target, some, None)
 
     wait_for_programs(target)
     send()
     if wait_for_programs(target):
         send()
+
+
+def _windows(texts: Sequence[str], count: int) -> list[list[str]]:
+    """Returns `count` texts of each end and of the middle; all of them, again and again, if few."""
+    starts = sorted({0, max(len(texts) - count, 0) // 2, max(len(texts) - count, 0)})
+    return [[texts[(start + i) % len(texts)] for i in range(count)] for start in starts]
+
+
+def _turned(text: str, by: int) -> str:
+    """Returns a text of the same words in another order: no caption of the load may be kept yet."""
+    words = text.split()
+    by %= len(words)
+    return " ".join(words[by:] + words[:by])
 
 
 def wait_for_programs(target: image_targets.Target) -> bool:

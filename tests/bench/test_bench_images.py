@@ -97,10 +97,11 @@ def test_a_line_of_sglang(bench, engine, capsys):
     engine.seen.clear()
     code, (row,) = bench(SGLANG)
     assert code == 0
-    # A warm-up request of one step, one that is timed alone, then the load; two images each.
-    assert [one.num_inference_steps for one in engine.seen] == [1, 1, 3, 3, 3, 3, 3, 3]
+    # A warm-up request of one step with each prompt, one that is timed alone, then the load; two
+    # images each.
+    assert [one.num_inference_steps for one in engine.seen] == 4 * [1] + 6 * [3]
     assert {(one.width, one.height) for one in engine.seen} == {(64, 32)}
-    assert sorted(one.seed for one in engine.seen[4:]) == [3, 4, 5, 6]
+    assert sorted(one.seed for one in engine.seen[6:]) == [3, 4, 5, 6]
     assert (row["completed_requests"], row["failed_requests"]) == (2, 0)
     assert (row["completed_outputs"], row["request_rate"]) == (4, 50)
     assert row["output_throughput"] == pytest.approx(2 * row["throughput_qps"])
@@ -122,7 +123,7 @@ def test_a_mixed_load_reaches_the_server_as_drawn(bench, engine):
     assert (code, row["completed_requests"]) == (0, 12)
     load = image_load.Load(num_prompts=12, profiles=image_load.parse_profiles(MIXED))
     wanted = sorted((one.prompt, one.width, one.num_inference_steps) for one in load.asks())
-    seen = engine.seen[2:]  # one warm-up request of each kind
+    seen = engine.seen[6:]  # three warm-up requests of each kind
     assert wanted == sorted((one.prompt, one.width, one.num_inference_steps) for one in seen)
     assert row["max_concurrency"] == 3 and row["concurrency"] <= 3.01
     assert len({len(one.prompt) for one in seen}) > 6
@@ -254,10 +255,12 @@ class Compiling:
 
     def __init__(self, *left):
         self.left, self.seen, self.lock = list(left), [], threading.Lock()
+        self.prompts = []
 
     def send(self, ask):
         with self.lock:
             self.seen.append((ask.width, ask.num_inference_steps, len(self.left)))
+            self.prompts.append(ask.prompt)
         return image_stats.Record(start_s=0.0, end_s=1.0, images=1)
 
     def state(self):
@@ -274,15 +277,31 @@ def test_a_warm_up_runs_every_number_of_requests_with_the_programs_that_are_meas
     asks = image_load.Load(num_prompts=40, profiles=tuple(profiles)).asks()
     target = Compiling(3, 1, 0)
     image_runs.warm_up(target, asks, counts=[1, 2, 4], steps=5)
-    # Nothing is sent before the programs are there; kinds that differ in steps alone are one.
-    once = collections.Counter({(64, 5, 0): 7, (96, 5, 0): 7})
+    # Nothing is sent before the programs are there; kinds that differ in steps alone are one. Each
+    # number is sent three times: with short, middle and long prompts.
+    once = collections.Counter({(64, 5, 0): 21, (96, 5, 0): 21})
     assert collections.Counter(target.seen) == once
     # What the warm-up itself asked for is waited for, and then runs, too.
     target = Compiling(0, 2, 1, 0)
     image_runs.warm_up(target, asks, counts=[1, 2, 4], steps=5)
     assert collections.Counter(target.seen) == collections.Counter(
-        {(side, 5, left): 7 for side in (64, 96) for left in (3, 0)}
+        {(side, 5, left): 21 for side in (64, 96) for left in (3, 0)}
     )
+
+
+def test_a_warm_up_has_captions_of_all_lengths_and_keeps_none_of_the_load(monkeypatch):
+    monkeypatch.setattr(image_runs, "POLL_S", 0.0)
+    asks = image_load.Load(num_prompts=40, width=64, height=64).asks()
+    target = Compiling(0, 2, 0)
+    image_runs.warm_up(target, asks, counts=[1, 4], steps=5)
+    lengths = sorted(len(ask.prompt) for ask in asks)
+    sent = sorted(len(" ".join(prompt.split())) for prompt in target.prompts)
+    assert sent[:2] == [lengths[0]] * 2 and sent[-2:] == [lengths[-1]] * 2
+    assert not {ask.prompt for ask in asks} & set(target.prompts)
+    assert len(set(target.prompts)) > 0.9 * len(target.prompts) == 0.9 * 2 * 15
+    # A load of one prompt is sent as it is.
+    image_runs.warm_up(target, asks[:1], counts=[2], steps=5)
+    assert [len(prompt) for prompt in target.prompts[30:]] == 2 * [len(asks[0].prompt)]
 
 
 def test_a_warm_up_says_when_programs_are_never_there(monkeypatch):
