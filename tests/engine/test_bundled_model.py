@@ -41,15 +41,15 @@ def right_answers(problems, replies):
 
 def test_held_out_problems_are_solved_with_many_tokens_a_forward(llm):
     # 500 problems are measured by `python -m jdllm.eval`; this guards the bundle in CI.
-    # There, 84 % are right, of the templates 97 %, of the problems that training never shows 77 %.
+    # There, 90 % are right, of the templates all, of the problems that training never shows 82 %.
     problems = list(itertools.islice(arithmetic.problems("test"), 300))
     mixture = problems[:NUM_PROBLEMS]
     told = [problem for problem in problems if problem.kind == "template"][:NUM_PROBLEMS]
     assert len(told) == NUM_PROBLEMS
     asked = [chat(problem.question) for problem in (*told, *mixture)]
     replies = llm.chat(asked, use_tqdm=False)
-    assert right_answers(told, replies[:NUM_PROBLEMS]) >= 0.9 * NUM_PROBLEMS
-    assert right_answers(mixture, replies[NUM_PROBLEMS:]) >= 0.75 * NUM_PROBLEMS
+    assert right_answers(told, replies[:NUM_PROBLEMS]) >= 0.95 * NUM_PROBLEMS
+    assert right_answers(mixture, replies[NUM_PROBLEMS:]) >= 0.82 * NUM_PROBLEMS
     tokens = sum(len(reply.outputs[0].token_ids) for reply in replies)
     forwards = sum(reply.outputs[0].meta_info["nfe"] for reply in replies)
     assert tokens / forwards >= 3

@@ -66,7 +66,7 @@ def test_the_curve_of_a_training_run(tmp_path):
     loss, accuracy = results.KINDS[2].panels
     assert len(loss.lines(rows)["training"]) > 100
     last = accuracy.lines(rows)["0.95"][-1]
-    assert last == (15217, pytest.approx(84.4))
+    assert last == (49460, pytest.approx(90.3))
     assert command.main([str(curve), "--output-file", str(tmp_path / "curve")]) == 0
     assert "held out" in (tmp_path / "curve.svg").read_text()
 

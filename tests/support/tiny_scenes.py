@@ -24,7 +24,7 @@ CHANGES = {
         "cap_feat_dim": 16,
         "n_layers": 1,
     },
-    "vae": {"block_out_channels": [4, 8, 8, 8], "norm_num_groups": 4, "latent_channels": 4},
+    "vae": {"block_out_channels": [4, 8, 8], "norm_num_groups": 4, "latent_channels": 4},
 }
 SETTINGS = {
     "sizes": ["64x64"],
