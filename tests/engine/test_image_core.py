@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 from support import golden_images as golden
-from support import image_fake
+from support import golden_qwen_image, image_fake
 from support.golden_images import PROMPTS, SQUARE, TALL
 from support.waiting import wait_until
 
@@ -195,6 +195,34 @@ def test_a_start_that_leaves_larger_launches_to_later_serves_at_once_and_then_us
         assert one.core.counters.merged_forwards == merged + 16, "4 requests of 4 steps, by two"
         for before, after in zip(first.values(), again.values(), strict=True):
             np.testing.assert_allclose(before, after, atol=ATOL_ALONE)
+    finally:
+        one.release()
+
+
+@pytest.mark.campaign
+def test_requests_with_a_negative_prompt_find_their_programs_where_these_are_usual():
+    """Qwen-Image's are guided by default. Nobody waits for theirs, once the start is quite over."""
+    size = golden_qwen_image.SIZES[0]
+    config = images.ImageBuildConfig(
+        directory=golden_qwen_image.pipeline_path(),
+        sizes=(size,),
+        max_pixels=size[0] * size[1],
+        max_running_requests=2,
+        batching_max_size=2,
+        show_progress=False,
+        compiles_behind=True,
+    )
+    one = images.build(config, startup.StartupProgress())
+    try:
+        assert not any(getattr(bucket, "is_guided", False) for bucket in one.runner.compiled)
+        wait_until(lambda: one.first_use.num_waiting == 0)
+        compiled = compile_counter.COUNTER.count
+        asks = [
+            golden_qwen_image.GOLDEN.ask(prompt, negative="a", seed=n, name=str(n))
+            for n, prompt in enumerate(PROMPTS)
+        ]
+        assert len(run(*asks, core=one.core).products) == len(asks)
+        assert compile_counter.COUNTER.count == compiled
     finally:
         one.release()
 

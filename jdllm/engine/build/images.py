@@ -2,7 +2,8 @@
 
 The counterpart of `build.py` for pipelines. The programs of the sizes that are named at start are
 compiled at start; those of other sizes, and of guided steps if guidance is not the default of the
-pipeline, at their first use.
+pipeline, at their first use. Those of guided steps of a pipeline that is made for negative prompts
+(Qwen-Image) follow the start.
 
 On an accelerator a program takes half a minute to compile. The programs for one image serve every
 request, if not at the highest throughput (H200, Z-Image at 512 x 512: 43 denoised rows a second
@@ -215,6 +216,8 @@ def build(config: ImageBuildConfig, progress: startup.StartupProgress) -> BuiltI
         num_threads=max(1, int(BACKGROUND_SHARE * executables.compile_threads())),
     )
     later = _at_start(buckets, pipeline)  # of those that fit
+    if _compiles_behind(config, device) and _is_made_for_negative_prompts(pipeline):
+        later += _programs(buckets, pipeline, is_guided=True)
     programs.compile_later([one for one in later if not runner.has_program(one)])
     rows.programs.is_ready = programs.is_ready
     return BuiltImages(
@@ -366,17 +369,31 @@ def _check_size(height: int, width: int, limits: image_limits.ImageLimits) -> No
 def _at_start(
     buckets: image_buckets.ImageBuckets, pipeline: interface.Pipeline
 ) -> list[batch_lib.Bucket]:
-    """Returns what is compiled before the first request: no guided steps, or only these.
+    """Returns what is compiled before the first request: no guided steps, or only these."""
+    # The other option asks for guidance only together with a negative prompt.
+    is_switch = pipeline.options.cfg_switch == "guidance_scale"
+    is_guided = is_switch and (pipeline.defaults.guidance_scale or 0.0) > 0
+    return _programs(buckets, pipeline, is_guided=is_guided)
+
+
+def _is_made_for_negative_prompts(pipeline: interface.Pipeline) -> bool:
+    """Returns whether requests with a negative prompt are guided unless they say otherwise."""
+    is_switch = pipeline.options.cfg_switch == "true_cfg_scale"
+    return is_switch and (pipeline.defaults.true_cfg_scale or 0.0) > 1
+
+
+def _programs(
+    buckets: image_buckets.ImageBuckets, pipeline: interface.Pipeline, *, is_guided: bool
+) -> list[batch_lib.Bucket]:
+    """Returns the programs of requests that are guided, or of those that are not.
 
     Where captions are padded, most are as long as the default.
     """
-    defaults = pipeline.defaults
-    # The other option asks for guidance only together with a negative prompt.
-    is_switch = pipeline.options.cfg_switch == "guidance_scale"
-    is_guided = is_switch and (defaults.guidance_scale or 0.0) > 0
     buckets = dataclasses.replace(buckets, guided=(is_guided,))
     if pipeline.pads_captions:
-        length = min(pipeline.prefix_tokens + defaults.max_sequence_length, buckets.tokens[-1])
+        length = min(
+            pipeline.prefix_tokens + pipeline.defaults.max_sequence_length, buckets.tokens[-1]
+        )
         buckets = dataclasses.replace(buckets, tokens=(buckets.tokens_of(length),))
     return buckets.all()
 
