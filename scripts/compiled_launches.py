@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 from unittest import mock
 
+import host_memory
 import jax
 import numpy as np
 from jax._src.cudnn import fused_attention_stablehlo as cudnn_attention
@@ -46,19 +47,27 @@ GPU = device_facts.DeviceFacts(platform="gpu", device_kind="NVIDIA H200")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """A launch as a function, and the shapes of its arguments: weights, memory, inputs."""
+    """A launch as a function, and the shapes of its arguments: weights, memory, inputs.
+
+    The weights `on_host` are in the host's memory.
+    """
 
     name: str
     step: Any
     arguments: tuple[Any, ...]
+    on_host: frozenset[str] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
-    """The optimised program of a launch, and the sequence of thunks that XLA runs."""
+    """The optimised program of a launch, and the sequence of thunks that XLA runs.
+
+    `scratch_bytes` are those of the device besides arguments and results.
+    """
 
     program: str
     thunks: str
+    scratch_bytes: int
 
 
 def compiled(launch: Launch, more_options: Mapping[str, str]) -> Compiled:
@@ -71,6 +80,11 @@ def compiled(launch: Launch, more_options: Mapping[str, str]) -> Compiled:
         lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=sharding),
         launch.arguments,
     )
+    on_host = {
+        name: host_memory.shape(arguments[0][name], topology.devices[0]) for name in launch.on_host
+    }
+    if on_host:
+        arguments = ({**arguments[0], **on_host}, *arguments[1:])
     hopper = device.Device(
         platform="gpu",
         kind="NVIDIA H200",
@@ -94,4 +108,8 @@ def compiled(launch: Launch, more_options: Mapping[str, str]) -> Compiled:
         }
         done = lowered.compile(compiler_options=options)
         (thunks,) = pathlib.Path(folder).glob("*jit_launch.thunk_sequence_after_thunk_passes.txt")
-        return Compiled(program=done.as_text(), thunks=thunks.read_text())
+        return Compiled(
+            program=done.as_text(),
+            thunks=thunks.read_text(),
+            scratch_bytes=done.memory_analysis().temp_size_in_bytes,
+        )

@@ -19,7 +19,8 @@ moves with a loop is what keeps loops outside; convolutions (of images) are neve
 
 Of an image pipeline each kind of launch is compiled for images of `--side` pixels: encoding of
 captions, modulation of a window of steps, a step, decoding. Each component has at most `--layers`
-layers of a kind, the autoencoder all of its own.
+layers of a kind, the autoencoder all of its own. With `--text-encoder-cpu-offload` the scratch of
+encoding, bytes of the device besides arguments and results, should not grow with the layers.
 """
 
 from __future__ import annotations
@@ -119,6 +120,7 @@ def launches(args: argparse.Namespace) -> Iterable[compiled_launches.Launch]:
             caption_tokens=args.caption_tokens,
             is_guided=args.guided,
             is_cached=args.step_cache,
+            is_offloaded=args.text_encoder_cpu_offload,
         )
         return image_launches.launches(args.model_path, shape, layers=args.layers)
     chosen = args.dllm_algorithm
@@ -160,6 +162,11 @@ def main() -> None:
     images.add_argument("--caption-tokens", type=int, default=64, help="unless captions are padded")
     images.add_argument("--guided", action="store_true", help="steps with a negative prompt")
     images.add_argument("--step-cache", action="store_true", help="steps with a step cache")
+    images.add_argument(
+        "--text-encoder-cpu-offload",
+        action="store_true",
+        help="encoding with the text encoders' weights in the host's memory",
+    )
     args = parser.parse_args()
     sys.stdout.write(f"# {' '.join(sys.argv)}\n")
     names = []
@@ -177,7 +184,8 @@ def report(launch: compiled_launches.Launch, options: Mapping[str, str], *, list
     entry, found = computations(compiled.program)
     graphs = launch_graphs.describe(launch_graphs.parse(compiled.thunks))
     once = kernels(found, entry)
-    lines = [f"{launch.name}: {len(once)} kernels once a launch", *graphs]
+    scratch = f"{compiled.scratch_bytes / 1e6:.1f} MB of scratch"
+    lines = [f"{launch.name}: {len(once)} kernels once a launch, {scratch}", *graphs]
     sys.stdout.write("\n".join(lines) + "\n")
     if lists:
         for kind, origin in once:

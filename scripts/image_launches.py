@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jdllm.imagegen import kind as kind_lib
 from jdllm.imagegen import loaded, pipeline_folder, sizes
+from jdllm.imagegen.pipelines import interface
 from jdllm.runner.launch import interrupts
 from jdllm.scheduler import batch as batch_lib
 from jdllm.scheduler.rows import image_buckets
@@ -28,13 +29,17 @@ _LAYERS = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Sizes of launches: requests, pixels of a side, and tokens of captions unless padded."""
+    """Sizes of launches: requests, pixels of a side, and tokens of captions unless padded.
+
+    With `is_offloaded` the weights of text encoders are in the host's memory.
+    """
 
     rows: int
     side: int
     caption_tokens: int
     is_guided: bool
     is_cached: bool
+    is_offloaded: bool
 
 
 def launches(
@@ -59,6 +64,8 @@ def launches(
         ),
     )
     memory = jax.eval_shape(kind.create_memory)
+    away = tuple(map(interface.prefix_of, pipeline.layout.text_encoders))
+    on_host = {name for name in params if shape.is_offloaded and name.startswith(away)}
     for bucket in _buckets(shape, tokens, windows):
         program = kind.program(bucket)
         inputs = program.inputs(
@@ -66,7 +73,10 @@ def launches(
         )
         uses = {name: memory[name] for name in program.uses}
         yield compiled_launches.Launch(
-            name=bucket.name, step=program.step, arguments=(params, uses, inputs)
+            name=bucket.name,
+            step=program.step,
+            arguments=(params, uses, inputs),
+            on_host=frozenset(on_host),
         )
 
 

@@ -3,53 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import pathlib
 
 import jax
 import numpy as np
 import pytest
-from support import golden_pipelines, image_launches, marks
-from support.image_launches import PROMPTS, ROWS
+from support import golden_pipelines, marks
+from support.image_launches import PROMPTS
+from support.offloaded_encoders import offloaded, runner
 
-from jdllm import device as device_lib
 from jdllm import device_facts, errors
-from jdllm.imagegen import kind as kind_lib
-from jdllm.imagegen import loaded, pipeline_folder, sizes
+from jdllm.imagegen import pipeline_folder, sizes
 from jdllm.models import loading, random_weights
 from jdllm.models.images import host_weights, registry
-from jdllm.runner import model_runner
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
-
-
-@functools.cache
-def offloaded(golden):
-    return loaded.load(
-        golden.folder(),
-        "auto",
-        device_lib.facts(),
-        show_progress=False,
-        offloads_text_encoders=True,
-    )
-
-
-@functools.cache
-def runner(golden):
-    model = offloaded(golden)
-    made = model_runner.ModelRunner(
-        model.params, kind_lib.ImageKind(model.pipeline, golden.config), device=device_lib.facts()
-    )
-    size = golden.sizes[0]
-    made.compile(
-        [
-            image_launches.encode_bucket(ROWS, golden.tokens),
-            *golden.modulate_buckets,
-            image_launches.step_bucket(size, tokens=golden.tokens),
-            image_launches.decode_bucket(size, "latent"),
-        ]
-    )
-    return made
 
 
 def memory_kinds(params, prefix):
@@ -100,30 +68,6 @@ def on_device():
         for array in jax.live_arrays()
         if array.sharding.memory_kind != device_facts.HOST_MEMORY
     )
-
-
-@golden_pipelines.of_each
-def test_a_layer_is_copied_only_when_the_layer_before_the_last_one_has_ended(golden):
-    """Of the traced program: each copy waits for a value, and each layer's for another one."""
-    pipeline, params = offloaded(golden).pipeline, offloaded(golden).params
-    ids, lens = np.ones((1, golden.tokens), np.int32), np.full((1,), golden.tokens, np.int32)
-    jaxpr = jax.make_jaxpr(pipeline.encode)(params, ids, lens).jaxpr
-    barriers = [one for one in _equations(jaxpr) if one.primitive.name == "optimization_barrier"]
-    encoders = pipeline.layout.text_encoders
-    num_layers = sum(len(pipeline.parts.module(name, params).layers) for name in encoders)
-    waited_for = {id(one.invars[-1]) for one in barriers}
-    assert len(barriers) >= num_layers
-    # The first two layers of an encoder wait for the words, every other one for another value.
-    assert len(waited_for) >= num_layers - len(encoders)
-
-
-def _equations(jaxpr):
-    for one in jaxpr.eqns:
-        yield one
-        for value in one.params.values():
-            for inner in value if isinstance(value, tuple) else (value,):
-                if hasattr(inner, "jaxpr"):
-                    yield from _equations(inner.jaxpr)
 
 
 @pytest.mark.parametrize(

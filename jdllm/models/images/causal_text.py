@@ -12,7 +12,6 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int32
@@ -26,6 +25,7 @@ from jdllm.models.images import host_weights
 _ROPE_KEYS = frozenset({"rope_theta", "rope_type", "type"})
 
 Packed = Float[Array, "B*L D"]
+Stream = tuple[Packed, tuple[Packed, ...]]  # the residual stream, and the arrays that it lacks
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +65,7 @@ class CausalText(nnx.Module):
         table = host_weights.on_device(self.word_embeddings[...])
         return jnp.take(table, ids, axis=0, mode="clip")
 
-    def run(
-        self, words: Float[Array, "B L hidden_size"], lens: Int32[Array, " B"]
-    ) -> tuple[Packed, tuple[Packed, ...]]:
+    def run(self, words: Float[Array, "B L hidden_size"], lens: Int32[Array, " B"]) -> Stream:
         """Returns the residual stream after the layers, and the arrays that it still lacks.
 
         A token sees those before it in its row. What stands past the length of a row changes
@@ -79,12 +77,12 @@ class CausalText(nnx.Module):
         angles = rope.rotation(positions, kind)
         x = words.reshape(B * L, -1)
         attend = functools.partial(_attend, jnp.maximum(lens, 1), self.implementation)
-        pending: tuple[jax.Array, ...] = ()
-        before = x
-        for layer in self.layers:
-            here, before = host_weights.fetched(layer, after=before), x
-            x, pending, _ = here(x, pending, {kind: angles}, attend=attend, cache=None)
-        return x, pending
+
+        def step(layer: decoder.DecoderLayer, state: Stream) -> Stream:
+            x, pending, _ = layer(*state, {kind: angles}, attend=attend, cache=None)
+            return x, pending
+
+        return host_weights.in_turn(self.layers, (x, ()), step)[-1]
 
 
 def unpacked(x: Packed, lens: Int32[Array, " B"], L: int) -> Float[Array, "B L D"]:

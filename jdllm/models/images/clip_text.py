@@ -100,18 +100,15 @@ class ClipTextEncoder(nnx.Module):
         What a row without an end token gives, such as padding of a batch, means nothing.
         """
         last = self.hidden_states(ids)[-1]
-        states = host_weights.fetched(self.final_layer_norm, after=last)(last)
-        return jnp.take_along_axis(states, self._ends(ids)[:, None, None], axis=1)[:, 0]
+        final_norm, last = host_weights.fetched(self.final_layer_norm, after=last)
+        return jnp.take_along_axis(final_norm(last), self._ends(ids)[:, None, None], axis=1)[:, 0]
 
     def hidden_states(self, ids: Int32[Array, "B T"]) -> list[Float[Array, "B T D"]]:
         """Returns the embeddings, and what each layer makes of them."""
         table = host_weights.on_device(self.token_embedding[...])
         words = jnp.take(table, ids, axis=0, mode="clip")
-        states = [words + host_weights.on_device(self.position_embedding[...])]
-        for layer in self.layers:
-            here = host_weights.fetched(layer, after=states[-2:][0])
-            states.append(here(states[-1]))
-        return states
+        words += host_weights.on_device(self.position_embedding[...])
+        return host_weights.in_turn(self.layers, words, lambda layer, x: layer(x))
 
     def _ends(self, ids: Int32[Array, "B T"]) -> Int32[Array, " B"]:
         eos = self.config.eos_token_id

@@ -9,6 +9,7 @@ the device already pass through unchanged.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import jax
@@ -17,6 +18,7 @@ from flax import nnx
 from jdllm import device_facts, errors
 
 Module = TypeVar("Module", bound=nnx.Module)
+Tree = TypeVar("Tree")  # of arrays
 
 
 def moved_to_host(params: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -51,15 +53,30 @@ def on_device(array: jax.Array) -> jax.Array:
     return jax.device_put(array, jax.memory.Space.Device) if is_on_host(array) else array
 
 
-def fetched(module: Module, *, after: jax.Array) -> Module:
-    """Returns a module with its weights on the device, inside a traced function.
+def fetched(module: Module, *, after: Tree) -> tuple[Module, Tree]:
+    """Returns a module with its weights on the device, and `after`, inside a traced function.
 
-    Their copy begins when `after` has been computed.
+    The copy begins when `after`, an array or a tree of arrays, has been computed, if the caller
+    goes on with the `after` that is returned: XLA drops what a barrier waits for and nobody uses.
     """
     graphdef, state = nnx.split(module)
     leaves, tree = jax.tree.flatten(state)
     if not any(map(is_on_host, leaves)):
-        return module
+        return module, after
     # Without this, all layers could be copied before the first of them is used.
-    leaves, _ = jax.lax.optimization_barrier((leaves, after))
-    return nnx.merge(graphdef, tree.unflatten(map(on_device, leaves)))
+    leaves, after = jax.lax.optimization_barrier((leaves, after))
+    return nnx.merge(graphdef, tree.unflatten(map(on_device, leaves))), after
+
+
+def in_turn(layers: Iterable[Module], x: Tree, step: Callable[[Module, Tree], Tree]) -> list[Tree]:
+    """Returns `x`, and what `step(layer, x)` makes of it layer after layer.
+
+    Each layer is fetched when the one before the last has ended, inside a traced function.
+    """
+    states, last = [x], None
+    for layer in layers:
+        ahead, states[-1] = fetched(layer, after=states[-1])
+        if last is not None:
+            states.append(step(last, states[-1]))
+        last = ahead
+    return states if last is None else [*states, step(last, states[-1])]

@@ -61,8 +61,9 @@ class Qwen25VLTextEncoder(causal_text.CausalText):
         The first `lens[b]` tokens of a row count. Neither the other tokens nor the bucket L nor
         the other rows change their embeddings. A row of length 0 is all zeros.
         """
-        x, pending = self.run(self.words(ids), lens)
-        _, normed = host_weights.fetched(self.norm, after=x).add(x, pending)
+        last = self.run(self.words(ids), lens)
+        final_norm, (x, pending) = host_weights.fetched(self.norm, after=last)
+        _, normed = final_norm.add(x, pending)
         return causal_text.unpacked(normed, lens, ids.shape[1])
 
 

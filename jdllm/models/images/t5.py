@@ -148,8 +148,8 @@ class T5Encoder(nnx.Module):
         """
         is_own = jnp.arange(ids.shape[1]) < lens[:, None]
         last = self.hidden_states(ids, lens)[-1]
-        embeddings = host_weights.fetched(self.final_norm, after=last)(last)
-        return jnp.where(is_own[:, :, None], embeddings, 0)
+        final_norm, last = host_weights.fetched(self.final_norm, after=last)
+        return jnp.where(is_own[:, :, None], final_norm(last), 0)
 
     def hidden_states(
         self, ids: Int32[Array, "B T"], lens: Int32[Array, " B"]
@@ -158,11 +158,8 @@ class T5Encoder(nnx.Module):
         is_own = jnp.arange(ids.shape[1]) < lens[:, None]
         bias = self._bias(ids.shape[1])
         table = host_weights.on_device(self.word_embeddings[...])
-        states = [jnp.take(table, ids, axis=0, mode="clip")]
-        for layer in self.layers:
-            here = host_weights.fetched(layer, after=states[-2:][0])
-            states.append(here(states[-1], bias, is_own))
-        return states
+        words = jnp.take(table, ids, axis=0, mode="clip")
+        return host_weights.in_turn(self.layers, words, lambda layer, x: layer(x, bias, is_own))
 
     def _bias(self, T: int) -> Float32[Array, "N T T"]:
         places = np.arange(T)

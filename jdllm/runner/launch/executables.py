@@ -153,10 +153,15 @@ class Executables:
         )
 
 
-def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Returns shape and dtype of an argument, and its place if that is the host's memory."""
+def _shape(leaf: Any) -> jax.Array | jax.ShapeDtypeStruct:
+    """Returns shape and dtype of an argument, or itself if it is in the host's memory.
+
+    A `ShapeDtypeStruct` would not do there: JAX places such an argument in the host's memory, but
+    traces it as one on the device unless its sharding has a mesh. So the program would copy nothing
+    to the device, and XLA for GPUs refuses to compute with what is not there.
+    """
     if isinstance(leaf, jax.Array) and leaf.sharding.memory_kind == device_facts.HOST_MEMORY:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+        return leaf
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
 

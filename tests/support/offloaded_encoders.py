@@ -1,0 +1,45 @@
+"""The golden pipelines with their text encoders' weights in the host's memory."""
+
+from __future__ import annotations
+
+import functools
+
+from support import image_launches
+
+from jdllm import device as device_lib
+from jdllm.imagegen import kind as kind_lib
+from jdllm.imagegen import loaded
+from jdllm.runner import model_runner
+
+
+@functools.cache
+def offloaded(golden):
+    return loaded.load(
+        golden.folder(),
+        "auto",
+        device_lib.facts(),
+        show_progress=False,
+        offloads_text_encoders=True,
+    )
+
+
+def encode_bucket(golden):
+    return image_launches.encode_bucket(image_launches.ROWS, golden.tokens)
+
+
+@functools.cache
+def runner(golden):
+    model = offloaded(golden)
+    made = model_runner.ModelRunner(
+        model.params, kind_lib.ImageKind(model.pipeline, golden.config), device=device_lib.facts()
+    )
+    size = golden.sizes[0]
+    made.compile(
+        [
+            encode_bucket(golden),
+            *golden.modulate_buckets,
+            image_launches.step_bucket(size, tokens=golden.tokens),
+            image_launches.decode_bucket(size, "latent"),
+        ]
+    )
+    return made
