@@ -24,7 +24,7 @@ from jdllm import config as config_lib
 from jdllm import device as device_lib
 from jdllm.engine import core as core_lib
 from jdllm.engine.build import build as text_build
-from jdllm.engine.build import first_use, sizing, startup
+from jdllm.engine.build import first_use, sizing, start_programs, startup
 from jdllm.imagegen import kind as kind_lib
 from jdllm.imagegen import loaded, pipeline_folder
 from jdllm.imagegen import sizes as sizes_lib
@@ -191,7 +191,7 @@ def build(config: ImageBuildConfig, progress: startup.StartupProgress) -> BuiltI
         ),
     )
     runner = model_runner.ModelRunner(model.params, kind, device=device)
-    at_start = _at_start(buckets, pipeline)
+    at_start = start_programs.at_start(buckets, pipeline)
     if _compiles_behind(config, device):
         at_start = [bucket for bucket in at_start if bucket.rows == 1]
     progress.enter("compile", total=len(at_start))
@@ -215,9 +215,9 @@ def build(config: ImageBuildConfig, progress: startup.StartupProgress) -> BuiltI
         free_bytes=free_bytes,
         num_threads=max(1, int(BACKGROUND_SHARE * executables.compile_threads())),
     )
-    later = _at_start(buckets, pipeline)  # of those that fit
-    if _compiles_behind(config, device) and _is_made_for_negative_prompts(pipeline):
-        later += _programs(buckets, pipeline, is_guided=True)
+    later = start_programs.at_start(buckets, pipeline)  # of those that fit
+    if _compiles_behind(config, device):
+        later += start_programs.after_start(buckets, pipeline)
     programs.compile_later([one for one in later if not runner.has_program(one)])
     rows.programs.is_ready = programs.is_ready
     return BuiltImages(
@@ -364,38 +364,6 @@ def _check_size(height: int, width: int, limits: image_limits.ImageLimits) -> No
         limits.check(one)
     except errors.RequestError as error:
         raise errors.ConfigError(f"warmup_resolutions: {error}") from error
-
-
-def _at_start(
-    buckets: image_buckets.ImageBuckets, pipeline: interface.Pipeline
-) -> list[batch_lib.Bucket]:
-    """Returns what is compiled before the first request: no guided steps, or only these."""
-    # The other option asks for guidance only together with a negative prompt.
-    is_switch = pipeline.options.cfg_switch == "guidance_scale"
-    is_guided = is_switch and (pipeline.defaults.guidance_scale or 0.0) > 0
-    return _programs(buckets, pipeline, is_guided=is_guided)
-
-
-def _is_made_for_negative_prompts(pipeline: interface.Pipeline) -> bool:
-    """Returns whether requests with a negative prompt are guided unless they say otherwise."""
-    is_switch = pipeline.options.cfg_switch == "true_cfg_scale"
-    return is_switch and (pipeline.defaults.true_cfg_scale or 0.0) > 1
-
-
-def _programs(
-    buckets: image_buckets.ImageBuckets, pipeline: interface.Pipeline, *, is_guided: bool
-) -> list[batch_lib.Bucket]:
-    """Returns the programs of requests that are guided, or of those that are not.
-
-    Where captions are padded, most are as long as the default.
-    """
-    buckets = dataclasses.replace(buckets, guided=(is_guided,))
-    if pipeline.pads_captions:
-        length = min(
-            pipeline.prefix_tokens + pipeline.defaults.max_sequence_length, buckets.tokens[-1]
-        )
-        buckets = dataclasses.replace(buckets, tokens=(buckets.tokens_of(length),))
-    return buckets.all()
 
 
 def _compiles_behind(config: ImageBuildConfig, device: device_facts.DeviceFacts) -> bool:
