@@ -31,7 +31,6 @@ from jdllm.imagegen import sizes as sizes_lib
 from jdllm.imagegen.pipelines import interface
 from jdllm.runner import model_runner
 from jdllm.runner.launch import compile_counter, executables
-from jdllm.scheduler import batch as batch_lib
 from jdllm.scheduler import scheduler as scheduler_lib
 from jdllm.scheduler.rows import image, image_buckets, image_limits
 

@@ -22,7 +22,7 @@ def at_start(
 def after_start(
     buckets: image_buckets.ImageBuckets, pipeline: interface.Pipeline
 ) -> list[batch_lib.Bucket]:
-    """Returns what follows: guided steps, if a negative prompt is all that a request needs for them."""
+    """Returns what follows: guided steps, where requests need only a negative prompt for them."""
     is_switch = pipeline.options.cfg_switch == "true_cfg_scale"
     is_enough = is_switch and (pipeline.defaults.true_cfg_scale or 0.0) > 1
     return _programs(buckets, pipeline, is_guided=True) if is_enough else []
