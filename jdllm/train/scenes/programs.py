@@ -19,9 +19,9 @@ from jaxtyping import Int32
 
 from jdllm.models.images import pixels
 from jdllm.train.recipe import Params
-from jdllm.train.scenes import chunks, objectives, pool, update
+from jdllm.train.scenes import chunks, objectives, pool, sampling, update
 from jdllm.train.scenes.config import SceneConfig
-from jdllm.train.scenes.networks import LATENTS_DTYPE, TEXT, TRANSFORMER, Networks
+from jdllm.train.scenes.networks import LATENTS_DTYPE, Networks
 
 logger = logging.getLogger(__name__)
 
@@ -175,8 +175,13 @@ class Programs:
         ids = jnp.where(is_dropped[:, None], self._empty.padded(ids.shape[1]), ids)
         lens = jnp.where(is_dropped, self._empty.length, lens)
 
+        key_level, key_noise = jax.random.split(key)
+        noise = jax.random.normal(key_noise, latents.shape)
+
         def loss(params: Params):
-            return objectives.flow_loss(self._networks, params, latents, ids, lens, key)
+            return objectives.flow_loss(
+                self._networks, params, latents, noise, ids, lens, key_level
+            )
 
         return update.apply(self._config, state, "flow", loss, rate)
 
@@ -187,18 +192,13 @@ class Programs:
         return objectives.clean_latents(self._networks, params, pictures).astype(LATENTS_DTYPE)
 
     def _caption(self, params, ids, lens):
-        captions = self._networks.module(TEXT, params).encode(ids, lens)
-        return self._networks.module(TRANSFORMER, params).refine_captions(captions, lens)
+        return sampling.captions(self._networks, params, ids, lens)
 
     def _denoise(self, params, latents, sigma, next_sigma, captions, lens, scale):
-        """Returns `x + (next sigma - sigma) * velocity`, as a launch of the engine does.
-
-        With `v` and `e` of the captions and the empty one, the velocity is `v + scale (v - e)`.
-        """
-        transformer = self._networks.module(TRANSFORMER, params)
-        twice = jnp.concatenate([latents, latents]), jnp.concatenate([1 - sigma, 1 - sigma])
-        own, empty = jnp.split(-transformer.denoise(*twice, captions, lens), 2)
-        velocity = own + scale * (own - empty)
+        """Returns `x + (next sigma - sigma) * velocity`, as a launch of the engine does."""
+        velocity = sampling.guided_velocity(
+            self._networks, params, latents, sigma, captions, lens, scale
+        )
         return latents + (next_sigma - sigma)[:, None, None, None] * velocity
 
     def _decode(self, params, latents):

@@ -14,7 +14,7 @@ import json
 import logging
 import pathlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -113,7 +113,7 @@ class SceneRecipe:
         self._programs.wait_for(state.stage)  # a stage's minutes are not those of compilation
         self._begin_stage(state.stage, first=int(state.start_step), passed=passed.stage)
         if state.stage == "flow":
-            self._pool.encode(self._encode_with(state.average))
+            self._pool.encode(self._kept_of(state))
         return self._pool
 
     def passed(self) -> clock.Passed:
@@ -186,7 +186,7 @@ class SceneRecipe:
         )
         numbers, sheet = self._evaluator.reconstructions(state.average)
         self._write_sheet(sheet, "reconstructions")
-        self._pool.encode(self._encode_with(state.average))
+        self._pool.encode(self._kept_of(state))
         self._begin_stage("flow", first=self._number)
         logger.info(
             "step %d: latents have shift %.3f, factor %.3f; %s; the change of stage took %.1f s",
@@ -195,7 +195,12 @@ class SceneRecipe:
         )  # fmt: skip
         return state
 
-    def _encode_with(self, params: recipe.Params) -> pool.Encode:
+    def _kept_of(self, state: update.SceneState) -> pool.Encode:
+        """Returns what makes latents of a chunk from its pictures."""
+        encode = self._encode_with(state.average)
+        return lambda chunk: {pool.LATENTS: encode(chunk[pool.PICTURES])}
+
+    def _encode_with(self, params: recipe.Params) -> Callable[[jax.Array], jax.Array]:
         own = {path: jnp.copy(array) for path, array in params.items()}  # steps consume theirs
         return lambda pictures: self._programs.encode(own, pictures)
 
