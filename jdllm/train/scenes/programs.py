@@ -19,7 +19,7 @@ from jaxtyping import Int32
 
 from jdllm.models.images import pixels
 from jdllm.train.recipe import Params
-from jdllm.train.scenes import chunks, objectives, pool, sampling, update
+from jdllm.train.scenes import chunks, objectives, pool, reflow, sampling, update
 from jdllm.train.scenes.config import SceneConfig
 from jdllm.train.scenes.networks import LATENTS_DTYPE, Networks
 
@@ -59,15 +59,25 @@ class Programs:
         with_latents = {size: self._with_latents(size, arrays[size]) for size in arrays}
         compile_ = self._compile
         self._steps: dict[tuple[str, Size], Any] = {}
-        self._encodes, self._denoises, self._decodes = {}, {}, {}
+        self._encodes, self._pairs, self._denoises, self._decodes = {}, {}, {}, {}
         if has_vae_stage:
             for size, held in arrays.items():
                 self._steps["vae", size] = compile_(
                     self._vae_step, update.part(state, "vae"), held, count, scalar
                 )
-        for size in arrays:
-            pictures = jax.ShapeDtypeStruct((config.chunk_scenes, *size, 3), jnp.uint8)
-            self._encodes[size] = compile_(self._encode, state.params, pictures)
+        for size, held in arrays.items():
+            of_chunk = {n: _with_rows(config.chunk_scenes, one) for n, one in held.items()}
+            if config.teacher is None:
+                pictures = of_chunk[pool.PICTURES]
+                self._encodes[size] = compile_(self._encode, state.params, pictures)
+            else:
+                self._pairs[size] = compile_(
+                    self._sampler(size),
+                    update.own(networks.shapes, "flow"),
+                    jax.eval_shape(jax.random.key, 0),
+                    of_chunk[pool.IDS],
+                    of_chunk[pool.LENS],
+                )
         for size, held in with_latents.items():
             self._steps["flow", size] = compile_(
                 self._flow_step, update.part(state, "flow"), held, count, scalar
@@ -107,8 +117,15 @@ class Programs:
         return update.whole(state, new), metrics
 
     def encode(self, params: Params, pictures: jax.Array) -> jax.Array:
-        """Returns the pipeline's latents of a chunk of pictures, in the dtype of rings."""
+        """Returns the pipeline's latents of a chunk of pictures, in the dtype of rings.
+
+        A run with a teacher has no such program.
+        """
         return self._encodes[pictures.shape[1:3]].result()(params, pictures)
+
+    def pairs(self, size: Size, teacher: Params, key: jax.Array, chunk: pool.Arrays) -> pool.Arrays:
+        """Returns noise and the teacher's latents for the captions of a chunk; see `reflow`."""
+        return self._pairs[size].result()(teacher, key, chunk[pool.IDS], chunk[pool.LENS])
 
     def captions(self, params: Params, ids: Ids, lens: Lens) -> tuple[jax.Array, jax.Array]:
         """Returns what the pipeline keeps of captions and then, as often, of the empty one.
@@ -150,7 +167,8 @@ class Programs:
         kept = {name: array for name, array in arrays.items() if name in (pool.IDS, pool.LENS)}
         places = arrays[pool.LENS].shape[0]
         latents = jax.ShapeDtypeStruct((places, *self._latent_shape(size)), LATENTS_DTYPE)
-        return kept | {pool.LATENTS: latents}
+        names = (pool.LATENTS,) if self._config.teacher is None else (pool.LATENTS, pool.NOISE)
+        return kept | dict.fromkeys(names, latents)
 
     # What is compiled
 
@@ -176,7 +194,10 @@ class Programs:
         lens = jnp.where(is_dropped, self._empty.length, lens)
 
         key_level, key_noise = jax.random.split(key)
-        noise = jax.random.normal(key_noise, latents.shape)
+        if pool.NOISE in batch:
+            noise = batch[pool.NOISE].astype(jnp.float32)
+        else:
+            noise = jax.random.normal(key_noise, latents.shape)
 
         def loss(params: Params):
             return objectives.flow_loss(
@@ -190,6 +211,17 @@ class Programs:
 
     def _encode(self, params, pictures):
         return objectives.clean_latents(self._networks, params, pictures).astype(LATENTS_DTYPE)
+
+    def _sampler(self, size: Size):
+        def sample(teacher, key, ids, lens):
+            return reflow.pairs(
+                self._networks, teacher, size, key, ids, lens,
+                empty=self._empty,
+                steps=self._config.teacher_steps,
+                guidance=self._config.teacher_guidance,
+            )  # fmt: skip
+
+        return sample
 
     def _caption(self, params, ids, lens):
         return sampling.captions(self._networks, params, ids, lens)
