@@ -166,13 +166,13 @@ def _typed(key: str, kind: str, value: Any) -> Any:
     # Annotations are strings in this module (PEP 563).
     try:
         match kind:
-            case "str" if isinstance(value, str):
+            case "str" | "str | None" if isinstance(value, str):
                 return value
             case "int" if isinstance(value, int) and not isinstance(value, bool):
                 return value
             case "float" | "float | None" if isinstance(value, int | float | str):
                 return float(value)  # YAML reads 1e-3 as text
-            case "float | None" if value is None:
+            case "float | None" | "str | None" if value is None:
                 return None
             case "tuple[float, ...]" if isinstance(value, list | tuple):
                 return tuple(float(v) for v in value)

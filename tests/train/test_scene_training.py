@@ -158,13 +158,35 @@ def test_new_scenes_replace_the_oldest_and_latents_the_pictures():
     views = [next(scenes) for _ in range(5)]
     assert [view.count for view in views] == [4, 6, 6, 6, 6]
     assert next(scenes).arrays["lens"].tolist() == [3, 3, 4, 4, 2, 2]  # of steps 3 and 6
-    scenes.encode(lambda pictures: pictures[:, :1, 0, 0].astype(jnp.float32) * 10)
+    scenes.encode(lambda chunk: {"latents": chunk["pictures"][:, :1, 0, 0] * jnp.float32(10)})
     arrays = next(scenes).arrays
     assert "pictures" not in arrays
     assert arrays["latents"][:, 0].tolist() == [30, 30, 40, 40, 20, 20]
     drawn = pool.draw(jax.random.key(0), arrays, 4, 100)
     assert (drawn["latents"][:, 0] == 10 * drawn["lens"]).all()
     assert set(drawn["lens"].tolist()) == {3, 4}
+
+
+def test_pairs_keep_their_noise_and_captions():
+    scenes = pool.ScenePool(Numbered(), ((8, 8),), capacity=6, chunk=2, steps_per_chunk=1)
+    made = []
+
+    def pairs(chunk):
+        number = chunk["lens"].astype(jnp.float32)[:, None]
+        made.append(int(number[0, 0]))
+        return {"latents": 10 * number, "noise": -number}
+
+    next(scenes)
+    scenes.encode(pairs)
+    for _ in range(4):  # the ring begins anew meanwhile
+        arrays = next(scenes).arrays
+        assert arrays.keys() == {"latents", "noise", "ids", "lens"}
+    assert made == [0, 1, 2, 3, 4, 5]
+    drawn = pool.draw(jax.random.key(0), arrays, 6, 100)
+    assert set(drawn["lens"].tolist()) == {3, 4, 5}
+    assert (drawn["latents"][:, 0] == 10 * drawn["lens"]).all()
+    assert (drawn["noise"][:, 0] == -drawn["lens"]).all()
+    assert (drawn["ids"] == drawn["lens"][:, None]).all()
 
 
 def test_views_take_turns_and_a_size_with_two_has_twice_the_views(folder):
@@ -247,7 +269,9 @@ def test_a_flow_that_knows_its_scenes_samples_them_back(tmp_path):
         order = jax.random.permutation(jax.random.fold_in(key, 1), 16)
 
         def loss(params):
-            return objectives.flow_loss(built, params, *(row[order] for row in rows), key)
+            latents, *captions = (row[order] for row in rows)
+            noise = jax.random.normal(jax.random.fold_in(key, 2), latents.shape)
+            return objectives.flow_loss(built, params, latents, noise, *captions, key)
 
         return update.apply(learning, state, "flow", loss, jnp.float32(4e-3))
 

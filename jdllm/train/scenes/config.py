@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 
 from jdllm import errors
@@ -15,6 +16,7 @@ _AT_LEAST_ONE = (
     "chunk_scenes",
     "pool_scenes",
     "steps_per_chunk",
+    "teacher_steps",
 )
 _SIZE = re.compile(r"(\d+)x(\d+)")
 
@@ -28,6 +30,8 @@ class SceneConfig(config_lib.RunConfig):
     together, until `num_steps` (of both stages) or `max_minutes` (of the run, evaluation and
     export excepted). Each stage warms up, stays at its learning rate and falls linearly to 0 over
     the last `decay_share` of itself, whether steps or minutes end it.
+
+    With a `teacher` a run has the second stage only: see `reflow`.
     """
 
     recipe: str = "scenes"
@@ -44,6 +48,11 @@ class SceneConfig(config_lib.RunConfig):
     kl_weight: float = 1e-3
     edge_weight: float = 1.0  # of the error of differences between neighbouring pixels
     caption_dropout: float = 0.1  # share of the captions that are empty, for guidance
+    teacher: str | None = None  # a pipeline folder, or a bundled model's name
+    teacher_steps: int = 32  # Euler steps of its samples
+    teacher_guidance: float = (
+        2.0  # their guidance scale, as that of requests; 0: one forward a step
+    )
     weight_decay: float = 0.01
     adam_b2: float = 0.99
     eval_steps: tuple[int, ...] = (1, 2, 4, 8, 16)  # of each picture
@@ -65,6 +74,10 @@ class SceneConfig(config_lib.RunConfig):
         if not 0 <= self.caption_dropout < 1:
             raise errors.ConfigError(
                 f"caption_dropout={self.caption_dropout} must be at least 0 and below 1"
+            )
+        if not 0 <= self.teacher_guidance < math.inf:
+            raise errors.ConfigError(
+                f"teacher_guidance={self.teacher_guidance} must be a finite number of at least 0"
             )
         if not self.eval_guidance or min(self.eval_guidance) < 0:
             raise errors.ConfigError(

@@ -8,6 +8,7 @@ import pathlib
 import jax.numpy as jnp
 
 from jdllm.checkpoint import export, source
+from jdllm.imagegen import request_defaults
 from jdllm.imagegen.pipelines import interface
 from jdllm.train.recipe import Params
 from jdllm.train.scenes.networks import FACTOR, SHIFT, VAE, Networks
@@ -16,10 +17,11 @@ _FILES = {"text_encoder": "model", "transformer": "diffusion_pytorch_model"}
 _OTHER = "diffusion_pytorch_model"
 
 
-def write(networks: Networks, params: Params) -> None:
+def write(networks: Networks, params: Params, *, guidance_scale: float | None = None) -> None:
     """Writes the weights in bfloat16 beside the configs; the autoencoder with its encoder.
 
-    The autoencoder's config gets the numbers by which its latents are shifted and scaled.
+    The autoencoder's config gets the numbers by which its latents are shifted and scaled. A
+    `guidance_scale` replaces that of requests which do not say.
     """
     for name, one in networks.components.items():
         prefix = interface.prefix_of(name)
@@ -30,10 +32,14 @@ def write(networks: Networks, params: Params) -> None:
         }
         file = networks.folder / name / f"{_FILES.get(name, _OTHER)}.safetensors"
         export.export(file, one.weight_rows(networks.configs[name]), own)
-    _write_latents(networks.folder / VAE / "config.json", params)
+    latents = {"shift_factor": float(params[SHIFT]), "scaling_factor": float(params[FACTOR])}
+    _change(networks.folder / VAE / "config.json", latents)
+    if guidance_scale is not None:
+        file = networks.folder / request_defaults.FILE_NAME
+        _change(file, {"guidance_scale": guidance_scale})
 
 
-def _write_latents(file: pathlib.Path, params: Params) -> None:
-    values = source.read_json(file)
-    values |= {"shift_factor": float(params[SHIFT]), "scaling_factor": float(params[FACTOR])}
+def _change(file: pathlib.Path, changes: dict[str, float]) -> None:
+    """Writes values into a JSON file, which may be missing."""
+    values = source.read_optional_json(file) | changes
     file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -45,14 +45,13 @@ def flow_loss(
     networks: Networks,
     params: Params,
     latents: Latents,
+    noise: Latents,
     ids: Int32[Array, "B L"],
     lens: Int32[Array, " B"],
     key: PRNGKeyArray,
 ) -> tuple[Float32[Array, ""], Metrics]:
-    """Returns the mean squared error of velocities."""
-    key_level, key_noise = jax.random.split(key)
-    sigma = noise_levels(key_level, len(latents), networks.schedule.shift)
-    noise = jax.random.normal(key_noise, latents.shape)
+    """Returns the mean squared error of velocities at noise levels that are drawn."""
+    sigma = noise_levels(key, len(latents), networks.schedule.shift)
     level = sigma[:, None, None, None]
     x = (1 - level) * latents + level * noise
     predicted = velocities(networks, params, x, sigma, ids, lens)

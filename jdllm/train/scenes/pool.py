@@ -1,7 +1,8 @@
 """Scenes on the device: one ring for each size, from which every step draws its batch.
 
 A step takes many more scenes than the host draws meanwhile, so each is drawn several times. In the
-first stage rings hold pictures, in the second latents.
+first stage rings hold pictures, in the second latents; with a teacher those of its samples, and the
+noise from which it made each.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, UInt8
+from jaxtyping import Array, Int
 
 from jdllm.train.scenes import chunks
 
 Arrays = dict[str, jax.Array]  # by name, all with the ring's places as the first axis
-Encode = Callable[[UInt8[Array, "B H W 3"]], Float[Array, "B C h w"]]
-PICTURES, LATENTS, IDS, LENS = "pictures", "latents", "ids", "lens"
+# From a chunk's pictures, ids and lengths to what the ring keeps in place of the pictures.
+Encode = Callable[[Arrays], Arrays]
+PICTURES, LATENTS, NOISE, IDS, LENS = "pictures", "latents", "noise", "ids", "lens"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +45,7 @@ class _Ring:
     def write(self, new: Arrays) -> None:
         """Writes rows, whose number divides the capacity, over the oldest ones."""
         if not self.arrays:
-            self.arrays = {name: _empty(array, self.capacity) for name, array in new.items()}
+            self.arrays = _empty(new, self.capacity)
         self.arrays = _written(self.arrays, new, self.written % self.capacity)
         self.written += len(new[LENS])
 
@@ -78,17 +80,15 @@ class ScenePool:
         return View(size=size, arrays=ring.arrays, count=ring.count)
 
     def encode(self, encode: Encode) -> None:
-        """Replaces pictures by their latents, from now on; `encode` takes whole chunks."""
+        """Replaces pictures by what `encode` makes of whole chunks, from now on."""
         self._encode = encode
         for ring in self._rings.values():
-            pictures = ring.arrays.pop(PICTURES)
-            latents = jnp.zeros((0,))
+            kept: Arrays = {}
             for start in range(0, ring.count, self._chunk):
-                made = encode(_rows(pictures, start, self._chunk))
-                if start == 0:
-                    latents = _empty(made, ring.capacity)
-                latents = _written({LATENTS: latents}, {LATENTS: made}, start)[LATENTS]
-            ring.arrays[LATENTS] = latents
+                made = encode(_rows(ring.arrays, start, self._chunk))
+                kept = _written(kept or _empty(made, ring.capacity), made, start)
+            del ring.arrays[PICTURES]
+            ring.arrays |= kept
 
     def close(self) -> None:
         self._source.close()
@@ -97,12 +97,11 @@ class ScenePool:
         chunk = self._source.take(waits=waits)
         if chunk is None:
             return
-        pictures = jax.device_put(chunk.pictures)
-        new = {IDS: jax.device_put(chunk.ids), LENS: jax.device_put(chunk.lens)}
-        if self._encode is None:
-            new[PICTURES] = pictures
-        else:
-            new[LATENTS] = self._encode(pictures)
+        new = jax.device_put({PICTURES: chunk.pictures, IDS: chunk.ids, LENS: chunk.lens})
+        if self._encode is not None:
+            made = self._encode(new)
+            del new[PICTURES]
+            new |= made
         self._rings[chunk.size].write(new)
 
 
@@ -112,13 +111,17 @@ def draw(key: jax.Array, arrays: Arrays, count: Int[Array, ""], rows: int) -> Ar
     return {name: jnp.take(array, place, axis=0) for name, array in arrays.items()}
 
 
-def _empty(like: jax.Array, capacity: int) -> jax.Array:
-    return jnp.zeros((capacity, *like.shape[1:]), like.dtype)
+def _empty(like: Arrays, capacity: int) -> Arrays:
+    return {
+        name: jnp.zeros((capacity, *array.shape[1:]), array.dtype) for name, array in like.items()
+    }
 
 
 @functools.partial(jax.jit, static_argnames="count")
-def _rows(array: jax.Array, start: int, count: int) -> jax.Array:
-    return jax.lax.dynamic_slice_in_dim(array, start, count)
+def _rows(arrays: Arrays, start: int, count: int) -> Arrays:
+    return {
+        name: jax.lax.dynamic_slice_in_dim(array, start, count) for name, array in arrays.items()
+    }
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -19,9 +19,9 @@ from jaxtyping import Int32
 
 from jdllm.models.images import pixels
 from jdllm.train.recipe import Params
-from jdllm.train.scenes import chunks, objectives, pool, update
+from jdllm.train.scenes import chunks, objectives, pool, reflow, sampling, update
 from jdllm.train.scenes.config import SceneConfig
-from jdllm.train.scenes.networks import LATENTS_DTYPE, TEXT, TRANSFORMER, Networks
+from jdllm.train.scenes.networks import LATENTS_DTYPE, Networks
 
 logger = logging.getLogger(__name__)
 
@@ -59,15 +59,25 @@ class Programs:
         with_latents = {size: self._with_latents(size, arrays[size]) for size in arrays}
         compile_ = self._compile
         self._steps: dict[tuple[str, Size], Any] = {}
-        self._encodes, self._denoises, self._decodes = {}, {}, {}
+        self._encodes, self._pairs, self._denoises, self._decodes = {}, {}, {}, {}
         if has_vae_stage:
             for size, held in arrays.items():
                 self._steps["vae", size] = compile_(
                     self._vae_step, update.part(state, "vae"), held, count, scalar
                 )
-        for size in arrays:
-            pictures = jax.ShapeDtypeStruct((config.chunk_scenes, *size, 3), jnp.uint8)
-            self._encodes[size] = compile_(self._encode, state.params, pictures)
+        for size, held in arrays.items():
+            of_chunk = {n: _with_rows(config.chunk_scenes, one) for n, one in held.items()}
+            if config.teacher is None:
+                pictures = of_chunk[pool.PICTURES]
+                self._encodes[size] = compile_(self._encode, state.params, pictures)
+            else:
+                self._pairs[size] = compile_(
+                    self._sampler(size),
+                    update.own(networks.shapes, "flow"),
+                    jax.eval_shape(jax.random.key, 0),
+                    of_chunk[pool.IDS],
+                    of_chunk[pool.LENS],
+                )
         for size, held in with_latents.items():
             self._steps["flow", size] = compile_(
                 self._flow_step, update.part(state, "flow"), held, count, scalar
@@ -107,8 +117,15 @@ class Programs:
         return update.whole(state, new), metrics
 
     def encode(self, params: Params, pictures: jax.Array) -> jax.Array:
-        """Returns the pipeline's latents of a chunk of pictures, in the dtype of rings."""
+        """Returns the pipeline's latents of a chunk of pictures, in the dtype of rings.
+
+        A run with a teacher has no such program.
+        """
         return self._encodes[pictures.shape[1:3]].result()(params, pictures)
+
+    def pairs(self, size: Size, teacher: Params, key: jax.Array, chunk: pool.Arrays) -> pool.Arrays:
+        """Returns noise and the teacher's latents for the captions of a chunk; see `reflow`."""
+        return self._pairs[size].result()(teacher, key, chunk[pool.IDS], chunk[pool.LENS])
 
     def captions(self, params: Params, ids: Ids, lens: Lens) -> tuple[jax.Array, jax.Array]:
         """Returns what the pipeline keeps of captions and then, as often, of the empty one.
@@ -150,7 +167,8 @@ class Programs:
         kept = {name: array for name, array in arrays.items() if name in (pool.IDS, pool.LENS)}
         places = arrays[pool.LENS].shape[0]
         latents = jax.ShapeDtypeStruct((places, *self._latent_shape(size)), LATENTS_DTYPE)
-        return kept | {pool.LATENTS: latents}
+        names = (pool.LATENTS,) if self._config.teacher is None else (pool.LATENTS, pool.NOISE)
+        return kept | dict.fromkeys(names, latents)
 
     # What is compiled
 
@@ -175,8 +193,16 @@ class Programs:
         ids = jnp.where(is_dropped[:, None], self._empty.padded(ids.shape[1]), ids)
         lens = jnp.where(is_dropped, self._empty.length, lens)
 
+        key_level, key_noise = jax.random.split(key)
+        if pool.NOISE in batch:
+            noise = batch[pool.NOISE].astype(jnp.float32)
+        else:
+            noise = jax.random.normal(key_noise, latents.shape)
+
         def loss(params: Params):
-            return objectives.flow_loss(self._networks, params, latents, ids, lens, key)
+            return objectives.flow_loss(
+                self._networks, params, latents, noise, ids, lens, key_level
+            )
 
         return update.apply(self._config, state, "flow", loss, rate)
 
@@ -186,19 +212,25 @@ class Programs:
     def _encode(self, params, pictures):
         return objectives.clean_latents(self._networks, params, pictures).astype(LATENTS_DTYPE)
 
+    def _sampler(self, size: Size):
+        def sample(teacher, key, ids, lens):
+            return reflow.pairs(
+                self._networks, teacher, size, key, ids, lens,
+                empty=self._empty,
+                steps=self._config.teacher_steps,
+                guidance=self._config.teacher_guidance,
+            )  # fmt: skip
+
+        return sample
+
     def _caption(self, params, ids, lens):
-        captions = self._networks.module(TEXT, params).encode(ids, lens)
-        return self._networks.module(TRANSFORMER, params).refine_captions(captions, lens)
+        return sampling.captions(self._networks, params, ids, lens)
 
     def _denoise(self, params, latents, sigma, next_sigma, captions, lens, scale):
-        """Returns `x + (next sigma - sigma) * velocity`, as a launch of the engine does.
-
-        With `v` and `e` of the captions and the empty one, the velocity is `v + scale (v - e)`.
-        """
-        transformer = self._networks.module(TRANSFORMER, params)
-        twice = jnp.concatenate([latents, latents]), jnp.concatenate([1 - sigma, 1 - sigma])
-        own, empty = jnp.split(-transformer.denoise(*twice, captions, lens), 2)
-        velocity = own + scale * (own - empty)
+        """Returns `x + (next sigma - sigma) * velocity`, as a launch of the engine does."""
+        velocity = sampling.guided_velocity(
+            self._networks, params, latents, sigma, captions, lens, scale
+        )
         return latents + (next_sigma - sigma)[:, None, None, None] * velocity
 
     def _decode(self, params, latents):

@@ -2,7 +2,8 @@
 
 Two stages in one run. The first trains the autoencoder. The second trains text encoder and
 transformer together, in the latents of the first, whose weights stay as they are. Both draw their
-batches from a pool of scenes on the device, which processes of the host fill.
+batches from a pool of scenes on the device, which processes of the host fill. With a teacher there
+is the second stage only, and the teacher's samples take the place of the drawn pictures.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import json
 import logging
 import pathlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,7 @@ from jdllm.train.scenes import (
     objectives,
     pool,
     programs,
+    reflow,
     update,
 )
 from jdllm.train.scenes.config import SceneConfig
@@ -85,6 +87,8 @@ class SceneRecipe:
 
     def batches(self, state: update.SceneState, passed: clock.Passed) -> pool.ScenePool:
         config, self._began = self._config, time.monotonic() - passed.run
+        if config.teacher is not None:
+            self._teacher = reflow.read_teacher(self._networks, config.teacher, state.average)
         self._number = int(state.step)
         # A run that goes on draws other scenes than those that it has seen.
         source_ = chunks.Chunks(
@@ -113,7 +117,7 @@ class SceneRecipe:
         self._programs.wait_for(state.stage)  # a stage's minutes are not those of compilation
         self._begin_stage(state.stage, first=int(state.start_step), passed=passed.stage)
         if state.stage == "flow":
-            self._pool.encode(self._encode_with(state.average))
+            self._pool.encode(self._kept_of(state))
         return self._pool
 
     def passed(self) -> clock.Passed:
@@ -146,7 +150,8 @@ class SceneRecipe:
 
     def export(self, state: update.SceneState, output_dir: pathlib.Path) -> None:
         del output_dir  # the folder was begun with the run
-        export.write(self._networks, state.average)
+        scale = None if self._config.teacher is None else 0  # its guidance is learned
+        export.write(self._networks, state.average, guidance_scale=scale)
 
     def close(self) -> None:
         self._ends.close()
@@ -186,7 +191,7 @@ class SceneRecipe:
         )
         numbers, sheet = self._evaluator.reconstructions(state.average)
         self._write_sheet(sheet, "reconstructions")
-        self._pool.encode(self._encode_with(state.average))
+        self._pool.encode(self._kept_of(state))
         self._begin_stage("flow", first=self._number)
         logger.info(
             "step %d: latents have shift %.3f, factor %.3f; %s; the change of stage took %.1f s",
@@ -195,7 +200,20 @@ class SceneRecipe:
         )  # fmt: skip
         return state
 
-    def _encode_with(self, params: recipe.Params) -> pool.Encode:
+    def _kept_of(self, state: update.SceneState) -> pool.Encode:
+        """Returns what makes latents of a chunk, from its pictures or by the teacher."""
+        if self._config.teacher is None:
+            encode = self._encode_with(state.average)
+            return lambda chunk: {pool.LATENTS: encode(chunk[pool.PICTURES])}
+        keys = reflow.keys(self._config.seed, int(state.step))
+
+        def sampled(chunk: pool.Arrays) -> pool.Arrays:
+            height, width = chunk[pool.PICTURES].shape[1:3]
+            return self._programs.pairs((height, width), self._teacher, next(keys), chunk)
+
+        return sampled
+
+    def _encode_with(self, params: recipe.Params) -> Callable[[jax.Array], jax.Array]:
         own = {path: jnp.copy(array) for path, array in params.items()}  # steps consume theirs
         return lambda pictures: self._programs.encode(own, pictures)
 

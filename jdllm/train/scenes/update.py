@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ STAGES = {
     "vae": (networks_lib.VAE,),
     "flow": (networks_lib.TEXT, networks_lib.TRANSFORMER),
 }
+Value = TypeVar("Value")
 Metrics = dict[str, Float32[Array, ""]]
 Loss = Callable[[Params], tuple[Float32[Array, ""], Metrics]]
 
@@ -77,7 +78,7 @@ def whole(state: SceneState, new: SceneState) -> SceneState:
     )
 
 
-def own(params: Params, stage: str) -> Params:
+def own(params: Mapping[str, Value], stage: str) -> dict[str, Value]:
     """Returns the weights that a stage trains."""
     prefixes = tuple(f"{name}." for name in STAGES[stage])
     return {path: array for path, array in params.items() if path.startswith(prefixes)}

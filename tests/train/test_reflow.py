@@ -1,0 +1,246 @@
+"""Reflow: pairs of noise and a teacher's samples, what is refused, and a tiny run on them."""
+
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import tiny_scenes
+
+from jdllm import errors
+from jdllm.checkpoint import source
+from jdllm.train import __main__ as train_main
+from jdllm.train import recipes
+from jdllm.train.scenes import chunks, export, networks, objectives, reflow
+
+SIZE, STEPS = (64, 96), 3
+TURBO = tiny_scenes.ROOT / "configs" / "train" / "nano-image-turbo.yaml"
+EMPTY = chunks.Caption((9, 8, 7))
+IDS = jnp.pad(jnp.array([[5, 6, 7, 8], [9, 10, 11, 0]]), ((0, 0), (0, 28)))
+LENS = jnp.array([4, 3])
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("reflow")
+    model = tiny_scenes.write_model(folder / "model")
+    return networks.build(model, folder / "pipeline", "float32")
+
+
+@pytest.fixture(scope="module")
+def params(built):
+    """Returns weights whose flow is curved; those of `init_params` have no velocity."""
+    first, draw = networks.init_params(built, 0), np.random.default_rng(1)
+    drawn = {path: a + 0.1 * draw.standard_normal(a.shape) for path, a in first.items()}
+    own = {path: jnp.asarray(a, jnp.float32) for path, a in drawn.items()}
+    return own | {networks.SHIFT: jnp.float32(0.3), networks.FACTOR: jnp.float32(1.7)}
+
+
+@pytest.fixture(scope="module")
+def teacher(built, params):
+    """Returns the folder of these weights, in bfloat16."""
+    export.write(built, params)
+    return built.folder
+
+
+@pytest.fixture(scope="module")
+def velocity(built):
+    return jax.jit(functools.partial(objectives.velocities, built))
+
+
+# Pairs
+
+
+@pytest.mark.parametrize("scale", [0.0, 2.0])
+def test_a_pair_is_noise_and_what_euler_steps_make_of_it(built, params, velocity, scale):
+    sample = functools.partial(
+        reflow.pairs, built, params, SIZE, empty=EMPTY, steps=STEPS, guidance=scale
+    )
+    made = jax.jit(sample)(jax.random.key(3), IDS, LENS)
+    assert {array.dtype for array in made.values()} == {jnp.dtype("bfloat16")}
+
+    x = np.asarray(made["noise"], np.float32)
+    assert x.shape == (2, *built.pipeline.latent_shape(*SIZE))
+    assert abs(x.mean()) < 0.2 and abs(x.std() - 1) < 0.2
+    none = np.tile(EMPTY.padded(32), (2, 1)), np.full(2, EMPTY.length)
+    sigmas = built.pipeline.sigmas(STEPS, *SIZE)
+    for sigma, next_sigma in itertools.pairwise(sigmas):
+        own, empty = (
+            np.asarray(velocity(params, x, np.full(2, sigma), *caption))
+            for caption in ((IDS, LENS), none)
+        )
+        x = x + (next_sigma - sigma) * (own + scale * (own - empty))
+    # The velocities count, and guidance does.
+    assert np.abs(x - made["noise"]).mean() > 0.1 and np.abs(own - empty).mean() > 0.01
+    # Both compute in float32, and bfloat16 keeps 8 bits: few values are rounded the other way. With
+    # noise that is rounded only after the steps, most are.
+    want = x.astype(jnp.bfloat16)
+    np.testing.assert_allclose(made["latents"], want.astype(np.float32), rtol=2**-7, atol=1e-4)
+    assert np.mean(np.asarray(made["latents"]) == want) > 0.98
+
+
+def test_no_chunk_has_the_noise_of_another_one_nor_of_a_run_that_goes_on():
+    def first(step):
+        keys = itertools.islice(reflow.keys(0, step), 3)
+        return [tuple(jax.random.key_data(key).tolist()) for key in keys]
+
+    assert first(7) == first(7)
+    assert len({*first(0), *first(7)}) == 6
+
+
+def test_the_loss_is_the_mean_square_of_a_pairs_velocities(built, params, velocity):
+    key = jax.random.key(5)
+    shape = (2, *built.pipeline.latent_shape(*SIZE))
+    latents, noise = np.random.default_rng(0).standard_normal((2, *shape)).astype(np.float32)
+    loss = jax.jit(functools.partial(objectives.flow_loss, built))
+    got, _ = loss(params, latents, noise, IDS, LENS, key)
+    sigma = np.asarray(objectives.noise_levels(key, 2, built.schedule.shift))
+    level = sigma[:, None, None, None]
+    predicted = velocity(params, latents + level * (noise - latents), sigma, IDS, LENS)
+    error = np.asarray(predicted, np.float64) - (noise - latents)
+    assert float(got) == pytest.approx(np.mean(error**2), rel=1e-4)
+
+
+# The teacher
+
+
+def test_a_teacher_is_its_text_encoder_and_transformer_in_compute_dtype(built, params, teacher):
+    narrow = {
+        path: jax.ShapeDtypeStruct(shape.shape, jnp.bfloat16)
+        for path, shape in built.shapes.items()
+    }
+    found = reflow.read_teacher(dataclasses.replace(built, shapes=narrow), str(teacher), params)
+    assert {path.partition(".")[0] for path in found} == {"text_encoder", "transformer"}
+    for path, array in found.items():
+        assert array.dtype == jnp.bfloat16
+        assert np.array_equal(array, params[path].astype(jnp.bfloat16)), path
+
+
+def test_a_run_of_the_first_stage_has_no_teacher(built, params, teacher):
+    unfixed = params | {networks.FACTOR: jnp.float32(0)}
+    with pytest.raises(errors.ConfigError, match="teacher='.*second stage: give --import-state"):
+        reflow.read_teacher(built, str(teacher), unfixed)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("nowhere", "teacher='nowhere' is neither a folder nor a bundled model"),
+        ("jdllm-nano", "teacher='jdllm-nano': .*model_index.json does not exist"),
+        ("jdllm-nano-image", "teacher='jdllm-nano-image': its text_encoder is not that of the run"),
+    ],
+)
+def test_what_is_no_pipeline_like_the_runs_is_refused(built, params, name, said):
+    with pytest.raises(errors.ConfigError, match=said):
+        reflow.read_teacher(built, name, params)
+
+
+def test_a_teacher_with_other_token_ids_is_refused(built, params, teacher, tmp_path):
+    other = shutil.copytree(teacher, tmp_path / "other")
+    file = other / "tokenizer" / "tokenizer.json"
+    values = json.loads(file.read_text())
+    ids = values["model"]["vocab"]
+    ids["Ġred"], ids["Ġblue"] = ids["Ġblue"], ids["Ġred"]
+    file.write_text(json.dumps(values))
+    with pytest.raises(errors.ConfigError, match=r"teacher=.*tokenizer\.json has other ids"):
+        reflow.read_teacher(built, str(other), params)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [networks.FACTOR, networks.SHIFT, "vae.decoder.conv_in.bias", "vae.encoder.conv_in.bias"],
+)
+def test_a_teacher_with_another_autoencoder_is_refused(built, params, teacher, path):
+    own = params | {path: params[path] * 1.01 + 0.01}
+    with pytest.raises(errors.ConfigError, match=f"its autoencoder is not .*1 arrays.*{path}"):
+        reflow.read_teacher(built, str(teacher), own)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ("teacher_steps=0", "teacher_steps=0 must be at least 1"),
+        ("teacher_guidance=-1", "teacher_guidance=-1.0 must be a finite"),
+        ("teacher_guidance=.inf", "teacher_guidance=inf must be a finite"),
+        ("teacher_guidance=.nan", "teacher_guidance=nan must be a finite"),
+        ("teacher=3", "teacher=3 must be of type str | None"),
+    ],
+)
+def test_a_wrong_option_is_named(change, named):
+    with pytest.raises(errors.ConfigError) as refused:
+        recipes.load(TURBO, [change])
+    assert named in str(refused.value)
+
+
+def test_the_shipped_recipe_fits_its_teacher_and_its_sizes(tmp_path):
+    config = recipes.load(TURBO)
+    assert recipes.load(TURBO, ["teacher=null"]).teacher is None
+    built = networks.build(tiny_scenes.ROOT / config.model_path, tmp_path, config.compute_dtype)
+    weights = networks.read_params(built, source.bundled_model(config.teacher))
+    teacher = reflow.read_teacher(built, config.teacher, weights)
+    ids = jax.ShapeDtypeStruct((config.chunk_scenes, config.train_caption_tokens), jnp.int32)
+    lens = jax.ShapeDtypeStruct((config.chunk_scenes,), jnp.int32)
+    for size in config.shapes:
+        made = jax.eval_shape(
+            functools.partial(
+                reflow.pairs, built, teacher, size, jax.random.key(0),
+                empty=EMPTY, steps=config.teacher_steps, guidance=config.teacher_guidance,
+            ), ids, lens,
+        )  # fmt: skip
+        shape = (config.chunk_scenes, *built.pipeline.latent_shape(*size))
+        assert {name: array.shape for name, array in made.items()} == {
+            "latents": shape,
+            "noise": shape,
+        }
+
+
+# A run
+
+
+def test_an_export_with_a_scale_changes_that_of_requests_alone(built, params, teacher, tmp_path):
+    file = "generation_config.json"
+    assert json.loads((teacher / file).read_text())["guidance_scale"] == 2.0
+    other = shutil.copytree(teacher, tmp_path / "other")
+    export.write(dataclasses.replace(built, folder=other), params, guidance_scale=0)
+    want = json.loads((teacher / file).read_text()) | {"guidance_scale": 0}
+    assert json.loads((other / file).read_text()) == want
+
+
+@pytest.mark.campaign  # its programs are compiled twice
+def test_a_run_with_a_teacher_learns_its_pairs_goes_on_and_needs_no_guidance(
+    teacher, tmp_path, capfd
+):
+    model, folder = teacher.parent / "model", tmp_path / "run"
+
+    def run(num_steps, *words):
+        words_ = tiny_scenes.arguments(
+            model, folder, num_steps=num_steps, vae_steps=0, teacher=str(teacher),
+            teacher_steps=4, caption_dropout=0, learning_rate=2e-3,
+        )  # fmt: skip
+        assert train_main.main([*words_, *words]) == 0
+        lines = [json.loads(line) for line in (folder / "curve.jsonl").read_text().splitlines()]
+        return lines, [line["loss"] for line in lines if "loss" in line]
+
+    lines, losses = run(30, "--import-state", str(teacher))
+    # The paths of its own pairs are nearly straight to it; with other noise the loss is above 1.
+    assert len(losses) == 6 and losses[-1] < losses[0] < 0.6
+    assert not any("kl" in line for line in lines) and "accuracy@2" in lines[-1]
+    said = capfd.readouterr().err
+    assert "sample is compiled" in said and "encode is compiled" not in said
+    scale = json.loads((folder / "pipeline" / "generation_config.json").read_text())
+    assert scale == {"num_inference_steps": 8, "guidance_scale": 0}
+    lines, losses = run(40)
+    assert lines[-1]["step"] == 40 and len(losses) == 8 and math.isfinite(losses[-1])
+
+
+@pytest.mark.campaign
+def test_a_run_with_a_teacher_needs_imported_weights(teacher, tmp_path, capfd):
+    words = tiny_scenes.arguments(teacher.parent / "model", tmp_path, teacher=str(teacher))
+    assert train_main.main(words) == 2
+    assert "needs a run that begins with its second stage" in capfd.readouterr().err
