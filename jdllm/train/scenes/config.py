@@ -50,9 +50,7 @@ class SceneConfig(config_lib.RunConfig):
     caption_dropout: float = 0.1  # share of the captions that are empty, for guidance
     teacher: str | None = None  # a pipeline folder, or a bundled model's name
     teacher_steps: int = 32  # Euler steps of its samples
-    teacher_guidance: float = (
-        2.0  # their guidance scale, as that of requests; 0: one forward a step
-    )
+    teacher_guidance: float = 2.0  # as that of requests; 0: one forward a step
     weight_decay: float = 0.01
     adam_b2: float = 0.99
     eval_steps: tuple[int, ...] = (1, 2, 4, 8, 16)  # of each picture
