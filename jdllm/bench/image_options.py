@@ -217,7 +217,8 @@ def _add_traffic_flags(group: argparse._ArgumentGroup) -> None:
         type=command_line.natural,
         default=1,
         metavar="N",
-        help="requests of each size and kind before the measured ones",
+        help="requests at once of each size and kind before the measured ones, three times: with "
+        "short, middle and long prompts",
     )
     group.add_argument(
         *("--warmup-inference-steps", "--warmup-num-inference-steps"),

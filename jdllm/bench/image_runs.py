@@ -48,13 +48,15 @@ def warm_up(
         [dataclasses.replace(one, num_inference_steps=steps, slo_s=None) for one in asks]
     )
     texts = sorted({one.prompt for one in asks}, key=lambda text: (len(text), text))
-    turns = itertools.count(1)
+    numbers = itertools.count(1)
 
     def send() -> None:
         for one, count in itertools.product(short, counts):
             for prompts in _windows(texts, count):
-                by = next(turns)
-                some = [dataclasses.replace(one, prompt=_turned(text, by)) for text in prompts]
+                # Another text each time: nothing of the load, and none of these, is kept yet.
+                some = [
+                    dataclasses.replace(one, prompt=f"{text} {next(numbers)}") for text in prompts
+                ]
                 _all_succeed(target, some, None)
 
     wait_for_programs(target)
@@ -64,16 +66,10 @@ def warm_up(
 
 
 def _windows(texts: Sequence[str], count: int) -> list[list[str]]:
-    """Returns `count` texts of each end and of the middle; all of them, again and again, if few."""
-    starts = sorted({0, max(len(texts) - count, 0) // 2, max(len(texts) - count, 0)})
-    return [[texts[(start + i) % len(texts)] for i in range(count)] for start in starts]
-
-
-def _turned(text: str, by: int) -> str:
-    """Returns a text of the same words in another order: no caption of the load may be kept yet."""
-    words = text.split()
-    by %= len(words)
-    return " ".join(words[by:] + words[:by])
+    """Returns `count` texts of each end and of the middle; few texts are repeated."""
+    width = max(1, min(count, len(texts) // 3))
+    starts = sorted({0, (len(texts) - width) // 2, len(texts) - width})
+    return [[texts[start + i % width] for i in range(count)] for start in starts]
 
 
 def wait_for_programs(target: image_targets.Target) -> bool:

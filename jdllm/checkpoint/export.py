@@ -30,10 +30,13 @@ def export(
     for row in rows:
         if form.setdefault(row.target, row.form) == row.form:
             tensors[row.name] = np.ascontiguousarray(row.read(host[row.target]))
+    is_new = not path.exists()
     path.touch()
     mode = stat.S_IMODE(path.stat().st_mode)
     try:
         safetensors.numpy.save_file(tensors, path, metadata={"format": "pt"})
     except safetensors.SafetensorError as error:
+        if is_new:
+            path.unlink(missing_ok=True)  # nothing, or a torn file
         raise OSError(f"cannot write {path}: {error}") from error
     path.chmod(mode)  # the library's files are readable by their owner alone

@@ -48,7 +48,7 @@ class ModelRunner:
     @property
     def compiled(self) -> dict[batch_lib.Bucket, jax.stages.Compiled]:
         """The compiled programs by bucket, for tests of memory and donation."""
-        found = self._executables.by_bucket.items()
+        found = list(self._executables.by_bucket.items())  # at once: another thread may add to it
         return {bucket: executable.compiled for bucket, executable in found}
 
     @property

@@ -294,14 +294,18 @@ def test_a_warm_up_has_captions_of_all_lengths_and_keeps_none_of_the_load(monkey
     asks = image_load.Load(num_prompts=40, width=64, height=64).asks()
     target = Compiling(0, 2, 0)
     image_runs.warm_up(target, asks, counts=[1, 4], steps=5)
-    lengths = sorted(len(ask.prompt) for ask in asks)
-    sent = sorted(len(" ".join(prompt.split())) for prompt in target.prompts)
-    assert sent[:2] == [lengths[0]] * 2 and sent[-2:] == [lengths[-1]] * 2
-    assert not {ask.prompt for ask in asks} & set(target.prompts)
-    assert len(set(target.prompts)) > 0.9 * len(target.prompts) == 0.9 * 2 * 15
-    # A load of one prompt is sent as it is.
+    texts = sorted({ask.prompt for ask in asks}, key=lambda text: (len(text), text))
+    middle = len(texts) // 2
+    # Twice, as programs were compiled meanwhile: one and four of the shortest, and so on.
+    assert len(set(target.prompts)) == len(target.prompts) == 2 * 3 * (1 + 4)
+    assert not set(texts) & set(target.prompts)
+    sent = collections.Counter(prompt.rpartition(" ")[0] for prompt in target.prompts)
+    assert sent[texts[0]] == sent[texts[-1]] == 2 * 2
+    assert sum(map(sent.__getitem__, texts[:4])) == sum(map(sent.__getitem__, texts[-4:])) == 2 * 5
+    assert sum(map(sent.__getitem__, texts[middle - 3 : middle + 3])) == 2 * 5
+    # A load of one prompt has one length.
     image_runs.warm_up(target, asks[:1], counts=[2], steps=5)
-    assert [len(prompt) for prompt in target.prompts[30:]] == 2 * [len(asks[0].prompt)]
+    assert [prompt.rpartition(" ")[0] for prompt in target.prompts[30:]] == 2 * [asks[0].prompt]
 
 
 def test_a_warm_up_says_when_programs_are_never_there(monkeypatch):

@@ -27,6 +27,7 @@ def test_a_full_disk_is_an_error_that_names_the_file(tmp_path):
         pytest.raises(OSError, match=r"cannot write .*model\.safetensors"),
     ):
         export.export(tmp_path / "model.safetensors", ROWS, PARAMS)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])

@@ -33,8 +33,7 @@ def schedule_of_goldens(steps, size=SQUARE):
     del size
     config = json.loads((PIPELINE / "scheduler" / "scheduler_config.json").read_text())
     assert config["shift"] == 3.0 and not config["use_dynamic_shifting"]
-    levels = np.linspace(1, 1 / steps, steps)
-    return [*(3 * levels / (1 + 2 * levels)), 0.0]
+    return image_launches.statically_shifted_levels(3.0, steps)
 
 
 def draw(rng, is_guided):

@@ -65,6 +65,12 @@ def begin_bucket(size):
     return image_buckets.BeginBucket(height=size[0], width=size[1])
 
 
+def statically_shifted_levels(shift, steps):
+    """Returns the noise levels of a schedule whose shift depends on nothing, by the formula."""
+    levels = np.linspace(1, 1 / steps, steps)
+    return [*(shift * levels / (1 + (shift - 1) * levels)), 0.0]
+
+
 def shifted_levels(schedule, steps, tokens):
     """Returns the noise levels of a dynamic schedule (a parsed config) by the published formula.
 

@@ -241,6 +241,7 @@ def test_a_run_with_a_teacher_learns_its_pairs_goes_on_and_needs_no_guidance(
 
 @pytest.mark.campaign
 def test_a_run_with_a_teacher_needs_imported_weights(teacher, tmp_path, capfd):
-    words = tiny_scenes.arguments(teacher.parent / "model", tmp_path, teacher=str(teacher))
+    model = teacher.parent / "model"
+    words = tiny_scenes.arguments(model, tmp_path, vae_steps=0, teacher=str(teacher))
     assert train_main.main(words) == 2
     assert "needs a run that begins with its second stage" in capfd.readouterr().err

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import golden_images as golden
-from support import tiny_scenes
+from support import image_launches, tiny_scenes
 
 from jdllm import device as device_lib
 from jdllm import errors
@@ -126,7 +126,9 @@ def test_the_engine_makes_the_trainers_pictures(run, served, tmp_path):
     pictures = [row.product for row in device.launch(decode, finals).rows]
 
     trained, params = trainer_of(run, tmp_path, model)
-    x, sigmas = jnp.asarray(noise), golden.schedule_of_goldens(steps)
+    schedule = json.loads((tiny_scenes.SHIPPED / "scheduler/scheduler_config.json").read_text())
+    sigmas = image_launches.statically_shifted_levels(schedule["shift"], steps)
+    x = jnp.asarray(noise)
     for sigma, next_sigma in zip(sigmas, sigmas[1:]):
         levels = jnp.full(rows, sigma)
         x = x + (next_sigma - sigma) * objectives.velocities(trained, params, x, levels, ids, lens)

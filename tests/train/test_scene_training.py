@@ -235,6 +235,7 @@ def test_a_block_starts_with_little_and_the_velocity_with_nothing(tmp_path):
         ("caption_tokens=40", "caption_tokens"),
         ("train_caption_tokens=40", "train_caption_tokens"),
         ("vae_steps=300000", "vae_steps"),
+        ("teacher=jdllm-nano-image", "vae_steps=100000 must be 0 with a teacher"),
         ("pool_scenes=300", "pool_scenes"),
         ("eval_steps=[0]", "eval_steps"),
         ("decay_share=0", "decay_share"),

@@ -6,8 +6,9 @@ threads of this module; its requests wait, and no others do. The first questions
 about one row, so that its requests start soon. Programs of fewer rows are compiled first: without
 those for one row somebody waits, the others only save time.
 
-A start that need not compile everything leaves the programs for several rows to this module, too
-(`compile_later`): they are compiled like those of few rows that somebody asks for, and then kept.
+A start that need not compile everything leaves programs that fewer requests need to this module,
+too (`compile_later`): they are compiled like those of few rows that somebody asks for, and then
+kept.
 
 A client may walk through thousands of sizes. So at most `MAX_PROGRAMS` are kept beside those of the
 start, the least recently used goes first, and at most `MAX_WAITING` wait; further ones are asked
@@ -76,7 +77,7 @@ class FirstUse:
         """Compiles programs that belong to the start; those for one row that wait go first."""
         if not buckets:
             return
-        logger.info("compiling %d programs for larger launches while requests run", len(buckets))
+        logger.info("compiling %d more programs while requests run", len(buckets))
         with self._lock:
             self._later.update(buckets)
         for bucket in buckets:
@@ -165,7 +166,7 @@ class FirstUse:
             if bucket in self._later:
                 self._later.discard(bucket)
                 if not self._later:
-                    logger.info("the programs for larger launches are there")
+                    logger.info("all programs of the start are there")
                 if state == "ready":
                     return  # the runner has it, and it is never forgotten
             # The most recently used now: those who asked for it have not come back yet.

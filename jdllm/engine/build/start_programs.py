@@ -24,8 +24,10 @@ def after_start(
 ) -> list[batch_lib.Bucket]:
     """Returns what follows: guided steps, where requests need only a negative prompt for them."""
     is_switch = pipeline.options.cfg_switch == "true_cfg_scale"
-    is_enough = is_switch and (pipeline.defaults.true_cfg_scale or 0.0) > 1
-    return _programs(buckets, pipeline, is_guided=True) if is_enough else []
+    if not is_switch or (pipeline.defaults.true_cfg_scale or 0.0) <= 1:
+        return []
+    known = set(at_start(buckets, pipeline))  # guided requests share all programs but some
+    return [one for one in _programs(buckets, pipeline, is_guided=True) if one not in known]
 
 
 def _programs(

@@ -57,7 +57,7 @@ class SceneConfig(config_lib.RunConfig):
     eval_guidance: tuple[float, ...] = (0.0,)  # guidance scales at the end, at each of these steps
     pool_scenes: int = 400_000  # on the device, of all sizes; then new ones replace old ones
     chunk_scenes: int = 256  # drawn and moved at once
-    steps_per_chunk: int = 8  # most new scenes: a chunk in so many steps
+    steps_per_chunk: int = 8  # of a full pool; before, each step may bring a chunk
     data_workers: int = 0  # processes that draw; 0: the main process, between steps
 
     def __post_init__(self) -> None:
@@ -73,6 +73,10 @@ class SceneConfig(config_lib.RunConfig):
             raise errors.ConfigError(
                 f"caption_dropout={self.caption_dropout} must be at least 0 and below 1"
             )
+        if self.teacher is not None and self.vae_steps:
+            raise errors.ConfigError(
+                f"vae_steps={self.vae_steps} must be 0 with a teacher, whose autoencoder stays"
+            )
         if not 0 <= self.teacher_guidance < math.inf:
             raise errors.ConfigError(
                 f"teacher_guidance={self.teacher_guidance} must be a finite number of at least 0"
@@ -87,10 +91,10 @@ class SceneConfig(config_lib.RunConfig):
             raise errors.ConfigError(f"eval_steps={self.eval_steps} must be numbers of at least 1")
         if not self.sizes or not all(_SIZE.fullmatch(size) for size in self.sizes):
             raise errors.ConfigError(f"sizes={self.sizes} must be like 96x128 (height x width)")
-        if self.pool_scenes < self.chunk_scenes * len(self.sizes):
+        if self.pool_scenes < self.chunk_scenes * len(self.shapes):
             raise errors.ConfigError(
                 f"pool_scenes={self.pool_scenes} must hold a chunk of {self.chunk_scenes} of each "
-                f"of {len(self.sizes)} sizes"
+                f"of {len(self.shapes)} sizes"
             )
 
     @property

@@ -193,7 +193,7 @@ class Programs:
         ids = jnp.where(is_dropped[:, None], self._empty.padded(ids.shape[1]), ids)
         lens = jnp.where(is_dropped, self._empty.length, lens)
 
-        key_level, key_noise = jax.random.split(key)
+        key_level, key_noise = (jax.random.fold_in(key, i) for i in (2, 3))
         if pool.NOISE in batch:
             noise = batch[pool.NOISE].astype(jnp.float32)
         else:

@@ -42,7 +42,7 @@ def read_teacher(networks: Networks, name: str, params: Params) -> Params:
             f"teacher={name!r} needs a run that begins with its second stage: give --import-state "
             "a pipeline with the teacher's autoencoder, such as the teacher itself"
         )
-    folder = source.bundled_folder(name) or pathlib.Path(name)
+    folder = source.bundled_folder(name) or pathlib.Path(name).expanduser()
     if not folder.is_dir():
         raise errors.ConfigError(f"teacher={name!r} is neither a folder nor a bundled model")
     try:

@@ -49,6 +49,7 @@ class SceneRecipe:
     def __init__(self, config: SceneConfig, output_dir: pathlib.Path):
         self._config, self._output_dir = config, output_dir
         self._ends = contextlib.ExitStack()
+        self._teacher: recipe.Params | None = None
         self._networks = networks.build(
             source.resolve(config.model_path),
             output_dir / "pipeline",
@@ -83,12 +84,12 @@ class SceneRecipe:
         return recipe.Weights(step=0, params=weights, average=weights)
 
     def adopt(self, weights: recipe.Weights) -> update.SceneState:
+        self._read_teacher(weights.average)  # before an older run in the folder is set aside
         return update.init(self._config, weights.params, average=weights.average, step=weights.step)
 
     def batches(self, state: update.SceneState, passed: clock.Passed) -> pool.ScenePool:
         config, self._began = self._config, time.monotonic() - passed.run
-        if config.teacher is not None:
-            self._teacher = reflow.read_teacher(self._networks, config.teacher, state.average)
+        self._read_teacher(state.average)
         self._number = int(state.step)
         # A run that goes on draws other scenes than those that it has seen.
         source_ = chunks.Chunks(
@@ -150,7 +151,9 @@ class SceneRecipe:
 
     def export(self, state: update.SceneState, output_dir: pathlib.Path) -> None:
         del output_dir  # the folder was begun with the run
-        scale = None if self._config.teacher is None else 0  # its guidance is learned
+        config = self._config
+        # The guidance of a teacher is in its pictures.
+        scale = 0 if config.teacher is not None and config.teacher_guidance else None
         export.write(self._networks, state.average, guidance_scale=scale)
 
     def close(self) -> None:
@@ -200,16 +203,21 @@ class SceneRecipe:
         )  # fmt: skip
         return state
 
+    def _read_teacher(self, params: recipe.Params) -> None:
+        if self._config.teacher is not None and self._teacher is None:
+            self._teacher = reflow.read_teacher(self._networks, self._config.teacher, params)
+
     def _kept_of(self, state: update.SceneState) -> pool.Encode:
         """Returns what makes latents of a chunk, from its pictures or by the teacher."""
-        if self._config.teacher is None:
+        teacher = self._teacher
+        if teacher is None:
             encode = self._encode_with(state.average)
             return lambda chunk: {pool.LATENTS: encode(chunk[pool.PICTURES])}
         keys = reflow.keys(self._config.seed, int(state.step))
 
         def sampled(chunk: pool.Arrays) -> pool.Arrays:
             height, width = chunk[pool.PICTURES].shape[1:3]
-            return self._programs.pairs((height, width), self._teacher, next(keys), chunk)
+            return self._programs.pairs((height, width), teacher, next(keys), chunk)
 
         return sampled
 
