@@ -13,7 +13,7 @@ from jdllm.server.images_api import png
 MOST_BYTES_OF_RUNS = 2000  # of 64x64 pixels in one colour
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (1, 7), (7, 1), (33, 48), (64, 64)])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 7), (7, 1), (33, 48), (64, 64), (300, 201)])
 @pytest.mark.parametrize("kind", ["noise", "flat", "ramp"])
 def test_pictures_come_back(shape, kind):
     pixels = {
@@ -28,6 +28,18 @@ def test_pictures_come_back(shape, kind):
     np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(content))), pixels)
     if kind == "flat":
         assert len(content) < MOST_BYTES_OF_RUNS
+
+
+@pytest.mark.parametrize("extra", [-1, 0, 1])
+def test_bands_end_anywhere(monkeypatch, extra):
+    """Each pixel of a line of one byte and 3 * 7 is once the last of a band."""
+    pixels = np.random.default_rng(1).integers(0, 256, (22, 7, 3), dtype=np.uint8)
+    monkeypatch.setattr(png, "BAND_BYTES", 22 + extra)
+    content = png.encode(pixels, {})
+    np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(content))), pixels)
+    with pytest.raises((OSError, SyntaxError)):  # Pillow sees a wrong sum of the whole
+        monkeypatch.setattr(png.zlib, "adler32", lambda content: 1)
+        Image.open(io.BytesIO(png.encode(pixels, {}))).load()
 
 
 @settings(deadline=None, max_examples=50)
