@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import random
@@ -169,20 +170,29 @@ def test_a_program_that_cannot_be_compiled_ends_its_requests_alone(monkeypatch):
     assert core.scheduler.stats().total_preemptions == begun_anew, "the others lose no step"
 
 
-@pytest.mark.campaign
-def test_a_start_that_leaves_larger_launches_to_later_serves_at_once_and_then_uses_them():
+@contextlib.contextmanager
+def built_behind(directory, size, progress):
+    """Yields images of one size whose programs but the smallest are compiled after the start."""
     config = images.ImageBuildConfig(
-        directory=golden.PIPELINE,
-        sizes=(SMALL,),
-        max_pixels=SMALL[0] * SMALL[1],
+        directory=directory,
+        sizes=(size,),
+        max_pixels=size[0] * size[1],
         max_running_requests=4,
         batching_max_size=2,
         show_progress=False,
         compiles_behind=True,
     )
-    progress = startup.StartupProgress()
     one = images.build(config, progress)
     try:
+        yield one
+    finally:
+        one.release()
+
+
+@pytest.mark.campaign
+def test_a_start_that_leaves_larger_launches_to_later_serves_at_once_and_then_uses_them():
+    progress = startup.StartupProgress()
+    with built_behind(golden.PIPELINE, SMALL, progress) as one:
         lengths, outputs = len(one.buckets.tokens), 2
         assert progress.total == 2 * lengths + 1 + outputs, "encode, step; begin; decode"
         asks = [golden.ask(size=SMALL, seed=n, output="latent", name=str(n)) for n in range(4)]
@@ -195,25 +205,13 @@ def test_a_start_that_leaves_larger_launches_to_later_serves_at_once_and_then_us
         assert one.core.counters.merged_forwards == merged + 16, "4 requests of 4 steps, by two"
         for before, after in zip(first.values(), again.values(), strict=True):
             np.testing.assert_allclose(before, after, atol=ATOL_ALONE)
-    finally:
-        one.release()
 
 
 @pytest.mark.campaign
 def test_requests_with_a_negative_prompt_find_their_programs_where_these_are_usual():
     """Qwen-Image's are guided by default. Nobody waits for theirs, once the start is quite over."""
-    size = golden_qwen_image.SIZES[0]
-    config = images.ImageBuildConfig(
-        directory=golden_qwen_image.pipeline_path(),
-        sizes=(size,),
-        max_pixels=size[0] * size[1],
-        max_running_requests=2,
-        batching_max_size=2,
-        show_progress=False,
-        compiles_behind=True,
-    )
-    one = images.build(config, startup.StartupProgress())
-    try:
+    directory, size = golden_qwen_image.pipeline_path(), golden_qwen_image.SIZES[0]
+    with built_behind(directory, size, startup.StartupProgress()) as one:
         assert not any(getattr(bucket, "is_guided", False) for bucket in one.runner.compiled)
         wait_until(lambda: one.first_use.num_waiting == 0)
         compiled = compile_counter.COUNTER.count
@@ -223,8 +221,6 @@ def test_requests_with_a_negative_prompt_find_their_programs_where_these_are_usu
         ]
         assert len(run(*asks, core=one.core).products) == len(asks)
         assert compile_counter.COUNTER.count == compiled
-    finally:
-        one.release()
 
 
 @pytest.mark.parametrize("size", [(90, 96), (TALL[0], TALL[1] * 2)])

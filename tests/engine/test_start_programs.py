@@ -29,12 +29,8 @@ def guided(programs):
     [
         ("guidance_scale", {"guidance_scale": 0.0}, {False}, set()),  # Z-Image-Turbo
         ("guidance_scale", {"guidance_scale": 2.0}, {True}, set()),
-        (
-            "true_cfg_scale",
-            {"guidance_scale": 3.5, "true_cfg_scale": 1.0},
-            {False},
-            set(),
-        ),  # FLUX.1
+        # FLUX.1
+        ("true_cfg_scale", {"guidance_scale": 3.5, "true_cfg_scale": 1.0}, {False}, set()),
         ("true_cfg_scale", {"true_cfg_scale": 4.0}, {False}, {True}),  # Qwen-Image
         (None, {"guidance_scale": 3.5}, {False}, set()),
     ],

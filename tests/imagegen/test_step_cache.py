@@ -9,7 +9,7 @@ import random
 import jax
 import numpy as np
 import pytest
-from support import golden_pipelines, image_launches, step_cache_oracle
+from support import golden_pipelines, image_launches, jaxprs, step_cache_oracle
 from support.image_launches import NEGATIVE, PROMPTS, ROWS
 
 from jdllm import device as device_lib
@@ -181,7 +181,7 @@ def test_a_launch_in_which_every_row_skips_leaves_the_other_blocks_out(golden):
     inputs = program.inputs(_empty(bucket), None)
     memory = {name: made._memory[name] for name in program.uses}
     jaxpr = jax.make_jaxpr(program.step)(made._params, memory, inputs).jaxpr
-    (found,) = [one for one in _equations(jaxpr) if one.primitive.name == "cond"]
+    (found,) = [one for one in jaxprs.equations(jaxpr) if one.primitive.name == "cond"]
     in_branches = [_products(branch.jaxpr) for branch in found.params["branches"]]
     assert min(in_branches) == 0 < max(in_branches)
     # The cache neither adds a product nor moves one out of the branch.
@@ -194,20 +194,11 @@ def test_a_launch_in_which_every_row_skips_leaves_the_other_blocks_out(golden):
 
 
 def _products(jaxpr):
-    return sum(one.primitive.name == "dot_general" for one in _equations(jaxpr))
+    return sum(one.primitive.name == "dot_general" for one in jaxprs.equations(jaxpr))
 
 
 def _empty(bucket):
     return image_launches.batch_lib.ScheduleBatch(rows=(), bucket=bucket)
-
-
-def _equations(jaxpr):
-    for one in jaxpr.eqns:
-        yield one
-        for value in one.params.values():
-            for inner in value if isinstance(value, tuple) else (value,):
-                if hasattr(inner, "jaxpr"):
-                    yield from _equations(inner.jaxpr)
 
 
 @golden_pipelines.of_few

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import jax
 import numpy as np
-from support import golden_pipelines
+from support import golden_pipelines, jaxprs
 from support.offloaded_encoders import encode_bucket, offloaded, runner
 
 from jdllm.models.images import host_weights
@@ -82,7 +82,7 @@ def test_a_compiled_launch_copies_each_weight_of_the_host_and_computes_with_none
     traced = made._executables.trace(bucket, made._params, made._memory).traced
     of_encoders = {name for name, array in params.items() if host_weights.is_on_host(array)}
     copies = 0
-    for one in _equations(traced.jaxpr.jaxpr):
+    for one in jaxprs.equations(traced.jaxpr.jaxpr):
         takes_host = any(_is_host(var) for var in one.invars)
         if one.primitive.name == "device_put":
             copies += takes_host and not any(map(_is_host, one.outvars))
@@ -94,12 +94,3 @@ def test_a_compiled_launch_copies_each_weight_of_the_host_and_computes_with_none
 
 def _is_host(var):
     return getattr(var.aval, "memory_space", None) == jax.memory.Space.Host
-
-
-def _equations(jaxpr):
-    for one in jaxpr.eqns:
-        yield one
-        for value in one.params.values():
-            for inner in value if isinstance(value, tuple) else (value,):
-                if hasattr(inner, "jaxpr"):
-                    yield from _equations(inner.jaxpr)
