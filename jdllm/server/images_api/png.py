@@ -47,7 +47,7 @@ def _compressed(image: UInt8[np.ndarray, "H W 3"]) -> bytes:
     filtered = np.empty((len(lines), 1 + lines.shape[1]), np.uint8)
     filtered[:, 0], filtered[0, 1:] = FILTER_UP, lines[0]
     np.subtract(lines[1:], lines[:-1], out=filtered[1:, 1:])  # modulo 256, as the format wants
-    content = memoryview(filtered).cast("B")
+    content = filtered.data.cast("B")
     bands = [content[i : i + BAND_BYTES] for i in range(0, len(content), BAND_BYTES)]
     run = map if len(bands) == 1 else _threads().map
     parts = run(_deflated, bands, itertools.chain([False] * (len(bands) - 1), [True]))
