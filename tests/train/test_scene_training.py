@@ -11,6 +11,7 @@ from support import tiny_scenes
 
 from jdllm import errors
 from jdllm.imagegen import flow_schedule, prompts
+from jdllm.tasks import scene_oracle
 from jdllm.tasks.scenes import generator
 from jdllm.train import recipes
 from jdllm.train.scenes import chunks, networks, objectives, pool, tokenizer, update
@@ -147,14 +148,15 @@ class Numbered:
         self.number += 1
         full = [np.full(shape, self.number) for shape in ((2, 8, 8, 3), (2, 3), (2,))]
         pictures, ids, lens = full[0].astype(np.uint8), full[1], full[2]
-        return chunks.Chunk(size=(8, 8), pictures=pictures, ids=ids, lens=lens)
+        return chunks.Chunk(size=(8, 8), pictures=pictures, facts=(), ids=ids, lens=lens)
 
     def close(self):
         pass
 
 
 def test_new_scenes_replace_the_oldest_and_latents_the_pictures():
-    scenes = pool.ScenePool(Numbered(), ((8, 8),), capacity=6, chunk=2, steps_per_chunk=3)
+    source = pool.Drawn(Numbered())
+    scenes = pool.ScenePool(source, ((8, 8),), capacity=6, chunk=2, steps_per_chunk=3)
     views = [next(scenes) for _ in range(5)]
     assert [view.count for view in views] == [4, 6, 6, 6, 6]
     assert next(scenes).arrays["lens"].tolist() == [3, 3, 4, 4, 2, 2]  # of steps 3 and 6
@@ -167,31 +169,17 @@ def test_new_scenes_replace_the_oldest_and_latents_the_pictures():
     assert set(drawn["lens"].tolist()) == {3, 4}
 
 
-def test_pairs_keep_their_noise_and_captions():
-    scenes = pool.ScenePool(Numbered(), ((8, 8),), capacity=6, chunk=2, steps_per_chunk=1)
-    made = []
-
-    def pairs(chunk):
-        number = chunk["lens"].astype(jnp.float32)[:, None]
-        made.append(int(number[0, 0]))
-        return {"latents": 10 * number, "noise": -number}
-
-    next(scenes)
-    scenes.encode(pairs)
-    for _ in range(4):  # the ring begins anew meanwhile
-        arrays = next(scenes).arrays
-        assert arrays.keys() == {"latents", "noise", "ids", "lens"}
-    assert made == [0, 1, 2, 3, 4, 5]
-    drawn = pool.draw(jax.random.key(0), arrays, 6, 100)
-    assert set(drawn["lens"].tolist()) == {3, 4, 5}
-    assert (drawn["latents"][:, 0] == 10 * drawn["lens"]).all()
-    assert (drawn["noise"][:, 0] == -drawn["lens"]).all()
-    assert (drawn["ids"] == drawn["lens"][:, None]).all()
+def test_chunks_without_pictures_have_the_facts_of_their_captions(folder):
+    drawn, told = (maker(folder, draws=draws).chunk(2) for draws in (True, False))
+    assert drawn.facts == () and told.pictures is None and told.size == drawn.size
+    assert np.array_equal(told.ids, drawn.ids) and np.array_equal(told.lens, drawn.lens)
+    for facts, picture in zip(told.facts, drawn.pictures, strict=True):
+        assert scene_oracle.check(facts, picture).is_right
 
 
 def test_views_take_turns_and_a_size_with_two_has_twice_the_views(folder):
     turns = (SIZES[0], SIZES[1], SIZES[0])
-    source = chunks.Chunks(maker(folder, turns=turns), first=0, num_workers=0)
+    source = pool.Drawn(chunks.Chunks(maker(folder, turns=turns), first=0, num_workers=0))
     scenes = pool.ScenePool(source, turns, capacity=16, chunk=4, steps_per_chunk=2)
     views = [next(scenes) for _ in range(6)]
     assert [view.size for view in views] == 2 * list(turns)

@@ -1,7 +1,8 @@
 """Chunks of generated scenes, drawn and tokenised ahead by processes of the host.
 
 Chunk `number` is a pure function of (seed, number): the sizes take turns, and those of a size show
-the scenes of the training split one after the other. No device library is imported here.
+the scenes of the training split one after the other. Where a teacher paints, nothing is drawn: its
+pictures need the facts of captions. No device library is imported here.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from jaxtyping import Int32, UInt8
 
 from jdllm import errors
 from jdllm.imagegen import prompts
+from jdllm.tasks import scene_oracle
 from jdllm.tasks.scenes import drawing, generator
 from jdllm.tasks.scenes.scene import Scene
 from jdllm.train import stop_request
@@ -30,10 +32,14 @@ _FAR = 10**9  # between the indices of these tries: more scenes than a run draws
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """Scenes of one size (height, width); ids past a caption's length are 0."""
+    """Scenes of one size (height, width): pictures, or facts of captions.
+
+    Ids past a caption's length are 0.
+    """
 
     size: tuple[int, int]
-    pictures: UInt8[np.ndarray, "B H W 3"]
+    pictures: UInt8[np.ndarray, "B H W 3"] | None
+    facts: tuple[scene_oracle.Facts, ...]
     ids: Int32[np.ndarray, "B L"]
     lens: Int32[np.ndarray, " B"]
 
@@ -67,6 +73,7 @@ class Maker:
     turns: tuple[tuple[int, int], ...]  # the sizes of successive chunks
     count: int  # scenes per chunk
     seed: int
+    draws: bool = True  # else chunks have facts in place of pictures
 
     def chunk(self, number: int) -> Chunk:
         turn, place = divmod(number, len(self.turns))
@@ -74,8 +81,12 @@ class Maker:
         first = self.count * (turn * self.turns.count(size) + self.turns[:place].count(size))
         rows = [self._row(first + i, size) for i in range(self.count)]
         ids, lens = _padded([found for _, found in rows], self.train_caption_tokens)
-        pictures = np.stack([drawing.render(scene) for scene, _ in rows])
-        return Chunk(size=size, pictures=pictures, ids=ids, lens=lens)
+        pictures, facts = None, ()
+        if self.draws:
+            pictures = np.stack([drawing.render(scene) for scene, _ in rows])
+        else:
+            facts = tuple(scene.facts() for scene, _ in rows)
+        return Chunk(size=size, pictures=pictures, facts=facts, ids=ids, lens=lens)
 
     def _row(self, index: int, size: tuple[int, int]) -> tuple[Scene, Sequence[int]]:
         for attempt in range(_TRIES):

@@ -51,6 +51,7 @@ class SceneConfig(config_lib.RunConfig):
     teacher: str | None = None  # a pipeline folder, or a bundled model's name
     teacher_steps: int = 32  # Euler steps of its samples
     teacher_guidance: float = 2.0  # as that of requests; 0: one forward a step
+    teacher_tries: int = 0  # of each pair, until the oracle finds the sample right; 0: not judged
     weight_decay: float = 0.01
     adam_b2: float = 0.99
     eval_steps: tuple[int, ...] = (1, 2, 4, 8, 16)  # of each picture
@@ -77,6 +78,8 @@ class SceneConfig(config_lib.RunConfig):
             raise errors.ConfigError(
                 f"vae_steps={self.vae_steps} must be 0 with a teacher, whose autoencoder stays"
             )
+        if self.teacher_tries < 0:
+            raise errors.ConfigError(f"teacher_tries={self.teacher_tries} must be at least 0")
         if not 0 <= self.teacher_guidance < math.inf:
             raise errors.ConfigError(
                 f"teacher_guidance={self.teacher_guidance} must be a finite number of at least 0"

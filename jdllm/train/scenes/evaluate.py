@@ -7,10 +7,8 @@ can reach; the second by pictures of captions, with the steps that the engine ta
 from __future__ import annotations
 
 import collections
-import concurrent.futures
 import itertools
 import logging
-import multiprocessing
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -18,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import UInt8
 
-from jdllm.tasks import scene_oracle, scene_pictures
+from jdllm.tasks import scene_pictures
 from jdllm.tasks.scenes import drawing, generator
-from jdllm.train import stop_request
 from jdllm.train.recipe import Params
 from jdllm.train.scenes import chunks, programs
 from jdllm.train.scenes.config import SceneConfig
+from jdllm.train.scenes.judges import Judges
 from jdllm.train.scenes.networks import Networks
 
 logger = logging.getLogger(__name__)
@@ -41,9 +39,10 @@ class Evaluator:
         config: SceneConfig,
         maker: chunks.Maker,
         compiled: programs.Programs,
+        judges: Judges,
     ):
         self._networks, self._config, self._compiled = networks, config, compiled
-        self._pool: concurrent.futures.ProcessPoolExecutor | None = None
+        self._judges = judges
         rows = -(-config.eval_problems // len(config.shapes))
         self._scenes = {
             size: [generator.generate(i, split="test", size=size) for i in range(rows)]
@@ -110,30 +109,12 @@ class Evaluator:
         """Returns the share of right pictures, and how often each kind of fact is wrong."""
         facts = [scene.facts() for size in made for scene in self._scenes[size]]
         pictures = [picture for of_size in made.values() for picture in of_size]
-        if self._config.data_workers:
-            with stop_request.unseen_by_children():
-                judge = self._judges().map(_wrong, facts, pictures, chunksize=8)
-        else:
-            judge = map(_wrong, facts, pictures)
-        found = list(judge)
+        found = self._judges.wrong(facts, pictures)
         kinds = ({reason.partition(":")[0] for reason in wrong} for wrong in found)
         return (
             float(np.mean([not wrong for wrong in found])),
             collections.Counter(itertools.chain.from_iterable(kinds)),
         )
-
-    def _judges(self) -> concurrent.futures.Executor:
-        if self._pool is None:
-            # Forks of a process with device threads may hang, so the processes start afresh.
-            self._pool = concurrent.futures.ProcessPoolExecutor(
-                self._config.data_workers, mp_context=multiprocessing.get_context("spawn")
-            )
-        return self._pool
-
-    def close(self) -> None:
-        """Ends the processes that judge."""
-        if self._pool is not None:
-            self._pool.shutdown()
 
     def _sheet(self, made: Mapping[tuple[int, int], Pictures]) -> Pictures:
         """Returns pictures of all sizes, in the corners of the places of a sheet."""
@@ -145,12 +126,6 @@ class Evaluator:
                 place[: picture.shape[0], : picture.shape[1]] = picture
                 shown.append(place)
         return scene_pictures.contact_sheet(shown, columns=10)
-
-
-def _wrong(facts: scene_oracle.Facts, picture: UInt8[np.ndarray, "H W 3"]) -> tuple[str, ...]:
-    """Returns what the oracle finds wrong, nothing for a picture that is right."""
-    verdict = scene_oracle.check(facts, picture)
-    return () if verdict.is_right else tuple(verdict.wrong) or ("picture",)
 
 
 def _padded(pictures: Pictures, count: int) -> Pictures:

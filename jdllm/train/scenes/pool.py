@@ -1,6 +1,6 @@
 """Scenes on the device: one ring for each size, from which every step draws its batch.
 
-A step takes many more scenes than the host draws meanwhile, so each is drawn several times. In the
+A step takes many more scenes than the host draws meanwhile, so each is learnt several times. In the
 first stage rings hold pictures, in the second latents; with a teacher those of its samples, and the
 noise from which it made each.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,32 @@ Arrays = dict[str, jax.Array]  # by name, all with the ring's places as the firs
 # From a chunk's pictures, ids and lengths to what the ring keeps in place of the pictures.
 Encode = Callable[[Arrays], Arrays]
 PICTURES, LATENTS, NOISE, IDS, LENS = "pictures", "latents", "noise", "ids", "lens"
+
+
+class Source(Protocol):
+    """What brings chunks; each has the same number of rows."""
+
+    def take(self, *, waits: bool) -> tuple[tuple[int, int], Arrays] | None:
+        """Returns a size (height, width) and rows; None if none are ready, unless one waits."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Drawn:
+    """Chunks as the host draws them."""
+
+    chunks: chunks.Chunks
+
+    def take(self, *, waits: bool) -> tuple[tuple[int, int], Arrays] | None:
+        one = self.chunks.take(waits=waits)
+        if one is None:
+            return None
+        return one.size, jax.device_put({PICTURES: one.pictures, IDS: one.ids, LENS: one.lens})
+
+    def close(self) -> None:
+        self.chunks.close()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,15 +83,15 @@ class ScenePool:
     Each size has an equal part of `capacity`, also one that has more turns than others.
     """
 
-    def __init__(self, source: chunks.Chunks, turns: tuple[tuple[int, int], ...], *,
+    def __init__(self, source: Source, turns: tuple[tuple[int, int], ...], *,
                  capacity: int, chunk: int, steps_per_chunk: int):  # fmt: skip
-        places = max(capacity // len(set(turns)) // chunk, 1) * chunk
+        places = places_of(capacity, turns, chunk)
         self._source, self._chunk, self._steps_per_chunk = source, chunk, steps_per_chunk
         self._turns = turns
         self._rings = {size: _Ring(capacity=places) for size in turns}
         self._encode: Encode | None = None
         self._steps = 0
-        for _ in turns:
+        while not all(ring.written for ring in self._rings.values()):
             self._add(waits=True)
 
     def __next__(self) -> View:
@@ -94,15 +121,20 @@ class ScenePool:
         self._source.close()
 
     def _add(self, *, waits: bool) -> None:
-        chunk = self._source.take(waits=waits)
-        if chunk is None:
+        found = self._source.take(waits=waits)
+        if found is None:
             return
-        new = jax.device_put({PICTURES: chunk.pictures, IDS: chunk.ids, LENS: chunk.lens})
+        size, new = found
         if self._encode is not None:
             made = self._encode(new)
             del new[PICTURES]
             new |= made
-        self._rings[chunk.size].write(new)
+        self._rings[size].write(new)
+
+
+def places_of(capacity: int, turns: tuple[tuple[int, int], ...], chunk: int) -> int:
+    """Returns how many rows each size has room for, a multiple of a chunk."""
+    return max(capacity // len(set(turns)) // chunk, 1) * chunk
 
 
 def draw(key: jax.Array, arrays: Arrays, count: Int[Array, ""], rows: int) -> Arrays:

@@ -9,13 +9,12 @@ from __future__ import annotations
 import concurrent.futures
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int32
 
 from jdllm.models.images import pixels
 from jdllm.train.recipe import Params
@@ -26,8 +25,6 @@ from jdllm.train.scenes.networks import LATENTS_DTYPE, Networks
 logger = logging.getLogger(__name__)
 
 Size = tuple[int, int]
-Ids = Int32[np.ndarray, "B L"]
-Lens = Int32[np.ndarray, " B"]
 THREADS = 10
 # The libraries choose their kernels unasked: there are thirty programs, and trying kernels out, in
 # one thread at a time, would take longer than a run.
@@ -45,43 +42,35 @@ class Programs:
         networks: Networks,
         config: SceneConfig,
         state: update.SceneState,
-        views: Mapping[Size, pool.Arrays],
+        teacher: Params | None,
         empty: chunks.Caption,
         threads: concurrent.futures.Executor,
     ):
         self._networks, self._config, self._empty = networks, config, empty
-        self._threads = threads
+        self._teacher, self._threads = teacher, threads
         has_vae_stage = state.stage == "vae"
-        state, arrays = _shapes(state), _shapes(dict(views))
+        state = _shapes(state)
         rows = -(-config.eval_problems // len(config.shapes))
         scalar = jax.ShapeDtypeStruct((), jnp.float32)
         count = jax.ShapeDtypeStruct((), jnp.int32)
-        with_latents = {size: self._with_latents(size, arrays[size]) for size in arrays}
         compile_ = self._compile
         self._steps: dict[tuple[str, Size], Any] = {}
-        self._encodes, self._pairs, self._denoises, self._decodes = {}, {}, {}, {}
+        self._encodes, self._samplers, self._denoises, self._decodes = {}, {}, {}, {}
         if has_vae_stage:
-            for size, held in arrays.items():
-                self._steps["vae", size] = compile_(
-                    self._vae_step, update.part(state, "vae"), held, count, scalar
-                )
-        for size, held in arrays.items():
-            of_chunk = {n: _with_rows(config.chunk_scenes, one) for n, one in held.items()}
-            if config.teacher is None:
-                pictures = of_chunk[pool.PICTURES]
+            for size in config.shapes:
+                of_vae, held = update.part(state, "vae"), self._held(size, pool.PICTURES)
+                self._steps["vae", size] = compile_(self._vae_step, of_vae, held, count, scalar)
+        for size in config.shapes:
+            if teacher is None:
+                pictures = self._rows(size, config.chunk_scenes, pool.PICTURES)[pool.PICTURES]
                 self._encodes[size] = compile_(self._encode, state.params, pictures)
             else:
-                self._pairs[size] = compile_(
-                    self._sampler(size),
-                    update.own(networks.shapes, "flow"),
-                    jax.eval_shape(jax.random.key, 0),
-                    of_chunk[pool.IDS],
-                    of_chunk[pool.LENS],
-                )
-        for size, held in with_latents.items():
-            self._steps["flow", size] = compile_(
-                self._flow_step, update.part(state, "flow"), held, count, scalar
-            )
+                wanted = self._rows(size, config.chunk_scenes, pool.NOISE).values()
+                self._samplers[size] = compile_(self._sampler(size), _shapes(teacher), *wanted)
+        names = (pool.LATENTS,) if teacher is None else (pool.LATENTS, pool.NOISE)
+        for size in config.shapes:
+            of_flow, held = update.part(state, "flow"), self._held(size, *names)
+            self._steps["flow", size] = compile_(self._flow_step, of_flow, held, count, scalar)
         ids = jax.ShapeDtypeStruct((rows, config.caption_tokens), jnp.int32)
         lens = jax.ShapeDtypeStruct((rows,), jnp.int32)
         self._captions = compile_(
@@ -93,7 +82,7 @@ class Programs:
         )
         both = _with_rows(2 * rows, lens)
         level = jax.ShapeDtypeStruct((rows,), jnp.float32)
-        for size in arrays:
+        for size in config.shapes:
             latents = jax.ShapeDtypeStruct((rows, *self._latent_shape(size)), jnp.float32)
             self._denoises[size] = compile_(
                 self._denoise, state.params, latents, level, level, captions, both, scalar
@@ -123,11 +112,15 @@ class Programs:
         """
         return self._encodes[pictures.shape[1:3]].result()(params, pictures)
 
-    def pairs(self, size: Size, teacher: Params, key: jax.Array, chunk: pool.Arrays) -> pool.Arrays:
-        """Returns noise and the teacher's latents for the captions of a chunk; see `reflow`."""
-        return self._pairs[size].result()(teacher, key, chunk[pool.IDS], chunk[pool.LENS])
+    def sample(
+        self, size: Size, noise: reflow.Noise, ids: reflow.Ids, lens: reflow.Lens
+    ) -> tuple[jax.Array, reflow.Pictures | None]:
+        """Returns the teacher's latents of a chunk, and pictures where it has tries."""
+        return self._samplers[size].result()(self._teacher, noise, ids, lens)
 
-    def captions(self, params: Params, ids: Ids, lens: Lens) -> tuple[jax.Array, jax.Array]:
+    def captions(
+        self, params: Params, ids: reflow.Ids, lens: reflow.Lens
+    ) -> tuple[jax.Array, jax.Array]:
         """Returns what the pipeline keeps of captions and then, as often, of the empty one.
 
         The second array is the lengths of all of them.
@@ -163,12 +156,22 @@ class Programs:
     def _latent_shape(self, size: Size) -> tuple[int, ...]:
         return self._networks.pipeline.latent_shape(*size)
 
-    def _with_latents(self, size: Size, arrays: Mapping[str, Any]) -> dict[str, Any]:
-        kept = {name: array for name, array in arrays.items() if name in (pool.IDS, pool.LENS)}
-        places = arrays[pool.LENS].shape[0]
-        latents = jax.ShapeDtypeStruct((places, *self._latent_shape(size)), LATENTS_DTYPE)
-        names = (pool.LATENTS,) if self._config.teacher is None else (pool.LATENTS, pool.NOISE)
-        return kept | dict.fromkeys(names, latents)
+    def _held(self, size: Size, *names: str) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns the arrays of a ring."""
+        config = self._config
+        places = pool.places_of(config.pool_scenes, config.turns, config.chunk_scenes)
+        return self._rows(size, places, *names)
+
+    def _rows(self, size: Size, rows: int, *names: str) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns captions, and beside them what is named."""
+        latents = jax.ShapeDtypeStruct((rows, *self._latent_shape(size)), LATENTS_DTYPE)
+        pictures = jax.ShapeDtypeStruct((rows, *size, 3), jnp.uint8)
+        known = {pool.PICTURES: pictures, pool.LATENTS: latents, pool.NOISE: latents}
+        width = self._config.train_caption_tokens
+        return {name: known[name] for name in names} | {
+            pool.IDS: jax.ShapeDtypeStruct((rows, width), jnp.int32),
+            pool.LENS: jax.ShapeDtypeStruct((rows,), jnp.int32),
+        }
 
     # What is compiled
 
@@ -213,13 +216,17 @@ class Programs:
         return objectives.clean_latents(self._networks, params, pictures).astype(LATENTS_DTYPE)
 
     def _sampler(self, size: Size):
-        def sample(teacher, key, ids, lens):
-            return reflow.pairs(
-                self._networks, teacher, size, key, ids, lens,
+        config = self._config
+
+        def sample(teacher, noise, ids, lens):
+            latents = reflow.sample(
+                self._networks, teacher, size, noise, ids, lens,
                 empty=self._empty,
-                steps=self._config.teacher_steps,
-                guidance=self._config.teacher_guidance,
-            )  # fmt: skip
+                steps=config.teacher_steps,
+                guidance=config.teacher_guidance,
+            ).astype(LATENTS_DTYPE)  # fmt: skip
+            pictures = self._decode(teacher, latents.astype(jnp.float32))
+            return latents, pictures if config.teacher_tries else None
 
         return sample
 

@@ -5,115 +5,67 @@ curved, so it needs many Euler steps. The ends of a flow's own paths are pairs w
 cross less, so a flow that learns them is straighter: rectified flow (Liu et al., "Flow Straight and
 Fast", arXiv:2209.03003, section 2). A teacher with guidance makes pairs of the guided flow, whose
 student needs none (InstaFlow, arXiv:2309.06380).
+
+With tries, a student learns only samples in which the oracle reads what the caption states, as
+language models are tuned on those of their answers that are right (rejection sampling). Where the
+sample of a noise is wrong the teacher tries again from noise near it, so that this noise has a
+sample too, and one like those that the flow leads to.
 """
 
 from __future__ import annotations
 
-import itertools
-import pathlib
-from collections.abc import Iterator
+import collections
+import dataclasses
+import logging
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int32, PRNGKeyArray
+from jaxtyping import Array, Float, Int32, UInt8
 
 from jdllm import errors
-from jdllm.checkpoint import source
-from jdllm.imagegen import pipeline_folder
+from jdllm.tasks import scene_oracle
 from jdllm.train.recipe import Params
-from jdllm.train.scenes import chunks, pool, sampling, update
-from jdllm.train.scenes import networks as networks_lib
-from jdllm.train.scenes.networks import FACTOR, LATENTS_DTYPE, SHIFT, TEXT, TRANSFORMER, Networks
+from jdllm.train.scenes import chunks, pool, sampling
+from jdllm.train.scenes.judges import Judges
+from jdllm.train.scenes.networks import LATENTS_DTYPE, Networks
+from jdllm.train.scenes.objectives import Latents
 
-_PAIRS = 2**32 - 1  # the randomness of a step is that of its number, which is smaller
-_TOKENIZER = pathlib.Path("tokenizer") / "tokenizer.json"
+logger = logging.getLogger(__name__)
 
-
-def read_teacher(networks: Networks, name: str, params: Params) -> Params:
-    """Returns a teacher's text encoder and transformer in compute dtype.
-
-    `name` is a pipeline folder or a bundled model. Raises a ConfigError where its samples mean
-    nothing to a run with the weights `params`: if their latents are not fixed yet, and for a
-    teacher with another model, other token ids or another autoencoder.
-    """
-    if not float(params[FACTOR]):
-        raise errors.ConfigError(
-            f"teacher={name!r} needs a run that begins with its second stage: give --import-state "
-            "a pipeline with the teacher's autoencoder, such as the teacher itself"
-        )
-    folder = source.bundled_folder(name) or pathlib.Path(name).expanduser()
-    if not folder.is_dir():
-        raise errors.ConfigError(f"teacher={name!r} is neither a folder nor a bundled model")
-    try:
-        _check_models(networks, folder)
-        weights = networks_lib.read_params(networks, folder)
-        _check_autoencoder(weights, params)
-    except errors.ConfigError as error:
-        raise errors.ConfigError(f"teacher={name!r}: {error}") from error
-    return {
-        path: array.astype(networks.shapes[path].dtype)
-        for path, array in update.own(weights, "flow").items()
-    }
+Size = tuple[int, int]
+Noise = Float[np.ndarray, "B C h w"]
+Ids = Int32[np.ndarray, "B L"]
+Lens = Int32[np.ndarray, " B"]
+Pictures = UInt8[Array, "B H W 3"]
+# From a size, noise and captions: latents in the dtype of rings, and pictures for the oracle.
+Sample = Callable[[Size, Noise, Ids, Lens], tuple[jax.Array, Pictures | None]]
+_PAIRS = 2**32 - 1  # sets this randomness apart from that of the run's other parts
+_AHEAD = 1  # chunks that the device samples while the host judges
+_PATIENCE = 200  # chunks that are judged before a first one is full
+_TOLD_EVERY = 100  # chunks
 
 
-def _check_models(networks: Networks, folder: pathlib.Path) -> None:
-    read = pipeline_folder.read(folder)
-    for name in (TEXT, TRANSFORMER):
-        if name not in read.models or read.models[name].config != networks.configs[name]:
-            raise errors.ConfigError(f"its {name} is not that of the run's model_path")
-    # Other parts of the file depend on the library that wrote it.
-    own, its = (source.read_json(place / _TOKENIZER) for place in (networks.folder, folder))
-    if own["model"]["vocab"] != its["model"]["vocab"]:
-        raise errors.ConfigError(f"{_TOKENIZER} has other ids than that of the run")
-
-
-def _check_autoencoder(weights: Params, own: Params) -> None:
-    # A pipeline has weights in bfloat16, exported ones of a state are float32; both have the
-    # numbers in full.
-    dtypes = {path: jnp.bfloat16 for path in update.own(weights, "vae")}
-    dtypes |= {SHIFT: jnp.float32, FACTOR: jnp.float32}
-
-    def is_same(path: str) -> bool:
-        its, mine = (np.asarray(one[path]).astype(dtypes[path]) for one in (weights, own))
-        return np.array_equal(its, mine)
-
-    other = [path for path in dtypes if not is_same(path)]
-    if other:
-        raise errors.ConfigError(
-            "its autoencoder is not that of the run's weights, so its latents mean nothing there: "
-            f"{len(other)} arrays differ, {', '.join(other[:3])}"
-        )
-
-
-def keys(seed: int, step: int) -> Iterator[PRNGKeyArray]:
-    """Returns the keys of successive chunks of a run that begins, or goes on, at a step."""
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), _PAIRS), step)
-    return (jax.random.fold_in(key, number) for number in itertools.count())
-
-
-def pairs(
+def sample(
     networks: Networks,
     params: Params,
-    size: tuple[int, int],
-    key: PRNGKeyArray,
+    size: Size,
+    noise: Latents,
     ids: Int32[Array, "B L"],
     lens: Int32[Array, " B"],
     *,
     empty: chunks.Caption,
     steps: int,
     guidance: float,
-) -> pool.Arrays:
-    """Returns noise and the latents that `steps` Euler steps make of it, as the pool keeps them."""
+) -> Latents:
+    """Returns the latents that `steps` Euler steps make of noise."""
+    count = len(lens)
     if guidance:
-        ids = jnp.concatenate([ids, jnp.tile(empty.padded(ids.shape[1]), (len(ids), 1))])
+        ids = jnp.concatenate([ids, jnp.tile(empty.padded(ids.shape[1]), (count, 1))])
         lens = jnp.concatenate([lens, jnp.full_like(lens, empty.length)])
     captions = sampling.captions(networks, params, ids, lens)
-    pipeline, sigmas = networks.pipeline, jnp.asarray(networks.pipeline.sigmas(steps, *size))
-    count = len(lens) // 2 if guidance else len(lens)
-    shape = (count, *pipeline.latent_shape(*size))
-    # Rounded before the steps: the pair that is kept is one of the teacher's.
-    noise = jax.random.normal(key, shape).astype(LATENTS_DTYPE)
+    sigmas = jnp.asarray(networks.pipeline.sigmas(steps, *size))
 
     def step(i: Int32[Array, ""], x: Array) -> Array:
         level = jnp.full(count, sigmas[i])
@@ -121,5 +73,172 @@ def pairs(
         v = sampling.guided_velocity(*of, guidance) if guidance else sampling.velocity(*of)
         return x + (sigmas[i + 1] - sigmas[i]) * v
 
-    latents = jax.lax.fori_loop(0, steps, step, noise.astype(jnp.float32))
-    return {pool.LATENTS: latents.astype(LATENTS_DTYPE), pool.NOISE: noise}
+    return jax.lax.fori_loop(0, steps, step, noise.astype(jnp.float32))
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _Row:
+    """A pair that is wanted: a caption and noise, later the latents."""
+
+    facts: scene_oracle.Facts
+    ids: Int32[np.ndarray, " L"]
+    length: int
+    noise: Float[np.ndarray, "C h w"]
+    tried: int = 0
+    latents: Float[np.ndarray, "C h w"] | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Begun:
+    size: Size
+    rows: list[_Row]
+    latents: jax.Array
+    pictures: Pictures | None
+
+
+class Pairs:
+    """Chunks of pairs, see `pool.Source`: with `tries`, of right samples alone.
+
+    Captions without a right sample in so many tries are left out. Try `i` begins at
+    `sqrt(1 - s^2) * noise + s * other noise` with `s = i / tries`, so the first one at the noise.
+    """
+
+    def __init__(
+        self,
+        captions: chunks.Chunks,
+        sample: Sample,
+        judges: Judges,
+        latent_shape: Callable[[int, int], tuple[int, ...]],
+        *,
+        chunk: int,
+        tries: int,
+        seed: int,
+        step: int,
+    ):
+        self._captions, self._sample, self._judges = captions, sample, judges
+        self._latent_shape, self._chunk, self._tries = latent_shape, chunk, tries
+        # A run that goes on at another step has other noise.
+        self._random = np.random.default_rng([seed, _PAIRS, step])
+        self._begun: collections.deque[_Begun] = collections.deque()
+        # Rows of each size that wait for a chunk of them.
+        self._wrong: dict[Size, list[_Row]] = collections.defaultdict(list)
+        self._right: dict[Size, list[_Row]] = collections.defaultdict(list)
+        self._counts: collections.Counter[str] = collections.Counter()
+
+    def take(self, *, waits: bool) -> tuple[Size, pool.Arrays] | None:
+        """Returns a chunk that is full, if need be after judging another one; see `pool.Source`.
+
+        Raises a ConfigError for a teacher that is hardly ever right.
+        """
+        for _ in range(_PATIENCE if waits else 1):
+            size = self._full(self._right)
+            if size is None:
+                while len(self._begun) <= _AHEAD:
+                    if not self._begin(waits=waits):
+                        return None
+                self._sort(self._begun.popleft())
+                size = self._full(self._right)
+            if size is not None:
+                return size, _arrays(self._first(self._right[size]))
+        if not waits:
+            return None
+        raise errors.ConfigError(
+            f"the teacher cannot teach: {self._counts['right']} of its first "
+            f"{_PATIENCE * self._chunk} samples are right"
+        )
+
+    def close(self) -> None:
+        self._captions.close()
+
+    def _begin(self, *, waits: bool) -> bool:
+        """Has the device sample rows that wait for another try, or new ones."""
+        size = self._full(self._wrong)
+        if size is not None:
+            rows = self._first(self._wrong[size])
+        else:
+            chunk = self._captions.take(waits=waits)
+            if chunk is None:
+                return False
+            size, rows = chunk.size, self._rows(chunk)
+        ids, lens = _captions_of(rows)
+        latents, pictures = self._sample(size, self._starts(rows), ids, lens)
+        self._begun.append(_Begun(size=size, rows=rows, latents=latents, pictures=pictures))
+        return True
+
+    def _rows(self, chunk: chunks.Chunk) -> list[_Row]:
+        shape = (len(chunk.lens), *self._latent_shape(*chunk.size))
+        # Rounded before the steps: the pair that is kept is one of the teacher's.
+        noise = self._random.standard_normal(shape, np.float32).astype(LATENTS_DTYPE)
+        return [
+            _Row(facts=facts, ids=ids, length=int(length), noise=one)
+            for facts, ids, length, one in zip(
+                chunk.facts, chunk.ids, chunk.lens, noise, strict=True
+            )
+        ]
+
+    def _starts(self, rows: list[_Row]) -> Noise:
+        noise = np.stack([row.noise for row in rows])
+        spread = np.array([row.tried for row in rows], np.float32) / max(self._tries, 1)
+        if not spread.any():
+            return noise
+        spread = spread.reshape(-1, 1, 1, 1)
+        other = self._random.standard_normal(noise.shape, np.float32)
+        return (np.sqrt(1 - spread**2) * noise + spread * other).astype(noise.dtype)
+
+    def _sort(self, begun: _Begun) -> None:
+        """Judges the samples of a chunk, and puts each row where it waits."""
+        if begun.pictures is None:
+            wrong = [()] * len(begun.rows)
+        else:
+            facts = [row.facts for row in begun.rows]
+            wrong = self._judges.wrong(facts, list(np.asarray(begun.pictures)))
+        for row, latents, reasons in zip(begun.rows, np.asarray(begun.latents), wrong, strict=True):
+            row.tried += 1
+            if not reasons:
+                row.latents = latents
+                self._right[begun.size].append(row)
+            elif row.tried < self._tries:
+                self._wrong[begun.size].append(row)
+            self._count(row, is_right=not reasons)
+        self._counts["chunks"] += 1
+        if begun.pictures is not None and self._counts["chunks"] % _TOLD_EVERY == 0:
+            self._tell()
+
+    def _count(self, row: _Row, *, is_right: bool) -> None:
+        self._counts["right"] += is_right
+        self._counts["wrong"] += not is_right and row.tried == self._tries
+        self._counts["first"] += row.tried == 1
+        self._counts["right at first"] += is_right and row.tried == 1
+
+    def _tell(self) -> None:
+        counts = self._counts
+        logger.info(
+            "the teacher's samples: %.3f right at first, %.3f after %d tries",
+            counts["right at first"] / max(counts["first"], 1),
+            counts["right"] / max(counts["right"] + counts["wrong"], 1),
+            self._tries,
+        )
+
+    def _full(self, waiting: dict[Size, list[_Row]]) -> Size | None:
+        """Returns a size of which a chunk waits."""
+        return next((s for s, rows in waiting.items() if len(rows) >= self._chunk), None)
+
+    def _first(self, rows: list[_Row]) -> list[_Row]:
+        taken = rows[: self._chunk]
+        del rows[: self._chunk]
+        return taken
+
+
+def _captions_of(rows: list[_Row]) -> tuple[Ids, Lens]:
+    return np.stack([row.ids for row in rows]), np.array([row.length for row in rows], np.int32)
+
+
+def _arrays(rows: list[_Row]) -> pool.Arrays:
+    ids, lens = _captions_of(rows)
+    named = {
+        pool.LATENTS: np.stack([row.latents for row in rows if row.latents is not None]),
+        pool.NOISE: np.stack([row.noise for row in rows]),
+        pool.IDS: ids,
+        pool.LENS: lens,
+    }
+    return jax.device_put(named)

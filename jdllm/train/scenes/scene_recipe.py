@@ -3,7 +3,7 @@
 Two stages in one run. The first trains the autoencoder. The second trains text encoder and
 transformer together, in the latents of the first, whose weights stay as they are. Both draw their
 batches from a pool of scenes on the device, which processes of the host fill. With a teacher there
-is the second stage only, and the teacher's samples take the place of the drawn pictures.
+is the second stage only, and the teacher's samples take the place of drawn pictures.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import json
 import logging
 import pathlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -27,11 +27,13 @@ from jdllm.train.scenes import (
     chunks,
     evaluate,
     export,
+    judges,
     networks,
     objectives,
     pool,
     programs,
     reflow,
+    teacher,
     update,
 )
 from jdllm.train.scenes.config import SceneConfig
@@ -64,6 +66,7 @@ class SceneRecipe:
             turns=config.turns,
             count=config.chunk_scenes,
             seed=config.seed,
+            draws=config.teacher is None,
         )
 
     @property
@@ -91,34 +94,27 @@ class SceneRecipe:
         config, self._began = self._config, time.monotonic() - passed.run
         self._read_teacher(state.average)
         self._number = int(state.step)
-        # A run that goes on draws other scenes than those that it has seen.
-        source_ = chunks.Chunks(
-            self._maker, first=self._number * len(config.sizes), num_workers=config.data_workers
+        threads = concurrent.futures.ThreadPoolExecutor(programs.THREADS)
+        self._ends.callback(threads.shutdown, cancel_futures=True)
+        self._programs = programs.Programs(
+            self._networks, config, state, self._teacher, self._maker.empty(), threads
         )
-        self._ends.callback(source_.close)
+        judging = judges.Judges(config.data_workers)
+        self._ends.callback(judging.close)
         self._pool = pool.ScenePool(
-            source_,
+            self._source(judging),
             config.turns,
             capacity=config.pool_scenes,
             chunk=config.chunk_scenes,
             steps_per_chunk=config.steps_per_chunk,
         )
-        threads = concurrent.futures.ThreadPoolExecutor(programs.THREADS)
-        self._ends.callback(threads.shutdown, cancel_futures=True)
-        self._programs = programs.Programs(
-            self._networks,
-            config,
-            state,
-            {size: self._pool.view(size).arrays for size in config.shapes},
-            self._maker.empty(),
-            threads,
+        self._evaluator = evaluate.Evaluator(
+            self._networks, config, self._maker, self._programs, judging
         )
-        self._evaluator = evaluate.Evaluator(self._networks, config, self._maker, self._programs)
-        self._ends.callback(self._evaluator.close)
         self._programs.wait_for(state.stage)  # a stage's minutes are not those of compilation
         self._begin_stage(state.stage, first=int(state.start_step), passed=passed.stage)
-        if state.stage == "flow":
-            self._pool.encode(self._kept_of(state))
+        if state.stage == "flow" and self._teacher is None:
+            self._pool.encode(self._encode_with(state.average))
         return self._pool
 
     def passed(self) -> clock.Passed:
@@ -182,7 +178,8 @@ class SceneRecipe:
         parts = []
         for size in self._config.shapes:
             pictures = self._pool.view(size).arrays[pool.PICTURES]
-            parts.append(encode(pictures[: self._config.chunk_scenes]).astype(jnp.float32).ravel())
+            latents = encode({pool.PICTURES: pictures[: self._config.chunk_scenes]})[pool.LATENTS]
+            parts.append(latents.astype(jnp.float32).ravel())
         shift, factor = objectives.measured(jnp.concatenate(parts))
         numbers = {networks.SHIFT: shift, networks.FACTOR: factor}
         fixed = {path: jnp.copy(array) for path, array in update.own(state.average, "vae").items()}
@@ -194,7 +191,7 @@ class SceneRecipe:
         )
         numbers, sheet = self._evaluator.reconstructions(state.average)
         self._write_sheet(sheet, "reconstructions")
-        self._pool.encode(self._kept_of(state))
+        self._pool.encode(encode)
         self._begin_stage("flow", first=self._number)
         logger.info(
             "step %d: latents have shift %.3f, factor %.3f; %s; the change of stage took %.1f s",
@@ -205,25 +202,32 @@ class SceneRecipe:
 
     def _read_teacher(self, params: recipe.Params) -> None:
         if self._config.teacher is not None and self._teacher is None:
-            self._teacher = reflow.read_teacher(self._networks, self._config.teacher, params)
+            self._teacher = teacher.read(self._networks, self._config.teacher, params)
 
-    def _kept_of(self, state: update.SceneState) -> pool.Encode:
-        """Returns what makes latents of a chunk, from its pictures or by the teacher."""
-        teacher = self._teacher
-        if teacher is None:
-            encode = self._encode_with(state.average)
-            return lambda chunk: {pool.LATENTS: encode(chunk[pool.PICTURES])}
-        keys = reflow.keys(self._config.seed, int(state.step))
+    def _source(self, judging: judges.Judges) -> pool.Source:
+        """Returns what brings scenes, drawn or painted by the teacher."""
+        config = self._config
+        # A run that goes on draws other scenes than those that it has seen.
+        drawn = chunks.Chunks(
+            self._maker, first=self._number * len(config.sizes), num_workers=config.data_workers
+        )
+        self._ends.callback(drawn.close)
+        if self._teacher is None:
+            return pool.Drawn(drawn)
+        return reflow.Pairs(
+            drawn,
+            self._programs.sample,
+            judging,
+            self._networks.pipeline.latent_shape,
+            chunk=config.chunk_scenes,
+            tries=config.teacher_tries,
+            seed=config.seed,
+            step=self._number,
+        )
 
-        def sampled(chunk: pool.Arrays) -> pool.Arrays:
-            height, width = chunk[pool.PICTURES].shape[1:3]
-            return self._programs.pairs((height, width), teacher, next(keys), chunk)
-
-        return sampled
-
-    def _encode_with(self, params: recipe.Params) -> Callable[[jax.Array], jax.Array]:
+    def _encode_with(self, params: recipe.Params) -> pool.Encode:
         own = {path: jnp.copy(array) for path, array in params.items()}  # steps consume theirs
-        return lambda pictures: self._programs.encode(own, pictures)
+        return lambda chunk: {pool.LATENTS: self._programs.encode(own, chunk[pool.PICTURES])}
 
     def _write_sheet(self, sheet: evaluate.Pictures, name: str) -> None:
         PIL.Image.fromarray(sheet).save(self._output_dir / f"{name}.png")

@@ -1,0 +1,181 @@
+"""Pairs of reflow with a sampler and judges that can be computed: only right ones, none lost."""
+
+import collections
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdllm import errors
+from jdllm.tasks import scene_oracle
+from jdllm.train.scenes import chunks, judges, pool, reflow
+
+SIZES = ((8, 8), (8, 16))
+CHUNK, SHAPE = 4, (2, 3, 3)
+
+
+class Captions:
+    """Chunks of both sizes in turns; a caption's one id is its number, and so is its count."""
+
+    def __init__(self):
+        self.number = 0
+
+    def take(self, *, waits):
+        del waits
+        first, self.number = self.number, self.number + CHUNK
+        ids = np.arange(first, self.number, dtype=np.int32)[:, None]
+        facts = tuple(
+            scene_oracle.Facts(things=(scene_oracle.Thing(count=i, shape="star"),))
+            for i in range(first, self.number)
+        )
+        size = SIZES[first // CHUNK % 2]
+        lens = np.ones(CHUNK, np.int32)
+        return chunks.Chunk(size=size, pictures=None, facts=facts, ids=ids, lens=lens)
+
+    def close(self):
+        pass
+
+
+@dataclasses.dataclass
+class World:
+    """Samples are twice the start; `is_right(caption, try)` says what judges find."""
+
+    is_right: object
+    has_pictures: bool = True
+    starts: dict = dataclasses.field(default_factory=lambda: collections.defaultdict(list))
+    tried: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+
+    def sample(self, size, noise, ids, lens):
+        assert noise.shape == (CHUNK, *SHAPE) and noise.dtype == jnp.bfloat16
+        for caption, start in zip(ids[:, 0].tolist(), noise, strict=True):
+            assert SIZES[caption // CHUNK % 2] == size
+            self.starts[caption].append(start.astype(np.float32))
+        latents = jnp.asarray(2 * noise.astype(np.float32), jnp.bfloat16)
+        pictures = np.broadcast_to(ids[:, :, None, None], (CHUNK, 1, 1, 3))
+        return latents, jnp.asarray(pictures) if self.has_pictures else None
+
+    def wrong(self, facts, pictures):
+        found = []
+        for one, picture in zip(facts, pictures, strict=True):
+            caption = int(picture[0, 0, 0])
+            assert one.things[0].count == caption  # a picture is judged by its own facts
+            self.tried[caption] += 1
+            found.append(() if self.is_right(caption, self.tried[caption]) else ("count: 7",))
+        return found
+
+
+def pairs_of(world, tries, *, step=0, captions=None):
+    return reflow.Pairs(
+        captions or Captions(), world.sample, world, lambda *_: SHAPE,
+        chunk=CHUNK, tries=tries, seed=0, step=step,
+    )  # fmt: skip
+
+
+def learnt(pairs, count):
+    """Returns (noise, latents) by caption of some chunks."""
+    rows = {}
+    for _ in range(count):
+        size, arrays = pairs.take(waits=True)
+        assert {len(array) for array in arrays.values()} == {CHUNK}
+        for i, caption in enumerate(arrays[pool.IDS][:, 0].tolist()):
+            assert SIZES[caption // CHUNK % 2] == size and caption not in rows
+            rows[caption] = tuple(
+                np.asarray(arrays[name][i], np.float32) for name in (pool.NOISE, pool.LATENTS)
+            )
+    return rows
+
+
+def test_only_right_samples_are_kept_with_the_first_noise():
+    # Every third caption needs a second try, every fifth a third one, every seventh is never right.
+    def is_right(caption, attempt):
+        if caption % 7 == 0:
+            return False
+        return attempt > (caption % 3 == 0) + (caption % 5 == 0)
+
+    world = World(is_right)
+    rows = learnt(pairs_of(world, 3), 60)
+    assert not any(caption % 7 == 0 for caption in rows)
+    for caption, (noise, latents) in rows.items():
+        starts = world.starts[caption]
+        assert world.tried[caption] == len(starts) == 1 + (caption % 3 == 0) + (caption % 5 == 0)
+        np.testing.assert_array_equal(noise, starts[0])
+        np.testing.assert_array_equal(latents, 2 * starts[-1])  # of the try that was right
+    assert max(world.tried.values()) == 3
+    # None is lost: of the captions begun early, all that can be right are there.
+    early = set(range(1, 100))
+    assert {caption for caption in early if caption % 7} <= rows.keys()
+
+
+def test_tries_begin_ever_farther_from_the_noise():
+    world = World(lambda caption, attempt: attempt > caption % 3)
+    learnt(pairs_of(world, 3), 100)
+    for attempt, want in ((1, np.sqrt(1 - 1 / 9)), (2, np.sqrt(1 - 4 / 9))):
+        starts = [s for s in world.starts.values() if len(s) > attempt]
+        first, other = (np.concatenate([s[i].ravel() for s in starts]) for i in (0, attempt))
+        assert len(first) > 1000
+        assert np.corrcoef(first, other)[0, 1] == pytest.approx(want, abs=0.05)
+        assert other.std() == pytest.approx(1, abs=0.05) and abs(other.mean()) < 0.1
+
+
+def test_pairs_that_are_not_judged_come_at_once_and_with_all_captions():
+    world = World(None, has_pictures=False)
+    rows = learnt(pairs_of(world, 0), 5)
+    assert rows.keys() == set(range(5 * CHUNK))
+    for noise, latents in rows.values():
+        np.testing.assert_array_equal(latents, 2 * noise)
+    again, later = (
+        learnt(pairs_of(World(None, has_pictures=False), 0, step=step), 1) for step in (0, 7)
+    )
+    np.testing.assert_array_equal(again[0], rows[0])
+    assert not np.array_equal(later[0], rows[0])
+
+
+def test_one_that_does_not_wait_judges_one_chunk_a_call():
+    class Late(Captions):
+        is_ready = True
+
+        def take(self, *, waits):
+            return super().take(waits=waits) if waits or self.is_ready else None
+
+    captions = Late()
+    world = World(lambda caption, _: caption % 2 == 0)
+    pairs = pairs_of(world, 1, captions=captions)
+    found = []
+    for _ in range(8):
+        before = sum(world.tried.values())
+        found.append(pairs.take(waits=False))
+        assert sum(world.tried.values()) - before in (0, CHUNK)
+    # Two of four are right and sizes take turns: of four calls the first two fill no chunk.
+    assert [one is not None for one in found] == 2 * [False, False, True, True]
+    captions.is_ready = False
+    while pairs.take(waits=False) is not None:
+        pass
+    before = captions.number
+    assert pairs.take(waits=False) is None and captions.number == before
+    assert pairs.take(waits=True) is not None
+
+
+def test_a_teacher_that_is_never_right_ends_the_run():
+    pairs = pairs_of(World(lambda *_: False), 2)
+    with pytest.raises(errors.ConfigError, match="the teacher cannot teach: 0 of its first 800"):
+        pairs.take(waits=True)
+
+
+def test_the_shares_of_right_samples_are_told(caplog):
+    pairs = pairs_of(World(lambda caption, attempt: attempt > caption % 2), 2)
+    with caplog.at_level("INFO", logger="jdllm.train.scenes.reflow"):
+        learnt(pairs, 100)
+    assert "the teacher's samples: 0.500 right at first, " in caplog.text
+    shares = [float(line.split("first, ")[1].split()[0]) for line in caplog.messages]
+    assert shares and all(share == 1 for share in shares)
+
+
+def test_judges_in_processes_find_what_the_callers_own_do():
+    facts = scene_oracle.Facts(things=(), ground="red")
+    grounds = [np.full((64, 64, 3), colour, np.uint8) for colour in ((214, 32, 38), (36, 72, 204))]
+    here, there = judges.Judges(0), judges.Judges(1)
+    found = here.wrong([facts] * 2, grounds)
+    assert found[0] == () and found[1][0].startswith("ground: blue")
+    assert there.wrong([facts] * 2, grounds) == found
+    there.close()
