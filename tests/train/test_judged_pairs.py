@@ -1,8 +1,9 @@
-"""Pairs of reflow with a sampler and judges that can be computed: only right ones, none lost."""
+"""Pairs of reflow, with a sampler and judges that can be computed: only right ones, none lost."""
 
 import collections
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -131,44 +132,88 @@ def test_pairs_that_are_not_judged_come_at_once_and_with_all_captions():
     assert not np.array_equal(later[0], rows[0])
 
 
+class Late(Captions):
+    is_ready = True
+
+    def take(self, *, waits):
+        return super().take(waits=waits) if waits or self.is_ready else None
+
+
 def test_one_that_does_not_wait_judges_one_chunk_a_call():
-    class Late(Captions):
-        is_ready = True
-
-        def take(self, *, waits):
-            return super().take(waits=waits) if waits or self.is_ready else None
-
     captions = Late()
     world = World(lambda caption, _: caption % 2 == 0)
     pairs = pairs_of(world, 1, captions=captions)
     found = []
-    for _ in range(8):
-        before = sum(world.tried.values())
+    for i in range(8):
         found.append(pairs.take(waits=False))
-        assert sum(world.tried.values()) - before in (0, CHUNK)
+        assert sum(world.tried.values()) == (i + 1) * CHUNK
     # Two of four are right and sizes take turns: of four calls the first two fill no chunk.
     assert [one is not None for one in found] == 2 * [False, False, True, True]
     captions.is_ready = False
-    while pairs.take(waits=False) is not None:
-        pass
     before = captions.number
+    assert pairs.take(waits=False) is None  # the chunk that was begun is judged
+    assert sum(world.tried.values()) == 9 * CHUNK
     assert pairs.take(waits=False) is None and captions.number == before
     assert pairs.take(waits=True) is not None
 
 
-def test_a_teacher_that_is_never_right_ends_the_run():
-    pairs = pairs_of(World(lambda *_: False), 2)
-    with pytest.raises(errors.ConfigError, match="the teacher cannot teach: 0 of its first 800"):
-        pairs.take(waits=True)
+def test_a_pool_of_pairs_keeps_noise_latents_and_captions_together():
+    world = World(lambda caption, attempt: attempt > caption % 2)
+    scenes = pool.ScenePool(
+        pairs_of(world, 2), SIZES, capacity=4 * CHUNK, chunk=CHUNK, steps_per_chunk=1
+    )
+    for _ in range(12):  # both rings begin anew meanwhile
+        view = next(scenes)
+        assert view.arrays.keys() == {"latents", "noise", "ids", "lens"}
+    drawn = pool.draw(jax.random.key(0), view.arrays, view.count, 100)
+    captions = np.asarray(drawn["ids"][:, 0]).tolist()
+    assert len(set(captions)) > CHUNK
+    for i, caption in enumerate(captions):
+        starts = world.starts[caption]
+        np.testing.assert_array_equal(np.asarray(drawn["noise"][i], np.float32), starts[0])
+        np.testing.assert_array_equal(np.asarray(drawn["latents"][i], np.float32), 2 * starts[-1])
+
+
+def test_a_size_that_is_seldom_right_does_not_make_every_step_bring_a_chunk():
+    world = World(lambda caption, _: caption // CHUNK % 2 == 0 or caption % 16 == 4)
+    pairs = pairs_of(world, 1)
+    scenes = pool.ScenePool(pairs, SIZES, capacity=8 * CHUNK, chunk=CHUNK, steps_per_chunk=1000)
+    for _ in range(20):
+        next(scenes)
+    judged = sum(world.tried.values())
+    for _ in range(100):
+        next(scenes)
+    assert sum(world.tried.values()) == judged
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("is_right", [lambda *_: False, lambda i, _: i // CHUNK % 2 == 0])
+def test_a_teacher_that_is_never_right_at_a_size_ends_the_run(waits, is_right):
+    pairs = pairs_of(World(is_right), 1)
+    said = "the teacher cannot teach: of the last 800 samples of 8x(8|16) only 0 are right"
+    with pytest.raises(errors.ConfigError, match=said):
+        for _ in range(1000):
+            pairs.take(waits=waits)
 
 
 def test_the_shares_of_right_samples_are_told(caplog):
-    pairs = pairs_of(World(lambda caption, attempt: attempt > caption % 2), 2)
+    pairs = pairs_of(World(lambda caption, attempt: attempt > caption % 4), 3)
     with caplog.at_level("INFO", logger="jdllm.train.scenes.reflow"):
         learnt(pairs, 100)
-    assert "the teacher's samples: 0.500 right at first, " in caplog.text
-    shares = [float(line.split("first, ")[1].split()[0]) for line in caplog.messages]
-    assert shares and all(share == 1 for share in shares)
+    first, second = caplog.messages[:2]
+    assert first.startswith("40 samples of the teacher: 0.250 of the first tries are right, ")
+    assert second.startswith("400 samples of the teacher: 0.250 ")
+    done = float(second.rpartition(", ")[2].split()[0])
+    assert done == pytest.approx(3 / 4, abs=0.05)  # every fourth caption would need a fourth try
+
+
+@pytest.mark.parametrize("seed", [0, -1])
+def test_any_seed_is_one(seed):
+    world = World(None, has_pictures=False)
+    pairs = reflow.Pairs(
+        Captions(), world.sample, world, lambda *_: SHAPE, chunk=CHUNK, tries=0, seed=seed, step=0
+    )
+    assert pairs.take(waits=True) is not None
 
 
 def test_judges_in_processes_find_what_the_callers_own_do():

@@ -226,17 +226,18 @@ def test_a_run_with_a_teacher_learns_its_pairs_goes_on_and_needs_no_guidance(
 
 
 @pytest.mark.campaign
-def test_a_run_learns_the_right_samples_of_the_bundled_model(tmp_path, capfd):
+def test_a_run_learns_the_right_samples_of_the_bundled_model(tmp_path):
     words = tiny_scenes.arguments(
         tiny_scenes.SHIPPED, tmp_path, num_steps=4, vae_steps=0, teacher="jdllm-nano-image",
         teacher_steps=4, teacher_tries=3, caption_dropout=0, batch_size=4, log_every=1,
         compute_dtype="bfloat16", learning_rate=1e-6, eval_problems=2, eval_steps=[1],
+        data_workers=1,
     )  # fmt: skip
     assert train_main.main([*words, "--import-state", "jdllm-nano-image"]) == 0
     lines = [json.loads(line) for line in (tmp_path / "curve.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
     # Its own paths are nearly straight to it: with other noise the loss is above 0.3.
-    assert all(line["loss"] < 0.25 for line in lines if "loss" in line)
-    assert "the teacher cannot teach" not in capfd.readouterr().err
+    assert len(losses) == 4 and max(losses) < 0.25
 
 
 @pytest.mark.campaign

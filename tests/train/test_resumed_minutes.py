@@ -52,7 +52,7 @@ def scenes(tmp_path, monkeypatch):
     """Returns a recipe of which only the clock is real."""
     monkeypatch.setattr(programs, "Programs", Programs)
     monkeypatch.setattr(pool, "ScenePool", Pool)
-    monkeypatch.setattr(evaluate, "Evaluator", lambda *_: types.SimpleNamespace(close=None))
+    monkeypatch.setattr(evaluate, "Evaluator", lambda *_: None)
     words = tiny_scenes.arguments(
         tiny_scenes.write_model(tmp_path / "model"), tmp_path,
         **(OPTIONS | {"vae_minutes": 10, "vae_learning_rate": 2 * PEAK, "num_steps": 10**9,

@@ -17,7 +17,7 @@ from jdllm.runner import model_runner
 from jdllm.scheduler.rows import image_buckets
 from jdllm.train import __main__ as train_main
 from jdllm.train import checkpoints, recipes
-from jdllm.train.scenes import networks, objectives
+from jdllm.train.scenes import networks, objectives, pool
 
 # A run compiles 60 s long; `test_scene_training.py` has the parts.
 pytestmark = pytest.mark.campaign
@@ -38,7 +38,16 @@ def run(model_path, tmp_path_factory):
     """Returns the folder of a run of both stages, which also exported its state."""
     folder = tmp_path_factory.mktemp("scenes")
     words = tiny_scenes.arguments(model_path, folder)
-    assert train_main.main([*words, "--export-state", str(folder / "state")]) == 0
+    encoded = pool.ScenePool.encode
+
+    def encode(self, function):
+        encoded(self, function)
+        view = self.view(SIZE)
+        np.save(folder / "latents.npy", np.asarray(view.arrays["latents"][: view.count], "f"))
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(pool.ScenePool, "encode", encode)
+        assert train_main.main([*words, "--export-state", str(folder / "state")]) == 0
     return folder
 
 
@@ -73,6 +82,13 @@ def test_the_export_is_a_pipeline_of_normalised_latents(run, served):
     for path, array in model.params.items():
         want = state.average[path].astype(jnp.bfloat16).astype(jnp.float32)
         assert np.array_equal(array, want), path
+
+
+def test_the_flow_learns_latents_of_mean_zero_and_variance_one(run):
+    latents = np.load(run / "latents.npy")
+    # They were measured on some of them, and are kept in bfloat16.
+    assert len(latents) >= 16 and abs(latents.mean()) < 0.05
+    assert latents.std() == pytest.approx(1, abs=0.05)
 
 
 def test_a_run_begins_with_the_weights_of_an_exported_pipeline(run, model_path, tmp_path, served):

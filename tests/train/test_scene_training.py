@@ -148,7 +148,7 @@ class Numbered:
         self.number += 1
         full = [np.full(shape, self.number) for shape in ((2, 8, 8, 3), (2, 3), (2,))]
         pictures, ids, lens = full[0].astype(np.uint8), full[1], full[2]
-        return chunks.Chunk(size=(8, 8), pictures=pictures, facts=(), ids=ids, lens=lens)
+        return chunks.Chunk(size=(8, 8), pictures=pictures, facts=None, ids=ids, lens=lens)
 
     def close(self):
         pass
@@ -171,7 +171,7 @@ def test_new_scenes_replace_the_oldest_and_latents_the_pictures():
 
 def test_chunks_without_pictures_have_the_facts_of_their_captions(folder):
     drawn, told = (maker(folder, draws=draws).chunk(2) for draws in (True, False))
-    assert drawn.facts == () and told.pictures is None and told.size == drawn.size
+    assert drawn.facts is None and told.pictures is None and told.size == drawn.size
     assert np.array_equal(told.ids, drawn.ids) and np.array_equal(told.lens, drawn.lens)
     for facts, picture in zip(told.facts, drawn.pictures, strict=True):
         assert scene_oracle.check(facts, picture).is_right
@@ -224,6 +224,7 @@ def test_a_block_starts_with_little_and_the_velocity_with_nothing(tmp_path):
         ("train_caption_tokens=40", "train_caption_tokens"),
         ("vae_steps=300000", "vae_steps"),
         ("teacher=jdllm-nano-image", "vae_steps=100000 must be 0 with a teacher"),
+        ("teacher_tries=2", "teacher_tries=2 needs a teacher"),
         ("pool_scenes=300", "pool_scenes"),
         ("eval_steps=[0]", "eval_steps"),
         ("decay_share=0", "decay_share"),

@@ -25,6 +25,9 @@ from jdllm.tasks.scenes import drawing, generator
 from jdllm.tasks.scenes.scene import Scene
 from jdllm.train import stop_request
 
+Ids = Int32[np.ndarray, "B L"]
+Lens = Int32[np.ndarray, " B"]
+
 _AHEAD = 2  # chunks per process
 _TRIES = 64  # of a scene whose caption is short enough
 _FAR = 10**9  # between the indices of these tries: more scenes than a run draws
@@ -32,16 +35,16 @@ _FAR = 10**9  # between the indices of these tries: more scenes than a run draws
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """Scenes of one size (height, width): pictures, or facts of captions.
+    """Scenes of one size (height, width); ids past a caption's length are 0.
 
-    Ids past a caption's length are 0.
+    Either pictures are drawn, or there are facts of the captions.
     """
 
     size: tuple[int, int]
     pictures: UInt8[np.ndarray, "B H W 3"] | None
-    facts: tuple[scene_oracle.Facts, ...]
-    ids: Int32[np.ndarray, "B L"]
-    lens: Int32[np.ndarray, " B"]
+    facts: tuple[scene_oracle.Facts, ...] | None
+    ids: Ids
+    lens: Lens
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,7 +84,7 @@ class Maker:
         first = self.count * (turn * self.turns.count(size) + self.turns[:place].count(size))
         rows = [self._row(first + i, size) for i in range(self.count)]
         ids, lens = _padded([found for _, found in rows], self.train_caption_tokens)
-        pictures, facts = None, ()
+        pictures = facts = None
         if self.draws:
             pictures = np.stack([drawing.render(scene) for scene, _ in rows])
         else:
@@ -101,9 +104,7 @@ class Maker:
             f"{scene.caption!r}"
         )
 
-    def tokens(
-        self, scenes: list[Scene]
-    ) -> tuple[Int32[np.ndarray, "B L"], Int32[np.ndarray, " B"]]:
+    def tokens(self, scenes: list[Scene]) -> tuple[Ids, Lens]:
         """Returns the ids of captions as the pipeline encodes prompts, and how many there are."""
         rows = []
         for scene in scenes:
@@ -127,9 +128,7 @@ class Maker:
         return tokenizer.encode(text, max_sequence_length=most)
 
 
-def _padded(
-    rows: Sequence[Sequence[int]], width: int
-) -> tuple[Int32[np.ndarray, "B L"], Int32[np.ndarray, " B"]]:
+def _padded(rows: Sequence[Sequence[int]], width: int) -> tuple[Ids, Lens]:
     ids = np.zeros((len(rows), width), np.int32)
     for i, row in enumerate(rows):
         ids[i, : len(row)] = row

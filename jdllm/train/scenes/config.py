@@ -59,7 +59,8 @@ class SceneConfig(config_lib.RunConfig):
     pool_scenes: int = 400_000  # on the device, of all sizes; then new ones replace old ones
     chunk_scenes: int = 256  # drawn and moved at once
     steps_per_chunk: int = 8  # of a full pool; before, each step may bring a chunk
-    data_workers: int = 0  # processes that draw; 0: the main process, between steps
+    # Processes that draw and, as many, that judge; 0: the main process, between steps.
+    data_workers: int = 0
 
     def __post_init__(self) -> None:
         config_lib.check(self, at_least_one=_AT_LEAST_ONE)
@@ -80,6 +81,8 @@ class SceneConfig(config_lib.RunConfig):
             )
         if self.teacher_tries < 0:
             raise errors.ConfigError(f"teacher_tries={self.teacher_tries} must be at least 0")
+        if self.teacher_tries and self.teacher is None:
+            raise errors.ConfigError(f"teacher_tries={self.teacher_tries} needs a teacher")
         if not 0 <= self.teacher_guidance < math.inf:
             raise errors.ConfigError(
                 f"teacher_guidance={self.teacher_guidance} must be a finite number of at least 0"

@@ -28,7 +28,10 @@ class Source(Protocol):
     """What brings chunks; each has the same number of rows."""
 
     def take(self, *, waits: bool) -> tuple[tuple[int, int], Arrays] | None:
-        """Returns a size (height, width) and rows; None if none are ready, unless one waits."""
+        """Returns a size (height, width) and rows; None if there are none yet, unless one waits.
+
+        The next call may have another size, and a source may bring more of one than of others.
+        """
         ...
 
     def close(self) -> None: ...
@@ -95,7 +98,9 @@ class ScenePool:
             self._add(waits=True)
 
     def __next__(self) -> View:
-        is_full = all(ring.written >= ring.capacity for ring in self._rings.values())
+        rings = self._rings.values()
+        # Together: a size of which few are right must not make every step wait for a chunk.
+        is_full = sum(ring.written for ring in rings) >= sum(ring.capacity for ring in rings)
         if not is_full or (self._steps + 1) % self._steps_per_chunk == 0:
             self._add(waits=False)
         size = self._turns[self._steps % len(self._turns)]

@@ -65,8 +65,9 @@ class Programs:
                 pictures = self._rows(size, config.chunk_scenes, pool.PICTURES)[pool.PICTURES]
                 self._encodes[size] = compile_(self._encode, state.params, pictures)
             else:
-                wanted = self._rows(size, config.chunk_scenes, pool.NOISE).values()
-                self._samplers[size] = compile_(self._sampler(size), _shapes(teacher), *wanted)
+                wanted = self._rows(size, config.chunk_scenes, pool.NOISE)
+                of_rows = (wanted[name] for name in (pool.NOISE, pool.IDS, pool.LENS))
+                self._samplers[size] = compile_(self._sampler(size), _shapes(teacher), *of_rows)
         names = (pool.LATENTS,) if teacher is None else (pool.LATENTS, pool.NOISE)
         for size in config.shapes:
             of_flow, held = update.part(state, "flow"), self._held(size, *names)
@@ -113,13 +114,13 @@ class Programs:
         return self._encodes[pictures.shape[1:3]].result()(params, pictures)
 
     def sample(
-        self, size: Size, noise: reflow.Noise, ids: reflow.Ids, lens: reflow.Lens
+        self, size: Size, noise: reflow.Noise, ids: chunks.Ids, lens: chunks.Lens
     ) -> tuple[jax.Array, reflow.Pictures | None]:
         """Returns the teacher's latents of a chunk, and pictures where it has tries."""
         return self._samplers[size].result()(self._teacher, noise, ids, lens)
 
     def captions(
-        self, params: Params, ids: reflow.Ids, lens: reflow.Lens
+        self, params: Params, ids: chunks.Ids, lens: chunks.Lens
     ) -> tuple[jax.Array, jax.Array]:
         """Returns what the pipeline keeps of captions and then, as often, of the empty one.
 
@@ -225,8 +226,9 @@ class Programs:
                 steps=config.teacher_steps,
                 guidance=config.teacher_guidance,
             ).astype(LATENTS_DTYPE)  # fmt: skip
-            pictures = self._decode(teacher, latents.astype(jnp.float32))
-            return latents, pictures if config.teacher_tries else None
+            if not config.teacher_tries:
+                return latents, None
+            return latents, self._decode(teacher, latents.astype(jnp.float32))
 
         return sample
 

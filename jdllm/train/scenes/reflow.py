@@ -36,15 +36,13 @@ logger = logging.getLogger(__name__)
 
 Size = tuple[int, int]
 Noise = Float[np.ndarray, "B C h w"]
-Ids = Int32[np.ndarray, "B L"]
-Lens = Int32[np.ndarray, " B"]
 Pictures = UInt8[Array, "B H W 3"]
 # From a size, noise and captions: latents in the dtype of rings, and pictures for the oracle.
-Sample = Callable[[Size, Noise, Ids, Lens], tuple[jax.Array, Pictures | None]]
+Sample = Callable[[Size, Noise, chunks.Ids, chunks.Lens], tuple[jax.Array, Pictures | None]]
 _PAIRS = 2**32 - 1  # sets this randomness apart from that of the run's other parts
 _AHEAD = 1  # chunks that the device samples while the host judges
-_PATIENCE = 200  # chunks that are judged before a first one is full
-_TOLD_EVERY = 100  # chunks
+_PATIENCE = 200  # chunks of a size that are judged for one of right samples
+_TOLD = (10, 100)  # judged chunks: at first, then each time
 
 
 def sample(
@@ -118,43 +116,48 @@ class Pairs:
         self._captions, self._sample, self._judges = captions, sample, judges
         self._latent_shape, self._chunk, self._tries = latent_shape, chunk, tries
         # A run that goes on at another step has other noise.
-        self._random = np.random.default_rng([seed, _PAIRS, step])
+        self._random = np.random.default_rng([seed % 2**32, _PAIRS, step])
         self._begun: collections.deque[_Begun] = collections.deque()
-        # Rows of each size that wait for a chunk of them.
-        self._wrong: dict[Size, list[_Row]] = collections.defaultdict(list)
+        # Rows of each size that wait for a chunk of them: for another try, and to be learnt.
+        self._again: dict[Size, list[_Row]] = collections.defaultdict(list)
         self._right: dict[Size, list[_Row]] = collections.defaultdict(list)
+        self._judged: collections.Counter[Size] = collections.Counter()  # since the last full one
         self._counts: collections.Counter[str] = collections.Counter()
 
     def take(self, *, waits: bool) -> tuple[Size, pool.Arrays] | None:
-        """Returns a chunk that is full, if need be after judging another one; see `pool.Source`.
+        """Judges chunks until one of right samples is full, or just one; see `pool.Source`.
 
-        Raises a ConfigError for a teacher that is hardly ever right.
+        That blocks until the device has sampled it and the judges have read it. Raises a
+        ConfigError for a teacher that is hardly ever right.
         """
-        for _ in range(_PATIENCE if waits else 1):
-            size = self._full(self._right)
-            if size is None:
-                while len(self._begun) <= _AHEAD:
-                    if not self._begin(waits=waits):
-                        return None
-                self._sort(self._begun.popleft())
-                size = self._full(self._right)
-            if size is not None:
+        while True:
+            while len(self._begun) <= _AHEAD and self._begin(waits=waits):
+                pass
+            if not self._begun:
+                return None
+            size = self._sort(self._begun.popleft())
+            if len(self._right[size]) >= self._chunk:
+                self._judged[size] = 0
                 return size, _arrays(self._first(self._right[size]))
-        if not waits:
-            return None
-        raise errors.ConfigError(
-            f"the teacher cannot teach: {self._counts['right']} of its first "
-            f"{_PATIENCE * self._chunk} samples are right"
-        )
+            if self._judged[size] >= _PATIENCE:
+                height, width = size
+                raise errors.ConfigError(
+                    f"the teacher cannot teach: of the last {_PATIENCE * self._chunk} samples of "
+                    f"{height}x{width} only {len(self._right[size])} are right"
+                )
+            if not waits:
+                return None
 
     def close(self) -> None:
         self._captions.close()
+        self._begun.clear()
 
     def _begin(self, *, waits: bool) -> bool:
         """Has the device sample rows that wait for another try, or new ones."""
-        size = self._full(self._wrong)
+        full = (size for size, rows in self._again.items() if len(rows) >= self._chunk)
+        size = next(full, None)
         if size is not None:
-            rows = self._first(self._wrong[size])
+            rows = self._first(self._again[size])
         else:
             chunk = self._captions.take(waits=waits)
             if chunk is None:
@@ -169,8 +172,9 @@ class Pairs:
         shape = (len(chunk.lens), *self._latent_shape(*chunk.size))
         # Rounded before the steps: the pair that is kept is one of the teacher's.
         noise = self._random.standard_normal(shape, np.float32).astype(LATENTS_DTYPE)
+        assert chunk.facts is not None, "captions of a teacher are not drawn"
         return [
-            _Row(facts=facts, ids=ids, length=int(length), noise=one)
+            _Row(facts=facts, ids=ids, length=int(length), noise=one.copy())
             for facts, ids, length, one in zip(
                 chunk.facts, chunk.ids, chunk.lens, noise, strict=True
             )
@@ -185,43 +189,45 @@ class Pairs:
         other = self._random.standard_normal(noise.shape, np.float32)
         return (np.sqrt(1 - spread**2) * noise + spread * other).astype(noise.dtype)
 
-    def _sort(self, begun: _Begun) -> None:
-        """Judges the samples of a chunk, and puts each row where it waits."""
+    def _sort(self, begun: _Begun) -> Size:
+        """Judges the samples of a chunk and puts each row where it waits; returns their size."""
         if begun.pictures is None:
             wrong = [()] * len(begun.rows)
         else:
             facts = [row.facts for row in begun.rows]
             wrong = self._judges.wrong(facts, list(np.asarray(begun.pictures)))
-        for row, latents, reasons in zip(begun.rows, np.asarray(begun.latents), wrong, strict=True):
+        latents = np.asarray(begun.latents)
+        for row, one, reasons in zip(begun.rows, latents, wrong, strict=True):
             row.tried += 1
+            is_first = row.tried == 1
             if not reasons:
-                row.latents = latents
+                row.latents = one.copy()  # waiting rows shall not keep whole chunks
                 self._right[begun.size].append(row)
             elif row.tried < self._tries:
-                self._wrong[begun.size].append(row)
-            self._count(row, is_right=not reasons)
+                self._again[begun.size].append(row)
+            else:
+                self._counts["given up"] += 1
+            self._counts["right"] += not reasons
+            self._counts["first"] += is_first
+            self._counts["right at first"] += is_first and not reasons
+        self._judged[begun.size] += 1
         self._counts["chunks"] += 1
-        if begun.pictures is not None and self._counts["chunks"] % _TOLD_EVERY == 0:
+        first, each = _TOLD
+        is_due = self._counts["chunks"] == first or self._counts["chunks"] % each == 0
+        if is_due and begun.pictures is not None:
             self._tell()
-
-    def _count(self, row: _Row, *, is_right: bool) -> None:
-        self._counts["right"] += is_right
-        self._counts["wrong"] += not is_right and row.tried == self._tries
-        self._counts["first"] += row.tried == 1
-        self._counts["right at first"] += is_right and row.tried == 1
+        return begun.size
 
     def _tell(self) -> None:
         counts = self._counts
+        ended = counts["right"] + counts["given up"]
         logger.info(
-            "the teacher's samples: %.3f right at first, %.3f after %d tries",
+            "%d samples of the teacher: %.3f of the first tries are right, %.3f of the captions "
+            "that are done",
+            counts["chunks"] * self._chunk,
             counts["right at first"] / max(counts["first"], 1),
-            counts["right"] / max(counts["right"] + counts["wrong"], 1),
-            self._tries,
+            counts["right"] / max(ended, 1),
         )
-
-    def _full(self, waiting: dict[Size, list[_Row]]) -> Size | None:
-        """Returns a size of which a chunk waits."""
-        return next((s for s, rows in waiting.items() if len(rows) >= self._chunk), None)
 
     def _first(self, rows: list[_Row]) -> list[_Row]:
         taken = rows[: self._chunk]
@@ -229,16 +235,18 @@ class Pairs:
         return taken
 
 
-def _captions_of(rows: list[_Row]) -> tuple[Ids, Lens]:
+def _captions_of(rows: list[_Row]) -> tuple[chunks.Ids, chunks.Lens]:
     return np.stack([row.ids for row in rows]), np.array([row.length for row in rows], np.int32)
 
 
 def _arrays(rows: list[_Row]) -> pool.Arrays:
     ids, lens = _captions_of(rows)
+    latents = [row.latents for row in rows]
     named = {
-        pool.LATENTS: np.stack([row.latents for row in rows if row.latents is not None]),
+        pool.LATENTS: np.stack([one for one in latents if one is not None]),
         pool.NOISE: np.stack([row.noise for row in rows]),
         pool.IDS: ids,
         pool.LENS: lens,
     }
+    assert len(named[pool.LATENTS]) == len(rows), "only finished rows are learnt"
     return jax.device_put(named)

@@ -174,7 +174,7 @@ class SceneRecipe:
     def _begin_flow(self, state: update.SceneState) -> update.SceneState:
         """Returns the state with fixed latents: their shift and factor are measured."""
         taken = time.monotonic()
-        encode = self._encode_with(state.average)
+        encode = self._encode_with(state.average)  # neither shifted nor scaled yet
         parts = []
         for size in self._config.shapes:
             pictures = self._pool.view(size).arrays[pool.PICTURES]
@@ -191,7 +191,7 @@ class SceneRecipe:
         )
         numbers, sheet = self._evaluator.reconstructions(state.average)
         self._write_sheet(sheet, "reconstructions")
-        self._pool.encode(encode)
+        self._pool.encode(self._encode_with(state.average))
         self._begin_stage("flow", first=self._number)
         logger.info(
             "step %d: latents have shift %.3f, factor %.3f; %s; the change of stage took %.1f s",
@@ -208,13 +208,14 @@ class SceneRecipe:
         """Returns what brings scenes, drawn or painted by the teacher."""
         config = self._config
         # A run that goes on draws other scenes than those that it has seen.
+        workers = config.data_workers if self._teacher is None else min(config.data_workers, 2)
         drawn = chunks.Chunks(
-            self._maker, first=self._number * len(config.sizes), num_workers=config.data_workers
+            self._maker, first=self._number * len(config.sizes), num_workers=workers
         )
         self._ends.callback(drawn.close)
         if self._teacher is None:
             return pool.Drawn(drawn)
-        return reflow.Pairs(
+        pairs = reflow.Pairs(
             drawn,
             self._programs.sample,
             judging,
@@ -224,6 +225,8 @@ class SceneRecipe:
             seed=config.seed,
             step=self._number,
         )
+        self._ends.callback(pairs.close)
+        return pairs
 
     def _encode_with(self, params: recipe.Params) -> pool.Encode:
         own = {path: jnp.copy(array) for path, array in params.items()}  # steps consume theirs
