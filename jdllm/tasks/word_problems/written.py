@@ -20,7 +20,9 @@ import dataclasses
 import functools
 import pathlib
 import re
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Hashable, Iterator, Mapping
+from typing import TypeVar
 
 from jdllm.tasks import splits
 
@@ -40,6 +42,7 @@ _PART = re.compile(r"(\{[^{}]*\}|\[[^\[\]]*\])")
 Parts = tuple["str | tuple[Parts, ...]", ...]
 Operand = str | int  # a variable, r1 or r2, or a constant
 Steps = tuple[tuple[str, Operand, Operand], ...]  # (op, x, y)
+Value = TypeVar("Value", bound=Hashable)
 
 
 class WrittenError(ValueError):
@@ -144,7 +147,7 @@ def _steps(place: str, text: str) -> Steps:
         steps.append((op, _operand(x), _operand(y)))
     if len(steps) > MAX_STEPS:
         raise WrittenError(f"{place}: {len(steps)} steps, at most {MAX_STEPS}")
-    return tuple(steps)
+    return _shared(tuple(steps))
 
 
 def _operand(text: str) -> Operand:
@@ -165,7 +168,13 @@ def _wording(place: str, text: str) -> Wording:
     if "?" not in text and not re.search(r"(?i)\b(find|calculate|work out|tell|give)\b", text):
         raise WrittenError(f"{place}: the wording asks nothing")
     slots: set[str] = set()
-    return Wording(parts=_parts(place, text, slots), slots=frozenset(slots))
+    return Wording(parts=_parts(place, text, slots), slots=_shared(frozenset(slots)))
+
+
+@functools.cache
+def _shared(value: Value) -> Value:
+    """Returns the first of equal values: the files hold few different ones, many times each."""
+    return value
 
 
 def _always(parts: Parts) -> frozenset[str]:
@@ -186,7 +195,7 @@ def _parts(place: str, text: str, slots: set[str]) -> Parts:
             if not _SLOT.fullmatch(name):
                 raise WrittenError(f"{place}: {part} is no number, person or thing")
             slots.add(name)
-            parts.append(part)
+            parts.append(sys.intern(part))
         elif part[0] == "[" and part[-1] == "]":
             options = part[1:-1].split("|")
             if len(options) < 2:
@@ -195,5 +204,5 @@ def _parts(place: str, text: str, slots: set[str]) -> Parts:
         elif set(part) & set("{}[]"):
             raise WrittenError(f"{place}: a bracket of {part.strip()[:40]!r} has no partner")
         else:
-            parts.append(part)
+            parts.append(sys.intern(part))
     return tuple(parts)
