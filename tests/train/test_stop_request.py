@@ -18,7 +18,7 @@ from support.waiting import wait_until
 
 from jdllm.train import __main__ as train_main
 from jdllm.train import checkpoints, stop_request, text
-from jdllm.train.scenes import programs
+from jdllm.train.scenes import evaluate, programs
 
 BOTH = pytest.mark.parametrize("number", stop_request.SIGNALS, ids=lambda number: number.name)
 
@@ -135,7 +135,8 @@ def test_a_signal_while_a_run_is_built_leaves_no_process(tmp_path, monkeypatch, 
             "its processes": concurrent.futures.process.BrokenProcessPool,
         }[ends]
 
-    monkeypatch.setattr(programs, "Programs", signalled_with_processes)
+    monkeypatch.setattr(programs, "Programs", lambda *_: None)  # real ones compile for a minute
+    monkeypatch.setattr(evaluate, "Evaluator", signalled_with_processes)
     words, _ = endless("scenes", tmp_path)
     assert train_main.main(words) == 128 + signal.SIGTERM
     assert multiprocessing.active_children() == []
