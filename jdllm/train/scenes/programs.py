@@ -126,10 +126,7 @@ class Programs:
 
         The second array is the lengths of all of them.
         """
-        empty_ids = np.broadcast_to(self._empty.padded(ids.shape[1]), ids.shape)
-        empty_lens = np.full(len(lens), self._empty.length, np.int32)
-        all_lens = jnp.asarray(np.concatenate([lens, empty_lens]))
-        all_ids = jnp.asarray(np.concatenate([ids, empty_ids]))
+        all_ids, all_lens = sampling.with_empty(jnp.asarray(ids), jnp.asarray(lens), self._empty)
         return self._captions.result()(params, all_ids, all_lens), all_lens
 
     def denoise(self, size: Size, *arguments: Any) -> jax.Array:

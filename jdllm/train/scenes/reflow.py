@@ -18,6 +18,7 @@ import collections
 import dataclasses
 import logging
 from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -60,8 +61,7 @@ def sample(
     """Returns the latents that `steps` Euler steps make of noise."""
     count = len(lens)
     if guidance:
-        ids = jnp.concatenate([ids, jnp.tile(empty.padded(ids.shape[1]), (count, 1))])
-        lens = jnp.concatenate([lens, jnp.full_like(lens, empty.length)])
+        ids, lens = sampling.with_empty(ids, lens, empty)
     captions = sampling.captions(networks, params, ids, lens)
     sigmas = jnp.asarray(networks.pipeline.sigmas(steps, *size))
 
@@ -76,14 +76,17 @@ def sample(
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _Row:
-    """A pair that is wanted: a caption and noise, later the latents."""
+    """A pair that is wanted: a caption and noise."""
 
     facts: scene_oracle.Facts
     ids: Int32[np.ndarray, " L"]
     length: int
     noise: Float[np.ndarray, "C h w"]
     tried: int = 0
-    latents: Float[np.ndarray, "C h w"] | None = None
+
+
+_Pair = tuple[_Row, Float[np.ndarray, "C h w"]]  # with the latents of its right sample
+_Waiting = TypeVar("_Waiting", _Row, _Pair)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +123,7 @@ class Pairs:
         self._begun: collections.deque[_Begun] = collections.deque()
         # Rows of each size that wait for a chunk of them: for another try, and to be learnt.
         self._again: dict[Size, list[_Row]] = collections.defaultdict(list)
-        self._right: dict[Size, list[_Row]] = collections.defaultdict(list)
+        self._right: dict[Size, list[_Pair]] = collections.defaultdict(list)
         self._judged: collections.Counter[Size] = collections.Counter()  # since the last full one
         self._counts: collections.Counter[str] = collections.Counter()
 
@@ -182,9 +185,9 @@ class Pairs:
 
     def _starts(self, rows: list[_Row]) -> Noise:
         noise = np.stack([row.noise for row in rows])
-        spread = np.array([row.tried for row in rows], np.float32) / max(self._tries, 1)
-        if not spread.any():
+        if not any(row.tried for row in rows):
             return noise
+        spread = np.array([row.tried for row in rows], np.float32) / self._tries
         spread = spread.reshape(-1, 1, 1, 1)
         other = self._random.standard_normal(noise.shape, np.float32)
         return (np.sqrt(1 - spread**2) * noise + spread * other).astype(noise.dtype)
@@ -201,8 +204,8 @@ class Pairs:
             row.tried += 1
             is_first = row.tried == 1
             if not reasons:
-                row.latents = one.copy()  # waiting rows shall not keep whole chunks
-                self._right[begun.size].append(row)
+                # Rows that wait shall not keep whole chunks.
+                self._right[begun.size].append((row, one.copy()))
             elif row.tried < self._tries:
                 self._again[begun.size].append(row)
             else:
@@ -229,9 +232,9 @@ class Pairs:
             counts["right"] / max(ended, 1),
         )
 
-    def _first(self, rows: list[_Row]) -> list[_Row]:
-        taken = rows[: self._chunk]
-        del rows[: self._chunk]
+    def _first(self, waiting: list[_Waiting]) -> list[_Waiting]:
+        taken = waiting[: self._chunk]
+        del waiting[: self._chunk]
         return taken
 
 
@@ -239,14 +242,13 @@ def _captions_of(rows: list[_Row]) -> tuple[chunks.Ids, chunks.Lens]:
     return np.stack([row.ids for row in rows]), np.array([row.length for row in rows], np.int32)
 
 
-def _arrays(rows: list[_Row]) -> pool.Arrays:
+def _arrays(pairs: list[_Pair]) -> pool.Arrays:
+    rows = [row for row, _ in pairs]
     ids, lens = _captions_of(rows)
-    latents = [row.latents for row in rows]
     named = {
-        pool.LATENTS: np.stack([one for one in latents if one is not None]),
+        pool.LATENTS: np.stack([latents for _, latents in pairs]),
         pool.NOISE: np.stack([row.noise for row in rows]),
         pool.IDS: ids,
         pool.LENS: lens,
     }
-    assert len(named[pool.LATENTS]) == len(rows), "only finished rows are learnt"
     return jax.device_put(named)

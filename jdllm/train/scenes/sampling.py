@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
 from jdllm.train.recipe import Params
+from jdllm.train.scenes import chunks
 from jdllm.train.scenes.networks import TEXT, TRANSFORMER, Networks
 from jdllm.train.scenes.objectives import Latents
 
@@ -20,6 +21,15 @@ def captions(
     """Returns what the pipeline keeps of captions."""
     encoded = networks.module(TEXT, params).encode(ids, lens)
     return networks.module(TRANSFORMER, params).refine_captions(encoded, lens)
+
+
+def with_empty(
+    ids: Int32[Array, "B L"], lens: Int32[Array, " B"], empty: chunks.Caption
+) -> tuple[Int32[Array, "2B L"], Int32[Array, " 2B"]]:
+    """Returns captions and then, as often, the empty one: those of a guided velocity."""
+    empty_ids = jnp.broadcast_to(empty.padded(ids.shape[1]), ids.shape)
+    empty_lens = jnp.full_like(lens, empty.length)
+    return jnp.concatenate([ids, empty_ids]), jnp.concatenate([lens, empty_lens])
 
 
 def velocity(
@@ -43,7 +53,7 @@ def guided_velocity(
     lens: Int32[Array, " 2B"],
     scale: Float32[Array, ""] | float,
 ) -> Latents:
-    """Returns guided velocities; each row's caption comes first, then the empty one as often."""
+    """Returns guided velocities; the captions are those of `with_empty`."""
     twice = jnp.concatenate([latents, latents]), jnp.concatenate([sigma, sigma])
     own, empty = jnp.split(velocity(networks, params, *twice, captions, lens), 2)
     return own + scale * (own - empty)

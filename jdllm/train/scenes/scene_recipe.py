@@ -101,8 +101,10 @@ class SceneRecipe:
         )
         judging = judges.Judges(config.data_workers)
         self._ends.callback(judging.close)
+        source_ = self._source(judging)
+        self._ends.callback(source_.close)
         self._pool = pool.ScenePool(
-            self._source(judging),
+            source_,
             config.turns,
             capacity=config.pool_scenes,
             chunk=config.chunk_scenes,
@@ -207,15 +209,14 @@ class SceneRecipe:
     def _source(self, judging: judges.Judges) -> pool.Source:
         """Returns what brings scenes, drawn or painted by the teacher."""
         config = self._config
-        # A run that goes on draws other scenes than those that it has seen.
+        # Captions alone are made so fast that two processes are enough.
         workers = config.data_workers if self._teacher is None else min(config.data_workers, 2)
-        drawn = chunks.Chunks(
-            self._maker, first=self._number * len(config.sizes), num_workers=workers
-        )
-        self._ends.callback(drawn.close)
+        # A run that goes on draws other scenes than those that it has seen.
+        first = self._number * len(config.sizes)
+        drawn = chunks.Chunks(self._maker, first=first, num_workers=workers)
         if self._teacher is None:
             return pool.Drawn(drawn)
-        pairs = reflow.Pairs(
+        return reflow.Pairs(
             drawn,
             self._programs.sample,
             judging,
@@ -225,8 +226,6 @@ class SceneRecipe:
             seed=config.seed,
             step=self._number,
         )
-        self._ends.callback(pairs.close)
-        return pairs
 
     def _encode_with(self, params: recipe.Params) -> pool.Encode:
         own = {path: jnp.copy(array) for path, array in params.items()}  # steps consume theirs
