@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import shutil
+import types
 
 import jax
 import jax.numpy as jnp
@@ -196,6 +197,28 @@ def test_an_export_with_a_scale_changes_that_of_requests_alone(built, params, te
     export.write(dataclasses.replace(built, folder=other), params, guidance_scale=0)
     want = json.loads((teacher / file).read_text()) | {"guidance_scale": 0}
     assert json.loads((other / file).read_text()) == want
+
+
+@pytest.mark.parametrize(
+    ("changes", "scale"),
+    [
+        ({}, None),
+        ({"teacher": "one"}, 0),
+        ({"teacher": "one", "caption_dropout": 0}, 0),
+        # The sampler of the second round has no guidance, and so has its student.
+        ({"teacher": "one", "teacher_guidance": 0, "caption_dropout": 0}, 0),
+        ({"teacher": "one", "teacher_guidance": 0, "caption_dropout": 0.1}, None),
+    ],
+)
+def test_guidance_is_the_default_only_of_who_can_have_it(monkeypatch, tmp_path, changes, scale):
+    model = tiny_scenes.write_model(tmp_path / "model")
+    words = tiny_scenes.arguments(model, tmp_path, **({"vae_steps": 0} | changes))
+    settings = recipes.load(tiny_scenes.RECIPE, words[words.index("--set") + 1 :])
+    recipe = recipes.build(settings, tmp_path)
+    written = []
+    monkeypatch.setattr(export, "write", lambda *_, guidance_scale: written.append(guidance_scale))
+    recipe.export(types.SimpleNamespace(average={}), tmp_path)
+    assert written == [scale]
 
 
 @pytest.mark.campaign  # its programs are compiled twice

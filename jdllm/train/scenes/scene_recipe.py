@@ -150,8 +150,9 @@ class SceneRecipe:
     def export(self, state: update.SceneState, output_dir: pathlib.Path) -> None:
         del output_dir  # the folder was begun with the run
         config = self._config
-        # The guidance of a teacher is in its pictures.
-        scale = 0 if config.teacher is not None and config.teacher_guidance else None
+        # A teacher's guidance is in its pictures; without empty captions none could be learnt.
+        is_guided = not config.teacher_guidance and config.caption_dropout > 0
+        scale = None if config.teacher is None or is_guided else 0
         export.write(self._networks, state.average, guidance_scale=scale)
 
     def close(self) -> None:
