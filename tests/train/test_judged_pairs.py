@@ -10,7 +10,7 @@ import pytest
 
 from jdllm import errors
 from jdllm.tasks import scene_oracle
-from jdllm.train.scenes import chunks, judges, pool, reflow
+from jdllm.train.scenes import chunks, devices, judges, pool, reflow
 
 SIZES = ((8, 8), (8, 16))
 CHUNK, SHAPE = 4, (2, 3, 3)
@@ -68,7 +68,7 @@ class World:
 
 def pairs_of(world, tries, *, step=0, captions=None):
     return reflow.Pairs(
-        captions or Captions(), world.sample, world, lambda *_: SHAPE,
+        captions or Captions(), world.sample, world, lambda *_: SHAPE, devices.Devices(1),
         chunk=CHUNK, tries=tries, seed=0, step=step,
     )  # fmt: skip
 
@@ -211,8 +211,9 @@ def test_the_shares_of_right_samples_are_told(caplog):
 def test_any_seed_is_one(seed):
     world = World(None, has_pictures=False)
     pairs = reflow.Pairs(
-        Captions(), world.sample, world, lambda *_: SHAPE, chunk=CHUNK, tries=0, seed=seed, step=0
-    )
+        Captions(), world.sample, world, lambda *_: SHAPE, devices.Devices(1),
+        chunk=CHUNK, tries=0, seed=seed, step=0,
+    )  # fmt: skip
     assert pairs.take(waits=True) is not None
 
 

@@ -14,7 +14,7 @@ from jdllm.imagegen import flow_schedule, prompts
 from jdllm.tasks import scene_oracle
 from jdllm.tasks.scenes import generator
 from jdllm.train import recipes
-from jdllm.train.scenes import chunks, networks, objectives, pool, tokenizer, update
+from jdllm.train.scenes import chunks, devices, networks, objectives, pool, tokenizer, update
 
 SIZES = ((64, 64), (64, 96))
 
@@ -155,7 +155,7 @@ class Numbered:
 
 
 def test_new_scenes_replace_the_oldest_and_latents_the_pictures():
-    source = pool.Drawn(Numbered())
+    source = pool.Drawn(Numbered(), devices.Devices(1))
     scenes = pool.ScenePool(source, ((8, 8),), capacity=6, chunk=2, steps_per_chunk=3)
     views = [next(scenes) for _ in range(5)]
     assert [view.count for view in views] == [4, 6, 6, 6, 6]
@@ -179,7 +179,9 @@ def test_chunks_without_pictures_have_the_facts_of_their_captions(folder):
 
 def test_views_take_turns_and_a_size_with_two_has_twice_the_views(folder):
     turns = (SIZES[0], SIZES[1], SIZES[0])
-    source = pool.Drawn(chunks.Chunks(maker(folder, turns=turns), first=0, num_workers=0))
+    source = pool.Drawn(
+        chunks.Chunks(maker(folder, turns=turns), first=0, num_workers=0), devices.Devices(1)
+    )
     scenes = pool.ScenePool(source, turns, capacity=16, chunk=4, steps_per_chunk=2)
     views = [next(scenes) for _ in range(6)]
     assert [view.size for view in views] == 2 * list(turns)
@@ -229,12 +231,20 @@ def test_a_block_starts_with_little_and_the_velocity_with_nothing(tmp_path):
         ("eval_steps=[0]", "eval_steps"),
         ("decay_share=0", "decay_share"),
         ("batch_size=0", "batch_size=0"),
+        ("lattice=9", "lattice=9 must be 0 to 8 pixels"),
+        ("dp_size=0", "dp_size=0 must be at least 1"),
+        ("dp_size=3", "batch_size=256 must be a multiple of dp_size=3"),
         ("sequence_length=32", "unknown key 'sequence_length'"),
     ],
 )
 def test_a_wrong_option_is_named(change, named):
     with pytest.raises(errors.ConfigError, match=named):
         config(change)
+
+
+def test_more_devices_than_there_are_are_refused(tmp_path):
+    with pytest.raises(errors.ConfigError, match=r"dp_size=64 needs as many devices.* \(cpu\)"):
+        recipes.build(config("dp_size=64"), tmp_path)
 
 
 # Learning

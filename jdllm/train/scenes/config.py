@@ -7,6 +7,7 @@ import math
 import re
 
 from jdllm import errors
+from jdllm.tasks.scenes import layout
 from jdllm.train import config as config_lib
 
 _AT_LEAST_ONE = (
@@ -17,7 +18,9 @@ _AT_LEAST_ONE = (
     "pool_scenes",
     "steps_per_chunk",
     "teacher_steps",
+    "dp_size",
 )
+_SHARED = ("batch_size", "vae_batch_size", "chunk_scenes")
 _SIZE = re.compile(r"(\d+)x(\d+)")
 
 
@@ -37,8 +40,10 @@ class SceneConfig(config_lib.RunConfig):
     recipe: str = "scenes"
     model_path: str
     batch_size: int = 256  # latents per step of the second stage
+    dp_size: int = 1  # devices that share each batch and each chunk
     # Of pictures, height x width. They take turns; one that stands here twice has two of them.
     sizes: tuple[str, ...] = ("64x64", "96x96", "128x128", "96x128", "128x96")
+    lattice: int = 0  # pixels between the places that shapes of drawn scenes can have; 0: anywhere
     caption_tokens: int = 64  # of the padded captions of held-out scenes, a multiple of 32
     train_caption_tokens: int = 32  # of those of steps; scenes with longer ones are not drawn
     vae_steps: int = 6_000
@@ -67,6 +72,11 @@ class SceneConfig(config_lib.RunConfig):
         for name in ("caption_tokens", "train_caption_tokens"):
             if getattr(self, name) % 32:
                 raise errors.ConfigError(f"{name}={getattr(self, name)} must be a multiple of 32")
+        for name in _SHARED:
+            if getattr(self, name) % self.dp_size:
+                raise errors.ConfigError(
+                    f"{name}={getattr(self, name)} must be a multiple of dp_size={self.dp_size}"
+                )
         if not 0 <= self.vae_steps < self.num_steps:
             raise errors.ConfigError(
                 f"vae_steps={self.vae_steps} must be 0 to less than num_steps={self.num_steps}"
@@ -91,6 +101,10 @@ class SceneConfig(config_lib.RunConfig):
             raise errors.ConfigError(
                 f"eval_guidance={self.eval_guidance} must be numbers of at least 0"
             )
+        try:
+            layout.check_lattice(self.lattice)
+        except ValueError as error:
+            raise errors.ConfigError(str(error)) from error
         if self.data_workers < 0:
             raise errors.ConfigError(f"data_workers={self.data_workers} must be at least 0")
         if not self.eval_steps or min(self.eval_steps) < 1:

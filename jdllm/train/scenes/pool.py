@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jdllm.train.scenes import chunks
+from jdllm.train.scenes.devices import Devices
 
 Arrays = dict[str, jax.Array]  # by name, all with the ring's places as the first axis
 # From a chunk's pictures, ids and lengths to what the ring keeps in place of the pictures.
@@ -39,15 +40,16 @@ class Source(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Drawn:
-    """Chunks as the host draws them."""
+    """Chunks as the host draws them; `devices` have their arrays."""
 
     chunks: chunks.Chunks
+    devices: Devices
 
     def take(self, *, waits: bool) -> tuple[tuple[int, int], Arrays] | None:
         one = self.chunks.take(waits=waits)
         if one is None:
             return None
-        return one.size, jax.device_put({PICTURES: one.pictures, IDS: one.ids, LENS: one.lens})
+        return one.size, self.devices.put({PICTURES: one.pictures, IDS: one.ids, LENS: one.lens})
 
     def close(self) -> None:
         self.chunks.close()
@@ -150,7 +152,8 @@ def draw(key: jax.Array, arrays: Arrays, count: Int[Array, ""], rows: int) -> Ar
 
 def _empty(like: Arrays, capacity: int) -> Arrays:
     return {
-        name: jnp.zeros((capacity, *array.shape[1:]), array.dtype) for name, array in like.items()
+        name: jnp.zeros((capacity, *array.shape[1:]), array.dtype, device=array.sharding)
+        for name, array in like.items()
     }
 
 

@@ -20,6 +20,7 @@ from jdllm.models.images import pixels
 from jdllm.train.recipe import Params
 from jdllm.train.scenes import chunks, objectives, pool, reflow, sampling, update
 from jdllm.train.scenes.config import SceneConfig
+from jdllm.train.scenes.devices import Devices
 from jdllm.train.scenes.networks import LATENTS_DTYPE, Networks
 
 logger = logging.getLogger(__name__)
@@ -41,13 +42,14 @@ class Programs:
         self,
         networks: Networks,
         config: SceneConfig,
+        devices: Devices,
         state: update.SceneState,
         teacher: Params | None,
         empty: chunks.Caption,
         threads: concurrent.futures.Executor,
     ):
         self._networks, self._config, self._empty = networks, config, empty
-        self._teacher, self._threads = teacher, threads
+        self._devices, self._teacher, self._threads = devices, teacher, threads
         has_vae_stage = state.stage == "vae"
         state = _shapes(state)
         rows = -(-config.eval_problems // len(config.shapes))
@@ -139,7 +141,9 @@ class Programs:
 
     def _compile(self, function: Callable[..., Any], *shapes: Any) -> Any:
         donated = 0 if isinstance(shapes[0], update.SceneState) else ()
-        jitted = jax.jit(function, donate_argnums=donated)
+        whole = self._devices.whole
+        jitted = jax.jit(function, donate_argnums=donated, out_shardings=whole)
+        shapes = self._devices.shapes(shapes)
         options: Any = _GPU_OPTIONS if jax.default_backend() == "gpu" else None
 
         def compiled() -> Any:
@@ -176,6 +180,7 @@ class Programs:
     def _vae_step(self, state, arrays, count, rate):
         key, rows = self._key(state), self._config.vae_batch_size
         batch = pool.draw(jax.random.fold_in(key, 0), arrays, count, rows)
+        batch = self._devices.split(batch)
 
         def loss(params: Params):
             return objectives.vae_loss(
@@ -187,6 +192,7 @@ class Programs:
     def _flow_step(self, state, arrays, count, rate):
         key, rows = self._key(state), self._config.batch_size
         batch = pool.draw(jax.random.fold_in(key, 0), arrays, count, rows)
+        batch = self._devices.split(batch)
         latents = batch[pool.LATENTS].astype(jnp.float32)
         ids, lens = batch[pool.IDS], batch[pool.LENS]
         draws = jax.random.uniform(jax.random.fold_in(key, 1), (rows,))
@@ -211,12 +217,14 @@ class Programs:
         return jax.random.fold_in(jax.random.key(self._config.seed), state.step)
 
     def _encode(self, params, pictures):
+        pictures = self._devices.split(pictures)
         return objectives.clean_latents(self._networks, params, pictures).astype(LATENTS_DTYPE)
 
     def _sampler(self, size: Size):
         config = self._config
 
         def sample(teacher, noise, ids, lens):
+            noise, ids, lens = self._devices.split((noise, ids, lens))
             latents = reflow.sample(
                 self._networks, teacher, size, noise, ids, lens,
                 empty=self._empty,

@@ -29,6 +29,7 @@ from jdllm import errors
 from jdllm.tasks import scene_oracle
 from jdllm.train.recipe import Params
 from jdllm.train.scenes import chunks, pool, sampling
+from jdllm.train.scenes.devices import Devices
 from jdllm.train.scenes.judges import Judges
 from jdllm.train.scenes.networks import LATENTS_DTYPE, Networks
 from jdllm.train.scenes.objectives import Latents
@@ -110,6 +111,7 @@ class Pairs:
         sample: Sample,
         judges: Judges,
         latent_shape: Callable[[int, int], tuple[int, ...]],
+        devices: Devices,
         *,
         chunk: int,
         tries: int,
@@ -117,6 +119,7 @@ class Pairs:
         step: int,
     ):
         self._captions, self._sample, self._judges = captions, sample, judges
+        self._devices = devices
         self._latent_shape, self._chunk, self._tries = latent_shape, chunk, tries
         # A run that goes on at another step has other noise.
         self._random = np.random.default_rng([seed % 2**32, _PAIRS, step])
@@ -141,7 +144,7 @@ class Pairs:
             size = self._sort(self._begun.popleft())
             if len(self._right[size]) >= self._chunk:
                 self._judged[size] = 0
-                return size, _arrays(self._first(self._right[size]))
+                return size, self._devices.put(_arrays(self._first(self._right[size])))
             if self._judged[size] >= _PATIENCE:
                 height, width = size
                 raise errors.ConfigError(
@@ -242,13 +245,12 @@ def _captions_of(rows: list[_Row]) -> tuple[chunks.Ids, chunks.Lens]:
     return np.stack([row.ids for row in rows]), np.array([row.length for row in rows], np.int32)
 
 
-def _arrays(pairs: list[_Pair]) -> pool.Arrays:
+def _arrays(pairs: list[_Pair]) -> dict[str, np.ndarray]:
     rows = [row for row, _ in pairs]
     ids, lens = _captions_of(rows)
-    named = {
+    return {
         pool.LATENTS: np.stack([latents for _, latents in pairs]),
         pool.NOISE: np.stack([row.noise for row in rows]),
         pool.IDS: ids,
         pool.LENS: lens,
     }
-    return jax.device_put(named)

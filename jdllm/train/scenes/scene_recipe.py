@@ -25,6 +25,7 @@ from jdllm.checkpoint import source
 from jdllm.train import clock, recipe
 from jdllm.train.scenes import (
     chunks,
+    devices,
     evaluate,
     export,
     judges,
@@ -51,6 +52,7 @@ class SceneRecipe:
     def __init__(self, config: SceneConfig, output_dir: pathlib.Path):
         self._config, self._output_dir = config, output_dir
         self._ends = contextlib.ExitStack()
+        self._devices = devices.Devices(config.dp_size)
         self._teacher: recipe.Params | None = None
         self._networks = networks.build(
             source.resolve(config.model_path),
@@ -66,6 +68,7 @@ class SceneRecipe:
             turns=config.turns,
             count=config.chunk_scenes,
             seed=config.seed,
+            lattice=config.lattice,
             draws=config.teacher is None,
         )
 
@@ -76,7 +79,7 @@ class SceneRecipe:
 
     def first_state(self) -> update.SceneState:
         params = networks.init_params(self._networks, self._config.seed)
-        return update.init(self._config, params, average=params, step=0)
+        return self._devices.put(update.init(self._config, params, average=params, step=0))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         own = {path: shape.shape for path, shape in self._networks.shapes.items()}
@@ -88,7 +91,9 @@ class SceneRecipe:
 
     def adopt(self, weights: recipe.Weights) -> update.SceneState:
         self._read_teacher(weights.average)  # before an older run in the folder is set aside
-        return update.init(self._config, weights.params, average=weights.average, step=weights.step)
+        return self._devices.put(
+            update.init(self._config, weights.params, average=weights.average, step=weights.step)
+        )
 
     def batches(self, state: update.SceneState, passed: clock.Passed) -> pool.ScenePool:
         config, self._began = self._config, time.monotonic() - passed.run
@@ -97,7 +102,13 @@ class SceneRecipe:
         threads = concurrent.futures.ThreadPoolExecutor(programs.THREADS)
         self._ends.callback(threads.shutdown, cancel_futures=True)
         self._programs = programs.Programs(
-            self._networks, config, state, self._teacher, self._maker.empty(), threads
+            self._networks,
+            config,
+            self._devices,
+            state,
+            self._teacher,
+            self._maker.empty(),
+            threads,
         )
         judging = judges.Judges(config.data_workers)
         self._ends.callback(judging.close)
@@ -205,7 +216,8 @@ class SceneRecipe:
 
     def _read_teacher(self, params: recipe.Params) -> None:
         if self._config.teacher is not None and self._teacher is None:
-            self._teacher = teacher.read(self._networks, self._config.teacher, params)
+            found = teacher.read(self._networks, self._config.teacher, params)
+            self._teacher = self._devices.put(found)
 
     def _source(self, judging: judges.Judges) -> pool.Source:
         """Returns what brings scenes, drawn or painted by the teacher."""
@@ -216,12 +228,13 @@ class SceneRecipe:
         first = self._number * len(config.sizes)
         drawn = chunks.Chunks(self._maker, first=first, num_workers=workers)
         if self._teacher is None:
-            return pool.Drawn(drawn)
+            return pool.Drawn(drawn, self._devices)
         return reflow.Pairs(
             drawn,
             self._programs.sample,
             judging,
             self._networks.pipeline.latent_shape,
+            self._devices,
             chunk=config.chunk_scenes,
             tries=config.teacher_tries,
             seed=config.seed,
