@@ -33,6 +33,7 @@ MAY_CHANGE = frozenset(
         "eval_thresholds",
         "eval_steps",
         "eval_guidance",
+        "dp_size",
         "data_threads",
         "data_workers",
         "prefetch_batches",

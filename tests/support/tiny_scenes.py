@@ -3,6 +3,11 @@
 import json
 import pathlib
 
+import jax.numpy as jnp
+import numpy as np
+
+from jdllm.train.scenes import networks
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SHIPPED = ROOT / "configs" / "nano-image"
 RECIPE = ROOT / "configs" / "train" / "nano-image.yaml"
@@ -64,3 +69,11 @@ def arguments(model_path, output_dir, **changes):
     settings = SETTINGS | {"model_path": str(model_path)} | changes
     words = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
     return ["--config", str(RECIPE), "--output-dir", str(output_dir), "--set", *words]
+
+
+def curved_params(built):
+    """Returns weights whose flow is curved; those of `init_params` have no velocity."""
+    first, draw = networks.init_params(built, 0), np.random.default_rng(1)
+    drawn = {path: a + 0.1 * draw.standard_normal(a.shape) for path, a in first.items()}
+    own = {path: jnp.asarray(a, jnp.float32) for path, a in drawn.items()}
+    return own | {networks.SHIFT: jnp.float32(0.3), networks.FACTOR: jnp.float32(1.7)}

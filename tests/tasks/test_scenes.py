@@ -43,12 +43,11 @@ def test_scenes_go_on_from_any_start():
     ]
 
 
-@pytest.mark.parametrize("lattice", [0, 8])
 @pytest.mark.parametrize("split", ["train", "test"])
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_no_shape_touches_another_one_or_the_border(split, size, lattice):
-    for i in range(60 if lattice == 0 else 20):
-        scene = generator.generate(i, split=split, size=size, lattice=lattice)
+def test_no_shape_touches_another_one_or_the_border(split, size):
+    for i in range(60):
+        scene = generator.generate(i, split=split, size=size)
         nested = {(i, j) for i, name, j in scene.relations if name == "inside"}
         # The ground goes to black and the shape to white, so each mask is a picture of its own.
         masks = []
@@ -67,25 +66,6 @@ def test_no_shape_touches_another_one_or_the_border(split, size, lattice):
                     _assert_inside(scene, mask, masks[n])
                 else:
                     assert not (spread(mask) & masks[n]).any(), scene
-
-
-@pytest.mark.parametrize("lattice", [4, 8])
-@pytest.mark.parametrize("size", SIZES, ids=str)
-def test_on_a_lattice_places_are_multiples_and_sizes_have_one_radius(size, lattice):
-    radii, places = set(), set()
-    for i in range(60):
-        scene = generator.generate(i, split="train", size=size, lattice=lattice)
-        inner = {i for i, name, _ in scene.relations if name == "inside"}
-        radii |= {(one.size, one.group in inner, one.radius) for one in scene.shapes}
-        places |= {x * min(size) / lattice for one in scene.shapes for x in (one.y, one.x)}
-    assert len(radii) == 4  # of small, medium and large shapes, and of inner ones
-    assert len(places) > 4 and all(abs(place - round(place)) < 1e-6 for place in places)
-
-
-@pytest.mark.parametrize("lattice", [-1, 9])
-def test_a_lattice_without_room_is_refused(lattice):
-    with pytest.raises(ValueError, match="lattice=.* must be 0 to 8 pixels"):
-        generator.generate(0, split="train", lattice=lattice)
 
 
 def spread(mask):

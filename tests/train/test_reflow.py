@@ -37,11 +37,7 @@ def built(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def params(built):
-    """Returns weights whose flow is curved; those of `init_params` have no velocity."""
-    first, draw = networks.init_params(built, 0), np.random.default_rng(1)
-    drawn = {path: a + 0.1 * draw.standard_normal(a.shape) for path, a in first.items()}
-    own = {path: jnp.asarray(a, jnp.float32) for path, a in drawn.items()}
-    return own | {networks.SHIFT: jnp.float32(0.3), networks.FACTOR: jnp.float32(1.7)}
+    return tiny_scenes.curved_params(built)
 
 
 @pytest.fixture(scope="module")
@@ -169,8 +165,12 @@ def test_a_wrong_option_is_named(change, named):
     assert named in str(refused.value)
 
 
-def test_the_shipped_recipe_fits_its_teacher_and_its_sizes(tmp_path):
-    config = recipes.load(TURBO, ["teacher=jdllm-nano-image"])  # it names the run before it
+def test_the_shipped_recipe_fits_the_bundled_model_and_its_sizes(tmp_path):
+    own = recipes.load(TURBO).teacher
+    assert own == "runs/nano-image-more/pipeline"
+    assert f"--import-state {own}" in TURBO.read_text()
+    assert own.removesuffix("/pipeline") in TURBO.with_name("nano-image.yaml").read_text()
+    config = recipes.load(TURBO, ["teacher=jdllm-nano-image"])
     assert recipes.load(TURBO, ["teacher=null", "teacher_tries=0"]).teacher is None
     built = networks.build(tiny_scenes.ROOT / config.model_path, tmp_path, config.compute_dtype)
     weights = networks.read_params(built, source.bundled_model(config.teacher))

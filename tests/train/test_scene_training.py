@@ -231,7 +231,6 @@ def test_a_block_starts_with_little_and_the_velocity_with_nothing(tmp_path):
         ("eval_steps=[0]", "eval_steps"),
         ("decay_share=0", "decay_share"),
         ("batch_size=0", "batch_size=0"),
-        ("lattice=9", "lattice=9 must be 0 to 8 pixels"),
         ("dp_size=0", "dp_size=0 must be at least 1"),
         ("dp_size=3", "batch_size=256 must be a multiple of dp_size=3"),
         ("sequence_length=32", "unknown key 'sequence_length'"),

@@ -39,22 +39,14 @@ STATES_SIZE, STATES_GROUND, HIDES_COLOUR = 0.35, 0.45, 0.08
 INSIDE = 0.25  # share of related pairs
 
 
-def generate(
-    index: int,
-    *,
-    split: Split,
-    seed: int = 0,
-    size: tuple[int, int] = (64, 64),
-    lattice: int = 0,
-) -> Scene:
+def generate(index: int, *, split: Split, seed: int = 0, size: tuple[int, int] = (64, 64)) -> Scene:
     """Returns scene `index` of a split; the same arguments give the same scene.
 
-    `size` is (height, width) in pixels, `lattice` that of the shapes' places (`layout.place`).
+    `size` is (height, width) in pixels.
     """
     if split not in ("train", "test"):
         raise ValueError(f"{split=} must be 'train' or 'test'")
     drawing.check_size(size)
-    layout.check_lattice(lattice)
     rng = random.Random(f"{seed}/{split}/{index}/{size[0]}x{size[1]}")
     counts, relations = _plan(rng)
     while True:
@@ -63,7 +55,7 @@ def generate(
         states_colour = _states_colour(rng, wanted)
         if not _allows_combinations(split, combinations, states_colour):
             continue
-        shapes = layout.place(rng, wanted, relations, size, lattice)
+        shapes = layout.place(rng, wanted, relations, size)
         if shapes is None:
             continue
         groups = tuple(

@@ -8,7 +8,6 @@ has to guess: left, right, above and below mean that the distance in that direct
 from __future__ import annotations
 
 import dataclasses
-import math
 import random
 from collections.abc import Sequence
 
@@ -25,7 +24,6 @@ DOMINANCE = 1.4
 ROOM = {"circle": 1.0, "square": outlines.SQUARE_HALF, "ring": outlines.RING_HOLES["large"]}
 INNER_GAP = 0.04
 TRIES = 24
-MOST_LATTICE = 8  # pixels; on a coarser one some scenes of 64 pixels have no place
 
 SIZES = tuple(RADII)
 
@@ -42,23 +40,12 @@ class Wanted:
 Relations = Sequence[tuple[int, str, int]]
 
 
-def check_lattice(lattice: int) -> None:
-    """Raises ValueError for a lattice on which some scenes have no place."""
-    if not 0 <= lattice <= MOST_LATTICE:
-        raise ValueError(f"{lattice=} must be 0 to {MOST_LATTICE} pixels")
-
-
 def place(
-    rng: random.Random,
-    groups: Sequence[Wanted],
-    relations: Relations,
-    size: tuple[int, int],
-    lattice: int = 0,
+    rng: random.Random, groups: Sequence[Wanted], relations: Relations, size: tuple[int, int]
 ) -> tuple[Shape, ...] | None:
     """Returns the shapes in the order of drawing, or None if the draws do not fit.
 
-    All shapes of a group have the same size. With a `lattice` their centroids lie on multiples of
-    so many pixels, and every size has one radius.
+    All shapes of a group have the same size.
     """
     inner = {i for i, name, _ in relations if name == "inside"}
     outer = {j for _, name, j in relations if name == "inside"}
@@ -71,7 +58,7 @@ def place(
         size_word = _size_word(rng, is_inner=i in inner, is_outer=i in outer, count=len(groups))
         for _ in range(groups[i].count):
             for _ in range(TRIES):
-                shape = _draw(rng, groups[i], i, size_word, around, size, lattice)
+                shape = _draw(rng, groups[i], i, size_word, around, size)
                 if shape is not None and _fits(shape, placed, relations):
                     placed.append(shape)
                     break
@@ -97,28 +84,24 @@ def _draw(
     size_word: str,
     around: Shape | None,
     size: tuple[int, int],
-    lattice: int,
 ) -> Shape | None:
     """Returns a shape at a random place inside the border, or inside the shape around it.
 
-    None if that one is too small for the drawn radius, or no such place is on the lattice.
+    None if that one is too small for the drawn radius.
     """
     outline = outlines.of(group.shape, size_word)
     if around is not None:
-        radius = _radius(rng, INNER_RADIUS, lattice)
+        radius = rng.uniform(*INNER_RADIUS)
         free = around.radius * ROOM[around.shape] - radius * outline.reach - INNER_GAP
         if free < 0:
             return None
-        room = 0.7 * free  # in the disc: 0.7 is about 1 / sqrt(2)
-        ys, xs = (around.y - room, around.y + room), (around.x - room, around.x + room)
+        y = around.y + rng.uniform(-free, free) * 0.7  # in the disc: 0.7 is about 1 / sqrt(2)
+        x = around.x + rng.uniform(-free, free) * 0.7
     else:
-        radius = _radius(rng, RADII[size_word], lattice)
+        radius = rng.uniform(*RADII[size_word])
         height, width = (side / min(size) for side in size)
-        ys = BORDER + outline.top * radius, height - BORDER - outline.bottom * radius
-        xs = BORDER + outline.side * radius, width - BORDER - outline.side * radius
-    y, x = (_place(rng, *bounds, lattice / min(size)) for bounds in (ys, xs))
-    if y is None or x is None:
-        return None
+        y = rng.uniform(BORDER + outline.top * radius, height - BORDER - outline.bottom * radius)
+        x = rng.uniform(BORDER + outline.side * radius, width - BORDER - outline.side * radius)
     return Shape(
         shape=group.shape,
         colour=group.colour,
@@ -128,18 +111,6 @@ def _draw(
         radius=radius,
         group=index,
     )
-
-
-def _radius(rng: random.Random, bounds: tuple[float, float], lattice: int) -> float:
-    return sum(bounds) / 2 if lattice else rng.uniform(*bounds)
-
-
-def _place(rng: random.Random, low: float, high: float, step: float) -> float | None:
-    """Returns a number from `low` to `high`; with a `step` a multiple of it, None without one."""
-    if not step:
-        return rng.uniform(low, high)
-    first, last = math.ceil(low / step), math.floor(high / step)
-    return rng.randint(first, last) * step if first <= last else None
 
 
 def _fits(shape: Shape, placed: Sequence[Shape], relations: Relations) -> bool:

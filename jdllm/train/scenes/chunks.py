@@ -76,7 +76,6 @@ class Maker:
     turns: tuple[tuple[int, int], ...]  # the sizes of successive chunks
     count: int  # scenes per chunk
     seed: int
-    lattice: int = 0  # see `generator.generate`
     draws: bool = True  # else chunks have facts in place of pictures
 
     def chunk(self, number: int) -> Chunk:
@@ -95,11 +94,7 @@ class Maker:
     def _row(self, index: int, size: tuple[int, int]) -> tuple[Scene, Sequence[int]]:
         for attempt in range(_TRIES):
             scene = generator.generate(
-                index + attempt * _FAR,
-                split="train",
-                seed=self.seed,
-                size=size,
-                lattice=self.lattice,
+                index + attempt * _FAR, split="train", seed=self.seed, size=size
             )
             found = self._encode(scene, self.train_caption_tokens)
             if not found.num_cut:

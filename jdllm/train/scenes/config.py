@@ -7,7 +7,6 @@ import math
 import re
 
 from jdllm import errors
-from jdllm.tasks.scenes import layout
 from jdllm.train import config as config_lib
 
 _AT_LEAST_ONE = (
@@ -34,7 +33,8 @@ class SceneConfig(config_lib.RunConfig):
     export excepted). Each stage warms up, stays at its learning rate and falls linearly to 0 over
     the last `decay_share` of itself, whether steps or minutes end it.
 
-    With a `teacher` a run has the second stage only: see `reflow`.
+    With a `teacher` (see `reflow`) or with `policy_steps` (see `policy`) a run has the second stage
+    only.
     """
 
     recipe: str = "scenes"
@@ -43,7 +43,6 @@ class SceneConfig(config_lib.RunConfig):
     dp_size: int = 1  # devices that share each batch and each chunk
     # Of pictures, height x width. They take turns; one that stands here twice has two of them.
     sizes: tuple[str, ...] = ("64x64", "96x96", "128x128", "96x128", "128x96")
-    lattice: int = 0  # pixels between the places that shapes of drawn scenes can have; 0: anywhere
     caption_tokens: int = 64  # of the padded captions of held-out scenes, a multiple of 32
     train_caption_tokens: int = 32  # of those of steps; scenes with longer ones are not drawn
     vae_steps: int = 6_000
@@ -57,6 +56,8 @@ class SceneConfig(config_lib.RunConfig):
     teacher_steps: int = 32  # Euler steps of its samples
     teacher_guidance: float = 2.0  # as that of requests; 0: one forward a step
     teacher_tries: int = 0  # of each pair, until the oracle finds the sample right; 0: not judged
+    policy_steps: int = 0  # Euler steps of own samples, from whose verdicts it learns; 0: none
+    policy_trust: float = 5.0  # how little one advantage moves velocities from those of the samples
     weight_decay: float = 0.01
     adam_b2: float = 0.99
     eval_steps: tuple[int, ...] = (1, 2, 4, 8, 16)  # of each picture
@@ -93,6 +94,21 @@ class SceneConfig(config_lib.RunConfig):
             raise errors.ConfigError(f"teacher_tries={self.teacher_tries} must be at least 0")
         if self.teacher_tries and self.teacher is None:
             raise errors.ConfigError(f"teacher_tries={self.teacher_tries} needs a teacher")
+        if self.policy_steps < 0:
+            raise errors.ConfigError(f"policy_steps={self.policy_steps} must be at least 0")
+        if self.policy_steps and (self.teacher is not None or self.vae_steps):
+            raise errors.ConfigError(
+                f"policy_steps={self.policy_steps} needs vae_steps=0 and no teacher"
+            )
+        if self.policy_steps and self.caption_dropout:
+            raise errors.ConfigError(
+                f"caption_dropout={self.caption_dropout} must be 0 with policy_steps: verdicts are "
+                "those of captions"
+            )
+        if not 0 < self.policy_trust < math.inf:
+            raise errors.ConfigError(
+                f"policy_trust={self.policy_trust} must be a finite number above 0"
+            )
         if not 0 <= self.teacher_guidance < math.inf:
             raise errors.ConfigError(
                 f"teacher_guidance={self.teacher_guidance} must be a finite number of at least 0"
@@ -101,10 +117,6 @@ class SceneConfig(config_lib.RunConfig):
             raise errors.ConfigError(
                 f"eval_guidance={self.eval_guidance} must be numbers of at least 0"
             )
-        try:
-            layout.check_lattice(self.lattice)
-        except ValueError as error:
-            raise errors.ConfigError(str(error)) from error
         if self.data_workers < 0:
             raise errors.ConfigError(f"data_workers={self.data_workers} must be at least 0")
         if not self.eval_steps or min(self.eval_steps) < 1:
@@ -116,6 +128,11 @@ class SceneConfig(config_lib.RunConfig):
                 f"pool_scenes={self.pool_scenes} must hold a chunk of {self.chunk_scenes} of each "
                 f"of {len(self.shapes)} sizes"
             )
+
+    @property
+    def learns_samples(self) -> bool:
+        """Whether samples, a teacher's or its own, take the place of drawn pictures."""
+        return self.teacher is not None or self.policy_steps > 0
 
     @property
     def turns(self) -> tuple[tuple[int, int], ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import multiprocessing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from jaxtyping import UInt8
@@ -27,11 +27,16 @@ class Judges:
         self, facts: Sequence[scene_oracle.Facts], pictures: Sequence[Picture]
     ) -> list[tuple[str, ...]]:
         """Returns what the oracle finds wrong with each picture: nothing for one that is right."""
+        return list(self.begun(facts, pictures))
+
+    def begun(
+        self, facts: Sequence[scene_oracle.Facts], pictures: Sequence[Picture]
+    ) -> Iterator[tuple[str, ...]]:
+        """Has processes read the pictures and returns what they find, as it is asked for."""
         if not self._num_workers:
-            return list(map(_wrong, facts, pictures))
+            return map(_wrong, facts, pictures)
         with stop_request.unseen_by_children():  # it starts a process if none is idle
-            found = self._started().map(_wrong, facts, pictures, chunksize=_PER_TURN)
-        return list(found)
+            return self._started().map(_wrong, facts, pictures, chunksize=_PER_TURN)
 
     def _started(self) -> concurrent.futures.Executor:
         if self._pool is None:

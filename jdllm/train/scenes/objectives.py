@@ -58,6 +58,37 @@ def flow_loss(
     return jnp.mean(jnp.square(predicted - (noise - latents))), {}
 
 
+def policy_loss(
+    networks: Networks,
+    params: Params,
+    old: Params,
+    latents: Latents,
+    advantage: Float32[Array, " B"],
+    noise: Latents,
+    ids: Int32[Array, "B L"],
+    lens: Int32[Array, " B"],
+    key: PRNGKeyArray,
+    *,
+    trust: float,
+) -> tuple[Float32[Array, ""], Metrics]:
+    """Returns the mean squared error of `v_old + advantage / trust * (v - v_old)`.
+
+    That is the loss of DiffusionNFT (arXiv:2509.16117, section 3) up to a factor and a constant:
+    with `r = 1/2 + advantage / (2 c)` it weights the errors of `v_old + b (v_new - v_old)` by `r`
+    and those of `v_old - b (v_new - v_old)` by `1 - r`; `trust` is `b c`. The metric `drift` is the
+    mean square of `v_new - v_old`.
+    """
+    sigma = noise_levels(key, len(latents), networks.schedule.shift)
+    level = sigma[:, None, None, None]
+    x = (1 - level) * latents + level * noise
+    before = jax.lax.stop_gradient(velocities(networks, old, x, sigma, ids, lens))
+    share = (advantage / trust)[:, None, None, None]
+    wanted = before + share * (noise - latents - before)
+    predicted = velocities(networks, params, x, sigma, ids, lens)
+    drift = jnp.mean(jnp.square(predicted - before))
+    return jnp.mean(jnp.square(predicted - wanted)), {"drift": drift}
+
+
 def velocities(
     networks: Networks,
     params: Params,

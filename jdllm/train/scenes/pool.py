@@ -2,7 +2,7 @@
 
 A step takes many more scenes than the host draws meanwhile, so each is learnt several times. In the
 first stage rings hold pictures, in the second latents; with a teacher those of its samples, and the
-noise from which it made each.
+noise from which it made each; of a run's own samples their advantages.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ Arrays = dict[str, jax.Array]  # by name, all with the ring's places as the firs
 # From a chunk's pictures, ids and lengths to what the ring keeps in place of the pictures.
 Encode = Callable[[Arrays], Arrays]
 PICTURES, LATENTS, NOISE, IDS, LENS = "pictures", "latents", "noise", "ids", "lens"
+ADVANTAGE = "advantage"
 
 
 class Source(Protocol):

@@ -49,7 +49,7 @@ class Programs:
         threads: concurrent.futures.Executor,
     ):
         self._networks, self._config, self._empty = networks, config, empty
-        self._devices, self._teacher, self._threads = devices, teacher, threads
+        self._devices, self._threads = devices, threads
         has_vae_stage = state.stage == "vae"
         state = _shapes(state)
         rows = -(-config.eval_problems // len(config.shapes))
@@ -63,14 +63,19 @@ class Programs:
                 of_vae, held = update.part(state, "vae"), self._held(size, pool.PICTURES)
                 self._steps["vae", size] = compile_(self._vae_step, of_vae, held, count, scalar)
         for size in config.shapes:
-            if teacher is None:
+            if not config.learns_samples:
                 pictures = self._rows(size, config.chunk_scenes, pool.PICTURES)[pool.PICTURES]
                 self._encodes[size] = compile_(self._encode, state.params, pictures)
             else:
                 wanted = self._rows(size, config.chunk_scenes, pool.NOISE)
                 of_rows = (wanted[name] for name in (pool.NOISE, pool.IDS, pool.LENS))
-                self._samplers[size] = compile_(self._sampler(size), _shapes(teacher), *of_rows)
-        names = (pool.LATENTS,) if teacher is None else (pool.LATENTS, pool.NOISE)
+                painter = state.average if teacher is None else _shapes(teacher)
+                self._samplers[size] = compile_(self._sampler(size), painter, *of_rows)
+        names = (
+            pool.LATENTS,
+            *((pool.NOISE,) if teacher is not None else ()),
+            *((pool.ADVANTAGE,) if config.policy_steps else ()),
+        )
         for size in config.shapes:
             of_flow, held = update.part(state, "flow"), self._held(size, *names)
             self._steps["flow", size] = compile_(self._flow_step, of_flow, held, count, scalar)
@@ -111,15 +116,15 @@ class Programs:
     def encode(self, params: Params, pictures: jax.Array) -> jax.Array:
         """Returns the pipeline's latents of a chunk of pictures, in the dtype of rings.
 
-        A run with a teacher has no such program.
+        A run that learns samples has no such program.
         """
         return self._encodes[pictures.shape[1:3]].result()(params, pictures)
 
     def sample(
-        self, size: Size, noise: reflow.Noise, ids: chunks.Ids, lens: chunks.Lens
+        self, params: Params, size: Size, noise: reflow.Noise, ids: chunks.Ids, lens: chunks.Lens
     ) -> tuple[jax.Array, reflow.Pictures | None]:
-        """Returns the teacher's latents of a chunk, and pictures where it has tries."""
-        return self._samplers[size].result()(self._teacher, noise, ids, lens)
+        """Returns latents of a chunk with a teacher's weights or own ones; pictures for judges."""
+        return self._samplers[size].result()(params, noise, ids, lens)
 
     def captions(
         self, params: Params, ids: chunks.Ids, lens: chunks.Lens
@@ -168,7 +173,12 @@ class Programs:
         """Returns captions, and beside them what is named."""
         latents = jax.ShapeDtypeStruct((rows, *self._latent_shape(size)), LATENTS_DTYPE)
         pictures = jax.ShapeDtypeStruct((rows, *size, 3), jnp.uint8)
-        known = {pool.PICTURES: pictures, pool.LATENTS: latents, pool.NOISE: latents}
+        known = {
+            pool.PICTURES: pictures,
+            pool.LATENTS: latents,
+            pool.NOISE: latents,
+            pool.ADVANTAGE: jax.ShapeDtypeStruct((rows,), jnp.float32),
+        }
         width = self._config.train_caption_tokens
         return {name: known[name] for name in names} | {
             pool.IDS: jax.ShapeDtypeStruct((rows, width), jnp.int32),
@@ -207,9 +217,13 @@ class Programs:
             noise = jax.random.normal(key_noise, latents.shape)
 
         def loss(params: Params):
-            return objectives.flow_loss(
-                self._networks, params, latents, noise, ids, lens, key_level
-            )
+            of_rows = (noise, ids, lens, key_level)
+            if pool.ADVANTAGE not in batch:
+                return objectives.flow_loss(self._networks, params, latents, *of_rows)
+            return objectives.policy_loss(
+                self._networks, params, state.average, latents, batch[pool.ADVANTAGE], *of_rows,
+                trust=self._config.policy_trust,
+            )  # fmt: skip
 
         return update.apply(self._config, state, "flow", loss, rate)
 
@@ -223,17 +237,17 @@ class Programs:
     def _sampler(self, size: Size):
         config = self._config
 
-        def sample(teacher, noise, ids, lens):
+        def sample(params, noise, ids, lens):
             noise, ids, lens = self._devices.split((noise, ids, lens))
             latents = reflow.sample(
-                self._networks, teacher, size, noise, ids, lens,
+                self._networks, params, size, noise, ids, lens,
                 empty=self._empty,
-                steps=config.teacher_steps,
-                guidance=config.teacher_guidance,
+                steps=config.policy_steps or config.teacher_steps,
+                guidance=0 if config.policy_steps else config.teacher_guidance,
             ).astype(LATENTS_DTYPE)  # fmt: skip
-            if not config.teacher_tries:
+            if not (config.policy_steps or config.teacher_tries):
                 return latents, None
-            return latents, self._decode(teacher, latents.astype(jnp.float32))
+            return latents, self._decode(params, latents.astype(jnp.float32))
 
         return sample
 

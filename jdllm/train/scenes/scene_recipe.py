@@ -11,6 +11,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import pathlib
@@ -21,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import PIL.Image
 
+from jdllm import errors
 from jdllm.checkpoint import source
 from jdllm.train import clock, recipe
 from jdllm.train.scenes import (
@@ -31,6 +33,7 @@ from jdllm.train.scenes import (
     judges,
     networks,
     objectives,
+    policy,
     pool,
     programs,
     reflow,
@@ -68,8 +71,7 @@ class SceneRecipe:
             turns=config.turns,
             count=config.chunk_scenes,
             seed=config.seed,
-            lattice=config.lattice,
-            draws=config.teacher is None,
+            draws=not config.learns_samples,
         )
 
     @property
@@ -98,7 +100,8 @@ class SceneRecipe:
     def batches(self, state: update.SceneState, passed: clock.Passed) -> pool.ScenePool:
         config, self._began = self._config, time.monotonic() - passed.run
         self._read_teacher(state.average)
-        self._number = int(state.step)
+        self._check_stage(state)
+        self._state, self._number = state, int(state.step)
         threads = concurrent.futures.ThreadPoolExecutor(programs.THREADS)
         self._ends.callback(threads.shutdown, cancel_futures=True)
         self._programs = programs.Programs(
@@ -126,7 +129,7 @@ class SceneRecipe:
         )
         self._programs.wait_for(state.stage)  # a stage's minutes are not those of compilation
         self._begin_stage(state.stage, first=int(state.start_step), passed=passed.stage)
-        if state.stage == "flow" and self._teacher is None:
+        if state.stage == "flow" and not config.learns_samples:
             self._pool.encode(self._encode_with(state.average))
         return self._pool
 
@@ -144,7 +147,9 @@ class SceneRecipe:
             batch = self._pool.view(batch.size)
         rate = self._clock.rate(self._number)
         self._number += 1
-        return self._programs.step(self._stage, state, batch, rate)
+        state, metrics = self._programs.step(self._stage, state, batch, rate)
+        self._state = state
+        return state, metrics
 
     def evaluate(self, state: update.SceneState) -> dict[str, float]:
         if self._stage == "vae":
@@ -163,7 +168,7 @@ class SceneRecipe:
         config = self._config
         # A teacher's guidance is in its pictures; without empty captions none could be learnt.
         is_guided = not config.teacher_guidance and config.caption_dropout > 0
-        scale = None if config.teacher is None or is_guided else 0
+        scale = None if not config.learns_samples or is_guided else 0
         export.write(self._networks, state.average, guidance_scale=scale)
 
     def close(self) -> None:
@@ -219,27 +224,46 @@ class SceneRecipe:
             found = teacher.read(self._networks, self._config.teacher, params)
             self._teacher = self._devices.put(found)
 
+    def _check_stage(self, state: update.SceneState) -> None:
+        if self._config.policy_steps and state.stage != "flow":
+            raise errors.ConfigError(
+                f"policy_steps={self._config.policy_steps} needs a run that begins with its second "
+                "stage: give --import-state a trained pipeline"
+            )
+
     def _source(self, judging: judges.Judges) -> pool.Source:
-        """Returns what brings scenes, drawn or painted by the teacher."""
+        """Returns what brings scenes: drawn, or painted by the teacher or by the run itself."""
         config = self._config
         # Captions alone are made so fast that two processes are enough.
-        workers = config.data_workers if self._teacher is None else min(config.data_workers, 2)
+        workers = min(config.data_workers, 2) if config.learns_samples else config.data_workers
         # A run that goes on draws other scenes than those that it has seen.
         first = self._number * len(config.sizes)
         drawn = chunks.Chunks(self._maker, first=first, num_workers=workers)
-        if self._teacher is None:
+        if not config.learns_samples:
             return pool.Drawn(drawn, self._devices)
+        shape = self._networks.pipeline.latent_shape
+        if self._teacher is None:
+            return policy.Samples(
+                drawn, self._own_sample, judging, shape, self._devices,
+                seed=config.seed, step=self._number,
+            )  # fmt: skip
         return reflow.Pairs(
             drawn,
-            self._programs.sample,
+            functools.partial(self._programs.sample, self._teacher),
             judging,
-            self._networks.pipeline.latent_shape,
+            shape,
             self._devices,
             chunk=config.chunk_scenes,
             tries=config.teacher_tries,
             seed=config.seed,
             step=self._number,
         )
+
+    def _own_sample(
+        self, size: reflow.Size, noise: reflow.Noise, ids: chunks.Ids, lens: chunks.Lens
+    ) -> tuple[jax.Array, reflow.Pictures | None]:
+        # The next step consumes these arrays, but only after what is dispatched here.
+        return self._programs.sample(self._state.average, size, noise, ids, lens)
 
     def _encode_with(self, params: recipe.Params) -> pool.Encode:
         own = {path: jnp.copy(array) for path, array in params.items()}  # steps consume theirs
