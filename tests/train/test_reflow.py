@@ -18,7 +18,7 @@ from jdllm import errors
 from jdllm.checkpoint import source
 from jdllm.train import __main__ as train_main
 from jdllm.train import recipes
-from jdllm.train.scenes import chunks, export, networks, objectives, reflow
+from jdllm.train.scenes import chunks, export, networks, objectives, sampling
 from jdllm.train.scenes import teacher as teacher_lib
 
 SIZE, STEPS = (64, 96), 3
@@ -58,7 +58,7 @@ def velocity(built):
 @pytest.mark.parametrize("scale", [0.0, 2.0])
 def test_a_sample_is_what_euler_steps_make_of_noise(built, params, velocity, scale):
     sample = functools.partial(
-        reflow.sample, built, params, SIZE, empty=EMPTY, steps=STEPS, guidance=scale
+        sampling.sample, built, params, SIZE, empty=EMPTY, steps=STEPS, guidance=scale
     )
     noise = jax.random.normal(jax.random.key(3), (2, *built.pipeline.latent_shape(*SIZE)))
     noise = noise.astype(jnp.bfloat16)
@@ -179,7 +179,7 @@ def test_the_shipped_recipe_fits_the_bundled_model_and_its_sizes(tmp_path):
     lens = jax.ShapeDtypeStruct((config.chunk_scenes,), jnp.int32)
     for size in config.shapes:
         sample = functools.partial(
-            reflow.sample, built, teacher, size,
+            sampling.sample, built, teacher, size,
             empty=EMPTY, steps=config.teacher_steps, guidance=config.teacher_guidance,
         )  # fmt: skip
         shape = (config.chunk_scenes, *built.pipeline.latent_shape(*size))

@@ -1,8 +1,8 @@
 """Chunks of generated scenes, drawn and tokenised ahead by processes of the host.
 
 Chunk `number` is a pure function of (seed, number): the sizes take turns, and those of a size show
-the scenes of the training split one after the other. Where a teacher paints, nothing is drawn: its
-pictures need the facts of captions. No device library is imported here.
+the scenes of the training split one after the other. Where samples are learnt, nothing is drawn:
+their judges need the facts of captions. No device library is imported here.
 """
 
 from __future__ import annotations

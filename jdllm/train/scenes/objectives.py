@@ -51,9 +51,7 @@ def flow_loss(
     key: PRNGKeyArray,
 ) -> tuple[Float32[Array, ""], Metrics]:
     """Returns the mean squared error of velocities at noise levels that are drawn."""
-    sigma = noise_levels(key, len(latents), networks.schedule.shift)
-    level = sigma[:, None, None, None]
-    x = (1 - level) * latents + level * noise
+    x, sigma = _noised(networks, latents, noise, key)
     predicted = velocities(networks, params, x, sigma, ids, lens)
     return jnp.mean(jnp.square(predicted - (noise - latents))), {}
 
@@ -78,15 +76,22 @@ def policy_loss(
     and those of `v_old - b (v_new - v_old)` by `1 - r`; `trust` is `b c`. The metric `drift` is the
     mean square of `v_new - v_old`.
     """
-    sigma = noise_levels(key, len(latents), networks.schedule.shift)
-    level = sigma[:, None, None, None]
-    x = (1 - level) * latents + level * noise
+    x, sigma = _noised(networks, latents, noise, key)
     before = jax.lax.stop_gradient(velocities(networks, old, x, sigma, ids, lens))
     share = (advantage / trust)[:, None, None, None]
     wanted = before + share * (noise - latents - before)
     predicted = velocities(networks, params, x, sigma, ids, lens)
     drift = jnp.mean(jnp.square(predicted - before))
     return jnp.mean(jnp.square(predicted - wanted)), {"drift": drift}
+
+
+def _noised(
+    networks: Networks, latents: Latents, noise: Latents, key: PRNGKeyArray
+) -> tuple[Latents, Float32[Array, " B"]]:
+    """Returns latents at noise levels that are drawn, and the levels."""
+    sigma = noise_levels(key, len(latents), networks.schedule.shift)
+    level = sigma[:, None, None, None]
+    return (1 - level) * latents + level * noise, sigma
 
 
 def velocities(

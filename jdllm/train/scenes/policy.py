@@ -17,10 +17,11 @@ from collections.abc import Callable, Iterator
 import jax
 import numpy as np
 
-from jdllm.train.scenes import chunks, pool, reflow
+from jdllm.train.scenes import chunks, pool
 from jdllm.train.scenes.devices import Devices
 from jdllm.train.scenes.judges import Judges
 from jdllm.train.scenes.networks import LATENTS_DTYPE
+from jdllm.train.scenes.sampling import Pictures, Sample, Size
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ _TOLD = 100  # chunks
 class _Painted:
     chunk: chunks.Chunk
     latents: jax.Array
-    pictures: reflow.Pictures
+    pictures: Pictures
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +51,7 @@ class Samples:
     def __init__(
         self,
         captions: chunks.Chunks,
-        sample: reflow.Sample,
+        sample: Sample,
         judges: Judges,
         latent_shape: Callable[[int, int], tuple[int, ...]],
         devices: Devices,
@@ -64,10 +65,10 @@ class Samples:
         self._random = np.random.default_rng([seed % 2**32, _POLICY, step])
         self._painted: collections.deque[_Painted] = collections.deque()
         self._judged: collections.deque[_Judged] = collections.deque()
-        self._share: dict[reflow.Size, float] = {}
+        self._share: dict[Size, float] = {}
         self._recent: list[float] = []
 
-    def take(self, *, waits: bool) -> tuple[reflow.Size, pool.Arrays] | None:
+    def take(self, *, waits: bool) -> tuple[Size, pool.Arrays] | None:
         """Returns the oldest chunk, once the judges have read it; see `pool.Source`."""
         while len(self._painted) <= _AHEAD and self._paint(waits=waits):
             pass
@@ -106,7 +107,7 @@ class Samples:
         wrong = self._judges.begun(painted.chunk.facts, list(np.asarray(painted.pictures)))
         self._judged.append(_Judged(painted=painted, wrong=wrong))
 
-    def _advantage(self, size: reflow.Size, right: np.ndarray) -> np.ndarray:
+    def _advantage(self, size: Size, right: np.ndarray) -> np.ndarray:
         share = float(right.mean())
         before = self._share.get(size, share)
         self._share[size] = _KEEP * before + (1 - _KEEP) * share

@@ -18,14 +18,14 @@ import numpy as np
 
 from jdllm.models.images import pixels
 from jdllm.train.recipe import Params
-from jdllm.train.scenes import chunks, objectives, pool, reflow, sampling, update
+from jdllm.train.scenes import chunks, objectives, pool, sampling, update
 from jdllm.train.scenes.config import SceneConfig
 from jdllm.train.scenes.devices import Devices
 from jdllm.train.scenes.networks import LATENTS_DTYPE, Networks
+from jdllm.train.scenes.sampling import Size
 
 logger = logging.getLogger(__name__)
 
-Size = tuple[int, int]
 THREADS = 10
 # The libraries choose their kernels unasked: there are thirty programs, and trying kernels out, in
 # one thread at a time, would take longer than a run.
@@ -121,8 +121,8 @@ class Programs:
         return self._encodes[pictures.shape[1:3]].result()(params, pictures)
 
     def sample(
-        self, params: Params, size: Size, noise: reflow.Noise, ids: chunks.Ids, lens: chunks.Lens
-    ) -> tuple[jax.Array, reflow.Pictures | None]:
+        self, params: Params, size: Size, noise: sampling.Noise, ids: chunks.Ids, lens: chunks.Lens
+    ) -> tuple[jax.Array, sampling.Pictures | None]:
         """Returns latents of a chunk with a teacher's weights or own ones; pictures for judges."""
         return self._samplers[size].result()(params, noise, ids, lens)
 
@@ -239,7 +239,7 @@ class Programs:
 
         def sample(params, noise, ids, lens):
             noise, ids, lens = self._devices.split((noise, ids, lens))
-            latents = reflow.sample(
+            latents = sampling.sample(
                 self._networks, params, size, noise, ids, lens,
                 empty=self._empty,
                 steps=config.policy_steps or config.teacher_steps,

@@ -21,58 +21,23 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int32, UInt8
+from jaxtyping import Float, Int32
 
 from jdllm import errors
 from jdllm.tasks import scene_oracle
-from jdllm.train.recipe import Params
-from jdllm.train.scenes import chunks, pool, sampling
+from jdllm.train.scenes import chunks, pool
 from jdllm.train.scenes.devices import Devices
 from jdllm.train.scenes.judges import Judges
-from jdllm.train.scenes.networks import LATENTS_DTYPE, Networks
-from jdllm.train.scenes.objectives import Latents
+from jdllm.train.scenes.networks import LATENTS_DTYPE
+from jdllm.train.scenes.sampling import Noise, Pictures, Sample, Size
 
 logger = logging.getLogger(__name__)
 
-Size = tuple[int, int]
-Noise = Float[np.ndarray, "B C h w"]
-Pictures = UInt8[Array, "B H W 3"]
-# From a size, noise and captions: latents in the dtype of rings, and pictures for the oracle.
-Sample = Callable[[Size, Noise, chunks.Ids, chunks.Lens], tuple[jax.Array, Pictures | None]]
 _PAIRS = 2**32 - 1  # sets this randomness apart from that of the run's other parts
 _AHEAD = 1  # chunks that the device samples while the host judges
 _PATIENCE = 200  # chunks of a size that are judged for one of right samples
 _TOLD = (10, 100)  # judged chunks: at first, then each time
-
-
-def sample(
-    networks: Networks,
-    params: Params,
-    size: Size,
-    noise: Latents,
-    ids: Int32[Array, "B L"],
-    lens: Int32[Array, " B"],
-    *,
-    empty: chunks.Caption,
-    steps: int,
-    guidance: float,
-) -> Latents:
-    """Returns the latents that `steps` Euler steps make of noise."""
-    count = len(lens)
-    if guidance:
-        ids, lens = sampling.with_empty(ids, lens, empty)
-    captions = sampling.captions(networks, params, ids, lens)
-    sigmas = jnp.asarray(networks.pipeline.sigmas(steps, *size))
-
-    def step(i: Int32[Array, ""], x: Array) -> Array:
-        level = jnp.full(count, sigmas[i])
-        of = (networks, params, x, level, captions, lens)
-        v = sampling.guided_velocity(*of, guidance) if guidance else sampling.velocity(*of)
-        return x + (sigmas[i + 1] - sigmas[i]) * v
-
-    return jax.lax.fori_loop(0, steps, step, noise.astype(jnp.float32))
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)

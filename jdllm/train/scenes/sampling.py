@@ -1,4 +1,4 @@
-"""Velocities as the engine's launches compute them, to make pictures from noise.
+"""Samples of a flow: velocities as the engine's launches compute them, and Euler steps along them.
 
 Captions are refined once for all steps. With `v` and `e` of a caption and the empty one, a guided
 velocity is `v + scale (v - e)`.
@@ -6,13 +6,23 @@ velocity is `v + scale (v - e)`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32
+import numpy as np
+from jaxtyping import Array, Float, Float32, Int32, UInt8
 
 from jdllm.train.recipe import Params
 from jdllm.train.scenes import chunks
 from jdllm.train.scenes.networks import TEXT, TRANSFORMER, Networks
 from jdllm.train.scenes.objectives import Latents
+
+Size = tuple[int, int]
+Noise = Float[np.ndarray, "B C h w"]
+Pictures = UInt8[Array, "B H W 3"]
+# From a size, noise and captions: latents in the dtype of rings, and pictures for the oracle.
+Sample = Callable[[Size, Noise, chunks.Ids, chunks.Lens], tuple[jax.Array, Pictures | None]]
 
 
 def captions(
@@ -57,3 +67,31 @@ def guided_velocity(
     twice = jnp.concatenate([latents, latents]), jnp.concatenate([sigma, sigma])
     own, empty = jnp.split(velocity(networks, params, *twice, captions, lens), 2)
     return own + scale * (own - empty)
+
+
+def sample(
+    networks: Networks,
+    params: Params,
+    size: Size,
+    noise: Latents,
+    ids: Int32[Array, "B L"],
+    lens: Int32[Array, " B"],
+    *,
+    empty: chunks.Caption,
+    steps: int,
+    guidance: float,
+) -> Latents:
+    """Returns the latents that `steps` Euler steps make of noise."""
+    count = len(lens)
+    if guidance:
+        ids, lens = with_empty(ids, lens, empty)
+    refined = captions(networks, params, ids, lens)
+    sigmas = jnp.asarray(networks.pipeline.sigmas(steps, *size))
+
+    def step(i: Int32[Array, ""], x: Array) -> Array:
+        level = jnp.full(count, sigmas[i])
+        of = (networks, params, x, level, refined, lens)
+        v = guided_velocity(*of, guidance) if guidance else velocity(*of)
+        return x + (sigmas[i + 1] - sigmas[i]) * v
+
+    return jax.lax.fori_loop(0, steps, step, noise.astype(jnp.float32))

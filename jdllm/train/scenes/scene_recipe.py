@@ -2,8 +2,8 @@
 
 Two stages in one run. The first trains the autoencoder. The second trains text encoder and
 transformer together, in the latents of the first, whose weights stay as they are. Both draw their
-batches from a pool of scenes on the device, which processes of the host fill. With a teacher there
-is the second stage only, and the teacher's samples take the place of drawn pictures.
+batches from a pool of scenes on the device, which processes of the host fill. Where samples, a
+teacher's or the run's own, take the place of drawn pictures, there is the second stage only.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from jdllm.train.scenes import (
     pool,
     programs,
     reflow,
+    sampling,
     teacher,
     update,
 )
@@ -260,8 +261,8 @@ class SceneRecipe:
         )
 
     def _own_sample(
-        self, size: reflow.Size, noise: reflow.Noise, ids: chunks.Ids, lens: chunks.Lens
-    ) -> tuple[jax.Array, reflow.Pictures | None]:
+        self, size: sampling.Size, noise: sampling.Noise, ids: chunks.Ids, lens: chunks.Lens
+    ) -> tuple[jax.Array, sampling.Pictures | None]:
         # The next step consumes these arrays, but only after what is dispatched here.
         return self._programs.sample(self._state.average, size, noise, ids, lens)
 
