@@ -1,6 +1,8 @@
 """Sets up compilation before a test module imports jax, and watches what a run takes."""
 
+import contextlib
 import gc
+import logging
 
 import pytest
 from support import compiling, resources
@@ -22,20 +24,45 @@ def pytest_collection_finish(session):
     gc.freeze()
 
 
+@contextlib.contextmanager
+def logs_as_before():
+    """Undoes what commands set up, whose handlers write to a stream that ends with their test."""
+    handlers, level = logging.root.handlers[:], logging.root.level
+    yield
+    logging.root.handlers[:] = handlers
+    logging.root.setLevel(level)
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item, nextitem):
     module = item.nodeid.partition("::")[0]
-    with RESOURCES.of_module(module):
+    with RESOURCES.of_module(module), logs_as_before():
         result = yield
         ends = nextitem is None or nextitem.path != item.path
-        RESOURCES.after_test(ended=getattr(item, "module", None) if ends else None)
+        RESOURCES.after_test(
+            ended=getattr(item, "module", None) if ends else None,
+            folder_ended=nextitem is None or nextitem.path.parent != item.path.parent,
+        )
     return result
+
+
+def pytest_runtest_logstart(nodeid):
+    RESOURCES.begin(nodeid)
+
+
+def pytest_runtest_logfinish(nodeid):
+    RESOURCES.end(nodeid)
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist, in the process that starts the workers
 def pytest_testnodedown(node, error):
     if error is None:
         RESOURCES.add(node.workeroutput["resources"])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_handlecrashitem(crashitem):
+    RESOURCES.end(crashitem)
 
 
 def pytest_sessionfinish(session):

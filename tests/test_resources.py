@@ -4,9 +4,10 @@ import os
 import signal
 import subprocess
 import sys
+import types
 
 import pytest
-from support import resources, waiting
+from support import once, resources, waiting
 from support.resources import GB, MB
 
 
@@ -36,6 +37,29 @@ def test_workers_are_judged_together(together_gb, too_large, monkeypatch):
     assert f"{together_gb} GB at most with child processes, 1.0 and 1.2 GB without" in text
     assert "a.py" in text and "b.py" in text
     assert ("FAILED" in text) == too_large
+
+
+def test_the_largest_sample_is_that_of_the_tests_around_it(monkeypatch):
+    samples = iter([1, 3, 3, 2, 1, 1])
+    monkeypatch.setattr(resources, "tree_bytes", lambda **_: next(samples) * GB)
+    run = resources.Resources()
+    run.begin("a.py::test_early")
+    run.look()
+    run.end("a.py::test_early")
+    run.look()
+    run.begin("b.py::test_long")
+    run.begin("a.py::test_short")
+    run.end("a.py::test_short")
+    run.look()
+    run.end("b.py::test_long")
+    run.begin("a.py::test_late")
+    for _ in range(3):
+        run.look()
+    (line,) = (one for one in run.summary() if "at a time" in one)
+    assert (
+        line
+        == "most at a time, 3.0 GB, in a.py::test_early and a.py::test_short and b.py::test_long"
+    )
 
 
 def test_a_peak_between_two_samples_counts(monkeypatch):
@@ -78,3 +102,41 @@ def test_pages_that_processes_share_count_once():
             assert 140 * MB < proportional < 250 * MB
         finally:
             os.killpg(process.pid, signal.SIGKILL)
+
+
+CACHES = """
+import functools
+
+@functools.cache
+def model():
+    return object()
+
+class Golden:
+    @functools.cache
+    def arrays(self):
+        return object()
+
+golden = Golden()
+"""
+
+
+def test_caches_of_tests_end_with_their_module_and_those_of_support_with_the_folder(monkeypatch):
+    own, support = types.ModuleType("test_one"), types.ModuleType("support.one")
+    for module in (own, support):
+        exec(CACHES, vars(module))
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    own.imported, own.Imported = support.model, support.Golden
+    open_engine = once.once(object)
+
+    def cached():
+        of = [(module.model(), module.golden.arrays()) for module in (own, support)]
+        return (*of, open_engine())
+
+    first, run = cached(), resources.Resources()
+    run.after_test(ended=None, folder_ended=False)
+    assert cached() == first
+    run.after_test(ended=own, folder_ended=False)
+    second = cached()
+    assert second[1:] == first[1:] and not set(second[0]) & set(first[0])
+    run.after_test(ended=own, folder_ended=True)
+    assert not set(cached()[1]) & set(first[1]) and open_engine() is first[2]

@@ -38,33 +38,33 @@ ATOL = 5e-4
 FIRST_LETTER = 0x4E00  # of token 0; each token is a letter of its own
 
 
-OPEN = contextlib.ExitStack()  # the shared engines
+_OPEN: dict[str, jdllm.Engine] = {}  # the shared engines, by family
 serves_logits = True  # whether they have launches for requests that edit their logits
 
 
 def close_shared():
     """Closes the shared engines; who asks again gets new ones."""
-    shared.cache_clear()
-    OPEN.close()
+    while _OPEN:
+        _OPEN.popitem()[1].shutdown()
 
 
-@functools.cache
 def shared(family):
     """Returns the family's engine, one for all tests: compiling it is most of what they cost.
 
     Its pool is large, so that a copy of it would show.
     """
-    with tempfile.TemporaryDirectory() as directory:
-        write_tokenizer(pathlib.Path(directory))
-        engine = make(
-            family,
-            short_row_tokens=SHORT_CANVAS[family],
-            with_logits=serves_logits,
-            tokenizer_path=directory,
-            skip_tokenizer_init=False,
-            max_total_tokens=1 << 15,
-        )
-    return OPEN.enter_context(engine)
+    if family not in _OPEN:
+        with tempfile.TemporaryDirectory() as directory:
+            write_tokenizer(pathlib.Path(directory))
+            _OPEN[family] = make(
+                family,
+                short_row_tokens=SHORT_CANVAS[family],
+                with_logits=serves_logits,
+                tokenizer_path=directory,
+                skip_tokenizer_init=False,
+                max_total_tokens=1 << 15,
+            )
+    return _OPEN[family]
 
 
 def make(family, whole_tokens=(32, CONTEXT), short_row_tokens=0, with_logits=False, **options):

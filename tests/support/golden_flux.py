@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 from support import drawn_weights, image_launches
+from support.once import once
 
 from jdllm.imagegen import kind
 from jdllm.models.images import registry
@@ -69,7 +70,7 @@ def loaded(name: str, dtype: str = "float32"):
     return graphdef, {path: jnp.asarray(array) for path, array in params.items()}
 
 
-@functools.cache
+@once
 def folder() -> pathlib.Path:
     """Returns the complete pipeline folder, which lives as long as the process."""
     made = pathlib.Path(tempfile.mkdtemp(prefix="golden-flux-"))

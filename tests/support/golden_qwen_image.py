@@ -19,6 +19,7 @@ import numpy as np
 import safetensors.numpy
 from support import image_launches
 from support.image_launches import NEGATIVE
+from support.once import once
 
 from jdllm.imagegen import kind
 
@@ -75,12 +76,12 @@ def tensors(component: str) -> dict[str, np.ndarray]:
     return {name: tensor(name, shape) for name, shape in shapes(component).items()}
 
 
-@functools.cache
+@once
 def _kept() -> tempfile.TemporaryDirectory:
     return tempfile.TemporaryDirectory(prefix="golden-qwen-image-")
 
 
-@functools.cache
+@once
 def pipeline_path() -> pathlib.Path:
     """Returns the folder of the whole pipeline, which lives as long as the process."""
     path = pathlib.Path(_kept().name) / "pipeline"

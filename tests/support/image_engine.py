@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-
 from support import golden_flux, golden_qwen_image
 from support import golden_images as golden
+from support.once import once
 
 import jdllm
 
@@ -20,19 +19,19 @@ OPTIONS = {
 }
 
 
-@functools.cache
+@once
 def shared() -> jdllm.ImageEngine:
     return jdllm.ImageEngine(**OPTIONS)
 
 
-@functools.cache
+@once
 def qwen_image() -> jdllm.ImageEngine:
     """Returns an engine for the golden Qwen-Image, which all test files share, too."""
     path = str(golden_qwen_image.pipeline_path())
     return jdllm.ImageEngine(**OPTIONS | {"model_path": path, "warmup_resolutions": "80x80"})
 
 
-@functools.cache
+@once
 def flux() -> jdllm.ImageEngine:
     """Returns an engine for the golden FLUX.1-dev, which all test files share, too."""
     return jdllm.ImageEngine(**OPTIONS | {"model_path": str(golden_flux.folder())})

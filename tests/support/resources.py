@@ -3,7 +3,8 @@
 Most of what a run would hold is not in use. XLA compiles in many threads, and glibc keeps what they
 free: 3.1 GB after one engine of the bundled model is closed, 0.6 GB once it is trimmed. The rest is
 what jax's caches hold, compiled programs above all; a module's are of no use to the next one but
-for a few, which the persistent cache then loads.
+for a few, which the persistent cache then loads. And what functions of tests and of `support` cache
+(goldens, tiny models, programs) is of no use once their module, or the folder, has ended.
 
 A run may be several worker processes of pytest-xdist. Each gives its own memory back; the process
 that starts them sees what all hold together, and adds up the CPU time that they report.
@@ -89,6 +90,22 @@ def cpu_s() -> float:
 
 
 _CACHED = type(functools.cache(len))
+_SUPPORT = __name__.rpartition(".")[0] + "."
+
+
+def clear_caches(module: types.ModuleType) -> None:
+    """Forgets what functions and methods of a module, not of those that it imports, have cached."""
+    for found in list(vars(module).values()):
+        own = vars(found).values() if isinstance(found, type) else [found]
+        for function in own:
+            if isinstance(function, _CACHED) and function.__module__ == module.__name__:
+                function.cache_clear()
+
+
+def clear_caches_of_support() -> None:
+    for name, module in list(sys.modules.items()):
+        if name.startswith(_SUPPORT):
+            clear_caches(module)
 
 
 class Resources:
@@ -98,6 +115,11 @@ class Resources:
         self._trimmed_bytes = resident_bytes()
         self._cleared_bytes = resident_bytes()
         self._last_bytes = self._together_bytes = 0
+        # Tests that run now, and those that ran at some time before and after the last look.
+        self._running: set[str] = set()
+        self._ran_before: set[str] = set()
+        self._ran: set[str] = set()
+        self._at_most: set[str] = set()
         self._cpu_s: dict[str, float] = {}
         self._peak_bytes: dict[str, int] = {}
         self._reports: list[Mapping[str, Any]] = []
@@ -120,7 +142,20 @@ class Resources:
         before, self._last_bytes = self._last_bytes, tree_bytes()
         if self._last_bytes > LIMIT_BYTES:
             self._last_bytes = tree_bytes(bytes_of=proportional_bytes)
-        self._together_bytes = max(self._together_bytes, min(before, self._last_bytes))
+        held = min(before, self._last_bytes)
+        ran, self._ran = self._ran, set(self._running)
+        if held > self._together_bytes:
+            self._together_bytes = held
+            self._at_most = self._ran_before | ran
+        self._ran_before = ran
+
+    def begin(self, test: str) -> None:
+        """Notes that a test runs, in this process or in a worker."""
+        self._running.add(test)
+        self._ran.add(test)
+
+    def end(self, test: str) -> None:
+        self._running.discard(test)
 
     @contextlib.contextmanager
     def of_module(self, module: str) -> Iterator[None]:
@@ -130,14 +165,15 @@ class Resources:
         self._cpu_s[module] = self._cpu_s.get(module, 0.0) + cpu_s() - began
         self._peak_bytes[module] = peak_bytes()
 
-    def after_test(self, *, ended: types.ModuleType | None) -> None:
+    def after_test(self, *, ended: types.ModuleType | None, folder_ended: bool) -> None:
         """Gives memory back to the system, if much has gathered.
 
-        `ended` is the module whose last test it was: nobody needs what its functions have cached.
+        `ended` is the module whose last test it was.
         """
-        for function in vars(ended).values() if ended else ():
-            if isinstance(function, _CACHED) and function.__module__ == ended.__name__:
-                function.cache_clear()
+        if ended:
+            clear_caches(ended)
+        if folder_ended:
+            clear_caches_of_support()
         held = resident_bytes()
         if ended and held > self._cleared_bytes + GROWTH_BYTES:
             if "jax" in sys.modules:
@@ -195,6 +231,9 @@ class Resources:
         )
         if self.is_too_large:
             yield "FAILED: the run held more memory than its limit"
+        if self._at_most:
+            tests = " and ".join(sorted(self._at_most))
+            yield f"most at a time, {self._together_bytes / GB:.1f} GB, in {tests}"
         # Workers that have ended are children: their time is in their reports alone.
         own = sum(os.times()[:2]) if self._reports else cpu_s()
         cpu = own + sum(one["cpu_s"] for one in self._reports)

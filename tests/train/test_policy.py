@@ -1,5 +1,6 @@
 """Learning from verdicts: advantages, the loss, and runs that become right more often."""
 
+import dataclasses
 import json
 
 import jax
@@ -25,40 +26,76 @@ class World(fakes.World):
         return iter(self.wrong(facts, pictures))
 
 
+GROUP = 2
+
+
+def fewer(chunk):
+    """Returns the first captions of a chunk: so many that their groups fill one."""
+    count = fakes.CHUNK // GROUP
+    return chunk and dataclasses.replace(
+        chunk, facts=chunk.facts[:count], ids=chunk.ids[:count], lens=chunk.lens[:count]
+    )
+
+
+class Captions(fakes.Late):
+    def take(self, *, waits):
+        return fewer(super().take(waits=waits))
+
+
 def samples_of(world, *, captions=None, step=0):
     return policy.Samples(
-        captions or fakes.Captions(), world.sample, world, lambda *_: fakes.SHAPE,
-        devices.Devices(1), seed=0, step=step,
+        captions or Captions(), world.sample, world, lambda *_: fakes.SHAPE,
+        devices.Devices(1), group=GROUP, seed=0, step=step,
     )  # fmt: skip
 
 
-def test_every_caption_comes_in_order_with_its_sample_and_the_advantage_of_its_size():
-    world = World(
-        lambda caption, _: caption % 8 < 5
-    )  # 4 of 4 at the first size, 1 of 4 at the other
-    samples, shares = samples_of(world), {}
+# Of a caption, modulo 8, whether its first and its second sample are right. At the first size three
+# of four are, at the other one of four.
+RIGHT = {0: (True, True), 1: (True, False), 4: (False, True), 5: (False, False)}
+
+
+def test_every_caption_comes_with_its_samples_and_what_sets_them_apart():
+    world = World(lambda caption, attempt: RIGHT[caption % 8][attempt - 1])
+    samples = samples_of(world)
     for number in range(8):
         size, arrays = samples.take(waits=True)
         assert size == fakes.SIZES[number % 2] and len(arrays) == 4
-        captions = np.arange(number * fakes.CHUNK, (number + 1) * fakes.CHUNK)
-        assert arrays[pool.IDS][:, 0].tolist() == captions.tolist()
-        for caption, latents in zip(captions, arrays[pool.LATENTS], strict=True):
-            (start,) = world.starts[caption]
+        first = number * fakes.CHUNK
+        captions = [first, first, first + 1, first + 1]
+        assert arrays[pool.IDS][:, 0].tolist() == captions
+        for row, (caption, latents) in enumerate(zip(captions, arrays[pool.LATENTS], strict=True)):
+            start = world.starts[caption][row % 2]
             np.testing.assert_array_equal(np.asarray(latents, np.float32), 2 * start)
-        right = captions % 8 < 5
-        share = shares.get(size, right.mean())
-        shares[size] = 0.9 * share + 0.1 * right.mean()
-        want = (right - share) / max(np.sqrt(share * (1 - share)), 0.1)
+        # Half a verdict is the mean of groups that disagree.
+        want = [0, 0, 0.5, -0.5] if number % 2 == 0 else [-0.5, 0.5, 0, 0]
+        want = np.array(want) / np.sqrt(0.25 * 0.75)
         np.testing.assert_allclose(arrays[pool.ADVANTAGE], want, rtol=1e-6)
-    assert shares == {fakes.SIZES[0]: 1, fakes.SIZES[1]: 0.25}
-    noise = np.concatenate([start.ravel() for (start,) in world.starts.values()])
+    noise = np.stack([start for starts in world.starts.values() for start in starts])
     assert noise.std() == pytest.approx(1, abs=0.1)
+    assert len({start.tobytes() for start in noise}) == len(noise)
     samples_of(later := World(lambda *_: True), step=7).take(waits=True)
     assert not np.array_equal(later.starts[0], world.starts[0])
 
 
+def test_advantages_are_in_deviations_of_the_verdicts_of_late():
+    """From chunk to chunk a size's share of right samples changes by a tenth of the new one."""
+    shares = np.repeat([0.1, 1, 0.6, 1, 0.5], 10)
+    rights = np.random.default_rng(1).random((len(shares), fakes.CHUNK)) < shares[:, None]
+    told = iter(rights.ravel())
+    samples = samples_of(World(lambda *_: next(told)))
+    seen = {size: None for size in fakes.SIZES}
+    for number, right in enumerate(rights[:40]):  # some are judged ahead
+        _, arrays = samples.take(waits=True)
+        size = fakes.SIZES[number % 2]
+        share = right.mean() if seen[size] is None else seen[size]
+        seen[size] = 0.9 * share + 0.1 * right.mean()
+        groups = right.reshape(-1, GROUP).astype(float)
+        want = (groups - groups.mean(1, keepdims=True)) / max(np.sqrt(share * (1 - share)), 0.1)
+        np.testing.assert_allclose(arrays[pool.ADVANTAGE], want.ravel(), rtol=1e-5)
+
+
 def test_one_that_does_not_wait_has_what_was_begun():
-    captions = fakes.Late()
+    captions = Captions()
     samples = samples_of(World(lambda *_: True), captions=captions)
     assert samples.take(waits=False) is not None
     captions.is_ready = False
@@ -82,13 +119,13 @@ def params(built):
 
 def test_the_loss_has_the_gradients_of_diffusion_nft(built, params):
     """Against its form in the paper, with weights of both signs and a new policy beside the old."""
-    rows, beta, most = 3, 0.5, 4.0
+    rows, most = 4, 4.0
     draw = np.random.default_rng(2)
     shape = (rows, *built.pipeline.latent_shape(64, 64))
     latents, noise = draw.standard_normal((2, *shape)).astype(np.float32)
-    advantage = np.array([1.5, -2.0, 0.25], np.float32)
+    advantage = np.array([1.5, -2.0, 0.25, -9.0], np.float32)
     ids = jnp.asarray(draw.integers(1, 50, (rows, 32)), jnp.int32)
-    lens, key = jnp.array([4, 9, 6]), jax.random.key(5)
+    lens, key = jnp.array([4, 9, 6, 5]), jax.random.key(5)
     new = {path: a + 0.01 * draw.standard_normal(a.shape) for path, a in params.items()}
     new = {path: jnp.asarray(a, jnp.float32) for path, a in new.items()}
     sigma = objectives.noise_levels(key, rows, built.schedule.shift)
@@ -97,25 +134,26 @@ def test_the_loss_has_the_gradients_of_diffusion_nft(built, params):
 
     def nft(own):
         old = objectives.velocities(built, params, x, sigma, ids, lens)
-        moved = beta * (objectives.velocities(built, own, x, sigma, ids, lens) - old)
+        moved = objectives.velocities(built, own, x, sigma, ids, lens) - old
         towards, away = (
             jnp.mean(jnp.square(old + sign * moved - (noise - latents)), axis=(1, 2, 3))
             for sign in (1, -1)
         )
-        r = 0.5 + advantage / (2 * most)
+        r = 0.5 + np.clip(advantage / most, -1, 1) / 2
         return jnp.mean(r * towards + (1 - r) * away)
 
     def loss(own):
         return objectives.policy_loss(
-            built, own, params, latents, advantage, noise, ids, lens, key, trust=beta * most
+            built, own, params, latents, advantage, noise, ids, lens, key, trust=most
         )[0]
 
     path = next(path for path in new if path.endswith(".w_out"))
     want, got = (
-        jax.grad(lambda array, of=of: of(new | {path: array}))(new[path]) for of in (nft, loss)
+        jax.jit(jax.grad(lambda array, of=of: of(new | {path: array})))(new[path])
+        for of in (nft, loss)
     )
     assert float(jnp.abs(want).max()) > 1e-4
-    np.testing.assert_allclose(beta**2 * got, want, rtol=2e-3, atol=1e-6)
+    np.testing.assert_allclose(got, want, rtol=2e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -123,6 +161,9 @@ def test_the_loss_has_the_gradients_of_diffusion_nft(built, params):
     [
         (["policy_steps=4"], "policy_steps=4 needs vae_steps=0 and no teacher"),
         ([*OWN, "vae_steps=5"], "policy_steps=4 needs vae_steps=0 and no teacher"),
+        ([*OWN, "policy_group=1"], "policy_group=1 must be at least 2 and divide chunk_scenes=256"),
+        ([*OWN, "policy_group=3"], "policy_group=3 must be at least 2 and divide chunk_scenes=256"),
+        (["policy_group=0"], "policy_group=0 must be at least 1"),
         ([*OWN, "policy_steps=-1"], "policy_steps=-1 must be at least 0"),
         ([*OWN, "policy_trust=0"], "policy_trust=0.0 must be a finite number above 0"),
         ([*OWN, "policy_trust=.nan"], "policy_trust=nan must be a finite number above 0"),

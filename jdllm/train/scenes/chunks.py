@@ -46,6 +46,16 @@ class Chunk:
     ids: Ids
     lens: Lens
 
+    def repeated(self, times: int) -> Chunk:
+        """Returns a chunk of captions with each of them so often in a row."""
+        assert self.pictures is None and self.facts is not None
+        return dataclasses.replace(
+            self,
+            facts=tuple(facts for facts in self.facts for _ in range(times)),
+            ids=np.repeat(self.ids, times, axis=0),
+            lens=np.repeat(self.lens, times),
+        )
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Caption:

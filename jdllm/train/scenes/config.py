@@ -17,6 +17,7 @@ _AT_LEAST_ONE = (
     "pool_scenes",
     "steps_per_chunk",
     "teacher_steps",
+    "policy_group",
     "dp_size",
 )
 _SHARED = ("batch_size", "vae_batch_size", "chunk_scenes")
@@ -57,13 +58,14 @@ class SceneConfig(config_lib.RunConfig):
     teacher_guidance: float = 2.0  # as that of requests; 0: one forward a step
     teacher_tries: int = 0  # of each pair, until the oracle finds the sample right; 0: not judged
     policy_steps: int = 0  # Euler steps of own samples, from whose verdicts it learns; 0: none
+    policy_group: int = 8  # of these samples of each caption, whose verdicts are compared
     policy_trust: float = 5.0  # how little one advantage moves velocities from those of the samples
     weight_decay: float = 0.01
     adam_b2: float = 0.99
     eval_steps: tuple[int, ...] = (1, 2, 4, 8, 16)  # of each picture
     eval_guidance: tuple[float, ...] = (0.0,)  # guidance scales at the end, at each of these steps
     pool_scenes: int = 400_000  # on the device, of all sizes; then new ones replace old ones
-    chunk_scenes: int = 256  # drawn and moved at once
+    chunk_scenes: int = 256  # drawn, or sampled, and moved at once
     steps_per_chunk: int = 8  # of a full pool; before, each step may bring a chunk
     # Processes that draw and, as many, that judge; 0: the main process, between steps.
     data_workers: int = 0
@@ -105,6 +107,11 @@ class SceneConfig(config_lib.RunConfig):
                 f"caption_dropout={self.caption_dropout} must be 0 with policy_steps: verdicts are "
                 "those of captions"
             )
+        if self.policy_steps and (self.policy_group < 2 or self.chunk_scenes % self.policy_group):
+            raise errors.ConfigError(
+                f"policy_group={self.policy_group} must be at least 2 and divide "
+                f"chunk_scenes={self.chunk_scenes}"
+            )
         if not 0 < self.policy_trust < math.inf:
             raise errors.ConfigError(
                 f"policy_trust={self.policy_trust} must be a finite number above 0"
@@ -133,6 +140,11 @@ class SceneConfig(config_lib.RunConfig):
     def learns_samples(self) -> bool:
         """Whether samples, a teacher's or its own, take the place of drawn pictures."""
         return self.teacher is not None or self.policy_steps > 0
+
+    @property
+    def chunk_captions(self) -> int:
+        """Different captions of a chunk."""
+        return self.chunk_scenes // (self.policy_group if self.policy_steps else 1)
 
     @property
     def turns(self) -> tuple[tuple[int, int], ...]:

@@ -69,16 +69,16 @@ def policy_loss(
     *,
     trust: float,
 ) -> tuple[Float32[Array, ""], Metrics]:
-    """Returns the mean squared error of `v_old + advantage / trust * (v - v_old)`.
+    """Returns the mean squared error of `v_old + share * (v - v_old)`.
 
-    That is the loss of DiffusionNFT (arXiv:2509.16117, section 3) up to a factor and a constant:
-    with `r = 1/2 + advantage / (2 c)` it weights the errors of `v_old + b (v_new - v_old)` by `r`
-    and those of `v_old - b (v_new - v_old)` by `1 - r`; `trust` is `b c`. The metric `drift` is the
-    mean square of `v_new - v_old`.
+    `share` is `clip(advantage / trust, -1, 1)`. That is the loss of DiffusionNFT (arXiv:2509.16117,
+    section 3) with its beta 1, up to a factor and a constant: with `r = (1 + share) / 2` it weights
+    the errors of `v_new` by `r` and those of `2 v_old - v_new` by `1 - r`. The metric `drift` is
+    the mean square of `v_new - v_old`.
     """
     x, sigma = _noised(networks, latents, noise, key)
     before = jax.lax.stop_gradient(velocities(networks, old, x, sigma, ids, lens))
-    share = (advantage / trust)[:, None, None, None]
+    share = jnp.clip(advantage / trust, -1, 1)[:, None, None, None]
     wanted = before + share * (noise - latents - before)
     predicted = velocities(networks, params, x, sigma, ids, lens)
     drift = jnp.mean(jnp.square(predicted - before))

@@ -1,10 +1,12 @@
 """A flow learns from the oracle's verdicts on its own samples: DiffusionNFT (arXiv:2509.16117).
 
-A run paints its captions with its averaged weights, the old policy, in as many Euler steps as it
-will be served with, and the oracle says which pictures are right. The advantage of a sample is its
-verdict (1 or 0) less the present share of right ones, in standard deviations. At fresh noise the
-flow learns the old policy's velocity, moved towards that of the sample where its advantage is
-positive and away from it where it is negative; see `objectives.policy_loss`.
+A run paints each caption several times with its averaged weights, the old policy, in as many Euler
+steps as it will be served with, and the oracle says which pictures are right. The advantage of a
+sample is its verdict (1 or 0) less the share of right ones in its group, those of the same caption,
+in standard deviations of the present verdicts at its size. So captions that are always right, or
+never, teach nothing. At fresh noise the flow learns the old policy's velocity, moved towards that
+of the sample where its advantage is positive and away from it where it is negative; see
+`objectives.policy_loss`.
 """
 
 from __future__ import annotations
@@ -17,10 +19,9 @@ from collections.abc import Callable, Iterator
 import jax
 import numpy as np
 
-from jdllm.train.scenes import chunks, pool
+from jdllm.train.scenes import chunks, pool, sampling
 from jdllm.train.scenes.devices import Devices
 from jdllm.train.scenes.judges import Judges
-from jdllm.train.scenes.networks import LATENTS_DTYPE
 from jdllm.train.scenes.sampling import Pictures, Sample, Size
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ class _Judged:
 
 
 class Samples:
-    """Chunks of samples with their advantages, see `pool.Source`."""
+    """Chunks of samples with their advantages, `group` of each caption; see `pool.Source`."""
 
     def __init__(
         self,
@@ -56,9 +57,11 @@ class Samples:
         latent_shape: Callable[[int, int], tuple[int, ...]],
         devices: Devices,
         *,
+        group: int,
         seed: int,
         step: int,
     ):
+        self._group = group
         self._captions, self._sample, self._judges = captions, sample, judges
         self._latent_shape, self._devices = latent_shape, devices
         # A run that goes on at another step has other noise.
@@ -92,11 +95,12 @@ class Samples:
         self._judged.clear()
 
     def _paint(self, *, waits: bool) -> bool:
-        chunk = self._captions.take(waits=waits)
-        if chunk is None:
+        captions = self._captions.take(waits=waits)
+        if captions is None:
             return False
+        chunk = captions.repeated(self._group)
         shape = (len(chunk.lens), *self._latent_shape(*chunk.size))
-        noise = self._random.standard_normal(shape, np.float32).astype(LATENTS_DTYPE)
+        noise = sampling.noise(self._random, shape)
         latents, pictures = self._sample(chunk.size, noise, chunk.ids, chunk.lens)
         assert pictures is not None, "samples of a policy are judged"
         self._painted.append(_Painted(chunk=chunk, latents=latents, pictures=pictures))
@@ -117,4 +121,6 @@ class Samples:
                         np.mean(self._recent))  # fmt: skip
             self._recent.clear()
         deviation = max((before * (1 - before)) ** 0.5, _LEAST_DEVIATION)
-        return ((right - before) / deviation).astype(np.float32)
+        groups = right.reshape(-1, self._group)
+        advantage = (groups - groups.mean(axis=1, keepdims=True)) / deviation
+        return advantage.ravel().astype(np.float32)

@@ -26,10 +26,9 @@ from jaxtyping import Float, Int32
 
 from jdllm import errors
 from jdllm.tasks import scene_oracle
-from jdllm.train.scenes import chunks, pool
+from jdllm.train.scenes import chunks, pool, sampling
 from jdllm.train.scenes.devices import Devices
 from jdllm.train.scenes.judges import Judges
-from jdllm.train.scenes.networks import LATENTS_DTYPE
 from jdllm.train.scenes.sampling import Noise, Pictures, Sample, Size
 
 logger = logging.getLogger(__name__)
@@ -141,8 +140,7 @@ class Pairs:
 
     def _rows(self, chunk: chunks.Chunk) -> list[_Row]:
         shape = (len(chunk.lens), *self._latent_shape(*chunk.size))
-        # Rounded before the steps: the pair that is kept is one of the teacher's.
-        noise = self._random.standard_normal(shape, np.float32).astype(LATENTS_DTYPE)
+        noise = sampling.noise(self._random, shape)
         assert chunk.facts is not None, "captions of a teacher are not drawn"
         return [
             _Row(facts=facts, ids=ids, length=int(length), noise=one.copy())

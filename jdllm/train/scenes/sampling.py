@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Float32, Int32, UInt8
 
 from jdllm.train.recipe import Params
 from jdllm.train.scenes import chunks
-from jdllm.train.scenes.networks import TEXT, TRANSFORMER, Networks
+from jdllm.train.scenes.networks import LATENTS_DTYPE, TEXT, TRANSFORMER, Networks
 from jdllm.train.scenes.objectives import Latents
 
 Size = tuple[int, int]
@@ -23,6 +23,11 @@ Noise = Float[np.ndarray, "B C h w"]
 Pictures = UInt8[Array, "B H W 3"]
 # From a size, noise and captions: latents in the dtype of rings, and pictures for the oracle.
 Sample = Callable[[Size, Noise, chunks.Ids, chunks.Lens], tuple[jax.Array, Pictures | None]]
+
+
+def noise(random: np.random.Generator, shape: tuple[int, ...]) -> Noise:
+    """Returns noise that is rounded before the steps, so that pairs with it are the sampler's."""
+    return random.standard_normal(shape, np.float32).astype(LATENTS_DTYPE)
 
 
 def captions(

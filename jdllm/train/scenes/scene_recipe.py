@@ -70,7 +70,7 @@ class SceneRecipe:
             caption_tokens=config.caption_tokens,
             train_caption_tokens=config.train_caption_tokens,
             turns=config.turns,
-            count=config.chunk_scenes,
+            count=config.chunk_captions,
             seed=config.seed,
             draws=not config.learns_samples,
         )
@@ -246,7 +246,7 @@ class SceneRecipe:
         if self._teacher is None:
             return policy.Samples(
                 drawn, self._own_sample, judging, shape, self._devices,
-                seed=config.seed, step=self._number,
+                group=config.policy_group, seed=config.seed, step=self._number,
             )  # fmt: skip
         return reflow.Pairs(
             drawn,
