@@ -34,6 +34,7 @@ LIMIT_BYTES = 4 * GB
 GROWTH_BYTES = 128 * MB
 WATCH_S = 0.5
 SLOWEST = 10
+NAMED = 4
 
 
 def resident_bytes(process: str = "self") -> int:
@@ -234,7 +235,8 @@ class Resources:
         if self.is_too_large:
             yield "FAILED: the run held more memory than its limit"
         if self._at_most:
-            tests = " and ".join(sorted(self._at_most))
+            tests = " and ".join(sorted(self._at_most)[:NAMED])
+            tests += " and others" if len(self._at_most) > NAMED else ""
             yield f"most at a time, {self._together_bytes / GB:.1f} GB, in {tests}"
         # Workers that have ended are children: their time is in their reports alone.
         own = sum(os.times()[:2]) if self._reports else cpu_s()
