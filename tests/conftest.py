@@ -17,6 +17,7 @@ def pytest_configure(config):
     # follow one another in a worker, too, and share what the folder keeps open.
     config.option.loadscopereorder = False
     if not hasattr(config, "workerinput"):  # a worker is watched by who started it
+        resources.limit_arenas()
         RESOURCES.watch()
 
 
@@ -36,8 +37,9 @@ def logs_as_before():
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item, nextitem):
     module = item.nodeid.partition("::")[0]
-    with RESOURCES.of_module(module), logs_as_before():
-        result = yield
+    with RESOURCES.of_module(module):
+        with logs_as_before():
+            result = yield
         ends = nextitem is None or nextitem.path != item.path
         RESOURCES.after_test(
             ended=getattr(item, "module", None) if ends else None,

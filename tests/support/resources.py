@@ -91,6 +91,11 @@ def cpu_s() -> float:
     return sum(os.times()[:4])
 
 
+def limit_arenas() -> None:
+    """Has processes that start from here, workers too, keep less of what their threads free."""
+    os.environ.setdefault("MALLOC_ARENA_MAX", "2")
+
+
 _CACHED = type(functools.cache(len))
 _SUPPORT = __name__.rpartition(".")[0] + "."
 
@@ -128,7 +133,6 @@ class Resources:
 
     def watch(self) -> None:
         """Watches from now on what the process holds together with all that it starts."""
-        os.environ.setdefault("MALLOC_ARENA_MAX", "2")
 
         def watch() -> None:
             while True:

@@ -71,6 +71,11 @@ def arguments(model_path, output_dir, **changes):
     return ["--config", str(RECIPE), "--output-dir", str(output_dir), "--set", *words]
 
 
+def build(folder):
+    """Returns the networks of a tiny pipeline, written to `folder`, with float32."""
+    return networks.build(write_model(folder / "model"), folder / "pipeline", "float32")
+
+
 def curved_params(built):
     """Returns weights whose flow is curved; those of `init_params` have no velocity."""
     first, draw = networks.init_params(built, 0), np.random.default_rng(1)

@@ -13,7 +13,7 @@ from train import test_judged_pairs as fakes
 from jdllm import errors
 from jdllm.train import __main__ as train_main
 from jdllm.train import recipes
-from jdllm.train.scenes import devices, export, judges, networks, objectives, policy, pool
+from jdllm.train.scenes import devices, export, judges, objectives, policy, pool
 
 TURBO = tiny_scenes.ROOT / "configs" / "train" / "nano-image-turbo.yaml"
 OWN = ("teacher=null", "teacher_tries=0", "policy_steps=4")
@@ -107,9 +107,7 @@ def test_one_that_does_not_wait_has_what_was_begun():
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("policy")
-    model = tiny_scenes.write_model(folder / "model")
-    return networks.build(model, folder / "pipeline", "float32")
+    return tiny_scenes.build(tmp_path_factory.mktemp("policy"))
 
 
 @pytest.fixture(scope="module")

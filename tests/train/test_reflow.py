@@ -30,9 +30,7 @@ LENS = jnp.array([4, 3])
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("reflow")
-    model = tiny_scenes.write_model(folder / "model")
-    return networks.build(model, folder / "pipeline", "float32")
+    return tiny_scenes.build(tmp_path_factory.mktemp("reflow"))
 
 
 @pytest.fixture(scope="module")

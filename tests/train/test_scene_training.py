@@ -206,8 +206,7 @@ def test_the_shipped_model_has_at_most_ten_megabytes(tmp_path):
 
 @pytest.mark.campaign
 def test_a_block_starts_with_little_and_the_velocity_with_nothing(tmp_path):
-    model = tiny_scenes.write_model(tmp_path / "model")
-    built = networks.build(model, tmp_path / "copy", "float32")
+    built = tiny_scenes.build(tmp_path)
     params = networks.init_params(built, 0)
     latents = jax.random.normal(jax.random.key(0), (2, 4, 8, 8))
     ids, lens = jnp.zeros((2, 32), jnp.int32), jnp.array([3, 7])
@@ -252,8 +251,7 @@ def test_more_devices_than_there_are_are_refused(tmp_path):
 @pytest.mark.campaign
 def test_a_flow_that_knows_its_scenes_samples_them_back(tmp_path):
     """Signs, noise levels and time: eight steps from noise lead to the latent of the caption."""
-    model = tiny_scenes.write_model(tmp_path / "model")
-    built = networks.build(model, tmp_path / "copy", "float32")
+    built = tiny_scenes.build(tmp_path)
     learning = config("learning_rate=4e-3", "ema_decay=0.9")
     params = networks.init_params(built, 0)
     state = update.init(learning, params, average=params, step=0)
@@ -292,8 +290,7 @@ def test_a_flow_that_knows_its_scenes_samples_them_back(tmp_path):
 
 @pytest.mark.campaign
 def test_latents_are_normalised_and_back(tmp_path):
-    model = tiny_scenes.write_model(tmp_path / "model")
-    built = networks.build(model, tmp_path / "copy", "float32")
+    built = tiny_scenes.build(tmp_path)
     params = networks.init_params(built, 0)
     pictures = np.random.default_rng(0).integers(0, 256, (2, 64, 64, 3)).astype(np.uint8)
     numbers = {networks.SHIFT: jnp.float32(0.3), networks.FACTOR: jnp.float32(1.7)}

@@ -142,6 +142,21 @@ class SceneConfig(config_lib.RunConfig):
         return self.teacher is not None or self.policy_steps > 0
 
     @property
+    def judges_samples(self) -> bool:
+        """Whether the oracle reads them."""
+        return self.policy_steps > 0 or self.teacher_tries > 0
+
+    @property
+    def sample_steps(self) -> int:
+        """Euler steps of a sample."""
+        return self.policy_steps or self.teacher_steps
+
+    @property
+    def sample_guidance(self) -> float:
+        """As that of requests; 0: one forward a step."""
+        return 0.0 if self.policy_steps else self.teacher_guidance
+
+    @property
     def chunk_captions(self) -> int:
         """Different captions of a chunk."""
         return self.chunk_scenes // (self.policy_group if self.policy_steps else 1)

@@ -51,7 +51,6 @@ class Programs:
         self._networks, self._config, self._empty = networks, config, empty
         self._devices, self._threads = devices, threads
         has_vae_stage = state.stage == "vae"
-        state = _shapes(state)
         rows = -(-config.eval_problems // len(config.shapes))
         scalar = jax.ShapeDtypeStruct((), jnp.float32)
         count = jax.ShapeDtypeStruct((), jnp.int32)
@@ -69,7 +68,7 @@ class Programs:
             else:
                 wanted = self._rows(size, config.chunk_scenes, pool.NOISE)
                 of_rows = (wanted[name] for name in (pool.NOISE, pool.IDS, pool.LENS))
-                painter = state.average if teacher is None else _shapes(teacher)
+                painter = state.average if teacher is None else teacher
                 self._samplers[size] = compile_(self._sampler(size), painter, *of_rows)
         names = (
             pool.LATENTS,
@@ -242,10 +241,10 @@ class Programs:
             latents = sampling.sample(
                 self._networks, params, size, noise, ids, lens,
                 empty=self._empty,
-                steps=config.policy_steps or config.teacher_steps,
-                guidance=0 if config.policy_steps else config.teacher_guidance,
+                steps=config.sample_steps,
+                guidance=config.sample_guidance,
             ).astype(LATENTS_DTYPE)  # fmt: skip
-            if not (config.policy_steps or config.teacher_tries):
+            if not config.judges_samples:
                 return latents, None
             return latents, self._decode(params, latents.astype(jnp.float32))
 
@@ -267,7 +266,3 @@ class Programs:
 
 def _with_rows(rows: int, shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((rows, *shape.shape[1:]), shape.dtype)
-
-
-def _shapes(tree: Any) -> Any:
-    return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), tree)
