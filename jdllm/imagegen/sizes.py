@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import jax
 import jax.numpy as jnp
 
+from jdllm import config as config_lib
 from jdllm import errors, sharding
 from jdllm.imagegen import kind, pipeline_folder, programs, state
 from jdllm.imagegen.pipelines import interface, registry
@@ -97,6 +98,7 @@ def check_weights(
     share: float,
     memory_bytes: int | None,
     offloads_text_encoders: bool,
+    quantization: config_lib.Quantization | None = None,
     tp_size: int = 1,
 ) -> None:
     """Raises a ConfigError for weights that do not fit into a share of the device's memory.
@@ -105,9 +107,9 @@ def check_weights(
     """
     if memory_bytes is None:
         return
-    sizes = component_bytes(folder, dtype, tp_size)
-    encoders = registry.PIPELINES[folder.class_name].layout.text_encoders
-    without = sum(size for name, size in sizes.items() if name not in encoders)
+    sizes = component_bytes(folder, dtype, tp_size, quantization)
+    away = registry.PIPELINES[folder.class_name].layout.text_encoders
+    without = sum(size for name, size in sizes.items() if name not in away)
     needed, limit = without if offloads_text_encoders else sum(sizes.values()), share * memory_bytes
     if needed <= limit:
         return
@@ -120,40 +122,55 @@ def check_weights(
         advice = f"it needs a device of {without / share / 1e9:.1f} GB"
         if not offloads_text_encoders:
             advice += ", and there --text-encoder-cpu-offload"
+    if quantization is None:
+        saved = sum(sizes.values()) - _bytes_over(folder, dtype, tp_size, "fp8")
+        if needed - saved <= limit:  # no text encoder is quantised
+            advice += f"; or use --quantization fp8 ({(needed - saved) / 1e9:.1f} GB)"
     fits = [
         f"{size} ({of_size / 1e9:.1f} GB each)"
         for size in sharding.SIZES
-        if size > tp_size and (of_size := _bytes_over(folder, dtype, size)) <= limit
+        if size > tp_size and (of_size := _bytes_over(folder, dtype, size, quantization)) <= limit
     ]
     if fits:
         advice += f"; or use --tp-size {', '.join(fits)}"
     raise errors.ConfigError(
-        f"the weights of {folder.path} take {needed / 1e9:.1f} GB on the device in {dtype} "
+        f"the weights of {folder.path} take {needed / 1e9:.1f} GB on the device in {dtype}"
+        f"{f' and {quantization}' if quantization else ''} "
         f"({parts}), but mem_fraction_static={share:g} leaves {limit / 1e9:.1f} GB of its "
         f"{memory_bytes / 1e9:.1f}: {advice}"
     )
 
 
 def component_bytes(
-    folder: pipeline_folder.PipelineFolder, dtype: str, tp_size: int = 1
+    folder: pipeline_folder.PipelineFolder,
+    dtype: str,
+    tp_size: int = 1,
+    quantization: config_lib.Quantization | None = None,
 ) -> dict[str, int]:
     """Returns the bytes of the weights of each component that each of `tp_size` devices holds."""
+
+    def shapes(model: pipeline_folder.ModelFolder) -> Iterable[jax.ShapeDtypeStruct]:
+        abstract = model.abstract(jnp.dtype(dtype), quantization=quantization, tp_size=tp_size)
+        return abstract[1].values()
+
     return {
-        name: sum(
-            math.prod(array.shape) * array.dtype.itemsize
-            for array in model.abstract(jnp.dtype(dtype), tp_size=tp_size)[1].values()
-        )
+        name: sum(math.prod(array.shape) * array.dtype.itemsize for array in shapes(model))
         for name, model in folder.models.items()
     }
 
 
-def _bytes_over(folder: pipeline_folder.PipelineFolder, dtype: str, tp_size: int) -> float:
+def _bytes_over(
+    folder: pipeline_folder.PipelineFolder,
+    dtype: str,
+    tp_size: int,
+    quantization: config_lib.Quantization | None,
+) -> float:
     """Returns the bytes of a device's weights, infinite if the model cannot be split so."""
     try:
         check_split(folder, tp_size)
     except errors.ConfigError:
         return math.inf
-    return sum(component_bytes(folder, dtype, tp_size).values())
+    return sum(component_bytes(folder, dtype, tp_size, quantization).values())
 
 
 def check_split(folder: pipeline_folder.PipelineFolder, tp_size: int) -> None:

@@ -144,6 +144,39 @@ def test_the_advice_names_the_bytes_of_the_published_shapes():
     assert "leaves 17.0 GB of its 20.0" in str(caught.value)
 
 
+def test_what_fits_in_8_bits_is_not_refused_and_is_advised():
+    """Z-Image-Turbo; nine of ten weights of its transformer are a byte each."""
+    folder = pipeline_folder.read(CONFIGS / "z-image-turbo", load_format="dummy")
+    plain, small = (sizes.component_bytes(folder, "bfloat16", 1, of) for of in (None, "fp8"))
+    assert 0.5 < small["transformer"] / plain["transformer"] < 0.55
+    del plain["transformer"], small["transformer"]
+    assert plain == small
+
+    def check(memory_gb, quantization, *, offloads=False):
+        sizes.check_weights(
+            folder,
+            "bfloat16",
+            share=0.85,
+            memory_bytes=memory_gb * 10**9,
+            offloads_text_encoders=offloads,
+            quantization=quantization,
+        )
+
+    check(20, "fp8")
+    with pytest.raises(errors.ConfigError, match=r"or use --quantization fp8 \(14\.\d GB\)"):
+        check(20, None)
+    with pytest.raises(errors.ConfigError, match=r"or use --quantization fp8 \(6\.\d GB\)"):
+        check(10, None, offloads=True)
+    with pytest.raises(
+        errors.ConfigError, match="in bfloat16 and fp8 .*cpu-offload only"
+    ) as caught:
+        check(10, "fp8")
+    assert "--quantization" not in str(caught.value)
+    with pytest.raises(errors.ConfigError) as caught:
+        check(5, None)
+    assert "--quantization" not in str(caught.value)
+
+
 def test_a_device_without_such_memory_is_an_error(monkeypatch):
     array = jax.numpy.ones((2,))
     monkeypatch.setattr(

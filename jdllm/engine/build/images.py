@@ -149,6 +149,7 @@ def build(config: ImageBuildConfig, progress: startup.StartupProgress) -> BuiltI
         share=config.mem_fraction_static,
         memory_bytes=device.memory_bytes,
         offloads_text_encoders=config.offloads_text_encoders,
+        quantization=config.quantization,
         tp_size=config.tp_size,
     )
     model = loaded.load(

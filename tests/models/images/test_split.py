@@ -136,7 +136,11 @@ def test_weights_that_do_not_fit_are_refused_with_a_size_that_would_do():
         )
 
     check(two, 2)
-    with pytest.raises(errors.ConfigError, match=r"stay there; or use --tp-size 2 \(.* GB each\)$"):
+    with pytest.raises(
+        errors.ConfigError, match=r"stay there; or use .*--tp-size 2 \(.* GB each\)$"
+    ):
         check(two, 1)
-    with pytest.raises(errors.ConfigError, match=r"it needs devices of .* GB$"):
+    with pytest.raises(
+        errors.ConfigError, match=r"it needs devices of .* GB; or use --quantization fp8 \(.* GB\)$"
+    ):
         check(two - 1, 2)
