@@ -168,3 +168,24 @@ def test_keys_and_limits_of_bodies_hold_here_too(engine):
 def send(server, raw: bytes):
     headers = {"content-type": "application/json"}
     return edge.call(server, PATH, raw=raw, method="POST", headers=headers)
+
+
+@pytest.mark.parametrize(
+    ("path", "named"),
+    [
+        ("/v1/images/edits", "images as inputs"),
+        ("/v1/images/variations", "images as inputs"),
+        ("/v1/videos", "videos"),
+    ],
+)
+def test_routes_that_are_not_built_say_so(engine, path, named):
+    server, form = edge.make_state(engine), {"content-type": "multipart/form-data; boundary=x"}
+    for raw, headers in ((b"{}", {}), (b"--x\r\n", form), (b"", {})):
+        response = edge.call(server, path, raw=raw, method="POST", headers=headers)
+        assert response.status_code == 400, response.text
+        error = edge.error_of(response)
+        assert error["code"] == "not_built"
+        assert path in error["message"] and named in error["message"]
+    assert engine.seen == []
+    assert edge.call(edge.make_state(engine, api_key="secret"), path, {}).status_code == 401
+    assert "writes text" in edge.error_of(edge.call(edge.make_state(), path, {}))["message"]

@@ -160,6 +160,9 @@ def test_a_png_tells_how_it_was_made_unless_told_not_to():
         "seed": "7",
         "num_inference_steps": "4",
         "guidance_scale": "1.5",
+        "cfg_truncation": "1.0",
+        "cfg_normalization": "0.0",
+        "max_sequence_length": "32",
         "model": "fake-image",
         "Software": f"jdllm {version.__version__}",
     }

@@ -90,6 +90,8 @@ def test_refusals_and_faults(client):
     with pytest.raises(openai.BadRequestError) as caught:
         client.images.generate(prompt="a cat", size="100x100")
     assert (caught.value.param, caught.value.type) == ("size", "invalid_request_error")
+    with pytest.raises(openai.BadRequestError, match="/v1/images/edits is not built"):
+        client.images.edit(image=("a.png", b"picture", "image/png"), prompt="a cat")
     with pytest.raises(openai.InternalServerError, match="not numbers"):
         client.images.generate(prompt=fake_images.FAULT)
     with pytest.raises(openai.APIError, match="not numbers"):

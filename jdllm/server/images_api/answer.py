@@ -120,6 +120,9 @@ class Answer:
             "num_inference_steps": event.steps,
             "guidance_scale": request.guidance_scale,
             "true_cfg_scale": request.true_cfg_scale,
+            "cfg_truncation": request.cfg_truncation,
+            "cfg_normalization": request.cfg_normalization,
+            "max_sequence_length": request.max_sequence_length,
             "residual_diff_threshold": request.residual_diff_threshold,
             "model": self.server.served.model_name,
             "Software": f"jdllm {version.__version__}",  # a keyword of the PNG standard

@@ -1,4 +1,7 @@
-"""POST /v1/images/generations, and GET /v1/images/{id}/content for answers with URLs."""
+"""POST /v1/images/generations, and GET /v1/images/{id}/content for answers with URLs.
+
+Routes of other servers for what is not built are refused by name.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import fastapi
 from starlette import requests
 from starlette import responses as starlette_responses
 
-from jdllm import offload
+from jdllm import errors, offload
 from jdllm.server import protocol, responses, running, schemas, sse, state
 from jdllm.server.images_api import answer as answer_lib
 from jdllm.server.images_api import events
@@ -19,6 +22,12 @@ CONTENT_HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "default-src 'none'",
     "X-Content-Type-Options": "nosniff",
+}
+
+NOT_BUILT = {
+    "/v1/images/edits": "images as inputs",
+    "/v1/images/variations": "images as inputs",
+    "/v1/videos": "videos",
 }
 
 
@@ -60,3 +69,17 @@ async def image_content(request: requests.Request, image_id: str) -> starlette_r
     return starlette_responses.Response(
         found.content, headers=CONTENT_HEADERS, media_type=found.media_type
     )
+
+
+async def refuse(request: requests.Request) -> None:
+    """Answers 400 and says what is not built; the body, often a form with files, is not read."""
+    path = request.url.path
+    raise errors.RequestError(
+        f"POST {path} is not built: no model here has {NOT_BUILT[path]}; for images of a prompt "
+        "use POST /v1/images/generations",
+        code="not_built",
+    )
+
+
+for refused in NOT_BUILT:
+    router.add_api_route(refused, refuse, methods=["POST"], include_in_schema=False)
