@@ -54,6 +54,7 @@ class Engine(control.EngineControl):
         self.spec = self._built.spec
         self.tokenizer = self._built.tokenizer
         self.model_name = self.config.served_model_name or ""  # `build.build` gives it a value
+        self.model_dir = self._built.model_dir
         self.context_length = self._built.sizes.context_length
         self.max_running_requests = self._built.sizes.max_running_requests
         self.max_total_tokens = self._built.sizes.num_pages * self._built.sizes.page_size

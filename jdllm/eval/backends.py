@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from jdllm import errors, sampling_params
+from jdllm.checkpoint import fingerprint
 from jdllm.client import api, failures, retries, transport
 from jdllm.engine import engine as engine_lib
 
@@ -55,6 +56,14 @@ class Backend(Protocol):
     def abort(self) -> None: ...
 
 
+def identity(about: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what of a backend's description tells its answers from those of another model.
+
+    The files of a server's model are not known.
+    """
+    return {name: about.get(name) for name in ("model", "model_files")}
+
+
 class InProcess:
     """Answers from an engine in this process; uses the model's chat template if it has one."""
 
@@ -92,6 +101,7 @@ class InProcess:
         return {
             "kind": "in-process",
             "model": self._engine.model_name,
+            "model_files": fingerprint.of_folder(self._engine.model_dir),
             "device": str(self._engine.device),
         }
 

@@ -99,7 +99,8 @@ def evaluate(
     if questions.shots:
         sampling = {**sampling, "stop": list(questions.task.few_shot_stop)}
     about = backend.describe()
-    settings = {**questions.settings, **settings, "sampling": sampling, "model": about["model"]}
+    of_model = backends.identity(about)
+    settings = {**questions.settings, **settings, "sampling": sampling, **of_model}
     kept = store.Store(output_dir, settings)
     asked = {example.id for example in questions.examples}
     kept.check_asked(asked)

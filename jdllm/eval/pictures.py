@@ -17,6 +17,7 @@ from jaxtyping import UInt8
 from PIL import Image
 
 from jdllm import errors
+from jdllm.checkpoint import fingerprint
 from jdllm.engine import image_engine, requests
 from jdllm.eval import backends
 
@@ -99,6 +100,7 @@ class InProcess:
         return {
             "kind": "in-process",
             "model": self._engine.model_name,
+            "model_files": fingerprint.of_folder(self._engine.model_dir),
             "device": str(self._engine.device),
             "dtype": self._engine.config.dtype,
             "quantization": self._engine.config.quantization,

@@ -20,7 +20,7 @@ from PIL import Image
 from jdllm import config as config_lib
 from jdllm import errors, progress
 from jdllm.engine import image_checks, image_engine
-from jdllm.eval import asking, evaluation, pictures, scene_summary, store, sweep
+from jdllm.eval import asking, backends, evaluation, pictures, scene_summary, store, sweep
 from jdllm.tasks import registry, scene_pictures
 from jdllm.tasks.scenes.scene import Scene
 
@@ -178,7 +178,8 @@ def evaluate(
     with other settings is refused.
     """
     about = backend.describe()
-    settings = {"task": task.name, **settings, "sampling": dict(point), "model": about["model"]}
+    of_model = backends.identity(about)
+    settings = {"task": task.name, **settings, "sampling": dict(point), **of_model}
     kept = store.Store(output_dir, settings)
     kept.check_asked({scene.id for scene in scenes})
     folder = output_dir / "pictures"

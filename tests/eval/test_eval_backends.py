@@ -10,6 +10,7 @@ import threading
 import pytest
 from support import toy_engine, toy_server
 
+from jdllm import errors
 from jdllm.eval import __main__ as cli
 from jdllm.eval import backends, evaluation
 from jdllm.plots import style
@@ -260,6 +261,18 @@ def test_a_run_in_process(data, tmp_path):
     params = engine.params[0]
     assert (params.seed, params.dllm.threshold) == (5, 0.7)
     assert {one.max_new_tokens for one in engine.params} == {301}
+
+
+def test_answers_of_other_weights_are_not_gone_on_with(data, tmp_path):
+    engine, weights = toy_engine.ToyEngine(), tmp_path / "model" / "weights"
+    engine.model_dir = weights.parent
+    weights.parent.mkdir()
+    weights.write_text("those of yesterday")
+    first = in_process(engine, data, tmp_path / "out")
+    assert in_process(engine, data, tmp_path / "out")["accuracy"] == first["accuracy"]
+    weights.write_text("those of today")
+    with pytest.raises(errors.ConfigError, match="other settings: model_files: .* -> "):
+        in_process(engine, data, tmp_path / "out")
 
 
 def test_a_refused_request_names_its_example(data, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jdllm import device_facts, errors
+from jdllm.checkpoint import source
 from jdllm.engine import generations
 
 
@@ -18,6 +19,7 @@ class ToyEngine:
 
     tokenizer = ToyTokenizer()
     model_name = "toy"
+    model_dir = source.bundled_model()
     device = device_facts.DeviceFacts(platform="cpu", device_kind="cpu")
     max_running_requests = 2
 
