@@ -28,8 +28,9 @@ class BatchingRule:
     """Bounds the images of a launch, for models and sizes that it matches.
 
     `model` is the whole `model_path`, `model_contains` a part of it; `resolution` is WIDTHxHEIGHT
-    or `*`. A rule for a server that offloads weights never matches, because none is offloaded here.
-    `max_cost` bounds the tokens that the transformer computes for all images of a launch.
+    or `*`. A rule for a server that offloads the transformer never matches: here it never waits in
+    the host's memory. `max_cost` bounds the tokens that the transformer computes for all images of
+    a launch.
     """
 
     model: str | None = None

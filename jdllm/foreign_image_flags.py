@@ -53,7 +53,7 @@ REFUSALS: dict[str, str] = {
     "an answer holds its images, or URLs of them; nothing is written to a disk": "output_path "
     "input_save_path",
     "send prompts to the server, or use jdllm.ImageEngine": "prompt_file_path",
-    "there is no web page but /docs": "webui webui_port",
+    "the page of every server is at /, unasked": "webui webui_port",
     "weights are quantised only by --quantization fp8": "enable_svdquant quantized_model_path "
     "nunchaku_*",
 }

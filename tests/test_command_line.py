@@ -268,7 +268,7 @@ def test_a_value_that_asks_for_something_else_is_refused(name):
     ("words", "reason"),
     [
         ("--num-gpus 2", "use --tp-size"),
-        ("--webui", "no web page"),
+        ("--webui", "page of every server is at /"),
         ("--vae-path x/y", "copy of the pipeline folder"),
         ("--cache-dit-config x.yaml", "use --enable-step-cache"),
         ("--lora-path x/y", "LoRA is not supported"),

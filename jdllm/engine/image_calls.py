@@ -5,6 +5,7 @@ Names, layouts and output types are those of diffusers' pipelines.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
@@ -13,6 +14,8 @@ from PIL import Image
 
 from jdllm import errors, image_params, value_checks
 from jdllm.engine import image_checks, image_requests
+
+logger = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
 OneOrEach: TypeAlias = Value | Sequence[Value | None] | None
@@ -70,8 +73,14 @@ def joined(
 ) -> list[Image.Image] | np.ndarray | list[np.ndarray]:
     """Returns what images ended with in the form of an output type.
 
-    The `info` of a PIL image says what the server's answers say.
+    The `info` of a PIL image says what the server's answers say. Tokens that were cut off are a
+    warning, too: other types have no place for them.
     """
+    if cut := [one.truncated_tokens for one in finals if one.truncated_tokens]:
+        logger.warning(
+            "prompts of %d of %d images are too long: up to %d tokens beyond max_sequence_length "
+            "were cut off", len(cut), len(finals), max(cut),
+        )  # fmt: skip
     products = [_product(one) for one in finals]
     if output_type == "pil":
         images = [Image.fromarray(product) for product in products]
@@ -80,6 +89,7 @@ def joined(
                 "seed": one.seed,
                 "num_inference_steps": one.steps,
                 "num_skipped_steps": one.skipped_steps,
+                "truncated_tokens": one.truncated_tokens,
             }
         return images
     if len({product.shape for product in products}) == 1:
@@ -119,9 +129,29 @@ def _listed(values: Any, name: str) -> list[Any]:
 
 
 def _latents(latents: Any, count: int) -> Sequence[np.ndarray | None]:
-    """Returns the initial latents of each image."""
+    """Returns the initial latents of each image: those of one array, or of a list with None."""
     if latents is None:
         return [None] * count
+    if isinstance(latents, list | tuple):  # images may have different sizes
+        each = [None if one is None else _floats(one) for one in latents]
+    else:
+        found = _floats(latents)
+        if found.ndim == 0:
+            raise errors.RequestError(
+                "latents is one number; its first axis must be that of the images", param="latents"
+            )
+        each = list(found)
+    if len(each) != count:
+        raise errors.RequestError(
+            f"latents are for {len(each)} images, not for {count}; the first axis, or the list, is "
+            "that of the images",
+            param="latents",
+        )
+    return each
+
+
+def _floats(latents: Any) -> np.ndarray:
+    """Returns float32."""
     try:
         found = np.asarray(latents)
     except ValueError:  # lists of unequal lengths
@@ -131,11 +161,4 @@ def _latents(latents: Any, count: int) -> Sequence[np.ndarray | None]:
         raise errors.RequestError(
             f"latents must be an array of floats, got {errors.quote(latents)}", param="latents"
         )
-    if found.ndim == 0 or len(found) != count:
-        first = len(found) if found.ndim else "no axis"
-        raise errors.RequestError(
-            f"latents of the shape {list(found.shape)} are for {first} images, not for {count}; "
-            "the first axis is that of the images",
-            param="latents",
-        )
-    return list(found.astype(np.float32, copy=False))
+    return found.astype(np.float32, copy=False)

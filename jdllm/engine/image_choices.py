@@ -108,21 +108,21 @@ class ImageInputs:
             tokens = one.max_sequence_length
             assert tokens is not None and one.seed is not None, "resolved"
             prompt = encode("prompt", one.prompt, tokens)
-            negative = one.negative_prompt
+            negative = None
+            if one.negative_prompt is not None:
+                negative = encode("negative_prompt", one.negative_prompt, tokens)
             request = request_lib.Request(
                 request_id=name,
                 prompt_ids=list(prompt.ids),
                 sampling=sampling_params.SamplingParams(),
                 max_new_tokens=1,
                 seed=one.seed,
-                image=_params(
-                    one,
-                    None if negative is None else encode("negative_prompt", negative, tokens).ids,
-                ),
+                image=_params(one, None if negative is None else negative.ids),
                 group=group,
                 priority_class=priority_class,
             )
-            made[name] = ImageChoice(request, one, index, prompt.num_cut)
+            num_cut = prompt.num_cut + (0 if negative is None else negative.num_cut)
+            made[name] = ImageChoice(request, one, index, num_cut)
         return made
 
     def _encode(self, param: str, text: str, tokens: int) -> prompts.PromptIds:

@@ -52,6 +52,7 @@ class ImageEngine(control.EngineControl):
         self.device = self._built.device
         self.facts = image_options.facts(self._built)
         self.model_name = self.config.served_model_name or ""  # `resolved` gives it a value
+        self.model_dir = self._built.folder.path
         self.max_running_requests = self._built.num_slots
         sizes = self._built.buckets.step_sizes(*self._built.default_size, is_guided=False)
         self.images_per_step = sizes[-1]  # at most, of the default size
@@ -85,10 +86,11 @@ class ImageEngine(control.EngineControl):
         Options have the names of diffusers' pipelines; each is one value or a list with one for
         each prompt, and None is the pipeline's default. An integer `seed` is that of the first
         image, image i has `seed` + i; a list has one for each image. `latents` are the initial
-        latents of all images, [B, C, h, w]. `output_type` "pil" gives a list of PIL images, "np"
-        float32 [B, H, W, 3] from 0 to 1, "latent" the final latents, float32 [B, C, h, w]; where
-        sizes differ, the last two give a list of arrays. The `info` of a PIL image has its seed,
-        its number of steps, and how many of them left out most of the transformer.
+        latents of all images, [B, C, h, w], or a list with [C, h, w] or None for each of them.
+        `output_type` "pil" gives a list of PIL images, "np" float32 [B, H, W, 3] from 0 to 1,
+        "latent" the final latents, float32 [B, C, h, w]; where sizes differ, the last two give a
+        list of arrays. The `info` of a PIL image has its seed, its number of steps, how many of
+        them left out most of the transformer, and how many tokens of its prompts were cut off.
 
         Raises a RequestError with the name of a wrong option, and EngineFault for an image that
         could not be made.

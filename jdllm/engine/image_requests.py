@@ -102,7 +102,8 @@ class ImageEvent:
     last three kinds.
     Times are seconds of this request so far: waiting, text encoding, denoising, decoding.
     Of the `steps`, `skipped_steps` left out most of the transformer.
-    `prompt_tokens` are those that the text encoder saw, `truncated_tokens` those cut off before.
+    `prompt_tokens` are those of the prompt that the text encoder saw, `truncated_tokens` those that
+    were cut off before, of the negative prompt too.
     """
 
     request_index: int

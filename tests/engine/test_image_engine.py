@@ -106,6 +106,9 @@ def test_seeds_make_images_again():
         ("latents", {"latents": np.zeros((1, 16, 8, 8), np.float32)}),
         ("latents", {"latents": np.zeros((2, 16, 16, 16), np.float32)}),
         ("latents", {"latents": "noise"}),
+        ("latents", {"latents": 1.0}),
+        ("latents", {"latents": [None, None]}),
+        ("latents", {"latents": ["noise"]}),
         ("latents", {"latents": [[1.0], [1.0, 2.0]]}),
         ("output_type", {"output_type": "pt"}),
         ("num_images_per_prompt", {"num_images_per_prompt": 0}),
@@ -117,6 +120,30 @@ def test_wrong_options_are_named(param, options):
         generate("a cat", **options)
     assert caught.value.param == param
     assert param in str(caught.value)
+
+
+def test_latents_may_be_given_for_some_images_and_sizes():
+    prompts, sizes = ["a cat", "a dog", "a fox"], {"height": [96, 96, 64], "width": [96, 96, 128]}
+    random = np.random.default_rng(0)
+    wide = random.standard_normal((16, 8, 16)).astype(np.float32)
+    square = initial(1)[0]
+    options = {**QUICK, "seed": [5, 6, 7], "output_type": "latent"}
+    found = generate(prompts, latents=[square, None, jnp.asarray(wide)], **options | sizes)
+    for place, (prompt, given) in enumerate(zip(prompts, (square, None, wide), strict=True)):
+        side = {name: values[place] for name, values in sizes.items()}
+        given = None if given is None else given[None]
+        (alone,) = generate(prompt, latents=given, **options | side | {"seed": 5 + place})
+        np.testing.assert_allclose(found[place], alone, atol=1e-4)
+
+
+def test_what_is_cut_off_of_prompts_is_told(caplog):
+    words = {"negative_prompt": "a very long prompt about cats", "guidance_scale": 1.0}
+    (whole,) = generate("a cat", **QUICK, **words)
+    assert whole.info["truncated_tokens"] == 0 and "max_sequence_length" not in caplog.text
+    (cut,) = generate("a cat", **QUICK, **words, max_sequence_length=8)
+    (longer,) = generate("a cat", **QUICK, **words, max_sequence_length=9)
+    assert cut.info["truncated_tokens"] > longer.info["truncated_tokens"] > 0
+    assert f"up to {cut.info['truncated_tokens']} tokens beyond max_sequence_length" in caplog.text
 
 
 def test_latents_may_be_bfloat16():
