@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import math
 import pathlib
 import statistics
 import time
@@ -99,6 +100,11 @@ def main() -> None:
     )
     add_timing_flags(parser)
     parser.add_argument("--quantization", choices=("fp8",), help="as for jdllm serve")
+    parser.add_argument(
+        "--mixed-captions",
+        action="store_true",
+        help="rows have a fifth, two, three fifths or all of the caption tokens, in turn",
+    )
     parser.add_argument("--as-served", action="store_true", help="no line `with product`")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--tp-size", type=int, default=1, help="GPUs of the transformer's steps")
@@ -118,7 +124,10 @@ def main() -> None:
     tables.say(f"# {options.pipeline}, {caption} caption tokens, {options.tp_size} x {kind}")
     tables.say("part             point      ms   F790   F650  of F650  temp GB  compile s")
     texts = [name for name in folder.models if name.startswith("text_encoder")]
-    step = functools.partial(transformer, caption_tokens=caption)
+    if options.mixed_captions and pipeline.pads_captions:
+        parser.error(f"{options.pipeline} pads all captions to one length")
+    is_mixed = options.mixed_captions
+    step = functools.partial(transformer, caption_tokens=caption, is_mixed=is_mixed)
     steps = [("transformer", step)]
     if pipeline.modulation is not None:
         if not options.as_served:
@@ -162,21 +171,28 @@ def default_caption(pipeline: interface.Pipeline) -> int:
 
 
 def transformer(
-    of: Measured, point: Point, *, caption_tokens: int, has_window: bool = True
+    of: Measured,
+    point: Point,
+    *,
+    caption_tokens: int,
+    has_window: bool = True,
+    is_mixed: bool = False,
 ) -> Work:
     """Returns one step of images; the guidance of all is 3.5, where there is such an option.
 
-    Modulation comes from windows if it is made before steps, unless `has_window` is False.
+    Modulation comes from windows if it is made before steps, unless `has_window` is False. Captions
+    are padded to `caption_tokens`, and have as many of their own unless they are mixed.
     """
     side, batch = point
     key = jax.random.key(0)
-    tokens = of.pipeline.prefix_tokens + caption_tokens
     captions = captions_of(of.pipeline, batch, caption_tokens)
-    lens = jnp.full((batch,), tokens, jnp.int32)
+    shares = jnp.resize(jnp.array([1.0, 0.2, 0.4, 0.6] if is_mixed else [1.0]), (batch,))
+    own = jnp.maximum(jnp.int32(shares * caption_tokens), 1)
+    lens = of.pipeline.prefix_tokens + own
     sigma, guidance, rows = 0.5 * jnp.ones((batch,)), guidance_of(batch), jnp.arange(batch)
     windows = windows_of(of.pipeline, batch) if has_window else None
 
-    def step(params: Any, captions: Any, windows: Any, latents: Any) -> Any:
+    def step(params: Any, captions: Any, lens: Any, windows: Any, latents: Any) -> Any:
         modulation = None
         if windows is not None:
             modulation = windows.read(rows, 0 * rows)
@@ -189,7 +205,8 @@ def transformer(
     latents = jax.random.normal(key, (batch, *of.pipeline.latent_shape(side, side)))
     assert of.flops is not None, "of a transformer"
     flops = of.flops(of.model.config, of.pipeline.image_tokens(side, side), caption_tokens)
-    return Work(f"{side}x{batch}", step, (of.params, captions, windows, latents), batch * flops)
+    arguments = of.params, captions, lens, windows, latents
+    return Work(f"{side}x{batch}", step, arguments, batch * flops)
 
 
 def modulate(of: Measured, point: Point, *, caption_tokens: int) -> Work:
@@ -320,9 +337,16 @@ class Timed:
 
 
 def time_steps(
-    step: Callable[..., Any], arguments: tuple[Any, ...], options: argparse.Namespace
+    step: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    options: argparse.Namespace,
+    *,
+    period: int = 1,
 ) -> Timed:
-    """Compiles, warms and times steps, each of which gets the result of the one before it."""
+    """Compiles, warms and times steps, each of which gets the result of the one before it.
+
+    What is timed is a multiple of `period` steps: of so many each may cost something else.
+    """
     began = time.perf_counter()
     with pallas_kernels.record_choices() as choices:
         lowered = jax.jit(step, donate_argnums=len(arguments) - 1).lower(*arguments)
@@ -337,13 +361,14 @@ def time_steps(
         jax.block_until_ready(state)
         return time.perf_counter() - began, state
 
-    seconds, state = run(3, state)
-    seconds, state = run(3, state)
-    per_step = seconds / 3
+    few = period * math.ceil(3 / period)
+    seconds, state = run(few, state)
+    seconds, state = run(few, state)
+    per_step = seconds / few
     _, state = run(max(1, int(options.warm_s / per_step)), state)
     times = []
     for _ in range(3):
-        count = max(2, int(options.timed_s / per_step))
+        count = period * max(2, math.ceil(options.timed_s / (period * per_step)))
         seconds, state = run(count, state)
         times.append(seconds / count)
     memory, held = compiled.memory_analysis(), [state]

@@ -11,6 +11,7 @@ of `bench_image_parts.py`.
 from __future__ import annotations
 
 import argparse
+import fractions
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -56,7 +57,9 @@ def main() -> None:
         for rate in (None, *options.skip_rates):
             step, arguments = build(pipeline, params, point, rate, options)
             held_gb = sum(leaf.nbytes for leaf in jax.tree.leaves(arguments[-1][1])) / 1e9
-            timed = parts.time_steps(step, arguments, options)
+            # Whole periods: a part of one skips more or less than the rate.
+            period = fractions.Fraction(rate or 0).limit_denominator(100).denominator
+            timed = parts.time_steps(step, arguments, options, period=period)
             plain_ms = plain_ms or timed.ms
             shown = "no cache" if rate is None else f"{100 * rate:.0f} %"
             tables.say(
@@ -87,7 +90,7 @@ def build(
         return jax.random.normal(next(keys), (rows, *shape.shape), shape.dtype)
 
     captions = parts.captions_of(pipeline, rows, options.caption_tokens)
-    latents = random(jax.ShapeDtypeStruct(pipeline.latent_shape(*size), jnp.float32))
+    latents = random(jax.ShapeDtypeStruct(pipeline.latent_shape(*size), jnp.float32))[:batch]
     shape = pipeline.image_tokens(*size), pipeline.transformer_width
     residuals = None
     if rate is not None:
@@ -96,7 +99,10 @@ def build(
     lens = jnp.full((rows,), pipeline.prefix_tokens + options.caption_tokens, jnp.int32)
     ones = jnp.ones((rows,), jnp.float32)
     guidance = interface.Guidance(
-        guidance_scale=ones, true_cfg_scale=ones, cfg_truncation=ones, cfg_normalization=0 * ones
+        guidance_scale=4 * ones,
+        true_cfg_scale=4 * ones,
+        cfg_truncation=ones,
+        cfg_normalization=0 * ones,
     )
 
     windows, slots = parts.windows_of(pipeline, rows), jnp.arange(rows)
@@ -109,9 +115,14 @@ def build(
             # Evenly spaced, and the first step of all computes.
             is_skipped = jnp.floor((count + 1) * rate) > jnp.floor(count * rate)
             cache = step_cache.StepCache(held, lambda change: (change < 0) | is_skipped)
+        x = jnp.concatenate([latents] * (rows // batch))
         velocity = pipeline.predict(
-            params, latents, 0.5 * ones, captions, lens, guidance, size, modulation, cache
+            params, x, 0.5 * ones, captions, lens, guidance, size, modulation, cache
         )
+        if options.guided:
+            own, negative = jnp.split(velocity, 2)
+            of_image = jax.tree.map(lambda value: value[:batch], guidance)
+            velocity = pipeline.guide(own, negative, 0.5 * ones[:batch], of_image)
         kept = None if cache is None else cache.kept
         return latents + parts.STEP * velocity, kept, count + 1
 
