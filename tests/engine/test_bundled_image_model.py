@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import jdllm
-from jdllm.tasks import scene_oracle
+from jdllm.tasks import registry, scene_oracle
 from jdllm.tasks.scene_oracle import Facts, Relation, Thing
 
 pytestmark = pytest.mark.campaign  # engines of its own, whose programs take long to compile
@@ -27,7 +27,9 @@ SCENES = {
     ),
 }
 SEEDS = (0, 1)
-LEAST_RIGHT = 0.75  # of these; of held-out captions docs/images.md tells the share
+LEAST_RIGHT = 0.85  # of these
+# Of the first held-out captions at 8 steps 62 of 64 are right, of 500 93.2 % (docs/images.md).
+HELD_OUT, LEAST_HELD_OUT = 64, 0.9
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +46,18 @@ def test_most_pictures_of_plain_captions_are_right(engine):
         for caption, image in zip(prompts, made, strict=True)
     ]
     assert np.mean(verdicts) >= LEAST_RIGHT, verdicts
+
+
+def test_held_out_captions_are_painted_as_the_documents_say(engine):
+    task, size = registry.IMAGE_TASKS["scenes"], (128, 128)
+    scenes = task.load(HELD_OUT, size)
+    prompts = [scene.caption for scene in scenes]
+    made = engine.generate(prompts, height=size[0], width=size[1], seed=0)
+    right = [
+        task.check(scene.facts(), np.asarray(image)).is_right
+        for scene, image in zip(scenes, made, strict=True)
+    ]
+    assert np.mean(right) >= LEAST_HELD_OUT, np.flatnonzero(np.logical_not(right))
 
 
 def test_the_folder_says_how_many_steps_and_that_guidance_is_not_needed(engine):

@@ -15,8 +15,7 @@ from jdllm.train import __main__ as train_main
 from jdllm.train import recipes
 from jdllm.train.scenes import devices, export, judges, objectives, policy, pool
 
-TURBO = tiny_scenes.ROOT / "configs" / "train" / "nano-image-turbo.yaml"
-OWN = ("teacher=null", "teacher_tries=0", "policy_steps=4")
+SHIPPED = tiny_scenes.ROOT / "configs" / "train" / "nano-image-policy.yaml"
 
 
 class World(fakes.World):
@@ -157,20 +156,20 @@ def test_the_loss_has_the_gradients_of_diffusion_nft(built, params):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        (["policy_steps=4"], "policy_steps=4 needs vae_steps=0 and no teacher"),
-        ([*OWN, "vae_steps=5"], "policy_steps=4 needs vae_steps=0 and no teacher"),
-        ([*OWN, "policy_group=1"], "policy_group=1 must be at least 2 and divide chunk_scenes=256"),
-        ([*OWN, "policy_group=3"], "policy_group=3 must be at least 2 and divide chunk_scenes=256"),
+        (["teacher=a"], "policy_steps=8 needs vae_steps=0 and no teacher"),
+        (["vae_steps=5"], "policy_steps=8 needs vae_steps=0 and no teacher"),
+        (["policy_group=1"], "policy_group=1 must be at least 2 and divide chunk_scenes=512"),
+        (["policy_group=3"], "policy_group=3 must be at least 2 and divide chunk_scenes=512"),
         (["policy_group=0"], "policy_group=0 must be at least 1"),
-        ([*OWN, "policy_steps=-1"], "policy_steps=-1 must be at least 0"),
-        ([*OWN, "policy_trust=0"], "policy_trust=0.0 must be a finite number above 0"),
-        ([*OWN, "policy_trust=.nan"], "policy_trust=nan must be a finite number above 0"),
-        ([*OWN, "caption_dropout=0.1"], "caption_dropout=0.1 must be 0 with policy_steps"),
+        (["policy_steps=-1"], "policy_steps=-1 must be at least 0"),
+        (["policy_trust=0"], "policy_trust=0.0 must be a finite number above 0"),
+        (["policy_trust=.nan"], "policy_trust=nan must be a finite number above 0"),
+        (["caption_dropout=0.1"], "caption_dropout=0.1 must be 0 with policy_steps"),
     ],
 )
 def test_a_wrong_option_is_named(changes, named):
     with pytest.raises(errors.ConfigError) as refused:
-        recipes.load(TURBO, changes)
+        recipes.load(SHIPPED, changes)
     assert named in str(refused.value)
 
 
