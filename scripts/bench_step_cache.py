@@ -54,11 +54,12 @@ def main() -> None:
     tables.say("point      skipped      ms       of no cache  residuals GB  temp GB  compile s")
     for point in options.points:
         plain_ms = None
-        for rate in (None, *options.skip_rates):
+        for asked in (None, *options.skip_rates):
+            # Whole periods are timed: a part of one skips more or less than the rate.
+            share = None if asked is None else fractions.Fraction(asked).limit_denominator(100)
+            rate, period = (None, 1) if share is None else (float(share), share.denominator)
             step, arguments = build(pipeline, params, point, rate, options)
             held_gb = sum(leaf.nbytes for leaf in jax.tree.leaves(arguments[-1][1])) / 1e9
-            # Whole periods: a part of one skips more or less than the rate.
-            period = fractions.Fraction(rate or 0).limit_denominator(100).denominator
             timed = parts.time_steps(step, arguments, options, period=period)
             plain_ms = plain_ms or timed.ms
             shown = "no cache" if rate is None else f"{100 * rate:.0f} %"

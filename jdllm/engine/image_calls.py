@@ -78,8 +78,8 @@ def joined(
     """
     if cut := [one.truncated_tokens for one in finals if one.truncated_tokens]:
         logger.warning(
-            "prompts of %d of %d images are too long: up to %d tokens beyond max_sequence_length "
-            "were cut off", len(cut), len(finals), max(cut),
+            "prompts of %d of %d images are long: up to %d tokens of prompt and negative prompt, "
+            "beyond max_sequence_length, were cut off", len(cut), len(finals), max(cut),
         )  # fmt: skip
     products = [_product(one) for one in finals]
     if output_type == "pil":
@@ -133,9 +133,12 @@ def _latents(latents: Any, count: int) -> Sequence[np.ndarray | None]:
     if latents is None:
         return [None] * count
     if isinstance(latents, list | tuple):  # images may have different sizes
-        each = [None if one is None else _floats(one) for one in latents]
+        each = [
+            None if one is None else _floats(one, f"latents[{place}]")
+            for place, one in enumerate(latents)
+        ]
     else:
-        found = _floats(latents)
+        found = _floats(latents, "latents")
         if found.ndim == 0:
             raise errors.RequestError(
                 "latents is one number; its first axis must be that of the images", param="latents"
@@ -150,7 +153,7 @@ def _latents(latents: Any, count: int) -> Sequence[np.ndarray | None]:
     return each
 
 
-def _floats(latents: Any) -> np.ndarray:
+def _floats(latents: Any, name: str) -> np.ndarray:
     """Returns float32."""
     try:
         found = np.asarray(latents)
@@ -159,6 +162,6 @@ def _floats(latents: Any) -> np.ndarray:
     # numpy does not count bfloat16, which JAX adds to it.
     if not np.issubdtype(found.dtype, np.floating) and found.dtype.name != "bfloat16":
         raise errors.RequestError(
-            f"latents must be an array of floats, got {errors.quote(latents)}", param="latents"
+            f"{name} must be an array of floats, got {errors.quote(latents)}", param="latents"
         )
     return found.astype(np.float32, copy=False)

@@ -73,9 +73,11 @@ class Store:
             return []
         try:
             saved = json.loads(self._run.read_text())
-            old, sessions = saved["settings"], saved["sessions"]
+            old, sessions = dict(saved["settings"]), saved["sessions"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise errors.ConfigError(f"{self._run} is damaged: {error}") from error
+        if "model_files" in self._settings:  # runs of before do not say
+            old.setdefault("model_files", self._settings["model_files"])
         changed = difference(old, self._settings)
         if changed:
             raise errors.ConfigError(

@@ -124,8 +124,12 @@ def check_weights(
             advice += ", and there --text-encoder-cpu-offload"
     if quantization is None:
         saved = sum(sizes.values()) - _bytes_over(folder, dtype, tp_size, "fp8")
-        if needed - saved <= limit:  # no text encoder is quantised
+        # No text encoder is quantised.
+        if needed - saved <= limit:
             advice += f"; or use --quantization fp8 ({(needed - saved) / 1e9:.1f} GB)"
+        elif tp_size == 1 and without - saved <= limit:
+            left = f"{(without - saved) / 1e9:.1f} GB"
+            advice += f"; or use --quantization fp8 and --text-encoder-cpu-offload ({left})"
     fits = [
         f"{size} ({of_size / 1e9:.1f} GB each)"
         for size in sharding.SIZES

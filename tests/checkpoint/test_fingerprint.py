@@ -1,4 +1,4 @@
-"""The fingerprint of a model folder changes with what a model reads, and with nothing else."""
+"""The fingerprint of a model folder changes with its files, wherever it lies."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ import pytest
 
 from jdllm.checkpoint import fingerprint
 
-LARGE = 1 << 20
+SMALL, LARGE = 1 << 20, (1 << 24) + 5
 
 
 @pytest.fixture
 def folder(tmp_path):
     (tmp_path / "transformer").mkdir()
     (tmp_path / "config.json").write_text("{}")
-    content = np.random.default_rng(0).bytes(LARGE)
-    (tmp_path / "transformer" / "model.safetensors").write_bytes(content)
+    random = np.random.default_rng(0)
+    for name, size in (("model", SMALL), ("large", LARGE)):
+        path = tmp_path / "transformer" / f"{name}.safetensors"
+        path.write_bytes(random.bytes(size))
     return tmp_path
 
 
@@ -28,16 +30,33 @@ def test_it_is_that_of_the_same_files_elsewhere_and_later(folder, tmp_path_facto
     os.utime(other / "config.json", (0, 0))
     (other / ".cache").mkdir()
     (other / ".cache" / "lock").write_text("x")
+    (other / "README.md").write_text("a note")
+    (other / "results" / "pictures").mkdir(parents=True)
+    for name in ("run.json", "samples.jsonl", "pictures/0.png"):
+        (other / "results" / name).write_text("of an evaluation")
     assert fingerprint.of_folder(other) == found
 
 
-@pytest.mark.parametrize("place", [0, 100, LARGE - 1])
-def test_other_weights_have_another(folder, place):
-    found, path = fingerprint.of_folder(folder), folder / "transformer" / "model.safetensors"
-    content = bytearray(path.read_bytes())
-    content[place] ^= 1
-    path.write_bytes(content)
-    assert fingerprint.of_folder(folder) != found
+@pytest.mark.parametrize("place", [0, 100, SMALL // 2, SMALL - 1])
+def test_one_other_bit_of_a_small_file_changes_it(folder, place):
+    assert fingerprint.of_folder(folder) != changed(folder, "model", slice(place, place + 1))
+
+
+@pytest.mark.parametrize("start", [0.0, 0.3, 0.5, 0.99])
+def test_a_changed_part_of_a_large_file_changes_it(folder, start):
+    """A hundredth of it is more than the distance of two blocks."""
+    first = int(start * LARGE)
+    assert fingerprint.of_folder(folder) != changed(
+        folder, "large", slice(first, first + LARGE // 100)
+    )
+
+
+def changed(folder, name, part):
+    path = folder / "transformer" / f"{name}.safetensors"
+    content = np.frombuffer(path.read_bytes(), np.uint8).copy()
+    content[part] ^= 1
+    path.write_bytes(content.tobytes())
+    return fingerprint.of_folder(folder)
 
 
 def test_a_file_that_grows_moves_or_comes_changes_it(folder):

@@ -143,7 +143,20 @@ def test_what_is_cut_off_of_prompts_is_told(caplog):
     (cut,) = generate("a cat", **QUICK, **words, max_sequence_length=8)
     (longer,) = generate("a cat", **QUICK, **words, max_sequence_length=9)
     assert cut.info["truncated_tokens"] > longer.info["truncated_tokens"] > 0
-    assert f"up to {cut.info['truncated_tokens']} tokens beyond max_sequence_length" in caplog.text
+    assert f"up to {cut.info['truncated_tokens']} tokens of prompt and" in caplog.text
+    # What both lose is counted: the same text twice, and each alone.
+    (alone,) = generate("a cat", **QUICK, max_sequence_length=8)
+    (both,) = generate(words["negative_prompt"], **QUICK, **words, max_sequence_length=8)
+    of_negative = cut.info["truncated_tokens"] - alone.info["truncated_tokens"]
+    assert both.info["truncated_tokens"] == 2 * of_negative > 0
+
+
+def test_a_bar_tells_how_many_images_are_done(capsys):
+    shown = {name: value for name, value in QUICK.items() if name != "use_tqdm"}
+    generate(["a cat", "a dog"], **shown)
+    assert "2/2" in capsys.readouterr().err
+    generate(["a cat", "a dog"], **shown, use_tqdm=False)
+    assert "2/2" not in capsys.readouterr().err
 
 
 def test_latents_may_be_bfloat16():

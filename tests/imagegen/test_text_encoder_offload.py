@@ -167,6 +167,8 @@ def test_what_fits_in_8_bits_is_not_refused_and_is_advised():
         check(20, None)
     with pytest.raises(errors.ConfigError, match=r"or use --quantization fp8 \(6\.\d GB\)"):
         check(10, None, offloads=True)
+    with pytest.raises(errors.ConfigError, match=r"fp8 and --text-encoder-cpu-offload \(6\.\d GB"):
+        check(10, None)
     with pytest.raises(
         errors.ConfigError, match="in bfloat16 and fp8 .*cpu-offload only"
     ) as caught:

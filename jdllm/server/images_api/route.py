@@ -72,7 +72,7 @@ async def image_content(request: requests.Request, image_id: str) -> starlette_r
 
 
 async def refuse(request: requests.Request) -> None:
-    """Answers 400 and says what is not built; the body, often a form with files, is not read."""
+    """Answers 400 and says what is not built, whatever the body is (too large, it is a 413)."""
     path = request.url.path
     raise errors.RequestError(
         f"POST {path} is not built: no model here has {NOT_BUILT[path]}; for images of a prompt "
