@@ -166,6 +166,8 @@ def _typed(key: str, kind: str, value: Any) -> Any:
     # Annotations are strings in this module (PEP 563).
     try:
         match kind:
+            case "bool" if isinstance(value, bool):
+                return value
             case "str" | "str | None" if isinstance(value, str):
                 return value
             case "int" if isinstance(value, int) and not isinstance(value, bool):

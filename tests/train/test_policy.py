@@ -114,7 +114,8 @@ def params(built):
     return tiny_scenes.curved_params(built)
 
 
-def test_the_loss_has_the_gradients_of_diffusion_nft(built, params):
+@pytest.mark.parametrize("is_normalized", [False, True])
+def test_the_loss_has_the_gradients_of_diffusion_nft(built, params, is_normalized):
     """Against its form in the paper, with weights of both signs and a new policy beside the old."""
     rows, most = 4, 4.0
     draw = np.random.default_rng(2)
@@ -132,17 +133,23 @@ def test_the_loss_has_the_gradients_of_diffusion_nft(built, params):
     def nft(own):
         old = objectives.velocities(built, params, x, sigma, ids, lens)
         moved = objectives.velocities(built, own, x, sigma, ids, lens) - old
-        towards, away = (
-            jnp.mean(jnp.square(old + sign * moved - (noise - latents)), axis=(1, 2, 3))
-            for sign in (1, -1)
-        )
+
+        def error(v):
+            if not is_normalized:
+                return jnp.mean(jnp.square(v - (noise - latents)), axis=(1, 2, 3))
+            clean = x - level * v
+            magnitude = jnp.mean(jnp.abs(clean - latents), axis=(1, 2, 3))
+            square = jnp.mean(jnp.square(clean - latents), axis=(1, 2, 3))
+            return square / jax.lax.stop_gradient(magnitude)
+
         r = 0.5 + np.clip(advantage / most, -1, 1) / 2
-        return jnp.mean(r * towards + (1 - r) * away)
+        return jnp.mean(r * error(old + moved) + (1 - r) * error(old - moved))
 
     def loss(own):
         return objectives.policy_loss(
-            built, own, params, latents, advantage, noise, ids, lens, key, trust=most
-        )[0]
+            built, own, params, latents, advantage, noise, ids, lens, key,
+            trust=most, is_normalized=is_normalized,
+        )[0]  # fmt: skip
 
     path = next(path for path in new if path.endswith(".w_out"))
     want, got = (
@@ -162,6 +169,7 @@ def test_the_loss_has_the_gradients_of_diffusion_nft(built, params):
         (["policy_group=3"], "policy_group=3 must be at least 2 and divide chunk_scenes=512"),
         (["policy_group=0"], "policy_group=0 must be at least 1"),
         (["policy_steps=-1"], "policy_steps=-1 must be at least 0"),
+        (["policy_normalized=2"], "policy_normalized=2 must be of type bool"),
         (["policy_trust=0"], "policy_trust=0.0 must be a finite number above 0"),
         (["policy_trust=.nan"], "policy_trust=nan must be a finite number above 0"),
         (["caption_dropout=0.1"], "caption_dropout=0.1 must be 0 with policy_steps"),
@@ -174,7 +182,10 @@ def test_a_wrong_option_is_named(changes, named):
 
 
 @pytest.mark.campaign
-def test_a_run_comes_to_paint_what_is_found_right(built, params, tmp_path, monkeypatch):
+@pytest.mark.parametrize("is_normalized", [False, True])
+def test_a_run_comes_to_paint_what_is_found_right(
+    built, params, tmp_path, monkeypatch, is_normalized
+):
     reds = []  # of each chunk; right is what is redder than most pictures were at first
 
     def redder(self, facts, pictures):
@@ -188,6 +199,7 @@ def test_a_run_comes_to_paint_what_is_found_right(built, params, tmp_path, monke
     words = tiny_scenes.arguments(
         built.folder.parent / "model", tmp_path, num_steps=300, vae_steps=0, policy_steps=2,
         caption_dropout=0, optimizer="adamw", learning_rate=1e-3, policy_trust=1.0, batch_size=16,
+        policy_normalized=is_normalized,
         steps_per_chunk=1, warmup_steps=1, ema_decay=0.8, decay_share=0.1, eval_steps=[1],
         eval_guidance=[0],
     )  # fmt: skip

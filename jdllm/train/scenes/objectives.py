@@ -21,6 +21,8 @@ from jdllm.train.scenes.update import Metrics
 Pictures = UInt8[Array, "B H W 3"]
 Latents = Float32[Array, "B C h w"]
 
+_LEAST_MAGNITUDE = 1e-3  # of errors of clean latents, which have a standard deviation of 1
+
 
 def vae_loss(
     networks: Networks, config: SceneConfig, params: Params, pictures: Pictures, key: PRNGKeyArray
@@ -68,21 +70,34 @@ def policy_loss(
     key: PRNGKeyArray,
     *,
     trust: float,
+    is_normalized: bool,
 ) -> tuple[Float32[Array, ""], Metrics]:
-    """Returns the mean squared error of `v_old + share * (v - v_old)`.
+    """Returns the loss of DiffusionNFT (arXiv:2509.16117, section 3) with its beta 1.
 
-    `share` is `clip(advantage / trust, -1, 1)`. That is the loss of DiffusionNFT (arXiv:2509.16117,
-    section 3) with its beta 1, up to a factor and a constant: with `r = (1 + share) / 2` it weights
-    the errors of `v_new` by `r` and those of `2 v_old - v_new` by `1 - r`. The metric `drift` is
-    the mean square of `v_new - v_old`.
+    With `share = clip(advantage / trust, -1, 1)` and `r = (1 + share) / 2` it weights the squared
+    errors of `v_new` by `r` and those of `2 v_old - v_new` by `1 - r`. Up to a constant that is the
+    squared error of `v_new` against `v_old + share * (v - v_old)`, which is returned. Where
+    `is_normalized` the errors are those of clean latents, each sample's divided by their mean
+    magnitude, as in the paper. The metric `drift` is the mean square of `v_new - v_old`.
     """
     x, sigma = _noised(networks, latents, noise, key)
     before = jax.lax.stop_gradient(velocities(networks, old, x, sigma, ids, lens))
     share = jnp.clip(advantage / trust, -1, 1)[:, None, None, None]
-    wanted = before + share * (noise - latents - before)
-    predicted = velocities(networks, params, x, sigma, ids, lens)
-    drift = jnp.mean(jnp.square(predicted - before))
-    return jnp.mean(jnp.square(predicted - wanted)), {"drift": drift}
+    moved = velocities(networks, params, x, sigma, ids, lens) - before
+    off = before - (noise - latents)
+    metrics = {"drift": jnp.mean(jnp.square(moved))}
+    if not is_normalized:
+        return jnp.mean(jnp.square(moved + share * off)), metrics
+    level = sigma[:, None, None, None]
+    towards, away = (_normalized_error(level * (off + sign * moved)) for sign in (1, -1))
+    r = (1 + share.ravel()) / 2
+    return jnp.mean(r * towards + (1 - r) * away), metrics
+
+
+def _normalized_error(difference: Latents) -> Float32[Array, " B"]:
+    """Returns each row's mean square over its mean magnitude, which has no gradient."""
+    square, magnitude = (jnp.mean(of(difference), axis=(1, 2, 3)) for of in (jnp.square, jnp.abs))
+    return square / jnp.maximum(jax.lax.stop_gradient(magnitude), _LEAST_MAGNITUDE)
 
 
 def _noised(
