@@ -15,6 +15,7 @@ from jdllm import errors, sampling_params
 from jdllm.checkpoint import fingerprint
 from jdllm.client import api, failures, retries, transport
 from jdllm.engine import engine as engine_lib
+from jdllm.engine import image_engine
 
 # The longest answer unless --max-new-tokens gives another; as in SGLang's script.
 DEFAULT_MAX_NEW_TOKENS = 512
@@ -56,6 +57,16 @@ class Backend(Protocol):
     def abort(self) -> None: ...
 
 
+def of_engine(engine: engine_lib.Engine | image_engine.ImageEngine) -> dict[str, Any]:
+    """Returns what identifies the model and the machine; reads the model's files."""
+    return {
+        "kind": "in-process",
+        "model": engine.model_name,
+        "model_files": fingerprint.of_folder(engine.model_dir),
+        "device": str(engine.device),
+    }
+
+
 def identity(about: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what of a backend's description tells its answers from those of another model.
 
@@ -73,6 +84,7 @@ class InProcess:
         self._engine = engine
         self._tokenizer = engine.tokenizer
         self.default_parallel = 2 * engine.max_running_requests
+        self._about = of_engine(engine)  # once: a sweep asks for each of its points
 
     def answer(self, prompt: api.Content, sampling: Mapping[str, Any]) -> Answer:
         ids = self._prompt_ids(prompt)
@@ -98,12 +110,7 @@ class InProcess:
 
     def describe(self) -> dict[str, Any]:
         """Returns what identifies the model and the machine."""
-        return {
-            "kind": "in-process",
-            "model": self._engine.model_name,
-            "model_files": fingerprint.of_folder(self._engine.model_dir),
-            "device": str(self._engine.device),
-        }
+        return self._about
 
     def abort(self) -> None:
         self._engine.abort(abort_all=True)

@@ -17,7 +17,6 @@ from jaxtyping import UInt8
 from PIL import Image
 
 from jdllm import errors
-from jdllm.checkpoint import fingerprint
 from jdllm.engine import image_engine, requests
 from jdllm.eval import backends
 
@@ -77,6 +76,10 @@ class InProcess:
         self.default_parallel = 2 * engine.max_running_requests
         self.default_size = (engine.facts.default_height, engine.facts.default_width)
         self.default_steps = engine.facts.default_steps
+        self._about = backends.of_engine(engine) | {
+            "dtype": engine.config.dtype,
+            "quantization": engine.config.quantization,
+        }
 
     def picture(self, wanted: Wanted) -> Made:
         try:
@@ -97,14 +100,7 @@ class InProcess:
 
     def describe(self) -> dict[str, Any]:
         """Returns what identifies the model and the machine."""
-        return {
-            "kind": "in-process",
-            "model": self._engine.model_name,
-            "model_files": fingerprint.of_folder(self._engine.model_dir),
-            "device": str(self._engine.device),
-            "dtype": self._engine.config.dtype,
-            "quantization": self._engine.config.quantization,
-        }
+        return self._about
 
     def abort(self) -> None:
         self._engine.abort(abort_all=True)

@@ -137,7 +137,9 @@ def test_weights_that_do_not_fit_are_refused_with_a_size_that_would_do():
 
     check(two, 2)
     with pytest.raises(
-        errors.ConfigError, match=r"stay there; or use .*--tp-size 2 \(.* GB each\)$"
+        errors.ConfigError,
+        match=r"stay there; or use --quantization fp8 \(.* GB\); "
+        r"or use --tp-size 2 \(.* GB each\)$",
     ):
         check(two, 1)
     with pytest.raises(
