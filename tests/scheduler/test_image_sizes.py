@@ -35,7 +35,7 @@ def made(**options):
 )  # fmt: skip
 def test_steps_take_padding_only_where_a_launch_costs_much(count, cost, expected):
     buckets = image_buckets.ImageBuckets(launch_cost=cost)
-    assert buckets.by_worth(buckets.rows, count)[0] == expected
+    assert buckets.by_worth(1024, buckets.rows, [32] * count)[0] == (expected, range(32, 33))
 
 
 def test_sizes_are_bounded_by_pixels_and_guided_rows_count_twice():

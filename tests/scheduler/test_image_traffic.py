@@ -20,8 +20,14 @@ WINDOWS = (
 
 
 def buckets_of(seed):
-    """Returns buckets of models that have their modulation made in steps, or before them."""
-    return dataclasses.replace(WITH_CACHE, windows=WINDOWS[seed % len(WINDOWS)])
+    """Returns buckets of models that have their modulation made in steps, or before them.
+
+    Those of odd seeds have so few tokens in an image that long captions keep steps apart.
+    """
+    buckets = dataclasses.replace(WITH_CACHE, windows=WINDOWS[seed % len(WINDOWS)])
+    if seed % 2 == 0:
+        return buckets
+    return dataclasses.replace(buckets, image_tokens=image_buckets.one_token_for_16x16)
 
 
 def random_asks(rng):
@@ -69,7 +75,8 @@ def test_no_neighbour_changes_an_image_and_nobody_starves(overlaps, running, num
     assert encoded <= captions.misses and captions.hits > 0
     assert (captions.evictions > 0) == (num_entries < 12)
     if running > 3:
-        assert core.counters.merged_forwards > 0.2 * core.counters.denoising_steps
+        least = 0.03 if seed % 2 else 0.2
+        assert core.counters.merged_forwards > least * core.counters.denoising_steps
 
 
 @pytest.mark.parametrize("overlaps", [False, True], ids=["waiting", "overlapped"])

@@ -218,6 +218,7 @@ BUCKETS = image_buckets.ImageBuckets(
     sizes=(SMALL, WIDE, LARGE),
     most_rows=image_buckets.rows_by_pixels(4 * 64 * 64),
     most_decode_rows=image_buckets.rows_by_pixels(2 * 64 * 128),
+    image_tokens=lambda height, width: height * width,  # captions of all lengths share steps
 )
 LIMITS = image_limits.ImageLimits(
     size_multiple=16,

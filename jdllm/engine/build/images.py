@@ -284,6 +284,7 @@ def _buckets(
         sizes=sizes,
         cached=(False, True) if config.has_step_cache else (False,),
         most_requests=_most_requests(config, pipeline, device),
+        image_tokens=pipeline.image_tokens,
     )
     if device.is_cpu:
         return dataclasses.replace(

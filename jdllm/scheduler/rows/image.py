@@ -8,10 +8,11 @@ counts what has been planned.
 
 Whose turn it is. Images of one size share steps, at whatever step each is; guided ones and those
 with a step cache have steps of their own. The row that was stepped least recently goes next, with
-the rows of its group, again the least recently stepped first. So a row that is ready waits for
-fewer steps than there are running rows. Between two steps there is at most one other launch while
-some row is ready for a step. Outputs go before new rows, the oldest first; modulation comes between
-the two.
+the rows of its group, again the least recently stepped first, but for those with captions of so
+different a length that padding would take more time than steps of their own. So a row that is ready
+waits for fewer steps than there are running rows. Between two steps there is at most one other
+launch while some row is ready for a step. Outputs go before new rows, the oldest first; modulation
+comes between the two.
 """
 
 from __future__ import annotations
@@ -236,7 +237,7 @@ class ImageRows:
             and all(map(self.captions.is_written, stay.entries))
             and not stay.is_preview_due
             and self._modulation.is_there(request)
-            and self.programs.has(self._step_bucket([request], rows=1))
+            and self.programs.has(self._step_bucket(request, rows=1))
         )
 
     def _held_s(self, ready: Sequence[request_lib.Request]) -> float:
@@ -253,13 +254,13 @@ class ImageRows:
     def _step(self, ready: Sequence[request_lib.Request]) -> batch_lib.ScheduleBatch:
         """Returns a step of the group whose turn it is."""
         order = sorted(ready, key=lambda one: stay_of(one).turn)  # stable: ties by rank
-        members = [one for one in order if group_of(one) == group_of(order[0])]
-        worth = self._buckets.by_worth(self._step_sizes(order[0]), len(members))
-        bucket = self.programs.first(self._step_bucket(members[:size], rows=size) for size in worth)
+        group = [one for one in order if group_of(one) == group_of(order[0])]
+        bucket, sharing = self._best_step(group)
+        members = sharing[: bucket.rows]
         self._num_turns += 1
-        self._log_batching(members[: bucket.rows], ready)
+        self._log_batching(members, sharing, ready)
         rows = []
-        for one in members[: bucket.rows]:
+        for one in members:
             stay = stay_of(one)
             rows.append(
                 buckets_lib.StepRow(
@@ -276,10 +277,31 @@ class ImageRows:
             stay.turn, stay.is_fresh = self._num_turns, False
         return batch_lib.ScheduleBatch(rows=tuple(rows), bucket=bucket)
 
+    def _best_step(
+        self, group: Sequence[request_lib.Request]
+    ) -> tuple[buckets_lib.StepBucket, list[request_lib.Request]]:
+        """Returns the best step for the first of a group, and who could share it, in this order."""
+        image, shape = image_of(group[0]), self._step_bucket(group[0], rows=1)
+        lengths = [self._step_bucket(one, rows=1).tokens for one in group]
+        worth = self._buckets.by_worth(
+            self._buckets.image_tokens(image.height, image.width),
+            self._step_sizes(group[0]),
+            lengths,
+        )
+        choices = (
+            (dataclasses.replace(shape, rows=rows, tokens=captions[-1]), captions)
+            for rows, captions in worth
+        )
+        bucket, captions = next(one for one in choices if self.programs.has(one[0]))
+        return bucket, [one for one, n in zip(group, lengths, strict=True) if n in captions]
+
     def _log_batching(
-        self, members: Sequence[request_lib.Request], ready: Sequence[request_lib.Request]
+        self,
+        members: Sequence[request_lib.Request],
+        sharing: Sequence[request_lib.Request],
+        ready: Sequence[request_lib.Request],
     ) -> None:
-        """Notes a step of `members` for the log, if it is wanted."""
+        """Notes a step of `members` for the log, if it is wanted; see `BatchingLog.note`."""
         if self._batching_log is None:
             return
         height, width, is_guided, _ = group_of(members[0])
@@ -289,7 +311,7 @@ class ImageRows:
             bound = f"config_cap:{most}"
         now = self._now()
         waits_s = [now - one.arrival_s for one in members if not stay_of(one).num_planned]
-        self._batching_log.note(members, ready, most=most, bound=bound, waits_s=waits_s)
+        self._batching_log.note(members, sharing, ready, most=most, bound=bound, waits_s=waits_s)
 
     def _decode(self) -> batch_lib.ScheduleBatch | None:
         """Returns a launch for the oldest output that is due, and others of its shape."""
@@ -359,14 +381,10 @@ class ImageRows:
         """Returns how many requests of this group a step may have."""
         height, width, is_guided, _ = group_of(request)
         ladder = self._buckets.step_sizes(height, width, is_guided)
-        return self._row_limits.allowed(self._step_bucket([request], rows=1), ladder)
+        return self._row_limits.allowed(self._step_bucket(request, rows=1), ladder)
 
-    def _step_bucket(
-        self, requests: Sequence[request_lib.Request], *, rows: int
-    ) -> buckets_lib.StepBucket:
-        """Returns the bucket of `rows` rows for requests of a group: the longest caption counts."""
-        longest = max(
-            len(self.captions.caption(entry)) for one in requests for entry in stay_of(one).entries
-        )
+    def _step_bucket(self, request: request_lib.Request, *, rows: int) -> buckets_lib.StepBucket:
+        """Returns the bucket of steps of `rows` rows with the request's captions."""
+        longest = max(len(self.captions.caption(entry)) for entry in stay_of(request).entries)
         tokens = self._buckets.tokens_of(longest)
-        return buckets_lib.StepBucket(rows=rows, tokens=tokens, **group_of(requests[0])._asdict())
+        return buckets_lib.StepBucket(rows=rows, tokens=tokens, **group_of(request)._asdict())

@@ -29,6 +29,7 @@ class BatchingLog:
     def note(
         self,
         members: Sequence[request_lib.Request],
+        sharing: Sequence[request_lib.Request],
         ready: Sequence[request_lib.Request],
         *,
         most: int,
@@ -37,8 +38,9 @@ class BatchingLog:
     ) -> None:
         """Counts a step of `members`; the others of `ready` could have taken one, too.
 
-        Such a step has at most `most` images, because of `bound`: "max_size", "config_cap:N" or
-        "dynamic_disabled". `waits_s` says for each image that begins how long it has waited.
+        Those of its group who are not `sharing` have captions of another length. Such a step has at
+        most `most` images, because of `bound`: "max_size", "config_cap:N" or "dynamic_disabled".
+        `waits_s` says for each image that begins how long it has waited.
         """
         self._sizes.append(len(members))
         self._places += most
@@ -46,10 +48,11 @@ class BatchingLog:
         self._waits_s += waits_s
         self._stops[bound if len(members) == most else "ready"] += 1
         first = members[0]
-        chosen = set(map(id, members))
+        chosen, alike = set(map(id, members)), set(map(id, sharing))
         for one in ready:
             if id(one) not in chosen:
-                self._rejected[_difference(first, one) or bound] += 1
+                reason = bound if id(one) in alike else "prompt_length"
+                self._rejected[_difference(first, one) or reason] += 1
         if len(self._sizes) == DISPATCHES_PER_LINE:
             self._write()
             self._clear()

@@ -8,6 +8,7 @@ soon as the launch that makes it has been planned.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
@@ -19,11 +20,19 @@ from jdllm.scheduler import sizes as sizes_lib
 # 512 x 512 (H200, Z-Image: 21.2 ms a row at 4 rows, 21.4 at 12), so more rows gain nothing.
 MOST_STEP_PIXELS = 16 * 512 * 512
 MOST_DECODE_PIXELS = 8 * 512 * 512
+# A row whose turn it is among those of a step is not passed over to save less than this share of
+# the step's time. What steps cost is not known better, either.
+LEAST_GAIN = 0.03
 
 
 def rows_by_pixels(pixels: int) -> Callable[[int, int], int]:
     """Returns how many images (height, width) together have at most so many pixels; at least 1."""
     return lambda height, width: max(1, pixels // (height * width))
+
+
+def one_token_for_16x16(height: int, width: int) -> int:
+    """Returns the tokens of an image (height, width) in pixels, as of the published models."""
+    return height * width // 256
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,10 +171,11 @@ class ImageBuckets:
     launch has at most `encode_tokens` tokens, padding included, because running rows wait for it.
     `windows` are those of modulation, None if steps make all of it.
 
-    `launch_cost` is what a step costs beside its rows, in rows. A large model's step takes time in
-    proportion to its rows, and then a full launch is better than a larger one with padding: the
-    rows that are left go first in the next one. A high cost (small models) makes steps take
-    padding.
+    `launch_cost` is what a step costs beside its rows, in rows with the shortest captions. A large
+    model's step takes time in proportion to its tokens, padding included; an image (height, width)
+    has `image_tokens`. Then a full launch is better than a larger one with padding, and so is one
+    without a much longer caption: the rows that are left go first in the next one. A high cost
+    (small models) makes steps take padding.
     """
 
     rows: tuple[int, ...] = (1, 2, 4, 8, 12)
@@ -180,6 +190,7 @@ class ImageBuckets:
     most_rows: Callable[[int, int], int] = rows_by_pixels(MOST_STEP_PIXELS)
     most_decode_rows: Callable[[int, int], int] = rows_by_pixels(MOST_DECODE_PIXELS)
     most_requests: Callable[[int, int], int | None] | None = None
+    image_tokens: Callable[[int, int], int] = one_token_for_16x16
     launch_cost: float = 0.1
 
     def __post_init__(self) -> None:
@@ -278,13 +289,36 @@ class ImageBuckets:
         """Returns the smallest compiled length of a caption that holds `length` tokens."""
         return sizes_lib.smallest(self.tokens, length, "tokens")
 
-    def by_worth(self, sizes: Sequence[int], count: int) -> list[int]:
-        """Returns `sizes` of steps, the one first that serves most of `count` rows per cost."""
-        return sorted(
-            sizes,
-            key=lambda size: (min(size, count) / (size + self.launch_cost), size),
-            reverse=True,
-        )
+    def by_worth(
+        self, image_tokens: int, sizes: Sequence[int], lengths: Sequence[int]
+    ) -> list[tuple[int, range]]:
+        """Returns the (rows, captions) that a step may have, the best one first.
+
+        `lengths` are the compiled lengths of captions of the rows that could share it, each with
+        `image_tokens`; the first is the one whose turn it is. The first `rows` take part of those
+        whose lengths are in `captions`; the step is compiled for the last of these. The best one
+        wastes least of its cost, but no row is passed over for less than `LEAST_GAIN`.
+        """
+        shortest = image_tokens + self.tokens[0]
+
+        def worth(choice: tuple[int, range]) -> tuple[float, int]:
+            rows, captions = choice
+            served = [length for length in lengths if length in captions][:rows]
+            cost = rows * (image_tokens + captions[-1]) + self.launch_cost * shortest
+            return sum(image_tokens + length for length in served) / cost, rows
+
+        found = sorted(set(lengths))
+        at = found.index(lengths[0])
+        captions = [range(a, b + 1) for a in reversed(found[: at + 1]) for b in found[at:]]
+        choices = list(itertools.product(sizes, captions))
+        most, most_rows = max(map(worth, choices))
+
+        def order(choice: tuple[int, range]) -> tuple[int, float, int]:
+            share, rows = worth(choice)
+            is_good = share >= most / (1 + LEAST_GAIN) and rows >= most_rows
+            return len(choice[1]) if is_good else 0, share, rows
+
+        return sorted(choices, key=order, reverse=True)
 
 
 def up_to(ladder: Sequence[int], most: int) -> tuple[int, ...]:
