@@ -114,8 +114,7 @@ def params(built):
     return tiny_scenes.curved_params(built)
 
 
-@pytest.mark.parametrize("is_normalized", [False, True])
-def test_the_loss_has_the_gradients_of_diffusion_nft(built, params, is_normalized):
+def test_the_loss_has_the_gradients_of_diffusion_nft(built, params):
     """Against its form in the paper, with weights of both signs and a new policy beside the old."""
     rows, most = 4, 4.0
     draw = np.random.default_rng(2)
@@ -135,8 +134,6 @@ def test_the_loss_has_the_gradients_of_diffusion_nft(built, params, is_normalize
         moved = objectives.velocities(built, own, x, sigma, ids, lens) - old
 
         def error(v):
-            if not is_normalized:
-                return jnp.mean(jnp.square(v - (noise - latents)), axis=(1, 2, 3))
             clean = x - level * v
             magnitude = jnp.mean(jnp.abs(clean - latents), axis=(1, 2, 3))
             square = jnp.mean(jnp.square(clean - latents), axis=(1, 2, 3))
@@ -148,7 +145,7 @@ def test_the_loss_has_the_gradients_of_diffusion_nft(built, params, is_normalize
     def loss(own):
         return objectives.policy_loss(
             built, own, params, latents, advantage, noise, ids, lens, key,
-            trust=most, is_normalized=is_normalized,
+            trust=most,
         )[0]  # fmt: skip
 
     path = next(path for path in new if path.endswith(".w_out"))
@@ -169,7 +166,6 @@ def test_the_loss_has_the_gradients_of_diffusion_nft(built, params, is_normalize
         (["policy_group=3"], "policy_group=3 must be at least 2 and divide chunk_scenes=512"),
         (["policy_group=0"], "policy_group=0 must be at least 1"),
         (["policy_steps=-1"], "policy_steps=-1 must be at least 0"),
-        (["policy_normalized=2"], "policy_normalized=2 must be of type bool"),
         (["policy_trust=0"], "policy_trust=0.0 must be a finite number above 0"),
         (["policy_trust=.nan"], "policy_trust=nan must be a finite number above 0"),
         (["caption_dropout=0.1"], "caption_dropout=0.1 must be 0 with policy_steps"),
@@ -182,10 +178,7 @@ def test_a_wrong_option_is_named(changes, named):
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("is_normalized", [False, True])
-def test_a_run_comes_to_paint_what_is_found_right(
-    built, params, tmp_path, monkeypatch, is_normalized
-):
+def test_a_run_comes_to_paint_what_is_found_right(built, params, tmp_path, monkeypatch):
     reds = []  # of each chunk; right is what is redder than most pictures were at first
 
     def redder(self, facts, pictures):
@@ -199,7 +192,6 @@ def test_a_run_comes_to_paint_what_is_found_right(
     words = tiny_scenes.arguments(
         built.folder.parent / "model", tmp_path, num_steps=300, vae_steps=0, policy_steps=2,
         caption_dropout=0, optimizer="adamw", learning_rate=1e-3, policy_trust=1.0, batch_size=16,
-        policy_normalized=is_normalized,
         steps_per_chunk=1, warmup_steps=1, ema_decay=0.8, decay_share=0.1, eval_steps=[1],
         eval_guidance=[0],
     )  # fmt: skip

@@ -59,7 +59,6 @@ class SceneConfig(config_lib.RunConfig):
     teacher_tries: int = 0  # of each pair, until the oracle finds the sample right; 0: not judged
     policy_steps: int = 0  # Euler steps of own samples, from whose verdicts it learns; 0: none
     policy_group: int = 8  # of these samples of each caption, whose verdicts are compared
-    policy_normalized: bool = False  # errors of a sample by their mean magnitude, as in the paper
     policy_trust: float = 5.0  # how little one advantage moves velocities from those of the samples
     weight_decay: float = 0.01
     adam_b2: float = 0.99

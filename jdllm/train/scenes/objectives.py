@@ -70,28 +70,21 @@ def policy_loss(
     key: PRNGKeyArray,
     *,
     trust: float,
-    is_normalized: bool,
 ) -> tuple[Float32[Array, ""], Metrics]:
     """Returns the loss of DiffusionNFT (arXiv:2509.16117, section 3) with its beta 1.
 
-    With `share = clip(advantage / trust, -1, 1)` and `r = (1 + share) / 2` it weights the squared
-    errors of `v_new` by `r` and those of `2 v_old - v_new` by `1 - r`. Up to a constant that is the
-    squared error of `v_new` against `v_old + share * (v - v_old)`, which is returned. Where
-    `is_normalized` the errors are those of clean latents, each sample's divided by their mean
-    magnitude, as in the paper. The metric `drift` is the mean square of `v_new - v_old`.
+    With `r = (1 + clip(advantage / trust, -1, 1)) / 2` it weights the errors of `v_new` by `r` and
+    those of `2 v_old - v_new` by `1 - r`. An error is the mean square of that of the clean latents,
+    each sample's divided by its mean magnitude: one that is far off cannot push the harder for it.
+    The metric `drift` is the mean square of `v_new - v_old`.
     """
     x, sigma = _noised(networks, latents, noise, key)
     before = jax.lax.stop_gradient(velocities(networks, old, x, sigma, ids, lens))
-    share = jnp.clip(advantage / trust, -1, 1)[:, None, None, None]
     moved = velocities(networks, params, x, sigma, ids, lens) - before
-    off = before - (noise - latents)
-    metrics = {"drift": jnp.mean(jnp.square(moved))}
-    if not is_normalized:
-        return jnp.mean(jnp.square(moved + share * off)), metrics
-    level = sigma[:, None, None, None]
+    off, level = before - (noise - latents), sigma[:, None, None, None]
     towards, away = (_normalized_error(level * (off + sign * moved)) for sign in (1, -1))
-    r = (1 + share.ravel()) / 2
-    return jnp.mean(r * towards + (1 - r) * away), metrics
+    r = (1 + jnp.clip(advantage / trust, -1, 1)) / 2
+    return jnp.mean(r * towards + (1 - r) * away), {"drift": jnp.mean(jnp.square(moved))}
 
 
 def _normalized_error(difference: Latents) -> Float32[Array, " B"]:

@@ -222,7 +222,6 @@ class Programs:
             return objectives.policy_loss(
                 self._networks, params, state.average, latents, batch[pool.ADVANTAGE], *of_rows,
                 trust=self._config.policy_trust,
-                is_normalized=self._config.policy_normalized,
             )  # fmt: skip
 
         return update.apply(self._config, state, "flow", loss, rate)
