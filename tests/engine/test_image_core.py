@@ -193,6 +193,7 @@ def built_behind(directory, size, progress):
 def test_a_start_that_leaves_larger_launches_to_later_serves_at_once_and_then_uses_them():
     progress = startup.StartupProgress()
     with built_behind(golden.PIPELINE, SMALL, progress) as one:
+        assert one.buckets.image_tokens == one.pipeline.image_tokens, "of which steps know the cost"
         lengths, outputs = len(one.buckets.tokens), 2
         assert progress.total == 2 * lengths + 1 + outputs, "encode, step; begin; decode"
         asks = [golden.ask(size=SMALL, seed=n, output="latent", name=str(n)) for n in range(4)]

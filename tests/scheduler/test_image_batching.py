@@ -23,6 +23,16 @@ def test_the_log_says_how_images_share_steps(caplog):
     assert "sampling_params.width" in text and "sampling_params.guidance_scale" in text
 
 
+def test_the_log_says_that_captions_keep_images_apart(caplog):
+    caplog.set_level("INFO", logger="jdllm.scheduler.rows.image_batching")
+    buckets = dataclasses.replace(image_fake.BUCKETS, image_tokens=lambda height, width: 16)
+    core, _ = build(random.Random(0), buckets=buckets)
+    core.scheduler.rows._batching_log = image_batching.BatchingLog()
+    core.add([ask(10, prompt=(1,)), ask(10, prompt=[2] * 30)])
+    run(core)
+    assert "rejected: prompt_length 5" in caplog.records[1].getMessage()
+
+
 def test_the_log_names_the_bound_of_a_step(caplog):
     caplog.set_level("INFO", logger="jdllm.scheduler.rows.image_batching")
     for bound, options in (

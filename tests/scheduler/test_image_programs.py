@@ -90,7 +90,12 @@ def test_who_waits_for_a_program_holds_nothing_delays_nobody_and_keeps_the_turn(
         running=running,
         num_entries=2 * running,
         most_waiting=most_waiting,
-        buckets=dataclasses.replace(BUCKETS, windows=WINDOWS if seed % 2 else None),
+        buckets=dataclasses.replace(
+            BUCKETS,
+            windows=WINDOWS if seed % 2 else None,
+            # Long captions keep steps apart, or do not.
+            image_tokens=image_buckets.one_token_for_16x16 if seed > 1 else BUCKETS.image_tokens,
+        ),
     )
     sizes = [SMALL, SMALL, SMALL, *OTHERS]
     asks = [

@@ -21,7 +21,7 @@ from support.image_fake import (
 from jdllm import errors
 from jdllm.engine import core as core_lib
 from jdllm.scheduler import batch as batch_lib
-from jdllm.scheduler.rows import image, image_buckets, interface
+from jdllm.scheduler.rows import image, image_buckets, image_sharing, interface
 
 
 def made(**options):
@@ -35,7 +35,9 @@ def made(**options):
 )  # fmt: skip
 def test_steps_take_padding_only_where_a_launch_costs_much(count, cost, expected):
     buckets = image_buckets.ImageBuckets(launch_cost=cost)
-    assert buckets.by_worth(1024, buckets.rows, [32] * count)[0] == (expected, range(32, 33))
+    shape = image_buckets.StepBucket(rows=1, tokens=32, height=512, width=512, is_guided=False)
+    rows, places = next(image_sharing.choices(buckets, shape, buckets.rows, [32] * count))
+    assert (rows, places) == (expected, [*range(count)])
 
 
 def test_sizes_are_bounded_by_pixels_and_guided_rows_count_twice():

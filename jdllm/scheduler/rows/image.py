@@ -9,10 +9,10 @@ counts what has been planned.
 Whose turn it is. Images of one size share steps, at whatever step each is; guided ones and those
 with a step cache have steps of their own. The row that was stepped least recently goes next, with
 the rows of its group, again the least recently stepped first, but for those with captions of so
-different a length that padding would take more time than steps of their own. So a row that is ready
-waits for fewer steps than there are running rows. Between two steps there is at most one other
-launch while some row is ready for a step. Outputs go before new rows, the oldest first; modulation
-comes between the two.
+different a length that steps of their own save time (`image_sharing`). So a row that is ready waits
+for fewer steps than there are running rows. Between two steps there is at most one other launch
+while some row is ready for a step. Outputs go before new rows, the oldest first; modulation comes
+between the two.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from jdllm.scheduler.rows import (
     image_modulation,
     image_programs,
     image_row_limits,
+    image_sharing,
     interface,
 )
 from jdllm.scheduler.rows import image_buckets as buckets_lib
@@ -281,19 +282,15 @@ class ImageRows:
         self, group: Sequence[request_lib.Request]
     ) -> tuple[buckets_lib.StepBucket, list[request_lib.Request]]:
         """Returns the best step for the first of a group, and who could share it, in this order."""
-        image, shape = image_of(group[0]), self._step_bucket(group[0], rows=1)
+        shape = self._step_bucket(group[0], rows=1)
         lengths = [self._step_bucket(one, rows=1).tokens for one in group]
-        worth = self._buckets.by_worth(
-            self._buckets.image_tokens(image.height, image.width),
-            self._step_sizes(group[0]),
-            lengths,
-        )
-        choices = (
-            (dataclasses.replace(shape, rows=rows, tokens=captions[-1]), captions)
-            for rows, captions in worth
-        )
-        bucket, captions = next(one for one in choices if self.programs.has(one[0]))
-        return bucket, [one for one, n in zip(group, lengths, strict=True) if n in captions]
+        sizes = self._step_sizes(group[0])
+        for rows, places in image_sharing.choices(self._buckets, shape, sizes, lengths):
+            longest = max(lengths[place] for place in places[:rows])
+            bucket = dataclasses.replace(shape, rows=rows, tokens=longest)
+            if self.programs.has(bucket):
+                return bucket, [group[place] for place in places]
+        raise AssertionError("a row is ready only if there is a program for it alone")
 
     def _log_batching(
         self,

@@ -8,7 +8,6 @@ soon as the launch that makes it has been planned.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
@@ -20,9 +19,6 @@ from jdllm.scheduler import sizes as sizes_lib
 # 512 x 512 (H200, Z-Image: 21.2 ms a row at 4 rows, 21.4 at 12), so more rows gain nothing.
 MOST_STEP_PIXELS = 16 * 512 * 512
 MOST_DECODE_PIXELS = 8 * 512 * 512
-# A row whose turn it is among those of a step is not passed over to save less than this share of
-# the step's time. What steps cost is not known better, either.
-LEAST_GAIN = 0.03
 
 
 def rows_by_pixels(pixels: int) -> Callable[[int, int], int]:
@@ -288,37 +284,6 @@ class ImageBuckets:
     def tokens_of(self, length: int) -> int:
         """Returns the smallest compiled length of a caption that holds `length` tokens."""
         return sizes_lib.smallest(self.tokens, length, "tokens")
-
-    def by_worth(
-        self, image_tokens: int, sizes: Sequence[int], lengths: Sequence[int]
-    ) -> list[tuple[int, range]]:
-        """Returns the (rows, captions) that a step may have, the best one first.
-
-        `lengths` are the compiled lengths of captions of the rows that could share it, each with
-        `image_tokens`; the first is the one whose turn it is. The first `rows` take part of those
-        whose lengths are in `captions`; the step is compiled for the last of these. The best one
-        wastes least of its cost, but no row is passed over for less than `LEAST_GAIN`.
-        """
-        shortest = image_tokens + self.tokens[0]
-
-        def worth(choice: tuple[int, range]) -> tuple[float, int]:
-            rows, captions = choice
-            served = [length for length in lengths if length in captions][:rows]
-            cost = rows * (image_tokens + captions[-1]) + self.launch_cost * shortest
-            return sum(image_tokens + length for length in served) / cost, rows
-
-        found = sorted(set(lengths))
-        at = found.index(lengths[0])
-        captions = [range(a, b + 1) for a in reversed(found[: at + 1]) for b in found[at:]]
-        choices = list(itertools.product(sizes, captions))
-        most, most_rows = max(map(worth, choices))
-
-        def order(choice: tuple[int, range]) -> tuple[int, float, int]:
-            share, rows = worth(choice)
-            is_good = share >= most / (1 + LEAST_GAIN) and rows >= most_rows
-            return len(choice[1]) if is_good else 0, share, rows
-
-        return sorted(choices, key=order, reverse=True)
 
 
 def up_to(ladder: Sequence[int], most: int) -> tuple[int, ...]:
