@@ -29,7 +29,7 @@ OPS = """
     all_reduce dense_matmul extend_attention fp8_matmul grouped_matmul padded_attention
     read_cancel_flag rotate_and_cache top_k_routing unembed_stats
 """
-IMAGE_ROWS = "batching buckets captions limits modulation programs row_limits stay"
+IMAGE_ROWS = "batching buckets captions limits modulation programs row_limits sharing stay"
 # (path or folder, floor, group). A file may import lower floors and its own group; the
 # first row that fits a path counts.
 FLOORS: tuple[tuple[str, int, str], ...] = (
