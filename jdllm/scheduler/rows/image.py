@@ -238,7 +238,7 @@ class ImageRows:
             and all(map(self.captions.is_written, stay.entries))
             and not stay.is_preview_due
             and self._modulation.is_there(request)
-            and self.programs.has(self._step_bucket(request, rows=1))
+            and self.programs.has(self._step_shape(request))
         )
 
     def _held_s(self, ready: Sequence[request_lib.Request]) -> float:
@@ -282,15 +282,13 @@ class ImageRows:
         self, group: Sequence[request_lib.Request]
     ) -> tuple[buckets_lib.StepBucket, list[request_lib.Request]]:
         """Returns the best step for the first of a group, and who could share it, in this order."""
-        shape = self._step_bucket(group[0], rows=1)
-        lengths = [self._step_bucket(one, rows=1).tokens for one in group]
-        sizes = self._step_sizes(group[0])
-        for rows, places in image_sharing.choices(self._buckets, shape, sizes, lengths):
-            longest = max(lengths[place] for place in places[:rows])
-            bucket = dataclasses.replace(shape, rows=rows, tokens=longest)
-            if self.programs.has(bucket):
-                return bucket, [group[place] for place in places]
-        raise AssertionError("a row is ready only if there is a program for it alone")
+        shapes = [self._step_shape(one) for one in group]
+        lengths = [shape.tokens for shape in shapes]
+        choices = image_sharing.choices(
+            self._buckets, shapes[0], self._step_sizes(group[0]), lengths
+        )
+        bucket = self.programs.first(choices)
+        return bucket, [group[place] for place in choices[bucket]]
 
     def _log_batching(
         self,
@@ -378,10 +376,10 @@ class ImageRows:
         """Returns how many requests of this group a step may have."""
         height, width, is_guided, _ = group_of(request)
         ladder = self._buckets.step_sizes(height, width, is_guided)
-        return self._row_limits.allowed(self._step_bucket(request, rows=1), ladder)
+        return self._row_limits.allowed(self._step_shape(request), ladder)
 
-    def _step_bucket(self, request: request_lib.Request, *, rows: int) -> buckets_lib.StepBucket:
-        """Returns the bucket of steps of `rows` rows with the request's captions."""
+    def _step_shape(self, request: request_lib.Request) -> buckets_lib.StepBucket:
+        """Returns the bucket of a step of the request alone."""
         longest = max(len(self.captions.caption(entry)) for entry in stay_of(request).entries)
         tokens = self._buckets.tokens_of(longest)
-        return buckets_lib.StepBucket(rows=rows, tokens=tokens, **group_of(request)._asdict())
+        return buckets_lib.StepBucket(rows=1, tokens=tokens, **group_of(request)._asdict())

@@ -9,6 +9,7 @@ else an image could fill the steps of others beside those of its own, and others
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
@@ -25,12 +26,13 @@ def choices(
     shape: image_buckets.StepBucket,
     sizes: Sequence[int],
     lengths: Sequence[int],
-) -> Iterator[tuple[int, list[int]]]:
-    """Yields the (rows, places) that a step may have, one of `sizes` rows, the best one first.
+) -> dict[image_buckets.StepBucket, list[int]]:
+    """Returns the buckets that a step may have, the best one first, and who could share each.
 
-    The images have the size of `shape` and captions of the compiled `lengths`, in their turns.
-    Those at the first `rows` of `places` take part, among them the first of all; the step is
-    compiled for the longest caption of these. The last ones have captions as long as the first.
+    The images have the size of `shape` and captions of the compiled `lengths`, in their turns; a
+    step has one of `sizes` rows. Those who could share it are places in `lengths`, the first of all
+    among them; as many as it has rows take part, and it is compiled for their longest caption. The
+    last buckets are for captions as long as the first.
     """
     image_tokens = buckets.image_tokens(shape.height, shape.width)
     launch_cost = buckets.launch_cost * (image_tokens + buckets.tokens[0])
@@ -53,11 +55,14 @@ def choices(
     enough = (1 + LEAST_GAIN) * min(costs)
     parts = next(parts for parts, one in zip(divided, costs, strict=True) if one <= enough)
     together = next(dict(part) for part in parts if lengths[0] in dict(part))
+    found: dict[image_buckets.StepBucket, list[int]] = {}
     for shared in (together, {lengths[0]}):
         places = [place for place, length in enumerate(lengths) if length in shared]
         by_rate = functools.partial(rate, longest=max(shared), count=len(places))
         for rows in sorted(sizes, key=by_rate, reverse=True):
-            yield rows, places
+            tokens = max(lengths[place] for place in places[:rows])
+            found.setdefault(dataclasses.replace(shape, rows=rows, tokens=tokens), places)
+    return found
 
 
 def _divisions(counts: Sequence[tuple[int, int]]) -> Iterator[list[Sequence[tuple[int, int]]]]:
