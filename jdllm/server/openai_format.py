@@ -7,6 +7,7 @@ holds the denoising statistics.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import time
@@ -23,7 +24,7 @@ from jdllm.server import (
     running,
     sse,
     state,
-    token_logprobs,
+    token_texts,
 )
 
 if TYPE_CHECKING:
@@ -42,8 +43,11 @@ class Shape:
     choice: Callable[[int, generations.Generation], Choice]
     # (choice index, event, whether it is the choice's first) -> choices, one per chunk
     chunk_choices: Callable[[int, generations.Generation, bool], list[Choice]]
-    # (event, number of its first token, texts) -> the object of a choice
-    logprobs: Callable[[generations.Generation, int, token_logprobs.TokenTexts], dict[str, Any]]
+    # (tokens to list, event, texts) -> the object of a choice
+    logprobs: Callable[
+        [Sequence[token_texts.Listed], generations.Generation, token_texts.TokenTexts],
+        dict[str, Any],
+    ]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +70,7 @@ class Answer:
         choices = [self.shape.choice(index, one) for index, one in enumerate(finals)]
         if self._has_logprobs:
             for choice, one in zip(choices, finals, strict=True):
-                choice["logprobs"] = self.shape.logprobs(one, 0, self.server.token_texts)
+                choice["logprobs"] = self._logprobs(self._listed_tokens(), one)
         content = self._object(self.shape.object_name, choices)
         if self.body.return_cached_tokens_details:
             content |= cached_tokens(finals)
@@ -75,7 +79,7 @@ class Answer:
     async def _frames(self) -> AsyncGenerator[bytes, None]:
         options = self.body.stream_options or protocol.StreamOptions()
         last: dict[int, generations.Generation] = {}
-        num_listed: dict[int, int] = {}
+        listed = collections.defaultdict(self._listed_tokens)
         frames = self._denoise_frames()
         async with contextlib.aclosing(running.stream(self.server, self.prompt_list)) as events:
             async for one in events:
@@ -88,10 +92,7 @@ class Answer:
                         yield sse.frame(self._object(denoise_frames.OBJECT, []) | found)
                 choices = self.shape.chunk_choices(index, one, is_first)
                 if self._has_logprobs and choices:
-                    first = num_listed.get(index, 0)
-                    num_listed[index] = len(one.output_ids)
-                    logprobs = self.shape.logprobs(one, first, self.server.token_texts)
-                    _with_text(choices)["logprobs"] = logprobs
+                    _with_text(choices)["logprobs"] = self._logprobs(listed[index], one)
                 for choice in choices:
                     chunk = self._object(self.shape.chunk_object_name, [choice])
                     if options.continuous_usage_stats:
@@ -112,6 +113,15 @@ class Answer:
             return None
         skips = self.body.skip_special_tokens is not False
         return denoise_frames.Frames(self.server.tokenizer, skip_special_tokens=skips)
+
+    def _listed_tokens(self) -> token_texts.ListedTokens:
+        # The prompts differ in their limit at most.
+        return token_texts.ListedTokens(self.server.token_texts, self.prompt_list.params[0])
+
+    def _logprobs(
+        self, listed: token_texts.ListedTokens, one: generations.Generation
+    ) -> dict[str, Any]:
+        return self.shape.logprobs(listed.update(one), one, self.server.token_texts)
 
     @property
     def _has_logprobs(self) -> bool:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Literal
 from starlette import requests
 
 from jdllm import config, errors
-from jdllm.server import keys, live_requests, metrics, responses, token_logprobs
+from jdllm.server import keys, live_requests, metrics, responses
+from jdllm.server import token_texts as token_texts_lib
 from jdllm.server.images_api import store
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class ServerState:
     )
     metrics: metrics.EdgeMetrics = dataclasses.field(init=False)
     image_store: store.ImageStore = dataclasses.field(default_factory=store.ImageStore)
-    _token_texts: token_logprobs.TokenTexts | None = None
+    _token_texts: token_texts_lib.TokenTexts | None = None
 
     def __post_init__(self) -> None:
         self.keys = keys.load(self.server_config)
@@ -94,10 +95,10 @@ class ServerState:
         return found
 
     @property
-    def token_texts(self) -> token_logprobs.TokenTexts:
+    def token_texts(self) -> token_texts_lib.TokenTexts:
         """The texts of single tokens; raises a 400 if the server runs without a tokenizer."""
         if self._token_texts is None:
-            self._token_texts = token_logprobs.TokenTexts(self.tokenizer)
+            self._token_texts = token_texts_lib.TokenTexts(self.tokenizer)
         return self._token_texts
 
     def check_model(self, name: str | None) -> None:

@@ -1,101 +1,85 @@
 """OpenAI's `logprobs` objects, made from the lists in SGLang's `meta_info`.
 
 A log-probability is that of the step in which the token was written. Positions are written in any
-order, so the sum over an answer is no likelihood of its text.
+order, so the sum over an answer is no likelihood of its text. OpenAI's objects list the tokens of
+the text (see `token_texts`), SGLang's every output token.
 """
 
 from __future__ import annotations
 
-import codecs
-import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from jdllm.server import token_texts
+
 if TYPE_CHECKING:
-    from jdllm.engine import generations, tokenizer
-
-CACHED_TOKENS = 1 << 15
+    from jdllm.engine import generations
 
 
-class TokenTexts:
-    """The texts of single tokens; a part of a character is written like `bytes:\\xe2\\x80`."""
-
-    def __init__(self, tokenizer: tokenizer.Tokenizer):
-        self._tokenizer = tokenizer
-        self.of = functools.lru_cache(CACHED_TOKENS)(self._of)
-
-    def _of(self, token_id: int) -> tuple[str, bytes]:
-        data = self._tokenizer.token_bytes(token_id)
-        try:
-            return data.decode(), data
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data), data
-
-
-def of_chat(generation: generations.Generation, first: int, texts: TokenTexts) -> dict[str, Any]:
-    """Returns the object of a chat choice, for the output tokens from number `first` on."""
+def of_chat(
+    listed: Sequence[token_texts.Listed],
+    generation: generations.Generation,
+    texts: token_texts.TokenTexts,
+) -> dict[str, Any]:
+    """Returns the object of a chat choice for some of its tokens."""
     rows = []
-    for logprob, token_id, best in _rows(generation, first):
-        top = [_entry(texts, other, value) for value, other, _ in best]
-        rows.append(_entry(texts, token_id, logprob) | {"top_logprobs": top})
+    for token in listed:
+        logprob, best = _values(generation, token)
+        top = [_entry(texts.data(other, token.is_first, False), value) for value, other, _ in best]
+        rows.append(_entry(token.data, logprob) | {"top_logprobs": top})
     return {"content": rows, "refusal": None}
 
 
 def of_completion(
-    generation: generations.Generation, first: int, texts: TokenTexts
+    listed: Sequence[token_texts.Listed],
+    generation: generations.Generation,
+    texts: token_texts.TokenTexts,
 ) -> dict[str, Any]:
-    """Returns the object of a text choice, for the output tokens from number `first` on.
-
-    `text_offset` counts the characters of the output before the token.
-    """
-    rows = list(_rows(generation, first))
+    """Returns the object of a text choice for some of its tokens."""
     has_top = "output_top_logprobs" in generation.meta_info
-    return {
-        "tokens": [texts.of(token_id)[0] for _, token_id, _ in rows],
-        "token_logprobs": [logprob for logprob, _, _ in rows],
-        "top_logprobs": [
-            {texts.of(other)[0]: value for value, other in
-             [*((value, other) for value, other, _ in best), (logprob, token_id)]}
-            if has_top else None
-            for logprob, token_id, best in rows
-        ],
-        "text_offset": _offsets(generation, texts)[first:],
-    }  # fmt: skip
+    columns: dict[str, list[Any]] = {
+        "tokens": [],
+        "token_logprobs": [],
+        "top_logprobs": [],
+        "text_offset": [],
+    }
+    for token in listed:
+        text, (logprob, best) = token_texts.written(token.data), _values(generation, token)
+        top = {
+            token_texts.written(texts.data(other, token.is_first, False)): value
+            for value, other, _ in best
+        }
+        row = text, logprob, top | {text: logprob} if has_top else None, token.offset
+        for column, value in zip(columns.values(), row, strict=True):
+            column.append(value)
+    return columns
 
 
-def with_texts(reply: dict[str, Any], texts: TokenTexts) -> dict[str, Any]:
+def with_texts(reply: dict[str, Any], texts: token_texts.TokenTexts) -> dict[str, Any]:
     """Returns SGLang's object with the text in each (log-probability, token id, text)."""
     meta = dict(reply["meta_info"])
     if "output_token_logprobs" in meta:
         meta["output_token_logprobs"] = [
-            (value, token_id, texts.of(token_id)[0])
+            (value, token_id, texts.alone(token_id))
             for value, token_id, _ in meta["output_token_logprobs"]
         ]
     if "output_top_logprobs" in meta:
         meta["output_top_logprobs"] = [
-            [(value, token_id, texts.of(token_id)[0]) for value, token_id, _ in best]
+            [(value, token_id, texts.alone(token_id)) for value, token_id, _ in best]
             for best in meta["output_top_logprobs"]
         ]
     return reply | {"meta_info": meta}
 
 
-def _rows(generation: generations.Generation, first: int) -> Any:
+def _values(
+    generation: generations.Generation, token: token_texts.Listed
+) -> tuple[float, Sequence[tuple[float, int, None]]]:
+    """Returns a token's log-probability, and the most probable tokens at its place."""
     meta = generation.meta_info
-    chosen = meta["output_token_logprobs"][first:]
-    tops = meta.get("output_top_logprobs", [()] * (first + len(chosen)))[first:]
-    return (
-        (value, token_id, best) for (value, token_id, _), best in zip(chosen, tops, strict=True)
-    )
+    logprob = meta["output_token_logprobs"][token.place][0]
+    tops = meta.get("output_top_logprobs")
+    return logprob, () if tops is None else tops[token.place]
 
 
-def _entry(texts: TokenTexts, token_id: int, logprob: float) -> dict[str, Any]:
-    text, data = texts.of(token_id)
-    return {"token": text, "logprob": logprob, "bytes": list(data)}
-
-
-def _offsets(generation: generations.Generation, texts: TokenTexts) -> list[int]:
-    """Returns where each token begins; one inside a character begins where the character does."""
-    decoder, offsets, length = codecs.getincrementaldecoder("utf-8")("replace"), [], 0
-    for token_id in generation.output_ids:
-        offsets.append(min(length, len(generation.text)))
-        length += len(decoder.decode(texts.of(token_id)[1]))
-    return offsets
+def _entry(data: bytes, logprob: float) -> dict[str, Any]:
+    return {"token": token_texts.written(data), "logprob": logprob, "bytes": list(data)}

@@ -8,7 +8,6 @@ from support import edge, fake_engine
 
 from jdllm.checkpoint import source
 from jdllm.engine import tokenizer as tokenizer_lib
-from jdllm.server import token_logprobs
 
 CHAT, TEXT, GEN = "/v1/chat/completions", "/v1/completions", "/generate"
 COUNT = 6
@@ -90,27 +89,6 @@ def test_generate(with_text):
     assert meta["output_top_logprobs"] == [
         [[-i / 8 - k, t + k, text(t + k)] for k in range(2)] for i, t in enumerate(ids)
     ]
-
-
-class Bytes:
-    """A tokenizer of bytes, which cuts characters."""
-
-    def token_bytes(self, token_id):
-        return bytes([token_id])
-
-
-def test_parts_of_characters_have_their_bytes_and_offsets():
-    texts = token_logprobs.TokenTexts(Bytes())
-    data = "aé€b".encode()
-    assert texts.of(data[1]) == ("bytes:\\xc3", b"\xc3")
-
-    class Generation:
-        output_ids, text = list(data), "aé€b"
-        meta_info = {"output_token_logprobs": [(-1.0, byte, None) for byte in data]}
-
-    found = token_logprobs.of_completion(Generation, 0, texts)
-    assert found["text_offset"] == [0, 1, 1, 2, 2, 2, 3]
-    assert found["tokens"][0] == "a" and found["tokens"][-1] == "b"
 
 
 def test_the_bytes_of_all_tokens_make_up_the_text():
