@@ -33,6 +33,7 @@ TEXT_OPTIONS = frozenset(
         "tokenizer_path",
         "skip_tokenizer_init",
         "chat_template",
+        "escape_special_tokens",
         "context_length",
         "max_total_tokens",
         "page_size",
@@ -86,6 +87,7 @@ class EngineConfig:
     trust_remote_code: bool = False
     skip_tokenizer_init: bool = False
     chat_template: str | None = None
+    escape_special_tokens: bool = True
     dtype: Dtype = "auto"
     context_length: int | None = None
     mem_fraction_static: float = 0.85

@@ -31,6 +31,7 @@ ON_BY_DEFAULT = frozenset(
     {
         "add_generation_prompt",
         "add_special_tokens",
+        "escape_special_tokens",
         "skip_special_tokens",
         "spaces_between_special_tokens",
     }

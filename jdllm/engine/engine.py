@@ -75,6 +75,7 @@ class Engine(control.EngineControl):
         suffix: infilling.Suffixes = None,
         given: infilling.Givens = None,
         priority: int | None = None,
+        add_special_tokens: bool = True,
     ) -> Any:
         """Returns a dict (text, output_ids, meta_info) for one prompt, a list of them for a list.
 
@@ -84,10 +85,10 @@ class Engine(control.EngineControl):
         Models with full attention can write towards a `suffix` (text or ids) and around
         tokens that are `given` at offsets from the prompt's end. Both may be one value for all
         prompts, or a list with one per prompt. `priority` is for all of them, and needs
-        `enable_priority_scheduling`.
+        `enable_priority_scheduling`. Without `add_special_tokens` a text has only its own.
         """
         choices, collector = self._call(
-            prompt, input_ids, sampling_params, rid, suffix, given, priority
+            prompt, input_ids, sampling_params, rid, suffix, given, priority, add_special_tokens
         )
         if stream:
             return streams.ChoiceStream(self._loop, choices, collector.part)
@@ -108,13 +109,22 @@ class Engine(control.EngineControl):
         suffix: infilling.Suffixes = None,
         given: infilling.Givens = None,
         priority: int | None = None,
+        add_special_tokens: bool = True,
     ) -> Any:
         """Does what `generate` does, for an asyncio caller; the input is prepared in a thread.
 
         With `stream=True` it returns an async iterator of what `generate(stream=True)` yields.
         """
         choices, collector = await asyncio.to_thread(
-            self._call, prompt, input_ids, sampling_params, rid, suffix, given, priority
+            self._call,
+            prompt,
+            input_ids,
+            sampling_params,
+            rid,
+            suffix,
+            given,
+            priority,
+            add_special_tokens,
         )
         if not stream:
             requests.refuse_steps(choice.request.sampling for choice in choices.values())
@@ -202,12 +212,14 @@ class Engine(control.EngineControl):
         *,
         suffix: infilling.Suffix | None = None,
         given: infilling.Given | None = None,
+        escape_special_tokens: bool | None = None,
     ) -> trace_lib.Trace:
         """Returns one answer with its denoising steps; `.show()` draws them.
 
         A prompt is text or token ids as they stand, or the messages of a conversation, which go
-        through the chat template. Parameters are those of `generate`, for one choice; `suffix` and
-        `given` too. An algorithm that moves tokens is refused: positions do not tell its decisions.
+        through the chat template (for `escape_special_tokens` see `LLM.chat`). Parameters are those
+        of `generate`, for one choice; `suffix` and `given` too. An algorithm that moves tokens is
+        refused: positions do not tell its decisions.
         """
         params = requests.with_length(sampling_params)
         if params.n != 1:
@@ -215,7 +227,7 @@ class Engine(control.EngineControl):
         asked = dataclasses.replace(
             params, dllm=params.dllm.with_stream_mode("denoise"), return_step_map=True
         )
-        ids = self._inputs.one_prompt(prompt)
+        ids = self._inputs.one_prompt(prompt, escape_special_tokens=escape_special_tokens)
         choices = self._inputs.choices([ids], [asked], suffix=[suffix], given=[given])
         (choice,) = choices.values()
         declared = choice.request.sampling.dllm.declared
@@ -272,9 +284,12 @@ class Engine(control.EngineControl):
         suffix: infilling.Suffixes,
         given: infilling.Givens,
         priority: int | None,
+        add_special_tokens: bool,
     ) -> tuple[dict[str, requests.Choice], generations.Collector]:
         """Returns the choices that a call of `generate` asks for, and a collector of its answer."""
-        prompts, is_single = self._inputs.prompt_ids(prompt, input_ids)
+        prompts, is_single = self._inputs.prompt_ids(
+            prompt, input_ids, add_special_tokens=add_special_tokens
+        )
         rows = requests.params_per_prompt(params, len(prompts))
         choices = self._inputs.choices(
             prompts, rows, request_ids=rid, suffix=suffix, given=given, priority=priority

@@ -68,6 +68,8 @@ class InputProcessor:
         self,
         prompt: str | Sequence[str] | None,
         input_ids: Sequence[int] | Sequence[Sequence[int]] | None,
+        *,
+        add_special_tokens: bool = True,
     ) -> tuple[list[list[int]], bool]:
         """Returns (one list of ids per prompt, whether a single prompt was given)."""
         if prompt is None and input_ids is not None:
@@ -78,7 +80,8 @@ class InputProcessor:
         texts = [prompt] if is_single else prompt
         if not isinstance(texts, list | tuple) or not all(isinstance(t, str) for t in texts):
             raise errors.RequestError("prompt must be text or a list of texts", param="prompt")
-        return [self.encode(text) for text in texts], is_single
+        rows = [self.encode(text, add_special_tokens=add_special_tokens) for text in texts]
+        return rows, is_single
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Returns the ids of plain text."""
@@ -88,7 +91,9 @@ class InputProcessor:
             )
         return self._built.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-    def one_prompt(self, prompt: requests.Prompt | chat.Messages) -> list[int]:
+    def one_prompt(
+        self, prompt: requests.Prompt | chat.Messages, *, escape_special_tokens: bool | None = None
+    ) -> list[int]:
         """Returns the ids of a prompt, or of a conversation through the chat template."""
         # Any: the first element decides, which no checker follows.
         given: Any = prompt
@@ -96,7 +101,9 @@ class InputProcessor:
             return self._ids(given)
         if self._built.tokenizer is None:
             raise errors.RequestError("a conversation needs a tokenizer", param="prompt")
-        return self._built.tokenizer.apply_chat_template(given)
+        return self._built.tokenizer.apply_chat_template(
+            given, escape_special_tokens=escape_special_tokens
+        )
 
     def visible_text(self, ids: Sequence[int]) -> str:
         """Returns the text of output tokens with special ones; without a tokenizer, their ids."""

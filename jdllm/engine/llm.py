@@ -52,14 +52,15 @@ class LLM:
         use_tqdm: bool = True,
         suffix: infilling.Suffixes = None,
         given: infilling.Givens = None,
+        add_special_tokens: bool = True,
     ) -> list[RequestOutput]:
         """Returns one output per prompt, in the order of the prompts.
 
-        For `suffix` and `given` see `Engine.generate`; the outputs are the text between prompt
-        and suffix.
+        For `suffix`, `given` and `add_special_tokens` see `Engine.generate`; the outputs are the
+        text between prompt and suffix.
         """
         rows = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        pairs = [self._text_and_ids(row) for row in rows]
+        pairs = [self._text_and_ids(row, add_special_tokens) for row in rows]
         texts, ids = [text for text, _ in pairs], [ids for _, ids in pairs]
         return self._run(texts, ids, sampling_params, use_tqdm, suffix, given)
 
@@ -70,8 +71,13 @@ class LLM:
         *,
         use_tqdm: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        escape_special_tokens: bool | None = None,
     ) -> list[RequestOutput]:
-        """Returns the assistant's reply to one conversation, or to each of several."""
+        """Returns the assistant's reply to one conversation, or to each of several.
+
+        With `escape_special_tokens` those in messages that are not the assistant's are plain text;
+        None is the engine's option of this name.
+        """
         if not messages:
             raise errors.RequestError("messages must not be empty", param="messages")
         is_one = isinstance(messages[0], Mapping)
@@ -81,7 +87,11 @@ class LLM:
         if tokenizer is None:
             raise errors.RequestError("chat needs a tokenizer", param="messages")
         ids = [
-            tokenizer.apply_chat_template(one, chat_template_kwargs=chat_template_kwargs)
+            tokenizer.apply_chat_template(
+                one,
+                chat_template_kwargs=chat_template_kwargs,
+                escape_special_tokens=escape_special_tokens,
+            )
             for one in conversations
         ]
         return self._run([None] * len(ids), ids, sampling_params, use_tqdm)
@@ -90,16 +100,18 @@ class LLM:
         """Stops the engine; see `Engine.shutdown`."""
         self.engine.shutdown()
 
-    def _text_and_ids(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, str):
-            return prompt, self.engine.encode(prompt)
+    def _text_and_ids(
+        self, prompt: Prompt, add_special_tokens: bool
+    ) -> tuple[str | None, list[int]]:
+        text = prompt
         if isinstance(prompt, Mapping) and len(prompt) == 1:
-            if isinstance(prompt.get("prompt"), str):
-                return prompt["prompt"], self.engine.encode(prompt["prompt"])
-            if "prompt_token_ids" in prompt:
-                (ids,), is_single = requests.id_rows(prompt["prompt_token_ids"])
-                if is_single:
-                    return None, ids
+            text = prompt.get("prompt")
+        if isinstance(text, str):
+            return text, self.engine.encode(text, add_special_tokens=add_special_tokens)
+        if isinstance(prompt, Mapping) and [*prompt] == ["prompt_token_ids"]:
+            (ids,), is_single = requests.id_rows(prompt["prompt_token_ids"])
+            if is_single:
+                return None, ids
         raise errors.RequestError(
             f'a prompt is text, {{"prompt": text}} or {{"prompt_token_ids": ids}}, not '
             f"{errors.quote(prompt)}",

@@ -22,6 +22,7 @@ from jdllm import config as config_lib
 from jdllm import errors
 from jdllm.checkpoint import tokenizer_checks
 from jdllm.checkpoint.quiet_transformers import tokenization_auto, transformers
+from jdllm.engine import chat_guard
 from jdllm.templates import chat, conversations
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class Tokenizer:
         chat_template: str | None = None,
         revision: str | None = None,
         download_dir: str | os.PathLike[str] | None = None,
+        escape_special_tokens: bool = True,
     ):
         directory = pathlib.Path(path).expanduser()
         hub = {} if directory.is_dir() else {"revision": revision, "cache_dir": download_dir}
@@ -66,6 +68,14 @@ class Tokenizer:
         except errors.ConfigError as error:
             raise errors.ConfigError(f"{place}: {error}") from error
         self.path = str(path)
+        self._bos_id = self._added_bos_id()
+        self._escapes = escape_special_tokens
+        self._guard = self._chat_guard()
+        if self._template is not None and self._guard is None and escape_special_tokens:
+            logger.warning(
+                "special tokens in the messages of users stay special (escape_special_tokens): in "
+                "what this chat template writes they cannot be told from the template's own"
+            )
 
     @property
     def has_chat_template(self) -> bool:
@@ -83,8 +93,12 @@ class Tokenizer:
         return len(self._hf)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Returns the ids of plain text."""
-        return list(self._hf.encode(text, add_special_tokens=add_special_tokens))
+        """Returns the ids of a text, in which special tokens are such.
+
+        What begins with the token that marks a beginning gets no second one.
+        """
+        ids = list(self._hf.encode(text, add_special_tokens=add_special_tokens))
+        return self._with_one_bos(ids) if add_special_tokens else ids
 
     def apply_chat_template(
         self,
@@ -95,25 +109,41 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         add_special_tokens: bool = False,
+        escape_special_tokens: bool | None = None,
     ) -> list[int]:
         """Returns the ids of a conversation, followed by the generation prompt.
 
         `chat_template_kwargs` are further variables of the template. For `continue_final_message`
-        see `ChatTemplate.render`, and for what a template does not know `conversations`.
+        see `ChatTemplate.render`, and for what a template does not know `conversations`. With
+        `escape_special_tokens` those in messages that are not the assistant's are plain text; None
+        is the tokenizer's own default.
         """
         if self._template is None:
             raise errors.RequestError(
                 "this model has no chat template; start the server with --chat-template",
                 param="messages",
             )
-        text = self._template.render(
-            conversations.for_template(messages, self._template.abilities),
+        guard = self._guard_for(escape_special_tokens)
+        turns = conversations.for_template(messages, self._template.abilities)
+        render = functools.partial(
+            self._template.render,
             variables=chat_template_kwargs,
-            tools=tools,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )
-        return self.encode(text, add_special_tokens=add_special_tokens)
+        text = render(turns, tools=tools)
+        ids = guard and guard.safe_ids(
+            text,
+            turns,
+            render,
+            tools=tools,
+            variables=chat_template_kwargs,
+            continues_final=continue_final_message,
+            add_special_tokens=add_special_tokens,
+        )
+        if ids is None:
+            return self.encode(text, add_special_tokens=add_special_tokens)
+        return self._with_one_bos(ids) if add_special_tokens else ids
 
     def token_strings(self, ids: Sequence[int]) -> list[str]:
         """Returns the vocabulary's own entry of each id, as vLLM's `token_strs`."""
@@ -141,6 +171,35 @@ class Tokenizer:
             list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
 
+    def _added_bos_id(self) -> int | None:
+        """Returns the id that a text gets as its beginning; None if it gets none."""
+        bos = self._hf.bos_token_id
+        return bos if bos is not None and self._hf.encode("")[:1] == [bos] else None
+
+    def _with_one_bos(self, ids: list[int]) -> list[int]:
+        """Returns the ids of a text without the beginning that was added to its own."""
+        return ids[1:] if self._bos_id is not None and ids[:2] == [self._bos_id] * 2 else ids
+
+    def _chat_guard(self) -> chat_guard.ChatGuard | None:
+        """Returns what escapes special tokens; None if nothing can."""
+        if self._template is None or not self._hf.is_fast:
+            return None
+        backend = self._hf.backend_tokenizer
+        guard = chat_guard.ChatGuard(backend, self._template, self._hf.all_special_tokens)
+        return (
+            guard if guard.works(functools.partial(self.encode, add_special_tokens=False)) else None
+        )
+
+    def _guard_for(self, escapes: bool | None) -> chat_guard.ChatGuard | None:
+        """Returns the guard of a request; None if it asks for none."""
+        if escapes and self._guard is None:
+            raise errors.RequestError(
+                "escape_special_tokens=True is not possible with this model's chat template, which "
+                "changes the text of messages; leave it out",
+                param="escape_special_tokens",
+            )
+        return self._guard if (self._escapes if escapes is None else escapes) else None
+
 
 def of_model(config: config_lib.EngineConfig, model_dir: pathlib.Path) -> Tokenizer | None:
     """Returns the tokenizer of the model in `model_dir`; None if ids go in and come out."""
@@ -155,6 +214,7 @@ def of_model(config: config_lib.EngineConfig, model_dir: pathlib.Path) -> Tokeni
         chat_template=config.chat_template,
         revision=config.revision,
         download_dir=config.download_dir,
+        escape_special_tokens=config.escape_special_tokens,
     )
 
 

@@ -46,6 +46,7 @@ async def chat_completions(request: requests.Request) -> starlette_responses.Res
         add_generation_prompt=body.writes_generation_prompt,
         continue_final_message=body.continue_final_message is True,
         add_special_tokens=body.add_special_tokens is True,
+        escape_special_tokens=body.escape_special_tokens,
     )
     remaining = server.engine.default_max_new_tokens(len(prompt_ids))
     answer_id = body.rid or running.new_request_id("chatcmpl")

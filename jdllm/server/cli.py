@@ -25,7 +25,7 @@ DESCRIPTION = """Serves a diffusion language model over HTTP.
 Flags are SGLang's, and vLLM's names are known. Flags of either that only concern speed are
 accepted, and the log says what happens instead; docs/flags.md lists them."""
 # Whose value, true or false, SGLang's command lines may give.
-SWITCHES_WITH_VALUES = frozenset({"text_encoder_cpu_offload"})
+SWITCHES_WITH_VALUES = frozenset({"escape_special_tokens", "text_encoder_cpu_offload"})
 CONFIG = "options by flag name; flags win (default: none)"
 
 HELP = {
@@ -40,6 +40,8 @@ HELP = {
     "trust_remote_code": "accepted for compatibility; no remote code is ever run",
     "skip_tokenizer_init": "no tokenizer: only /generate with input_ids",
     "chat_template": "Jinja template or a file that holds one",
+    "escape_special_tokens": "special tokens in the messages of users, systems and tools are plain "
+    "text, so that nobody forges a turn; a request may say otherwise",
     "dtype": "dtype of weights and KV",
     "context_length": "most tokens of prompt and output together",
     "mem_fraction_static": "share of device memory for weights and KV, and for images also for "

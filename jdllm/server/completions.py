@@ -38,7 +38,8 @@ async def completions(request: requests.Request) -> starlette_responses.Response
     given = prompts.split(body.prompt)
     names = body.field_names()
     running.check_places(server, len(given) * max(1, body.n or 1), len(given), names)
-    ids = await prompts.all_ids(server, given, "prompt")
+    special = body.add_special_tokens is not False
+    ids = await prompts.all_ids(server, given, "prompt", add_special_tokens=special)
     suffix = await prompts.suffix_ids(server, body.suffix)
     answer_id = body.rid or running.new_request_id("cmpl")
     # Most prompts leave room for the same number of tokens, and then share their options.

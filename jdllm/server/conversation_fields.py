@@ -59,6 +59,8 @@ class TemplateFields(RequestModel):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: StrictBool | None = None
     continue_final_message: StrictBool | None = None
+    add_special_tokens: StrictBool | None = None
+    escape_special_tokens: StrictBool | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
 

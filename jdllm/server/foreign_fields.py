@@ -17,7 +17,8 @@ Neutral = neutral_values.Defaults
 _NEVER: Neutral = dict.fromkeys(
     (
         "audio", "audio_data", "background", "cache_salt", "chat_template", "custom_labels",
-        "custom_logit_processor", "documents", "echo", "extra_key", "functions", "image_data",
+        "custom_logit_processor", "documents", "echo", "escape_special_tokens", "extra_key",
+        "functions", "image_data",
         "include_stop_str_in_output", "input_embeds", "input_ids", "kv_transfer_params",
         "lora_path", "mm_processor_kwargs", "prediction", "prompt_embeds", "request_id",
         "return_bytes", "return_hidden_states", "return_meta_info", "return_prompt_token_ids",
@@ -43,7 +44,6 @@ COMMON: Neutral = {
 OPENAI: Neutral = {
     **sampling_params.NEUTRAL_ONLY,
     **COMMON,
-    "add_special_tokens": (True,),
     "prompt_cache_retention": ("in_memory",),
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),

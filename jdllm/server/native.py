@@ -54,7 +54,8 @@ async def generate(request: requests.Request) -> starlette_responses.Response:
         "return_step_map": body.return_step_map,
     }
     extras = {name: value for name, value in extras.items() if value is not None}
-    ids = await prompts.all_ids(server, given, name)
+    special = body.add_special_tokens is not False
+    ids = await prompts.all_ids(server, given, name, add_special_tokens=special)
     lengths = [len(one) for one in ids]
     size = len(options) * SIZE_OF_OPTIONS
     params = await offload.off_loop(size, _params, server, lengths, options, extras)
@@ -223,6 +224,7 @@ async def tokenize(request: requests.Request) -> starlette_responses.Response:
             add_generation_prompt=body.writes_generation_prompt,
             continue_final_message=body.continue_final_message is True,
             add_special_tokens=body.add_special_tokens is True,
+            escape_special_tokens=body.escape_special_tokens,
         )
         return await _tokens(server, ids, len(ids), body.return_token_strs)
     texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt

@@ -42,15 +42,21 @@ def split(prompt: Any) -> list[Prompt]:
 
 
 async def all_ids(
-    server: state.ServerState, prompts: Sequence[Prompt], param: str
+    server: state.ServerState,
+    prompts: Sequence[Prompt],
+    param: str,
+    *,
+    add_special_tokens: bool = True,
 ) -> list[list[int]]:
     """Returns the checked token ids of each prompt; `param` names their field in errors.
 
-    It stops at the first prompt that is too long for the context.
+    It stops at the first prompt that is too long for the context. Special tokens are added to
+    texts only.
     """
 
     def made(prompt: Prompt) -> list[int]:
-        found = checked_ids(server, _encoded(server, prompt, param), param)
+        found = _encoded(server, prompt, param, add_special_tokens)
+        checked_ids(server, found, param)
         check_length(server, found, param)
         return found
 
@@ -59,9 +65,11 @@ async def all_ids(
     return await mapped(made, prompts)
 
 
-async def ids(server: state.ServerState, prompt: Prompt, param: str) -> list[int]:
+async def ids(
+    server: state.ServerState, prompt: Prompt, param: str, *, add_special_tokens: bool = True
+) -> list[int]:
     """Returns the checked token ids of one prompt."""
-    (found,) = await all_ids(server, [prompt], param)
+    (found,) = await all_ids(server, [prompt], param, add_special_tokens=add_special_tokens)
     return found
 
 
@@ -134,12 +142,14 @@ def default_tokens(server: state.ServerState, prompt_len: int, default: int) -> 
     return min(default, server.engine.default_max_new_tokens(prompt_len))
 
 
-def _encoded(server: state.ServerState, prompt: Prompt, param: str) -> list[int]:
+def _encoded(
+    server: state.ServerState, prompt: Prompt, param: str, add_special_tokens: bool
+) -> list[int]:
     if isinstance(prompt, list):
         return prompt
     tokenizer = server.tokenizer
     try:
-        found = tokenizer.encode(prompt)
+        found = tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
     except Exception as error:  # about this text, as the tokenizer itself is tried at start
         logger.exception("the tokenizer failed")
         raise field_at_fault.unreadable(error, param) from error

@@ -146,7 +146,6 @@ class ChatRequest(OpenAIRequest, TemplateFields):
     messages: Messages
     top_logprobs: StrictInt | None = None
     max_completion_tokens: StrictInt | None = None
-    add_special_tokens: StrictBool | None = None
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> ChatRequest:
@@ -183,6 +182,7 @@ class CompletionRequest(OpenAIRequest):
     foreign: ClassVar = foreign_fields.OPENAI
     prompt: Any = None
     suffix: StrictStr | None = None
+    add_special_tokens: StrictBool | None = None
     echo: StrictBool | None = None
 
     @pydantic.model_validator(mode="after")
@@ -209,6 +209,7 @@ class GenerateRequest(RequestModel):
     foreign: ClassVar = foreign_fields.GENERATE
     text: Any = None
     input_ids: Any = None
+    add_special_tokens: StrictBool | None = None
     sampling_params: Any = None
     stream: StrictBool | None = None
     rid: Any = None
@@ -247,7 +248,6 @@ class TokenizeRequest(TemplateFields):
     model: StrictStr | None = None
     prompt: Any = None
     messages: Messages | None = None
-    add_special_tokens: StrictBool | None = None
     return_token_strs: StrictBool | None = None
 
     @property
@@ -260,7 +260,8 @@ class TokenizeRequest(TemplateFields):
         if self.messages == []:
             raise errors.RequestError("messages must not be empty", param="messages")
         if self.messages is None:
-            for name in ("tools", "continue_final_message", "chat_template_kwargs"):
+            names = ("tools", "continue_final_message", "chat_template_kwargs")
+            for name in (*names, "escape_special_tokens"):
                 if getattr(self, name):
                     raise errors.RequestError(f"{name} needs messages", param=name)
         return self

@@ -68,7 +68,10 @@ class Abilities:
 
 
 class ChatTemplate:
-    """One compiled template; `special_tokens` are variables such as `bos_token`."""
+    """One compiled template; `special_tokens` are variables such as `bos_token`.
+
+    `literals` are the texts that it can write by itself.
+    """
 
     def __init__(self, source: str, *, special_tokens: Mapping[str, str] | None = None):
         self.source = source
@@ -80,7 +83,8 @@ class ChatTemplate:
                 f"the chat template has more than {MAX_SOURCE_CHARACTERS} characters"
             )
         try:
-            self._words = frozenset(_words(_ENVIRONMENT.parse(source)))
+            tree = _ENVIRONMENT.parse(source)
+            self._words, self.literals = frozenset(_words(tree)), frozenset(_literals(tree))
             self._template = _ENVIRONMENT.from_string(source)
         except Exception as error:  # foreign code: no list of what it may raise is complete
             raise errors.ConfigError(
@@ -220,6 +224,14 @@ def _words(tree: nodes.Node) -> Iterator[str]:
             yield node.name
         elif isinstance(node, nodes.Getattr):
             yield node.attr
+        elif isinstance(node, nodes.Const) and isinstance(node.value, str):
+            yield node.value
+
+
+def _literals(tree: nodes.Node) -> Iterator[str]:
+    for node in tree.find_all((nodes.TemplateData, nodes.Const)):
+        if isinstance(node, nodes.TemplateData):
+            yield node.data
         elif isinstance(node, nodes.Const) and isinstance(node.value, str):
             yield node.value
 

@@ -75,8 +75,14 @@ class FakeTokenizer:
         return bytes([token_id])
 
     def apply_chat_template(
-        self, messages: list[dict[str, Any]], *, add_special_tokens: bool = False, **options: Any
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_special_tokens: bool = False,
+        escape_special_tokens: bool | None = None,
+        **options: Any,
     ) -> list[int]:
+        del escape_special_tokens  # none of its tokens is special
         variables = options.pop("chat_template_kwargs", None)
         turns = conversations.for_template(messages, TEMPLATE.abilities)
         text = TEMPLATE.render(turns, variables=variables, **options)

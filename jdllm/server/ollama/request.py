@@ -63,6 +63,8 @@ class Request(request_model.RequestModel):
     stream: StrictBool | None = None
     options: dict[str, Any] | None = None
     keep_alive: StrictStr | StrictInt | StrictFloat | None = None
+    add_special_tokens: StrictBool | None = None
+    escape_special_tokens: StrictBool | None = None
 
     def model_name(self) -> str | None:
         """Returns the name of the model without the tag that stands for no tag."""
@@ -150,6 +152,11 @@ class GenerateRequest(Request):
         if self.system and (self.raw or self.suffix):
             raise errors.RequestError(
                 "system is part of a conversation; raw and suffix have none", param="system"
+            )
+        if self.escape_special_tokens and self.is_plain:
+            raise errors.RequestError(
+                "escape_special_tokens is for conversations; raw and suffix have none",
+                param="escape_special_tokens",
             )
         return self
 

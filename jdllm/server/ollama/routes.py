@@ -37,7 +37,7 @@ async def ollama_chat(request: requests.Request) -> starlette_responses.Response
     if not body.messages:
         return _loaded(body, form)
     running.check_places(server, 1)
-    prompt_ids = await chat.template_ids(server, body.chat_messages, None)
+    prompt_ids = await _chat_ids(server, body)
     prompt_list = _prompt_list(server, body, prompt_ids, "messages")
     return await _respond(request, server, body, form, prompt_list)
 
@@ -53,11 +53,24 @@ async def ollama_generate(request: requests.Request) -> starlette_responses.Resp
     running.check_places(server, 1)
     suffix = await prompts.suffix_ids(server, body.suffix)
     if body.is_plain:
-        prompt_ids = await prompts.ids(server, body.prompt, "prompt")
+        special = body.add_special_tokens is not False
+        prompt_ids = await prompts.ids(server, body.prompt, "prompt", add_special_tokens=special)
     else:
-        prompt_ids = await chat.template_ids(server, body.chat_messages, None)
+        prompt_ids = await _chat_ids(server, body)
     prompt_list = _prompt_list(server, body, prompt_ids, "prompt", suffix)
     return await _respond(request, server, body, form, prompt_list)
+
+
+async def _chat_ids(
+    server: state.ServerState, body: request_lib.ChatRequest | request_lib.GenerateRequest
+) -> list[int]:
+    return await chat.template_ids(
+        server,
+        body.chat_messages,
+        None,
+        add_special_tokens=body.add_special_tokens is True,
+        escape_special_tokens=body.escape_special_tokens,
+    )
 
 
 def _form(

@@ -107,6 +107,7 @@ class ResponseRequest(request_model.RequestModel):
     parallel_tool_calls: StrictBool | None = None
     user: StrictStr | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    escape_special_tokens: StrictBool | None = None
     rid: StrictStr | None = None
     priority: StrictInt | None = None
     temperature: Any = None

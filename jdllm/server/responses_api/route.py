@@ -23,7 +23,12 @@ async def create_response(request: requests.Request) -> starlette_responses.Resp
     names = body.field_names()
     running.check_places(server, 1, field_names=names)
     try:
-        prompt_ids = await chat.template_ids(server, body.messages, body.chat_template_kwargs)
+        prompt_ids = await chat.template_ids(
+            server,
+            body.messages,
+            body.chat_template_kwargs,
+            escape_special_tokens=body.escape_special_tokens,
+        )
     except errors.RequestError as error:
         # The items of `input` and the messages of the template are not numbered alike.
         name = "input" if (error.param or "").startswith("messages") else error.param
