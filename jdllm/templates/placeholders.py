@@ -56,6 +56,7 @@ class Hider:
         taken: str,
     ):
         self._begins = begins
+        self._words = template.abilities.words
         self._openings = {one[:end] for one in control_tokens for end in range(1, len(one))}
         self._longest = max(map(len, self._openings), default=0)
         self._taken = frozenset("".join((taken, *template.literals)))
@@ -84,10 +85,10 @@ class Hider:
         table = self._table(letters, [messages, tools, variables])
         return Hidden(
             messages=[
-                {**one, **_translated(_content(one), table)} if is_it else one
+                self._hidden_message(one, table) if is_it else one
                 for one, is_it in zip(messages, is_written, strict=True)
             ],
-            tools=_translated(tools, table),
+            tools=self._translated(tools, table),
             letters={ord(place): chr(letter) for letter, place in table.items()},
         )
 
@@ -117,6 +118,27 @@ class Hider:
             )
         return table
 
+    def _hidden_message(
+        self, message: Mapping[str, Any], table: Mapping[int, str]
+    ) -> dict[str, Any]:
+        content = _content(message).items()
+        return {**message, **{name: self._translated(value, table) for name, value in content}}
+
+    def _translated(self, value: Any, table: Mapping[int, str]) -> Any:
+        """Returns a copy of a value of JSON with other characters; names that are read stay."""
+        if isinstance(value, str):
+            return value.translate(table)
+        if isinstance(value, Mapping):
+            return {
+                name if name in self._words else self._translated(name, table): self._translated(
+                    entry, table
+                )
+                for name, entry in value.items()
+            }
+        if isinstance(value, list | tuple):
+            return [self._translated(entry, table) for entry in value]
+        return value
+
 
 def samples(template: chat.ChatTemplate, text: str) -> Iterator[list[dict[str, Any]]]:
     """Yields conversations in which users, systems and tools write `text`, if they are taken."""
@@ -139,10 +161,14 @@ def is_transparent(template: chat.ChatTemplate, hider: Hider, letters: Iterable[
     text = "".join((_PRINTABLE, *(f"a{letter}" for letter in letters), "z"))
     for turns in samples(template, text):
         hidden = hider.hidden(turns, None, None)
-        if hidden is not None:
+        if hidden is None:
+            continue
+        try:
             rendered = template.render(hidden.messages)
-            if hidden.restored(rendered) != template.render(turns):
-                return False
+        except errors.RequestError:
+            return False
+        if hidden.restored(rendered) != template.render(turns):
+            return False
     return True
 
 
@@ -161,14 +187,3 @@ def _strings(value: Any) -> Iterator[str]:
             waiting += [*one, *one.values()]
         elif isinstance(one, list | tuple):
             waiting += one
-
-
-def _translated(value: Any, table: Mapping[int, str]) -> Any:
-    """Returns a copy of a value of JSON with other characters in its texts; names stay."""
-    if isinstance(value, str):
-        return value.translate(table)
-    if isinstance(value, Mapping):
-        return {name: _translated(entry, table) for name, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_translated(entry, table) for entry in value]
-    return value
