@@ -8,15 +8,10 @@ import pydantic
 from pydantic import StrictBool, StrictStr
 
 from jdllm import errors
-from jdllm.server import foreign_fields
-from jdllm.server.request_model import RequestModel, first_problem
+from jdllm.server.request_model import RequestModel
+from jdllm.templates import message_fields
 
 MAX_MESSAGES = 8192
-
-
-class TextPart(RequestModel):
-    type: StrictStr
-    text: StrictStr
 
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -25,13 +20,16 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 class Message(RequestModel):
     """A message of a conversation; `templates.conversations` says what becomes of its fields."""
 
-    foreign: ClassVar = foreign_fields.MESSAGE
+    foreign: ClassVar = message_fields.REFUSED
+    hints: ClassVar = message_fields.HINTS
     role: StrictStr
     content: Any = None
     name: StrictStr | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: StrictStr | None = None
-    reasoning_content: StrictStr | None = None
+    reasoning_content: Any = None
+    reasoning: Any = None
+    thinking: Any = None
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> Message:
@@ -40,13 +38,15 @@ class Message(RequestModel):
                 f"role={errors.quote(self.role)} must be one of {', '.join(ROLES)}", param="role"
             )
         if self.content is not None or not self.tool_calls:
-            self.content = content_text(self.content)
+            self.content = message_fields.content_text(self.content, self.role)
+        message_fields.check_reasoning(self.__dict__)
         return self
 
     def turn(self) -> dict[str, Any]:
         """Returns the fields that say something, as a chat template takes them."""
-        fields = {name: getattr(self, name) for name in type(self).model_fields}
-        given = {name: value for name, value in fields.items() if value not in (None, [], "")}
+        extra = (self.model_extra or {}).items()
+        fields = self.__dict__ | {k: value for k, value in extra if k in self.hints}
+        given = {k: value for k, value in fields.items() if not message_fields.is_empty(value)}
         return given | {"content": self.content or ""}
 
 
@@ -98,27 +98,3 @@ def refuse_tool_use(tools: list[dict[str, Any]] | None, tool_choice: Any) -> Non
             'tools are not supported by this engine, except with tool_choice="none"',
             param="tools",
         )
-
-
-def content_text(content: Any) -> str:
-    """Returns the text of a message; its parts are joined by a space, as in SGLang."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list) or not content:
-        raise errors.RequestError(
-            "content must be a string or a non-empty list of text parts", param="content"
-        )
-    texts = []
-    for i, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        if kind != "text":
-            raise errors.RequestError(
-                f"content part {errors.quote(kind)} is not supported; use text parts",
-                param=f"content.{i}",
-            )
-        try:
-            texts.append(TextPart.model_validate(part).text)
-        except pydantic.ValidationError as error:
-            problem = first_problem(error)
-            raise errors.RequestError(str(problem), param=f"content.{i}.{problem.param}") from error
-    return " ".join(texts)

@@ -60,8 +60,6 @@ CHAT: Neutral = {
     "verbosity": ("medium",),
 }
 
-MESSAGE: Neutral = dict.fromkeys(("annotations", "audio", "function_call", "refusal"), ())
-
 STREAM_OPTIONS: Neutral = {"include_obfuscation": ()}
 
 GENERATE: Neutral = {

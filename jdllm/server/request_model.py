@@ -15,14 +15,19 @@ ModelName = Annotated[StrictStr, pydantic.Field(max_length=1024)]  # a path on a
 
 
 class RequestModel(pydantic.BaseModel):
-    """A body; further fields must be in `foreign` with a neutral value, or they are refused."""
+    """A body; further fields must be in `foreign` with a neutral value, or they are refused.
+
+    `hints` pass with any value.
+    """
 
     model_config = pydantic.ConfigDict(extra="allow", protected_namespaces=())
     foreign: ClassVar[foreign_fields.Neutral] = {}
+    hints: ClassVar[frozenset[str]] = frozenset()
 
     @pydantic.model_validator(mode="after")
     def _refuse_foreign(self) -> RequestModel:
-        foreign_fields.check(self.model_extra or {}, self.foreign, type(self).model_fields)
+        extra = {k: v for k, v in (self.model_extra or {}).items() if k not in self.hints}
+        foreign_fields.check(extra, self.foreign, type(self).model_fields)
         return self
 
 

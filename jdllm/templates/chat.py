@@ -16,7 +16,7 @@ import jinja2
 from jinja2 import nodes
 
 from jdllm import errors
-from jdllm.templates import budget, sandbox
+from jdllm.templates import budget, message_fields, sandbox
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -46,7 +46,6 @@ RESERVED_VARIABLES = frozenset(
         "truncation",
     }
 )
-_REASONING = ("reasoning_content", "thinking", "reasoning")
 # Marks where the final message ends; its blank shows whether the template strips messages.
 _END_OF_FINAL = "\N{SYMBOL FOR END OF TEXT}END-OF-FINAL-MESSAGE "
 _QUESTION = {"role": "user", "content": "PROBE-QUESTION"}
@@ -247,7 +246,7 @@ def _call(kind: type[dict] | type[str]) -> dict[str, Any]:
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what a template sees of a message: no None, reasoning under its usual names."""
     plain = {name: value for name, value in _plain(message).items() if value is not None}
-    reasoning = next((plain[name] for name in _REASONING if name in plain), None)
+    reasoning = next((plain[name] for name in message_fields.REASONING if name in plain), None)
     if reasoning is None:
         return plain
     return {"thinking": reasoning, **plain, "reasoning_content": reasoning}

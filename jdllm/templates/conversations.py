@@ -10,7 +10,7 @@ know becomes plain text in the conversation, so that nothing of the history is l
 - role `tool` (formerly `function`): a message of the user, `Tool result (NAME, ID):` and the
   content on the next line.
 
-Other fields of a message that the template does not mention are refused by name.
+`message_fields` says which other fields of a message pass; the rest is refused by name.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jdllm import errors
+from jdllm import errors, neutral_values
+from jdllm.templates import message_fields
 
 if TYPE_CHECKING:
     from jdllm.templates import chat
 
 _KNOWN = frozenset({"role", "content", "name", "tool_calls", "tool_call_id"})
+_SERVED = _KNOWN.union(message_fields.REASONING)
 
 
 def for_template(
@@ -46,12 +48,7 @@ def for_template(
 
 
 def _turn(message: Mapping[str, Any], abilities: chat.Abilities) -> dict[str, Any]:
-    turn = _checked(message)
-    for field in turn:
-        if field not in _KNOWN and field not in abilities.words:
-            raise errors.RequestError(
-                f"the chat template does not read {field!r}; leave it out", param=field
-            )
+    turn = _readable(_checked(message), abilities.words)
     if turn["role"] == "developer" and "developer" not in abilities.words:
         turn["role"] = "system"
     if turn["role"] in ("tool", "function"):
@@ -69,12 +66,23 @@ def _turn(message: Mapping[str, Any], abilities: chat.Abilities) -> dict[str, An
     return turn
 
 
+def _readable(turn: dict[str, Any], words: frozenset[str]) -> dict[str, Any]:
+    """Returns the fields that the template reads; raises for others that say something."""
+    reasoning = message_fields.REASONING if turn["role"] == "assistant" else ()
+    read = {*_KNOWN, *words}
+    if not words.isdisjoint(reasoning):
+        read.update(reasoning)  # the template gets it under all of these names
+    dropped = message_fields.HINTS.union(reasoning)
+    rest = {name: value for name, value in turn.items() if name not in read | dropped}
+    neutral_values.check(rest, message_fields.REFUSED, _SERVED)
+    return {name: value for name, value in turn.items() if name in read}
+
+
 def _checked(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a message that are not None, with text as its content."""
+    """Returns the fields of a message that are not empty, with text as its content."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise errors.RequestError("a message needs a role")
-    turn = {name: value for name, value in message.items() if value not in (None, [], "")}
-    content = message.get("content")
+    turn = {k: value for k, value in message.items() if not message_fields.is_empty(value)}
     calls = turn.get("tool_calls")
     if calls is not None:
         if turn["role"] != "assistant":
@@ -85,10 +93,8 @@ def _checked(message: Mapping[str, Any]) -> dict[str, Any]:
             raise errors.RequestError(
                 "a tool call needs a function with a name and arguments", param="tool_calls"
             )
-    if content is None and calls is not None:
-        content = ""
-    if not isinstance(content, str):
-        raise errors.RequestError("a message needs text content", param="content")
+    content = message_fields.content_text(message.get("content"), turn["role"])
+    message_fields.check_reasoning(turn)
     for field in ("name", "tool_call_id"):
         if not isinstance(turn.get(field, ""), str):
             raise errors.RequestError(f"{field} must be a string", param=field)

@@ -167,7 +167,7 @@ def test_neutral_fields_change_nothing(name):
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input.0"),
         ({"input": [{"type": "web_search_call", "id": "w"}]}, "input.0.type"),
         ({"input": [{"type": ["x"] * 9999}]}, "input.0.type"),
-        ({"input": [{"type": "reasoning", "summary": [{"text": "hm"}]}]}, "input.0"),
+        ({"input": [{"type": "reasoning", "summary": ["hm"]}]}, "input.0.summary.0"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
             "input.0.content.0",

@@ -14,6 +14,7 @@ from pydantic import StrictBool, StrictFloat, StrictInt, StrictStr
 
 from jdllm import errors, sampling_params
 from jdllm.server import conversation_fields, foreign_fields, protocol, request_model
+from jdllm.templates import message_fields
 
 # Options that change the text, and their names in `SamplingParams`, which obeys or refuses them.
 SAMPLING = {
@@ -183,9 +184,11 @@ class ShowRequest(request_model.RequestModel):
 
 
 class _Message(request_model.RequestModel):
-    foreign: ClassVar = {"images": (), "thinking": ()}
+    foreign: ClassVar = message_fields.REFUSED
+    hints: ClassVar = message_fields.HINTS
     role: StrictStr
     content: StrictStr | None = None
+    thinking: StrictStr | None = None
     tool_calls: list[_ToolCall] | None = None
     tool_call_id: StrictStr | None = None
     tool_name: StrictStr | None = None
@@ -210,7 +213,9 @@ _Message.model_rebuild()
 def chat_turn(content: dict[str, Any], name: str) -> dict[str, Any]:
     """Returns a message in OpenAI's form; calls of tools have their arguments as JSON there."""
     message = protocol.part(_Message, content, name)
-    turn: dict[str, Any] = {"role": message.role, "content": message.content}
+    turn: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+    if message.thinking is not None:
+        turn["thinking"] = message.thinking
     if message.tool_calls:
         turn["tool_calls"] = [
             {
@@ -223,8 +228,6 @@ def chat_turn(content: dict[str, Any], name: str) -> dict[str, Any]:
             }
             for i, call in enumerate(message.tool_calls)
         ]
-    elif message.content is None:
-        turn["content"] = ""
     if message.tool_call_id is not None:
         turn["tool_call_id"] = message.tool_call_id
     if message.tool_name is not None:

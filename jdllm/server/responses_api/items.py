@@ -7,32 +7,31 @@ that both routes build the same prompt from the same conversation.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from pydantic import StrictStr
 
 from jdllm import errors
-from jdllm.server import conversation_fields, foreign_fields, protocol, request_model
+from jdllm.server import conversation_fields, protocol, request_model
+from jdllm.templates import message_fields
 
 ChatMessage = dict[str, Any]
 TEXT_PARTS = ("input_text", "output_text", "text")
-# Fields of items that other servers answer with, and that clients send back as they are.
-_ECHOED: foreign_fields.Neutral = {"phase": ("final_answer",)}
 
 
 class _Item(request_model.RequestModel):
-    """What items share: how far an earlier exchange got says nothing about its text."""
+    """What items share: what an earlier answer says beside its text passes."""
 
+    hints: ClassVar = message_fields.HINTS
     type: StrictStr | None = None
-    id: StrictStr | None = None
-    status: StrictStr | None = None
 
 
 class _Message(_Item):
-    foreign: ClassVar = _ECHOED
+    foreign: ClassVar = message_fields.REFUSED
     role: StrictStr
-    content: Any
+    content: Any = None
 
 
 class _FunctionCall(_Item):
@@ -50,9 +49,14 @@ class _FunctionCallOutput(_Item):
 
 
 class _Reasoning(_Item):
-    foreign: ClassVar = {"encrypted_content": ()}
-    summary: Any = None
-    content: Any = None
+    summary: list[dict[str, Any]] | None = None
+    content: list[dict[str, Any]] | None = None
+
+    @property
+    def text(self) -> str:
+        """The reasoning itself, or its summary if there is no more."""
+        parts = self.content or self.summary or []
+        return "\n".join(part["text"] for part in parts if isinstance(part.get("text"), str))
 
 
 def chat_messages(value: Any, instructions: str | None) -> list[conversation_fields.Message]:
@@ -65,11 +69,11 @@ def chat_messages(value: Any, instructions: str | None) -> list[conversation_fie
 
 def turns(value: Any, instructions: str | None) -> list[tuple[str, ChatMessage]]:
     """Returns the turns of the conversation, each with the name of the field it comes from."""
-    found: list[tuple[str, ChatMessage]] = []
+    found = _Turns()
     if instructions:
-        found.append(("instructions", {"role": "system", "content": instructions}))
+        found.add("instructions", {"role": "system", "content": instructions})
     if isinstance(value, str) and value:
-        found.append(("input", {"role": "user", "content": value}))
+        found.add("input", {"role": "user", "content": value})
     elif isinstance(value, list) and value:
         if len(value) > conversation_fields.MAX_MESSAGES:
             raise errors.RequestError(
@@ -83,33 +87,59 @@ def turns(value: Any, instructions: str | None) -> list[tuple[str, ChatMessage]]
         raise errors.RequestError(
             "input must be a string or a list of items, and not empty", param="input"
         )
-    return found
+    return found.named
 
 
-def _append(turns: list[tuple[str, ChatMessage]], item: Any, name: str) -> None:
+@dataclasses.dataclass
+class _Turns:
+    """The turns so far; `reasoning` waits for the assistant's turn that it belongs to."""
+
+    named: list[tuple[str, ChatMessage]] = dataclasses.field(default_factory=list)
+    reasoning: str = ""
+
+    def add(self, name: str, turn: ChatMessage) -> None:
+        if turn["role"] == "assistant" and self.reasoning:
+            turn["reasoning_content"] = self.reasoning
+        self.reasoning = ""
+        self.named.append((name, turn))
+
+    def add_call(self, call: _FunctionCall, name: str) -> None:
+        """Adds a call to the assistant's turn: the text and the calls of one answer are one turn.
+
+        Reasoning of a turn before its call is the turn's, too.
+        """
+        function = {"name": call.name, "arguments": call.arguments}
+        entry = {"id": call.call_id, "type": "function", "function": function}
+        if not self.named or self.named[-1][1]["role"] != "assistant":
+            self.add(name, {"role": "assistant", "content": None, "tool_calls": [entry]})
+            return
+        turn = self.named[-1][1]
+        turn.setdefault("tool_calls", []).append(entry)
+        if self.reasoning:
+            parts = [turn["reasoning_content"]] if "reasoning_content" in turn else []
+            turn["reasoning_content"] = "\n".join([*parts, self.reasoning])
+            self.reasoning = ""
+
+
+def _append(found: _Turns, item: Any, name: str) -> None:
     """Adds what an item says to the conversation, or raises an error that names the item."""
     if not isinstance(item, dict):
         raise errors.RequestError(f"{name} must be an object", param=name)
     match item.get("type", "message"):
         case "message":
             message = protocol.part(_Message, item, name)
-            content = _content(message.content, f"{name}.content")
-            turns.append((name, {"role": message.role, "content": content}))
+            content = message.content
+            if content is not None:
+                content = _content(content, f"{name}.content")
+            found.add(name, {"role": message.role, "content": content})
         case "function_call":
-            call = protocol.part(_FunctionCall, item, name)
-            _append_call(turns, call, name)
+            found.add_call(protocol.part(_FunctionCall, item, name), name)
         case "function_call_output":
             result = protocol.part(_FunctionCallOutput, item, name)
             content = _content(result.output, f"{name}.output")
-            turn = {"role": "tool", "tool_call_id": result.call_id, "content": content}
-            turns.append((name, turn))
+            found.add(name, {"role": "tool", "tool_call_id": result.call_id, "content": content})
         case "reasoning":
-            reasoning = protocol.part(_Reasoning, item, name)
-            if reasoning.summary or reasoning.content:
-                raise errors.RequestError(
-                    f"{name}: the text of a reasoning item is not supported; leave the item out",
-                    param=name,
-                )
+            found.reasoning = protocol.part(_Reasoning, item, name).text
         case "item_reference":
             raise errors.RequestError(
                 f"{name}: this server stores no items; send the item itself", param=name
@@ -120,16 +150,6 @@ def _append(turns: list[tuple[str, ChatMessage]], item: Any, name: str) -> None:
                 "function_call and function_call_output",
                 param=f"{name}.type",
             )
-
-
-def _append_call(turns: list[tuple[str, ChatMessage]], call: _FunctionCall, name: str) -> None:
-    """Adds a call to the assistant's turn: the text and the calls of one answer are one turn."""
-    function = {"name": call.name, "arguments": call.arguments}
-    entry = {"id": call.call_id, "type": "function", "function": function}
-    if turns and turns[-1][1]["role"] == "assistant":
-        turns[-1][1].setdefault("tool_calls", []).append(entry)
-    else:
-        turns.append((name, {"role": "assistant", "content": None, "tool_calls": [entry]}))
 
 
 def _content(content: Any, name: str) -> Any:
@@ -153,9 +173,6 @@ def _part(part: Any, name: str) -> Mapping[str, Any]:
 
 
 class _TextPart(request_model.RequestModel):
-    foreign: ClassVar = {"prompt_cache_breakpoint": ()}
+    hints: ClassVar = message_fields.HINTS
     type: StrictStr
     text: StrictStr
-    # What stands beside an answer's own text; a prompt is made of the text alone.
-    annotations: Any = None
-    logprobs: Any = None
