@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Shaped
 
-from jdllm import errors
+from jdllm import errors, foreign_names
 from jdllm.algorithm_options import BLOCK, CANVAS, UNIFORM, Algorithm, Option, Value
 from jdllm.algorithm_table import TABLE
 
@@ -55,6 +55,11 @@ def option_names() -> tuple[str, ...]:
     """Returns the names of all options of all algorithms."""
     names = (option.name for algorithm in TABLE.values() for option in algorithm.options)
     return tuple(dict.fromkeys(names))
+
+
+def places(pattern: str) -> foreign_names.Places:
+    """Returns what stands in `dllm` as it is written elsewhere: `dllm.{}`."""
+    return {pattern: ("algorithm", "stream_mode", *option_names())}
 
 
 def word(algorithm: str, option: str, value: str) -> int:

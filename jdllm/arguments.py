@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
-from jdllm import errors
+from jdllm import errors, foreign_names
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter):
@@ -62,19 +61,25 @@ class Parser(argparse.ArgumentParser):
             for action in required:
                 action.required = True
 
-    def refuse(self, rest: Sequence[str], also: Iterable[str] = ()) -> NoReturn:
-        """Ends the process: names the first argument that nobody took, and the nearest flag.
+    def refuse(self, rest: Sequence[str], places: foreign_names.Places | None = None) -> NoReturn:
+        """Ends the process: names the first argument that nobody took, and what is served.
 
-        `also` are flags that may be named and that the parser itself does not have.
+        `places` are options that are no flags, and how they are written.
         """
         flags = [word for word in rest if word.startswith("-")]
         if not flags:
             self.error(f"unexpected argument {errors.quote(rest[0])}")
         flag = flags[0].partition("=")[0]
-        known = [word for action in self._actions for word in action.option_strings]
-        close = difflib.get_close_matches(flag, sorted({*known, *also}), n=1)
-        hint = f"; did you mean {close[0]}?" if close else "; --help lists the options"
-        self.error(f"unknown option {errors.quote(flag)}{hint}")
+        shown = (one for one in self._actions if one.help != argparse.SUPPRESS)
+        known = {_bare(word): word for action in shown for word in action.option_strings}
+        close = errors.near(_bare(flag), known)
+        hint = "--help lists the options" if close is None else f"did you mean {known[close]}?"
+        written = foreign_names.served(_bare(flag).replace("-", "_"), (), places)
+        self.error(f"unknown option {errors.quote(flag)}; {written or hint}")
+
+
+def _bare(flag: str) -> str:
+    return flag.lstrip("-")
 
 
 def report(prog: str, error: object) -> None:

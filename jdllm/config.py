@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import yaml
 
-from jdllm import algorithms, batching_rules, errors
+from jdllm import algorithms, batching_rules, errors, option_hints
 
 LoadFormat = Literal["auto", "safetensors", "orbax", "dummy"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -25,8 +25,6 @@ Quantization = Literal["fp8"]
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 LOAD_FORMATS: tuple[str, ...] = typing.get_args(LoadFormat)
 DTYPES: tuple[str, ...] = typing.get_args(Dtype)
-
-
 # Options that only models that write text have.
 TEXT_OPTIONS = frozenset(
     [
@@ -198,9 +196,8 @@ class EngineConfig:
         known = ("block_size", *algorithms.option_names())
         for key in options:
             if key not in known:
-                raise errors.ConfigError(
-                    f"unknown key {key!r} in dllm_algorithm_config{errors.nearest(str(key), known)}"
-                )
+                hint = option_hints.of_default(str(key), known)
+                raise errors.ConfigError(f"unknown key {key!r} in dllm_algorithm_config{hint}")
         block_size = options.get("block_size")
         if block_size is not None and (not matches(block_size, int) or block_size < 1):
             raise errors.ConfigError(f"{block_size=} in dllm_algorithm_config must be positive")
@@ -325,7 +322,9 @@ def from_mapping(cls: type, values: Mapping[str, Any]) -> Any:
     known = {field.name for field in dataclasses.fields(cls)}
     for key in values:
         if key not in known:
-            raise errors.ConfigError(f"unknown option {key!r}{errors.nearest(str(key), known)}")
+            raise errors.ConfigError(
+                f"unknown option {key!r}{option_hints.of_start(str(key), known)}"
+            )
     return cls(**values)
 
 

@@ -19,6 +19,8 @@ QUOTED_BITS = 256
 # A bound for what is not quoted by `quote`, such as lists of known names.
 MESSAGE_CHARACTERS = 4000
 NAME_CHARACTERS = 80
+HINT_CHARACTERS = 200
+LEAST_LIKENESS = 0.75  # of difflib: one or two letters of ten differ
 
 
 class RequestError(ValueError):
@@ -73,12 +75,22 @@ def maximum_context(limit: int) -> str:
 
 
 def nearest(name: object, known: Iterable[str]) -> str:
-    """Returns a hint such as `; did you mean 'threshold'?`, or the list of known names."""
+    """Returns a hint such as `; did you mean 'threshold'?`, or the known names.
+
+    `known` must be names that are served. A hint is at most a line: many names are not listed.
+    """
     known = sorted(known)
-    close = []
-    if isinstance(name, str) and len(name) <= NAME_CHARACTERS:
-        close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
+    close = near(name, known)
+    hint = f"; did you mean {close!r}?" if close else f"; known: {', '.join(known)}"
+    return hint if len(hint) <= HINT_CHARACTERS else ""
+
+
+def near(name: object, known: Iterable[str]) -> str | None:
+    """Returns the known name that `name` is a misspelling of, None if there is none."""
+    if not isinstance(name, str) or len(name) > NAME_CHARACTERS:
+        return None
+    close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=LEAST_LIKENESS)
+    return close[0] if close else None
 
 
 def described_choices(num_choices: int, num_prompts: int) -> str:

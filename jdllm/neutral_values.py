@@ -13,7 +13,8 @@ that happen to be sent would never be complete, so the value decides:
   field that lists it as a default (`min_tokens: 0`).
 - Any other value passes only if a known field lists it as its documented default.
 
-Everything else is an error that names the field, with the nearest known name if it is unknown.
+Everything else is an error that names the field and says what is served instead, if anything is
+(`foreign_names`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import difflib
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from jdllm import errors
+from jdllm import errors, foreign_names
 
 # name -> values, besides the empty ones, that ask for nothing: the documented defaults
 Defaults = Mapping[str, Collection[Any]]
@@ -45,13 +46,15 @@ def check(
     defaults: Defaults,
     known: Iterable[str],
     labels: Mapping[str, type] | None = None,
+    places: foreign_names.Places | None = None,
 ) -> None:
     """Raises a `RequestError` for the first field of `extra` that asks for something.
 
     `known` are the names of the fields that are served, `defaults` those that are not. `labels`
-    change no output, so they pass with any value of their type.
+    change no output, so they pass with any value of their type. `places` are for the hint.
     """
     labels = labels or {}
+    known = {*known}
     unknown = 0
     for name, value in extra.items():
         if value is None:
@@ -65,16 +68,17 @@ def check(
         elif name in defaults:
             if not _is_default(value, defaults[name]):
                 raise errors.RequestError(
-                    f"{name}={errors.quote(value)} is not supported by this engine; leave it out",
+                    f"{name}={errors.quote(value)} is not supported by this engine; "
+                    f"{foreign_names.instead(name, known, places)}",
                     param=name,
                 )
         else:
             unknown += 1
-            names = {*known, *defaults, *labels}
+            names = known.union(defaults, labels)
             if unknown > MAX_UNKNOWN or not _is_empty(value) or _misspelt(name, value, names):
+                hint = foreign_names.hint(name, {*known, *labels}, places)
                 raise errors.RequestError(
-                    f"unknown parameter {errors.quote(name)}{errors.nearest(name, names)}",
-                    param=name,
+                    f"unknown parameter {errors.quote(name)}{hint}", param=name
                 )
 
 

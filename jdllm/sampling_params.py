@@ -12,7 +12,15 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jdllm import algorithm_limits, algorithms, errors, logit_options, neutral_values, value_checks
+from jdllm import (
+    algorithm_limits,
+    algorithms,
+    errors,
+    foreign_names,
+    logit_options,
+    neutral_values,
+    value_checks,
+)
 
 # SGLang's number. What is longer than an output never matches.
 MAX_STOP_STRINGS = 32
@@ -89,10 +97,10 @@ class DllmParams:
         known = algorithms.option_names()
         for name in options:
             if name not in known:
+                places = {"{} beside dllm": SamplingParams.__dataclass_fields__}
+                hint = foreign_names.hint(name, ("algorithm", "stream_mode", *known), places)
                 raise errors.RequestError(
-                    f"unknown dLLM option {errors.quote(name)}"
-                    f"{errors.nearest(name, ('algorithm', 'stream_mode', *known))}",
-                    param=f"dllm.{name}",
+                    f"unknown dLLM option {errors.quote(name)}{hint}", param=f"dllm.{name}"
                 )
         given = tuple((name, options[name]) for name in known if options.get(name) is not None)
         for name, value in given:
@@ -330,8 +338,13 @@ class SamplingParams:
                     values[name] = value
             else:
                 foreign[key] = value
-        neutral_values.check(foreign, NEUTRAL_ONLY, known)
+        neutral_values.check(foreign, NEUTRAL_ONLY, known, places=algorithms.places("dllm.{}"))
         return cls(**values)
+
+
+SamplingParams.__init__ = foreign_names.explained(algorithms.places("dllm.{}"))(
+    SamplingParams.__init__
+)
 
 
 def check_neutral(key: str, value: Any, known: Sequence[str] | set[str]) -> None:

@@ -21,9 +21,10 @@ Sources = Mapping[str, str]  # repository-relative path -> text
 
 # Files of the lowest floor.
 OPTIONS = """
-    version errors config arguments foreign_flags value_checks progress algorithms
-    algorithm_options algorithm_table algorithm_limits algorithm_docs neutral_values logit_options
-    sampling_params image_params spec offload device_facts host batching_rules foreign_image_flags
+    version errors config arguments foreign_flags value_checks progress algorithms algorithm_options
+    algorithm_table algorithm_limits algorithm_docs neutral_values logit_options sampling_params
+    image_params spec offload device_facts host batching_rules foreign_image_flags foreign_names
+    option_hints
 """
 OPS = """
     all_reduce dense_matmul extend_attention fp8_matmul grouped_matmul padded_attention
@@ -35,8 +36,7 @@ IMAGE_ROWS = "batching buckets captions limits modulation programs row_limits sh
 FLOORS: tuple[tuple[str, int, str], ...] = (
     ("pallas_kernels/peers.py", -5, "peers"),
     ("pallas_kernels/hopper/", -4, "hopper"),
-    # An op imports no other op, but for the norm that comes before a rotation or after a sum, and
-    # the exchange of statistics.
+    # An op imports no other, except the norm beside a rotation or a sum, and exchanged statistics.
     ("pallas_kernels/add_rms_norm/", -2, "add_rms_norm"),
     *((f"pallas_kernels/{op}/", -1, op) for op in OPS.split()),
     ("pallas_kernels/exchange_words/", -2, "exchange_words"),

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Literal
 
 from jdllm import config as config_lib
-from jdllm import errors
+from jdllm import errors, foreign_names, option_hints
 from jdllm.engine import (
     control,
     generations,
@@ -64,6 +64,7 @@ class Engine(control.EngineControl):
 
     # Generation
 
+    @foreign_names.explained(option_hints.BESIDE_SAMPLING_PARAMS)
     def generate(
         self,
         prompt: str | Sequence[str] | None = None,
@@ -98,6 +99,7 @@ class Engine(control.EngineControl):
                 collector.add(generation)
         return collector.answer()
 
+    @foreign_names.explained(option_hints.BESIDE_SAMPLING_PARAMS)
     async def async_generate(
         self,
         prompt: str | Sequence[str] | None = None,

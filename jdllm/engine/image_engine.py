@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 
 from jdllm import config as config_lib
-from jdllm import device, errors, progress
+from jdllm import device, errors, foreign_names, progress
 from jdllm.engine import (
     control,
     image_calls,
@@ -61,6 +61,7 @@ class ImageEngine(control.EngineControl):
         super().__init__(self._built.core, self._built.release)
         self.progress.enter("ready")
 
+    @foreign_names.explained()
     def generate(
         self,
         prompts: str | Sequence[str],

@@ -15,7 +15,7 @@ from typing import Any
 import pydantic
 
 from jdllm import config as config_lib
-from jdllm import errors
+from jdllm import errors, option_hints
 from jdllm.server import cli
 
 Part = typing.TypeVar("Part")
@@ -118,7 +118,7 @@ def parse(arguments: Mapping[str, Any]) -> Options:
         if name in SERVES_OWN:
             raise errors.ConfigError(f"{key} is no option of an application: {SERVES_OWN[name]}")
         if name not in hints:
-            raise errors.ConfigError(f"unknown option {key!r}{errors.nearest(name, hints)}")
+            raise errors.ConfigError(f"unknown option {key!r}{option_hints.of_start(name, hints)}")
         if name in values:
             raise errors.ConfigError(f"{key} repeats option {name}")
         values[name] = _typed(name, value, hints[name])

@@ -15,7 +15,7 @@ from typing import Any
 
 import pydantic
 
-from jdllm import algorithms, arguments, config, errors, foreign_flags
+from jdllm import algorithms, arguments, config, errors, foreign_flags, option_hints
 from jdllm.checkpoint import source
 
 ALIASES = foreign_flags.ALIASES | {"drain_timeout": "drain_timeout_s"}
@@ -175,7 +175,7 @@ def _parse_flags(argv: Sequence[str]) -> dict[str, Any]:
     parser = _parser()
     options, rest = parser.parse_known_args(argv)
     if len(rest) > 1 or any(word.startswith("-") for word in rest):
-        parser.refuse(rest, also=map(foreign_flags.spelled, foreign_flags.REFUSED))
+        parser.refuse(rest, option_hints.places("{} in the file of --dllm-algorithm-config"))
     flags = vars(options)
     if rest and flags.setdefault("model_path", rest[0]) != rest[0]:
         parser.error(f"the model is both {rest[0]!r} and --model-path {flags['model_path']!r}")
@@ -203,7 +203,7 @@ def read_config(path: str, notes: list[str]) -> dict[str, Any]:
             notes.append(note)
             continue
         if name not in fields:
-            hint = errors.nearest(name, {*fields, *ALIASES})
+            hint = option_hints.of_start(name, {*fields, *ALIASES})
             raise errors.ConfigError(f"unknown option {key!r} in {path}{hint}")
         if name in values:
             raise errors.ConfigError(f"{key} in {path} repeats option {name}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jdllm import neutral_values, sampling_params
+from jdllm import foreign_names, neutral_values, sampling_params
 
 Neutral = neutral_values.Defaults
 
@@ -91,6 +91,11 @@ LABELS: Mapping[str, type] = {
 }
 
 
-def check(extra: Mapping[str, Any], neutral: Neutral, known: Iterable[str]) -> None:
+def check(
+    extra: Mapping[str, Any],
+    neutral: Neutral,
+    known: Iterable[str],
+    places: foreign_names.Places | None = None,
+) -> None:
     """Raises a `RequestError` for the first field that asks for what is not served."""
-    neutral_values.check(extra, neutral, known, LABELS)
+    neutral_values.check(extra, neutral, known, LABELS, places)

@@ -15,7 +15,7 @@ import pydantic
 from pydantic import StrictBool, StrictFloat, StrictInt, StrictStr
 from starlette import requests
 
-from jdllm import errors, offload, sampling_params, value_checks
+from jdllm import algorithms, errors, offload, option_hints, sampling_params, value_checks
 from jdllm.server import body_limits, field_at_fault, foreign_fields
 from jdllm.server.conversation_fields import Messages, TemplateFields, refuse_tool_use
 from jdllm.server.request_model import RequestModel, first_problem
@@ -63,6 +63,7 @@ StopTokenIds = Annotated[
 class OpenAIRequest(RequestModel):
     """What chat and text completions share."""
 
+    places: ClassVar = algorithms.places("dllm.{}")
     model: StrictStr | None = None
     max_tokens: StrictInt | None = None
     temperature: StrictFloat | None = None
@@ -207,6 +208,7 @@ class CompletionRequest(OpenAIRequest):
 
 class GenerateRequest(RequestModel):
     foreign: ClassVar = foreign_fields.GENERATE
+    places: ClassVar = option_hints.BESIDE_SAMPLING_PARAMS
     text: Any = None
     input_ids: Any = None
     add_special_tokens: StrictBool | None = None

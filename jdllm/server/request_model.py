@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar
 import pydantic
 from pydantic import StrictStr
 
-from jdllm import errors
+from jdllm import errors, foreign_names
 from jdllm.server import foreign_fields
 
 # What an answer repeats, some in every part of a stream, must not make it many times the request.
@@ -17,17 +17,18 @@ ModelName = Annotated[StrictStr, pydantic.Field(max_length=1024)]  # a path on a
 class RequestModel(pydantic.BaseModel):
     """A body; further fields must be in `foreign` with a neutral value, or they are refused.
 
-    `hints` pass with any value.
+    `hints` pass with any value. `places` are names that are served inside of other fields.
     """
 
     model_config = pydantic.ConfigDict(extra="allow", protected_namespaces=())
     foreign: ClassVar[foreign_fields.Neutral] = {}
     hints: ClassVar[frozenset[str]] = frozenset()
+    places: ClassVar[foreign_names.Places] = {}
 
     @pydantic.model_validator(mode="after")
     def _refuse_foreign(self) -> RequestModel:
         extra = {k: v for k, v in (self.model_extra or {}).items() if k not in self.hints}
-        foreign_fields.check(extra, self.foreign, type(self).model_fields)
+        foreign_fields.check(extra, self.foreign, type(self).model_fields, self.places)
         return self
 
 

@@ -76,6 +76,7 @@ class PipelineOptions(request_model.RequestModel):
 
 
 class DiffusersOptions(PipelineOptions):
+    places: ClassVar = {"{} beside diffusers_kwargs": ("n", "seed", "size", "output_format")}
     foreign: ClassVar = {
         **dict.fromkeys(
             (

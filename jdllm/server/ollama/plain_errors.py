@@ -61,6 +61,7 @@ def plain(content: dict[str, Any]) -> dict[str, str]:
     """Returns Ollama's form of an error of OpenAI's form; the message names the field."""
     error = content["error"]
     message, param = error["message"], error["param"]
-    if param is not None and param.rpartition(".")[2] not in message:
+    # A name that is no line is quoted by the message itself.
+    if param is not None and param.isprintable() and param.rpartition(".")[2] not in message:
         message = f"{param}: {message}"
     return {"error": message}

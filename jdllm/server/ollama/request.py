@@ -12,7 +12,7 @@ import orjson
 import pydantic
 from pydantic import StrictBool, StrictFloat, StrictInt, StrictStr
 
-from jdllm import errors, sampling_params
+from jdllm import algorithms, errors, sampling_params
 from jdllm.server import conversation_fields, foreign_fields, protocol, request_model
 from jdllm.templates import message_fields
 
@@ -37,6 +37,7 @@ NUMBER_HINTS = frozenset(
     {"main_gpu", "num_batch", "num_ctx", "num_gpu", "num_gqa", "num_keep", "num_thread"}
 )
 FLAG_HINTS = frozenset({"f16_kv", "low_vram", "numa", "use_mlock", "use_mmap"})
+OPTIONS = (*SAMPLING, *NUMBER_HINTS, *FLAG_HINTS)
 NEUTRAL_OPTIONS: foreign_fields.Neutral = {
     "embedding_only": (),
     "logits_all": (),
@@ -60,6 +61,7 @@ class Request(request_model.RequestModel):
     """What /api/chat and /api/generate share."""
 
     foreign: ClassVar = FOREIGN
+    places: ClassVar = {"options.{}": OPTIONS, **algorithms.places("options.dllm.{}")}
     model: request_model.ModelName | None = None
     stream: StrictBool | None = None
     options: dict[str, Any] | None = None
@@ -90,8 +92,8 @@ class Request(request_model.RequestModel):
             elif name == "repeat_last_n":
                 self._check_window(value)
             else:
-                known = (*SAMPLING, *NUMBER_HINTS, *FLAG_HINTS)
-                foreign_fields.check({name: value}, NEUTRAL_OPTIONS, known)
+                places = algorithms.places("dllm.{}")
+                foreign_fields.check({name: value}, NEUTRAL_OPTIONS, OPTIONS, places)
         if options.get("max_new_tokens") in (None, *_NO_LIMIT):
             options["max_new_tokens"] = default_max_tokens
         if options.get("seed") == -1:  # a seed of Ollama's own choice

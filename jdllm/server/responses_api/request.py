@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar
 import pydantic
 from pydantic import StrictBool, StrictInt, StrictStr
 
-from jdllm import errors, sampling_params
+from jdllm import algorithms, errors, sampling_params
 from jdllm.server import conversation_fields, foreign_fields, protocol, request_model
 from jdllm.server.responses_api import items
 
@@ -90,6 +90,7 @@ class ResponseRequest(request_model.RequestModel):
     """What a client asks for; `messages` is what `input` and `instructions` say."""
 
     foreign: ClassVar = FOREIGN
+    places: ClassVar = algorithms.places("dllm.{}")
     model: StrictStr | None = None
     input: Any = None
     instructions: StrictStr | None = None
