@@ -5,10 +5,12 @@ from __future__ import annotations
 import collections
 import dataclasses
 import time
+from collections.abc import Callable
 
 from jdllm.scheduler import batch as batch_lib
 
 THROUGHPUT_WINDOW_S = 5.0
+THROUGHPUT_BINS = 50  # of a window
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,22 +118,34 @@ class Counters:
 
 
 class Throughput:
-    """Tokens per second over the last few seconds; read from any thread."""
+    """Tokens per second over the last few seconds; read from any thread.
 
-    def __init__(self, window_s: float = THROUGHPUT_WINDOW_S):
-        self._window_s = window_s
-        self._created_s = time.monotonic()
-        self._events: collections.deque[tuple[float, int]] = collections.deque()
+    Tokens are counted in bins of time, so that neither memory nor reading grows with the launches.
+    """
+
+    def __init__(
+        self, window_s: float = THROUGHPUT_WINDOW_S, now: Callable[[], float] = time.monotonic
+    ):
+        self._bin_s = window_s / THROUGHPUT_BINS
+        self._now = now
+        self._created_s = now()
+        # (number of the bin, its tokens), the latest last; bins without tokens are left out.
+        self._bins: collections.deque[tuple[int, int]] = collections.deque(maxlen=THROUGHPUT_BINS)
 
     def add(self, tokens: int) -> None:
         """Counts tokens committed now; called by the engine thread alone."""
-        now = time.monotonic()
-        self._events.append((now, tokens))
-        while self._events[0][0] < now - self._window_s:
-            self._events.popleft()
+        number = int(self._now() / self._bin_s)
+        if self._bins and self._bins[-1][0] == number:
+            self._bins[-1] = (number, self._bins[-1][1] + tokens)
+        else:
+            self._bins.append((number, tokens))
 
     def per_second(self) -> float:
-        """Returns the rate over the window, or over the time since the start if shorter."""
-        now = time.monotonic()
-        tokens = sum(tokens for at, tokens in self._events.copy() if at >= now - self._window_s)
-        return tokens / max(min(self._window_s, now - self._created_s), 1e-3)
+        """Returns the rate over the last bins of a window, or since the start if that is shorter.
+
+        The last bin is the one that has just begun.
+        """
+        now = self._now()
+        first = int(now / self._bin_s) - THROUGHPUT_BINS + 1
+        tokens = sum(tokens for number, tokens in self._bins.copy() if number >= first)
+        return tokens / max(now - max(first * self._bin_s, self._created_s), 1e-3)

@@ -54,7 +54,7 @@ class ModelRunner:
     @property
     def step_bytes(self) -> int:
         """The most bytes of scratch and results that a program needs besides its arguments."""
-        return max(self.bytes_by_bucket.values())
+        return self._executables.step_bytes
 
     @property
     def bytes_by_bucket(self) -> dict[batch_lib.Bucket, int]:
@@ -84,8 +84,7 @@ class ModelRunner:
 
     def forget(self, bucket: batch_lib.Bucket) -> None:
         """Drops a program, or the fault that kept it from being compiled; running launches end."""
-        self._executables.by_bucket.pop(bucket, None)
-        self._executables.faults.pop(bucket, None)
+        self._executables.forget(bucket)
 
     def launch(self, batch: batch_lib.ScheduleBatch) -> Launch:
         """Starts a launch and returns at once; JAX runs launches in the order of these calls."""
@@ -114,7 +113,7 @@ class ModelRunner:
     def release(self) -> None:
         """Frees weights and memory on the device; no launch can start afterwards."""
         _delete(jax.tree.leaves((self._params, self._memory)))
-        self._executables.by_bucket.clear()
+        self._executables.clear()
         self._peers = None
 
     def _create_memory(self) -> program_lib.Memory:

@@ -6,6 +6,7 @@ import threading
 import time
 
 import pytest
+from support import work
 
 from jdllm import device, errors
 from jdllm.engine.build import first_use, images, sizing
@@ -143,6 +144,22 @@ def test_few_programs_wait_and_the_others_are_asked_for_again():
         wait_for(lambda rows=rows: asked.is_ready(bucket(rows)))
     asked.close()
     assert sorted(runner.order) == list(range(1, 9))
+
+
+def test_the_number_that_waits_costs_the_same_however_many_wait_or_are_there():
+    runner = Runner()
+    asked = first_use.FirstUse(runner)
+    empty = work.bytecodes(lambda: asked.num_waiting)
+    runner.may_go.set()
+    for rows in range(1, 41):
+        wait_for(lambda rows=rows: asked.is_ready(bucket(rows)))
+    runner.may_go.clear()
+    for rows in range(41, 61):
+        asked.is_ready(bucket(rows))
+    assert asked.num_waiting == 20
+    assert work.bytecodes(lambda: asked.num_waiting) == empty
+    runner.may_go.set()
+    asked.close()
 
 
 def test_programs_of_the_start_are_compiled_behind_those_of_one_row_and_are_kept():

@@ -32,7 +32,7 @@ from jdllm.scheduler import batch as batch_lib
 logger = logging.getLogger(__name__)
 
 MAX_PROGRAMS, MAX_WAITING = 96, 32
-State = Literal["waiting", "ready", "never"]
+State = Literal["ready", "never"]
 
 
 class FirstUse:
@@ -57,8 +57,9 @@ class FirstUse:
             num_threads, thread_name_prefix="compile"
         )
         self._later: set[batch_lib.Bucket] = set()  # of the start, not compiled yet
+        self._asked: set[batch_lib.Bucket] = set()  # by requests, not compiled yet
         self._states: dict[batch_lib.Bucket, State] = {}  # the most recently used last
-        self._lock = threading.Lock()  # of the two, and of the numbers
+        self._lock = threading.Lock()  # of the three, and of the numbers
         self._to_compile: queue.PriorityQueue[tuple[int, int, batch_lib.Bucket]] = (
             queue.PriorityQueue()  # by rows, then in the order of the questions
         )
@@ -70,8 +71,7 @@ class FirstUse:
     @property
     def num_waiting(self) -> int:
         """Programs that have been asked for, or are to be there anyway, and are not there yet."""
-        with self._lock:
-            return self._num_asked() + len(self._later)
+        return len(self._asked) + len(self._later)
 
     def compile_later(self, buckets: Sequence[batch_lib.Bucket]) -> None:
         """Compiles programs that belong to the start; those for one row that wait go first."""
@@ -93,15 +93,15 @@ class FirstUse:
             if state := self._states.pop(bucket, None):
                 self._states[bucket] = state  # the most recently used now
                 return state == "ready"
-            if bucket in self._later:
+            if bucket in self._later or bucket in self._asked:
                 return False
         if self._runner.has_program(bucket):
             return True
         with self._lock:
-            if self._is_closed or self._num_asked() >= self._max_waiting:
+            if self._is_closed or len(self._asked) >= self._max_waiting:
                 return False
             self._make_room()
-            self._states[bucket] = "waiting"
+            self._asked.add(bucket)
         logger.warning("compiling %s at its first use; its requests wait, no others do", bucket)
         self._enqueue(bucket)
         return False
@@ -114,9 +114,6 @@ class FirstUse:
         self._is_closed = True
         self._executor.shutdown(wait=False, cancel_futures=True)
 
-    def _num_asked(self) -> int:
-        return sum(state == "waiting" for state in self._states.values())
-
     def _enqueue(self, bucket: batch_lib.Bucket) -> None:
         self._to_compile.put((bucket.rows, next(self._numbers), bucket))
         self._executor.submit(self._compile_next)
@@ -126,11 +123,11 @@ class FirstUse:
 
         A launch is started in the round that asked for its program, so no other round needs it.
         """
-        idle = [bucket for bucket, state in self._states.items() if state != "waiting"]
-        if len(idle) >= self._max_programs:
-            del self._states[idle[0]]
-            self._runner.forget(idle[0])
-            logger.info("forgot %s, which was not used for long", idle[0])
+        if len(self._states) >= self._max_programs:
+            bucket = next(iter(self._states))
+            del self._states[bucket]
+            self._runner.forget(bucket)
+            logger.info("forgot %s, which was not used for long", bucket)
 
     def _compile_next(self) -> None:
         _, _, bucket = self._to_compile.get_nowait()
@@ -170,5 +167,5 @@ class FirstUse:
                 if state == "ready":
                     return  # the runner has it, and it is never forgotten
             # The most recently used now: those who asked for it have not come back yet.
-            self._states.pop(bucket, None)
+            self._asked.discard(bucket)
             self._states[bucket] = state

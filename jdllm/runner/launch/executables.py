@@ -37,19 +37,17 @@ FP8_OPTION = "xla_gpu_enable_triton_gemm"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Executable:
-    """A compiled program, with the layouts of the words that it takes and returns."""
+    """A compiled program, with the layouts of the words that it takes and returns.
+
+    `step_bytes`: the scratch and results that it needs besides its arguments. XLA takes some 10 ms
+    of the interpreter to tell them, so it is asked once, by the thread that compiles.
+    """
 
     program: program_lib.Program
     packed: words.PackedLaunch
     compiled: jax.stages.Compiled
     choices: pallas_kernels.Choices  # the implementation of each op in the traced program
-
-    @property
-    def step_bytes(self) -> int:
-        """Bytes of scratch and results that the program needs besides its arguments."""
-        memory = self.compiled.memory_analysis()
-        assert memory is not None, "XLA reports the memory of a compiled program"
-        return memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    step_bytes: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +61,10 @@ class Traced:
 
 
 class Executables:
-    """Every executable of a kind, by bucket."""
+    """Every executable of a kind, by bucket; `step_bytes` is the most that one of them needs.
+
+    The engine's thread and those that compile change it; everybody may read `step_bytes`.
+    """
 
     def __init__(self, kind: program_lib.Kind, device: device_facts.DeviceFacts):
         self._kind = kind
@@ -71,6 +72,8 @@ class Executables:
         self.by_bucket: dict[batch_lib.Bucket, Executable] = {}
         self.faults: dict[batch_lib.Bucket, Exception] = {}  # why a program is missing
         self.kernels: dict[str, str] = {}  # by op, a line on what the programs run
+        self.step_bytes = 0
+        self._lock = threading.Lock()  # of the programs and of the most bytes
 
     def compile(
         self,
@@ -90,8 +93,8 @@ class Executables:
             except Exception as error:
                 self.faults[bucket] = error
                 raise
+            self._add(bucket, executable)
             with lock:
-                self.by_bucket[bucket] = executable
                 done += 1
                 if on_progress is not None:
                     on_progress(done, len(buckets))
@@ -112,6 +115,24 @@ class Executables:
         if bucket not in self.by_bucket and bucket in self.faults:
             raise batch_lib.NotCompiled(f"{bucket} was not compiled") from self.faults[bucket]
         return self.by_bucket[bucket]
+
+    def forget(self, bucket: batch_lib.Bucket) -> None:
+        """Drops the executable of a bucket, or the fault that kept it from being compiled."""
+        with self._lock:
+            self.by_bucket.pop(bucket, None)
+            self.faults.pop(bucket, None)
+            self.step_bytes = max((one.step_bytes for one in self.by_bucket.values()), default=0)
+
+    def clear(self) -> None:
+        """Drops every executable."""
+        with self._lock:
+            self.by_bucket.clear()
+            self.step_bytes = 0
+
+    def _add(self, bucket: batch_lib.Bucket, executable: Executable) -> None:
+        with self._lock:
+            self.by_bucket[bucket] = executable
+            self.step_bytes = max(self.step_bytes, executable.step_bytes)
 
     def _describe_kernels(self) -> dict[str, str]:
         """Returns by op which implementations the programs contain, and why not faster ones."""
@@ -145,12 +166,21 @@ class Executables:
     ) -> Executable:
         found = self.trace(bucket, params, memory)
         options: dict[str, str | bool] = {**self._options, **fp8_options(found.choices)}
+        compiled = found.traced.lower().compile(compiler_options=options)
         return Executable(
             program=found.program,
             packed=found.packed,
-            compiled=found.traced.lower().compile(compiler_options=options),
+            compiled=compiled,
             choices=found.choices,
+            step_bytes=_step_bytes(compiled),
         )
+
+
+def _step_bytes(compiled: jax.stages.Compiled) -> int:
+    """Returns the bytes of scratch and results that a program needs besides its arguments."""
+    memory = compiled.memory_analysis()
+    assert memory is not None, "XLA reports the memory of a compiled program"
+    return memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
 
 
 def _shape(leaf: Any) -> jax.Array | jax.ShapeDtypeStruct:
