@@ -45,7 +45,7 @@ class Engine:
         self._made.check_health()
 
     async def facts(self) -> messages.Facts:
-        return self._made.facts()
+        return await asyncio.to_thread(self._made.facts)  # it counts for every prompt length
 
     async def report(self, *, target: str) -> messages.Report:
         del target

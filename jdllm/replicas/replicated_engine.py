@@ -44,6 +44,7 @@ class Seen:
 class ReplicatedEngine:
     """Obeys `TextServing`. Made and used on one asyncio loop; what may block is for other threads.
 
+    Statistics may be asked for on any thread: they copy in one go what the loop changes.
     `watch` must run for as long as the engine is used.
     """
 

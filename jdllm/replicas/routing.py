@@ -10,11 +10,19 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 from collections.abc import Collection, Iterator, Sequence
 
 # Of each prompt; later pages follow the first ones.
 HASHED_PAGES = 64
 REMEMBERED_HASHES = 100_000
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Home:
+    """A replica as the home of prefixes, until it is forgotten."""
+
+    name: str
 
 
 class Router:
@@ -31,7 +39,9 @@ class Router:
         self._loads: collections.Counter[str] = collections.Counter()
         self._turns: dict[str, int] = {}  # when a replica was chosen last
         self._turn = 0
-        self._homes: collections.OrderedDict[int, str] = collections.OrderedDict()
+        self._known: dict[str, _Home] = {}
+        # By hash. Those that are no longer known count as none, and leave as the longest unused do.
+        self._homes: collections.OrderedDict[int, _Home] = collections.OrderedDict()
 
     def load(self, name: str) -> int:
         """Returns how many choices a replica holds now."""
@@ -44,15 +54,16 @@ class Router:
         # Among equals the one that has waited longest, so that they take turns.
         least = min(names, key=lambda name: (self._loads[name], self._turns.get(name, 0)))
         hashes = self._hashes(prompt_ids)
-        home = next((self._homes[one] for one in reversed(hashes) if one in self._homes), None)
+        home = next(filter(None, map(self._home, reversed(hashes))), None)
         chosen = least
         if home is not None and home in names:
             is_near = self._loads[home] <= self._loads[least] + self._margin
             chosen = home if is_near else least
         self._turn += 1
         self._turns[chosen] = self._turn
+        here = self._known.setdefault(chosen, _Home(chosen))
         for one in hashes:
-            self._homes[one] = chosen
+            self._homes[one] = here
             self._homes.move_to_end(one)
         while len(self._homes) > self._remembered:
             self._homes.popitem(last=False)
@@ -68,11 +79,14 @@ class Router:
             self._loads[name] -= num_choices
 
     def forget(self, name: str) -> None:
-        """Drops what is known of a replica that is gone."""
+        """Drops what is known of a replica that is gone; each of its requests may say so."""
         self._turns.pop(name, None)
-        self._homes = collections.OrderedDict(
-            (key, home) for key, home in self._homes.items() if home != name
-        )
+        self._known.pop(name, None)
+
+    def _home(self, one: int) -> str | None:
+        """Returns the replica that has the prefix of a hash, None if that is not known."""
+        home = self._homes.get(one)
+        return home.name if home is not None and self._known.get(home.name) is home else None
 
     def _hashes(self, prompt_ids: Sequence[int]) -> list[int]:
         """Returns a hash for each of the first whole pages, of all tokens up to its end."""

@@ -4,6 +4,8 @@ import collections
 import contextlib
 import random
 
+from support import work
+
 from jdllm.replicas import routing
 
 NAMES = ("a", "b", "c")
@@ -74,3 +76,26 @@ def test_the_memory_of_prefixes_is_bounded():
     assert len(router._homes) == 4
     expected = next(name for name in NAMES if name == first)
     assert router.choose([1], NAMES) == expected
+
+
+def test_a_replica_with_many_prefixes_is_forgotten_at_once():
+    """When a replica is lost, each of its requests says so, and all others wait meanwhile."""
+    costs = []
+    for count in (10, 1000):
+        router = routing.Router(page=1, margin=3)
+        for token in range(count):
+            router.choose([token], ["a"])
+        costs.append(work.bytecodes(lambda router=router: router.forget("a")))
+        assert {router.choose([token], NAMES) for token in range(9)} == set(NAMES)
+    assert costs[0] == costs[1]
+
+
+def test_a_replica_that_comes_back_is_home_to_new_prompts_only():
+    router = routing.Router(page=1, margin=9)
+    with router.hold("b", 1):
+        assert router.choose([1], "ab") == "a"
+        router.forget("a")
+        assert router.choose([2], "ab") == "a"
+    with router.hold("a", 1):
+        assert router.choose([1], "ab") == "b"
+        assert router.choose([2], "ab") == "a"
