@@ -40,8 +40,11 @@ ROUTERS = (*COMMON_ROUTERS, *TEXT_ROUTERS, *IMAGE_ROUTERS)
 def create_app(server: state.ServerState) -> fastapi.FastAPI:
     """Returns the ASGI app around `server`; the engine may be ready later."""
     # A redirect for a trailing slash would drop the body; without redirects the path is a 404.
-    # `docs_page` stands in for FastAPI's pages, which load scripts from other servers.
-    app = fastapi.FastAPI(title="jdllm", redirect_slashes=False, docs_url=None, redoc_url=None)
+    # `docs_page` stands in for FastAPI's pages, which load scripts from other servers, and for its
+    # schema, which it makes on the event loop.
+    app = fastapi.FastAPI(
+        title="jdllm", redirect_slashes=False, docs_url=None, redoc_url=None, openapi_url=None
+    )
     app.state.server = server
     routers = list(ROUTERS)
     if not server.server_config.disable_playground:

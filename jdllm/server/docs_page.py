@@ -1,7 +1,8 @@
 """`/docs`: the routes and their fields in one page without scripts.
 
 FastAPI's own pages load their scripts from a public network. This server must be usable, and its
-keys safe, on a machine that reaches no other.
+keys safe, on a machine that reaches no other. The routes are no coroutines, so that a thread runs
+them: the first one makes the schema of all requests.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 import fastapi
 from starlette import requests
 from starlette import responses as starlette_responses
+
+from jdllm.server import responses
 
 router = fastapi.APIRouter()
 
@@ -30,8 +33,14 @@ HEADERS = {
 }
 
 
+@router.api_route("/openapi.json", methods=["GET", "HEAD"], include_in_schema=False)
+def openapi(request: requests.Request) -> starlette_responses.Response:
+    """Returns the schema of all routes."""
+    return responses.json_response(request.app.openapi())
+
+
 @router.get("/docs", include_in_schema=False)
-async def docs(request: requests.Request) -> starlette_responses.Response:
+def docs(request: requests.Request) -> starlette_responses.Response:
     """Shows every route with its fields."""
     return starlette_responses.HTMLResponse(page(request.app.openapi()), headers=HEADERS)
 

@@ -108,8 +108,11 @@ def probe_ids(tokenizer: tokenizer_lib.Tokenizer | None) -> list[int]:
 
 
 @router.get("/metrics")
-async def metrics(request: requests.Request) -> starlette_responses.Response:
-    """Returns Prometheus text; needs --enable-metrics."""
+def metrics(request: requests.Request) -> starlette_responses.Response:
+    """Returns Prometheus text; needs --enable-metrics.
+
+    A thread runs it, since it is no coroutine: a scrape writes a line for every series.
+    """
     server = state.of(request)
     if not server.server_config.enable_metrics:
         return responses.error_response(
