@@ -65,7 +65,7 @@ class EngineControl:
         ids = {request_ids} if isinstance(request_ids, str) else frozenset(request_ids)
         if not ids and not abort_all:
             return 0
-        return self._loop.abort(lambda request: abort_all or request.request_id in ids).result()
+        return self._loop.abort(None if abort_all else ids).result()
 
     def flush_cache(self) -> bool:
         """Empties the caches (K,V of prefixes, captions); while requests run: False, and nothing.

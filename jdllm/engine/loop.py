@@ -13,7 +13,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from jdllm import errors
@@ -97,21 +97,34 @@ class EngineLoop:
 
         return self.call(add)
 
-    def abort(
-        self, matches: Callable[[request_lib.Request], bool]
-    ) -> concurrent.futures.Future[int]:
-        """Aborts every live request that matches; their sinks get a final event.
+    def abort(self, ids: Iterable[str] | None = None) -> concurrent.futures.Future[int]:
+        """Aborts the live requests with these ids, or all; their sinks get a final event.
 
         If there are any, launches in flight end at their next step, if the runner can stop them.
         """
-        is_known = any(matches(request) for request in list(self.core.requests.values()))
+        live = self.core.requests
+        if ids is None:
+            return self._abort(lambda: list(live.values()))
+        names = tuple(ids)
+        return self._abort(lambda: [one for name in names if (one := live.get(name)) is not None])
+
+    def abort_only(self, requests: Sequence[request_lib.Request]) -> concurrent.futures.Future[int]:
+        """Aborts these requests, as far as they are live, and no later ones with their ids."""
+        live = self.core.requests
+        return self._abort(lambda: [one for one in requests if live.get(one.request_id) is one])
+
+    def _abort(
+        self, find: Callable[[], list[request_lib.Request]]
+    ) -> concurrent.futures.Future[int]:
+        """Aborts what `find` finds on the engine thread; it is also asked on the caller's."""
+        is_known = bool(find())
 
         def run() -> int:
-            ids = [name for name, request in self.core.requests.items() if matches(request)]
-            for request_id in ids:
-                request = self.core.abort(request_id)
-                sink = self._sinks.pop(request_id, None)
-                if request is None or sink is None:
+            found = find()
+            for request in found:
+                self.core.abort(request.request_id)
+                sink = self._sinks.pop(request.request_id, None)
+                if sink is None:
                     continue
                 reason = commits_lib.FinishReason(
                     kind="abort", finished_len=len(request.output_ids)
@@ -119,7 +132,7 @@ class EngineLoop:
                 progress = commits_lib.Progress(finish=reason)
                 commit = commits_lib.RequestCommit.of(request, progress)
                 self._deliver(sink, TokensEvent(commit))
-            return len(ids)
+            return len(found)
 
         aborting = self.call(run)
         # Only after the call is queued: a launch that was planned before must end, so that the

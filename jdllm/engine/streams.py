@@ -69,11 +69,11 @@ class _Submission(Generic[Given]):
 
     def leave(self) -> None:
         """Aborts the choices that have not ended; does not wait for that."""
-        mine = {name: choice.request for name, choice in self.unfinished.items()}
+        mine = [choice.request for choice in self.unfinished.values()]
         self.unfinished = {}
         if mine:
             with contextlib.suppress(errors.EngineStopped):
-                self._loop.abort(lambda request: mine.get(request.request_id) is request)
+                self._loop.abort_only(mine)
 
 
 class ChoiceStream(Iterator[Item], Generic[Given, Item]):

@@ -129,7 +129,7 @@ def test_who_asks_while_a_launch_is_planned_ends_it_too():
     core = PlanningCore()
     engine = loop.EngineLoop(core)
     assert core.is_planning.wait(60)
-    assert engine.abort(lambda request: True).result(timeout=60) == 1
+    assert engine.abort().result(timeout=60) == 1
     engine.stop()
     assert not engine.is_alive
 

@@ -5,12 +5,13 @@ early or K,V that survived a fault changes some output.
 """
 
 import collections
+import functools
 import queue
 import random
 import threading
 
 import pytest
-from support import hash_model
+from support import hash_model, work
 from support.hash_model import CONTEXT, B, PagedModel, alone, build, random_request
 
 from jdllm import errors, sampling_params
@@ -57,7 +58,7 @@ def client(engine, requests, rng, outcomes):
             engine.submit([one], lambda name, event: events.put((name, event))).result(timeout=60)
             waiting[one.request_id] = one
             if rng.random() < 0.1:
-                engine.abort(lambda request, one=one: request is one)
+                engine.abort_only([one])
             continue
         name, event = events.get(timeout=60)
         if isinstance(event, loop.FaultEvent):
@@ -165,6 +166,29 @@ def test_events_say_what_was_true_when_they_were_made():
     assert [event.commit.num_blocks for event in seen] == [1, 2, 3, 4, 5]
     forwards = [event.commit.nfe for event in seen]
     assert forwards == sorted(set(forwards)) and forwards[-1] == one.nfe
+
+
+def test_leaving_costs_a_caller_the_same_however_many_requests_are_live():
+    """A client that leaves is a moment of the event loop, for which all others wait."""
+    costs = {}
+    for count in (4, 400):
+        made, _ = build(B, True, "fcfs", CONTEXT // B, 2)
+        model = FaultyModel("persist", CONTEXT // B, B, rng=random.Random(0), fault_rate=0.0)
+        engine = loop.EngineLoop(core.EngineCore(made, model, max_total_tokens=CONTEXT))
+        is_held = threading.Barrier(2)
+        engine.call(lambda is_held=is_held: is_held.wait(60) + is_held.wait(60))
+        is_held.wait(60)
+        requests = [random_request(random.Random(i), f"{i}") for i in range(count)]
+        engine.core.add(requests)  # the engine's thread is held
+        leaves = [functools.partial(engine.abort_only, [requests[-1]])]
+        leaves.append(functools.partial(engine.abort, ["1", "unknown"]))
+        costs[count] = [work.bytecodes(leave) for leave in leaves]
+        is_held.wait(60)
+        left = engine.call(lambda engine=engine: set(engine.core.requests)).result(timeout=60)
+        assert left.isdisjoint({"1", requests[-1].request_id})
+        assert engine.abort().result(timeout=60) <= count - 2 and not engine.core.requests
+        engine.stop()
+    assert costs[4] == costs[400]
 
 
 def test_throughput_is_a_rate_over_the_window():

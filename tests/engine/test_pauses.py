@@ -83,7 +83,7 @@ def test_an_abort_while_the_start_is_held_ends_at_once():
     engine.submit([one], lambda name, event: events.put((name, event))).result(timeout=30)
     time.sleep(0.05)
     began = time.monotonic()
-    assert engine.abort(lambda request: request is one).result(timeout=30) == 1
+    assert engine.abort_only([one]).result(timeout=30) == 1
     assert events.get(timeout=30)[1].commit.finish.kind == "abort"
     engine.stop()
     assert time.monotonic() - began < 10
