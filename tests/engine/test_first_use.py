@@ -156,10 +156,10 @@ def test_the_number_that_waits_costs_the_same_however_many_wait_or_are_there():
     runner.may_go.clear()
     for rows in range(41, 61):
         asked.is_ready(bucket(rows))
-    assert asked.num_waiting == 20
-    assert work.bytecodes(lambda: asked.num_waiting) == empty
+    found = asked.num_waiting, work.bytecodes(lambda: asked.num_waiting)
     runner.may_go.set()
     asked.close()
+    assert found == (20, empty)
 
 
 def test_programs_of_the_start_are_compiled_behind_those_of_one_row_and_are_kept():
