@@ -1,5 +1,6 @@
 """The host ends launches under way: what that does to tokens (nothing), and how it is asked."""
 
+import random
 import threading
 import time
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import io_callback
-from support import canvas_engine, tiny_engine
+from support import canvas_engine, hash_model, tiny_engine
 from support.canvas_asks import mixed_asks
 
 import pallas_kernels
@@ -99,7 +100,10 @@ class PlanningCore:
 
     def __init__(self):
         self.interrupts, self.given = interrupts.Interrupts(implementation="xla"), None
-        self.runner, self.requests = self, {"one": "a request"}
+        self.runner, self.requests = (
+            self,
+            {"one": hash_model.random_request(random.Random(0), "one")},
+        )
         self.has_work, self.is_planning, self.is_asked = True, threading.Event(), threading.Event()
 
     def begin_round(self):
