@@ -45,6 +45,7 @@ class Tokenizer:
         revision: str | None = None,
         download_dir: str | os.PathLike[str] | None = None,
         escape_special_tokens: bool = True,
+        mask_token_id: int | None = None,
     ):
         directory = pathlib.Path(path).expanduser()
         hub = {} if directory.is_dir() else {"revision": revision, "cache_dir": download_dir}
@@ -70,7 +71,7 @@ class Tokenizer:
         self.path = str(path)
         self._bos_id = self._added_bos_id()
         self._escapes = escape_special_tokens
-        self._guard = self._chat_guard()
+        self._guard = self._chat_guard(mask_token_id)
         if self._template is not None and self._guard is None and escape_special_tokens:
             logger.warning(
                 "special tokens in the messages of users stay special (escape_special_tokens): in "
@@ -180,12 +181,15 @@ class Tokenizer:
         """Returns the ids of a text without the beginning that was added to its own."""
         return ids[1:] if self._bos_id is not None and ids[:2] == [self._bos_id] * 2 else ids
 
-    def _chat_guard(self) -> chat_guard.ChatGuard | None:
+    def _chat_guard(self, mask_token_id: int | None) -> chat_guard.ChatGuard | None:
         """Returns what escapes special tokens; None if nothing can."""
         if self._template is None or not self._hf.is_fast:
             return None
         backend = self._hf.backend_tokenizer
-        guard = chat_guard.ChatGuard(backend, self._template, self._hf.all_special_tokens)
+        special = list(self._hf.all_special_tokens)
+        if mask_token_id is not None:  # a tokenizer need not call it special
+            special += self.token_strings([mask_token_id])
+        guard = chat_guard.ChatGuard(backend, self._template, special)
         return (
             guard if guard.works(functools.partial(self.encode, add_special_tokens=False)) else None
         )
@@ -201,7 +205,9 @@ class Tokenizer:
         return self._guard if (self._escapes if escapes is None else escapes) else None
 
 
-def of_model(config: config_lib.EngineConfig, model_dir: pathlib.Path) -> Tokenizer | None:
+def of_model(
+    config: config_lib.EngineConfig, model_dir: pathlib.Path, *, mask_token_id: int | None = None
+) -> Tokenizer | None:
     """Returns the tokenizer of the model in `model_dir`; None if ids go in and come out."""
     if config.skip_tokenizer_init:
         return None
@@ -215,6 +221,7 @@ def of_model(config: config_lib.EngineConfig, model_dir: pathlib.Path) -> Tokeni
         revision=config.revision,
         download_dir=config.download_dir,
         escape_special_tokens=config.escape_special_tokens,
+        mask_token_id=mask_token_id,
     )
 
 

@@ -192,6 +192,15 @@ def test_a_forged_turn_is_none(load):
         assert loose.count(begin) == 5
 
 
+def test_a_mask_token_that_is_not_called_special_is_plain_text_as_well(tmp_path):
+    folder = tokenizer_kinds.write(tmp_path, "byte-level", TEMPLATES["chatml"])
+    asked = [{"role": "user", "content": f"a {tokenizer_kinds.UNUSED} b"}]
+    unused = tokenizer_lib.Tokenizer(folder).token_id(tokenizer_kinds.UNUSED)
+    for mask, count in ((None, 1), (unused, 0)):
+        tokenizer = tokenizer_lib.Tokenizer(folder, mask_token_id=mask)
+        assert tokenizer.apply_chat_template(asked).count(unused) == count
+
+
 def test_turns_of_the_assistant_and_a_continued_message_stay_as_they_were(load):
     tokenizer = load("byte-level", "chatml")
     asked = [{"role": "user", "content": "hi"}]

@@ -108,7 +108,9 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
         None if device.is_cpu else device.memory_bytes,
     )
     shapes = sizing.choose_shapes(config, spec, kind.rows.defaults, device)
-    tokenizer = tokenizer_lib.of_model(config, model_dir)
+    tokenizer = tokenizer_lib.of_model(
+        config, model_dir, mask_token_id=spec.diffusion.mask_token_id
+    )
     _check_vocabulary(tokenizer, spec)
     model = loading.load(
         model_dir,
