@@ -21,7 +21,14 @@ MEDIA_TYPES: Mapping[image_requests.OutputFormat, str] = {
     "jpeg": "image/jpeg",
     "webp": "image/webp",
 }
-DEFAULT_COMPRESSION = 100  # OpenAI's
+BEST_COMPRESSION = 100
+DEFAULT_COMPRESSION = BEST_COMPRESSION  # OpenAI's
+# From here on a JPEG keeps the colour of every pixel (4:4:4), below of every second one in rows and
+# columns (4:2:0): by then quantisation costs edges between saturated colours less than that does.
+ALL_COLOURS_FROM = 90
+# How hard to compress without loss. A picture of 1024x1024 takes 0.4 s of CPU, with the 80 of
+# Pillow 0.7 s, and its file is at most 1 % larger.
+_LOSSLESS_EFFORT = 30
 
 
 def encode(
@@ -33,8 +40,9 @@ def encode(
     """Returns `image` as a file.
 
     `compression` is the encoder's quality for JPEG and WebP, 0 to 100, as in OpenAI's
-    `output_compression`: a higher value makes a better and larger file. `metadata` becomes text
-    chunks of a PNG (UTF-8), and must be empty for the others.
+    `output_compression`: a higher value makes a better file, mostly a larger one. A WebP of 100 is
+    lossless.
+    `metadata` becomes text chunks of a PNG (UTF-8), and must be empty for the others.
     """
     if output_format == "png":
         readable = {key: _without_nul(value) for key, value in metadata.items()}
@@ -43,7 +51,10 @@ def encode(
     picture = Image.fromarray(image)
     match output_format:
         case "jpeg":
-            picture.save(file, "JPEG", quality=max(compression, 1))
+            sampling = "4:4:4" if compression >= ALL_COLOURS_FROM else "4:2:0"
+            picture.save(file, "JPEG", quality=max(compression, 1), subsampling=sampling)
+        case "webp" if compression == BEST_COMPRESSION:
+            picture.save(file, "WEBP", lossless=True, quality=_LOSSLESS_EFFORT)
         case "webp":
             picture.save(file, "WEBP", quality=compression)
     return file.getvalue()
