@@ -31,9 +31,16 @@ TimeShift = Literal["exponential", "linear"]
 
 # A shift above has all levels at 1, in float32.
 _LARGEST = 1e6
-# Exponents of a dynamic shift that float32 holds; up to the image tokens of 8192x8192.
-_LARGEST_MU, _MOST_TOKENS = 80.0, (8192 // 16) ** 2
+_LARGEST_MU = 80.0  # of exponents of a dynamic shift, in float32
 
+_BOUNDS: Mapping[str, tuple[float, float]] = {
+    "shift": (0, _LARGEST),
+    "base_shift": (-_LARGEST, _LARGEST),
+    "max_shift": (-_LARGEST, _LARGEST),
+    "base_image_seq_len": (0, _LARGEST),
+    "max_image_seq_len": (0, _LARGEST),
+    "shift_terminal": (0, 1),
+}
 # Other ways to space the levels or to step, which no published text-to-image model uses.
 _ONLY: Mapping[str, Any] = {
     "num_train_timesteps": 1000,
@@ -63,18 +70,37 @@ class FlowSchedule:
     shift_terminal: float | None = None
 
     def __post_init__(self) -> None:
-        if self.max_image_seq_len <= self.base_image_seq_len:
+        if not self.use_dynamic_shifting and not self.shift:
             raise errors.ConfigError(
-                f"{FILE_NAME}: max_image_seq_len={self.max_image_seq_len} must be larger than "
-                f"base_image_seq_len={self.base_image_seq_len}"
+                f"{FILE_NAME}: shift={self.shift} is not supported without use_dynamic_shifting; "
+                f"supported: a positive number up to {_LARGEST:g}"
             )
-        if self.use_dynamic_shifting:
-            for tokens in (1, _MOST_TOKENS):
-                self._check_mu(tokens)
+        if self.max_image_seq_len == self.base_image_seq_len:
+            raise errors.ConfigError(
+                f"{FILE_NAME}: max_image_seq_len={self.max_image_seq_len} must differ from "
+                "base_image_seq_len"
+            )
         if self.shift_terminal is not None and self.shift_terminal >= 1:
             raise errors.ConfigError(
                 f"{FILE_NAME}: shift_terminal={self.shift_terminal} must be less than 1"
             )
+
+    def check_images(self, most_tokens: int) -> None:
+        """Raises a ConfigError if no number holds the shift of an image of up to so many tokens."""
+        if not self.use_dynamic_shifting:
+            return
+        low, high = self._mu_bounds()
+        for tokens in (1, most_tokens):
+            mu = self._mu(tokens)
+            if not low < mu < high:
+                raise errors.ConfigError(
+                    f"{FILE_NAME}: base_shift={self.base_shift} at base_image_seq_len="
+                    f"{self.base_image_seq_len} and max_shift={self.max_shift} at "
+                    f"max_image_seq_len={self.max_image_seq_len} make a shift of {mu:.3g} for "
+                    f"images of {tokens} tokens, which a request may ask for, but a "
+                    f"time_shift_type of {self.time_shift_type} has shifts between {low:g} and "
+                    f"{high:g} here{'; lower max_image_pixels' if tokens > 1 else ''}"
+                )
 
     def sigmas(self, num_steps: int, image_tokens: int) -> Float32[np.ndarray, " num_steps+1"]:
         """Returns the noise level before each step and after the last one, which is 0.
@@ -98,21 +124,18 @@ class FlowSchedule:
         strength = math.exp(mu) if self.time_shift_type == "exponential" else mu
         return strength / (strength + (1 / levels - 1))
 
-    def _check_mu(self, image_tokens: int) -> None:
-        mu = self._mu(image_tokens)
-        is_exponent = self.time_shift_type == "exponential"
-        low, high = (-_LARGEST_MU, _LARGEST_MU) if is_exponent else (0, _LARGEST)
-        if not low < mu < high:
-            raise errors.ConfigError(
-                f"{FILE_NAME}: base_shift={self.base_shift} at base_image_seq_len="
-                f"{self.base_image_seq_len} and max_shift={self.max_shift} at max_image_seq_len="
-                f"{self.max_image_seq_len} make a shift of {mu:.3g} for {image_tokens} image "
-                f"tokens, but a time_shift_type of {self.time_shift_type} has them between {low:g} "
-                f"and {high:g}"
-            )
+    def _mu_bounds(self) -> tuple[float, float]:
+        """Returns the shifts between which levels are numbers.
+
+        A terminal level stretches the levels, which needs one that is less than 1.
+        """
+        if self.time_shift_type == "linear":
+            return 0.0, _LARGEST
+        has_terminal = self.shift_terminal is not None
+        return -_LARGEST_MU, math.log(_LARGEST) if has_terminal else _LARGEST_MU
 
     def _mu(self, image_tokens: int) -> float:
-        """Returns the line through both bounds, also outside them."""
+        """Returns the shift of an image: the line through both bounds, also outside them."""
         tokens = self.max_image_seq_len - self.base_image_seq_len
         slope = (self.max_shift - self.base_shift) / tokens
         return self.base_shift + slope * (image_tokens - self.base_image_seq_len)
@@ -135,39 +158,42 @@ def read(values: Mapping[str, Any]) -> FlowSchedule:
     if values.get("_class_name") != CLASS_NAME:
         _refuse("_class_name", values.get("_class_name"), CLASS_NAME)
     for key, only in _ONLY.items():
-        if values.get(key) not in (None, only):
+        # null switches a flag off, as false does; of a number it means nothing.
+        if key in values and values[key] not in ((None, False) if only is False else (only,)):
             _refuse(key, values[key], json.dumps(only))
-    known = {field.name for field in dataclasses.fields(FlowSchedule)}
-    given = {key: value for key, value in values.items() if value is not None}
-    for key in given.keys() - known - _ONLY.keys():
-        if not key.startswith("_"):
-            raise errors.ConfigError(
-                f"{FILE_NAME}: unknown key {key}={errors.quote(given[key])}"
-                f"{errors.nearest(key, known | _ONLY.keys())}"
-            )
-    # diffusers writes "no terminal level" as null and as 0.
-    if given.get("shift_terminal") == 0:
-        del given["shift_terminal"]
     types = typing.get_type_hints(FlowSchedule)
-    return FlowSchedule(
-        **{key: _checked(key, given[key], types[key]) for key in given.keys() & known}
-    )
+    for key in values.keys() - types.keys() - _ONLY.keys():
+        if not key.startswith("_") and values[key] is not None:
+            raise errors.ConfigError(
+                f"{FILE_NAME}: unknown key {key}={errors.quote(values[key])}"
+                f"{errors.nearest(key, types.keys() | _ONLY.keys())}"
+            )
+    given = values.keys() & types.keys()
+    if values.get("use_dynamic_shifting") and values.get("shift") is None:
+        given -= {"shift"}  # which does not count then
+    return FlowSchedule(**{key: _checked(key, values[key], types[key]) for key in given})
 
 
 def _checked(key: str, value: Any, wanted: object) -> Any:
-    """Returns the value of a field if it has the type that the field has."""
+    """Returns the value of a field if it has the type that the field has; else it is refused.
+
+    Of a number null is an error of diffusers, too.
+    """
     if wanted is bool:
-        if not isinstance(value, bool):
+        if value not in (None, False, True):  # 0 and 1, too
             _refuse(key, value, "true or false")
-        return value
+        return bool(value)
     if wanted is TimeShift:
         if value not in typing.get_args(TimeShift):
             _refuse(key, value, " or ".join(typing.get_args(TimeShift)))
         return value
+    if key == "shift_terminal" and not value:
+        return None  # diffusers writes "no terminal level" as null and as 0
+    low, high = _BOUNDS[key]
     is_number = isinstance(value, int if wanted is int else int | float)
-    if isinstance(value, bool) or not is_number or not 0 < value <= _LARGEST:
-        kind = "integer" if wanted is int else "number"
-        _refuse(key, value, f"a positive {kind} up to {_LARGEST:g}")
+    if isinstance(value, bool) or not is_number or not low <= value <= high:
+        kind = "an integer" if wanted is int else "a number"
+        _refuse(key, value, f"{kind} from {low:g} to {high:g}")
     return value
 
 

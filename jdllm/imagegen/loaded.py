@@ -90,6 +90,11 @@ def resolve_dtype(dtype: str, device: device_facts.DeviceFacts) -> str:
     return dtype
 
 
+def without_modules(folder: pipeline_folder.PipelineFolder, dtype: str) -> interface.Pipeline:
+    """Returns a pipeline that knows its sizes and options and computes nothing."""
+    return _built(folder, {}, jnp.dtype(dtype))
+
+
 def without_weights(
     folder: pipeline_folder.PipelineFolder,
     dtype: jnp.dtype,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import json
 import random
+import shutil
 import time
 
 import numpy as np
@@ -239,6 +241,26 @@ def test_a_limit_that_no_image_keeps_is_refused_by_name():
     config = images.ImageBuildConfig(directory=golden.PIPELINE, max_pixels=15)
     with pytest.raises(errors.ConfigError, match="max_image_pixels=15 must be at least 256"):
         images.build(config, startup.StartupProgress())
+
+
+def test_a_shift_counts_for_the_sizes_that_requests_may_have(tmp_path):
+    """At 128x128 and below numbers hold it, at 256x256 none does."""
+    shutil.copytree(golden.PIPELINE, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "scheduler" / "scheduler_config.json"
+    steep = {"use_dynamic_shifting": True, "shift": None, "base_shift": 0, "max_shift": 40.0,
+             "base_image_seq_len": 0, "max_image_seq_len": 64}  # fmt: skip
+    path.write_text(json.dumps(json.loads(path.read_text()) | steep))
+    config = images.ImageBuildConfig(
+        directory=tmp_path, sizes=((64, 64),), max_pixels=256 * 256, batching_max_size=1
+    )
+    with pytest.raises(errors.ConfigError, match="256 tokens.*; lower max_image_pixels"):
+        images.build(config, startup.StartupProgress())
+    built = images.build(
+        dataclasses.replace(config, max_pixels=128 * 128), startup.StartupProgress()
+    )
+    sigmas = built.pipeline.sigmas(8, 128, 128)
+    built.release()
+    assert (sigmas[0], sigmas[-1]) == (1, 0) and np.isfinite(sigmas).all()
 
 
 @pytest.mark.parametrize(

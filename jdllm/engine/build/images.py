@@ -143,6 +143,7 @@ def build(config: ImageBuildConfig, progress: startup.StartupProgress) -> BuiltI
     mesh = sharding.make_mesh(config.tp_size, device_lib.every())
     device = device_lib.facts(config.tp_size)
     dtype = loaded.resolve_dtype(config.dtype, device)
+    limits = _limits(config, loaded.without_modules(folder, dtype))
     sizes_lib.check_weights(
         folder,
         dtype,
@@ -163,7 +164,6 @@ def build(config: ImageBuildConfig, progress: startup.StartupProgress) -> BuiltI
         mesh=mesh,
     )
     pipeline = model.pipeline
-    limits = _limits(config, pipeline)
     default_size = _default_size(folder, pipeline, limits)
     buckets = _buckets(config, pipeline, limits, device, default_size)
     num_slots = config.max_running_requests or _default_rows(device)
@@ -252,18 +252,22 @@ def build(config: ImageBuildConfig, progress: startup.StartupProgress) -> BuiltI
 
 
 def _limits(config: ImageBuildConfig, pipeline: interface.Pipeline) -> image_limits.ImageLimits:
+    """Returns the bounds of images; raises a ConfigError if the schedule does not allow them."""
     least = pipeline.size_multiple**2
     if config.max_pixels < least:
         raise errors.ConfigError(
             f"max_image_pixels={config.max_pixels} must be at least {least}: sides are multiples "
             f"of {pipeline.size_multiple} pixels"
         )
-    return image_limits.ImageLimits(
+    limits = image_limits.ImageLimits(
         size_multiple=pipeline.size_multiple,
         latent_shape=pipeline.latent_shape,
         max_pixels=config.max_pixels,
         max_side=pipeline.max_side,
     )
+    most_pixels = min(limits.max_pixels, limits.max_side**2)
+    pipeline.parts.schedule.check_images(most_pixels // least)
+    return limits
 
 
 def _buckets(
