@@ -35,8 +35,6 @@ def resolve(
     is resolved already comes back as it is.
     """
     _check_prompt(request.prompt, "prompt")
-    if not request.prompt.strip():
-        raise errors.RequestError("prompt must not be empty", param="prompt")
     height = _side(request.height, "height", facts.default_height, facts)
     width = _side(request.width, "width", facts.default_width, facts)
     if height * width > facts.max_pixels:

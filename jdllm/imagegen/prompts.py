@@ -132,7 +132,10 @@ def checked(prompt: str) -> str:
 def _cut(ids: list[int], max_sequence_length: int, *, prefix_tokens: int = 0) -> PromptIds:
     value_checks.check_integer(max_sequence_length, "max_sequence_length", low=1)
     if len(ids) <= prefix_tokens:
-        raise errors.RequestError("prompt gives no token", param="prompt")
+        raise errors.RequestError(
+            "prompt gives no token, for the pipeline's template adds none; write a text",
+            param="prompt",
+        )
     kept = ids[: prefix_tokens + max_sequence_length]
     return PromptIds(ids=tuple(kept), num_cut=len(ids) - len(kept))
 

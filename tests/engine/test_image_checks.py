@@ -6,10 +6,10 @@ import dataclasses
 
 import numpy as np
 import pytest
-from support import fake_images
+from support import fake_images, golden_pipelines
 
 from jdllm import errors
-from jdllm.engine import image_checks, image_requests
+from jdllm.engine import image_checks, image_choices, image_requests
 
 FACTS, FLUX = fake_images.FACTS, fake_images.FLUX_FACTS
 # As Qwen-Image: a scale above 1 by default, which counts only beside a negative prompt.
@@ -52,6 +52,26 @@ def test_a_resolved_request_comes_back_as_it_is(facts, negative):
     assert np.array_equal(again.latents, given) and again.latents.dtype == np.float32
 
 
+@pytest.mark.parametrize("prompt", ["", " ", " \n\t"])
+def test_an_empty_prompt_is_one_as_it_is(prompt):
+    for facts in (FACTS, FLUX, QWEN, BARE):
+        assert image_checks.resolve(asked(prompt=prompt), facts).prompt == prompt
+
+
+@golden_pipelines.of_each
+def test_an_empty_prompt_is_encoded_as_an_empty_negative_prompt(golden):
+    """The latter is held to diffusers by golden runs, with and without spaces."""
+    folder, pipeline = golden.folder(), golden.pipeline().pipeline
+    facts = dataclasses.replace(QWEN, max_sequence_length=64)
+    inputs = image_choices.ImageInputs(pipeline.prompt_tokenizer(folder.tokenizers), facts)
+    for text in ("", " ", "  \n"):
+        (choice,) = inputs.choices([asked(prompt=text, negative_prompt=text)], "a", 0).values()
+        request = choice.request
+        assert request.image is not None and request.image.is_guided
+        assert request.prompt_ids == list(request.image.negative_ids)
+        assert len(request.prompt_ids) > pipeline.prefix_tokens
+
+
 def test_guidance_of_z_image_begins_above_zero():
     off = image_checks.resolve(asked(guidance_scale=0, negative_prompt=""), FACTS)
     assert not image_requests.is_guided(off, FACTS) and off.negative_prompt is None
@@ -88,8 +108,7 @@ def test_an_option_that_does_not_exist_may_ask_for_nothing():
 @pytest.mark.parametrize(
     ("options", "facts", "param"),
     [
-        ({"prompt": ""}, FACTS, "prompt"),
-        ({"prompt": " \n"}, FACTS, "prompt"),
+        ({"prompt": None}, FACTS, "prompt"),
         ({"prompt": 5}, FACTS, "prompt"),
         ({"prompt": "x" * 32_001}, FACTS, "prompt"),
         ({"height": 65}, FACTS, "height"),

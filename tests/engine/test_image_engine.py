@@ -37,15 +37,16 @@ def initial(*places):
 
 
 def test_golden_runs_of_several_prompts():
-    given = {"num_inference_steps": 4, "latents": initial(1, 2)}
-    found = generate(PROMPTS[1:], output_type="latent", **given, **SMALL)
-    assert found.dtype == np.float32 and found.shape == (2, 16, 12, 12)
-    expected = np.concatenate([golden_latents("g0", f"p{j}") for j in (1, 2)])
+    """The first prompt is empty."""
+    given = {"num_inference_steps": 4, "latents": initial(0, 1, 2)}
+    found = generate(PROMPTS, output_type="latent", **given, **SMALL)
+    assert found.dtype == np.float32 and found.shape == (3, 16, 12, 12)
+    expected = np.concatenate([golden_latents("g0", f"p{j}") for j in range(3)])
     np.testing.assert_allclose(found, expected, atol=ATOL_LATENTS)
-    images = generate(PROMPTS[1:], **given, **SMALL)
-    floats = generate(PROMPTS[1:], output_type="np", **given, **SMALL)
-    assert floats.dtype == np.float32 and floats.shape == (2, 96, 96, 3)
-    for j, image, values in zip((1, 2), images, floats, strict=True):
+    images = generate(PROMPTS, **given, **SMALL)
+    floats = generate(PROMPTS, output_type="np", **given, **SMALL)
+    assert floats.dtype == np.float32 and floats.shape == (3, 96, 96, 3)
+    for j, image, values in zip(range(3), images, floats, strict=True):
         assert isinstance(image, Image.Image) and image.mode == "RGB"
         pixels = golden.arrays()[f"96x96/g0/p{j}/uint8"][0]
         assert np.abs(np.asarray(image).astype(int) - pixels).max() <= 1
@@ -58,6 +59,24 @@ def test_golden_runs_with_guidance_and_its_limits():
         PROMPTS[2], guidance_scale=2.5, output_type="latent", **given, **SMALL
     )  # a single prompt has a list, too
     np.testing.assert_allclose(found, golden_latents("g2.5", "p2"), atol=ATOL_LATENTS)
+
+
+def test_empty_prompts_among_others_are_as_if_alone():
+    prompts = ["", PROMPTS[2], " ", "\n\n", PROMPTS[1]]
+    found = generate(prompts, seed=3, output_type="latent", **QUICK)
+    for place, latents in enumerate(found):
+        (alone,) = generate(prompts[place], seed=3 + place, output_type="latent", **QUICK)
+        np.testing.assert_allclose(latents, alone, atol=5e-5)
+
+
+def test_an_empty_prompt_against_an_empty_negative_prompt_is_unguided():
+    """prediction + scale (prediction - prediction)"""
+    for text in ("", " "):
+        plain = generate(text, seed=3, output_type="latent", **QUICK)
+        guided = generate(
+            text, negative_prompt=text, guidance_scale=4.0, seed=3, output_type="latent", **QUICK
+        )
+        np.testing.assert_allclose(guided, plain, atol=2e-4)
 
 
 def test_one_value_or_one_for_each():
@@ -166,7 +185,7 @@ def test_latents_may_be_bfloat16():
     np.testing.assert_array_equal(found, same)
 
 
-@pytest.mark.parametrize("prompts", ["", [], 5, ["a cat", None], {"prompt": "a cat"}])
+@pytest.mark.parametrize("prompts", [None, [], 5, ["a cat", None], {"prompt": "a cat"}])
 def test_wrong_prompts_are_named(prompts):
     with pytest.raises(errors.RequestError) as caught:
         generate(prompts, **QUICK)

@@ -173,6 +173,18 @@ def test_a_png_tells_how_it_was_made_unless_told_not_to():
     assert np.array_equal(np.asarray(bare), np.asarray(found))
 
 
+@pytest.mark.parametrize("prompt", ["", " ", "\n"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_empty_prompt_makes_an_image(prompt, stream):
+    server, engine = server_of()
+    response = ask(server, prompt=prompt, seed=7, stream=stream)
+    assert response.status_code == 200, response.text
+    (entry,) = events_of(response) if stream else response.json()["data"]
+    assert engine.seen[0].prompt == prompt
+    assert np.array_equal(np.asarray(picture(entry)), fake_images.painted(H, W, 7, STEPS))
+    assert picture(entry).text["prompt"] == prompt
+
+
 def test_the_scale_of_a_negative_prompt_is_told_where_there_is_one():
     server, _ = server_of(facts=fake_images.FLUX_FACTS)
     guided = {"negative_prompt": "fog", "true_cfg_scale": 2.5}
