@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import pathlib
+from collections.abc import Iterable
 from typing import Any
 
 import ml_dtypes
@@ -21,11 +22,19 @@ from jdllm.checkpoint import source
 INDEX_SUFFIX = ".safetensors.index.json"
 INDEX_NAME = f"model{INDEX_SUFFIX}"
 
+# The dtypes of weights that are read, by their names in the files.
 _DTYPES: dict[str, np.dtype] = {
+    "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
+_LARGEST = np.dtype(np.float32)  # of the dtypes that models compute in
+# Bits of a value. Tensors of these dtypes, and of newer ones, may be there if nothing reads them.
+_BITS = {name: 8 * dtype.itemsize for name, dtype in _DTYPES.items()} | {
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
+    "I16": 16, "U16": 16, "I32": 32, "U32": 32, "I64": 64, "U64": 64, "C64": 64,
+}  # fmt: skip
 _LENGTH_BYTES = 8
 
 
@@ -57,15 +66,21 @@ class SafetensorsSource:
         return {name: tuple(info["shape"]) for name, (_, info) in self._tensors.items()}
 
     @property
-    def main_dtype(self) -> np.dtype:
-        """The dtype in which most values are stored."""
-        values: dict[str, int] = {}
-        for _, info in self._tensors.values():
-            values[info["dtype"]] = values.get(info["dtype"], 0) + math.prod(info["shape"])
-        return _DTYPES[max(values, key=values.__getitem__)]
+    def unread_dtypes(self) -> dict[str, str]:
+        """The dtypes, by tensor, that `read` does not know; the files call them so."""
+        dtypes = {name: info["dtype"] for name, (_, info) in self._tensors.items()}
+        return {name: dtype for name, dtype in dtypes.items() if dtype not in _DTYPES}
+
+    def main_dtype(self, names: Iterable[str]) -> np.dtype:
+        """Returns the dtype of most values of these tensors; float64 counts as float32."""
+        values: dict[np.dtype, int] = {}
+        for info in (self._tensors[name][1] for name in names):
+            dtype = min(_DTYPES[info["dtype"]], _LARGEST, key=lambda one: one.itemsize)
+            values[dtype] = values.get(dtype, 0) + math.prod(info["shape"])
+        return max(values, key=values.__getitem__)
 
     def read(self, name: str) -> np.ndarray:
-        """Returns a read-only view of one tensor in its stored dtype."""
+        """Returns a read-only view of one tensor in its stored dtype, none of `unread_dtypes`."""
         data, info = self._tensors[name]
         begin, end = info["data_offsets"]
         return data[begin:end].view(_DTYPES[info["dtype"]]).reshape(info["shape"])
@@ -144,16 +159,14 @@ def _read_header(path: pathlib.Path) -> tuple[dict[str, dict[str, Any]], int]:
 
 def _span(path: pathlib.Path, name: str, info: dict[str, Any]) -> tuple[int, int]:
     begin, end = info["data_offsets"]
-    if info["dtype"] not in _DTYPES:
-        raise errors.ConfigError(
-            f"{path}: {errors.quote(name)} is stored as {errors.quote(info['dtype'])}; supported: "
-            f"{', '.join(_DTYPES)}"
-        )
+    if not isinstance(info["dtype"], str):
+        raise errors.ConfigError(f"{path}: the dtype of {errors.quote(name)} is no text")
     if not all(type(size) is int and size >= 0 for size in (begin, end, *info["shape"])):
         raise errors.ConfigError(
             f"{path}: {errors.quote(name)} has sizes that are no integers >= 0"
         )
-    if end - begin != math.prod(info["shape"]) * _DTYPES[info["dtype"]].itemsize:
+    bits = _BITS.get(info["dtype"])
+    if bits is not None and 8 * (end - begin) != math.prod(info["shape"]) * bits:
         raise errors.ConfigError(
             f"{path}: {errors.quote(name)} has offsets that do not fit its shape"
         )

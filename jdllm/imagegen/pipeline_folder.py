@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -80,7 +81,8 @@ class ModelFolder:
     def stored_dtype(self) -> str:
         """The dtype of the weights on disk; of a dummy, the one in config.json or bfloat16."""
         if self.checkpoint is not None:
-            return self.checkpoint.tensors.main_dtype.name
+            fills = itertools.chain.from_iterable(self.checkpoint.fills.values())
+            return self.checkpoint.tensors.main_dtype(fill.tensor for fill in fills).name
         if self.load_format == "orbax":
             return orbax_checkpoint.stored_dtype(self.path)
         return loading.resolve_dtype("auto", self.hf_config).name
@@ -252,7 +254,7 @@ class _Reader:
             library, class_name = self._class_of(name, class_names)
             one, path = registry.COMPONENTS[class_name], self._directory / name
             hf = source.read_json(path / source.CONFIG_NAME)
-            _check_class(hf, one.class_names)
+            _check_class(hf, one.class_names + one.file_class_names)
             return ModelFolder(
                 name=name,
                 base_name=_BASE_NAMES[library],
@@ -272,7 +274,9 @@ class _Reader:
                     tensors = safetensors_source.SafetensorsSource(
                         model.path, base_name=model.base_name
                     )
-                    fills = model.component.match(model.config, tensors.shapes)
+                    fills = model.component.match(
+                        model.config, tensors.shapes, tensors.unread_dtypes
+                    )
                     checkpoint = Checkpoint(tensors=tensors, fills=fills)
                     return dataclasses.replace(model, checkpoint=checkpoint)
                 case "orbax":

@@ -82,7 +82,10 @@ class DraftAdapter:
             tensors = safetensors_source.SafetensorsSource(
                 directory / self.folder, base_name=WEIGHTS_NAME
             )
-            return tensors, weight_table.match(weights.expand(config, shapes), tensors.shapes)
+            fills = weight_table.match(
+                weights.expand(config, shapes), tensors.shapes, unread_dtypes=tensors.unread_dtypes
+            )
+            return tensors, fills
         except errors.ConfigError as error:
             raise errors.ConfigError(f"{self.folder}: {error}\n{_HINT}") from error
 

@@ -127,6 +127,7 @@ def load(
                 family.weight_rows(config),
                 tensors.shapes,
                 is_unused=lambda name: name.startswith(unused),
+                unread_dtypes=tensors.unread_dtypes,
             )
             put = assemble.on_default_device
 

@@ -71,6 +71,17 @@ def test_nested_prefixes_and_skipped_tensors_load(tmp_path, tensors):
     assert_same(load(write_model(tmp_path, nested)).params, load(GOLDEN).params)
 
 
+def test_only_the_dtypes_of_weights_that_are_read_count(tmp_path, tensors):
+    stored = {name: array.astype(np.float64) for name, array in tensors.items()}
+    stored |= {"v_head.weight": np.zeros((1, 64), bool)}
+    stored |= {"model.rotary_emb.inv_freq": np.zeros(4, np.int64)}
+    assert_same(load(write_model(tmp_path, stored)).params, load(GOLDEN).params)
+    name = "model.layers.0.attention.dense.weight"
+    write_model(tmp_path, tensors | {name: tensors[name].astype(np.int8)})
+    with pytest.raises(errors.ConfigError, match=rf"(?s)1 tensors of a dtype.*{name} is I8"):
+        load(tmp_path)
+
+
 def test_every_disagreement_is_in_one_error(tmp_path, tensors):
     del tensors["model.norm.weight"]
     del tensors["model.layers.1.mlp.experts.7.up_proj.weight"]

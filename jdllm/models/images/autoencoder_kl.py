@@ -113,16 +113,16 @@ conv_shortcut.weight    conv_shortcut.kernel[conv]
 conv_shortcut.bias      conv_shortcut.bias
 """
 _ATTENTION = """
-group_norm.weight       group_norm.weight
-group_norm.bias         group_norm.bias
-to_q.weight             w_qkv[0/3]
-to_q.bias               b_qkv[0/3]
-to_k.weight             w_qkv[1/3]
-to_k.bias               b_qkv[1/3]
-to_v.weight             w_qkv[2/3]
-to_v.bias               b_qkv[2/3]
-to_out.0.weight         w_out
-to_out.0.bias           b_out
+group_norm.weight                   group_norm.weight
+group_norm.bias                     group_norm.bias
+to_q.weight|query.weight            w_qkv[0/3]
+to_q.bias|query.bias                b_qkv[0/3]
+to_k.weight|key.weight              w_qkv[1/3]
+to_k.bias|key.bias                  b_qkv[1/3]
+to_v.weight|value.weight            w_qkv[2/3]
+to_v.bias|value.bias                b_qkv[2/3]
+to_out.0.weight|proj_attn.weight    w_out
+to_out.0.bias|proj_attn.bias        b_out
 """
 _NORM = """
 weight                  weight
@@ -135,9 +135,11 @@ bias                    bias
 
 
 def at(rows: str, *places: str) -> str:
-    """Returns the rows with both names under each place, in the checkpoint and in the module."""
+    """Returns the rows with all names under each place, in the checkpoint and in the module."""
     pairs = [line.split() for line in rows.strip().splitlines()]
-    return "\n".join(f"{at}.{a} {at}.{b}" for at in places for a, b in pairs) + "\n"
+    return "".join(
+        f"{at}.{a.replace('|', f'|{at}.')} {at}.{b}\n" for at in places for a, b in pairs
+    )
 
 
 _DECODER = (

@@ -36,6 +36,8 @@ _MISSING: Mapping[str, Any] = {
     "max_position_embeddings": 77,
     "eos_token_id": 49407,
 }
+# The model type of a config of both halves of CLIP, and its key with the config of the text half.
+_WHOLE, _TEXT = "clip", "text_config"
 # Early configs say 2, whatever the vocabulary has as its end token: its id is the largest.
 _LEGACY_EOS = 2
 _QUICK_GELU = 1.702
@@ -116,6 +118,10 @@ class ClipTextEncoder(nnx.Module):
 
 
 def _read(hf: Mapping[str, Any]) -> ClipTextConfig:
+    if hf.get("model_type") == _WHOLE and hf.get(_TEXT) is not None:
+        hf = hf[_TEXT]
+        if not isinstance(hf, Mapping):
+            raise errors.ConfigError(f"config.json: {_TEXT}={errors.quote(hf)} must be an object")
     _RULES.check(hf)
     given = {**_MISSING, **{key: value for key, value in hf.items() if value is not None}}
     sizes = _RULES.sizes
@@ -162,12 +168,22 @@ final_layer_norm.bias                          final_layer_norm.bias
 """
 
 
+# 0, 1, 2, ... of old files, and what comes after the result in a whole CLIP and in its text half.
+_UNUSED = (
+    "embeddings.position_ids",
+    "text_projection.weight",
+    "visual_projection.weight",
+    "logit_scale",
+)
+
+
 def _is_unused(_config: ClipTextConfig, name: str) -> bool:
-    return name == "embeddings.position_ids"  # 0, 1, 2, ..., which old files hold
+    return name in _UNUSED or name.startswith("vision_model.")
 
 
 COMPONENT = component.Component(
     class_names=("CLIPTextModel",),
+    file_class_names=("CLIPTextModelWithProjection", "CLIPModel"),
     read=_read,
     build=ClipTextEncoder,
     weights=lambda _: _WEIGHTS,

@@ -14,7 +14,8 @@ equal parts of the first axis, `[4:6/8]` are parts 4 and 5 of eight; `[conv]` tu
 [out, in, height, width] into the parameter's [height, width, in, out]. `[conv@2/3]` does so with
 tap 2 of a kernel that has 3 taps over time, [out, in, time, height, width]; the other taps are not
 read. With `[1x1]` the tensor has two more axes than the parameter, of size 1. Linear weights are
-[out, in] on both sides.
+[out, in] on both sides. `to_q.weight|query.weight` is a tensor with two names: either is read, and
+the first is written.
 
 A second text names the parameters that `--quantization` turns into 8-bit floats.
 """
@@ -24,6 +25,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
@@ -56,6 +58,7 @@ class Component(Generic[Config]):
 
     `read` turns the component's config.json into a config and raises a ConfigError that names
     a key it cannot serve. `build` makes the module, `weights` gives the table's text.
+    `file_class_names`: other classes that config.json may name, whose files hold this model, too.
     `is_unused` tells which tensors of a checkpoint no forward pass reads. Tensors of a checkpoint
     may have names that begin with `optional_prefix`; the table and `is_unused` leave it out.
     `example` is the config.json of a tiny model with every parameter that the class may have.
@@ -69,6 +72,7 @@ class Component(Generic[Config]):
     weights: Callable[[Config], str]
     example: Mapping[str, Any]
     is_unused: Callable[[Config, str], bool] = _uses_all
+    file_class_names: tuple[str, ...] = ()
     optional_prefix: str = ""
     fp8_weights: str = ""
 
@@ -112,17 +116,21 @@ class Component(Generic[Config]):
         return tuple(row for line in _lines(self.weights(config)) for row in _expand(line, shapes))
 
     def match(
-        self, config: Config, shapes: Mapping[str, tuple[int, ...]]
+        self,
+        config: Config,
+        shapes: Mapping[str, tuple[int, ...]],
+        unread_dtypes: Mapping[str, str] = types.MappingProxyType({}),
     ) -> dict[str, list[weight_table.Fill]]:
-        """Returns which tensors of a checkpoint (name -> shape) fill each parameter.
+        """Returns which tensors of a checkpoint fill each parameter; see `weight_table.match`.
 
-        Raises a ConfigError with every tensor that is missing, unknown or of another shape.
+        Raises a ConfigError with every tensor that does not fit.
         """
         return weight_table.match(
             self.weight_rows(config),
             shapes,
             optional_prefix=self.optional_prefix,
             is_unused=functools.partial(self.is_unused, config),
+            unread_dtypes=unread_dtypes,
         )
 
 
@@ -146,8 +154,10 @@ def _expand(line: str, shapes: Shapes) -> Iterator[weight_table.WeightRow]:
     for path, whole in shapes.items():
         if match := pattern.fullmatch(path):
             shape = view(np.broadcast_to(np.int8(0), whole.shape)).shape
+            name, *other_names = tensor.format(**match.groupdict()).split("|")
             yield weight_table.WeightRow(
-                name=tensor.format(**match.groupdict()),
+                name=name,
+                other_names=tuple(other_names),
                 shape=shape if tap is None else (*shape[:2], tap[1], *shape[2:]),
                 target=path,
                 view=view,

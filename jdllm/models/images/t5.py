@@ -211,7 +211,7 @@ def _read(hf: Mapping[str, Any]) -> T5Config:
 
 
 _WEIGHTS = """
-shared.weight                                                          word_embeddings
+shared.weight|encoder.embed_tokens.weight                              word_embeddings
 encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight   relative_attention_bias
 encoder.block.{i}.layer.0.layer_norm.weight                            layers.{i}.norm_1.weight
 encoder.block.{i}.layer.0.SelfAttention.q.weight                       layers.{i}.w_qkv[0/3]
@@ -227,12 +227,13 @@ encoder.final_layer_norm.weight                                        final_nor
 
 
 def _is_unused(_config: T5Config, name: str) -> bool:
-    # The words a second time, and the other half of the model.
+    # The words a second time (if shared.weight is there), and the other half of the model.
     return name in ("encoder.embed_tokens.weight", "lm_head.weight") or name.startswith("decoder.")
 
 
 COMPONENT = component.Component(
     class_names=("T5EncoderModel",),
+    file_class_names=("T5ForConditionalGeneration", "T5Model"),
     read=_read,
     build=T5Encoder,
     weights=lambda _: _WEIGHTS,

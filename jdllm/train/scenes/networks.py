@@ -167,7 +167,7 @@ def read_params(networks: Networks, folder: pathlib.Path) -> Params:
     for name, one in networks.components.items():
         model = read.models[name]
         tensors = safetensors_source.SafetensorsSource(model.path, base_name=model.base_name)
-        fills = one.match(networks.configs[name], tensors.shapes)
+        fills = one.match(networks.configs[name], tensors.shapes, tensors.unread_dtypes)
         shapes = one.abstract(networks.configs[name], jnp.dtype(jnp.float32))[1]
         made = assemble.assemble(tensors, fills, shapes, show_progress=False, desc=name)
         found |= {interface.prefix_of(name) + path: array for path, array in made.items()}
