@@ -61,6 +61,7 @@ IMAGE_OPTIONS = frozenset(
         "enable_step_cache",
         "text_encoder_cpu_offload",
         "quantization",
+        "variant",
     ]
 )
 
@@ -121,6 +122,7 @@ class EngineConfig:
     enable_step_cache: bool = False
     text_encoder_cpu_offload: bool = False
     quantization: Quantization | None = None
+    variant: str | None = None
 
     def __post_init__(self) -> None:
         _check_types(self)

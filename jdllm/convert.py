@@ -9,6 +9,7 @@ drafts is copied as it is.
 
 from __future__ import annotations
 
+import functools
 import os
 import pathlib
 import shutil
@@ -16,14 +17,13 @@ import sys
 from collections.abc import Sequence
 
 from jdllm import arguments, config, errors, host
-from jdllm.checkpoint import orbax_checkpoint, safetensors_source, source
+from jdllm.checkpoint import orbax_checkpoint, source, weight_files
 from jdllm.imagegen import pipeline_folder
 from jdllm.models import loading, registry
 
 PROG = "jdllm convert"
 # Files beside the weights that are copied: configuration, tokenizer and chat template.
 _COPIED_SUFFIXES = frozenset({".json", ".jinja", ".txt", ".model"})
-_NOT_COPIED = (safetensors_source.INDEX_SUFFIX, orbax_checkpoint.MARKER_NAME)
 
 
 def convert(
@@ -32,9 +32,13 @@ def convert(
     *,
     dtype: str = "auto",
     revision: str | None = None,
+    variant: str | None = None,
     show_progress: bool = True,
 ) -> pathlib.Path:
-    """Writes the converted model to `output`, which must not exist, and returns it."""
+    """Writes the converted model to `output`, which must not exist, and returns it.
+
+    `variant` is for image pipelines: the weights that are read, where a component has them.
+    """
     output = pathlib.Path(output)
     if output.exists():
         raise errors.ConfigError(f"{output} exists; give a directory that does not exist yet")
@@ -43,8 +47,11 @@ def convert(
         host.check_writable_above(output)
     except OSError as error:
         raise errors.ConfigError(f"output {output} cannot be written: {error}") from error
-    directory = source.resolve(model_path, revision=revision)
-    convert_into = _convert_pipeline if source.is_pipeline(directory) else _convert_model
+    directory = source.resolve(model_path, revision=revision, variant=variant)
+    convert_into = functools.partial(_convert_pipeline, variant=variant)
+    if not source.is_pipeline(directory):
+        config.EngineConfig(variant=variant).check_for("text")
+        convert_into = _convert_model
     # The files go to another directory, which is renamed at the end: an interrupted run leaves
     # no incomplete model at `output`.
     partial = output.with_name(f"{output.name}.partial")
@@ -72,10 +79,15 @@ def _convert_model(
 
 
 def _convert_pipeline(
-    directory: pathlib.Path, output: pathlib.Path, dtype: str, show_progress: bool
+    directory: pathlib.Path,
+    output: pathlib.Path,
+    dtype: str,
+    show_progress: bool,
+    *,
+    variant: str | None,
 ) -> None:
     """Converts one component after the other, so that one at a time is in memory."""
-    folder = pipeline_folder.read(directory, load_format="safetensors")
+    folder = pipeline_folder.read(directory, load_format="safetensors", variant=variant)
     _copy_files(directory, output)
     for name in folder.component_names:
         _copy_files(directory / name, output / name)
@@ -89,7 +101,10 @@ def _copy_files(directory: pathlib.Path, output: pathlib.Path) -> None:
     """Copies what lies beside the weights, without folders, into a new directory."""
     output.mkdir(parents=True)
     for path in sorted(directory.iterdir()):
-        if path.suffix in _COPIED_SUFFIXES and not path.name.endswith(_NOT_COPIED):
+        is_of_weights = path.name == orbax_checkpoint.MARKER_NAME or weight_files.is_index(
+            path.name
+        )
+        if path.suffix in _COPIED_SUFFIXES and not is_of_weights:
             shutil.copyfile(path, output / path.name)
 
 
@@ -97,7 +112,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     options = make_parser().parse(argv)
     try:
-        convert(options.model_path, options.output, dtype=options.dtype, revision=options.revision)
+        convert(
+            options.model_path,
+            options.output,
+            dtype=options.dtype,
+            revision=options.revision,
+            variant=options.variant,
+        )
     except (errors.ConfigError, OSError) as error:
         arguments.report(PROG, error)
         return 2
@@ -120,6 +141,9 @@ def make_parser() -> arguments.Parser:
     )
     parser.add_argument(
         "--revision", help="branch, tag or commit of the model (default: the newest)"
+    )
+    parser.add_argument(
+        "--variant", help="image models: weights to read, such as fp16 (default: none)"
     )
     return parser
 

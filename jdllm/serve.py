@@ -70,6 +70,7 @@ def build_engine(
         given.model_path,
         revision=given.revision,
         download_dir=given.download_dir,
+        variant=given.variant,
         check_index=check_index,
     )
     is_pipeline = source.is_pipeline(directory)

@@ -17,10 +17,9 @@ import ml_dtypes
 import numpy as np
 
 from jdllm import errors
-from jdllm.checkpoint import source
+from jdllm.checkpoint import source, weight_files
 
-INDEX_SUFFIX = ".safetensors.index.json"
-INDEX_NAME = f"model{INDEX_SUFFIX}"
+_MODEL = weight_files.BASE_NAMES["transformers"]
 
 # The dtypes of weights that are read, by their names in the files.
 _DTYPES: dict[str, np.dtype] = {
@@ -42,16 +41,24 @@ class SafetensorsSource:
     """The tensors of a checkpoint directory: `shapes` gives all shapes, `read` one tensor.
 
     The index, `{base_name}.safetensors.index.json`, names the files. Without one, the checkpoint is
-    `{base_name}.safetensors` or else its shards; with no `base_name` it is every safetensors file,
-    and the index is that of `model`.
+    `{base_name}.safetensors` or else its shards (`weight_files`). With no `base_name` these are the
+    files of `model`, or else every safetensors file.
     """
 
-    def __init__(self, directory: pathlib.Path, *, base_name: str | None = None):
-        index = directory / f"{base_name or 'model'}{INDEX_SUFFIX}"
+    def __init__(
+        self,
+        directory: pathlib.Path,
+        *,
+        base_name: str | None = None,
+        variant: str | None = None,
+    ):
+        indexes = [directory / name for name in weight_files.indexes(base_name or _MODEL, variant)]
+        index = next((path for path in indexes if path.is_file()), indexes[0])
         weight_map = _weight_map(index)
+        files = _shards(index, weight_map) or _files(directory, base_name, variant)
         self._tensors: dict[str, tuple[np.ndarray, dict[str, Any]]] = {}
         self._files: dict[str, pathlib.Path] = {}
-        for path in _files(index, weight_map, base_name):
+        for path in files:
             self._add_file(path, weight_map)
         lost = sorted(weight_map.keys() - self._tensors.keys())
         if lost:
@@ -112,23 +119,28 @@ def _weight_map(path: pathlib.Path) -> dict[str, str]:
     return weight_map
 
 
-def _files(
-    index: pathlib.Path, weight_map: dict[str, str], base_name: str | None
-) -> list[pathlib.Path]:
-    directory = index.parent
-    if not weight_map:
-        # Files of other precisions may lie beside those of a base name (`{base_name}.fp16...`).
-        names = ["*"] if base_name is None else [base_name, f"{base_name}-*-of-*"]
-        patterns = [f"{name}.safetensors" for name in names]
-        for pattern in patterns:
-            if files := sorted(directory.glob(pattern)):
-                return files
-        raise errors.ConfigError(f"{directory} holds no {' or '.join(patterns)} file")
-    files = [directory / name for name in sorted(set(weight_map.values()))]
+def _shards(index: pathlib.Path, weight_map: dict[str, str]) -> list[pathlib.Path]:
+    files = [index.parent / name for name in sorted(set(weight_map.values()))]
     lost = [path.name for path in files if not path.is_file()]
     if lost:
         raise errors.ConfigError(f"{index} names shards that do not exist: {', '.join(lost)}")
     return files
+
+
+def _files(
+    directory: pathlib.Path, base_name: str | None, variant: str | None
+) -> list[pathlib.Path]:
+    names = weight_files.names_in(directory)
+    found = weight_files.chosen(names, base_name or _MODEL, variant)
+    if base_name is None and not found:
+        found = [name for name in names if name.endswith(".safetensors")]
+    if not found:
+        wanted = ["*.safetensors"]
+        if base_name is not None:
+            wanted = weight_files.patterns(base_name, variant)
+        advice = weight_files.advice(names, base_name)
+        raise errors.ConfigError(f"{directory} holds no {' or '.join(wanted)} file{advice}")
+    return [directory / name for name in found]
 
 
 def _read_header(path: pathlib.Path) -> tuple[dict[str, dict[str, Any]], int]:

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.resources
 import json
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-import huggingface_hub
-
 from jdllm import errors
+from jdllm.checkpoint import hub, weight_files
 
-CONFIG_NAME = "config.json"
-MODEL_INDEX_NAME = "model_index.json"  # of a pipeline folder, which has a folder per component
+CONFIG_NAME, MODEL_INDEX_NAME = hub.CONFIG_NAME, hub.MODEL_INDEX_NAME
 BUNDLED_MODEL = "jdllm-nano"  # the default model
 BUNDLED_MODELS = (BUNDLED_MODEL, "jdllm-nano-canvas")  # those that write text
 # Those that make images, each a pipeline folder; the first is the default of `ImageEngine`.
 BUNDLED_IMAGE_MODELS = ("jdllm-nano-image",)
 
 _PATTERNS = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
-# Of each component of a pipeline; the whole model in one file and other precisions stay there.
-_COMPONENT_PATTERNS = (
-    "*.json", "*.txt", "*.jinja", "model*.safetensors", "diffusion_pytorch_model*.safetensors",
-)  # fmt: skip
-_VARIANTS = ("*.fp16*", "*.bf16*", "*.non_ema*", "*.ema*")
+
+_CLASS_KEY = "_class_name"  # of the config.json of diffusers' models
 
 CheckIndex = Callable[[dict[str, Any], pathlib.Path], None]
 
@@ -48,24 +42,25 @@ def resolve(
     *,
     revision: str | None = None,
     download_dir: str | os.PathLike[str] | None = None,
+    variant: str | None = None,
     check_index: CheckIndex | None = None,
 ) -> pathlib.Path:
     """Returns the directory of a model: `model_path` is a path, a bundled name or a hub id.
 
     None means jdllm-nano. A local directory has priority over a bundled model of the same name.
-    Of a hub id only what is read is downloaded; `check_index(index, directory)` may refuse an
-    image pipeline before its weights are.
+    Of a hub id only what is read is downloaded, weights of `variant` where a component of a
+    pipeline has them; `check_index(index, directory)` may refuse a pipeline before its weights are.
     """
     directory = pathlib.Path(bundled_model() if model_path is None else model_path).expanduser()
     if model_path is not None:
         directory = bundled_folder(model_path) or directory
+    if directory.is_file():
+        _refuse_file(directory)
     if not directory.is_dir():
-        directory = _download(str(model_path), revision, download_dir, check_index)
-    if not (directory / CONFIG_NAME).is_file() and not is_pipeline(directory):
-        raise errors.ConfigError(
-            f"{directory} is no model directory: it holds no {CONFIG_NAME} and no "
-            f"{MODEL_INDEX_NAME}"
-        )
+        cache_dir = None if download_dir is None else pathlib.Path(download_dir)
+        place = hub.Repository(repo_id=str(model_path), revision=revision, cache_dir=cache_dir)
+        return _download(place, variant, check_index)
+    _check(directory, weight_files.names_in(directory))
     return directory
 
 
@@ -98,45 +93,72 @@ def _refuse_pipeline(_: dict[str, Any], directory: pathlib.Path) -> NoReturn:
     )
 
 
+def _component_of(directory: pathlib.Path) -> pathlib.Path | None:
+    """Returns the folder of the pipeline that a folder is a component of, None if there is none."""
+    place = pathlib.Path(os.path.abspath(directory))  # noqa: PTH100  # it follows no links
+    if not is_pipeline(place.parent):
+        return None
+    return place.parent if place.name in read_json(place.parent / MODEL_INDEX_NAME) else None
+
+
+def _refuse_file(path: pathlib.Path) -> NoReturn:
+    folder = path.parent
+    if (pipeline := _component_of(folder)) is not None:
+        folder = pipeline
+    if (folder / CONFIG_NAME).is_file() or is_pipeline(folder):
+        hint = f"; give the folder {folder}"
+    else:
+        hint = weight_files.advice([path.name], None)
+    raise errors.ConfigError(f"{path} is a file, and a model is a folder{hint}")
+
+
+def _check(directory: pathlib.Path, names: Sequence[str]) -> None:
+    """Raises unless a folder is a model's; `names` are those of the files that a model has there.
+
+    A component of a pipeline is none.
+    """
+    if is_pipeline(directory):
+        return
+    if (pipeline := _component_of(directory)) is not None:
+        raise errors.ConfigError(
+            f"{directory} is one component of the image pipeline {pipeline}; give that folder"
+        )
+    if not (directory / CONFIG_NAME).is_file():
+        raise errors.ConfigError(
+            f"{directory} is no model directory: it holds no {CONFIG_NAME} and no "
+            f"{MODEL_INDEX_NAME}{weight_files.advice(names, None)}"
+        )
+    class_name = read_json(directory / CONFIG_NAME).get(_CLASS_KEY)
+    if class_name is not None:
+        raise errors.ConfigError(
+            f"{directory} is one component of an image pipeline ({errors.quote(class_name)}); give "
+            f"a folder with all components and {MODEL_INDEX_NAME}"
+        )
+
+
 def _download(
-    repo_id: str,
-    revision: str | None,
-    download_dir: str | os.PathLike[str] | None,
-    check_index: CheckIndex | None,
+    place: hub.Repository, variant: str | None, check_index: CheckIndex | None
 ) -> pathlib.Path:
-    download = functools.partial(
-        huggingface_hub.snapshot_download,
-        repo_id,
-        revision=revision,
-        cache_dir=None if download_dir is None else pathlib.Path(download_dir),
-    )
     try:
-        path = pathlib.Path(download(allow_patterns=[MODEL_INDEX_NAME, CONFIG_NAME]))
+        path = place.fetch([MODEL_INDEX_NAME, CONFIG_NAME])
         if is_pipeline(path):
             index = read_json(path / MODEL_INDEX_NAME)
             if check_index is not None:
                 check_index(index, path)
-            patterns = _of_pipeline(index)
-            path = download(allow_patterns=patterns, ignore_patterns=list[str](_VARIANTS))
-        else:
-            path = download(allow_patterns=list[str](_PATTERNS))
+            return hub.fetch_components(place, index, variant)
+        if not (path / CONFIG_NAME).is_file():
+            _check(path, place.names().get(".", []))
+        _check(path, [])
+        return place.fetch(_PATTERNS)
     except errors.ConfigError:
         raise
     except (OSError, ValueError) as error:
         # HFValidationError is a ValueError, hub and connection errors are OSErrors.
         reason = str(error).strip().splitlines()[0]
         raise errors.ConfigError(
-            f"{repo_id!r} is neither a directory on this machine nor a Hugging Face model that "
-            f"could be loaded ({type(error).__name__}: {reason})"
+            f"{place.repo_id!r} is neither a directory on this machine nor a Hugging Face model "
+            f"that could be loaded ({type(error).__name__}: {reason})"
         ) from error
-    return pathlib.Path(path)
-
-
-def _of_pipeline(index: dict[str, Any]) -> list[str]:
-    """Returns patterns of the files that the components of an index need."""
-    names = [name for name, value in index.items() if isinstance(value, list) and any(value)]
-    parts = [f"{name}/{pattern}" for name in names for pattern in _COMPONENT_PATTERNS]
-    return [MODEL_INDEX_NAME, *parts]
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:

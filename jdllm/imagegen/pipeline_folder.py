@@ -17,8 +17,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import logging
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -29,7 +30,14 @@ from jax.typing import DTypeLike
 
 from jdllm import config as config_lib
 from jdllm import device, errors
-from jdllm.checkpoint import assemble, orbax_checkpoint, safetensors_source, source, weight_table
+from jdllm.checkpoint import (
+    assemble,
+    orbax_checkpoint,
+    safetensors_source,
+    source,
+    weight_files,
+    weight_table,
+)
 from jdllm.imagegen import flow_schedule, prompts, request_defaults
 from jdllm.imagegen.pipelines import interface
 from jdllm.imagegen.pipelines import registry as pipelines
@@ -38,10 +46,11 @@ from jdllm.models.images import component, registry
 from jdllm.models.images import quantization as quantization_lib
 from jdllm.models.images import split as image_split
 
+logger = logging.getLogger(__name__)
+
 _SCHEDULER = "scheduler"
 _CLASS_KEY = "_class_name"
-# The libraries that write pipelines, and what each calls the weights of a model.
-_BASE_NAMES = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}
+_USE_FP8 = ", with --quantization fp8 if memory is short"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +74,8 @@ class Checkpoint:
 class ModelFolder:
     """A component with weights; `checkpoint` is None unless `load_format` is "safetensors".
 
-    `base_name` is what the library that wrote the component calls its safetensors files.
+    `base_name` is what the library that wrote the component calls its safetensors files. `variant`:
+    that of the weights which are read, None for those without one.
     """
 
     name: str
@@ -75,6 +85,7 @@ class ModelFolder:
     config: Any
     hf_config: Mapping[str, Any]
     load_format: str
+    variant: str | None = None
     checkpoint: Checkpoint | None = None
 
     @property
@@ -179,20 +190,31 @@ class PipelineFolder:
         }
 
 
-def read(directory: pathlib.Path, *, load_format: str = "auto") -> PipelineFolder:
+def read(
+    directory: pathlib.Path, *, load_format: str = "auto", variant: str | None = None
+) -> PipelineFolder:
     """Returns what a folder holds; reads configs, tokenizers and the headers of weight files.
 
     Raises one ConfigError with the faults of all components, each with component, file and key.
     With load_format "dummy" no weight file is read, and a missing tokenizer folder has a stand-in.
+    A component that has weights of the `variant` is read from these, another without, as diffusers
+    does.
     """
+    if variant is not None and load_format == "dummy":
+        raise errors.ConfigError(
+            f"variant={errors.quote(variant)} names weights, and load_format='dummy' reads none; "
+            "leave one of them out"
+        )
     index = source.read_json(directory / source.MODEL_INDEX_NAME)
     check_index(index, directory)
     class_name = index[_CLASS_KEY]
     layout = pipelines.PIPELINES[class_name].layout
-    reader = _Reader(directory, index, load_format)
+    reader = _Reader(directory, index, load_format, variant)
     reader.check_names({*layout.models, *layout.tokenizers, _SCHEDULER})
     bare = {name: reader.model(name, classes) for name, classes in layout.models.items()}
-    models = [reader.with_weights(model) for model in bare.values() if model is not None]
+    found = [model for model in bare.values() if model is not None]
+    reader.check_variant(found)
+    models = [reader.with_weights(model) for model in found]
     tokenizers = {
         name: reader.tokenizer(name, place, bare[place.encoder])
         for name, place in layout.tokenizers.items()
@@ -224,10 +246,17 @@ def check_index(index: Mapping[str, Any], directory: pathlib.Path) -> None:
 class _Reader:
     """Reads one component after the other and collects the faults of all."""
 
-    def __init__(self, directory: pathlib.Path, index: Mapping[str, Any], load_format: str):
+    def __init__(
+        self,
+        directory: pathlib.Path,
+        index: Mapping[str, Any],
+        load_format: str,
+        variant: str | None,
+    ):
         self._directory = directory
         self._index = index
         self._load_format = load_format
+        self._variant = variant
         self._faults: list[str] = []
 
     def report(self) -> None:
@@ -255,9 +284,13 @@ class _Reader:
             one, path = registry.COMPONENTS[class_name], self._directory / name
             hf = source.read_json(path / source.CONFIG_NAME)
             _check_class(hf, one.class_names + one.file_class_names)
+            hf_config.refuse_quantised(hf, _USE_FP8)
+            base_name = weight_files.BASE_NAMES[library]
+            found = weight_files.variants_in(path, base_name)
             return ModelFolder(
                 name=name,
-                base_name=_BASE_NAMES[library],
+                base_name=base_name,
+                variant=self._variant if self._variant in found else None,
                 path=path,
                 component=one,
                 config=one.read(hf),
@@ -266,13 +299,23 @@ class _Reader:
             )
         return None
 
+    def check_variant(self, models: Sequence[ModelFolder]) -> None:
+        """Finds a variant that no component has, and logs which ones are read without it."""
+        others = [model.name for model in models if model.variant != self._variant]
+        if self._variant is not None and models and len(others) == len(models):
+            there = {one.name: weight_files.variants_in(one.path, one.base_name) for one in models}
+            self._faults.append(weight_files.without(self._variant, there))
+        elif others:
+            text = "variant %s: %s has none; weights without a variant are read"
+            logger.warning(text, self._variant, " and ".join(others))
+
     def with_weights(self, model: ModelFolder) -> ModelFolder | None:
         """Returns a component whose weights on disk fit it, None after a fault."""
         with self._collect(model.name):
             match model.load_format:
                 case "safetensors":
                     tensors = safetensors_source.SafetensorsSource(
-                        model.path, base_name=model.base_name
+                        model.path, base_name=model.base_name, variant=model.variant
                     )
                     fills = model.component.match(
                         model.config, tensors.shapes, tensors.unread_dtypes
@@ -321,11 +364,11 @@ class _Reader:
         """Returns library and class of a component; the class is one of `class_names`."""
         match self._index.get(name):
             case [str(library), str(class_name)]:
-                if class_name in class_names and library in _BASE_NAMES:
+                if class_name in class_names and library in weight_files.BASE_NAMES:
                     return library, class_name
         raise errors.ConfigError(
             f"{source.MODEL_INDEX_NAME}: {name}={errors.quote(self._index.get(name))} must be a "
-            f"class of {' or '.join(_BASE_NAMES)}: {' or '.join(class_names)}"
+            f"class of {' or '.join(weight_files.BASE_NAMES)}: {' or '.join(class_names)}"
         )
 
     @contextlib.contextmanager

@@ -90,6 +90,17 @@ def check_spec(model: spec_lib.ModelSpec, sizes: SizeKeys) -> None:
         )
 
 
+def refuse_quantised(hf: Mapping[str, Any], advice: str = "") -> None:
+    """Raises for the config of weights that a library has quantised; `advice` ends the message."""
+    key = "quantization_config"
+    found = hf.get(key)
+    if found is not None:
+        raise errors.ConfigError(
+            f"config.json: {key}={errors.quote(found)}: the weights are quantised already, which "
+            f"is not supported; use the checkpoint in 16 or 32 bits{advice}"
+        )
+
+
 def depth(hf: Mapping[str, Any], sizes: SizeKeys) -> int:
     """Returns the number of layers."""
     return integer(hf, sizes.num_layers, high=LARGEST_DEPTH)

@@ -35,6 +35,7 @@ from jdllm.checkpoint import (
 )
 from jdllm.layers import moe
 from jdllm.models import decoder, decoder_config, random_weights, registry, split
+from jdllm.models import hf_config as hf_config_lib
 
 logger = logging.getLogger(__name__)
 
@@ -177,6 +178,7 @@ def read_config(
     """Returns the config of a local directory's model, without reading any weight."""
     directory = pathlib.Path(directory)
     hf_config = source.read_json(directory / source.CONFIG_NAME)
+    hf_config_lib.refuse_quantised(hf_config)
     return registry.family(registry.architecture_of(hf_config)).parse_config(
         hf_config,
         block_size=block_size,

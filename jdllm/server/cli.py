@@ -96,6 +96,8 @@ HELP = {
     "memory, and each layer is copied to the device when a new caption is encoded",
     "quantization": "image models: fp8 keeps the large weights of the transformer in 8-bit floats, "
     "which are made while the checkpoint loads (default: none)",
+    "variant": "image models: weights to read where a component has several, such as fp16 "
+    "(default: those without a variant)",
     "host": "address to listen on",
     "port": "port to listen on; 0 chooses a free one",
     "replicas": "engines behind this server, each a process with GPUs of its own, by Ray Serve "

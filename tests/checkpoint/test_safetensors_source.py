@@ -12,6 +12,7 @@ import safetensors.numpy
 from jdllm import errors
 from jdllm.checkpoint import safetensors_source, source
 
+INDEX_NAME = "model.safetensors.index.json"
 ARRAYS = {
     "a": np.arange(6, dtype=np.float32).reshape(2, 3),
     "b": np.arange(4, dtype=np.float16),
@@ -30,7 +31,7 @@ def write_shards(directory):
 
 def write_index(directory, weight_map):
     text = json.dumps({"metadata": {}, "weight_map": weight_map})
-    (directory / safetensors_source.INDEX_NAME).write_text(text)
+    (directory / INDEX_NAME).write_text(text)
 
 
 def test_sharded_tensors_are_read_in_their_own_dtypes(tmp_path):
@@ -129,7 +130,7 @@ def test_broken_json_is_named(tmp_path, text):
 @pytest.mark.parametrize("value", [5, None, ["one.safetensors"], "", ".", "../one.safetensors"])
 def test_an_index_whose_file_is_no_file_name_is_refused(tmp_path, value):
     write_index(tmp_path, write_shards(tmp_path) | {"a": value})
-    with pytest.raises(errors.ConfigError, match=rf"{safetensors_source.INDEX_NAME}.*\['a'\]="):
+    with pytest.raises(errors.ConfigError, match=rf"{INDEX_NAME}.*\['a'\]="):
         safetensors_source.SafetensorsSource(tmp_path)
 
 

@@ -82,6 +82,26 @@ def test_only_the_dtypes_of_weights_that_are_read_count(tmp_path, tensors):
         load(tmp_path)
 
 
+def test_a_variant_beside_the_weights_is_not_read_and_alone_it_is(tmp_path, tensors):
+    variant = write_model(tmp_path, tensors) / "model.fp16.safetensors"
+    safetensors.numpy.save_file({"model.norm.weight": np.zeros(3, np.float16)}, variant)
+    assert_same(load(tmp_path).params, load(GOLDEN).params)
+    (tmp_path / "model.safetensors").replace(variant)
+    assert_same(load(tmp_path).params, load(GOLDEN).params)
+
+
+def test_weights_of_other_formats_are_refused_with_what_to_do(tmp_path, tensors):
+    write_model(tmp_path, tensors, quantization_config={"quant_method": "fp8"})
+    with pytest.raises(errors.ConfigError, match=r"'fp8'}: the weights are quantised already.*use"):
+        load(tmp_path)
+    write_model(tmp_path, tensors)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(
+        errors.ConfigError, match=r"no \*.safetensors file; found pytorch_model.bin"
+    ):
+        load(tmp_path)
+
+
 def test_every_disagreement_is_in_one_error(tmp_path, tensors):
     del tensors["model.norm.weight"]
     del tensors["model.layers.1.mlp.experts.7.up_proj.weight"]

@@ -36,6 +36,7 @@ def build_config(config: config_lib.EngineConfig) -> images.ImageBuildConfig:
     return images.ImageBuildConfig(
         directory=directory,
         load_format=config.load_format,
+        variant=config.variant,
         dtype=config.dtype,
         quantization=config.quantization,
         tp_size=config.tp_size,
@@ -78,6 +79,7 @@ def find(config: config_lib.EngineConfig) -> pathlib.Path:
         name,
         revision=config.revision,
         download_dir=config.download_dir,
+        variant=config.variant,
         check_index=pipeline_folder.check_index,
     )
 

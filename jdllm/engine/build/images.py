@@ -66,6 +66,7 @@ class ImageBuildConfig:
     load_format: str = "auto"
     dtype: str = "auto"
     quantization: config_lib.Quantization | None = None
+    variant: str | None = None
     tp_size: int = 1
     random_seed: int = 0
     mem_fraction_static: float = 0.85
@@ -135,7 +136,9 @@ def build(config: ImageBuildConfig, progress: startup.StartupProgress) -> BuiltI
     began_s = time.monotonic()
     text_build.enable_compilation_cache()
     progress.enter("load")
-    folder = pipeline_folder.read(config.directory, load_format=config.load_format)
+    folder = pipeline_folder.read(
+        config.directory, load_format=config.load_format, variant=config.variant
+    )
     # What can be refused without the weights is refused before they are read.
     sizes_lib.check_split(folder, config.tp_size)
     if config.tp_size > 1:
