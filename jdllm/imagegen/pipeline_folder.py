@@ -306,7 +306,7 @@ class _Reader:
             there = {one.name: weight_files.variants_in(one.path, one.base_name) for one in models}
             self._faults.append(weight_files.without(self._variant, there))
         elif others:
-            text = "variant %s: %s has none; weights without a variant are read"
+            text = "no variant %s of %s: the weights without a variant are read"
             logger.warning(text, self._variant, " and ".join(others))
 
     def with_weights(self, model: ModelFolder) -> ModelFolder | None:

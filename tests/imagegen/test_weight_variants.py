@@ -91,7 +91,7 @@ def test_components_without_the_variant_are_read_without_and_the_log_says_so(fol
     write_variant(folder, "transformer")
     with caplog.at_level(logging.WARNING):
         assert equal(folder, variant="fp16") == set(BASES)
-    assert "variant fp16: text_encoder and vae" in caplog.text
+    assert "no variant fp16 of text_encoder and vae: the weights without" in caplog.text
 
 
 def test_a_variant_that_no_component_has_is_refused_with_those_that_there_are(folder):
