@@ -122,6 +122,16 @@ TEXT: tuple[Row, ...] = (
         served="system instructions",
         otherwise="put it before the prompt, or into a message with the role system",
     ),
+    Row(
+        names="messages chat_history",
+        served="messages",
+        otherwise="conversations are for /v1/chat/completions, offline for LLM.chat; leave it out",
+    ),
+    Row(
+        names="top_logprobs",
+        served="top_logprobs logprobs top_logprobs_num",
+        otherwise="/v1/chat/completions serves log-probabilities; leave it out",
+    ),
     Row(names="refusal", served="content"),
     Row(names="function_call", served="tool_calls"),
     Row(

@@ -64,7 +64,7 @@ def content_text(content: Any, role: str) -> str:
             "content must be a string or a non-empty list of text parts", param="content"
         )
     texts = (
-        _part_text(part, i)
+        _part_text(part, i, role)
         for i, part in enumerate(content)
         if not (is_assistant and _kind(part) in _REASONING_PARTS)
     )
@@ -75,7 +75,7 @@ def _kind(part: Any) -> Any:
     return part.get("type") if isinstance(part, Mapping) else type(part).__name__
 
 
-def _part_text(part: Any, index: int) -> str:
+def _part_text(part: Any, index: int, role: str) -> str:
     param = f"content.{index}"
     if _kind(part) != "text":
         raise errors.RequestError(
@@ -87,6 +87,8 @@ def _part_text(part: Any, index: int) -> str:
             f"text must be a string, got {errors.quote(part.get('text'))}", param=f"{param}.text"
         )
     rest = {name: value for name, value in part.items() if name not in HINTS | _PART}
+    if rest.get("role") == role:  # some clients repeat it
+        del rest["role"]
     try:
         neutral_values.check(rest, {}, _PART)
     except errors.RequestError as error:

@@ -52,6 +52,7 @@ ASKING = [
     ({"prefix": True}, "prefix"),
     ({"content": [{"type": "refusal", "refusal": "No."}]}, "content.0"),
     ({"content": [{"type": "text", "text": "x", "mood": 1}]}, "content.0.mood"),
+    ({"content": [{"type": "text", "text": "x", "role": "user"}]}, "content.0.role"),
     ({"content": 0}, "content"),
 ]
 
@@ -97,7 +98,7 @@ def test_hints_beside_a_text_change_nothing(way):
     text = {"type": "text", "text": "yes", "cache_control": {"type": "ephemeral"}}
     thought = {"type": "thinking", "thinking": "hm", "signature": "x"}
     turn = said | {"content": [thought, text | {"annotations": [], "citations": None}]}
-    asked = {"role": "user", "content": [text]}
+    asked = {"role": "user", "content": [text | {"role": "user"}]}  # as @openai/agents sends it
     assert SEEN[way]([asked, turn]) == "<user>yes<assistant>yes"
 
 

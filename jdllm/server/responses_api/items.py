@@ -142,7 +142,9 @@ def _append(found: _Turns, item: Any, name: str) -> None:
             found.reasoning = protocol.part(_Reasoning, item, name).text
         case "item_reference":
             raise errors.RequestError(
-                f"{name}: this server stores no items; send the item itself", param=name
+                f"{name}: this server stores no items; send the item itself, as clients do with "
+                "store: false",
+                param=name,
             )
         case kind:
             raise errors.RequestError(

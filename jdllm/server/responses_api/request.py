@@ -148,7 +148,7 @@ class ResponseRequest(request_model.RequestModel):
         for name in self.include or ():
             if name not in EMPTY_ADDITIONS:
                 raise errors.RequestError(
-                    f"include: {errors.quote(name)} is not supported; leave it out",
+                    f"include: {errors.quote(name)} is not supported on this route; leave it out",
                     param="include",
                 )
         conversation_fields.refuse_tool_use(self.tools, self.tool_choice)
