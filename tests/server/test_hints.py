@@ -5,6 +5,7 @@ Hints are read from the errors themselves, so whatever a table says, its effect 
 
 from __future__ import annotations
 
+import functools
 import random
 import re
 import string
@@ -14,6 +15,7 @@ import pytest
 from support import edge, fake_engine, fake_images
 
 from jdllm import algorithms, errors, foreign_names
+from jdllm.server import app
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 CHAT: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 4}
@@ -76,9 +78,14 @@ def body_with(kind: str, path: str, value: Any) -> dict[str, Any]:
 
 
 def answer(kind: str, path: str, value: Any):
+    return edge.send(application(kind), KINDS[kind][0], body_with(kind, path, value))
+
+
+@functools.cache
+def application(kind: str):
     is_image = KINDS[kind][3] is foreign_names.IMAGES
     engine: Any = fake_images.FakeImageEngine() if is_image else fake_engine.FakeEngine()
-    return edge.call(edge.make_state(engine), KINDS[kind][0], body_with(kind, path, value))
+    return app.create_app(edge.make_state(engine))
 
 
 def refusal(kind: str, path: str, value: Any) -> str | None:
