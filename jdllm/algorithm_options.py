@@ -36,18 +36,23 @@ class Option:
     counts_positions: bool = False
     only_with: tuple[str, tuple[str, ...]] | None = None
 
-    def check(self, value: Any) -> None:
-        """Raises a `RequestError` that names the option unless it may hold `value`."""
+    def checked(self, value: Any) -> Value:
+        """Returns `value`, or raises a `RequestError` that names the option if it may not hold it.
+
+        A whole number in the place of an integer becomes one.
+        """
         param = f"dllm.{self.name}"
         match self.type:
             case "number":
                 value_checks.check_number(value, param, low=self.low, high=self.high)
             case "integer":
-                value_checks.check_integer(value, param, low=int(self.low), high=int(self.high))
+                low, high = int(self.low), int(self.high)
+                return value_checks.check_integer(value, param, low=low, high=high)
             case "flag":
                 value_checks.check_flag(value, param)
             case "word":
                 value_checks.check_word(value, param, words=self.words)
+        return value
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -62,6 +62,12 @@ def places(pattern: str) -> foreign_names.Places:
     return {pattern: ("algorithm", "stream_mode", *option_names())}
 
 
+def is_flag(name: str) -> bool:
+    """Says whether there is an option of that name that is true or false."""
+    found = (algorithm.option(name) for algorithm in TABLE.values())
+    return any(option is not None and option.type == "flag" for option in found)
+
+
 def word(algorithm: str, option: str, value: str) -> int:
     """Returns the number that stands for a word of an option on the device."""
     found = TABLE[algorithm].option(option)
@@ -69,21 +75,20 @@ def word(algorithm: str, option: str, value: str) -> int:
     return found.words.index(value)
 
 
-def check(algorithm: str | None, name: str, value: Any) -> None:
-    """Raises a `RequestError` unless the option may hold `value`.
+def checked(algorithm: str | None, name: str, value: Any) -> Value:
+    """Returns `value` as the option holds it, or raises a `RequestError`.
 
     Without an algorithm, the widest range over all algorithms holds.
     """
     if algorithm is None:
-        _widest(name).check(value)
-        return
+        return _widest(name).checked(value)
     option = TABLE[algorithm].option(name)
     if option is None:
         known = ", ".join(TABLE[algorithm].defaults)
         raise errors.RequestError(
             f"{algorithm} has no option {name!r}; it has {known}", param=f"dllm.{name}"
         )
-    option.check(value)
+    return option.checked(value)
 
 
 def _widest(name: str) -> Option:

@@ -12,7 +12,7 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from jdllm import errors, foreign_names
 
@@ -27,6 +27,23 @@ class Formatter(argparse.RawDescriptionHelpFormatter):
         if action.required:
             return f"{text} (required)"
         return f"{text} (default: {shown_default(action.default)})"
+
+    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
+        if isinstance(action, OneName):
+            return str(action.metavar)
+        return super()._format_args(action, default_metavar)
+
+
+class OneName(argparse.Action):
+    """Takes the names that vLLM's `--served-model-name` may list, and refuses a second one."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        if len(values) > 1:
+            parser.error(
+                f"{option_string} takes one name, not {len(values)}: requests may name any model "
+                "unless --strict-model-name is set"
+            )
+        setattr(namespace, self.dest, values[0])
 
 
 class Parser(argparse.ArgumentParser):

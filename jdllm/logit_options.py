@@ -38,7 +38,7 @@ def biases(value: Any) -> Biases:
     found: dict[int, float] = {}
     for key, bias in pairs:
         token_id: Any = int(key) if isinstance(key, str) and _is_short_number(key) else key
-        value_checks.check_integer(token_id, name, low=0)
+        token_id = value_checks.check_integer(token_id, name, low=0)
         value_checks.check_number(bias, name, low=-MOST_BIAS, high=MOST_BIAS)
         found[token_id] = float(bias)
     return tuple(sorted(found.items()))
@@ -55,9 +55,7 @@ def allowed_ids(value: Any) -> tuple[int, ...]:
         raise errors.RequestError(
             f"{name} has {len(ids)} ids; from 1 to {MAX_ALLOWED_IDS} are possible", param=name
         )
-    for token_id in ids:
-        value_checks.check_integer(token_id, name, low=0)
-    return tuple(sorted(set(ids)))
+    return tuple(sorted({value_checks.check_integer(one, name, low=0) for one in ids}))
 
 
 def bad_words(value: Any) -> tuple[str, ...]:
@@ -74,6 +72,7 @@ def bad_words(value: Any) -> tuple[str, ...]:
                 f"{errors.quote(word)}",
                 param=name,
             )
+        value_checks.check_unicode(word, name)
     return words
 
 

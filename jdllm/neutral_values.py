@@ -4,8 +4,9 @@ Clients, routers and SDKs send whole records of fields, most of them unset. A li
 that happen to be sent would never be complete, so the value decides:
 
 - `null` asks for nothing, under any name.
-- `""`, `[]`, `{}` and `false` ask for nothing, under any name, with one exception: `false` switches
-  something off where the default is `true`. Fields of that kind are listed (`ON_BY_DEFAULT`, and a
+- `""`, `[]`, `{}` and `false` ask for nothing, under any name (of fields that are served,
+  `request_model` says which mean them), with one exception: `false` switches something off where
+  the default is `true`. Fields of that kind are listed (`ON_BY_DEFAULT`, and a
   table that gives `True` as a default), and under an unknown name that looks like one of them,
   `false` is refused: `skip_special_token: false` is a misspelt request, not an empty one.
 - A number asks for something, `0` included: it is an instruction for most fields (`temperature`,
@@ -32,6 +33,8 @@ ON_BY_DEFAULT = frozenset(
     {
         "add_generation_prompt",
         "add_special_tokens",
+        "early_stop",
+        "embed_image_metadata",
         "escape_special_tokens",
         "skip_special_tokens",
         "spaces_between_special_tokens",
@@ -60,7 +63,7 @@ def check(
         if value is None:
             continue
         if name in labels:
-            if type(value) is not labels[name]:
+            if type(value) is not labels[name] and not is_empty(value):
                 wanted = labels[name].__name__
                 raise errors.RequestError(
                     f"{name} must be a {wanted}, got {errors.quote(value)}", param=name
@@ -75,21 +78,33 @@ def check(
         else:
             unknown += 1
             names = known.union(defaults, labels)
-            if unknown > MAX_UNKNOWN or not _is_empty(value) or _misspelt(name, value, names):
+            if unknown > MAX_UNKNOWN or not asks_nothing(name, value, names):
                 hint = foreign_names.hint(name, {*known, *labels}, places)
                 raise errors.RequestError(
                     f"unknown parameter {errors.quote(name)}{hint}", param=name
                 )
 
 
+def is_empty(value: Any) -> bool:
+    """Says whether `value` is one of `""`, `[]`, `{}` and false."""
+    return value is False or (isinstance(value, str | list | tuple | dict) and not value)
+
+
+def asks_nothing(name: str, value: Any, known: Collection[str]) -> bool:
+    """Says whether `value` is empty, and does not switch off what is on by default.
+
+    `known` are the names of which `name` may be a misspelling.
+    """
+    switches_off = value is False and name in ON_BY_DEFAULT
+    return is_empty(value) and not switches_off and not _misspelt(name, value, known)
+
+
 def _is_default(value: Any, defaults: Collection[Any]) -> bool:
     if value is False and any(default is True for default in defaults):
         return any(default is False for default in defaults)
-    return _is_empty(value) or any(_same(value, default) for default in defaults)
-
-
-def _is_empty(value: Any) -> bool:
-    return value is False or (isinstance(value, str | list | tuple | dict) and not value)
+    if isinstance(value, dict):  # what is empty inside of it asks for nothing there, either
+        value = {key: one for key, one in value.items() if one is not None and not is_empty(one)}
+    return is_empty(value) or any(_same(value, default) for default in defaults)
 
 
 def _same(value: Any, default: Any) -> bool:

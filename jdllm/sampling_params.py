@@ -19,23 +19,20 @@ from jdllm import (
     foreign_names,
     logit_options,
     neutral_values,
+    stop_options,
     value_checks,
 )
 
-# SGLang's number. What is longer than an output never matches.
-MAX_STOP_STRINGS = 32
-MAX_STOP_CHARACTERS = 2048
-MAX_STOP_TOKEN_IDS = 1024
 # A temperature below the first is greedy (SGLang's rule); one between the two counts as the second,
 # at which 16-bit states can still be divided by it (vLLM's rule).
 GREEDY_BELOW, LEAST_TEMPERATURE = 1e-6, 0.01
 MAX_TOP_LOGPROBS = 20  # OpenAI's
 STREAM_MODES = ("block", "denoise")  # what a stream shows: final tokens, or also each step
 # Fields that are numbers, their checks and their bounds; None stands for a default.
-_NUMBERS: tuple[tuple[str, Callable[..., None], dict[str, Any]], ...] = (
+_NUMBERS: tuple[tuple[str, Callable[..., float], dict[str, Any]], ...] = (
     ("max_new_tokens", value_checks.check_integer, {"low": 1}),
     ("temperature", value_checks.check_number, {"low": 0.0, "high": 100.0}),
-    ("top_p", value_checks.check_number, {"low": 0.0, "high": 1.0, "open_low": True}),
+    ("top_p", value_checks.check_number, {"low": 0.0, "high": 1.0}),
     ("top_k", value_checks.check_integer, {"low": -1}),
     ("seed", value_checks.check_integer, {"low": -(2**63), "high": 2**64 - 1}),
     ("min_p", value_checks.check_number, {"low": 0.0, "high": 1.0}),
@@ -44,6 +41,13 @@ _NUMBERS: tuple[tuple[str, Callable[..., None], dict[str, Any]], ...] = (
     ("repetition_penalty", value_checks.check_number, {"low": 0.01, "high": 100.0}),
     ("min_new_tokens", value_checks.check_integer, {"low": 0}),
     ("top_logprobs", value_checks.check_integer, {"low": 0, "high": MAX_TOP_LOGPROBS}),
+)
+_FLAGS = (
+    "ignore_eos",
+    "skip_special_tokens",
+    "no_stop_trim",
+    "return_logprob",
+    "return_step_map",
 )
 
 # Fields of other engines; an error that names the field refuses every value but the neutral ones.
@@ -102,9 +106,11 @@ class DllmParams:
                 raise errors.RequestError(
                     f"unknown dLLM option {errors.quote(name)}{hint}", param=f"dllm.{name}"
                 )
-        given = tuple((name, options[name]) for name in known if options.get(name) is not None)
-        for name, value in given:
-            algorithms.check(algorithm, name, value)
+        given = tuple(
+            (name, algorithms.checked(algorithm, name, options[name]))
+            for name in known
+            if options.get(name) is not None
+        )
         object.__setattr__(self, "algorithm", algorithm)
         object.__setattr__(self, "stream_mode", stream_mode)
         object.__setattr__(self, "given", given)
@@ -151,12 +157,22 @@ class DllmParams:
 
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any]) -> DllmParams:
-        """Builds from a request's `dllm` object; unknown keys are an error."""
+        """Builds from a request's `dllm` object; unknown keys that ask for something are an error.
+
+        An empty value of an option is none (`neutral_values`), except for `false` of a flag.
+        """
         if not isinstance(options, Mapping):
             raise errors.RequestError(
                 f"dllm must be an object, got {type(options).__name__}", param="dllm"
             )
-        return cls(**{str(name): value for name, value in options.items()})
+        known = ("algorithm", "stream_mode", *algorithms.option_names())
+        given: dict[str, Any] = {}
+        for name, value in ((str(name), value) for name, value in options.items()):
+            is_off = value is False and algorithms.is_flag(name)
+            is_none = value is None or neutral_values.asks_nothing(name, value, known)
+            if is_off or not is_none:
+                given[name] = value
+        return cls(**given)
 
     def resolve(self, default: DllmParams) -> DllmParams:
         """Returns options with every field of the chosen algorithm filled in.
@@ -201,8 +217,8 @@ class SamplingParams:
     None means the default of the model (temperature, top_p, top_k, min_p, repetition_penalty) or of
     the caller (`max_new_tokens`: the rest of the context). `return_logprob` asks for the
     log-probability of each output token in the step that wrote it, `top_logprobs` also for the
-    most probable tokens of that step. `return_step_map` asks for the number of that step within
-    its block, counted from 1.
+    most probable tokens of that step; `logprobs` is vLLM's form of both, a number of tokens or
+    true. `return_step_map` asks for the number of that step within its block, counted from 1.
 
     docs/algorithms.md defines what edits the logits: penalties, `logit_bias`, `allowed_token_ids`,
     `bad_words` and `min_new_tokens` (alias `min_tokens`).
@@ -230,6 +246,7 @@ class SamplingParams:
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
+    logprobs: int | bool | None = None
     return_logprob: bool = False
     top_logprobs: int = 0
     return_step_map: bool = False
@@ -240,40 +257,23 @@ class SamplingParams:
         for name, alias in (("max_new_tokens", "max_tokens"), ("min_new_tokens", "min_tokens")):
             put(name, _one_of(self, name, alias))
             put(alias, None)
-        put("stop", (self.stop,) if isinstance(self.stop, str) else _tuple(self.stop, "stop"))
-        put("stop_token_ids", _tuple(self.stop_token_ids, "stop_token_ids"))
+        put("stop", stop_options.strings(self.stop))
+        put("stop_token_ids", stop_options.token_ids(self.stop_token_ids))
         if not isinstance(self.dllm, DllmParams):
             put("dllm", DllmParams.from_mapping(self.dllm))
+        for name, value in _of_logprobs(self.logprobs, self.top_logprobs).items():
+            put(name, value)
         for name, check, bounds in _NUMBERS:
             if getattr(self, name) is not None:
-                check(getattr(self, name), name, **bounds)
+                put(name, check(getattr(self, name), name, **bounds))
         if self.temperature is not None:
             put("temperature", _steady(self.temperature))
-        value_checks.check_integer(self.n, "n", low=1, high=128)
-        for name in (
-            "ignore_eos", "skip_special_tokens", "no_stop_trim", "return_logprob",
-            "return_step_map",
-        ):  # fmt: skip
+        if self.top_p == 0:  # the nucleus is the most probable token alone
+            put("temperature", 0.0)
+            put("top_p", 1.0)
+        put("n", value_checks.check_integer(self.n, "n", low=1, high=128))
+        for name in _FLAGS:
             value_checks.check_flag(getattr(self, name), name)
-        if len(self.stop) > MAX_STOP_STRINGS:
-            raise errors.RequestError(
-                f"at most {MAX_STOP_STRINGS} stop strings, got {len(self.stop)}", param="stop"
-            )
-        if any(not isinstance(s, str) or not s for s in self.stop):
-            raise errors.RequestError("stop strings must be non-empty strings", param="stop")
-        longest = max(map(len, self.stop), default=0)
-        if longest > MAX_STOP_CHARACTERS:
-            raise errors.RequestError(
-                f"a stop string has at most {MAX_STOP_CHARACTERS} characters, got {longest}",
-                param="stop",
-            )
-        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise errors.RequestError(
-                f"at most {MAX_STOP_TOKEN_IDS} stop_token_ids, got {len(self.stop_token_ids)}",
-                param="stop_token_ids",
-            )
-        for token_id in self.stop_token_ids:
-            value_checks.check_integer(token_id, "stop_token_ids", low=0)
         put("logit_bias", logit_options.biases(self.logit_bias))
         if self.allowed_token_ids is not None:
             put("allowed_token_ids", logit_options.allowed_ids(self.allowed_token_ids))
@@ -321,7 +321,11 @@ class SamplingParams:
 
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any]) -> SamplingParams:
-        """Builds from a request's JSON object; foreign fields pass if they ask for nothing."""
+        """Builds from a request's JSON object; foreign fields pass if they ask for nothing.
+
+        An empty value is none (`neutral_values`), except for `false` of a flag, and for an empty
+        list of allowed tokens, with which nothing could be written.
+        """
         if not isinstance(options, Mapping):
             raise errors.RequestError(
                 f"sampling_params must be an object, got {type(options).__name__}",
@@ -331,10 +335,11 @@ class SamplingParams:
         aliases = {"sampling_seed": "seed", "top_logprobs_num": "top_logprobs"}
         values: dict[str, Any] = {}
         foreign: dict[str, Any] = {}
-        for key, value in _with_vllm_logprobs(options).items():
+        for key, value in options.items():
             name = aliases.get(key, key)
             if name in known:
-                if value is not None:
+                is_meant = name == "allowed_token_ids" or (value is False and name in _FLAGS)
+                if value is not None and (is_meant or not neutral_values.is_empty(value)):
                     values[name] = value
             else:
                 foreign[key] = value
@@ -352,17 +357,19 @@ def check_neutral(key: str, value: Any, known: Sequence[str] | set[str]) -> None
     neutral_values.check({key: value}, NEUTRAL_ONLY, known)
 
 
-def _with_vllm_logprobs(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options with vLLM's `logprobs`, a number of tokens or a flag, as our two."""
-    options = dict(options)
-    wanted = options.pop("logprobs", None)
+def _of_logprobs(wanted: Any, top_logprobs: Any) -> dict[str, Any]:
+    """Returns what vLLM's `logprobs`, a number of tokens or a flag, says in our two options."""
     if wanted is None or wanted is False:
-        return options
-    count = 0
+        return {"logprobs": None}
+    count = top_logprobs
     if wanted is not True:
-        value_checks.check_integer(wanted, "logprobs", low=0, high=MAX_TOP_LOGPROBS)
-        count = wanted
-    return {"return_logprob": True, "top_logprobs": count} | options
+        count = value_checks.check_integer(wanted, "logprobs", low=0, high=MAX_TOP_LOGPROBS)
+    if top_logprobs not in (0, count):
+        raise errors.RequestError(
+            f"logprobs={count} and top_logprobs={errors.quote(top_logprobs)} disagree; give one",
+            param="logprobs",
+        )
+    return {"logprobs": None, "return_logprob": True, "top_logprobs": count}
 
 
 def _steady(temperature: float) -> float:
@@ -370,14 +377,6 @@ def _steady(temperature: float) -> float:
     if temperature < GREEDY_BELOW:
         return 0.0
     return max(float(temperature), LEAST_TEMPERATURE)
-
-
-def _tuple(value: Any, param: str) -> tuple[Any, ...]:
-    if value is None:
-        return ()
-    if not isinstance(value, list | tuple):
-        raise errors.RequestError(f"{param} must be a list, got {errors.quote(value)}", param=param)
-    return tuple(value)
 
 
 def _one_of(params: SamplingParams, name: str, alias: str) -> int | None:

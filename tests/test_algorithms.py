@@ -84,7 +84,7 @@ def test_an_option_says_what_it_may_hold_and_its_default_is_that(algorithm, opti
     assert (option.default is None) == bool(option.unset)
     assert bool(option.words) == (option.type == "word")
     if option.default is not None:
-        algorithms.check(algorithm.name, option.name, option.default)
+        algorithms.checked(algorithm.name, option.name, option.default)
     if option.type in ("number", "integer"):
         assert -math.inf < option.low < option.high < math.inf
         outside = [option.low - 1, option.high + 1]

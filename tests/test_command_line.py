@@ -41,6 +41,25 @@ def test_every_flag_has_a_help_text_with_its_default(words):
             assert f"(default: {action.default}" in text
 
 
+@pytest.mark.parametrize("words", MAINS, ids=" ".join)
+def test_the_help_shows_several_values_where_several_are_taken(words, capsys):
+    parser = snippets.parser_of(words)
+    formatter = arguments.Formatter("")
+    shown = [a for a in parser._actions if a.nargs == "+" and a.help != argparse.SUPPRESS]
+    for action in shown:
+        value = {"KEY=VALUE": "a=1", "RESOLUTIONS": "8x8"}.get(str(action.metavar), "1")
+        takes = True
+        try:
+            with parser._nothing_required():
+                parser.parse_known_args([*action.option_strings[:1], value, value])
+        except SystemExit:
+            takes = False
+        assert ("..." in formatter._format_args(action, "X")) == takes, action
+    if words == ("serve",):
+        assert "--served-model-name NAME\n" in parser.format_help()
+        assert "takes one name, not 2" in capsys.readouterr().err
+
+
 def test_the_default_in_the_help_is_the_one_of_the_dataclass():
     texts = {a.dest: a.help for a in snippets.parser_of(("serve",))._actions}
     for cls in (config.EngineConfig, config.ServerConfig):

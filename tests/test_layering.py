@@ -21,10 +21,10 @@ Sources = Mapping[str, str]  # repository-relative path -> text
 
 # Files of the lowest floor.
 OPTIONS = """
-    version errors config arguments foreign_flags value_checks progress algorithms algorithm_options
-    algorithm_table algorithm_limits algorithm_docs neutral_values logit_options sampling_params
-    image_params spec offload device_facts host batching_rules foreign_image_flags foreign_names
-    option_hints
+    version errors config arguments foreign_flags value_checks progress algorithms stop_options
+    algorithm_options algorithm_table algorithm_limits algorithm_docs neutral_values logit_options
+    sampling_params image_params spec offload device_facts host batching_rules foreign_image_flags
+    foreign_names option_hints
 """
 OPS = """
     all_reduce dense_matmul extend_attention fp8_matmul grouped_matmul padded_attention

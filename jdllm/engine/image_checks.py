@@ -20,6 +20,7 @@ MAX_PARTIAL_IMAGES = 3  # OpenAI's
 MAX_GUIDANCE = 100.0
 MAX_RESIDUAL_DIFF = 1.0  # a change as large as what changes
 MAX_SEED = (1 << 63) - 1
+RANDOM_SEED = -1  # what user interfaces write
 # A drawn seed has fewer bits, so that a program that reads JSON numbers as floats can repeat it.
 DRAWN_SEED_BITS = 32
 SIZE = re.compile(r"(\d{1,6})x(\d{1,6})", re.ASCII)
@@ -75,21 +76,23 @@ def seeds(seed: object, count: int) -> list[int]:
     """Returns the seed of each of `count` images.
 
     One integer is the seed of the first image, and the others have those that follow; a list has
-    one for each image; without a seed each image has a random one.
+    one for each image. Without a seed, and for each -1, an image has a random one.
     """
-    if seed is None:
-        return [secrets.randbits(DRAWN_SEED_BITS) for _ in range(count)]
     if isinstance(seed, list | tuple):
         if len(seed) != count:
             raise errors.RequestError(
                 f"seed has {len(seed)} entries for {count} images; give one each", param="seed"
             )
-        for one in seed:
-            value_checks.check_integer(one, "seed", low=0, high=MAX_SEED)
-        return list(seed)
-    value_checks.check_integer(seed, "seed", low=0, high=MAX_SEED)
-    assert isinstance(seed, int), "checked above"
-    return [(seed + place) % (MAX_SEED + 1) for place in range(count)]
+        return [_seed(one) for one in seed]
+    if seed is None or value_checks.whole(seed) == RANDOM_SEED:
+        return [_seed(RANDOM_SEED) for _ in range(count)]
+    first = _seed(seed)
+    return [(first + place) % (MAX_SEED + 1) for place in range(count)]
+
+
+def _seed(seed: object) -> int:
+    found = value_checks.check_integer(seed, "seed", low=RANDOM_SEED, high=MAX_SEED)
+    return secrets.randbits(DRAWN_SEED_BITS) if found == RANDOM_SEED else found
 
 
 def size_of(size: object) -> tuple[int, int] | None:
@@ -113,13 +116,13 @@ def _check_prompt(value: object, param: str) -> None:
             f"{param} has {len(value)} characters, at most {MAX_PROMPT_CHARACTERS} are taken",
             param=param,
         )
+    value_checks.check_unicode(value, param)
 
 
 def _integer(value: int | None, param: str, default: int, *, low: int, high: int) -> int:
     if value is None:
         return default
-    value_checks.check_integer(value, param, low=low, high=high)
-    return value
+    return value_checks.check_integer(value, param, low=low, high=high)
 
 
 def _side(value: int | None, param: str, default: int, facts: image_requests.ImageFacts) -> int:
@@ -145,7 +148,8 @@ def _scale(
         if value in (0.0, 1.0):  # both ask for no guidance
             return None
         raise errors.RequestError(
-            f"{param}={value} is not supported: the pipeline of {facts.family} has no such option",
+            f"{param}={value} is not supported: the pipeline of {facts.family} has no such option; "
+            "leave it out",
             param=param,
         )
     return float(value)
@@ -198,7 +202,7 @@ def _with_guidance(
         if facts.cfg_switch == "true_cfg_scale" and wanted is not None and wanted > 1.0:
             raise errors.RequestError(
                 f"true_cfg_scale={wanted} has no effect without a negative_prompt; give one (it "
-                "may be empty) or leave true_cfg_scale out",
+                "may be empty), or leave true_cfg_scale out",
                 param="true_cfg_scale",
             )
     truncation = 1.0 if given.cfg_truncation is None else given.cfg_truncation
@@ -226,12 +230,23 @@ def _with_guidance(
 def _no_effect(
     param: str, request: image_requests.ImageRequest, facts: image_requests.ImageFacts
 ) -> errors.RequestError:
-    """Returns the error for an option of guidance in a request that runs without."""
+    """Returns the error for an option of guidance in a request that runs without.
+
+    Who does what it says gets an image, whatever the pipeline is.
+    """
     is_option = param == "negative_prompt" or facts.has_cfg_limits
     if facts.cfg_switch is None or not is_option:
-        why = f"the pipeline of {facts.family} has no such option"
-    elif facts.cfg_switch == "guidance_scale":
-        why = f"it has no effect at guidance_scale={request.guidance_scale:g}; raise that"
-    else:
-        why = "it has no effect without a negative_prompt and a true_cfg_scale above 1"
-    return errors.RequestError(f"{param} is not supported: {why}, or leave it out", param=param)
+        return errors.RequestError(
+            f"{param} is not supported: the pipeline of {facts.family} has no such option; leave "
+            "it out",
+            param=param,
+        )
+    switch, least = facts.cfg_switch, 0 if facts.cfg_switch == "guidance_scale" else 1
+    wanted = f"give a {switch} above {least}"
+    if switch == "true_cfg_scale" and request.negative_prompt is None:
+        wanted += " and a negative_prompt (it may be empty)"
+    return errors.RequestError(
+        f"{param} has no effect at {switch}={getattr(request, switch) or 0:g}; {wanted}, or leave "
+        f"{param} out",
+        param=param,
+    )

@@ -86,8 +86,9 @@ class ImageEngine(control.EngineControl):
 
         Options have the names of diffusers' pipelines; each is one value or a list with one for
         each prompt, and None is the pipeline's default. An integer `seed` is that of the first
-        image, image i has `seed` + i; a list has one for each image. `latents` are the initial
-        latents of all images, [B, C, h, w], or a list with [C, h, w] or None for each of them.
+        image, image i has `seed` + i; a list has one for each image, and -1 is a random one.
+        `latents` are the initial latents of all images, [B, C, h, w], or a list with [C, h, w] or
+        None for each of them.
         `output_type` "pil" gives a list of PIL images, "np" float32 [B, H, W, 3] from 0 to 1,
         "latent" the final latents, float32 [B, C, h, w]; where sizes differ, the last two give a
         list of arrays. The `info` of a PIL image has its seed, its number of steps, how many of

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from jdllm import errors
+from jdllm import errors, value_checks
 from jdllm.engine import tokenizer as tokenizer_lib
 
 # A suffix is text or token ids. `Given` maps an offset from the prompt's end to a token id, or
@@ -115,4 +115,5 @@ def _encode(text: str, name: str, tokenizer: tokenizer_lib.Tokenizer | None) -> 
             f"{name} as text needs a tokenizer, which this engine runs without; give token ids",
             param=name,
         )
+    value_checks.check_unicode(text, name)
     return tokenizer.encode(text, add_special_tokens=False)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jdllm import errors, sampling_params
+from jdllm import errors, sampling_params, value_checks
 from jdllm.engine import candidates, infilling, requests
 from jdllm.engine.build import build
 from jdllm.scheduler import request as request_lib
@@ -89,6 +89,7 @@ class InputProcessor:
             raise errors.RequestError(
                 "the engine runs with skip_tokenizer_init; give input_ids", param="prompt"
             )
+        value_checks.check_unicode(text, "prompt")
         return self._built.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def one_prompt(

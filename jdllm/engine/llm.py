@@ -6,11 +6,14 @@ import dataclasses
 import time
 import typing
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jdllm import errors, foreign_names, option_hints, progress
 from jdllm.engine import engine as engine_lib
 from jdllm.engine import generations, infilling, requests
+
+if TYPE_CHECKING:
+    from jdllm.checkpoint.quiet_transformers import transformers
 
 Messages = Sequence[Mapping[str, Any]]
 # Text, or vLLM's {"prompt": text} or {"prompt_token_ids": ids}.
@@ -73,12 +76,15 @@ class LLM:
         *,
         use_tqdm: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         escape_special_tokens: bool | None = None,
     ) -> list[RequestOutput]:
         """Returns the assistant's reply to one conversation, or to each of several.
 
-        With `escape_special_tokens` those in messages that are not the assistant's are plain text;
-        None is the engine's option of this name.
+        To continue the final message, give `continue_final_message=True` and
+        `add_generation_prompt=False`, as in vLLM. With `escape_special_tokens` those in messages
+        that are not the assistant's are plain text; None is the engine's option of this name.
         """
         if not messages:
             raise errors.RequestError("messages must not be empty", param="messages")
@@ -93,10 +99,18 @@ class LLM:
                 one,
                 chat_template_kwargs=chat_template_kwargs,
                 escape_special_tokens=escape_special_tokens,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
             )
             for one in conversations
         ]
         return self._run([None] * len(ids), ids, sampling_params, use_tqdm)
+
+    def get_tokenizer(self) -> transformers.PreTrainedTokenizerBase:
+        """Returns the Hugging Face tokenizer, as vLLM does: `encode`, `decode`, chat template."""
+        if self.engine.tokenizer is None:
+            raise errors.RequestError("the engine runs without a tokenizer", param="tokenizer")
+        return self.engine.tokenizer.hugging_face
 
     def shutdown(self) -> None:
         """Stops the engine; see `Engine.shutdown`."""

@@ -19,7 +19,7 @@ from typing import Any
 import tokenizers
 
 from jdllm import config as config_lib
-from jdllm import errors
+from jdllm import errors, value_checks
 from jdllm.checkpoint import tokenizer_checks
 from jdllm.checkpoint.quiet_transformers import tokenization_auto, transformers
 from jdllm.engine import chat_guard
@@ -79,6 +79,11 @@ class Tokenizer:
             )
 
     @property
+    def hugging_face(self) -> transformers.PreTrainedTokenizerBase:
+        """The tokenizer as transformers has it, with the chat template that is used here."""
+        return self._hf
+
+    @property
     def has_chat_template(self) -> bool:
         return self._template is not None
 
@@ -133,6 +138,7 @@ class Tokenizer:
             continue_final_message=continue_final_message,
         )
         text = render(turns, tools=tools)
+        value_checks.check_unicode(text, "messages")
         ids = guard and guard.safe_ids(
             text,
             turns,

@@ -23,7 +23,7 @@ import jax
 from lm_eval.api import instance, model, registry  # pyright: ignore[reportMissingImports]
 from lm_eval.models import utils as models_utils  # pyright: ignore[reportMissingImports]
 
-from jdllm import algorithms, errors, progress, sampling_params
+from jdllm import algorithms, errors, progress, sampling_params, stop_options
 from jdllm import config as config_lib
 from jdllm.engine import engine as engine_lib
 from jdllm.eval import backends, likelihood, model_args
@@ -205,7 +205,7 @@ class JdllmLM(model.LM):
         sampling = {
             **task,
             **given,
-            "stop": until[: sampling_params.MAX_STOP_STRINGS],
+            "stop": until[: stop_options.MAX_STRINGS],
             "dllm": {**options, **given.get("dllm", {})},
         }
         sampling_params.SamplingParams.from_mapping(sampling)

@@ -13,7 +13,7 @@ from typing import Any
 
 import fastapi
 import pydantic
-from pydantic import StrictInt, StrictStr
+from pydantic import StrictStr
 from starlette import requests
 from starlette import responses as starlette_responses
 
@@ -38,7 +38,7 @@ class ProfileRequest(request_model.RequestModel):
     """SGLang's fields; those that JAX's profiler has no counterpart for must ask for nothing."""
 
     output_dir: StrictStr | None = None
-    num_steps: StrictInt | None = None
+    num_steps: request_model.Integer | None = None
     activities: list[StrictStr] | None = None
     start_step: None = None
     profile_by_stage: bool | None = None

@@ -15,6 +15,7 @@ from jdllm.server import (
     loads,
     middleware,
     native,
+    request_forms,
     responses,
     state,
 )
@@ -39,7 +40,7 @@ ROUTERS = (*COMMON_ROUTERS, *TEXT_ROUTERS, *IMAGE_ROUTERS)
 
 def create_app(server: state.ServerState) -> fastapi.FastAPI:
     """Returns the ASGI app around `server`; the engine may be ready later."""
-    # A redirect for a trailing slash would drop the body; without redirects the path is a 404.
+    # `request_forms` takes a trailing slash; a redirect would drop the body.
     # `docs_page` stands in for FastAPI's pages, which load scripts from other servers, and for its
     # schema, which it makes on the event loop.
     app = fastapi.FastAPI(
@@ -55,12 +56,16 @@ def create_app(server: state.ServerState) -> fastapi.FastAPI:
     for route in (route for router in routers for route in router.routes):
         assert isinstance(route, routing.Route), "the routers have plain routes only"
         methods.setdefault(route.path, set()).update(route.methods or ())
+    for found in methods.values():
+        found |= {"HEAD"} if "GET" in found else set()
     responses.install_handlers(app, methods)
     # The middleware that is added last is the outermost.
     server_config = server.server_config
+    max_bytes = server_config.max_body_bytes
+    app.add_middleware(request_forms.Decompress, max_bytes=max_bytes)
     app.add_middleware(
         middleware.LimitBody,
-        max_bytes=server_config.max_body_bytes,
+        max_bytes=max_bytes,
         timeout_s=server_config.timeout_read_request,
     )
     app.add_middleware(middleware.Gate, server=server)
@@ -72,6 +77,7 @@ def create_app(server: state.ServerState) -> fastapi.FastAPI:
         # Outside `Authenticate`: a preflight request has no key, and a page must be able to read
         # a 401.
         app.add_middleware(middleware.Cors, origins=origins)
+    app.add_middleware(request_forms.PlainForm)
     app.add_middleware(middleware.Count, server=server, paths=methods)
     return app
 

@@ -260,7 +260,7 @@ def add_options(
         if "type" in how:
             how["metavar"] = {int: "N", float: "X"}.get(how["type"], name.split("_")[-1].upper())
         if name == "served_model_name":
-            how |= {"action": OneName, "nargs": "+"}
+            how |= {"action": arguments.OneName, "nargs": "+"}
         if name == "warmup_resolutions":
             how |= {"action": Joined, "nargs": "+"}
         if name in SWITCHES_WITH_VALUES:
@@ -285,18 +285,6 @@ def _boolean(text: str) -> bool:
     if text not in foreign_flags.BOOLEANS:
         raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
     return text.lower() == "true"
-
-
-class OneName(argparse.Action):
-    """Takes the names that vLLM's `--served-model-name` may list, and refuses a second one."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
-        if len(values) > 1:
-            parser.error(
-                f"{option_string} takes one name, not {len(values)}: requests may name any model "
-                "unless --strict-model-name is set"
-            )
-        setattr(namespace, self.dest, values[0])
 
 
 class Joined(argparse.Action):

@@ -22,6 +22,7 @@ class Message(RequestModel):
 
     foreign: ClassVar = message_fields.REFUSED
     hints: ClassVar = message_fields.HINTS
+    meant_when_empty: ClassVar = frozenset({"content"})
     role: StrictStr
     content: Any = None
     name: StrictStr | None = None

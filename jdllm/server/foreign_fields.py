@@ -31,6 +31,7 @@ _NEVER: Neutral = dict.fromkeys(
 
 COMMON: Neutral = {
     **_NEVER,
+    "add_generation_prompt": (),  # a text has none
     "data_parallel_rank": (0,),
     "mm_payload": ("tensors",),
     "priority": (0,),

@@ -14,7 +14,7 @@ from starlette import responses as starlette_responses
 from jdllm import sampling_params, version
 from jdllm.engine import image_checks, image_requests
 from jdllm.engine import requests as engine_requests
-from jdllm.server import responses, running, state
+from jdllm.server import request_forms, responses, running, state
 from jdllm.server.images_api import events as image_events
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ async def models(request: requests.Request) -> starlette_responses.Response:
 async def model(request: requests.Request, model_id: str) -> starlette_responses.Response:
     """Returns the card of the served model; 404 for any other name."""
     server = state.of(request)
-    if model_id != server.served.model_name:
+    if model_id != request_forms.canonical(server.served.model_name):
         raise state.model_not_found(model_id)
     return responses.json_response(_card(server))
 

@@ -1,8 +1,9 @@
 """Plain ASGI middleware: counting, CORS, keys, the start-up and drain gate, the body's limits.
 
 None of it is a BaseHTTPMiddleware of Starlette, which runs the app in another task and hides
-disconnects from it. The order, outermost first: Count, (Cors), `ollama.PlainErrors`,
-`responses.CatchFaults`, Authenticate, Gate, LimitBody.
+disconnects from it. The order, outermost first: Count, `request_forms.PlainForm`, (Cors),
+`ollama.PlainErrors`, `responses.CatchFaults`, Authenticate, Gate, LimitBody,
+`request_forms.Decompress`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from starlette import datastructures
 from starlette import types as asgi
 from starlette.middleware import cors
 
-from jdllm.server import log_format, request_context, responses, state
+from jdllm.server import log_format, request_context, request_forms, responses, state
 from jdllm.server.playground import page
 
 logger = logging.getLogger(__name__)
@@ -230,11 +231,12 @@ class Count:
                 message = {**message, "headers": [*message.get("headers", ()), header]}
             await send(message)
 
-        self._metrics.count_request(path, method)
+        endpoint = request_forms.canonical(path)
+        self._metrics.count_request(endpoint, method)
         try:
             await self._app(scope, receive, noted)
         finally:
-            self._metrics.count_response(path, method, status)
+            self._metrics.count_response(endpoint, method, status)
             client = ":".join(str(part) for part in scope["client"] or ("-",))
             took_s = time.monotonic() - began_s
             # As on the wire: a quote or a space in the path would forge the fields behind it.

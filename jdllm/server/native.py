@@ -11,7 +11,7 @@ import fastapi
 from starlette import requests
 from starlette import responses as starlette_responses
 
-from jdllm import errors, offload, sampling_params
+from jdllm import errors, neutral_values, offload, sampling_params, value_checks
 from jdllm.server import (
     chat,
     prompts,
@@ -108,9 +108,10 @@ def _prompts(body: protocol.GenerateRequest) -> tuple[list[str | list[int]], str
         is_one = isinstance(value, str)
         is_many = isinstance(value, list) and set(map(type, value)) == {str}
     else:
-        value, name = body.input_ids, "input_ids"
-        is_one = protocol.is_ids(value)
-        is_many = isinstance(value, list) and value and all(map(protocol.is_ids, value))
+        name = "input_ids"
+        one, many = protocol.token_ids(body.input_ids), protocol.rows_of_ids(body.input_ids)
+        value: Any = many if one is None else one
+        is_one, is_many = one is not None, many is not None
     if is_one:
         return [value], name, False
     if is_many:
@@ -138,7 +139,7 @@ def _sampling_options(value: Any, count: int) -> list[dict[str, Any]]:
 
 def _num_choices(options: Sequence[dict[str, Any]], num_prompts: int) -> int:
     """Returns how many choices are asked for; a wrong `n` counts as 1 and is refused later."""
-    asked = (one.get("n") for one in options)
+    asked = (value_checks.whole(one.get("n")) for one in options)
     total = sum(n if isinstance(n, int) and n > 1 else 1 for n in asked)
     return total if len(options) == num_prompts else total * num_prompts
 
@@ -158,7 +159,8 @@ def _writes_nothing(options: dict[str, Any]) -> bool:
 
 def _limits(options: dict[str, Any]) -> list[Any]:
     """Returns the limits of the output that are given; whether they agree is checked later."""
-    return [options[name] for name in LIMITS if options.get(name) is not None]
+    given = (value_checks.whole(options.get(name)) for name in LIMITS)
+    return [one for one in given if not (one is None or neutral_values.is_empty(one))]
 
 
 def _params(
@@ -266,11 +268,12 @@ async def detokenize(request: requests.Request) -> starlette_responses.Response:
     server = state.of(request)
     body = await protocol.read(request, protocol.DetokenizeRequest)
     server.check_model(body.model)
-    if not protocol.is_ids(body.tokens) or len(body.tokens) > MAX_DETOKENIZED:
+    tokens = protocol.token_ids(body.tokens)
+    if tokens is None or len(tokens) > MAX_DETOKENIZED:
         raise errors.RequestError(
             f"tokens must be a list of 1 to {MAX_DETOKENIZED} token ids", param="tokens"
         )
-    ids = prompts.checked_ids(server, body.tokens, "tokens")
+    ids = prompts.checked_ids(server, tokens, "tokens")
     skip = body.skip_special_tokens is not False
     decode = functools.partial(server.tokenizer.decode, skip_special_tokens=skip)
     return responses.json_response({"text": await offload.off_loop(len(ids), decode, ids)})

@@ -28,12 +28,14 @@ SIZE_OF_A_PROMPT = 50
 
 def split(prompt: Any) -> list[Prompt]:
     """Returns the prompts of a `prompt` field, which is str, [str], [int] or [[int]]."""
-    if isinstance(prompt, str) or protocol.is_ids(prompt):
+    if isinstance(prompt, str):
         return [prompt]
-    if isinstance(prompt, list) and prompt:
-        all_text = set(map(type, prompt)) == {str}
-        if all_text or all(protocol.is_ids(item) for item in prompt):
-            return prompt
+    if isinstance(prompt, list) and set(map(type, prompt)) == {str}:
+        return prompt
+    ids = protocol.token_ids(prompt)
+    rows = protocol.rows_of_ids(prompt) if ids is None else [ids]
+    if rows is not None:
+        return list(rows)
     raise errors.RequestError(
         "prompt must be a string, a list of strings, a list of token ids or a list of those, "
         "and not empty",

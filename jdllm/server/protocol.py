@@ -12,13 +12,23 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 import orjson
 import pydantic
-from pydantic import StrictBool, StrictFloat, StrictInt, StrictStr
+from pydantic import StrictBool, StrictFloat, StrictStr
 from starlette import requests
 
-from jdllm import algorithms, errors, offload, option_hints, sampling_params, value_checks
+from jdllm import (
+    algorithms,
+    errors,
+    logit_options,
+    neutral_values,
+    offload,
+    option_hints,
+    sampling_params,
+    stop_options,
+    value_checks,
+)
 from jdllm.server import body_limits, field_at_fault, foreign_fields
 from jdllm.server.conversation_fields import Messages, TemplateFields, refuse_tool_use
-from jdllm.server.request_model import RequestModel, first_problem
+from jdllm.server.request_model import Integer, RequestModel, first_problem
 
 MAX_RID_CHARACTERS = 256
 # Parsing is that much faster than tokenising.
@@ -55,8 +65,10 @@ class StreamOptions(RequestModel):
 
 
 StopTokenIds = Annotated[
-    list[StrictInt],
-    pydantic.Field(max_length=sampling_params.MAX_STOP_TOKEN_IDS, fail_fast=True),
+    list[Integer], pydantic.Field(max_length=stop_options.MAX_TOKEN_IDS, fail_fast=True)
+]
+AllowedTokenIds = Annotated[
+    list[Integer], pydantic.Field(max_length=logit_options.MAX_ALLOWED_IDS, fail_fast=True)
 ]
 
 
@@ -64,22 +76,24 @@ class OpenAIRequest(RequestModel):
     """What chat and text completions share."""
 
     places: ClassVar = algorithms.places("dllm.{}")
+    # No token at all could be written.
+    meant_when_empty: ClassVar = frozenset({"allowed_token_ids"})
     model: StrictStr | None = None
-    max_tokens: StrictInt | None = None
+    max_tokens: Integer | None = None
     temperature: StrictFloat | None = None
     top_p: StrictFloat | None = None
-    top_k: StrictInt | None = None
+    top_k: Integer | None = None
     min_p: StrictFloat | None = None
     frequency_penalty: StrictFloat | None = None
     presence_penalty: StrictFloat | None = None
     repetition_penalty: StrictFloat | None = None
     logit_bias: Any = None
-    allowed_token_ids: list[StrictInt] | None = None
+    allowed_token_ids: AllowedTokenIds | None = None
     bad_words: Any = None
-    min_tokens: StrictInt | None = None
+    min_tokens: Integer | None = None
     logprobs: Any = None
-    seed: StrictInt | None = None
-    n: StrictInt | None = None
+    seed: Integer | None = None
+    n: Integer | None = None
     stop: Any = None
     stop_token_ids: StopTokenIds | None = None
     ignore_eos: StrictBool | None = None
@@ -89,9 +103,9 @@ class OpenAIRequest(RequestModel):
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
     rid: StrictStr | None = None
-    priority: StrictInt | None = None
+    priority: Integer | None = None
     return_cached_tokens_details: StrictBool | None = None
-    best_of: StrictInt | None = None
+    best_of: Integer | None = None
 
     @property
     def is_prompt_only(self) -> bool:
@@ -145,8 +159,8 @@ class OpenAIRequest(RequestModel):
 class ChatRequest(OpenAIRequest, TemplateFields):
     foreign: ClassVar = foreign_fields.CHAT
     messages: Messages
-    top_logprobs: StrictInt | None = None
-    max_completion_tokens: StrictInt | None = None
+    top_logprobs: Integer | None = None
+    max_completion_tokens: Integer | None = None
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> ChatRequest:
@@ -181,6 +195,7 @@ class ChatRequest(OpenAIRequest, TemplateFields):
 
 class CompletionRequest(OpenAIRequest):
     foreign: ClassVar = foreign_fields.OPENAI
+    meant_when_empty: ClassVar = OpenAIRequest.meant_when_empty | {"prompt"}
     prompt: Any = None
     suffix: StrictStr | None = None
     add_special_tokens: StrictBool | None = None
@@ -199,8 +214,8 @@ class CompletionRequest(OpenAIRequest):
     def num_top_logprobs(self) -> int | None:
         if self.logprobs is None or self.logprobs is False:
             return None
-        value_checks.check_integer(self.logprobs, "logprobs", low=0, high=MAX_COMPLETION_LOGPROBS)
-        return self.logprobs
+        most = MAX_COMPLETION_LOGPROBS
+        return value_checks.check_integer(self.logprobs, "logprobs", low=0, high=most)
 
     def field_names(self) -> dict[str, str]:
         return super().field_names() | {"input_ids": "prompt"}
@@ -209,18 +224,19 @@ class CompletionRequest(OpenAIRequest):
 class GenerateRequest(RequestModel):
     foreign: ClassVar = foreign_fields.GENERATE
     places: ClassVar = option_hints.BESIDE_SAMPLING_PARAMS
+    meant_when_empty: ClassVar = frozenset({"text", "input_ids"})
     text: Any = None
     input_ids: Any = None
     add_special_tokens: StrictBool | None = None
     sampling_params: Any = None
     stream: StrictBool | None = None
     rid: Any = None
-    priority: StrictInt | None = None
+    priority: Integer | None = None
     return_logprob: StrictBool | None = None
-    top_logprobs_num: StrictInt | None = None
+    top_logprobs_num: Integer | None = None
     return_text_in_logprobs: StrictBool | None = None
     return_step_map: StrictBool | None = None
-    logprob_start_len: StrictInt | None = None
+    logprob_start_len: Integer | None = None
 
     @pydantic.model_validator(mode="after")
     def _refuse_likelihoods(self) -> GenerateRequest:
@@ -247,6 +263,7 @@ class TokenizeRequest(TemplateFields):
     """Text or a conversation. Tools are listed in the prompt unless `tool_choice` is "none"."""
 
     foreign: ClassVar = foreign_fields.TOKENIZE
+    meant_when_empty: ClassVar = frozenset({"prompt", "messages"})
     model: StrictStr | None = None
     prompt: Any = None
     messages: Messages | None = None
@@ -270,6 +287,7 @@ class TokenizeRequest(TemplateFields):
 
 
 class DetokenizeRequest(RequestModel):
+    meant_when_empty: ClassVar = frozenset({"tokens"})
     model: StrictStr | None = None
     tokens: Any = None
     skip_special_tokens: StrictBool | None = None
@@ -318,7 +336,7 @@ def sampling_from(options: dict[str, Any]) -> sampling_params.SamplingParams:
     """Returns checked options from JSON; a container of the wrong type is a 400, too."""
     for name, kinds in (("stop", (str, list)), ("stop_token_ids", (list,)), ("dllm", (dict,))):
         value = options.get(name)
-        if value is not None and not isinstance(value, kinds):
+        if not (value is None or neutral_values.is_empty(value) or isinstance(value, kinds)):
             wanted = " or ".join(kind.__name__ for kind in kinds)
             raise errors.RequestError(
                 f"{name} must be a {wanted}, got {errors.quote(value)}", param=name
@@ -356,6 +374,19 @@ def check_rid(rid: str) -> None:
         )
 
 
-def is_ids(value: Any) -> bool:
-    """Says whether `value` is a non-empty list of integers."""
-    return isinstance(value, list) and set(map(type, value)) == {int}
+def token_ids(value: Any) -> list[int] | None:
+    """Returns a list of integers, written as 8.0, too; None for anything else, and for []."""
+    if not isinstance(value, list):
+        return None
+    kinds = set(map(type, value))
+    if float in kinds:
+        value = [value_checks.whole(one) for one in value]
+        kinds = set(map(type, value))
+    return value if kinds == {int} else None
+
+
+def rows_of_ids(value: Any) -> list[list[int]] | None:
+    """Returns a list of lists of integers; None for anything else, and for []."""
+    rows = [token_ids(one) for one in value] if isinstance(value, list) else []
+    found = [one for one in rows if one is not None]
+    return found if found and len(found) == len(rows) else None

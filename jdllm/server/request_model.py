@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, get_args
 
 import pydantic
-from pydantic import StrictStr
+from pydantic import StrictInt, StrictStr
 
-from jdllm import errors, foreign_names
+from jdllm import errors, foreign_names, neutral_values, value_checks
 from jdllm.server import foreign_fields
+
+# An integer, which may be written as 8.0; 8.5, "8" and true are none.
+Integer = Annotated[StrictInt, pydantic.BeforeValidator(value_checks.whole)]
 
 # What an answer repeats, some in every part of a stream, must not make it many times the request.
 ModelName = Annotated[StrictStr, pydantic.Field(max_length=1024)]  # a path on a disk at the longest
@@ -17,19 +21,41 @@ ModelName = Annotated[StrictStr, pydantic.Field(max_length=1024)]  # a path on a
 class RequestModel(pydantic.BaseModel):
     """A body; further fields must be in `foreign` with a neutral value, or they are refused.
 
-    `hints` pass with any value. `places` are names that are served inside of other fields.
+    `hints` pass with any value. `places` are names that are served inside of other fields. An empty
+    value (`neutral_values`) of an optional field is none, except for `false` of a flag and for the
+    fields `meant_when_empty`.
     """
 
     model_config = pydantic.ConfigDict(extra="allow", protected_namespaces=())
     foreign: ClassVar[foreign_fields.Neutral] = {}
     hints: ClassVar[frozenset[str]] = frozenset()
     places: ClassVar[foreign_names.Places] = {}
+    meant_when_empty: ClassVar[frozenset[str]] = frozenset()
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _without_empty(cls, content: Any) -> Any:
+        if not isinstance(content, Mapping):
+            return content
+        return {name: value for name, value in content.items() if cls._says(name, value)}
+
+    @classmethod
+    def _says(cls, name: str, value: Any) -> bool:
+        """Says whether a value of the body is more than an empty one of an optional field."""
+        field = cls.model_fields.get(name)
+        if field is None or not neutral_values.is_empty(value) or name in cls.meant_when_empty:
+            return True
+        return field.is_required() or (value is False and _takes_bool(field.annotation))
 
     @pydantic.model_validator(mode="after")
     def _refuse_foreign(self) -> RequestModel:
         extra = {k: v for k, v in (self.model_extra or {}).items() if k not in self.hints}
         foreign_fields.check(extra, self.foreign, type(self).model_fields, self.places)
         return self
+
+
+def _takes_bool(annotation: Any) -> bool:
+    return annotation is bool or any(map(_takes_bool, get_args(annotation)))
 
 
 def first_problem(error: pydantic.ValidationError) -> errors.RequestError:

@@ -41,6 +41,12 @@ class BodyTooLarge(errors.RequestError):
     status = 413
 
 
+class UnsupportedEncoding(errors.RequestError):
+    """Says that the body is compressed in a way that is not known here."""
+
+    status = 415
+
+
 class RequestTimeout(errors.RequestError):
     """Says that a request did not arrive in time."""
 
@@ -115,6 +121,8 @@ def describe(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
         code = code or "internal_error"
     elif isinstance(error, BodyTooLarge | RequestTimeout):
         headers["Connection"] = "close"
+    elif isinstance(error, UnsupportedEncoding):
+        headers["Accept-Encoding"] = "gzip, deflate"
     body = error_body(str(error), status=error.status, param=error.param, code=code)
     return error.status, body, headers
 

@@ -19,7 +19,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jdllm import errors, neutral_values
+from jdllm import errors, neutral_values, value_checks
 from jdllm.templates import message_fields
 
 if TYPE_CHECKING:
@@ -94,6 +94,7 @@ def _checked(message: Mapping[str, Any]) -> dict[str, Any]:
                 "a tool call needs a function with a name and arguments", param="tool_calls"
             )
     content = message_fields.content_text(message.get("content"), turn["role"])
+    value_checks.check_unicode(content, "content")
     message_fields.check_reasoning(turn)
     for field in ("name", "tool_call_id"):
         if not isinstance(turn.get(field, ""), str):

@@ -39,7 +39,7 @@ REFUSED: neutral_values.Defaults = dict.fromkeys(
 
 def is_empty(value: Any) -> bool:
     """Says whether a field with this value is the same as no field."""
-    return value is None or value is False or value in ("", [], {})
+    return value is None or neutral_values.is_empty(value)
 
 
 def check_reasoning(fields: Mapping[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -114,7 +115,7 @@ def test_an_option_that_does_not_exist_may_ask_for_nothing():
         ({"height": 65}, FACTS, "height"),
         ({"height": 0}, FACTS, "height"),
         ({"height": 272}, FACTS, "height"),
-        ({"width": 64.0}, FACTS, "width"),
+        ({"width": 64.5}, FACTS, "width"),
         ({"width": True}, FACTS, "width"),
         ({"height": 256, "width": 256}, FACTS, "height"),
         ({"num_inference_steps": 0}, FACTS, "num_inference_steps"),
@@ -136,9 +137,9 @@ def test_an_option_that_does_not_exist_may_ask_for_nothing():
         ({"negative_prompt": "", "true_cfg_scale": 2, "cfg_normalization": 1}, FLUX,
          "cfg_normalization"),
         ({"max_sequence_length": 65}, FACTS, "max_sequence_length"),
-        ({"seed": -1}, FACTS, "seed"),
+        ({"seed": -2}, FACTS, "seed"),
         ({"seed": 2**63}, FACTS, "seed"),
-        ({"seed": 1.0}, FACTS, "seed"),
+        ({"seed": 1.5}, FACTS, "seed"),
         ({"partial_images": 4}, FACTS, "partial_images"),
         ({"latents": [[0.0]]}, FACTS, "latents"),
         ({"latents": np.zeros((CHANNELS, ROWS, COLUMNS), np.int32)}, FACTS, "latents"),
@@ -197,3 +198,57 @@ def test_wrong_sizes_are_named(size):
     with pytest.raises(errors.RequestError) as caught:
         image_checks.size_of(size)
     assert caught.value.param == "size"
+
+
+def test_minus_one_is_a_random_seed_also_in_a_list_and_as_a_float():
+    for one in (-1, -1.0):
+        drawn = image_checks.seeds(one, 50)
+        assert len(set(drawn)) > 45 and all(0 <= seed < 2**32 for seed in drawn)
+    first, *_, last = image_checks.seeds([5, -1, 7.0], 3)
+    assert (first, last, type(last)) == (5, 7, int)
+    assert image_checks.resolve(asked(seed=-1), FACTS).seed >= 0
+    assert image_checks.seeds(7.0, 2) == [7, 8]
+
+
+def test_whole_numbers_may_be_floats():
+    whole = {"height": 64, "width": 96, "num_inference_steps": 3, "max_sequence_length": 9,
+             "partial_images": 2, "seed": 4}  # fmt: skip
+    floats = image_checks.resolve(asked(**{name: float(n) for name, n in whole.items()}), FACTS)
+    assert floats == image_checks.resolve(asked(**whole), FACTS)
+    assert {type(getattr(floats, name)) for name in whole} == {int}
+
+
+ADVICE = re.compile(r"give an? (\w+) above (\d)(?: and an? (\w+))?")
+
+
+@pytest.mark.parametrize("facts", [FACTS, FLUX, QWEN, BARE], ids=lambda facts: facts.family)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"negative_prompt": "fog"},
+        {"negative_prompt": "fog", "true_cfg_scale": 1.0},
+        {"true_cfg_scale": 3.0},
+        {"cfg_truncation": 0.5},
+        {"cfg_normalization": True},
+    ],
+)
+def test_who_does_what_an_error_says_gets_an_image(options, facts):
+    """Advice is followed once, and leaving the option out is always possible."""
+    request = asked(**options)
+    try:
+        image_checks.resolve(request, facts)
+    except errors.RequestError as error:
+        advice, param = ADVICE.search(str(error)), error.param
+        assert str(error).startswith(param) and "leave" in str(error)
+        if advice is not None:
+            switch, least, other = advice.groups()
+            changes = {switch: int(least) + 1.0} | ({other: ""} if other else {})
+            image_checks.resolve(dataclasses.replace(request, **changes), facts)
+        image_checks.resolve(dataclasses.replace(request, **{param: None}), facts)
+
+
+def test_half_a_character_is_no_prompt():
+    for name in ("prompt", "negative_prompt"):
+        with pytest.raises(errors.RequestError, match="lone surrogate") as caught:
+            image_checks.resolve(asked(**{name: "fog\ud800", "guidance_scale": 2.0}), FACTS)
+        assert caught.value.param == name

@@ -42,7 +42,7 @@ def test_ids_of_a_wrong_shape_are_refused(engine, input_ids):
         ({}, "prompt"),
         ({"input_ids": [1], "sampling_params": {"max_new_tokens": 0}}, "max_new_tokens"),
         ({"input_ids": [1], "sampling_params": {"temperature": -1}}, "temperature"),
-        ({"input_ids": [1], "sampling_params": {"top_p": 0}}, "top_p"),
+        ({"input_ids": [1], "sampling_params": {"top_p": -1}}, "top_p"),
         ({"input_ids": [1], "sampling_params": {"stop": "x"}}, "stop"),
         ({"input_ids": [1], "sampling_params": {"stop_token_ids": [VOCAB]}}, "stop_token_ids"),
         ({"input_ids": [1], "sampling_params": {"dllm": {"threshold": 2}}}, "dllm.threshold"),

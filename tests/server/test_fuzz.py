@@ -114,9 +114,9 @@ def test_a_campaign_has_every_kind_of_case_and_every_route():
     maker = cases.Maker(SEED, NO_IDS, key="k", names=campaign.OWN_NAMES)
     found = [maker.case(number) for number in range(2000)]
     assert {case.kind for case in found} == {
-        "abort", "aborted", "anything", "damaged", "field twice", "get", "headers", "http", "keys",
-        "large", "leaves", "many", "method", "missing", "no object", "tokens", "valid",
-        "wrong field",
+        "abort", "aborted", "anything", "compressed", "damaged", "field twice", "get",
+        "headers", "http", "keys", "large", "leaves", "many", "method", "missing", "no object",
+        "tokens", "valid", "wrong field",
     }  # fmt: skip
     for path in asks.ROUTES:
         assert {case.kind for case in found if case.path == path} >= {"valid", "wrong field"}

@@ -28,7 +28,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "residual_diff_threshold": (*bodies.WRONG_NUMBER, "-0.1", "1.5", "0.5"),
     "negative_prompt": (*bodies.WRONG_TEXT, '"fog"'),
     "max_sequence_length": (*bodies.WRONG_INTEGER, "0", "65"),
-    "seed": ('"5"', "1.5", "true", "false", "[]", "{}", '""', "-1", "9" * 25, "[1, 2]", "[true]"),
+    "seed": ('"5"', "1.5", "true", "false", "[]", "{}", '""', "-2", "9" * 25, "[1, 2]", "[true]"),
     "response_format": (*bodies.WRONG_TEXT, '"file"', '"URL"'),
     "output_format": (*bodies.WRONG_TEXT, '"gif"', '"PNG"', '"svg"'),
     "output_compression": (*bodies.WRONG_INTEGER, "-1", "101", "50"),
@@ -52,6 +52,11 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "frame_count": ("9",),
     "num_inference_step": ("5",),
     "guidance": ("1.5",),
+}
+# What is empty asks for nothing, and a negative prompt has no other type.
+FIELDS = {
+    name: [one for one in values if name == "negative_prompt" or one not in bodies.EMPTY]
+    for name, values in FIELDS.items()
 }
 KWARGS = (
     "width",

@@ -132,10 +132,11 @@ def test_options_reach_the_engine():
     assert params.dllm.threshold == 0.7
 
 
-@pytest.mark.parametrize("options", [None, {}, {"num_predict": -1}, {"num_predict": -2}])
-def test_without_a_limit_the_rest_of_the_context(options):
+@pytest.mark.parametrize("limit", [None, -1, -2, -1.0, "", 600, 10**9, 600.0])
+def test_without_a_limit_or_with_one_beyond_it_the_rest_of_the_context(limit):
     engine = fake_engine.FakeEngine()
-    edge.call(edge.make_state(engine), CHAT, chat(options=options))
+    options = {"num_predict": limit}
+    assert edge.call(edge.make_state(engine), CHAT, chat(options=options)).status_code == 200
     assert engine.seen_params[0].max_new_tokens == fake_engine.CONTEXT - len(PROMPT)
 
 
@@ -170,7 +171,8 @@ def test_options_of_loading_change_nothing(name):
         (CHAT, chat(options={"num_ctx": "big"}), "num_ctx"),
         (CHAT, chat(options={"temperature": "hot"}), "temperature"),
         (CHAT, chat(options={"repeat_penalty": "much"}), "repeat_penalty"),
-        (CHAT, chat(options={"num_predict": 600}), "num_predict"),
+        (CHAT, chat(options={"num_predict": 2.5}), "num_predict"),
+        (CHAT, chat(options={"num_predict": -3}), "num_predict"),
         (CHAT, chat(options=[1]), "options"),
         (CHAT, chat(mood=1), "mood"),
         (CHAT, chat(messages=[{"role": "user", "content": "x" * 600}]), "messages"),

@@ -149,7 +149,6 @@ def test_neutral_fields_change_nothing(name):
         ({"dllm": [1]}, "dllm"),
         ({"max_tokens": 5}, "max_tokens"),
         ({"messages": [{}]}, "messages"),
-        ({"rid": ""}, "rid"),
         ({"rid": "r" * 257}, "rid"),
         ({"metadata": {f"k{i}": "v" for i in range(17)}}, "metadata"),
         ({"metadata": {"k": "v" * 513}}, "metadata.k"),

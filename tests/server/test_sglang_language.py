@@ -73,8 +73,8 @@ def test_no_new_tokens_means_the_prompt_only(limit, stream):
     [
         [{"max_new_tokens": 0}, {"max_new_tokens": 4}],
         [{"max_new_tokens": 0}, {}],
-        {"max_new_tokens": False},
-        {"max_new_tokens": 0.0},
+        {"max_new_tokens": True},
+        {"max_new_tokens": 0.5},
         {"max_new_tokens": -1},
         {"max_new_tokens": 0, "max_tokens": 4},
         {"max_new_tokens": 0, "temperature": -1},

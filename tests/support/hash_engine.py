@@ -6,6 +6,7 @@ gets alone. Launches wait while `hold` is set, so that a test can act in the mid
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 import threading
 from unittest import mock
@@ -86,8 +87,17 @@ class HeldModel(hash_model.PagedModel):
 
 def make_engine(**options):
     """Returns a running engine with these options; `engine._built.runner` is its `HeldModel`."""
-    with mock.patch.object(build, "build", lambda *_: built(**options)):
-        return jdllm.Engine()
+    return _made(jdllm.Engine, built(**options))
+
+
+def make_llm(tokenizer):
+    """Returns an `LLM` around a running engine with a tokenizer."""
+    return _made(jdllm.LLM, dataclasses.replace(built(), tokenizer=tokenizer))
+
+
+def _made(kind, found):
+    with mock.patch.object(build, "build", lambda *_: found):
+        return kind()
 
 
 def built(**options):

@@ -10,7 +10,7 @@ import dataclasses
 from typing import Any, ClassVar, cast, get_args
 
 import pydantic
-from pydantic import StrictBool, StrictFloat, StrictInt, StrictStr
+from pydantic import StrictBool, StrictFloat, StrictStr
 
 from jdllm import errors, value_checks
 from jdllm.engine import image_checks, image_requests
@@ -63,16 +63,17 @@ FOREIGN: foreign_fields.Neutral = {
 class PipelineOptions(request_model.RequestModel):
     """Options that diffusers' pipelines have, too."""
 
+    meant_when_empty: ClassVar = frozenset({"negative_prompt"})
     negative_prompt: StrictStr | None = None
-    width: StrictInt | None = None
-    height: StrictInt | None = None
-    num_inference_steps: StrictInt | None = None
+    width: request_model.Integer | None = None
+    height: request_model.Integer | None = None
+    num_inference_steps: request_model.Integer | None = None
     guidance_scale: StrictFloat | None = None
     true_cfg_scale: StrictFloat | None = None
     cfg_truncation: StrictFloat | None = None
     cfg_normalization: Any = None  # a flag or a number
     residual_diff_threshold: StrictFloat | None = None
-    max_sequence_length: StrictInt | None = None
+    max_sequence_length: request_model.Integer | None = None
 
 
 class DiffusersOptions(PipelineOptions):
@@ -97,18 +98,18 @@ class GenerationRequest(PipelineOptions):
     foreign: ClassVar = FOREIGN
     prompt: StrictStr
     model: StrictStr | None = None
-    n: StrictInt | None = None
+    n: request_model.Integer | None = None
     size: StrictStr | None = None
     seed: Any = None
     response_format: StrictStr | None = None
     output_format: StrictStr | None = None
-    output_compression: StrictInt | None = None
+    output_compression: request_model.Integer | None = None
     embed_image_metadata: StrictBool | None = None
     stream: StrictBool | None = None
-    partial_images: StrictInt | None = None
+    partial_images: request_model.Integer | None = None
     diffusers_kwargs: DiffusersOptions | None = None
     rid: StrictStr | None = None
-    priority: StrictInt | None = None
+    priority: request_model.Integer | None = None
     _field_names: dict[str, str] = pydantic.PrivateAttr(default_factory=dict)
 
     @property

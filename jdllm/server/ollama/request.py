@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 
 import orjson
 import pydantic
-from pydantic import StrictBool, StrictFloat, StrictInt, StrictStr
+from pydantic import StrictBool, StrictFloat, StrictStr
 
-from jdllm import algorithms, errors, sampling_params
+from jdllm import algorithms, errors, neutral_values, sampling_params, value_checks
 from jdllm.server import conversation_fields, foreign_fields, protocol, request_model
 from jdllm.templates import message_fields
 
@@ -47,9 +47,12 @@ NEUTRAL_OPTIONS: foreign_fields.Neutral = {
     "typical_p": (1,),
     "vocab_only": (),
 }
+KNOWN = frozenset({*SAMPLING, *NUMBER_HINTS, *FLAG_HINTS, "repeat_last_n"})
 # Options of samplers that NEUTRAL_OPTIONS keeps switched off.
 MOOT = frozenset({"mirostat_eta", "mirostat_tau"})
-_NO_LIMIT = (-1, -2)  # until the model stops, and until the context is full: here the same
+# Until the model stops, and until the context is full: here the same, as no context is shifted. A
+# number of tokens for which the context has no room asks for as many as it has.
+_NO_LIMIT = (-1, -2)
 
 FOREIGN: foreign_fields.Neutral = {
     **dict.fromkeys(("format", "images", "logprobs", "shift", "template", "think", "truncate"), ()),
@@ -65,7 +68,7 @@ class Request(request_model.RequestModel):
     model: request_model.ModelName | None = None
     stream: StrictBool | None = None
     options: dict[str, Any] | None = None
-    keep_alive: StrictStr | StrictInt | StrictFloat | None = None
+    keep_alive: StrictStr | request_model.Integer | StrictFloat | None = None
     add_special_tokens: StrictBool | None = None
     escape_special_tokens: StrictBool | None = None
 
@@ -85,6 +88,8 @@ class Request(request_model.RequestModel):
         for name, value in (self.options or {}).items():
             if value is None or name in MOOT:
                 continue
+            if neutral_values.is_empty(value) and name in KNOWN:
+                continue
             if name in SAMPLING:
                 options[SAMPLING[name]] = value
             elif name in NUMBER_HINTS or name in FLAG_HINTS:
@@ -93,8 +98,9 @@ class Request(request_model.RequestModel):
                 self._check_window(value)
             else:
                 places = algorithms.places("dllm.{}")
-                foreign_fields.check({name: value}, NEUTRAL_OPTIONS, OPTIONS, places)
-        if options.get("max_new_tokens") in (None, *_NO_LIMIT):
+                foreign_fields.check({name: value}, NEUTRAL_OPTIONS, KNOWN, places)
+        wanted = value_checks.whole(options.get("max_new_tokens"))
+        if wanted in (None, *_NO_LIMIT) or (type(wanted) is int and wanted > default_max_tokens):
             options["max_new_tokens"] = default_max_tokens
         if options.get("seed") == -1:  # a seed of Ollama's own choice
             del options["seed"]
@@ -203,7 +209,7 @@ class _ToolCall(request_model.RequestModel):
 
 
 class _Function(request_model.RequestModel):
-    index: StrictInt | None = None
+    index: request_model.Integer | None = None
     name: StrictStr
     description: StrictStr | None = None
     arguments: dict[str, Any]
@@ -238,8 +244,7 @@ def chat_turn(content: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _check_hint(name: str, value: Any) -> None:
-    wanted = bool if name in FLAG_HINTS else int
-    if type(value) is not wanted:
-        raise errors.RequestError(
-            f"{name} must be a {wanted.__name__}, got {errors.quote(value)}", param=name
-        )
+    if name in FLAG_HINTS:
+        value_checks.check_flag(value, name)
+    else:
+        value_checks.check_integer(value, name, low=-value_checks.LARGEST_INTEGER)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar
 
 import pydantic
-from pydantic import StrictBool, StrictInt, StrictStr
+from pydantic import StrictBool, StrictStr
 
 from jdllm import algorithms, errors, sampling_params
 from jdllm.server import conversation_fields, foreign_fields, protocol, request_model
@@ -91,10 +91,11 @@ class ResponseRequest(request_model.RequestModel):
 
     foreign: ClassVar = FOREIGN
     places: ClassVar = algorithms.places("dllm.{}")
+    meant_when_empty: ClassVar = frozenset({"input"})
     model: StrictStr | None = None
     input: Any = None
     instructions: StrictStr | None = None
-    max_output_tokens: StrictInt | None = None
+    max_output_tokens: request_model.Integer | None = None
     stream: StrictBool | None = None
     stream_options: _StreamOptions | None = None
     store: StrictBool | None = None
@@ -104,13 +105,15 @@ class ResponseRequest(request_model.RequestModel):
     reasoning: _Reasoning | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
-    max_tool_calls: StrictInt | None = None  # no answer has a call, so every limit is kept
+    max_tool_calls: request_model.Integer | None = (
+        None  # no answer has a call, so every limit is kept
+    )
     parallel_tool_calls: StrictBool | None = None
     user: StrictStr | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     escape_special_tokens: StrictBool | None = None
     rid: StrictStr | None = None
-    priority: StrictInt | None = None
+    priority: request_model.Integer | None = None
     temperature: Any = None
     top_p: Any = None
     top_k: Any = None
@@ -118,8 +121,8 @@ class ResponseRequest(request_model.RequestModel):
     seed: Any = None
     stop: Any = None
     stop_token_ids: Any = None
-    ignore_eos: Any = None
-    skip_special_tokens: Any = None
+    ignore_eos: StrictBool | None = None
+    skip_special_tokens: StrictBool | None = None
     frequency_penalty: Any = None
     presence_penalty: Any = None
     repetition_penalty: Any = None

@@ -59,14 +59,14 @@ WRONG_STOP = ("5", "true", "{}", "[5]", '[""]', "[null]", '""', "[[]]", json.dum
 WRONG_IDS = ("5", '"x"', "{}", '["a"]', "[1.5]", "[-1]", "[true]", "[[]]", "[" + "9" * 25 + "]")
 WRONG_DLLM = (
     "5", '"x"', "[]", '""', '{"zzz": 1}', '{"threshold": "a"}', '{"threshold": 1e300}',
-    '{"threshold": true}', '{"threshold": []}', '{"algorithm": ["x"]}', '{"algorithm": "zzz"}',
+    '{"threshold": true}', '{"algorithm": ["x"]}', '{"algorithm": "zzz"}',
     '{"algorithm": 5}', '{"threshold": -1}', '{"algorithm": {"a": 1}}', '{"": 1}', "false",
 )  # fmt: skip
 WRONG_RID = ('""', "5", "true", "{}", json.dumps("r" * 257), "[]")
 
 SAMPLING = {
     "temperature": WRONG_NUMBER,
-    "top_p": (*WRONG_NUMBER, "1.0001", "0"),
+    "top_p": (*WRONG_NUMBER, "1.0001"),
     "top_k": (*WRONG_INTEGER, "-2", "1000000000000"),
     "seed": WRONG_INTEGER,
     "stop": WRONG_STOP,
@@ -157,7 +157,7 @@ FIELDS: dict[str, dict[str, tuple[str, ...]]] = {
 _OLLAMA = COMMON | {
     **{f"options.{name}": wrong for name, wrong in SAMPLING.items()},
     "options": WRONG_OBJECT[:4],
-    "options.num_predict": (*WRONG_INTEGER, "0", "-3", "513"),
+    "options.num_predict": (*WRONG_INTEGER[:3], "0", "-3", "1e-5"),
     "options.num_ctx": WRONG_INTEGER,
     "options.numa": WRONG_FLAG,
     "options.zzz": ("5", '"x"'),
@@ -178,7 +178,11 @@ FIELDS[asks.OLLAMA_GENERATE] = _OLLAMA | {
     "raw": WRONG_FLAG,
     "context": ("[5]", "5", '"x"'),
 }
-for _wrong in FIELDS.values():
+EMPTY = ('""', "[]", "{}", "false")  # ask for nothing in an optional field of another type
+MEANT = ("messages", "prompt", "input", "allowed_token_ids")  # but in these
+for _path, _wrong in FIELDS.items():
+    for _name in {*_wrong} - ({*MEANT} if _path != asks.OLLAMA_GENERATE else set()):
+        _wrong[_name] = tuple(value for value in _wrong[_name] if value not in EMPTY)
     _wrong |= {"zzz": ("5", "0", '"x"', "[1]", '{"a": 1}', "true"), "k" * 70: ("1", '"x"')}
 
 # Text that is no JSON, or no object. `%s` stands for a body without its first brace.
@@ -214,6 +218,19 @@ def with_field_twice(body: dict[str, Any], rng: random.Random) -> bytes:
     name = rng.choice([*body])
     wrong = rng.choice(["5", '"x"', "[[]]", "{}", "null"])
     return f"{{{json.dumps(name)}: {wrong}, ".encode() + dumps(body)[1:]
+
+
+def in_floats(value: Any) -> Any:
+    """Returns a value with its integers written as floats."""
+    match value:
+        case dict():
+            return {name: in_floats(item) for name, item in value.items()}
+        case list():
+            return [in_floats(item) for item in value]
+        case int() if not isinstance(value, bool):
+            return float(value)
+        case _:
+            return value
 
 
 def damaged(raw: bytes, rng: random.Random) -> bytes:

@@ -154,7 +154,7 @@ class Campaign:
         if error is not None and reply.status == 400 and case.params:
             checks.names(error, case.params, path)
         if reply.status == 200 and case.ask is not None and case.asked is not None:
-            found = checks.choices(path, reply, is_stream=bool(case.asked.is_stream))
+            found = checks.choices(case.asked.path, reply, is_stream=bool(case.asked.is_stream))
             checks.right(found, self.answers[case.ask], case.asked)
             self.report.num_right += 1
         return [reply.status]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import json
 import random
 import urllib.parse
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,8 +45,8 @@ BAD_GETS = {
     "/v1/loads?format=%ff": "format",
 }
 MISSING = (
-    "/v1", "/v1/", "/v1/chat/completions/", "/v1/embeddings", "/api", "/api/", "/api/pull",
-    "/metrics/", "/../etc/passwd", "/v1/models/another", "/v1/models/%0a%1b", "/%2e%2e/",
+    "/v1", "/v1/", "/v1/chat/completions/", "/v1/embeddings", "/api", "/api/pull", "/metrics//",
+    "/../etc/passwd", "/v1/models/another", "/v1/models/%0a%1b", "/%2e%2e/",
     "/v1/models/" + "m" * 9000, "/health%00", "/HEALTH", "//health", "/generate?/",
 )  # fmt: skip
 METHODS = (
@@ -110,7 +112,7 @@ class Maker:
             self._valid: 20, self._wrong_field: 25, self._damaged: 10, self._no_object: 8,
             self._twice: 4, self._anything: 8, self._large: 2, self._leaves: 3, self._http: 8,
             self._get: 6, self._missing: 4, self._abort: 4, self._tokens: 4, self._keys: 2,
-            self._headers: 3, self._many: 0.3, self._aborted: 2,
+            self._headers: 3, self._many: 0.3, self._aborted: 2, self._compressed: 4,
         }  # fmt: skip
 
     def case(self, number: int) -> Case:
@@ -134,9 +136,30 @@ class Maker:
 
     def _valid(self, rng: random.Random) -> Case:
         ask, asked = self._asked(rng)
+        body = asked.body if rng.random() < 0.8 else bodies.in_floats(asked.body)
+        path = asked.path + rng.choice(["", "", "", "/"])
         return Case(
-            kind="valid", path=asked.path, body=bodies.dumps(asked.body), headers=JSON,
-            statuses=OK, ask=ask, asked=asked,
+            kind="valid", path=path, body=bodies.dumps(body), headers=JSON, statuses=OK, ask=ask,
+            asked=asked,
+        )  # fmt: skip
+
+    def _compressed(self, rng: random.Random) -> Case:
+        """A body that is compressed, or was: some are damaged, in parts that mean nothing, too."""
+        ask, asked = self._asked(rng)
+        names = ["gzip", "x-gzip", "deflate", "br", "gzip, gzip", ""]
+        name, encode = rng.choice(names), rng.choice([_gzipped, zlib.compress])
+        raw = encode(bodies.dumps(asked.body))
+        is_right = (encode is _gzipped) == name.endswith("gzip") and "," not in name
+        if is_right and name in names[:3] and rng.random() < 0.5:
+            return Case(
+                kind="compressed", path=asked.path, body=raw, statuses=OK, ask=ask, asked=asked,
+                headers=JSON | {"Content-Encoding": name},
+            )  # fmt: skip
+        bomb = encode(b"[" * rng.choice([10**4, 10**6, 10**7]))
+        return Case(
+            kind="compressed", path=asked.path, headers=JSON | {"Content-Encoding": name},
+            body=rng.choice([bodies.damaged(raw, rng), raw[:-1], raw + raw, bomb]),
+            statuses=ANY | {415},
         )  # fmt: skip
 
     def _wrong_field(self, rng: random.Random) -> Case:
@@ -226,7 +249,10 @@ class Maker:
         path = rng.choice(GET_PATHS)
         if "?" not in path and not path.startswith("/v1/loads") and rng.random() < 0.3:
             path += rng.choice(ODD_QUERIES)
-        return Case(kind="get", method="GET", path=path, statuses=OK)
+        if "?" not in path and rng.random() < 0.2:
+            path += "/"
+        method = rng.choice(["GET", "GET", "GET", "HEAD"])
+        return Case(kind="get", method=method, path=path, statuses=OK)
 
     def _missing(self, rng: random.Random) -> Case:
         if rng.random() < 0.5:
@@ -264,7 +290,8 @@ class Maker:
         if rng.random() < 0.4:
             name = rng.choice([*body])
             wrong = {"return_token_strs": bodies.WRONG_FLAG, "messages": bodies.WRONG_MESSAGES}
-            value = rng.choice(wrong.get(name, ("5", "true", "{}", "[null]", "[[5]]")))
+            found = wrong.get(name, ("5", "true", "{}", "[null]", "[[5]]"))
+            value = rng.choice([one for one in found if one not in bodies.EMPTY])
             body |= {name: bodies.Raw(value)}
             statuses, params = frozenset({400}), (name,)
         return Case(
@@ -318,3 +345,7 @@ class Maker:
         return Case(
             kind="many", path=path, body=json.dumps(body).encode(), headers=JSON, statuses=statuses
         )
+
+
+def _gzipped(content: bytes) -> bytes:
+    return gzip.compress(content, mtime=0)

@@ -9,7 +9,7 @@ from typing import Any
 
 from support.fuzz import asks, wire
 
-STATUSES = frozenset({200, 400, 401, 403, 404, 405, 408, 413, 503})
+STATUSES = frozenset({200, 400, 401, 403, 404, 405, 408, 413, 415, 503})
 ERROR_FIELDS = {"message", "type", "param", "code"}
 MAX_ERROR_BYTES = 6000
 REQUEST_ID = re.compile(r"[\w.:/+=@~|-]{1,128}", re.ASCII)
