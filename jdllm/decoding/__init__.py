@@ -109,8 +109,8 @@ def register(
             raise ValueError(
                 f"{option=} is no option of algorithms for {kind} rows: {', '.join(known)}"
             )
-        known[option].check(default)
-        declared.append(dataclasses.replace(known[option], default=default))
+        checked = known[option].checked(default)
+        declared.append(dataclasses.replace(known[option], default=checked))
     if name in _registered:
         unregister(name)
     algorithms.TABLE[name] = algorithms.Algorithm(
