@@ -198,6 +198,7 @@ def test_options_of_models_that_write_text_are_refused(name):
         "chat_template": "x",
         "dllm_algorithm": "LowConfidence",
         "dllm_algorithm_config": {},
+        "escape_special_tokens": False,
         "schedule_policy": "lpm",
         "tokenizer_path": "x",
     }
