@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from jdllm.decoding.block.fill import BlockRule
     from jdllm.decoding.canvas.fill import CanvasRule
     from jdllm.engine.engine import Engine
-    from jdllm.engine.image_engine import ImageEngine
+    from jdllm.engine.images.engine import ImageEngine
     from jdllm.engine.llm import LLM
     from jdllm.eval.offline_sweep import sweep
     from jdllm.runner.full_forward import load_model
@@ -39,7 +39,7 @@ _HOME = {
     "BlockRule": ("jdllm.decoding.block.fill", "BlockRule"),
     "CanvasRule": ("jdllm.decoding.canvas.fill", "CanvasRule"),
     "Engine": ("jdllm.engine.engine", "Engine"),
-    "ImageEngine": ("jdllm.engine.image_engine", "ImageEngine"),
+    "ImageEngine": ("jdllm.engine.images.engine", "ImageEngine"),
     "LLM": ("jdllm.engine.llm", "LLM"),
     "SamplingParams": ("jdllm.sampling_params", "SamplingParams"),
     "load_model": ("jdllm.runner.full_forward", "load_model"),

@@ -1,7 +1,7 @@
 """The decoding algorithms and their options, each declared once, in `algorithm_table.py`.
 
 Everything else that knows an option (`algorithm_options`) reads that table: the checks and defaults
-of requests (`sampling_params`) and of the server (`config`, `engine/build/`), the help of the
+of requests (`sampling_params`) and of the server (`config`, `engine/start/`), the help of the
 command line, the tables of the documentation (`algorithm_docs`), and the arrays that carry the
 options of many rows to the device. `decoding/` holds one rule for each algorithm; it takes the
 numbers of words and the names of the arrays from here.

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 
 from jdllm import arguments, config, errors, host
 from jdllm.checkpoint import orbax_checkpoint, source, weight_files
-from jdllm.imagegen import pipeline_folder
 from jdllm.models import loading, registry
+from jdllm.pipelines import folder as pipeline_folder
 
 PROG = "jdllm convert"
 # Files beside the weights that are copied: configuration, tokenizer and chat template.

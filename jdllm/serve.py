@@ -20,9 +20,9 @@ from typing import Any
 from jdllm import errors
 from jdllm.checkpoint import source
 from jdllm.engine import engine as engine_lib
-from jdllm.engine import image_engine
-from jdllm.engine.build import startup
-from jdllm.imagegen import pipeline_folder
+from jdllm.engine.images import engine as image_engine
+from jdllm.engine.start import startup
+from jdllm.pipelines import folder
 from jdllm.server import cli, lifecycle, log_format, summary
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ def build_engine(
 
     def check_index(index: dict[str, Any], directory: pathlib.Path) -> None:
         given.check_for("images")
-        pipeline_folder.check_index(index, directory)
+        folder.check_index(index, directory)
 
     directory = source.resolve(
         given.model_path,

@@ -33,8 +33,6 @@ from jax.sharding import Mesh
 import pallas_kernels
 from jdllm import device, sharding
 from jdllm.bench import tables
-from jdllm.imagegen import loaded, pipeline_folder, sizes, state
-from jdllm.imagegen.pipelines import interface
 from jdllm.models.images import (
     autoencoder_kl_qwen_image,
     clip_text,
@@ -43,6 +41,9 @@ from jdllm.models.images import (
     z_image_config,
 )
 from jdllm.models.images.autoencoder import config as autoencoder_config
+from jdllm.pipelines import folder as pipeline_folder
+from jdllm.pipelines import interface, loaded
+from jdllm.runner.image import sizes, state
 from jdllm.runner.launch import executables, over_mesh
 
 SCOPES = ("attention", "feed_forward")

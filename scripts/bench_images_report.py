@@ -24,12 +24,14 @@ from typing import Any
 
 import started_server
 
-from jdllm.bench import image_load, image_runs, image_tables, image_targets, images, tables
+from jdllm.bench import tables
+from jdllm.bench.images import __main__, load, runs, targets
+from jdllm.bench.images import tables as image_tables
 from jdllm.plots import batching as batching_plot
 from jdllm.plots import style
 
-# The compiled numbers of images in a step (`engine/build/images.py`); requests of a warm-up take
-# enough steps to meet, however they arrive.
+# The compiled numbers of images in a step (`engine/start/images/build.py`); requests of a warm-up
+# take enough steps to meet, however they arrive.
 ROWS, MEETING_STEPS = (1, 2, 4, 8, 12), 4
 
 
@@ -41,19 +43,19 @@ def main() -> None:
     began_s = time.monotonic()
     results: list[dict[str, Any]] = []
     rates: list[float] = []
-    for name, flags in ((images.ON, []), (images.OFF, ["--batching-max-size", "1"])):
+    for name, flags in ((__main__.ON, []), (__main__.OFF, ["--batching-max-size", "1"])):
         if time.monotonic() - began_s > args.time_limit_s:
             print(f"# no time is left for: {name}", flush=True)
             break
         with started_server.started(
             server_flags(args, flags), log_file=args.log_file, limit_s=args.start_limit_s
         ) as server:
-            target, start_s = image_targets.Http(server.client, server.model), server.start_s
+            target, start_s = targets.Http(server.client, server.model), server.start_s
             print(f"# {name}: ready after {start_s:.1f} s", flush=True)
             places = [*args.concurrency, *args.mixed_concurrency]
             # Poisson arrivals meet in any number.
             counts = row_counts([*places, *(ROWS if args.loads else ())])
-            counts = counts if name == images.ON else [1]
+            counts = counts if name == __main__.ON else [1]
             for result in measured(target, args, rates, counts):
                 results.append({"batching": name, "start_up_s": start_s, **result})
                 row = image_tables.several_runs(results[-1:]).splitlines()[-1]
@@ -119,7 +121,7 @@ def server_flags(args: argparse.Namespace, flags: Sequence[str]) -> list[str]:
 
 
 def measured(
-    target: image_targets.Target,
+    target: targets.Target,
     args: argparse.Namespace,
     rates: list[float],
     counts: Sequence[int],
@@ -128,19 +130,19 @@ def measured(
 
     The warm-up sends each of `counts` requests at once.
     """
-    same = image_load.Load(
+    same = load.Load(
         width=args.size,
         height=args.size,
         num_inference_steps=args.num_inference_steps,
         most_captions=args.most_captions,
         extra=args.extra_body,
     )
-    mixed = image_load.Load(
+    mixed = load.Load(
         num_prompts=args.num_prompts,
         most_captions=args.most_captions,
         extra=args.extra_body,
         profiles=tuple(
-            image_load.Profile(width=side, height=side, num_inference_steps=steps)
+            load.Profile(width=side, height=side, num_inference_steps=steps)
             for side in args.sizes
             for steps in args.steps
         ),
@@ -148,7 +150,7 @@ def measured(
     about = {"target": target.describe(), "load_share": None}
     began_s = time.monotonic()
     asks = [*same.asks(), *mixed.asks()]
-    image_runs.warm_up(target, asks, counts=counts, steps=MEETING_STEPS)
+    runs.warm_up(target, asks, counts=counts, steps=MEETING_STEPS)
     print(f"# warm after {time.monotonic() - began_s:.1f} s", flush=True)
     prompts = args.closed_prompts or [16 + 4 * places for places in args.concurrency]
     for places, count in zip(args.concurrency, prompts, strict=True):
@@ -165,9 +167,9 @@ def measured(
         rates += [share * capacity for share in args.loads]
     asks = dataclasses.replace(mixed, num_prompts=args.poisson_prompts).asks()
     for share, rate in zip(args.loads, rates, strict=True):
-        how = image_runs.Traffic(request_rate=rate, max_concurrency=None, show_progress=False)
+        how = runs.Traffic(request_rate=rate, max_concurrency=None, show_progress=False)
         name = f"mixed, {share:g} = {rate:.2f}/s"
-        found = image_runs.measure(target, asks, how)
+        found = runs.measure(target, asks, how)
         yield about | {"load": name, "load_share": share} | found
 
 
@@ -177,11 +179,9 @@ def row_counts(concurrency: Sequence[int]) -> list[int]:
     return sorted({*(rows for rows in ROWS if rows <= most), *concurrency})
 
 
-def closed(
-    target: image_targets.Target, asks: Sequence[image_load.Ask], places: int
-) -> dict[str, Any]:
-    how = image_runs.Traffic(max_concurrency=places, show_progress=False)
-    return image_runs.measure(target, asks, how)
+def closed(target: targets.Target, asks: Sequence[load.Ask], places: int) -> dict[str, Any]:
+    how = runs.Traffic(max_concurrency=places, show_progress=False)
+    return runs.measure(target, asks, how)
 
 
 if __name__ == "__main__":

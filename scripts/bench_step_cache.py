@@ -21,9 +21,9 @@ import jax
 import jax.numpy as jnp
 
 from jdllm.bench import tables
-from jdllm.imagegen import pipeline_folder
-from jdllm.imagegen.pipelines import interface, registry
 from jdllm.models.images import step_cache
+from jdllm.pipelines import folder as pipeline_folder
+from jdllm.pipelines import interface, registry
 
 RATES = (0.0, 0.25, 0.5)
 

@@ -17,7 +17,7 @@ import numpy as np
 import jdllm
 from jdllm import device
 from jdllm.bench import tables
-from jdllm.engine import image_checks
+from jdllm.engine.images import checks
 from jdllm.tasks.scenes import generator
 
 SEED = 7
@@ -48,7 +48,7 @@ def main() -> None:
 
 def _differences(engine: jdllm.ImageEngine, size: str, limit: int) -> np.ndarray:
     """Returns how far each value of each image among others is from the same image's alone."""
-    width, height = image_checks.size_of(size) or (None, None)
+    width, height = checks.size_of(size) or (None, None)
     rng = random.Random(SEED)
     captions = [one.caption for one in itertools.islice(generator.scenes("test"), limit)]
     steps = [rng.choice(STEPS) for _ in captions]

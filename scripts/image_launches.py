@@ -13,12 +13,12 @@ import compiled_launches
 import jax
 import jax.numpy as jnp
 
-from jdllm.imagegen import kind as kind_lib
-from jdllm.imagegen import loaded, pipeline_folder, sizes
-from jdllm.imagegen.pipelines import interface
+from jdllm.pipelines import folder, interface, loaded
+from jdllm.runner.image import kind as kind_lib
+from jdllm.runner.image import sizes
 from jdllm.runner.launch import interrupts
 from jdllm.scheduler import batch as batch_lib
-from jdllm.scheduler.rows import image_buckets
+from jdllm.scheduler.rows.image import buckets
 
 _DTYPE = jnp.dtype(jnp.bfloat16)
 # What the config.json of a component calls the number of its layers.
@@ -81,13 +81,13 @@ def launches(
 
 
 def _buckets(
-    shape: Shape, tokens: int, windows: image_buckets.Windows | None
+    shape: Shape, tokens: int, windows: buckets.Windows | None
 ) -> Iterator[batch_lib.Bucket]:
     rows, side = shape.rows, shape.side
-    yield image_buckets.EncodeBucket(rows=rows, tokens=tokens)
+    yield buckets.EncodeBucket(rows=rows, tokens=tokens)
     if windows is not None:
         yield windows.bucket(is_guided=shape.is_guided, rows=rows)
-    yield image_buckets.StepBucket(
+    yield buckets.StepBucket(
         rows=rows,
         tokens=tokens,
         height=side,
@@ -95,10 +95,10 @@ def _buckets(
         is_guided=shape.is_guided,
         is_cached=shape.is_cached,
     )
-    yield image_buckets.DecodeBucket(rows=rows, height=side, width=side, output="image")
+    yield buckets.DecodeBucket(rows=rows, height=side, width=side, output="image")
 
 
-def _with_layers(directory: pathlib.Path, layers: int) -> pipeline_folder.PipelineFolder:
+def _with_layers(directory: pathlib.Path, layers: int) -> folder.PipelineFolder:
     """Returns a pipeline whose components have no more than so many layers of a kind."""
     with tempfile.TemporaryDirectory() as temporary:
         copy = pathlib.Path(temporary) / directory.name
@@ -109,4 +109,4 @@ def _with_layers(directory: pathlib.Path, layers: int) -> pipeline_folder.Pipeli
             config = json.loads(file.read_text())
             config |= {name: min(layers, config[name]) for name in _LAYERS & config.keys()}
             file.write_text(json.dumps(config))
-        return pipeline_folder.read(copy, load_format="dummy")
+        return folder.read(copy, load_format="dummy")

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jdllm import algorithms
-from jdllm.engine.build import kinds
+from jdllm.engine.start import kinds
 from jdllm.kv_cache import pool as pool_lib
 from jdllm.models import loading, registry
 from jdllm.runner import config as runner_config

@@ -17,7 +17,8 @@ import yaml
 from prometheus_client import parser
 from support import edge, fake_engine
 
-from jdllm.engine import image_info, stats
+from jdllm.engine import stats
+from jdllm.engine.images import info
 from jdllm.server import cli, lifecycle, metrics, state
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -193,7 +194,7 @@ def test_the_dashboard_asks_for_metrics_that_the_server_exports():
 def exported_labels() -> dict[str, set[str]]:
     """Returns the labels of each sample that `/metrics` may have, by the sample's name."""
     found: dict[str, set[str]] = {}
-    for kind in (stats.EngineStats, image_info.ImageStats):
+    for kind in (stats.EngineStats, info.ImageStats):
         engine = types.SimpleNamespace(
             model_name="m",
             stats_per_replica=dict,

@@ -9,7 +9,8 @@ import pickle
 import pytest
 
 from jdllm import config, errors, foreign_names, sampling_params
-from jdllm.engine import image_engine, llm
+from jdllm.engine import llm
+from jdllm.engine.images import engine
 from jdllm.server import cli
 
 SamplingParams = sampling_params.SamplingParams
@@ -24,7 +25,7 @@ def defaults(**options):
 
 
 def image(**options):
-    return image_engine.ImageEngine.generate(None, "a cat", **options)  # type: ignore[arg-type]
+    return engine.ImageEngine.generate(None, "a cat", **options)  # type: ignore[arg-type]
 
 
 def text(**options):

@@ -30,7 +30,6 @@ OPS = """
     all_reduce dense_matmul extend_attention fp8_matmul grouped_matmul padded_attention
     read_cancel_flag rotate_and_cache top_k_routing unembed_stats
 """
-IMAGE_ROWS = "batching buckets captions limits modulation programs row_limits sharing stay"
 # (path or folder, floor, group). A file may import lower floors and its own group; the
 # first row that fits a path counts.
 FLOORS: tuple[tuple[str, int, str], ...] = (
@@ -55,20 +54,18 @@ FLOORS: tuple[tuple[str, int, str], ...] = (
     # A kind of rows knows no other kind, on the host as on the device.
     ("jdllm/scheduler/rows/block.py", 3, "block rows"),
     ("jdllm/scheduler/rows/canvas.py", 3, "canvas rows"),
-    *(
-        (f"jdllm/scheduler/rows/image{name}.py", 3, "image rows")
-        for name in ("", *(f"_{part}" for part in IMAGE_ROWS.split()))
-    ),
+    ("jdllm/scheduler/rows/image/", 3, "image rows"),
     ("jdllm/scheduler/rows/uniform.py", 3, "uniform rows"),
     ("jdllm/scheduler/", 2, "scheduler"),
     ("jdllm/models/", 3, "models"),
+    ("jdllm/pipelines/", 4, "pipelines"),
     # Launches know no kind at all.
     ("jdllm/runner/launch/", 4, "launch"),
     ("jdllm/runner/block/", 5, "block"),
     ("jdllm/runner/canvas/", 5, "canvas"),
     ("jdllm/runner/uniform/", 5, "uniform"),
     *((f"jdllm/runner/{name}.py", 5, name) for name in ("model_runner", "expert_use")),
-    ("jdllm/imagegen/", 5, "imagegen"),
+    ("jdllm/runner/image/", 5, "image"),
     ("jdllm/runner/", 4, "steps"),
     # Image models are trained with what serves them; text is trained without the engine's part.
     ("jdllm/train/scenes/", 6, "train"),

@@ -16,7 +16,7 @@ from jdllm import errors
 from jdllm.engine import core as core_lib
 from jdllm.engine import loop as loop_lib
 from jdllm.engine import serving
-from jdllm.engine.build import startup
+from jdllm.engine.start import startup
 
 Built = TypeVar("Built")
 

@@ -26,7 +26,7 @@ from jdllm.engine import (
 )
 from jdllm.engine import stats as stats_lib
 from jdllm.engine import trace as trace_lib
-from jdllm.engine.build import build, startup
+from jdllm.engine.start import build, startup
 from jdllm.models import loading
 from jdllm.templates import chat
 

@@ -8,7 +8,7 @@ from typing import Any
 from jdllm import algorithms, device
 from jdllm import config as config_lib
 from jdllm.engine import stats as stats_lib
-from jdllm.engine.build import build
+from jdllm.engine.start import build
 from jdllm.runner.launch import compile_counter
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from jdllm import errors, sampling_params, value_checks
 from jdllm.engine import candidates, infilling, requests
-from jdllm.engine.build import build
+from jdllm.engine.start import build
 from jdllm.scheduler import request as request_lib
 from jdllm.templates import chat
 

@@ -1,6 +1,6 @@
 """What the server asks of every engine, whatever its model makes.
 
-`Engine` writes text, `ImageServing` (`image_requests.py`) makes images. Health, metrics, aborts,
+`Engine` writes text, `ImageServing` (`images/requests.py`) makes images. Health, metrics, aborts,
 profiles and the shutdown use only what stands here.
 """
 

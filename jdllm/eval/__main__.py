@@ -17,17 +17,8 @@ import jax
 from jdllm import algorithms, arguments, errors, sampling_params
 from jdllm import config as config_lib
 from jdllm.engine import engine as engine_lib
-from jdllm.eval import (
-    backends,
-    evaluation,
-    model_args,
-    presets,
-    sandbox,
-    scenes,
-    store,
-    summary,
-    sweep,
-)
+from jdllm.eval import backends, evaluation, model_args, presets, sandbox, store, summary, sweep
+from jdllm.eval.scenes import evaluation as scenes
 from jdllm.server import cli
 from jdllm.tasks import registry
 

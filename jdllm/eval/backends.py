@@ -15,7 +15,7 @@ from jdllm import errors, sampling_params
 from jdllm.checkpoint import fingerprint
 from jdllm.client import api, failures, retries, transport
 from jdllm.engine import engine as engine_lib
-from jdllm.engine import image_engine
+from jdllm.engine.images import engine as image_engine
 
 # The longest answer unless --max-new-tokens gives another; as in SGLang's script.
 DEFAULT_MAX_NEW_TOKENS = 512

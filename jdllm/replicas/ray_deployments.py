@@ -18,7 +18,7 @@ from jdllm import config as config_lib
 from jdllm.checkpoint import source
 from jdllm.engine import engine as engine_lib
 from jdllm.engine import tokenizer
-from jdllm.engine.build import startup
+from jdllm.engine.start import startup
 from jdllm.replicas import engine_host, messages, ray_replicas, replicated_engine
 from jdllm.replicas import options as options_lib
 from jdllm.server import app as app_lib

@@ -12,8 +12,9 @@ from starlette import requests
 from starlette import responses as starlette_responses
 
 from jdllm import sampling_params, version
-from jdllm.engine import image_checks, image_requests
 from jdllm.engine import requests as engine_requests
+from jdllm.engine.images import checks
+from jdllm.engine.images import requests as image_requests
 from jdllm.server import request_forms, responses, running, state
 from jdllm.server.images_api import events as image_events
 
@@ -88,7 +89,7 @@ async def _probe(server: state.ServerState) -> None:
         probe = image_requests.ImageRequest(
             prompt=PROBE, height=height, width=width, num_inference_steps=1
         )
-        request = image_checks.resolve(probe, facts)
+        request = checks.resolve(probe, facts)
         await image_events.collect(
             server, image_events.Call(requests=[request], rid=rid, priority=priority)
         )

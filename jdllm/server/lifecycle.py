@@ -28,8 +28,8 @@ from jdllm.server import connections, health, log_format, open_files, state, sum
 if TYPE_CHECKING:
     from jdllm import config
     from jdllm.engine import engine as engine_lib
-    from jdllm.engine import image_requests
-    from jdllm.engine.build import startup
+    from jdllm.engine.images import requests
+    from jdllm.engine.start import startup
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ WARMUP_TOKENS = 8
 GOODBYE_S = 5
 BACKLOG = 2048
 
-AnyEngine: TypeAlias = "engine_lib.Engine | image_requests.ImageServing"
+AnyEngine: TypeAlias = "engine_lib.Engine | requests.ImageServing"
 EngineBuilder = Callable[["startup.StartupProgress"], AnyEngine]
 
 

@@ -20,7 +20,8 @@ from prometheus_client import core
 from jdllm.server import log_format, request_context, responses
 
 if TYPE_CHECKING:
-    from jdllm.engine import generations, image_requests, serving
+    from jdllm.engine import generations, serving
+    from jdllm.engine.images import requests
 
 logger = logging.getLogger(__name__)
 
@@ -221,7 +222,7 @@ class Tracker:
 
 
 def observe_image(
-    metrics: EdgeMetrics, event: image_requests.ImageEvent, name: str, arrival_s: float
+    metrics: EdgeMetrics, event: requests.ImageEvent, name: str, arrival_s: float
 ) -> None:
     """Records the latencies of an image that has ended, and its log line."""
     e2e_s = time.monotonic() - arrival_s

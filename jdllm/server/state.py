@@ -20,8 +20,9 @@ from jdllm.server import token_texts as token_texts_lib
 from jdllm.server.images_api import store
 
 if TYPE_CHECKING:
-    from jdllm.engine import image_requests, serving, text_serving, tokenizer
-    from jdllm.engine.build import startup
+    from jdllm.engine import serving, text_serving, tokenizer
+    from jdllm.engine.images import requests as image_requests
+    from jdllm.engine.start import startup
 
 ServerPhase = Literal["starting", "ready", "draining"]
 

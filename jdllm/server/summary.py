@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from jdllm import config
     from jdllm.engine import engine as engine_lib
-    from jdllm.engine import image_engine, image_requests
+    from jdllm.engine.images import engine as image_engine
+    from jdllm.engine.images import requests
 
 Route = Literal["chat", "ids", "image"]
 
@@ -87,7 +88,7 @@ def url(host: str, port: int) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def route(engine: engine_lib.Engine | image_requests.ImageServing) -> Route:
+def route(engine: engine_lib.Engine | requests.ImageServing) -> Route:
     """Returns the route on which people ask the model."""
     if engine.output_modality == "image":
         return "image"

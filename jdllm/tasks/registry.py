@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from jdllm.tasks import code, example, gsm8k, math500, scene_oracle
+from jdllm.tasks import code, example, gsm8k, math500
 from jdllm.tasks.example import Example, Score
-from jdllm.tasks.scenes import drawing, generator
+from jdllm.tasks.scenes import drawing, generator, oracle
 from jdllm.tasks.scenes.scene import Scene
 
 
@@ -43,7 +43,7 @@ class ImageTask:
 
     name: str
     load: Callable[[int, tuple[int, int]], list[Scene]]
-    check: Callable[..., scene_oracle.Verdict]
+    check: Callable[..., oracle.Verdict]
     by_kind: Callable[..., dict[str, bool]]
     check_size: Callable[[tuple[int, int]], None]
     kinds: tuple[str, ...]
@@ -99,9 +99,9 @@ IMAGE_TASKS: dict[str, ImageTask] = {
         load=lambda number, size: [
             generator.generate(index, split="test", size=size) for index in range(number)
         ],
-        check=scene_oracle.check,
-        by_kind=scene_oracle.by_kind,
+        check=oracle.check,
+        by_kind=oracle.by_kind,
         check_size=drawing.check_size,
-        kinds=scene_oracle.KINDS,
+        kinds=oracle.KINDS,
     ),
 }

@@ -10,14 +10,8 @@ import sys
 import pytest
 
 from jdllm import config, errors
-from jdllm.bench import (
-    command_line,
-    image_options,
-    offline_throughput,
-    one_batch,
-    serving,
-    serving_options,
-)
+from jdllm.bench import command_line, offline_throughput, one_batch, serving, serving_options
+from jdllm.bench.images import options as image_options
 
 PARSERS = {
     "serving": serving_options.parse,

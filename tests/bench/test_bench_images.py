@@ -14,16 +14,10 @@ import pytest
 from support import edge, fake_images, image_engine, socket_server
 
 from jdllm import errors
-from jdllm.bench import (
-    command_line,
-    image_load,
-    image_options,
-    image_runs,
-    image_stats,
-    image_targets,
-    images,
-    server_flags,
-)
+from jdllm.bench import command_line, server_flags
+from jdllm.bench.images import __main__, runs, stats, targets
+from jdllm.bench.images import load as image_load
+from jdllm.bench.images import options as image_options
 from jdllm.plots import style
 
 STEP_S = 0.004
@@ -86,7 +80,7 @@ def bench(url, tmp_path):
 
     def run(line, *words, urls=(url,)):
         common = ["--base-url", *urls, "--output-file", str(path), "--disable-tqdm"]
-        code = images.main([*common, *line.split(), *words])
+        code = __main__.main([*common, *line.split(), *words])
         rows = path.read_text().splitlines() if path.exists() else []
         return code, [json.loads(row) for row in rows]
 
@@ -135,7 +129,7 @@ def test_comparison_and_loads(bench, url, tmp_path, capsys):
     line = f"--num-prompts 4 --max-concurrency 4 --compare --loads 0.5,2 --plot-file {name}"
     code, rows = bench(line, urls=(url, url))
     assert code == 0
-    assert [row["batching"] for row in rows] == [images.ON] * 3 + [images.OFF] * 3
+    assert [row["batching"] for row in rows] == [__main__.ON] * 3 + [__main__.OFF] * 3
     assert [row["load_share"] for row in rows] == [None, 0.5, 2] * 2
     rates = [row["request_rate"] for row in rows]
     assert rates[1] == pytest.approx(0.5 * rows[0]["throughput_qps"])
@@ -216,7 +210,7 @@ def test_no_server(capsys):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         closed = f"http://127.0.0.1:{free.getsockname()[1]}"
-        assert images.main(["--base-url", closed, "--ready-check-timeout-sec", "0"]) == 1
+        assert __main__.main(["--base-url", closed, "--ready-check-timeout-sec", "0"]) == 1
     assert f"no server at {closed}" in capsys.readouterr().err
 
 
@@ -233,19 +227,19 @@ def test_in_process_as_the_server_does():
         num_prompts=4, count=2, width=96, height=96, num_inference_steps=2,
         extra={"guidance_scale": 0.0},
     ).asks()  # fmt: skip
-    target = image_targets.InProcess(image_engine.shared())
-    image_runs.warm_up(target, asks, counts=[1], steps=1)
-    how = image_runs.Traffic(max_concurrency=2, show_progress=False)
-    found = image_runs.measure(target, asks, how)
+    target = targets.InProcess(image_engine.shared())
+    runs.warm_up(target, asks, counts=[1], steps=1)
+    how = runs.Traffic(max_concurrency=2, show_progress=False)
+    found = runs.measure(target, asks, how)
     assert (found["completed_requests"], found["completed_outputs"]) == (4, 8)
     assert found["denoising_steps"] == 16
     assert 0 < found["merged_step_fraction"] <= 1
     assert found["jit_compiles"] == 0
-    parts = [found[f"{phase}_mean"] for phase in image_stats.PHASES]
+    parts = [found[f"{phase}_mean"] for phase in stats.PHASES]
     assert 0 < sum(parts) <= 1.05 * found["latency_mean"]
     wrong = [dataclasses.replace(asks[0], width=97, height=97)]
     with pytest.raises(command_line.BenchError, match="multiple of"):
-        image_runs.measure(target, wrong, how)
+        runs.measure(target, wrong, how)
 
 
 class Compiling:
@@ -261,14 +255,14 @@ class Compiling:
         with self.lock:
             self.seen.append((ask.width, ask.num_inference_steps, len(self.left)))
             self.prompts.append(ask.prompt)
-        return image_stats.Record(start_s=0.0, end_s=1.0, images=1)
+        return stats.Record(start_s=0.0, end_s=1.0, images=1)
 
     def state(self):
         return {"num_waiting_compiles": self.left.pop(0) if self.left else 0}
 
 
 def test_a_warm_up_runs_every_number_of_requests_with_the_programs_that_are_measured(monkeypatch):
-    monkeypatch.setattr(image_runs, "POLL_S", 0.0)
+    monkeypatch.setattr(runs, "POLL_S", 0.0)
     profiles = [
         image_load.Profile(width=side, height=side, num_inference_steps=steps)
         for side in (64, 96)
@@ -276,24 +270,24 @@ def test_a_warm_up_runs_every_number_of_requests_with_the_programs_that_are_meas
     ]
     asks = image_load.Load(num_prompts=40, profiles=tuple(profiles)).asks()
     target = Compiling(3, 1, 0)
-    image_runs.warm_up(target, asks, counts=[1, 2, 4], steps=5)
+    runs.warm_up(target, asks, counts=[1, 2, 4], steps=5)
     # Nothing is sent before the programs are there; kinds that differ in steps alone are one. Each
     # number is sent three times: with short, middle and long prompts.
     once = collections.Counter({(64, 5, 0): 21, (96, 5, 0): 21})
     assert collections.Counter(target.seen) == once
     # What the warm-up itself asked for is waited for, and then runs, too.
     target = Compiling(0, 2, 1, 0)
-    image_runs.warm_up(target, asks, counts=[1, 2, 4], steps=5)
+    runs.warm_up(target, asks, counts=[1, 2, 4], steps=5)
     assert collections.Counter(target.seen) == collections.Counter(
         {(side, 5, left): 21 for side in (64, 96) for left in (3, 0)}
     )
 
 
 def test_a_warm_up_has_captions_of_all_lengths_and_keeps_none_of_the_load(monkeypatch):
-    monkeypatch.setattr(image_runs, "POLL_S", 0.0)
+    monkeypatch.setattr(runs, "POLL_S", 0.0)
     asks = image_load.Load(num_prompts=40, width=64, height=64).asks()
     target = Compiling(0, 2, 0)
-    image_runs.warm_up(target, asks, counts=[1, 4], steps=5)
+    runs.warm_up(target, asks, counts=[1, 4], steps=5)
     texts = sorted({ask.prompt for ask in asks}, key=lambda text: (len(text), text))
     middle = len(texts) // 2
     # Twice, as programs were compiled meanwhile: one and four of the shortest, and so on.
@@ -304,16 +298,16 @@ def test_a_warm_up_has_captions_of_all_lengths_and_keeps_none_of_the_load(monkey
     assert sum(map(sent.__getitem__, texts[:4])) == sum(map(sent.__getitem__, texts[-4:])) == 2 * 5
     assert sum(map(sent.__getitem__, texts[middle - 3 : middle + 3])) == 2 * 5
     # A load of one prompt has one length.
-    image_runs.warm_up(target, asks[:1], counts=[2], steps=5)
+    runs.warm_up(target, asks[:1], counts=[2], steps=5)
     assert [prompt.rpartition(" ")[0] for prompt in target.prompts[30:]] == 2 * [asks[0].prompt]
 
 
 def test_a_warm_up_says_when_programs_are_never_there(monkeypatch):
-    monkeypatch.setattr(image_runs, "POLL_S", 0.0)
-    monkeypatch.setattr(image_runs, "COMPILE_LIMIT_S", 0.0)
+    monkeypatch.setattr(runs, "POLL_S", 0.0)
+    monkeypatch.setattr(runs, "COMPILE_LIMIT_S", 0.0)
     asks = image_load.Load(num_prompts=1, width=64, height=64).asks()
     with pytest.raises(command_line.BenchError, match="5 programs"):
-        image_runs.warm_up(Compiling(*[5] * 99), asks, counts=[1], steps=1)
+        runs.warm_up(Compiling(*[5] * 99), asks, counts=[1], steps=1)
 
 
 def test_the_report_warms_every_number_of_rows_that_it_measures(monkeypatch):
@@ -323,9 +317,9 @@ def test_the_report_warms_every_number_of_rows_that_it_measures(monkeypatch):
 
 
 def test_fields_in_process_are_checked():
-    image_targets.check_fields({"guidance_scale": 1.0})
+    targets.check_fields({"guidance_scale": 1.0})
     with pytest.raises(errors.ConfigError, match="did you mean 'guidance_scale'"):
-        image_targets.check_fields({"guidance_scal": 1.0})
+        targets.check_fields({"guidance_scal": 1.0})
 
 
 def test_headers_are_those_of_the_text_benchmark_and_only_for_servers():
@@ -340,8 +334,8 @@ def test_in_process_flags_are_those_of_the_server():
     line = "--model-path m --batching-max-size 4 --warmup-resolutions 64x64 96x96 --compare"
     options = image_options.parse([*line.split(), "--max-image-pixels", "9216"])
     image_options.check(options)
-    on, off = images.variants(options, [])
-    assert (on[0], off[0]) == (images.ON, images.OFF)
+    on, off = __main__.variants(options, [])
+    assert (on[0], off[0]) == (__main__.ON, __main__.OFF)
     with pytest.raises(errors.ConfigError, match="compares nothing"):
         image_options.check(
             image_options.parse(["--model-path", "m", "--batching-max-size", "1", "--compare"])
@@ -349,10 +343,8 @@ def test_in_process_flags_are_those_of_the_server():
 
 
 def test_percentiles_and_slos_by_hand():
-    records = [
-        image_stats.Record(start_s=0, end_s=s, images=2, steps=8, slo_s=2.5) for s in (1, 2, 3, 4)
-    ]
-    found = image_stats.summarize(records, 4.0)
+    records = [stats.Record(start_s=0, end_s=s, images=2, steps=8, slo_s=2.5) for s in (1, 2, 3, 4)]
+    found = stats.summarize(records, 4.0)
     assert (found["latency_mean"], found["latency_p50"], found["latency_median"]) == (2.5, 2.5, 2.5)
     assert found["latency_p90"] == pytest.approx(3.7)
     assert (found["throughput_qps"], found["output_throughput"]) == (1.0, 2.0)

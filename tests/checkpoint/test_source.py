@@ -8,7 +8,7 @@ import pytest
 from jdllm import errors, serve
 from jdllm.checkpoint import source
 from jdllm.engine import engine
-from jdllm.engine.build import startup
+from jdllm.engine.start import startup
 from jdllm.server import cli
 
 

@@ -14,7 +14,7 @@ from support.toy_kind import device, rows
 
 from jdllm import device_facts, errors, sampling_params
 from jdllm.engine import core as core_lib
-from jdllm.engine.build import kinds
+from jdllm.engine.start import kinds
 from jdllm.runner import model_runner
 from jdllm.scheduler import request, scheduler
 from jdllm.scheduler.rows import interface

@@ -6,7 +6,7 @@ import pytest
 
 from jdllm import algorithms, config, device_facts, errors, sampling_params
 from jdllm.engine import stats
-from jdllm.engine.build import algorithm_defaults, kinds, sampling_defaults, sizing
+from jdllm.engine.start import algorithm_defaults, kinds, sampling_defaults, sizing
 from jdllm.models import loading
 from jdllm.scheduler import batch as batch_lib
 from jdllm.scheduler.rows import canvas

@@ -16,7 +16,7 @@ from jdllm import errors
 from jdllm import spec as spec_lib
 from jdllm.checkpoint import source
 from jdllm.engine import tokenizer
-from jdllm.engine.build import kinds, sampling_defaults, sizing
+from jdllm.engine.start import kinds, sampling_defaults, sizing
 from jdllm.models import loading
 from jdllm.runner import full_forward
 from jdllm.scheduler.rows import block, uniform

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 import jdllm
-from jdllm.tasks import registry, scene_oracle
-from jdllm.tasks.scene_oracle import Facts, Relation, Thing
+from jdllm.tasks import registry
+from jdllm.tasks.scenes import oracle
+from jdllm.tasks.scenes.oracle import Facts, Relation, Thing
 
 pytestmark = pytest.mark.campaign  # engines of its own, whose programs take long to compile
 
@@ -42,7 +43,7 @@ def test_most_pictures_of_plain_captions_are_right(engine):
     prompts = [caption for caption in SCENES for _ in SEEDS]
     made = engine.generate(prompts, height=64, width=64, seed=[*SEEDS] * len(SCENES))
     verdicts = [
-        scene_oracle.check(SCENES[caption], np.asarray(image)).is_right
+        oracle.check(SCENES[caption], np.asarray(image)).is_right
         for caption, image in zip(prompts, made, strict=True)
     ]
     assert np.mean(verdicts) >= LEAST_RIGHT, verdicts

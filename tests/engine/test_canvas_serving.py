@@ -19,7 +19,7 @@ from support.tiny_engine import assert_nothing_held
 from support.tiny_engine import make_engine as make_block_engine
 
 from jdllm import config, errors
-from jdllm.engine.build import startup
+from jdllm.engine.start import startup
 from jdllm.server import app, lifecycle, state
 
 pytestmark = pytest.mark.campaign  # two engines, whose programs take long to compile

@@ -9,9 +9,10 @@ import pytest
 from support import work
 
 from jdllm import device, errors
-from jdllm.engine.build import first_use, images, sizing
-from jdllm.imagegen import sizes
-from jdllm.scheduler.rows import image_buckets
+from jdllm.engine.start import sizing
+from jdllm.engine.start.images import build, first_use
+from jdllm.runner.image import sizes
+from jdllm.scheduler.rows.image import buckets as image_buckets
 
 
 def bucket(rows):
@@ -224,4 +225,4 @@ def test_closing_begins_no_other_compilation_and_waits_for_none():
 )
 def test_options_without_meaning_are_refused_by_name(tmp_path, option, value):
     with pytest.raises(errors.ConfigError, match=f"{option}={value}"):
-        images.ImageBuildConfig(directory=tmp_path, **{option: value})
+        build.ImageBuildConfig(directory=tmp_path, **{option: value})

@@ -16,7 +16,7 @@ from jdllm import errors
 
 pytestmark = pytest.mark.campaign  # engines of its own, whose programs take long to compile
 
-ATOL_LATENTS = 6e-4  # that of `imagegen/test_golden_runs.py`
+ATOL_LATENTS = 6e-4  # that of `pipelines/test_golden_runs.py`
 ATOL_ALONE = 5e-5  # launches of other sizes round differently
 SIZE = {"height": 96, "width": 96, "use_tqdm": False}
 QUICK = {**SIZE, "num_inference_steps": 2}

@@ -10,7 +10,7 @@ import pytest
 from support import fake_images, golden_pipelines
 
 from jdllm import errors
-from jdllm.engine import image_checks, image_choices, image_requests
+from jdllm.engine.images import checks, choices, requests
 
 FACTS, FLUX = fake_images.FACTS, fake_images.FLUX_FACTS
 # As Qwen-Image: a scale above 1 by default, which counts only beside a negative prompt.
@@ -21,8 +21,8 @@ BARE = dataclasses.replace(
 CHANNELS, ROWS, COLUMNS = 16, 8, 12  # of latents at the default size: 64x96 in patches of 16
 
 
-def asked(**options) -> image_requests.ImageRequest:
-    return image_requests.ImageRequest(prompt=options.pop("prompt", "a cat"), **options)
+def asked(**options) -> requests.ImageRequest:
+    return requests.ImageRequest(prompt=options.pop("prompt", "a cat"), **options)
 
 
 def latents(*shape: int, value: float = 0.0) -> np.ndarray:
@@ -30,13 +30,13 @@ def latents(*shape: int, value: float = 0.0) -> np.ndarray:
 
 
 def test_every_default_is_filled_in():
-    found = image_checks.resolve(asked(seed=5), FACTS)
-    assert found == image_requests.ImageRequest(
+    found = checks.resolve(asked(seed=5), FACTS)
+    assert found == requests.ImageRequest(
         prompt="a cat", height=64, width=96, num_inference_steps=4, guidance_scale=0.0,
         cfg_truncation=1.0, cfg_normalization=0.0, max_sequence_length=32, seed=5,
         partial_images=0,
     )  # fmt: skip
-    found = image_checks.resolve(asked(seed=5), FLUX)
+    found = checks.resolve(asked(seed=5), FLUX)
     assert (found.guidance_scale, found.true_cfg_scale) == (3.5, None)
     assert (found.cfg_truncation, found.cfg_normalization) == (None, None)
 
@@ -47,8 +47,8 @@ def test_every_default_is_filled_in():
 )
 def test_a_resolved_request_comes_back_as_it_is(facts, negative):
     given = latents(*facts.latents_shape(64, 96), value=0.5)
-    once = image_checks.resolve(asked(latents=given, negative_prompt=negative), facts)
-    again = image_checks.resolve(once, facts)
+    once = checks.resolve(asked(latents=given, negative_prompt=negative), facts)
+    again = checks.resolve(once, facts)
     assert again == once
     assert np.array_equal(again.latents, given) and again.latents.dtype == np.float32
 
@@ -56,7 +56,7 @@ def test_a_resolved_request_comes_back_as_it_is(facts, negative):
 @pytest.mark.parametrize("prompt", ["", " ", " \n\t"])
 def test_an_empty_prompt_is_one_as_it_is(prompt):
     for facts in (FACTS, FLUX, QWEN, BARE):
-        assert image_checks.resolve(asked(prompt=prompt), facts).prompt == prompt
+        assert checks.resolve(asked(prompt=prompt), facts).prompt == prompt
 
 
 @golden_pipelines.of_each
@@ -64,7 +64,7 @@ def test_an_empty_prompt_is_encoded_as_an_empty_negative_prompt(golden):
     """The latter is held to diffusers by golden runs, with and without spaces."""
     folder, pipeline = golden.folder(), golden.pipeline().pipeline
     facts = dataclasses.replace(QWEN, max_sequence_length=64)
-    inputs = image_choices.ImageInputs(pipeline.prompt_tokenizer(folder.tokenizers), facts)
+    inputs = choices.ImageInputs(pipeline.prompt_tokenizer(folder.tokenizers), facts)
     for text in ("", " ", "  \n"):
         (choice,) = inputs.choices([asked(prompt=text, negative_prompt=text)], "a", 0).values()
         request = choice.request
@@ -74,11 +74,11 @@ def test_an_empty_prompt_is_encoded_as_an_empty_negative_prompt(golden):
 
 
 def test_guidance_of_z_image_begins_above_zero():
-    off = image_checks.resolve(asked(guidance_scale=0, negative_prompt=""), FACTS)
-    assert not image_requests.is_guided(off, FACTS) and off.negative_prompt is None
-    on = image_checks.resolve(asked(guidance_scale=0.5), FACTS)
-    assert image_requests.is_guided(on, FACTS) and on.negative_prompt == ""
-    on = image_checks.resolve(
+    off = checks.resolve(asked(guidance_scale=0, negative_prompt=""), FACTS)
+    assert not requests.is_guided(off, FACTS) and off.negative_prompt is None
+    on = checks.resolve(asked(guidance_scale=0.5), FACTS)
+    assert requests.is_guided(on, FACTS) and on.negative_prompt == ""
+    on = checks.resolve(
         asked(guidance_scale=2, negative_prompt="fog", cfg_truncation=7, cfg_normalization=True),
         FACTS,
     )
@@ -86,23 +86,23 @@ def test_guidance_of_z_image_begins_above_zero():
 
 
 def test_guidance_of_flux_needs_a_scale_and_a_negative_prompt():
-    found = image_checks.resolve(asked(negative_prompt="", true_cfg_scale=2), FLUX)
-    assert image_requests.is_guided(found, FLUX) and found.negative_prompt == ""
-    found = image_checks.resolve(asked(true_cfg_scale=1), FLUX)
-    assert not image_requests.is_guided(found, FLUX)
+    found = checks.resolve(asked(negative_prompt="", true_cfg_scale=2), FLUX)
+    assert requests.is_guided(found, FLUX) and found.negative_prompt == ""
+    found = checks.resolve(asked(true_cfg_scale=1), FLUX)
+    assert not requests.is_guided(found, FLUX)
 
 
 def test_guidance_of_qwen_image_needs_a_negative_prompt_alone():
-    off = image_checks.resolve(asked(), QWEN)
-    assert not image_requests.is_guided(off, QWEN) and off.true_cfg_scale is None
-    on = image_checks.resolve(asked(negative_prompt=" "), QWEN)
-    assert image_requests.is_guided(on, QWEN)
+    off = checks.resolve(asked(), QWEN)
+    assert not requests.is_guided(off, QWEN) and off.true_cfg_scale is None
+    on = checks.resolve(asked(negative_prompt=" "), QWEN)
+    assert requests.is_guided(on, QWEN)
     assert (on.negative_prompt, on.true_cfg_scale) == (" ", 4.0)
 
 
 def test_an_option_that_does_not_exist_may_ask_for_nothing():
     neutral = asked(guidance_scale=0, true_cfg_scale=1, cfg_truncation=1, cfg_normalization=False)
-    found = image_checks.resolve(neutral, BARE)
+    found = checks.resolve(neutral, BARE)
     assert (found.guidance_scale, found.true_cfg_scale, found.cfg_truncation) == (None, None, None)
 
 
@@ -151,7 +151,7 @@ def test_an_option_that_does_not_exist_may_ask_for_nothing():
 )  # fmt: skip
 def test_what_cannot_be_made_is_named(options, facts, param):
     with pytest.raises(errors.RequestError) as caught:
-        image_checks.resolve(asked(**options), facts)
+        checks.resolve(asked(**options), facts)
     assert caught.value.param == param
     words = str(caught.value)
     # One size is too large for its pixels, and the message is about both sides.
@@ -160,7 +160,7 @@ def test_what_cannot_be_made_is_named(options, facts, param):
 
 def test_a_size_that_does_not_divide_is_told_what_would():
     with pytest.raises(errors.RequestError, match="multiple of 16, such as 96 or 112"):
-        image_checks.resolve(asked(width=100), FACTS)
+        checks.resolve(asked(width=100), FACTS)
 
 
 def test_packed_latents_have_a_row_for_each_token():
@@ -170,10 +170,10 @@ def test_packed_latents_have_a_row_for_each_token():
 
 
 def test_seeds_follow_the_first_or_stand_in_a_list():
-    assert image_checks.seeds(7, 3) == [7, 8, 9]
-    assert image_checks.seeds(2**63 - 1, 2) == [2**63 - 1, 0]
-    assert image_checks.seeds([5, 5, 1], 3) == [5, 5, 1]
-    drawn = image_checks.seeds(None, 50)
+    assert checks.seeds(7, 3) == [7, 8, 9]
+    assert checks.seeds(2**63 - 1, 2) == [2**63 - 1, 0]
+    assert checks.seeds([5, 5, 1], 3) == [5, 5, 1]
+    drawn = checks.seeds(None, 50)
     assert len(set(drawn)) > 45 and all(0 <= seed < 2**32 for seed in drawn)
 
 
@@ -182,13 +182,13 @@ def test_seeds_follow_the_first_or_stand_in_a_list():
 )
 def test_wrong_seeds_are_named(seed, count):
     with pytest.raises(errors.RequestError) as caught:
-        image_checks.seeds(seed, count)
+        checks.seeds(seed, count)
     assert caught.value.param == "seed"
 
 
 def test_sizes_are_width_by_height():
-    assert image_checks.size_of("96x64") == (96, 64)
-    assert image_checks.size_of("auto") is None
+    assert checks.size_of("96x64") == (96, 64)
+    assert checks.size_of("auto") is None
 
 
 @pytest.mark.parametrize(
@@ -196,25 +196,25 @@ def test_sizes_are_width_by_height():
 )
 def test_wrong_sizes_are_named(size):
     with pytest.raises(errors.RequestError) as caught:
-        image_checks.size_of(size)
+        checks.size_of(size)
     assert caught.value.param == "size"
 
 
 def test_minus_one_is_a_random_seed_also_in_a_list_and_as_a_float():
     for one in (-1, -1.0):
-        drawn = image_checks.seeds(one, 50)
+        drawn = checks.seeds(one, 50)
         assert len(set(drawn)) > 45 and all(0 <= seed < 2**32 for seed in drawn)
-    first, *_, last = image_checks.seeds([5, -1, 7.0], 3)
+    first, *_, last = checks.seeds([5, -1, 7.0], 3)
     assert (first, last, type(last)) == (5, 7, int)
-    assert image_checks.resolve(asked(seed=-1), FACTS).seed >= 0
-    assert image_checks.seeds(7.0, 2) == [7, 8]
+    assert checks.resolve(asked(seed=-1), FACTS).seed >= 0
+    assert checks.seeds(7.0, 2) == [7, 8]
 
 
 def test_whole_numbers_may_be_floats():
     whole = {"height": 64, "width": 96, "num_inference_steps": 3, "max_sequence_length": 9,
              "partial_images": 2, "seed": 4}  # fmt: skip
-    floats = image_checks.resolve(asked(**{name: float(n) for name, n in whole.items()}), FACTS)
-    assert floats == image_checks.resolve(asked(**whole), FACTS)
+    floats = checks.resolve(asked(**{name: float(n) for name, n in whole.items()}), FACTS)
+    assert floats == checks.resolve(asked(**whole), FACTS)
     assert {type(getattr(floats, name)) for name in whole} == {int}
 
 
@@ -236,19 +236,19 @@ def test_who_does_what_an_error_says_gets_an_image(options, facts):
     """Advice is followed once, and leaving the option out is always possible."""
     request = asked(**options)
     try:
-        image_checks.resolve(request, facts)
+        checks.resolve(request, facts)
     except errors.RequestError as error:
         advice, param = ADVICE.search(str(error)), error.param
         assert str(error).startswith(param) and "leave" in str(error)
         if advice is not None:
             switch, least, other = advice.groups()
             changes = {switch: int(least) + 1.0} | ({other: ""} if other else {})
-            image_checks.resolve(dataclasses.replace(request, **changes), facts)
-        image_checks.resolve(dataclasses.replace(request, **{param: None}), facts)
+            checks.resolve(dataclasses.replace(request, **changes), facts)
+        checks.resolve(dataclasses.replace(request, **{param: None}), facts)
 
 
 def test_half_a_character_is_no_prompt():
     for name in ("prompt", "negative_prompt"):
         with pytest.raises(errors.RequestError, match="lone surrogate") as caught:
-            image_checks.resolve(asked(**{name: "fog\ud800", "guidance_scale": 2.0}), FACTS)
+            checks.resolve(asked(**{name: "fog\ud800", "guidance_scale": 2.0}), FACTS)
         assert caught.value.param == name

@@ -19,7 +19,8 @@ from support.waiting import wait_until
 
 from jdllm import errors
 from jdllm.engine import core as core_lib
-from jdllm.engine.build import images, startup
+from jdllm.engine.start import startup
+from jdllm.engine.start.images import build
 from jdllm.runner.launch import compile_counter, executables
 
 ATOL_ALONE = 5e-5  # launches of other sizes round differently
@@ -27,8 +28,8 @@ SMALL = (32, 32)
 
 
 @functools.cache
-def built() -> images.BuiltImages:
-    config = images.ImageBuildConfig(
+def built() -> build.BuiltImages:
+    config = build.ImageBuildConfig(
         directory=golden.PIPELINE,
         sizes=(SQUARE,),
         max_pixels=SQUARE[0] * SQUARE[1],
@@ -37,7 +38,7 @@ def built() -> images.BuiltImages:
         caption_cache_bytes=6 * 512 * 64 * 4,  # six captions
         show_progress=False,
     )
-    return images.build(config, startup.StartupProgress())
+    return build.build(config, startup.StartupProgress())
 
 
 def run(*requests, core=None, most=10_000):
@@ -175,7 +176,7 @@ def test_a_program_that_cannot_be_compiled_ends_its_requests_alone(monkeypatch):
 @contextlib.contextmanager
 def built_behind(directory, size, progress):
     """Yields images of one size whose programs but the smallest are compiled after the start."""
-    config = images.ImageBuildConfig(
+    config = build.ImageBuildConfig(
         directory=directory,
         sizes=(size,),
         max_pixels=size[0] * size[1],
@@ -184,7 +185,7 @@ def built_behind(directory, size, progress):
         show_progress=False,
         compiles_behind=True,
     )
-    one = images.build(config, progress)
+    one = build.build(config, progress)
     try:
         yield one
     finally:
@@ -228,19 +229,19 @@ def test_requests_with_a_negative_prompt_find_their_programs_where_these_are_usu
 
 @pytest.mark.parametrize("size", [(90, 96), (TALL[0], TALL[1] * 2)])
 def test_sizes_that_cannot_be_served_are_refused_before_anything_is_compiled(size):
-    config = images.ImageBuildConfig(
+    config = build.ImageBuildConfig(
         directory=golden.PIPELINE, sizes=(size,), max_pixels=SQUARE[0] * SQUARE[1]
     )
     before = compiles()
     with pytest.raises(errors.ConfigError, match="warmup_resolutions: "):
-        images.build(config, startup.StartupProgress())
+        build.build(config, startup.StartupProgress())
     assert compile_counter.COUNTER.count == before
 
 
 def test_a_limit_that_no_image_keeps_is_refused_by_name():
-    config = images.ImageBuildConfig(directory=golden.PIPELINE, max_pixels=15)
+    config = build.ImageBuildConfig(directory=golden.PIPELINE, max_pixels=15)
     with pytest.raises(errors.ConfigError, match="max_image_pixels=15 must be at least 256"):
-        images.build(config, startup.StartupProgress())
+        build.build(config, startup.StartupProgress())
 
 
 def test_a_shift_counts_for_the_sizes_that_requests_may_have(tmp_path):
@@ -250,12 +251,12 @@ def test_a_shift_counts_for_the_sizes_that_requests_may_have(tmp_path):
     steep = {"use_dynamic_shifting": True, "shift": None, "base_shift": 0, "max_shift": 40.0,
              "base_image_seq_len": 0, "max_image_seq_len": 64}  # fmt: skip
     path.write_text(json.dumps(json.loads(path.read_text()) | steep))
-    config = images.ImageBuildConfig(
+    config = build.ImageBuildConfig(
         directory=tmp_path, sizes=((64, 64),), max_pixels=256 * 256, batching_max_size=1
     )
     with pytest.raises(errors.ConfigError, match="256 tokens.*; lower max_image_pixels"):
-        images.build(config, startup.StartupProgress())
-    built = images.build(
+        build.build(config, startup.StartupProgress())
+    built = build.build(
         dataclasses.replace(config, max_pixels=128 * 128), startup.StartupProgress()
     )
     sigmas = built.pipeline.sigmas(8, 128, 128)
@@ -275,11 +276,11 @@ def test_a_shift_counts_for_the_sizes_that_requests_may_have(tmp_path):
     ],
 )
 def test_no_program_is_for_more_requests_than_may_run(running, most, rows):
-    config = images.ImageBuildConfig(
+    config = build.ImageBuildConfig(
         directory=golden.PIPELINE, max_running_requests=running, batching_max_size=most
     )
     gpu = dataclasses.replace(built().device, platform="gpu")
-    assert images._rows(config, gpu) == rows
+    assert build._rows(config, gpu) == rows
 
 
 def test_what_is_reported_is_what_is_there():

@@ -15,10 +15,10 @@ from support.golden_images import PROMPTS, SQUARE
 import jdllm
 from jdllm import config, errors
 from jdllm.checkpoint import source
-from jdllm.engine.build import image_options
-from jdllm.imagegen import pipeline_folder
+from jdllm.engine.start.images import options as image_options
+from jdllm.pipelines import folder
 
-ATOL_LATENTS = 6e-4  # that of `imagegen/test_golden_runs.py`
+ATOL_LATENTS = 6e-4  # that of `pipelines/test_golden_runs.py`
 SMALL = {"height": 96, "width": 96, "use_tqdm": False}
 QUICK = {**SMALL, "num_inference_steps": 2}
 RULE = {"model_contains": "/", "resolution": "128x128", "max_batch_size": 1}
@@ -208,7 +208,7 @@ def test_options_of_models_that_write_text_are_refused(name):
 
 
 def test_float16_is_refused_by_name_with_the_reason_before_weights_are_read(monkeypatch):
-    monkeypatch.setattr(pipeline_folder.PipelineFolder, "load", None)  # no weights
+    monkeypatch.setattr(folder.PipelineFolder, "load", None)  # no weights
     with pytest.raises(errors.ConfigError, match=r"dtype=float16 .*65504; use bfloat16 or float32"):
         jdllm.ImageEngine(model_path=golden.PIPELINE, dtype="float16")
 

@@ -11,7 +11,7 @@ from support import image_engine, waiting
 
 from jdllm import errors
 from jdllm.engine import core as core_lib
-from jdllm.engine import image_requests
+from jdllm.engine.images import requests
 
 SIDE = {"height": 96, "width": 96}
 LONG = {**SIDE, "num_inference_steps": 500}
@@ -23,7 +23,7 @@ def engine():
 
 def ask(prompt="a cat", **options):
     defaults = {"num_inference_steps": 4, "seed": 1} | SIDE
-    return image_requests.ImageRequest(prompt=prompt, **defaults | options)
+    return requests.ImageRequest(prompt=prompt, **defaults | options)
 
 
 async def collected(*asked, rid="call", **options):
@@ -201,7 +201,7 @@ def test_an_engine_that_drains_takes_nothing_and_ends_what_runs():
 
 def test_a_first_use_is_counted_and_announced(caplog):
     before = engine().stats().first_use_compiles_total
-    caplog.set_level("INFO", logger="jdllm.engine.build.first_use")
+    caplog.set_level("INFO", logger="jdllm.engine.start.images.first_use")
     (image,) = finals(run(ask(height=48, width=32)))
     assert image.shape == (48, 32, 3)
     assert engine().stats().first_use_compiles_total > before

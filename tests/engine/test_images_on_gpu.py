@@ -20,9 +20,11 @@ from support import golden_flux, image_fake
 from support import golden_images as golden
 
 from jdllm import device as device_lib
-from jdllm.engine.build import images, startup
-from jdllm.imagegen import kind, loaded, pipeline_folder
+from jdllm.engine.start import startup
+from jdllm.engine.start.images import build
+from jdllm.pipelines import folder, loaded
 from jdllm.runner import model_runner
+from jdllm.runner.image import kind
 from pallas_kernels import device
 
 pytestmark = pytest.mark.gpu
@@ -69,7 +71,7 @@ def launches(request, tmp_path_factory):
     directory, load_format, side = folder_of(request.param, made)
     size = side, side
     model = loaded.load(
-        pipeline_folder.read(directory, load_format=load_format),
+        folder.read(directory, load_format=load_format),
         "bfloat16",
         device_lib.facts(),
         show_progress=False,
@@ -87,8 +89,8 @@ def launches(request, tmp_path_factory):
 def built(request, tmp_path_factory):
     made = tmp_path_factory.mktemp("pipelines")
     directory, load_format, side = folder_of(request.param, made)
-    one = images.build(
-        images.ImageBuildConfig(
+    one = build.build(
+        build.ImageBuildConfig(
             directory=directory,
             load_format=load_format,
             dtype="bfloat16",

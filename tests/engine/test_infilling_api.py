@@ -15,7 +15,7 @@ import jdllm
 from jdllm import config, device_facts, errors, sampling_params
 from jdllm import spec as spec_lib
 from jdllm.engine import core, llm
-from jdllm.engine.build import build, sizing
+from jdllm.engine.start import build, sizing
 from jdllm.scheduler import batch as batch_lib
 from jdllm.scheduler import scheduler as scheduler_lib
 from jdllm.scheduler.rows import canvas as canvas_rows

@@ -14,7 +14,7 @@ from support.image_fake import SMALL, alone, ask, build
 from jdllm.engine import core as core_lib
 from jdllm.engine import loop as loop_lib
 from jdllm.scheduler import batch as batch_lib
-from jdllm.scheduler.rows import image
+from jdllm.scheduler.rows.image import rows
 
 DELAY_S = 0.4
 
@@ -70,7 +70,7 @@ def test_missing_programs_are_asked_for_now_and_then():
     engine.submit([one], lambda name, event: events.put((name, event))).result(timeout=30)
     time.sleep(0.3)
     assert not device.trace  # a request holds no place before it has all that it needs
-    assert rounds.rounds <= 0.3 / image.PROGRAM_POLL_S + 20
+    assert rounds.rounds <= 0.3 / rows.PROGRAM_POLL_S + 20
     is_compiled.set()
     assert products_of(events, 1) == {one.request_id: alone(one)[1]}
     engine.stop()
@@ -117,7 +117,7 @@ class World:
 
 
 def batch():
-    bucket = image.buckets_lib.BeginBucket(height=64, width=64)
+    bucket = rows.buckets_lib.BeginBucket(height=64, width=64)
     return batch_lib.ScheduleBatch(rows=(), bucket=bucket)
 
 

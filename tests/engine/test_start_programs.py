@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from jdllm.engine.build import start_programs
-from jdllm.scheduler.rows.image_buckets import ImageBuckets, StepBucket
+from jdllm.engine.start.images import start_programs
+from jdllm.scheduler.rows.image.buckets import ImageBuckets, StepBucket
 
 BUCKETS = ImageBuckets(rows=(1, 2, 4), tokens=(64, 128), sizes=((512, 512), (1024, 1024)))
 

@@ -12,7 +12,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from jdllm import errors
 from jdllm.checkpoint import source
 from jdllm.engine import tokenizer
-from jdllm.engine.build import build
+from jdllm.engine.start import build
 from jdllm.models import registry
 
 CORPUS = ["the cat sat on the mat, 123 times; he said: don't! l'été Straße 北京\n\n  x = 1"] * 20

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jdllm import errors, sharding
-from jdllm.engine.build import weights_fit
+from jdllm.engine.start import weights_fit
 from jdllm.models import loading, split
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"

@@ -13,7 +13,7 @@ from support import edge, fake_images, image_engine, socket_server
 from support import golden_images as golden
 
 from jdllm.eval import __main__ as cli
-from jdllm.eval import pictures, scene_summary
+from jdllm.eval.scenes import pictures, summary
 from jdllm.tasks import registry
 from jdllm.tasks.scenes import drawing, generator
 
@@ -169,11 +169,11 @@ def test_options_of_texts_are_refused_in_process_too(tmp_path, capsys):
 def test_without_any_statement_a_kind_has_no_share():
     task = registry.IMAGE_TASKS["scenes"]
     record = {"correct": True, "kinds": {"count": True}, "invalid": False, "nfe": 1, "latency": 1.0}
-    found = scene_summary.summarize(task, [record], [])
+    found = summary.summarize(task, [record], [])
     assert found["by_kind"]["relation"] == {
         "accuracy": None,
         "accuracy_stderr": None,
         "num_examples": 0,
     }
     assert (found["accuracy"], found["accuracy_stderr"]) == (1.0, None)
-    assert "relation" not in scene_summary.lines(task, found)
+    assert "relation" not in summary.lines(task, found)

@@ -31,15 +31,16 @@ from support.shards import assert_same_bits, shards_by_device
 import jdllm
 from jdllm import device as device_lib
 from jdllm import sharding
-from jdllm.imagegen import kind, loaded, sizes
 from jdllm.models import loading, random_weights
 from jdllm.models import split as models_split
 from jdllm.models.images import flux, qwen_image, split
 from jdllm.models.images import quantization as quantization_lib
+from jdllm.pipelines import loaded
 from jdllm.runner import model_runner
+from jdllm.runner.image import kind, sizes
 from jdllm.runner.launch import over_mesh
 
-ATOL_LATENTS = 6e-4  # that of `imagegen/test_golden_runs.py`
+ATOL_LATENTS = 6e-4  # that of `pipelines/test_golden_runs.py`
 ROWS = 2
 campaign, long = pytest.mark.campaign, pytest.mark.long
 of_each = pytest.mark.parametrize(

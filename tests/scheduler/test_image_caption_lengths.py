@@ -8,7 +8,8 @@ import pytest
 from support.image_fake import BUCKETS, SMALL, Client, ask, build, run
 from support.image_watch import Watch, check_products
 
-from jdllm.scheduler.rows import image_buckets, image_sharing
+from jdllm.scheduler.rows.image import buckets as image_buckets
+from jdllm.scheduler.rows.image import sharing as image_sharing
 
 TOKENS, ROWS = (64, 128, 256, 512), (1, 2, 4, 8, 12)
 IMAGE = 1024  # tokens of an image of 512 x 512

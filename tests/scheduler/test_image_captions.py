@@ -5,7 +5,7 @@ import random
 import pytest
 
 from jdllm import errors
-from jdllm.scheduler.rows import image_captions
+from jdllm.scheduler.rows.image import captions as image_captions
 
 
 def stay(entries):

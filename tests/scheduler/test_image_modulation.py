@@ -6,7 +6,7 @@ import random
 import pytest
 from support.image_fake import BUCKETS, Client, alone, ask, build, kinds, run
 
-from jdllm.scheduler.rows import image_buckets
+from jdllm.scheduler.rows.image import buckets as image_buckets
 
 STEPS = 3  # of a window
 

@@ -17,9 +17,9 @@ from support.image_fake import (
 )
 from support.image_watch import Watch, check_memory, check_products
 
-from jdllm.scheduler.rows import image, image_buckets
+from jdllm.scheduler.rows.image import buckets, rows
 
-WINDOWS = image_buckets.Windows(steps=3, by_caption=True)
+WINDOWS = buckets.Windows(steps=3, by_caption=True)
 OTHERS = [(96, 64), (64, 96), (32, 64), (96, 96)]  # sizes that are not compiled at start
 
 
@@ -94,7 +94,7 @@ def test_who_waits_for_a_program_holds_nothing_delays_nobody_and_keeps_the_turn(
             BUCKETS,
             windows=WINDOWS if seed % 2 else None,
             # Long captions keep steps apart, or do not.
-            image_tokens=image_buckets.one_token_for_16x16 if seed > 1 else BUCKETS.image_tokens,
+            image_tokens=buckets.one_token_for_16x16 if seed > 1 else BUCKETS.image_tokens,
         ),
     )
     sizes = [SMALL, SMALL, SMALL, *OTHERS]
@@ -128,7 +128,7 @@ def test_who_waits_for_a_program_holds_nothing_delays_nobody_and_keeps_the_turn(
         watch.after()  # a row that has been admitted is never without a program
         check_memory(core)
         if is_idle and made_.waiting:
-            assert core.pause_s == image.PROGRAM_POLL_S
+            assert core.pause_s == rows.PROGRAM_POLL_S
         rounds += 1
         assert rounds < 30_000
     check_products(asks, client, gone)
@@ -144,7 +144,7 @@ def test_one_place_serves_compiled_sizes_while_another_is_compiled(overlaps):
     for _ in range(12):
         client.take(core.step())
     assert client.products.keys() == {"a", "b"} and core.scheduler.stats().num_queued == 3
-    assert core.scheduler.rows.captions.num_held == 0 and core.pause_s == image.PROGRAM_POLL_S
+    assert core.scheduler.rows.captions.num_held == 0 and core.pause_s == rows.PROGRAM_POLL_S
     # All that one of them needs alone, each once: the caption is known from the others.
     assert [(one.name, one.rows) for one in compiler.asked] == [("step", 1), ("decode", 1)]
     device.programs.update(compiler.asked)

@@ -7,13 +7,13 @@ from support.image_fake import SMALL, Client, ask, build, random_ask
 from support.image_watch import check_memory, check_products
 
 from jdllm.engine import core as core_lib
-from jdllm.scheduler.rows import image_buckets, image_row_limits
+from jdllm.scheduler.rows.image import buckets, row_limits
 
 LADDER = (1, 2, 4, 8, 12)
 
 
 def decode(rows, width=128):
-    return image_buckets.DecodeBucket(rows=rows, height=64, width=width, output="image")
+    return buckets.DecodeBucket(rows=rows, height=64, width=width, output="image")
 
 
 def good(limits, rows, count):
@@ -22,7 +22,7 @@ def good(limits, rows, count):
 
 
 def test_half_as_many_rows_then_one_and_other_shapes_keep_theirs():
-    limits = image_row_limits.RowLimits()
+    limits = row_limits.RowLimits()
     assert limits.halve(decode(12)) and limits.allowed(decode(1), LADDER) == (1, 2, 4)
     assert limits.halve(decode(4)) and limits.allowed(decode(1), LADDER) == (1,)
     assert not limits.halve(decode(1))
@@ -30,7 +30,7 @@ def test_half_as_many_rows_then_one_and_other_shapes_keep_theirs():
 
 
 def test_rows_grow_by_one_size_after_enough_launches_that_are_as_large_as_allowed():
-    limits = image_row_limits.RowLimits(10)
+    limits = row_limits.RowLimits(10)
     limits.halve(decode(12))
     assert not good(limits, 2, 99), "smaller launches say nothing"
     assert not good(limits, 4, 9) and good(limits, 4, 1)
@@ -42,7 +42,7 @@ def test_rows_grow_by_one_size_after_enough_launches_that_are_as_large_as_allowe
 
 
 def test_a_trial_that_fails_goes_back_to_what_was_good_and_the_next_one_waits_longer():
-    limits = image_row_limits.RowLimits(10)
+    limits = row_limits.RowLimits(10)
     limits.halve(decode(12))
     good(limits, 4, 10)
     good(limits, 8, 10)
@@ -53,7 +53,7 @@ def test_a_trial_that_fails_goes_back_to_what_was_good_and_the_next_one_waits_lo
 
 
 def test_a_lasting_lack_of_memory_costs_few_faults():
-    limits, faults, launches = image_row_limits.RowLimits(), [], 100_000
+    limits, faults, launches = row_limits.RowLimits(), [], 100_000
     for number in range(launches):
         rows = limits.allowed(decode(1), LADDER)[-1]
         if rows > 4:
@@ -64,7 +64,7 @@ def test_a_lasting_lack_of_memory_costs_few_faults():
     # Each gap is four times the one before: about log4(100,000 / 128) trials.
     assert 3 <= len(faults) <= 8
     gaps = [b - a for a, b in zip(faults, faults[1:], strict=False)]
-    assert min(gaps) >= image_row_limits.FIRST_PATIENCE and gaps == sorted(gaps)
+    assert min(gaps) >= row_limits.FIRST_PATIENCE and gaps == sorted(gaps)
 
 
 @pytest.mark.parametrize("overlaps", [False, True], ids=["waiting", "overlapped"])
@@ -75,7 +75,7 @@ def test_while_memory_comes_and_goes_nothing_is_lost_and_large_launches_come_bac
     core, device = build(
         rng, overlaps=overlaps, most=lambda bucket: rng.choice([1, 2]) if lacks["now"] else 99
     )
-    core.scheduler.rows._row_limits = image_row_limits.RowLimits(patience)
+    core.scheduler.rows._row_limits = row_limits.RowLimits(patience)
     asks = [random_ask(rng, seed + 100) for seed in range(120)]
     client, todo, halved = Client(), asks[::-1], []
     while todo or core.has_work:

@@ -15,7 +15,7 @@ from support.image_fake import (
     run,
 )
 
-from jdllm.scheduler.rows import image_buckets
+from jdllm.scheduler.rows.image import buckets
 
 
 def made(**options):
@@ -75,7 +75,7 @@ def test_a_guided_request_has_two_captions_in_one_launch():
     client = run(core)
     assert kinds(device.trace) == ["encode", "step", "step", "decode"]
     encode, step = device.trace[0], device.trace[1]
-    assert encode.bucket == image_buckets.EncodeBucket(rows=2, tokens=16)
+    assert encode.bucket == buckets.EncodeBucket(rows=2, tokens=16)
     assert [row.ids for row in encode.rows] == [tuple(range(12)), (5,)]
     assert step.bucket.is_guided and step.bucket.tokens == 16
     assert client.products == {one.request_id: alone(one)[1]}

@@ -21,7 +21,10 @@ from support.image_fake import (
 from jdllm import errors
 from jdllm.engine import core as core_lib
 from jdllm.scheduler import batch as batch_lib
-from jdllm.scheduler.rows import image, image_buckets, image_sharing, interface
+from jdllm.scheduler.rows import interface
+from jdllm.scheduler.rows.image import buckets as image_buckets
+from jdllm.scheduler.rows.image import rows as image
+from jdllm.scheduler.rows.image import sharing
 
 
 def made(**options):
@@ -36,7 +39,7 @@ def made(**options):
 def test_steps_take_padding_only_where_a_launch_costs_much(count, cost, expected):
     buckets = image_buckets.ImageBuckets(launch_cost=cost)
     shape = image_buckets.StepBucket(rows=1, tokens=32, height=512, width=512, is_guided=False)
-    found = image_sharing.choices(buckets, shape, buckets.rows, [32] * count)
+    found = sharing.choices(buckets, shape, buckets.rows, [32] * count)
     assert next(iter(found)).rows == expected
     assert all(places == [*range(count)] for places in found.values())
 

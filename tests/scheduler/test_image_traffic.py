@@ -8,7 +8,8 @@ from support.image_fake import BUCKETS, Client, build, random_ask
 from support.image_watch import Watch, check_memory, check_products
 
 from jdllm.engine import core as core_lib
-from jdllm.scheduler.rows import image_buckets, image_sharing
+from jdllm.scheduler.rows.image import buckets as image_buckets
+from jdllm.scheduler.rows.image import sharing
 
 NUM_REQUESTS = 60
 WITH_CACHE = dataclasses.replace(BUCKETS, cached=(False, True))
@@ -52,7 +53,7 @@ def check_skipped(asks, client):
 def test_no_neighbour_changes_an_image_and_nobody_starves(
     monkeypatch, overlaps, running, num_entries, seed
 ):
-    apart, choices = [], image_sharing.choices
+    apart, choices = [], sharing.choices
 
     def watched(buckets, shape, sizes, lengths):
         found = choices(buckets, shape, sizes, lengths)
@@ -60,7 +61,7 @@ def test_no_neighbour_changes_an_image_and_nobody_starves(
             apart.append(lengths)
         return found
 
-    monkeypatch.setattr(image_sharing, "choices", watched)
+    monkeypatch.setattr(sharing, "choices", watched)
     rng = random.Random(repr((overlaps, running, num_entries, seed)))
     core, device = build(
         rng, running=running, num_entries=num_entries, overlaps=overlaps, buckets=buckets_of(seed)

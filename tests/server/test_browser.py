@@ -18,7 +18,7 @@ from support.waiting import wait_until
 
 import jdllm
 from jdllm import config
-from jdllm.engine.build import startup
+from jdllm.engine.start import startup
 from jdllm.scheduler.rows import canvas
 from jdllm.server import state
 

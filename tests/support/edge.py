@@ -11,7 +11,7 @@ import httpx
 from support import fake_engine
 
 from jdllm import config
-from jdllm.engine.build import startup
+from jdllm.engine.start import startup
 from jdllm.server import app, state
 
 

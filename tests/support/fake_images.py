@@ -1,4 +1,4 @@
-"""A computable engine that obeys `jdllm.engine.image_requests.ImageServing`.
+"""A computable engine that obeys `jdllm.engine.images.requests.ImageServing`.
 
 A picture is a function of size, seed and steps alone (`painted`), so a test knows every pixel.
 Steps come `step_s` apart, all requests of a call together. `open_requests` are the ids of images
@@ -15,7 +15,8 @@ import numpy as np
 from support import fake_serving
 
 from jdllm import config, errors
-from jdllm.engine import image_requests, requests
+from jdllm.engine import requests
+from jdllm.engine.images import requests as image_requests
 
 FACTS = image_requests.ImageFacts(
     family="fake_image",

@@ -13,7 +13,7 @@ import time
 from support import fake_engine, fake_images
 
 from jdllm import config, errors
-from jdllm.engine.build import startup
+from jdllm.engine.start import startup
 from jdllm.server import lifecycle
 
 

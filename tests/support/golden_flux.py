@@ -19,8 +19,8 @@ import safetensors.numpy
 from support import drawn_weights, image_launches
 from support.once import once
 
-from jdllm.imagegen import kind
 from jdllm.models.images import registry
+from jdllm.runner.image import kind
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "data" / "goldens" / "images" / "flux"
 STORED = GOLDENS / "pipeline"

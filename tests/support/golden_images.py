@@ -9,7 +9,7 @@ import numpy as np
 from support import image_launches
 from support.image_launches import NEGATIVE, PROMPTS, ROWS, begin_bucket, decode_bucket
 
-from jdllm.imagegen import kind
+from jdllm.runner.image import kind
 
 __all__ = ["NEGATIVE", "PROMPTS", "ROWS", "begin_bucket", "decode_bucket"]
 

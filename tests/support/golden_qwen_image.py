@@ -21,7 +21,7 @@ from support import image_launches
 from support.image_launches import NEGATIVE
 from support.once import once
 
-from jdllm.imagegen import kind
+from jdllm.runner.image import kind
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "data" / "goldens" / "images" / "qwen_image"
 FILES = {

@@ -18,7 +18,7 @@ import jdllm
 from jdllm import config, device_facts, sampling_params
 from jdllm import spec as spec_lib
 from jdllm.engine import core, requests
-from jdllm.engine.build import build, sizing
+from jdllm.engine.start import build, sizing
 from jdllm.scheduler import request as request_lib
 
 ROWS, QUEUE, PAGES = 4, 6, 8 * CONTEXT // B

@@ -14,7 +14,9 @@ from jdllm.engine import core as core_lib
 from jdllm.scheduler import batch as batch_lib
 from jdllm.scheduler import request as request_lib
 from jdllm.scheduler import scheduler as scheduler_lib
-from jdllm.scheduler.rows import image, image_buckets, image_limits
+from jdllm.scheduler.rows.image import buckets as image_buckets
+from jdllm.scheduler.rows.image import limits
+from jdllm.scheduler.rows.image import rows as image
 
 SMALL, WIDE, LARGE = (64, 64), (64, 128), (128, 128)
 INVALID_SEED = 13  # step 2 of such a request gives NaN
@@ -220,7 +222,7 @@ BUCKETS = image_buckets.ImageBuckets(
     most_decode_rows=image_buckets.rows_by_pixels(2 * 64 * 128),
     image_tokens=lambda height, width: height * width,  # captions of all lengths share steps
 )
-LIMITS = image_limits.ImageLimits(
+LIMITS = limits.ImageLimits(
     size_multiple=16,
     latent_shape=lambda height, width: (2, height // 32, width // 32),
     max_side=128,

@@ -18,11 +18,14 @@ import numpy as np
 
 from jdllm import device as device_lib
 from jdllm import image_params, sampling_params
-from jdllm.imagegen import kind, loaded, pipeline_folder
+from jdllm.pipelines import folder as pipeline_folder
+from jdllm.pipelines import loaded
 from jdllm.runner import model_runner
+from jdllm.runner.image import kind
 from jdllm.scheduler import batch as batch_lib
 from jdllm.scheduler import request as request_lib
-from jdllm.scheduler.rows import image_buckets, image_stay
+from jdllm.scheduler.rows.image import buckets as image_buckets
+from jdllm.scheduler.rows.image import stay
 
 ROWS = 4
 PROMPTS = (
@@ -257,7 +260,7 @@ class Row:
     def __init__(self, request, slot, entries):
         self.request, self.step = request, 0
         self.is_fresh = request.image.latents is None
-        self.stay = image_stay.ImageStay(
+        self.stay = stay.ImageStay(
             slot=slot, entries=entries, previews=(), turn=0, has_begun=self.is_fresh
         )
 

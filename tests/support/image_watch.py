@@ -4,7 +4,7 @@ import collections
 
 from support.image_fake import INVALID_OUTPUT_SEED, INVALID_SEED, alone
 
-from jdllm.scheduler.rows import image_buckets
+from jdllm.scheduler.rows.image import buckets
 
 
 def check_memory(core):
@@ -67,20 +67,20 @@ class Watch:
             return
         self.seen, (batch,) = len(self.device.trace), batches
         match batch.bucket:
-            case image_buckets.StepBucket():
+            case buckets.StepBucket():
                 self.others = 0
                 self.num_steps += 1
                 self.note_steps(batch)
                 return
-            case image_buckets.EncodeBucket():
+            case buckets.EncodeBucket():
                 self.written |= {row.entry: row.ids for row in batch.rows}
-            case image_buckets.BeginBucket():
+            case buckets.BeginBucket():
                 self.begun |= {row.stay for row in batch.rows}
-            case image_buckets.ModulateBucket():
+            case buckets.ModulateBucket():
                 for row in batch.rows:
                     assert row.step == self.steps.get(row.stay, 0), "a window begins elsewhere"
                     self.modulated[row.stay] = row.step + self.device.windows.steps
-            case image_buckets.DecodeBucket():
+            case buckets.DecodeBucket():
                 for row in batch.rows:
                     self.decoded.setdefault(row.stay, set()).add(row.step)
         assert not (self.ready and self.others), "two launches between steps hold up a ready row"

@@ -7,9 +7,9 @@ import functools
 from support import image_launches
 
 from jdllm import device as device_lib
-from jdllm.imagegen import kind as kind_lib
-from jdllm.imagegen import loaded
+from jdllm.pipelines import loaded
 from jdllm.runner import model_runner
+from jdllm.runner.image import kind as kind_lib
 
 
 @functools.cache

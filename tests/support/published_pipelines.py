@@ -10,12 +10,12 @@ import pathlib
 import jax
 import jax.numpy as jnp
 
-from jdllm.imagegen import kind as kind_lib
-from jdllm.imagegen import loaded, pipeline_folder
-from jdllm.imagegen.pipelines import interface
+from jdllm.pipelines import folder as pipeline_folder
+from jdllm.pipelines import interface, loaded
+from jdllm.runner.image import kind as kind_lib
 from jdllm.runner.launch import interrupts
 from jdllm.scheduler import batch as batch_lib
-from jdllm.scheduler.rows import image_buckets
+from jdllm.scheduler.rows.image import buckets
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 
@@ -51,10 +51,10 @@ class Published:
         ahead = self.pipeline.modulation
         passes = () if ahead is None else (1, 2) if ahead.by_caption else (1,)
         for bucket in (
-            image_buckets.EncodeBucket(rows=2, tokens=tokens),
-            *(image_buckets.ModulateBucket(rows=2, num_passes=one) for one in passes),
-            image_buckets.StepBucket(rows=2, tokens=tokens, is_guided=True, **size),
-            image_buckets.DecodeBucket(rows=2, output="image", **size),
+            buckets.EncodeBucket(rows=2, tokens=tokens),
+            *(buckets.ModulateBucket(rows=2, num_passes=one) for one in passes),
+            buckets.StepBucket(rows=2, tokens=tokens, is_guided=True, **size),
+            buckets.DecodeBucket(rows=2, output="image", **size),
         ):
             program = kind.program(bucket)
             empty = batch_lib.ScheduleBatch(rows=(), bucket=bucket)

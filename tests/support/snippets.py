@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from jdllm import arguments, convert
-from jdllm.bench import images, offline_throughput, one_batch, serving
+from jdllm.bench import offline_throughput, one_batch, serving
+from jdllm.bench.images import __main__
 from jdllm.eval import __main__ as eval_main
 from jdllm.plots import __main__ as plots_main
 from jdllm.server import cli
@@ -27,7 +28,7 @@ MAINS: dict[tuple[str, ...], Callable[[Sequence[str]], Any]] = {
     ("serve",): cli.parse,
     ("eval",): eval_main.main,
     ("bench", "serving"): serving.main,
-    ("bench", "images"): images.main,
+    ("bench", "images"): __main__.main,
     ("bench", "one-batch"): one_batch.main,
     ("bench", "offline-throughput"): offline_throughput.main,
     ("plot",): plots_main.main,

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from support import golden_flux, golden_images, golden_qwen_image
 
-from jdllm.imagegen.pipelines import interface, qwen_image
 from jdllm.models.images import qwen_image as qwen_transformer
 from jdllm.models.images import z_image
+from jdllm.pipelines import interface, qwen_image
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

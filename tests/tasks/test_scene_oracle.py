@@ -9,9 +9,9 @@ import random
 import numpy as np
 import pytest
 
-from jdllm.tasks import scene_geometry, scene_oracle, scene_reading
-from jdllm.tasks.scene_oracle import Facts, Relation, Thing
-from jdllm.tasks.scenes import drawing, generator, layout
+from jdllm.tasks.scenes import drawing, generator, geometry, layout, oracle
+from jdllm.tasks.scenes import reading as scene_reading
+from jdllm.tasks.scenes.oracle import Facts, Relation, Thing
 
 LEAST_SHARE = 0.995  # of right pictures called right, and of changed ones called wrong
 NOISE = 6  # of 255: about what a small generative model leaves
@@ -41,7 +41,7 @@ def share_right(count, size, is_soft):
             scene = generator.generate(i, split=split, size=size)
             picture = drawing.render(scene)
             picture = soft(picture, rng) if is_soft else picture
-            right.append(scene_oracle.check(scene.facts(), picture).is_right)
+            right.append(oracle.check(scene.facts(), picture).is_right)
     return np.mean(right)
 
 
@@ -122,7 +122,7 @@ def share_wrong(kind, count, size, is_soft):
         facts = dataclasses.replace(facts, things=unsized)
         picture = drawing.render(other)
         picture = soft(picture, noise) if is_soft else picture
-        found = scene_oracle.check(facts, picture).wrong
+        found = oracle.check(facts, picture).wrong
         wrong.append([text.split(":")[0] for text in found] == [reason])
     return np.mean(wrong)
 
@@ -149,7 +149,7 @@ def test_a_wrong_size_word_is_wrong():
         for size in others:
             first = dataclasses.replace(facts.things[0], size=size)
             told = dataclasses.replace(facts, things=(first, *facts.things[1:]))
-            assert not scene_oracle.check(told, picture).is_right, (scene, size)
+            assert not oracle.check(told, picture).is_right, (scene, size)
 
 
 # Pictures drawn here, pixel by pixel
@@ -175,18 +175,16 @@ def test_a_disc_and_a_square_by_hand():
     picture[14:28, 38:52] = BLUE
     circle, square = Thing(shape="circle", colour="red"), Thing(shape="square", colour="blue")
     right = Facts(things=(circle, square), relations=(Relation(0, "left of", 1),), ground="white")
-    assert scene_oracle.check(right, picture).wrong == ()
+    assert oracle.check(right, picture).wrong == ()
     order = Facts(things=(square, circle), relations=(Relation(0, "right of", 1),))
-    assert scene_oracle.check(order, picture).is_right
+    assert oracle.check(order, picture).is_right
     for name in ("right of", "above", "below", "inside"):
         told = dataclasses.replace(right, relations=(Relation(0, name, 1),))
-        assert scene_oracle.check(told, picture).wrong[0].startswith("relations")
+        assert oracle.check(told, picture).wrong[0].startswith("relations")
     swapped = Facts(
         things=(Thing(shape="circle", colour="blue"), Thing(shape="square", colour="red"))
     )
-    assert scene_oracle.check(swapped, picture).wrong == (
-        "things: small red circle, small blue square",
-    )
+    assert oracle.check(swapped, picture).wrong == ("things: small red circle, small blue square",)
 
 
 def test_what_lies_in_a_ring_or_on_a_square_is_inside_and_nothing_else():
@@ -196,11 +194,11 @@ def test_what_lies_in_a_ring_or_on_a_square_is_inside_and_nothing_else():
     disc(square, 30, 26, 6, RED)
     for picture, shape in ((ring, "ring"), (square, "square")):
         things = (Thing(shape="circle", colour="red"), Thing(shape=shape, colour="blue"))
-        for name in scene_oracle.RELATIONS:
+        for name in oracle.RELATIONS:
             told = Facts(things=things, relations=(Relation(0, name, 1),))
-            assert scene_oracle.check(told, picture).is_right == (name == "inside"), name
+            assert oracle.check(told, picture).is_right == (name == "inside"), name
         turned = Facts(things=things, relations=(Relation(1, "inside", 0),))
-        assert not scene_oracle.check(turned, picture).is_right
+        assert not oracle.check(turned, picture).is_right
 
 
 def test_relations_of_a_plural_hold_for_each_of_its_shapes():
@@ -209,9 +207,9 @@ def test_relations_of_a_plural_hold_for_each_of_its_shapes():
     picture[22:36, 40:54] = BLUE
     things = (Thing(count=2, shape="circle"), Thing(shape="square"))
     told = Facts(things=things, relations=(Relation(0, "left of", 1),))
-    assert scene_oracle.check(told, picture).is_right
+    assert oracle.check(told, picture).is_right
     disc(blank_out(picture), 50, 47, 7, RED)
-    assert not scene_oracle.check(told, picture).is_right
+    assert not oracle.check(told, picture).is_right
 
 
 def blank_out(picture):
@@ -226,18 +224,18 @@ def test_no_named_shape_and_no_named_colour_are_wrong():
     brown = disc(blank(WHITE), 32, 32, 12, (110, 90, 20))
     assert scene_reading.read(brown).shapes[0].colour is None
     for shape in generator.SHAPES:
-        assert not scene_oracle.check(Facts(things=(Thing(shape=shape),)), bar).is_right
+        assert not oracle.check(Facts(things=(Thing(shape=shape),)), bar).is_right
     for colour in generator.COLOURS:
         told = Facts(things=(Thing(shape="circle", colour=colour),))
-        assert not scene_oracle.check(told, brown).is_right
+        assert not oracle.check(told, brown).is_right
 
 
 def test_pictures_of_nothing_show_nothing():
     facts = Facts(things=(Thing(shape="circle"),), ground="green")
-    empty = scene_oracle.check(facts, blank(GREEN))
+    empty = oracle.check(facts, blank(GREEN))
     assert empty.wrong == ("count: 0 shapes, not 1",)
     noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
-    found = scene_oracle.check(facts, noise)
+    found = oracle.check(facts, noise)
     assert not found.is_right and found.reading.ground is None
     half = blank(GREEN)
     half[:, 32:] = BLUE
@@ -251,7 +249,7 @@ def test_pictures_of_nothing_show_nothing():
 )
 def test_what_is_no_picture_is_refused(picture):
     with pytest.raises(ValueError, match=r"uint8 \[height, width, 3\]"):
-        scene_oracle.check(Facts(things=()), picture)
+        oracle.check(Facts(things=()), picture)
 
 
 def test_an_unknown_relation_is_refused():
@@ -266,7 +264,7 @@ def test_components_are_those_of_a_flood_fill(has_diagonals):
     steps += [(-1, -1), (-1, 1), (1, -1), (1, 1)] if has_diagonals else []
     for share in (0.0, 0.2, 0.5, 0.7, 1.0):
         mask = rng.random((17, 23)) < share
-        labels, count = scene_geometry.components(mask, has_diagonals=has_diagonals)
+        labels, count = geometry.components(mask, has_diagonals=has_diagonals)
         assert ((labels > 0) == mask).all()
         left = {(int(y), int(x)) for y, x in np.argwhere(mask)}
         found = 0
@@ -287,7 +285,7 @@ def test_components_are_those_of_a_flood_fill(has_diagonals):
 def test_moments_of_a_square_are_those_by_hand():
     weights = np.zeros((30, 40))
     weights[5:15, 10:20] = 1
-    found = scene_geometry.moments(weights)
+    found = geometry.moments(weights)
     assert (found.y, found.x, found.area) == (10, 15, 100)
     # The polar moment of a square of side a is a^4 / 6.
     assert found.compactness == pytest.approx(100**2 / (2 * np.pi * 10**4 / 6))
@@ -307,7 +305,7 @@ def test_each_kind_of_fact_is_judged_by_itself():
             for shape, colour, x in shapes
         ]
         reading = scene_reading.Reading(height=100, width=100, ground=ground, shapes=tuple(seen))
-        found = scene_oracle.by_kind(facts, reading)
+        found = oracle.by_kind(facts, reading)
         assert set(found) == {"count", "shape", "colour", "relation", "ground"}  # no size is told
         return {name for name, is_right in found.items() if not is_right}
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jdllm.tasks import scene_pictures
+from jdllm.tasks.scenes import pictures as scene_pictures
 
 BLACK = np.zeros((2, 2, 3), np.uint8)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jdllm import errors
-from jdllm.tasks import scene_oracle
+from jdllm.tasks.scenes import oracle
 from jdllm.train.scenes import chunks, devices, judges, pool, reflow
 
 SIZES = ((8, 8), (8, 16))
@@ -27,7 +27,7 @@ class Captions:
         first, self.number = self.number, self.number + CHUNK
         ids = np.arange(first, self.number, dtype=np.int32)[:, None]
         facts = tuple(
-            scene_oracle.Facts(things=(scene_oracle.Thing(count=i, shape="star"),))
+            oracle.Facts(things=(oracle.Thing(count=i, shape="star"),))
             for i in range(first, self.number)
         )
         size = SIZES[first // CHUNK % 2]
@@ -218,7 +218,7 @@ def test_any_seed_is_one(seed):
 
 
 def test_judges_in_processes_find_what_the_callers_own_do():
-    facts = scene_oracle.Facts(things=(), ground="red")
+    facts = oracle.Facts(things=(), ground="red")
     grounds = [np.full((64, 64, 3), colour, np.uint8) for colour in ((214, 32, 38), (36, 72, 204))]
     here, there = judges.Judges(0), judges.Judges(1)
     found = here.wrong([facts] * 2, grounds)

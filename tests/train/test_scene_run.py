@@ -11,10 +11,12 @@ from support import image_launches, tiny_scenes
 
 from jdllm import device as device_lib
 from jdllm import errors
-from jdllm.imagegen import kind, loaded, pipeline_folder
 from jdllm.models.images import pixels
+from jdllm.pipelines import folder as pipeline_folder
+from jdllm.pipelines import loaded
 from jdllm.runner import model_runner
-from jdllm.scheduler.rows import image_buckets
+from jdllm.runner.image import kind
+from jdllm.scheduler.rows.image import buckets
 from jdllm.train import __main__ as train_main
 from jdllm.train import checkpoints, recipes
 from jdllm.train.scenes import networks, objectives, pool
@@ -136,7 +138,7 @@ def test_the_engine_makes_the_trainers_pictures(run, served, tmp_path):
     for _ in range(steps):
         device.step(*entered, bucket_rows=rows, tokens=TOKENS)
     finals = [
-        image_buckets.DecodeRow(request=row.request, stay=row.stay, step=steps, is_final=True)
+        buckets.DecodeRow(request=row.request, stay=row.stay, step=steps, is_final=True)
         for row in entered
     ]
     pictures = [row.product for row in device.launch(decode, finals).rows]

@@ -10,9 +10,8 @@ import transformers
 from support import tiny_scenes
 
 from jdllm import errors
-from jdllm.imagegen import flow_schedule, prompts
-from jdllm.tasks import scene_oracle
-from jdllm.tasks.scenes import generator
+from jdllm.pipelines import flow_schedule, prompts
+from jdllm.tasks.scenes import generator, oracle
 from jdllm.train import recipes
 from jdllm.train.scenes import chunks, devices, networks, objectives, pool, tokenizer, update
 
@@ -174,7 +173,7 @@ def test_chunks_without_pictures_have_the_facts_of_their_captions(folder):
     assert drawn.facts is None and told.pictures is None and told.size == drawn.size
     assert np.array_equal(told.ids, drawn.ids) and np.array_equal(told.lens, drawn.lens)
     for facts, picture in zip(told.facts, drawn.pictures, strict=True):
-        assert scene_oracle.check(facts, picture).is_right
+        assert oracle.check(facts, picture).is_right
 
 
 def test_views_take_turns_and_a_size_with_two_has_twice_the_views(folder):

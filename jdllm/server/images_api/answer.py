@@ -19,7 +19,7 @@ from jdllm.server import sse, state
 from jdllm.server.images_api import encoding, events
 
 if TYPE_CHECKING:
-    from jdllm.engine import image_requests
+    from jdllm.engine.images import requests
     from jdllm.server.images_api import request as request_lib
 
 File = TypeVar("File", bytes, str)
@@ -34,7 +34,7 @@ class Answer:
     server: state.ServerState
     body: request_lib.GenerationRequest
     call: events.Call
-    output_format: image_requests.OutputFormat
+    output_format: requests.OutputFormat
     base_url: str
     created_s: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
@@ -62,7 +62,7 @@ class Answer:
                 event = await self._event(one)
                 yield f"event: {event['type']}\n".encode() + sse.frame(event)
 
-    async def _event(self, event: image_requests.ImageEvent) -> dict[str, Any]:
+    async def _event(self, event: requests.ImageEvent) -> dict[str, Any]:
         is_final = event.kind == "final"
         content = {
             "type": f"image_generation.{'completed' if is_final else 'partial_image'}",
@@ -78,7 +78,7 @@ class Answer:
             return content | self._facts(event) | {"usage": self._usage([event])}
         return content | {"partial_image_index": event.partial_index}
 
-    async def _item(self, event: image_requests.ImageEvent) -> dict[str, Any]:
+    async def _item(self, event: requests.ImageEvent) -> dict[str, Any]:
         """Returns an entry of `data`."""
         if not self.body.is_url:
             picture = {"b64_json": await self._encoded(event, encoding.base64_text)}
@@ -93,9 +93,7 @@ class Answer:
         # SGLang's servers may write files; this one writes none.
         return picture | {"revised_prompt": None, "file_path": None} | self._facts(event)
 
-    async def _encoded(
-        self, event: image_requests.ImageEvent, form: Callable[[bytes], File]
-    ) -> File:
+    async def _encoded(self, event: requests.ImageEvent, form: Callable[[bytes], File]) -> File:
         """Returns the file of an event's picture in a form; a thread makes both."""
         image = event.image
         assert image is not None, "previews and finished images have a picture"
@@ -106,11 +104,11 @@ class Answer:
 
         return await offload.off_loop(image.size, made)
 
-    def _has_metadata(self, event: image_requests.ImageEvent) -> bool:
+    def _has_metadata(self, event: requests.ImageEvent) -> bool:
         wanted = self.body.embed_image_metadata is not False
         return wanted and self.output_format == "png" and event.kind == "final"
 
-    def _metadata(self, event: image_requests.ImageEvent) -> dict[str, str]:
+    def _metadata(self, event: requests.ImageEvent) -> dict[str, str]:
         """Returns what makes the image again, under the names of the request's fields."""
         request = self.call.requests[event.request_index]
         found = {
@@ -129,7 +127,7 @@ class Answer:
         }
         return {name: str(value) for name, value in found.items() if value is not None}
 
-    def _facts(self, event: image_requests.ImageEvent) -> dict[str, Any]:
+    def _facts(self, event: requests.ImageEvent) -> dict[str, Any]:
         """Returns what a finished image tells of itself."""
         scale = self.call.requests[event.request_index].true_cfg_scale
         return {
@@ -150,7 +148,7 @@ class Answer:
         first = self.call.requests[0]
         return f"{first.width}x{first.height}"
 
-    def _usage(self, finals: Sequence[image_requests.ImageEvent]) -> dict[str, Any]:
+    def _usage(self, finals: Sequence[requests.ImageEvent]) -> dict[str, Any]:
         """Returns OpenAI's `usage` over some images; the prompt counts with the first one."""
         facts = self.server.images.facts
         prompts = [one for one in finals if one.request_index == 0]

@@ -14,9 +14,9 @@ from PIL import Image
 from jdllm.server.images_api import png
 
 if TYPE_CHECKING:
-    from jdllm.engine import image_requests
+    from jdllm.engine.images import requests
 
-MEDIA_TYPES: Mapping[image_requests.OutputFormat, str] = {
+MEDIA_TYPES: Mapping[requests.OutputFormat, str] = {
     "png": "image/png",
     "jpeg": "image/jpeg",
     "webp": "image/webp",
@@ -33,7 +33,7 @@ _LOSSLESS_EFFORT = 30
 
 def encode(
     image: UInt8[np.ndarray, "H W 3"],
-    output_format: image_requests.OutputFormat,
+    output_format: requests.OutputFormat,
     compression: int,
     metadata: Mapping[str, str],
 ) -> bytes:

@@ -17,7 +17,7 @@ from jdllm.engine import requests as engine_requests
 from jdllm.server import metrics, responses, running, state
 
 if TYPE_CHECKING:
-    from jdllm.engine import image_requests
+    from jdllm.engine.images import requests as image_requests
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

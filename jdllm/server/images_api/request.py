@@ -13,7 +13,8 @@ import pydantic
 from pydantic import StrictBool, StrictFloat, StrictStr
 
 from jdllm import errors, value_checks
-from jdllm.engine import image_checks, image_requests
+from jdllm.engine.images import checks
+from jdllm.engine.images import requests as image_requests
 from jdllm.server import foreign_fields, protocol, request_model
 from jdllm.server.images_api import encoding, events
 
@@ -155,8 +156,8 @@ class GenerationRequest(PipelineOptions):
             **{name: getattr(self, name) for name in OPTIONS},
         )
         try:
-            seeds = image_checks.seeds(self.seed, self.num_images)
-            first = image_checks.resolve(dataclasses.replace(first, seed=seeds[0]), facts)
+            seeds = checks.seeds(self.seed, self.num_images)
+            first = checks.resolve(dataclasses.replace(first, seed=seeds[0]), facts)
         except errors.RequestError as error:
             raise events.renamed(error, self.field_names) from error
         return [dataclasses.replace(first, seed=seed) for seed in seeds]
@@ -193,7 +194,7 @@ class GenerationRequest(PipelineOptions):
                 self._take(name, inner, f"diffusers_kwargs.{name}")
 
     def _take_size(self) -> None:
-        found = None if self.size is None else image_checks.size_of(self.size)
+        found = None if self.size is None else checks.size_of(self.size)
         if found is not None:
             for name, value in zip(("width", "height"), found, strict=True):
                 self._take(name, value, "size")

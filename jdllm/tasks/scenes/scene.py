@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from jdllm.tasks import scene_oracle
+from jdllm.tasks.scenes import oracle
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +55,11 @@ class Scene:
     phrasings: tuple[tuple[str, str, str], ...]
     combinations: tuple[tuple[str, str, str], ...]
 
-    def facts(self) -> scene_oracle.Facts:
+    def facts(self) -> oracle.Facts:
         """Returns what the caption states, for the oracle."""
-        return scene_oracle.Facts(
+        return oracle.Facts(
             things=tuple(
-                scene_oracle.Thing(
+                oracle.Thing(
                     count=group.count,
                     shape=group.shape,
                     colour=group.colour if group.states_colour else None,
@@ -67,6 +67,6 @@ class Scene:
                 )
                 for group in self.groups
             ),
-            relations=tuple(scene_oracle.Relation(*relation) for relation in self.relations),
+            relations=tuple(oracle.Relation(*relation) for relation in self.relations),
             ground=self.ground if self.states_ground else None,
         )

@@ -19,9 +19,8 @@ import numpy as np
 from jaxtyping import Int32, UInt8
 
 from jdllm import errors
-from jdllm.imagegen import prompts
-from jdllm.tasks import scene_oracle
-from jdllm.tasks.scenes import drawing, generator
+from jdllm.pipelines import prompts
+from jdllm.tasks.scenes import drawing, generator, oracle
 from jdllm.tasks.scenes.scene import Scene
 from jdllm.train import stop_request
 
@@ -42,7 +41,7 @@ class Chunk:
 
     size: tuple[int, int]
     pictures: UInt8[np.ndarray, "B H W 3"] | None
-    facts: tuple[scene_oracle.Facts, ...] | None
+    facts: tuple[oracle.Facts, ...] | None
     ids: Ids
     lens: Lens
 

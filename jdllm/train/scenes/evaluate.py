@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import UInt8
 
-from jdllm.tasks import scene_pictures
 from jdllm.tasks.scenes import drawing, generator
+from jdllm.tasks.scenes import pictures as scene_pictures
 from jdllm.train.recipe import Params
 from jdllm.train.scenes import chunks, programs
 from jdllm.train.scenes.config import SceneConfig

@@ -8,8 +8,7 @@ import pathlib
 import jax.numpy as jnp
 
 from jdllm.checkpoint import export, source
-from jdllm.imagegen import request_defaults
-from jdllm.imagegen.pipelines import interface
+from jdllm.pipelines import interface, request_defaults
 from jdllm.train.recipe import Params
 from jdllm.train.scenes.networks import FACTOR, SHIFT, VAE, Networks
 

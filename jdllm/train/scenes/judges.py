@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from jaxtyping import UInt8
 
-from jdllm.tasks import scene_oracle
+from jdllm.tasks.scenes import oracle
 from jdllm.train import stop_request
 
 Picture = UInt8[np.ndarray, "H W 3"]
@@ -24,13 +24,13 @@ class Judges:
         self._pool: concurrent.futures.ProcessPoolExecutor | None = None
 
     def wrong(
-        self, facts: Sequence[scene_oracle.Facts], pictures: Sequence[Picture]
+        self, facts: Sequence[oracle.Facts], pictures: Sequence[Picture]
     ) -> list[tuple[str, ...]]:
         """Returns what the oracle finds wrong with each picture: nothing for one that is right."""
         return list(self.begun(facts, pictures))
 
     def begun(
-        self, facts: Sequence[scene_oracle.Facts], pictures: Sequence[Picture]
+        self, facts: Sequence[oracle.Facts], pictures: Sequence[Picture]
     ) -> Iterator[tuple[str, ...]]:
         """Has processes read the pictures and returns what they find, as it is asked for."""
         if not self._num_workers:
@@ -51,6 +51,6 @@ class Judges:
             self._pool.shutdown()
 
 
-def _wrong(facts: scene_oracle.Facts, picture: Picture) -> tuple[str, ...]:
-    verdict = scene_oracle.check(facts, picture)
+def _wrong(facts: oracle.Facts, picture: Picture) -> tuple[str, ...]:
+    verdict = oracle.check(facts, picture)
     return () if verdict.is_right else tuple(verdict.wrong) or ("picture",)

@@ -21,13 +21,13 @@ from flax import nnx
 
 from jdllm import errors
 from jdllm.checkpoint import assemble, safetensors_source, source
-from jdllm.imagegen import flow_schedule, pipeline_folder
-from jdllm.imagegen.pipelines import interface
-from jdllm.imagegen.pipelines import z_image as z_image_pipeline
 from jdllm.models import loading, random_weights
 from jdllm.models.images import autoencoder_kl, component, qwen3, z_image
 from jdllm.models.images.autoencoder import layers
 from jdllm.models.images.autoencoder.config import AutoencoderConfig
+from jdllm.pipelines import flow_schedule, interface
+from jdllm.pipelines import folder as pipeline_folder
+from jdllm.pipelines import z_image as z_image_pipeline
 from jdllm.train.recipe import Params
 from jdllm.train.scenes import tokenizer
 

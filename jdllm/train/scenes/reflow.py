@@ -25,7 +25,7 @@ import numpy as np
 from jaxtyping import Float, Int32
 
 from jdllm import errors
-from jdllm.tasks import scene_oracle
+from jdllm.tasks.scenes import oracle
 from jdllm.train.scenes import chunks, pool, sampling
 from jdllm.train.scenes.devices import Devices
 from jdllm.train.scenes.judges import Judges
@@ -43,7 +43,7 @@ _TOLD = (10, 100)  # judged chunks: at first, then each time
 class _Row:
     """A pair that is wanted: a caption and noise."""
 
-    facts: scene_oracle.Facts
+    facts: oracle.Facts
     ids: Int32[np.ndarray, " L"]
     length: int
     noise: Float[np.ndarray, "C h w"]

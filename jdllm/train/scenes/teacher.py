@@ -9,7 +9,7 @@ import numpy as np
 
 from jdllm import errors
 from jdllm.checkpoint import source
-from jdllm.imagegen import pipeline_folder
+from jdllm.pipelines import folder as pipeline_folder
 from jdllm.train.recipe import Params
 from jdllm.train.scenes import networks as networks_lib
 from jdllm.train.scenes import update

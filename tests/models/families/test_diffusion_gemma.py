@@ -11,7 +11,7 @@ from support.gemma_rows import CANVAS, GOLDEN, GemmaRows, heads_of_layers, load,
 
 from jdllm import errors
 from jdllm import spec as spec_lib
-from jdllm.engine.build import weights_fit
+from jdllm.engine.start import weights_fit
 from jdllm.models import loading, registry, split
 from jdllm.runner import full_forward
 from jdllm.train import step

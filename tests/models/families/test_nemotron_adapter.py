@@ -12,7 +12,7 @@ from support import nemotron_adapter, nemotron_oracle
 from support.nemotron_adapter import LAYERS, module, tensors, write
 
 from jdllm import convert, errors, sharding
-from jdllm.engine.build import weights_fit
+from jdllm.engine.start import weights_fit
 from jdllm.layers import attention, low_rank
 from jdllm.models import draft_adapter, loading, split
 

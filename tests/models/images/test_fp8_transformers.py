@@ -17,9 +17,9 @@ import pytest
 from support import golden_flux, golden_images, golden_qwen_image, marks
 
 from jdllm import convert
-from jdllm.imagegen import pipeline_folder
 from jdllm.models import loading
 from jdllm.models.images import flux, quantization, qwen_image, z_image, z_image_config
+from jdllm.pipelines import folder
 
 TIMESTEPS = {"z_image": (0.0, 0.35, 0.9), "qwen_image": (1.0, 0.6, 0.05), "flux": (1.0, 0.6, 0.05)}
 GUIDANCE = (1.0, 3.5, 7.0)
@@ -162,7 +162,7 @@ def test_every_loader_makes_the_same_weights(tmp_path):
     """From safetensors and from a conversion."""
     converted = convert.convert(golden_images.PIPELINE, tmp_path / "c", show_progress=False)
     found = [
-        pipeline_folder.read(path)
+        folder.read(path)
         .models["transformer"]
         .load("float32", quantization="fp8", show_progress=False)
         .params

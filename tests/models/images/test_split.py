@@ -14,9 +14,10 @@ from support import golden_images
 
 import jdllm
 from jdllm import errors, sharding
-from jdllm.imagegen import pipeline_folder, sizes
 from jdllm.models.images import registry, split, z_image_config
 from jdllm.models.images.qwen_image_config import QwenImageConfig
+from jdllm.pipelines import folder as pipeline_folder
+from jdllm.runner.image import sizes
 
 CONFIGS = pathlib.Path(__file__).parents[3] / "configs"
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import pytest
 
 from jdllm import errors
-from jdllm.imagegen import flow_schedule
 from jdllm.models.images import z_image, z_image_config
+from jdllm.pipelines import flow_schedule
 
 FULL_SIZE = pathlib.Path(__file__).parents[3] / "configs" / "z-image-turbo"
 PARAMETERS = 6_154_908_736

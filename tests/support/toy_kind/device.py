@@ -157,6 +157,6 @@ def results(outputs: Outputs, batch: batch_lib.ScheduleBatch) -> batch_lib.Launc
 
 
 def build(graphdef: Any, config: Any, device: device_facts.DeviceFacts) -> ToyKind:
-    """Returns the kind as `engine/build/kinds.py` would build it."""
+    """Returns the kind as `engine/start/kinds.py` would build it."""
     del graphdef, device
     return ToyKind(config.num_slots, config.max_launch_steps, folds=True)
