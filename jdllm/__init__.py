@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from jdllm.engine.images.engine import ImageEngine
     from jdllm.engine.llm import LLM
     from jdllm.eval.offline_sweep import sweep
+    from jdllm.options.sampling_params import SamplingParams
     from jdllm.runner.full_forward import load_model
-    from jdllm.sampling_params import SamplingParams
 
 __all__ = [
     "LLM",
@@ -41,7 +41,7 @@ _HOME = {
     "Engine": ("jdllm.engine.engine", "Engine"),
     "ImageEngine": ("jdllm.engine.images.engine", "ImageEngine"),
     "LLM": ("jdllm.engine.llm", "LLM"),
-    "SamplingParams": ("jdllm.sampling_params", "SamplingParams"),
+    "SamplingParams": ("jdllm.options.sampling_params", "SamplingParams"),
     "load_model": ("jdllm.runner.full_forward", "load_model"),
     "register_algorithm": ("jdllm.decoding", "register"),
     "sweep": ("jdllm.eval.offline_sweep", "sweep"),

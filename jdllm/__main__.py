@@ -8,7 +8,8 @@ from __future__ import annotations
 import runpy
 import sys
 
-from jdllm import arguments, errors, version
+from jdllm import errors, version
+from jdllm.host import arguments
 
 # The words of a command -> its module, and what it does.
 COMMANDS: dict[tuple[str, ...], tuple[str, str]] = {

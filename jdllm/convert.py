@@ -16,9 +16,11 @@ import shutil
 import sys
 from collections.abc import Sequence
 
-from jdllm import arguments, config, errors, host
+from jdllm import errors
 from jdllm.checkpoint import orbax_checkpoint, source, weight_files
+from jdllm.host import arguments, files
 from jdllm.models import loading, registry
+from jdllm.options import config
 from jdllm.pipelines import folder as pipeline_folder
 
 PROG = "jdllm convert"
@@ -44,7 +46,7 @@ def convert(
         raise errors.ConfigError(f"{output} exists; give a directory that does not exist yet")
     # Before gigabytes are fetched and read.
     try:
-        host.check_writable_above(output)
+        files.check_writable_above(output)
     except OSError as error:
         raise errors.ConfigError(f"output {output} cannot be written: {error}") from error
     directory = source.resolve(model_path, revision=revision, variant=variant)

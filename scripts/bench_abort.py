@@ -15,9 +15,9 @@ import time
 
 import numpy as np
 
-from jdllm import config
 from jdllm.bench import in_process
 from jdllm.engine import engine as engine_lib
+from jdllm.options import config
 
 
 def main() -> None:

@@ -24,12 +24,13 @@ import floors
 import jax.numpy as jnp
 import numpy as np
 
-from jdllm import config, decoding, sampling_params
+from jdllm import decoding
 from jdllm.bench import in_process
 from jdllm.decoding.canvas import full_attn_multi_block
 from jdllm.decoding.canvas import interface as canvas_lib
 from jdllm.decoding.canvas import rules as canvas_rules
 from jdllm.engine import engine as engine_lib
+from jdllm.options import config, sampling_params
 
 BLOCK = 32
 NEVER = 10**6

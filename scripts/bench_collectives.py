@@ -31,7 +31,7 @@ from jax.sharding import Mesh, NamedSharding
 from tqdm import tqdm
 
 import pallas_kernels
-from jdllm import device, sharding
+from jdllm.device import devices, sharding
 from jdllm.runner.launch import executables, over_mesh, peer_buffers
 
 Arrays = dict[str, Any]
@@ -52,9 +52,9 @@ def main() -> None:
     parser.add_argument("--skews", type=int, default=0, help="launches with ranks far apart")
     parser.add_argument("--absent", action="store_true", help="a rank that never comes, at the end")
     args = parser.parse_args()
-    device.prepare_several()
+    devices.prepare_several()
     floors.measured_on(jax.devices()[0].device_kind)
-    mesh = sharding.make_mesh(args.tp, device.every())
+    mesh = sharding.make_mesh(args.tp, devices.every())
     assert mesh is not None, "sums over one GPU are no sums"
     reason = peer_buffers.why_not(mesh)
     buffers = None
@@ -129,7 +129,7 @@ def _program(
     params, memory = whole(arrays), {"x": arrays["part"]}
     everywhere = jax.jit(over_mesh.on_every_rank(step, params, memory, mesh))
     options: dict[str, str | bool] = {
-        **executables.compiler_options(device.facts(mesh.devices.size))
+        **executables.compiler_options(devices.facts(mesh.devices.size))
     }
     if options:  # a loop with little around it is no graph by default
         options[SMALL_GRAPHS] = "1"

@@ -14,8 +14,8 @@ import statistics
 
 import numpy as np
 
-from jdllm import sampling_params
 from jdllm.bench import command_line, in_process, one_batch, tables
+from jdllm.options import sampling_params
 
 ASKED = {
     "plain": {},

@@ -31,8 +31,8 @@ import kernel_profile
 from jax.sharding import Mesh
 
 import pallas_kernels
-from jdllm import device, sharding
 from jdllm.bench import tables
+from jdllm.device import devices, sharding
 from jdllm.models.images import (
     autoencoder_kl_qwen_image,
     clip_text,
@@ -111,8 +111,8 @@ def main() -> None:
     parser.add_argument("--tp-size", type=int, default=1, help="GPUs of the transformer's steps")
     options = parser.parse_args()
     if options.tp_size > 1:
-        device.prepare_several()
-    mesh = sharding.make_mesh(options.tp_size, device.every())
+        devices.prepare_several()
+    mesh = sharding.make_mesh(options.tp_size, devices.every())
     folder = pipeline_folder.read(options.pipeline, load_format="dummy")
     pipeline, _ = loaded.without_weights(
         folder,

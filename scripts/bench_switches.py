@@ -20,9 +20,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from jdllm import config, sampling_params
 from jdllm.bench import in_process, prompts, stats, traffic
 from jdllm.engine import engine as engine_lib
+from jdllm.options import config, sampling_params
 
 STEPS = 4
 # Fused commit -> variants: (name, overlap, steps of a launch).

@@ -15,8 +15,8 @@ import random
 import numpy as np
 
 import jdllm
-from jdllm import device
 from jdllm.bench import tables
+from jdllm.device import devices
 from jdllm.engine.images import checks
 from jdllm.tasks.scenes import generator
 
@@ -39,7 +39,7 @@ def main() -> None:
         batching_max_size=options.batching_max_size,
         warmup_resolutions=",".join(options.image_size),
     ) as engine:
-        tables.say(f"{device.facts()}, {options.dtype}, {options.limit} images of each size")
+        tables.say(f"{devices.facts()}, {options.dtype}, {options.limit} images of each size")
         tables.say(f"| size | within {NEAR} | worst image | 50 % / 95 % of images: largest | all |")
         tables.say("|---|---|---|---|---|")
         for size in options.image_size:

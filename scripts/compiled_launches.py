@@ -20,7 +20,7 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn_attention
 from jax.experimental import topologies
 
 import pallas_kernels
-from jdllm import device_facts
+from jdllm.device import facts
 from jdllm.runner.launch import executables
 from jdllm.runner.launch import words as words_lib
 from pallas_kernels import device
@@ -42,7 +42,7 @@ dnn_version_info { major: 9 minor: 12 patch: 0 }
 device_description_str: "NVIDIA H200"
 """
 CUDNN_VERSION = 91200  # that of `dnn_version_info` above, as jax asks the library for it
-GPU = device_facts.DeviceFacts(platform="gpu", device_kind="NVIDIA H200")
+GPU = facts.DeviceFacts(platform="gpu", device_kind="NVIDIA H200")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

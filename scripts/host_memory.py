@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax._src import core
 
-from jdllm import device_facts
+from jdllm.device import facts
 
 
 class _HostSharding(jax.sharding.SingleDeviceSharding):
@@ -21,7 +21,7 @@ class _HostSharding(jax.sharding.SingleDeviceSharding):
 
     @property
     def memory_kind(self) -> str:
-        return device_facts.HOST_MEMORY
+        return facts.HOST_MEMORY
 
 
 class _HostShape(jax.ShapeDtypeStruct):

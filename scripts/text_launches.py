@@ -12,7 +12,7 @@ import compiled_launches
 import jax
 import jax.numpy as jnp
 
-from jdllm import algorithms
+from jdllm.algorithms import lookup as algorithms
 from jdllm.engine.start import kinds
 from jdllm.kv_cache import pool as pool_lib
 from jdllm.models import loading, registry

@@ -8,25 +8,28 @@ import pickle
 import jax
 import numpy as np
 import pytest
+from support import docs_tables
 
-from jdllm import algorithm_docs, algorithms, config, errors
+from jdllm import errors
+from jdllm.algorithms import lookup
 from jdllm.decoding.block import interface as block_lib
 from jdllm.decoding.canvas import interface as canvas_lib
 from jdllm.decoding.uniform import interface as uniform_lib
-from jdllm.sampling_params import DllmParams
+from jdllm.options import config
+from jdllm.options.sampling_params import DllmParams
 
-KINDS = (algorithms.BLOCK, algorithms.CANVAS, algorithms.UNIFORM)
+KINDS = (lookup.BLOCK, lookup.CANVAS, lookup.UNIFORM)
 DECLARED = [
     pytest.param(algorithm, option, id=f"{algorithm.name}-{option.name}")
-    for algorithm in algorithms.TABLE.values()
+    for algorithm in lookup.TABLE.values()
     for option in algorithm.options
 ]
 every_option = pytest.mark.parametrize(("algorithm", "option"), DECLARED)
-every_algorithm = pytest.mark.parametrize("name", algorithms.TABLE)
+every_algorithm = pytest.mark.parametrize("name", lookup.TABLE)
 
 # The arrays as packed words and compiled launches have had them since they exist.
 LAYOUT = {
-    algorithms.BLOCK: [
+    lookup.BLOCK: [
         ("threshold", "float32", 0),
         ("edit_threshold", "float32", 0),
         ("max_post_edit_steps", "int32", 0),
@@ -41,7 +44,7 @@ LAYOUT = {
         ("use_block_cache", "bool", 0),
         ("block_length", "int32", 1),
     ],
-    algorithms.CANVAS: [
+    lookup.CANVAS: [
         ("threshold", "float32", 0),
         ("block_add_threshold", "float32", 0),
         ("decoded_token_threshold", "float32", 0),
@@ -58,7 +61,7 @@ LAYOUT = {
         ("eps", "float32", 0),
         ("factor", "float32", 0),
     ],
-    algorithms.UNIFORM: [
+    lookup.UNIFORM: [
         ("max_denoising_steps", "int32", 0),
         ("entropy_bound", "float32", 0),
         ("t_max", "float32", 0),
@@ -71,10 +74,10 @@ LAYOUT = {
 
 def toy_algorithm():
     """Returns LowConfidence with one option more."""
-    patience = algorithms.Option(
+    patience = lookup.Option(
         name="patience", type="integer", default=5, help="steps to wait", low=2, high=9, padding=3
     )
-    plain = algorithms.TABLE["LowConfidence"]
+    plain = lookup.TABLE["LowConfidence"]
     return dataclasses.replace(plain, options=(*plain.options, patience))
 
 
@@ -84,7 +87,7 @@ def test_an_option_says_what_it_may_hold_and_its_default_is_that(algorithm, opti
     assert (option.default is None) == bool(option.unset)
     assert bool(option.words) == (option.type == "word")
     if option.default is not None:
-        algorithms.checked(algorithm.name, option.name, option.default)
+        lookup.checked(algorithm.name, option.name, option.default)
     if option.type in ("number", "integer"):
         assert -math.inf < option.low < option.high < math.inf
         outside = [option.low - 1, option.high + 1]
@@ -98,7 +101,7 @@ def test_an_option_says_what_it_may_hold_and_its_default_is_that(algorithm, opti
 
 @every_algorithm
 def test_an_algorithm_names_what_it_has(name):
-    algorithm = algorithms.TABLE[name]
+    algorithm = lookup.TABLE[name]
     assert algorithm.name == name and algorithm.kind in KINDS and algorithm.writes
     assert len(algorithm.defaults) == len(algorithm.options)
     assert set(algorithm.alternatives) <= set(algorithm.defaults)
@@ -109,9 +112,9 @@ def test_an_algorithm_names_what_it_has(name):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_options_of_one_name_share_an_array_and_no_attribute_of_another_meaning(kind):
-    for algorithm in algorithms.of_kind(kind).values():
+    for algorithm in lookup.of_kind(kind).values():
         for option in algorithm.options:
-            shared = algorithms.arrays_of(kind)[option.name]
+            shared = lookup.arrays_of(kind)[option.name]
             same = ("type", "padding", "counts_positions")
             assert [getattr(option, each) for each in same] == [
                 getattr(shared, each) for each in same
@@ -121,15 +124,15 @@ def test_options_of_one_name_share_an_array_and_no_attribute_of_another_meaning(
 
 def test_options_of_one_name_have_one_type_for_all_kinds():
     types = {}
-    for algorithm in algorithms.TABLE.values():
+    for algorithm in lookup.TABLE.values():
         for option in algorithm.options:
             assert types.setdefault(option.name, option.type) == option.type
-    assert tuple(types) == algorithms.option_names()
+    assert tuple(types) == lookup.option_names()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_layout_of_the_arrays_is_fixed(kind):
-    arrays = algorithms.padding(kind, 3)
+    arrays = lookup.padding(kind, 3)
     described = [(name, str(array.dtype), array[0]) for name, array in arrays.items()]
     assert described == LAYOUT[kind]
     assert all(array.shape == (3,) and len(set(array)) == 1 for array in arrays.values())
@@ -137,10 +140,10 @@ def test_the_layout_of_the_arrays_is_fixed(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_device_sees_the_arrays_by_name_and_in_their_order(kind):
-    arrays = algorithms.padding(kind, 2)
-    if kind == algorithms.BLOCK:
+    arrays = lookup.padding(kind, 2)
+    if kind == lookup.BLOCK:
         params, more = block_lib.BlockParams(**arrays), []
-    elif kind == algorithms.UNIFORM:
+    elif kind == lookup.UNIFORM:
         params, more = uniform_lib.UniformParams(**arrays), []
     else:
         more = [np.zeros(2, np.float32), np.zeros((2, 2), np.uint32)]
@@ -152,18 +155,18 @@ def test_the_device_sees_the_arrays_by_name_and_in_their_order(kind):
 
 @every_algorithm
 def test_what_a_row_is_filled_with_can_be_read_back(name):
-    algorithm = algorithms.TABLE[name]
-    arrays = algorithms.padding(algorithm.kind, 3)
+    algorithm = lookup.TABLE[name]
+    arrays = lookup.padding(algorithm.kind, 3)
     dllm = DllmParams(algorithm=name).resolve(DllmParams())
-    algorithms.fill(arrays, 1, dllm.algorithm, dllm.options, row_length=20)
+    lookup.fill(arrays, 1, dllm.algorithm, dllm.options, row_length=20)
     for option, array in arrays.items():
-        padding = algorithms.padding(algorithm.kind, 1)[option][0]
+        padding = lookup.padding(algorithm.kind, 1)[option][0]
         assert array[0] == array[2] == padding
         declared, value = algorithm.option(option), getattr(dllm, option)
         if value is None:
             assert array[1] == padding
         elif declared.type == "word":
-            assert algorithms.word(name, option, value) == array[1]
+            assert lookup.word(name, option, value) == array[1]
             assert declared.words[array[1]] == value
         elif declared.counts_positions:
             assert array[1] == min(value, 20)
@@ -173,7 +176,7 @@ def test_what_a_row_is_filled_with_can_be_read_back(name):
 
 def test_a_new_option_is_declared_in_the_table_alone(monkeypatch):
     """Checks, defaults, configuration, arrays and documents have it, none of them edited."""
-    monkeypatch.setattr(algorithms, "TABLE", algorithms.TABLE | {"LowConfidence": toy_algorithm()})
+    monkeypatch.setattr(lookup, "TABLE", lookup.TABLE | {"LowConfidence": toy_algorithm()})
     resolved = DllmParams.from_mapping({"patience": 7}).resolve(
         DllmParams(algorithm="LowConfidence")
     )
@@ -189,12 +192,12 @@ def test_a_new_option_is_declared_in_the_table_alone(monkeypatch):
         DllmParams(patience=3).resolve(DllmParams(algorithm="JointThreshold"))
     options = {"patience": 4}
     assert config.EngineConfig(dllm_algorithm_config=options).algorithm_options() == options
-    arrays = algorithms.padding(algorithms.BLOCK, 2)
-    algorithms.fill(arrays, 0, resolved.algorithm, resolved.options, row_length=32)
+    arrays = lookup.padding(lookup.BLOCK, 2)
+    lookup.fill(arrays, 0, resolved.algorithm, resolved.options, row_length=32)
     assert arrays["patience"].tolist() == [7, 3] and arrays["patience"].dtype == np.int32
-    assert "patience" not in algorithms.padding(algorithms.CANVAS, 2)
-    assert "`patience` 5" in algorithm_docs.markdown_table(algorithms.BLOCK)
-    assert "| 2 to 9 | steps to wait |" in algorithm_docs.markdown_options(algorithms.BLOCK)
+    assert "patience" not in lookup.padding(lookup.CANVAS, 2)
+    assert "`patience` 5" in docs_tables.algorithms(lookup.BLOCK)
+    assert "| 2 to 9 | steps to wait |" in docs_tables.algorithm_options(lookup.BLOCK)
 
 
 def test_without_an_algorithm_a_value_of_any_algorithm_passes():
@@ -207,11 +210,11 @@ def test_without_an_algorithm_a_value_of_any_algorithm_passes():
 
 @every_algorithm
 def test_steps_forward_the_whole_canvas_unless_a_cache_mode_says_less(name):
-    algorithm = algorithms.TABLE[name]
+    algorithm = lookup.TABLE[name]
     mode = algorithm.option("cache_mode")
     for word in mode.words if mode else (None,):
         dllm = DllmParams(algorithm=name, cache_mode=word)
-        is_exact = word in (None, "exact", "none") and algorithm.kind == algorithms.CANVAS
+        is_exact = word in (None, "exact", "none") and algorithm.kind == lookup.CANVAS
         assert dllm.forwards_whole_canvas == is_exact
 
 

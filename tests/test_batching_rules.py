@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from jdllm import batching_rules, config, errors
+from jdllm import errors
+from jdllm.options import batching_rules, config
 
 ANY = {"model_contains": "Z-Image"}
 

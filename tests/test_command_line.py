@@ -11,12 +11,15 @@ import sys
 import tomllib
 
 import pytest
-from support import snippets
+from support import docs_tables, snippets
 
 from jdllm import __main__ as entry
-from jdllm import arguments, config, errors, foreign_flags, version
+from jdllm import errors, version
 from jdllm.bench import one_batch
 from jdllm.checkpoint import source
+from jdllm.foreign import flags
+from jdllm.host import arguments
+from jdllm.options import config
 from jdllm.server import cli
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -259,7 +262,7 @@ def test_a_pasted_command_line_starts(line):
     assert noted <= given and len(noted) == len(options.notes)
     for flag in given - noted:  # whatever has no note sets an option
         name = flag[2:].replace("-", "_").removeprefix("no_")
-        field = cli.ALIASES.get(name, foreign_flags.OPPOSITES.get(name, name))
+        field = cli.ALIASES.get(name, flags.OPPOSITES.get(name, name))
         assert options.sources[field] == "flag"
 
 
@@ -274,10 +277,10 @@ def test_each_note_says_what_happens_instead():
     }
 
 
-@pytest.mark.parametrize("name", foreign_flags.NEUTRAL_VALUES)
+@pytest.mark.parametrize("name", flags.NEUTRAL_VALUES)
 def test_a_value_that_asks_for_something_else_is_refused(name):
-    flag = foreign_flags.spelled(name)
-    for value in foreign_flags.NEUTRAL_VALUES[name]:
+    flag = flags.spelled(name)
+    for value in flags.NEUTRAL_VALUES[name]:
         assert cli.parse([flag, value]).notes == (f"{flag} {value}: so it is anyway",)
     with pytest.raises(errors.ConfigError, match=f"{flag} other is not supported: .{{10,}}"):
         cli.parse([flag, "other"])
@@ -304,7 +307,7 @@ def test_flags_of_servers_of_images_are_refused_with_what_replaces_them(words, r
     "name", ["speculative_num_steps", "lora_paths", "ssl_keyfile", "hicache_x"]
 )
 def test_whole_families_of_flags_are_refused_by_name(name):
-    flag = foreign_flags.spelled(name)
+    flag = flags.spelled(name)
     with pytest.raises(errors.ConfigError, match=f"{flag} is not supported: .{{10,}}"):
         cli.parse([flag, "1"])
 
@@ -312,17 +315,15 @@ def test_whole_families_of_flags_are_refused_by_name(name):
 def test_a_flag_is_an_option_or_foreign_and_never_both():
     classes = (config.EngineConfig, config.ServerConfig)
     options = {field.name for cls in classes for field in dataclasses.fields(cls)}
-    assert set(cli.ALIASES.values()) | set(foreign_flags.OPPOSITES.values()) <= options
-    foreign = foreign_flags.names() | set(foreign_flags.REFUSED)
-    others = {*cli.ALIASES, *foreign_flags.OPPOSITES}
+    assert set(cli.ALIASES.values()) | set(flags.OPPOSITES.values()) <= options
+    foreign = flags.names() | set(flags.REFUSED)
+    others = {*cli.ALIASES, *flags.OPPOSITES}
     assert foreign & (options | others) == set()
     assert others & options == set()
-    assert [
-        name for name in options if name.startswith(tuple(foreign_flags.REFUSED_PREFIXES))
-    ] == []
-    listed = [name for group in foreign_flags.SPEED for name, _ in group.flags()]
+    assert [name for name in options if name.startswith(tuple(flags.REFUSED_PREFIXES))] == []
+    listed = [name for group in flags.SPEED for name, _ in group.flags()]
     assert len(listed) == len(set(listed)) > 50
-    assert set(listed) & {*foreign_flags.REFUSED, *foreign_flags.NEUTRAL_VALUES} == set()
+    assert set(listed) & {*flags.REFUSED, *flags.NEUTRAL_VALUES} == set()
 
 
 def test_a_file_may_hold_what_a_command_line_may(tmp_path):
@@ -375,7 +376,7 @@ def test_the_benchmarks_in_process_take_the_same_flags(capsys):
 def test_the_tables_of_the_documentation_are_those_of_the_code():
     text = (ROOT / "docs" / "flags.md").read_text()
     for table in (
-        foreign_flags.markdown_aliases({"drain_timeout": "drain_timeout_s"}),
-        foreign_flags.markdown_table(),
+        docs_tables.flag_aliases({"drain_timeout": "drain_timeout_s"}),
+        docs_tables.foreign_flags(),
     ):
         assert table in text, f"put this into docs/flags.md:\n{table}"

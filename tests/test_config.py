@@ -7,7 +7,8 @@ import typing
 
 import pytest
 
-from jdllm import config, errors
+from jdllm import errors
+from jdllm.options import config
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 
-from jdllm import algorithms, errors
-from jdllm.sampling_params import DllmParams, SamplingParams
+from jdllm import errors
+from jdllm.algorithms import lookup
+from jdllm.options.sampling_params import DllmParams, SamplingParams
 
 SERVER = DllmParams(algorithm="FullAttnMultiBlock").resolve(DllmParams())
 
@@ -24,14 +25,14 @@ def test_defaults_are_filled_in_and_nothing_else():
     }
 
 
-@pytest.mark.parametrize("algorithm", list(algorithms.TABLE))
+@pytest.mark.parametrize("algorithm", list(lookup.TABLE))
 def test_resolved_options_resolve_to_themselves(algorithm):
     resolved = DllmParams(algorithm=algorithm).resolve(SERVER)
     assert resolved.resolve(SERVER) == resolved == resolved.resolve(resolved)
 
 
 def test_every_word_of_an_option_is_taken_and_has_its_default_among_them():
-    for algorithm, declared in algorithms.TABLE.items():
+    for algorithm, declared in lookup.TABLE.items():
         for option in declared.options:
             assert option.type != "word" or option.default == option.words[0]
             for word in option.words:
@@ -72,11 +73,11 @@ def test_a_bad_option_is_refused_by_name(options, param, words):
     assert raised.value.param == param
 
 
-@pytest.mark.parametrize("algorithm", list(algorithms.TABLE))
+@pytest.mark.parametrize("algorithm", list(lookup.TABLE))
 def test_only_entropies_exceed_one(algorithm):
     """The algorithm may be the server's default, which a request alone does not know."""
     server, asked = DllmParams(algorithm=algorithm).resolve(DllmParams()), DllmParams(threshold=1.5)
-    if "threshold" not in algorithms.TABLE[algorithm].defaults:
+    if "threshold" not in lookup.TABLE[algorithm].defaults:
         with pytest.raises(errors.RequestError, match="no option 'threshold'"):
             asked.resolve(server)
     elif algorithm in ("FullAttnMultiBlock", "EntropyThreshold"):
@@ -99,15 +100,15 @@ def test_of_options_that_exclude_one_another_the_request_s_holds(given, server):
 
 @pytest.mark.parametrize("name,value", [("top_p", 0.9), ("top_k", 5), ("top_k", 1)])
 def test_canvas_algorithms_refuse_filters_by_name(name, value):
-    for algorithm in algorithms.TABLE:
+    for algorithm in lookup.TABLE:
         dllm = DllmParams(algorithm=algorithm)
-        has_own = algorithms.TABLE[algorithm].has_own_temperature
+        has_own = lookup.TABLE[algorithm].has_own_temperature
         temperature = 1 if has_own else 0.7
         neutral = SamplingParams(dllm=dllm, top_p=1.0, top_k=0, temperature=temperature, seed=1)
         if has_own:
             with pytest.raises(errors.RequestError, match="temperature=0.7.*t_max to t_min"):
                 dataclasses.replace(neutral, temperature=0.7)
-        if algorithm in algorithms.of_kind(algorithms.BLOCK):
+        if algorithm in lookup.of_kind(lookup.BLOCK):
             assert getattr(dataclasses.replace(neutral, **{name: value}), name) == value
             continue
         with pytest.raises(errors.RequestError, match=f"{name}={value}.*{algorithm}") as raised:

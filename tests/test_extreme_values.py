@@ -6,12 +6,18 @@ import numpy as np
 import pytest
 from support.extremes import EVERYTHING, MOST_CHARACTERS
 
-from jdllm import algorithms, errors
-from jdllm.sampling_params import GREEDY_BELOW, LEAST_TEMPERATURE, DllmParams, SamplingParams
+from jdllm import errors
+from jdllm.algorithms import lookup
+from jdllm.options.sampling_params import (
+    GREEDY_BELOW,
+    LEAST_TEMPERATURE,
+    DllmParams,
+    SamplingParams,
+)
 
 DECLARED = [
     pytest.param(algorithm, option, id=f"{algorithm.name}-{option.name}")
-    for algorithm in algorithms.TABLE.values()
+    for algorithm in lookup.TABLE.values()
     for option in algorithm.options
 ]
 FIELDS = [field.name for field in dataclasses.fields(SamplingParams) if field.name != "dllm"]
@@ -39,9 +45,9 @@ def test_an_option_is_refused_or_is_finite_and_nonzero_in_32_bits(algorithm, opt
         if dllm is None or value is None:
             continue
         taken.append(value)
-        arrays = algorithms.padding(algorithm.kind, 1)
+        arrays = lookup.padding(algorithm.kind, 1)
         with np.errstate(all="raise", under="ignore"):
-            algorithms.fill(arrays, 0, algorithm.name, dllm.options, row_length=64)
+            lookup.fill(arrays, 0, algorithm.name, dllm.options, row_length=64)
         assert np.isfinite(arrays[option.name][0])
         if option.default is None and option.type == "number":
             assert arrays[option.name][0] > 0, "0 would mean that the option is not set"

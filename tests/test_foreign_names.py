@@ -8,9 +8,11 @@ import pickle
 
 import pytest
 
-from jdllm import config, errors, foreign_names, sampling_params
+from jdllm import errors
 from jdllm.engine import llm
 from jdllm.engine.images import engine
+from jdllm.foreign import names as foreign_names
+from jdllm.options import config, sampling_params
 from jdllm.server import cli
 
 SamplingParams = sampling_params.SamplingParams

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from jdllm import host
+from jdllm.host import resources
 from jdllm.runner.launch import executables
 
 GB = 1 << 30
@@ -15,8 +15,8 @@ GB = 1 << 30
 @pytest.fixture
 def files(tmp_path, monkeypatch):
     """Writes files of the control group, and /proc/meminfo; without them nothing is known."""
-    monkeypatch.setattr(host, "CGROUP", tmp_path)
-    monkeypatch.setattr(host, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(resources, "CGROUP", tmp_path)
+    monkeypatch.setattr(resources, "MEMINFO", tmp_path / "meminfo")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
 
     def write(**texts):
@@ -39,17 +39,17 @@ def files(tmp_path, monkeypatch):
 def test_cores_are_those_that_the_process_may_use(files, quota, cores):
     if quota is not None:
         files(cpu_max=quota)
-    assert host.cores() == cores
+    assert resources.cores() == cores
 
 
 def test_memory_is_what_the_machine_and_the_container_leave(files):
-    assert host.available_memory() is None
+    assert resources.available_memory() is None
     files(meminfo=f"MemTotal: 99999 kB\nMemAvailable: {8 * GB // 1024} kB\n")
-    assert host.available_memory() == 8 * GB
+    assert resources.available_memory() == 8 * GB
     files(memory_max="max\n", memory_current=f"{GB}\n")
-    assert host.available_memory() == 8 * GB
+    assert resources.available_memory() == 8 * GB
     files(memory_max=f"{4 * GB}\n", memory_stat=f"anon 5\ninactive_file {GB // 2}\n")
-    assert host.available_memory() == 3 * GB + GB // 2
+    assert resources.available_memory() == 3 * GB + GB // 2
 
 
 @pytest.mark.parametrize(
@@ -62,4 +62,4 @@ def test_one_program_per_core_is_compiled_at_a_time_memory_permitting(files, ava
 
 
 def test_this_machine_has_cores():
-    assert 1 <= host.cores() <= (os.cpu_count() or 1)
+    assert 1 <= resources.cores() <= (os.cpu_count() or 1)

@@ -19,13 +19,6 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 Sources = Mapping[str, str]  # repository-relative path -> text
 
-# Files of the lowest floor.
-OPTIONS = """
-    version errors config arguments foreign_flags value_checks progress algorithms stop_options
-    algorithm_options algorithm_table algorithm_limits algorithm_docs neutral_values logit_options
-    sampling_params image_params spec offload device_facts host batching_rules foreign_image_flags
-    foreign_names option_hints
-"""
 OPS = """
     all_reduce dense_matmul extend_attention fp8_matmul grouped_matmul padded_attention
     read_cancel_flag rotate_and_cache top_k_routing unembed_stats
@@ -41,9 +34,14 @@ FLOORS: tuple[tuple[str, int, str], ...] = (
     ("pallas_kernels/exchange_words/", -2, "exchange_words"),
     ("pallas_kernels/__init__.py", 0, "pallas_kernels"),
     ("pallas_kernels/", -3, "dispatch"),
-    *((f"jdllm/{name}.py", 0, "options") for name in OPTIONS.split()),
-    ("jdllm/device.py", 1, "device"),
-    ("jdllm/sharding.py", 1, "sharding"),
+    *((f"jdllm/{name}.py", -6, "base") for name in ("errors", "spec", "value_checks", "version")),
+    ("jdllm/foreign/", -5, "foreign"),
+    ("jdllm/host/", -4, "host"),
+    ("jdllm/algorithms/", -4, "algorithms"),
+    ("jdllm/device/facts.py", -4, "device_facts"),
+    ("jdllm/options/", -3, "options"),
+    ("jdllm/device/devices.py", 1, "device"),
+    ("jdllm/device/sharding.py", 1, "sharding"),
     ("jdllm/tasks/", 0, "tasks"),
     ("jdllm/plots/", 1, "plots"),
     ("jdllm/templates/", 1, "templates"),
@@ -84,8 +82,12 @@ FLOORS: tuple[tuple[str, int, str], ...] = (
     ("jdllm/__main__.py", 8, "public"),
     ("jdllm/__init__.py", 8, "public"),
 )
+HOST_GROUPS = (
+    "base", "foreign", "host", "algorithms", "device_facts", "options", "tasks", "templates",
+    "client",
+)  # fmt: skip
 HOST = (
-    *(path for path, _, group in FLOORS if group in ("options", "tasks", "templates", "client")),
+    *(path for path, _, group in FLOORS if group in HOST_GROUPS),
     "jdllm/kv_cache/allocator.py",
     "jdllm/kv_cache/prefix_cache.py",
     "jdllm/scheduler/",

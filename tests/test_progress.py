@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from jdllm import progress
+from jdllm.host import progress
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -74,4 +74,4 @@ def test_all_progress_of_the_package_goes_through_this_module():
         for path in sorted((ROOT / "jdllm").rglob("*.py"))
         if "tqdm." in path.read_text() or "import tqdm" in path.read_text()
     ]
-    assert users == ["jdllm/progress.py"]
+    assert users == ["jdllm/host/progress.py"]

@@ -9,10 +9,12 @@ import re
 
 import pytest
 import safetensors
-from support import snippets
+from support import docs_tables, snippets
 
-from jdllm import algorithm_docs, algorithms, config, sampling_params
+from jdllm.algorithms import lookup
 from jdllm.checkpoint import source
+from jdllm.foreign import fields
+from jdllm.options import config
 from jdllm.server import cli
 from jdllm.tasks import registry
 
@@ -70,15 +72,15 @@ def test_paths_of_the_layout_exist():
     assert (ROOT / "configs/train/nano.yaml").exists()
 
 
-@pytest.mark.parametrize("kind", [algorithms.BLOCK, algorithms.CANVAS, algorithms.UNIFORM])
+@pytest.mark.parametrize("kind", [lookup.BLOCK, lookup.CANVAS, lookup.UNIFORM])
 def test_algorithms_and_options_are_those_of_the_table(kind):
-    for table in (algorithm_docs.markdown_table(kind), algorithm_docs.markdown_options(kind)):
+    for table in (docs_tables.algorithms(kind), docs_tables.algorithm_options(kind)):
         assert table in TEXT, f"put this into docs/algorithms.md:\n{table}"
 
 
 def test_support_matrix_names_what_exists():
     for name in ("regex", "json_schema", "structural_tag"):
-        assert name in sampling_params.NEUTRAL_ONLY
+        assert name in fields.NEUTRAL_ONLY
     with pytest.raises(ValueError, match="ep_size"):
         config.EngineConfig(ep_size=1).check_for("images")
     config.EngineConfig(tp_size=2).check_for("images")

@@ -4,8 +4,10 @@ import dataclasses
 
 import pytest
 
-from jdllm import algorithms, errors, sampling_params
-from jdllm.sampling_params import DllmParams, SamplingParams
+from jdllm import errors
+from jdllm.algorithms import lookup
+from jdllm.foreign import fields as fields_of_foreign
+from jdllm.options.sampling_params import DllmParams, SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -56,9 +58,9 @@ def test_a_bad_value_is_refused_by_name(options, param):
     assert raised.value.status == 400
 
 
-@pytest.mark.parametrize("name", sorted(sampling_params.NEUTRAL_ONLY))
+@pytest.mark.parametrize("name", sorted(fields_of_foreign.NEUTRAL_ONLY))
 def test_neutral_values_of_foreign_fields_pass(name):
-    for value in sampling_params.NEUTRAL_ONLY[name]:
+    for value in fields_of_foreign.NEUTRAL_ONLY[name]:
         assert SamplingParams.from_mapping({name: value}) == SamplingParams()
 
 
@@ -90,7 +92,7 @@ def test_server_defaults_apply_to_the_same_algorithm_only():
 
 
 def test_every_algorithm_option_is_a_field_of_the_request():
-    for algorithm, declared in algorithms.TABLE.items():
+    for algorithm, declared in lookup.TABLE.items():
         for name, value in declared.defaults.items():
             assert getattr(DllmParams(algorithm=algorithm, **{name: value}), name) == value
     with pytest.raises(AttributeError, match="treshold"):
@@ -132,7 +134,7 @@ def test_a_whole_number_may_be_written_as_a_float_and_nothing_else_is_one(make):
 def test_integers_among_the_denoising_options_may_be_floats_too():
     integers = [
         (name, option)
-        for name, algorithm in algorithms.TABLE.items()
+        for name, algorithm in lookup.TABLE.items()
         for option in algorithm.options
         if option.type == "integer"
     ]
@@ -151,7 +153,7 @@ def test_a_nucleus_of_nothing_is_the_most_probable_token():
         params = SamplingParams(top_p=zero, temperature=3.0, seed=7)
         assert (params.temperature, params.top_p) == (0.0, 1.0)
     # Also where an algorithm draws in its own way, and knows no top_p.
-    for name, declared in algorithms.TABLE.items():
+    for name, declared in lookup.TABLE.items():
         params = SamplingParams(top_p=0, temperature=1, dllm={"algorithm": name})
         assert params.temperature == 0, declared.name
 
@@ -186,7 +188,7 @@ def test_empty_values_ask_for_nothing():
     for wrong in ({"skip_special_token": False}, {"allowed_token_ids": []}):
         with pytest.raises(errors.RequestError):
             SamplingParams.from_mapping(wrong)
-    for name in (*algorithms.option_names(), "algorithm", "stream_mode", "zzz"):
+    for name in (*lookup.option_names(), "algorithm", "stream_mode", "zzz"):
         for empty in ("", [], {}, None):
             assert DllmParams.from_mapping({name: empty}) == DllmParams()
     assert DllmParams.from_mapping({"early_stop": False}).early_stop is False

@@ -16,7 +16,8 @@ import pytest
 
 import jdllm
 import pallas_kernels
-from jdllm import errors, sharding
+from jdllm import errors
+from jdllm.device import sharding
 from jdllm.models import loading, registry, split
 
 TESTS = pathlib.Path(__file__).parent

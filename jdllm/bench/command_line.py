@@ -19,8 +19,11 @@ from typing import Any
 import numpy as np
 import orjson
 
-from jdllm import arguments, config, errors, foreign_flags, version
+from jdllm import errors, version
 from jdllm.bench import prompts
+from jdllm.foreign import flags
+from jdllm.host import arguments
+from jdllm.options import config
 from jdllm.server import cli
 
 SECRETS = ("--api-key",)
@@ -112,7 +115,7 @@ def parse(parser: arguments.Parser, argv: Sequence[str] | None) -> argparse.Name
             raise errors.ConfigError(f"{flag} is not supported: {reason}")
     cli.refuse_flags(argv)
     options = parser.parse(argv)
-    for note in foreign_flags.take(vars(options), without=OWN_FLAGS):
+    for note in flags.take(vars(options), without=OWN_FLAGS):
         sys.stderr.write(f"{note}\n")
     return options
 
@@ -229,7 +232,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         config.EngineConfig,
         without=("seed", *WITHOUT_EFFECT),
     )
-    foreign_flags.add(parser, without=OWN_FLAGS)
+    flags.add(parser, without=OWN_FLAGS)
 
 
 def engine_config(options: argparse.Namespace, **chosen: Any) -> config.EngineConfig:

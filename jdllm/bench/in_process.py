@@ -12,10 +12,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdllm import config, progress, sampling_params, version
+from jdllm import version
 from jdllm.bench import command_line, stats
 from jdllm.engine import engine as engine_lib
 from jdllm.engine import requests
+from jdllm.host import progress
+from jdllm.options import config, sampling_params
 from jdllm.runner import expert_use
 
 # Options that identify what was measured.

@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from jdllm import errors, sampling_params
+from jdllm import errors
 from jdllm.bench import command_line, in_process, stats, tables
 from jdllm.engine import engine as engine_lib
 from jdllm.engine import tokenizer as tokenizer_lib
+from jdllm.options import sampling_params
 
 # SGLang's warm-up; `warm_up` cuts it to the context.
 WARMUP_PROMPTS, WARMUP_INPUT, WARMUP_OUTPUT = 16, 256, 16

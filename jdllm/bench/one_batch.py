@@ -29,9 +29,12 @@ from typing import Any
 
 import numpy as np
 
-from jdllm import algorithms, config, errors, progress, sampling_params
+from jdllm import errors
+from jdllm.algorithms import lookup
 from jdllm.bench import command_line, in_process, stats, tables
 from jdllm.engine import engine as engine_lib
+from jdllm.host import progress
+from jdllm.options import config, sampling_params
 
 WARMUP_TOKENS = 64
 CONTEXT_MULTIPLE = 32
@@ -221,7 +224,7 @@ def _forwards(run: Run) -> int:
     return figures["forwards"] or max(record.nfe or 0 for record in records)
 
 
-def whole_block(algorithm: algorithms.Algorithm, dllm: Mapping[str, Any]) -> dict[str, Any]:
+def whole_block(algorithm: lookup.Algorithm, dllm: Mapping[str, Any]) -> dict[str, Any]:
     """Returns options with which a forward writes all positions of a block, where there are such.
 
     They are those of `dllm` but for what goes with no threshold: its alternatives, and the options

@@ -8,8 +8,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from jdllm import errors, sampling_params
+from jdllm import errors
 from jdllm.bench import backends, command_line, server_flags
+from jdllm.options import sampling_params
 
 DESCRIPTION = "Load on a running server, over HTTP, with SGLang's flags and figures."
 

@@ -11,7 +11,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from jdllm import errors, progress
+from jdllm import errors
+from jdllm.host import progress
 
 SPARE_FILES = 64
 LONGEST_S = 365 * 24 * 3600.0  # a typing error, beyond

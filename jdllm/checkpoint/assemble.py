@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import jax
 import numpy as np
 
-from jdllm import progress
 from jdllm.checkpoint import safetensors_source, weight_table
+from jdllm.host import progress
 
 # place(path, array) -> the parameters, by path, that this array becomes on the device
 Place = Callable[[str, np.ndarray], dict[str, jax.Array]]

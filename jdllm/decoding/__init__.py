@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import cast
 
-from jdllm import algorithms
+from jdllm.algorithms import lookup
 from jdllm.decoding.block.hierarchy_block import HierarchyBlock
 from jdllm.decoding.block.interface import Algorithm
 from jdllm.decoding.block.joint_threshold import JointThreshold
@@ -65,11 +65,11 @@ def canvas_algorithm(name: str, *, is_shifted: bool) -> CanvasAlgorithm:
 
 def check_names(kind: str, rules: Collection[str]) -> None:
     """Raises an ImportError unless the rules are exactly the kind's declared algorithms."""
-    declared = algorithms.of_kind(kind)
+    declared = lookup.of_kind(kind)
     if unpaired := sorted(declared.keys() ^ set(rules)):
         raise ImportError(
             f"algorithms for {kind} rows without a rule, or rules that are not declared: "
-            f"{', '.join(unpaired)}; see jdllm/algorithms.py and jdllm/decoding/__init__.py"
+            f"{', '.join(unpaired)}; see jdllm/algorithms/lookup.py and jdllm/decoding/__init__.py"
         )
 
 
@@ -81,7 +81,7 @@ def register(
     name: str,
     rule: Algorithm | CanvasAlgorithm,
     *,
-    options: Mapping[str, algorithms.Value] | None = None,
+    options: Mapping[str, lookup.Value] | None = None,
     writes: str = "as its author says",
 ) -> None:
     """Adds an algorithm of the caller's own, for engines that are made afterwards.
@@ -96,13 +96,13 @@ def register(
     kind = _kind_of(rule)
     if not name.isidentifier():
         raise ValueError(f"{name=} must be an identifier")
-    if name in algorithms.TABLE and name not in _registered:
+    if name in lookup.TABLE and name not in _registered:
         raise ValueError(f"{name=} is an algorithm of jdllm; choose another name")
     hash(rule)
     defaults = dict(options or {})
     if isinstance(rule, CanvasRule):
         defaults.setdefault("block_length", DEFAULT_BLOCK_LENGTH)
-    known = algorithms.arrays_of(kind)
+    known = lookup.arrays_of(kind)
     declared = []
     for option, default in defaults.items():
         if option not in known:
@@ -113,11 +113,11 @@ def register(
         declared.append(dataclasses.replace(known[option], default=checked))
     if name in _registered:
         unregister(name)
-    algorithms.TABLE[name] = algorithms.Algorithm(
+    lookup.TABLE[name] = lookup.Algorithm(
         name=name, kind=kind, writes=writes, options=tuple(declared)
     )
     _registered.add(name)
-    if kind == algorithms.BLOCK:
+    if kind == lookup.BLOCK:
         BLOCK_ALGORITHMS[name] = cast("Algorithm", rule)
     else:
         CANVAS_ALGORITHMS[name] = Variants(cast("CanvasAlgorithm", rule))
@@ -126,7 +126,7 @@ def register(
 def unregister(name: str) -> None:
     """Forgets an algorithm that `register` added; engines that have it must be shut down first."""
     _registered.remove(name)
-    del algorithms.TABLE[name]
+    del lookup.TABLE[name]
     BLOCK_ALGORITHMS.pop(name, None)
     CANVAS_ALGORITHMS.pop(name, None)
 
@@ -134,15 +134,15 @@ def unregister(name: str) -> None:
 def _kind_of(rule: object) -> str:
     if not isinstance(rule, type):  # a class has the methods, too
         if isinstance(rule, CanvasAlgorithm):
-            return algorithms.CANVAS
+            return lookup.CANVAS
         if isinstance(rule, Algorithm):
-            return algorithms.BLOCK
+            return lookup.BLOCK
     raise ValueError(
         f"{rule!r} is no rule: derive it from jdllm.BlockRule or jdllm.CanvasRule, and give an "
         "instance, not the class"
     )
 
 
-check_names(algorithms.BLOCK, BLOCK_ALGORITHMS)
-check_names(algorithms.CANVAS, CANVAS_ALGORITHMS)
-check_names(algorithms.UNIFORM, UNIFORM_ALGORITHMS)
+check_names(lookup.BLOCK, BLOCK_ALGORITHMS)
+check_names(lookup.CANVAS, CANVAS_ALGORITHMS)
+check_names(lookup.UNIFORM, UNIFORM_ALGORITHMS)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jdllm import errors, sampling_params
+from jdllm import errors
 from jdllm import spec as spec_lib
 from jdllm.engine import tokenizer as tokenizer_lib
+from jdllm.options import sampling_params
 from jdllm.scheduler import request as request_lib
 
 

@@ -11,12 +11,12 @@ import weakref
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Self, TypeVar
 
-from jdllm import config as config_lib
 from jdllm import errors
 from jdllm.engine import core as core_lib
 from jdllm.engine import loop as loop_lib
 from jdllm.engine import serving
 from jdllm.engine.start import startup
+from jdllm.options import config as config_lib
 
 Built = TypeVar("Built")
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from jdllm import sampling_params
 from jdllm.engine import prefix_match
 from jdllm.engine import tokenizer as tokenizer_lib
+from jdllm.options import sampling_params
 from jdllm.scheduler import commits as commits_lib
 
 # A character that is cut between two tokens decodes to at most three replacement characters.

@@ -13,8 +13,7 @@ import functools
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Literal
 
-from jdllm import config as config_lib
-from jdllm import errors, foreign_names, option_hints
+from jdllm import errors
 from jdllm.engine import (
     control,
     generations,
@@ -27,7 +26,10 @@ from jdllm.engine import (
 from jdllm.engine import stats as stats_lib
 from jdllm.engine import trace as trace_lib
 from jdllm.engine.start import build, startup
+from jdllm.foreign import names
 from jdllm.models import loading
+from jdllm.options import config as config_lib
+from jdllm.options import hints
 from jdllm.templates import chat
 
 
@@ -64,7 +66,7 @@ class Engine(control.EngineControl):
 
     # Generation
 
-    @foreign_names.explained(option_hints.BESIDE_SAMPLING_PARAMS)
+    @names.explained(hints.BESIDE_SAMPLING_PARAMS)
     def generate(
         self,
         prompt: str | Sequence[str] | None = None,
@@ -99,7 +101,7 @@ class Engine(control.EngineControl):
                 collector.add(generation)
         return collector.answer()
 
-    @foreign_names.explained(option_hints.BESIDE_SAMPLING_PARAMS)
+    @names.explained(hints.BESIDE_SAMPLING_PARAMS)
     async def async_generate(
         self,
         prompt: str | Sequence[str] | None = None,

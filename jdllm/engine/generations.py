@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jdllm import sampling_params
     from jdllm.engine import loop as loop_lib
+    from jdllm.options import sampling_params
     from jdllm.scheduler import batch as batch_lib
     from jdllm.scheduler import commits as commits_lib
     from jdllm.scheduler import request as request_lib

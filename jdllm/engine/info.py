@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from jdllm import algorithms, device
-from jdllm import config as config_lib
+from jdllm.algorithms import lookup
+from jdllm.device import devices
 from jdllm.engine import stats as stats_lib
 from jdllm.engine.start import build
+from jdllm.options import config as config_lib
 from jdllm.runner.launch import compile_counter
 
 
@@ -65,7 +66,7 @@ def server_info(built: build.Built) -> dict[str, Any]:
         "kernels": built.runner.kernels,
         "device": str(built.device),
         "device_facts": dataclasses.asdict(built.device),
-        "devices": device.describe(built.device.num_devices),
+        "devices": devices.describe(built.device.num_devices),
         "block_size": built.spec.diffusion.block_size,
         "algorithms": list(built.algorithms),
         "internal_states": [dataclasses.asdict(stats(built))],
@@ -93,6 +94,6 @@ def model_info(built: build.Built) -> dict[str, Any]:
         "dllm": {
             "rows": built.spec.diffusion.kind,
             "block_size": built.spec.diffusion.block_size,
-            "algorithms": algorithms.described(built.algorithms),
+            "algorithms": lookup.described(built.algorithms),
         },
     }

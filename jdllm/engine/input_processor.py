@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from jdllm import errors, sampling_params, value_checks
+from jdllm import errors, value_checks
 from jdllm.engine import candidates, infilling, requests
 from jdllm.engine.start import build
+from jdllm.options import sampling_params
 from jdllm.scheduler import request as request_lib
 from jdllm.templates import chat
 

@@ -8,9 +8,12 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jdllm import errors, foreign_names, option_hints, progress
+from jdllm import errors
 from jdllm.engine import engine as engine_lib
 from jdllm.engine import generations, infilling, requests
+from jdllm.foreign import names
+from jdllm.host import progress
+from jdllm.options import hints
 
 if TYPE_CHECKING:
     from jdllm.checkpoint.quiet_transformers import transformers
@@ -47,7 +50,7 @@ class LLM:
     def __init__(self, model: str | None = None, **options: Any):
         self.engine = engine_lib.Engine(model_path=model, **options)
 
-    @foreign_names.explained(option_hints.BESIDE_SAMPLING_PARAMS)
+    @names.explained(hints.BESIDE_SAMPLING_PARAMS)
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -68,7 +71,7 @@ class LLM:
         texts, ids = [text for text, _ in pairs], [ids for _, ids in pairs]
         return self._run(texts, ids, sampling_params, use_tqdm, suffix, given)
 
-    @foreign_names.explained(option_hints.BESIDE_SAMPLING_PARAMS)
+    @names.explained(hints.BESIDE_SAMPLING_PARAMS)
     def chat(
         self,
         messages: Messages | Sequence[Messages],

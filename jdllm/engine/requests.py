@@ -16,11 +16,12 @@ from typing import Any, TypeVar
 import numpy as np
 from jaxtyping import Int
 
-from jdllm import config as config_lib
-from jdllm import errors, sampling_params
+from jdllm import errors
 from jdllm.engine import detokenizer, generations
 from jdllm.engine import loop as loop_lib
 from jdllm.engine import tokenizer as tokenizer_lib
+from jdllm.options import config as config_lib
+from jdllm.options import sampling_params
 from jdllm.scheduler import request as request_lib
 
 P = TypeVar("P")

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, Literal, Protocol
 
-from jdllm import config as config_lib
-from jdllm import device_facts
+from jdllm.device import facts
+from jdllm.options import config as config_lib
 
 Modality = Literal["text", "image"]
 
@@ -46,7 +46,7 @@ class Serving(Protocol):
     def config(self) -> config_lib.EngineConfig: ...
 
     @property
-    def device(self) -> device_facts.DeviceFacts: ...
+    def device(self) -> facts.DeviceFacts: ...
 
     @property
     def is_alive(self) -> bool:

@@ -15,8 +15,9 @@ import queue
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from typing import Generic, Protocol, TypeVar
 
-from jdllm import errors, offload
+from jdllm import errors
 from jdllm.engine import loop as loop_lib
+from jdllm.host import offload
 from jdllm.scheduler import request as request_lib
 
 Item = TypeVar("Item")

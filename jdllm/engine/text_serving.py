@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from typing import Literal, Protocol
 
-from jdllm import sampling_params, spec
+from jdllm import spec
 from jdllm.engine import generations, serving, tokenizer
 from jdllm.engine import stats as stats_lib
+from jdllm.options import sampling_params
 
 
 class TextServing(serving.Serving, Protocol):

@@ -18,11 +18,11 @@ from typing import Any
 
 import tokenizers
 
-from jdllm import config as config_lib
 from jdllm import errors, value_checks
 from jdllm.checkpoint import tokenizer_checks
 from jdllm.checkpoint.quiet_transformers import tokenization_auto, transformers
 from jdllm.engine import chat_guard
+from jdllm.options import config as config_lib
 from jdllm.templates import chat, conversations
 
 logger = logging.getLogger(__name__)

@@ -14,11 +14,14 @@ from typing import Any
 
 import jax
 
-from jdllm import algorithms, arguments, errors, sampling_params
-from jdllm import config as config_lib
+from jdllm import errors
+from jdllm.algorithms import lookup
 from jdllm.engine import engine as engine_lib
 from jdllm.eval import backends, evaluation, model_args, presets, sandbox, store, summary, sweep
 from jdllm.eval.scenes import evaluation as scenes
+from jdllm.host import arguments
+from jdllm.options import config as config_lib
+from jdllm.options import sampling_params
 from jdllm.server import cli
 from jdllm.tasks import registry
 
@@ -264,7 +267,7 @@ def key_value(text: str, *, as_text: bool = False) -> tuple[str, Any]:
     """Splits `key=value`; the value is parsed as a YAML scalar."""
     key, equals, value = text.partition("=")
     if not key or not equals or not value:
-        known = ", ".join(("algorithm", *algorithms.option_names()))
+        known = ", ".join(("algorithm", *lookup.option_names()))
         raise errors.ConfigError(f"{text!r} is not KEY=VALUE; keys: {known}")
     return key, value if as_text else config_lib.parse_yaml(value, text)
 

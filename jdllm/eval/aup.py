@@ -21,7 +21,8 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jdllm import arguments, errors
+from jdllm import errors
+from jdllm.host import arguments
 
 PROG = "python -m jdllm.eval.aup"
 

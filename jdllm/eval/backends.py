@@ -11,11 +11,12 @@ import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from jdllm import errors, sampling_params
+from jdllm import errors
 from jdllm.checkpoint import fingerprint
 from jdllm.client import api, failures, retries, transport
 from jdllm.engine import engine as engine_lib
 from jdllm.engine.images import engine as image_engine
+from jdllm.options import sampling_params
 
 # The longest answer unless --max-new-tokens gives another; as in SGLang's script.
 DEFAULT_MAX_NEW_TOKENS = 512

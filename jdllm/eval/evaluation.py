@@ -20,8 +20,9 @@ from typing import Any
 
 import grain
 
-from jdllm import errors, progress, version
+from jdllm import errors, version
 from jdllm.eval import asking, backends, sandbox, store, summary
+from jdllm.host import progress
 from jdllm.tasks import registry
 from jdllm.tasks.example import Example, Score
 

@@ -31,8 +31,9 @@ from typing import Protocol
 import numpy as np
 from jaxtyping import Bool, Float64, Int, Int32
 
-from jdllm import errors, progress
+from jdllm import errors
 from jdllm import spec as spec_lib
+from jdllm.host import progress
 from jdllm.runner import full_forward
 
 NUM_SAMPLES = 128  # of LLaDA's published evaluation

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from jdllm import arguments, errors
+from jdllm import errors
+from jdllm.host import arguments
 
 try:
     # An optional dependency, which the type checker's environment does not have.

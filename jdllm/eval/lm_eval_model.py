@@ -23,10 +23,13 @@ import jax
 from lm_eval.api import instance, model, registry  # pyright: ignore[reportMissingImports]
 from lm_eval.models import utils as models_utils  # pyright: ignore[reportMissingImports]
 
-from jdllm import algorithms, errors, progress, sampling_params, stop_options
-from jdllm import config as config_lib
+from jdllm import errors
+from jdllm.algorithms import lookup
 from jdllm.engine import engine as engine_lib
 from jdllm.eval import backends, likelihood, model_args
+from jdllm.host import progress
+from jdllm.options import config as config_lib
+from jdllm.options import sampling_params, stop_options
 from jdllm.runner import full_forward
 
 logger = logging.getLogger("lm_eval.models.jdllm")  # lm-eval shows the loggers of its name only
@@ -200,7 +203,7 @@ class JdllmLM(model.LM):
         task = {"max_new_tokens": kwargs.pop("max_gen_toks"), "temperature": 0.0, **kwargs}
         if not samples:
             task["temperature"] = 0.0
-        options = {name: task.pop(name) for name in algorithms.option_names() if name in task}
+        options = {name: task.pop(name) for name in lookup.option_names() if name in task}
         given = self._args.sampling
         sampling = {
             **task,

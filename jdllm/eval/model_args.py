@@ -15,7 +15,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jdllm import algorithms, errors
+from jdllm import errors
+from jdllm.algorithms import lookup
 
 ENGINE = (
     "model_path", "tokenizer_path", "revision", "load_format", "dtype", "context_length",
@@ -104,7 +105,7 @@ def split(line: str) -> dict[str, Any]:
 
 def parse(given: Mapping[str, Any]) -> ModelArgs:
     """Sorts the names of a line, or of a Python call, by what they are for."""
-    decoding_names = ("algorithm", *algorithms.option_names())
+    decoding_names = ("algorithm", *lookup.option_names())
     known = {*ENGINE, *SAMPLING, *SERVER, *LIKELIHOOD, *ALIASES, *METHOD, *OTHER, *NEUTRAL}
     known |= set(decoding_names)
     values: dict[str, Any] = {}
@@ -196,7 +197,7 @@ def _decoding(options: dict[str, Any], method: dict[str, Any]) -> dict[str, Any]
             "generate_multi_block_kv_cache is d3LLM's way with a cache"
         )
     assert algorithm is not None, "a method or `alg` is given"
-    taken = set(algorithms.TABLE[algorithm].defaults)
+    taken = set(lookup.TABLE[algorithm].defaults)
     found = {k: v for k, v in options.items() if k in taken or k not in UNREAD}
     if algorithm == "FullAttnMultiBlock":
         found = {k: v for k, v in found.items() if k not in CACHE}

@@ -14,10 +14,11 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jdllm import errors, sampling_params
+from jdllm import errors
 from jdllm.engine import engine as engine_lib
 from jdllm.eval import backends, evaluation, summary
 from jdllm.eval import sweep as sweep_files
+from jdllm.options import sampling_params
 from jdllm.tasks import registry
 from jdllm.tasks.example import Example
 

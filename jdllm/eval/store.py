@@ -12,7 +12,8 @@ import pathlib
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from jdllm import errors, host
+from jdllm import errors
+from jdllm.host import files
 
 Record = dict[str, Any]
 
@@ -116,7 +117,7 @@ def make_folder(path: str | pathlib.Path) -> pathlib.Path:
     """
     folder = pathlib.Path(path)
     try:
-        host.make_writable(folder)
+        files.make_writable(folder)
     except OSError as error:
         raise errors.ConfigError(f"cannot use {path} as output folder: {error}") from error
     return folder
@@ -140,7 +141,7 @@ def write_json(path: pathlib.Path, content: Mapping[str, Any]) -> None:
 def write_text(path: pathlib.Path, text: str) -> None:
     """Replaces a file in one step; what was there before stays if that fails."""
     try:
-        host.replace_text(path, text)
+        files.replace_text(path, text)
     except OSError as error:
         raise _write_error(path, error) from error
 

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 import pallas_kernels
-from jdllm import sharding
+from jdllm.device import sharding
 
 
 class Fp8Weight(nnx.Module):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jdllm import sharding
+from jdllm.device import sharding
 from jdllm.layers import fp8_weight, norm
 
 Weight = nnx.Param[jax.Array] | fp8_weight.Fp8Weight  # [F, D]

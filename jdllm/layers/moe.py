@@ -21,7 +21,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 import pallas_kernels
-from jdllm import sharding
+from jdllm.device import sharding
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

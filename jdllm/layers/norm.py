@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 import pallas_kernels
-from jdllm import sharding
+from jdllm.device import sharding
 
 
 class RMSNorm(nnx.Module):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, UInt32
 
 import pallas_kernels
-from jdllm import sharding
+from jdllm.device import sharding
 
 
 @jax.tree_util.register_dataclass

@@ -10,8 +10,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jdllm import errors, sharding
+from jdllm import errors
 from jdllm import spec as spec_lib
+from jdllm.device import sharding
 from jdllm.layers import attention, mlp, moe, rope
 from jdllm.models import hf_config, key_rules
 

@@ -22,8 +22,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jdllm import config as config_lib
-from jdllm import device, errors, sharding
+from jdllm import errors
 from jdllm import spec as spec_lib
 from jdllm.checkpoint import (
     assemble,
@@ -33,9 +32,11 @@ from jdllm.checkpoint import (
     source,
     weight_table,
 )
+from jdllm.device import devices, sharding
 from jdllm.layers import moe
 from jdllm.models import decoder, decoder_config, random_weights, registry, split
 from jdllm.models import hf_config as hf_config_lib
+from jdllm.options import config as config_lib
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +119,7 @@ def load(
                 )
             )
         case "orbax" if place is None:
-            params = orbax_checkpoint.restore(directory, arrays, device.used())
+            params = orbax_checkpoint.restore(directory, arrays, devices.used())
         case "orbax" if place is not None:
             params = dict(orbax_checkpoint.restore_placed_each(directory, arrays, place))
         case _:

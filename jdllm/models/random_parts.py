@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, UInt32
 
-from jdllm import sharding
+from jdllm.device import sharding
 
 KIND = "threefry2x32"  # of keys
 MOST_INDICES = 1 << 32  # in the whole array; larger ones have a second word, which is 0 here

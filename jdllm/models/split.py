@@ -16,7 +16,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jdllm import errors, sharding
+from jdllm import errors
+from jdllm.device import sharding
 from jdllm.layers import attention, mlp, moe
 from jdllm.models import decoder_config
 

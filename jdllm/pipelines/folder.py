@@ -28,8 +28,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jdllm import config as config_lib
-from jdllm import device, errors
+from jdllm import errors
 from jdllm.checkpoint import (
     assemble,
     orbax_checkpoint,
@@ -38,10 +37,12 @@ from jdllm.checkpoint import (
     weight_files,
     weight_table,
 )
+from jdllm.device import devices
 from jdllm.models import hf_config, loading, random_weights, split
 from jdllm.models.images import component, registry
 from jdllm.models.images import quantization as quantization_lib
 from jdllm.models.images import split as image_split
+from jdllm.options import config as config_lib
 from jdllm.pipelines import flow_schedule, interface, prompts, request_defaults
 from jdllm.pipelines import registry as pipelines
 
@@ -144,7 +145,7 @@ class ModelFolder:
         elif self.load_format == "orbax" and place is not None:
             read = orbax_checkpoint.restore_placed_each(self.path, arrays, place)
         elif self.load_format == "orbax":
-            read = orbax_checkpoint.restore_each(self.path, arrays, device.used())
+            read = orbax_checkpoint.restore_each(self.path, arrays, devices.used())
         else:
             read = random_weights.each(arrays, seed=seed, place=place)
         params = quantization_lib.quantize(read, shapes, place)

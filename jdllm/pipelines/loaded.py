@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from jdllm import config as config_lib
-from jdllm import device_facts, errors
+from jdllm import errors
+from jdllm.device import facts
 from jdllm.models.images import host_weights
+from jdllm.options import config as config_lib
 from jdllm.pipelines import folder as pipeline_folder
 from jdllm.pipelines import interface, registry
 
@@ -39,7 +40,7 @@ class LoadedPipeline:
 def load(
     folder: pipeline_folder.PipelineFolder,
     dtype: str,
-    device: device_facts.DeviceFacts,
+    device: facts.DeviceFacts,
     *,
     quantization: config_lib.Quantization | None = None,
     seed: int = 0,
@@ -72,7 +73,7 @@ def load(
     return LoadedPipeline(pipeline=_built(folder, graphdefs, jnp.dtype(dtype)), params=params)
 
 
-def resolve_dtype(dtype: str, device: device_facts.DeviceFacts) -> str:
+def resolve_dtype(dtype: str, device: facts.DeviceFacts) -> str:
     """Returns the dtype of all components.
 
     "auto" is bfloat16, but float32 on a CPU, which emulates bfloat16. Published checkpoints may

@@ -11,7 +11,8 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from jdllm import arguments, errors
+from jdllm import errors
+from jdllm.host import arguments
 from jdllm.plots import results, style
 
 PROG = "jdllm plot"

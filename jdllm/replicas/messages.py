@@ -8,10 +8,12 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
-from jdllm import config as config_lib
-from jdllm import device_facts, errors, sampling_params, spec
+from jdllm import errors, spec
+from jdllm.device import facts as device_facts
 from jdllm.engine import generations
 from jdllm.engine import stats as stats_lib
+from jdllm.options import config as config_lib
+from jdllm.options import sampling_params
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,9 @@ from typing import Any
 
 import pydantic
 
-from jdllm import config as config_lib
-from jdllm import errors, option_hints
+from jdllm import errors
+from jdllm.options import config as config_lib
+from jdllm.options import hints as option_hints
 from jdllm.server import cli
 
 Part = typing.TypeVar("Part")

@@ -14,11 +14,11 @@ import fastapi
 from ray import serve  # pyright: ignore[reportMissingImports]
 from ray.serve import handle as serve_handle  # pyright: ignore[reportMissingImports]
 
-from jdllm import config as config_lib
 from jdllm.checkpoint import source
 from jdllm.engine import engine as engine_lib
 from jdllm.engine import tokenizer
 from jdllm.engine.start import startup
+from jdllm.options import config as config_lib
 from jdllm.replicas import engine_host, messages, ray_replicas, replicated_engine
 from jdllm.replicas import options as options_lib
 from jdllm.server import app as app_lib

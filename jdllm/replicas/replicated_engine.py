@@ -16,9 +16,10 @@ from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from concurrent import futures
 from typing import Any, Literal
 
-from jdllm import errors, sampling_params, spec
+from jdllm import errors, spec
 from jdllm.engine import generations, requests, tokenizer
 from jdllm.engine import stats as stats_lib
+from jdllm.options import sampling_params
 from jdllm.replicas import messages, routing, summed_stats
 
 logger = logging.getLogger(__name__)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TypedDict
 
-from jdllm import algorithms as algorithm_table
 from jdllm import spec as spec_lib
+from jdllm.algorithms import lookup as algorithm_table
 from jdllm.kv_cache import pool as pool_lib
 
 

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
-from jdllm import logit_options, sampling_params
+from jdllm.options import logit_options, sampling_params
 from jdllm.scheduler import batch as batch_lib
 from jdllm.scheduler import request as request_lib
 

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Int32
 
-from jdllm import device_facts
+from jdllm.device import facts
 from jdllm.runner.launch import executables, interrupts, over_mesh, peer_buffers
 from jdllm.runner.launch import program as program_lib
 from jdllm.scheduler import batch as batch_lib
@@ -31,7 +31,7 @@ class ModelRunner:
         params: program_lib.Params,
         kind: program_lib.Kind,
         *,
-        device: device_facts.DeviceFacts,
+        device: facts.DeviceFacts,
         peers: peer_buffers.PeerBuffers | None = None,
         implementation: str = "auto",
     ):

@@ -16,7 +16,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 from jaxtyping import Float32, Int32
 
-from jdllm import image_params, sampling_params
+from jdllm.options import image_params, sampling_params
 from jdllm.scheduler import stay as stay_lib
 
 

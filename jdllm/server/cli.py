@@ -2,7 +2,7 @@
 
 A flag is the name of a field, with dashes. A value comes from the default, from `--config
 FILE.yaml` or from the command line (the later one wins), and the options remember its source.
-Flags of SGLang and vLLM that are no fields are in `jdllm/foreign_flags.py`.
+Flags of SGLang and vLLM that are no fields are in `jdllm/foreign/flags.py`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,13 @@ from typing import Any
 
 import pydantic
 
-from jdllm import algorithms, arguments, config, errors, foreign_flags, option_hints
+from jdllm import errors
+from jdllm.algorithms import lookup
 from jdllm.checkpoint import source
+from jdllm.foreign import flags as foreign_flags
+from jdllm.host import arguments
+from jdllm.options import config
+from jdllm.options import hints as option_hints
 
 ALIASES = foreign_flags.ALIASES | {"drain_timeout": "drain_timeout_s"}
 SECRETS = ("api_key", "admin_api_key")
@@ -68,7 +73,7 @@ HELP = {
     "disable_radix_cache": "do not share the K,V of common prompt prefixes",
     "dllm_algorithm": "decoding algorithm, or several separated by commas; the first is the "
     "default: "
-    f"{', '.join(algorithms.TABLE)}",
+    f"{', '.join(lookup.TABLE)}",
     "dllm_algorithm_config": "YAML file with options of the algorithm",
     "random_seed": "seed for requests that give none",
     "log_level": "debug, info, warning, error or critical",

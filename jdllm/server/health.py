@@ -11,10 +11,11 @@ import prometheus_client
 from starlette import requests
 from starlette import responses as starlette_responses
 
-from jdllm import sampling_params, version
+from jdllm import version
 from jdllm.engine import requests as engine_requests
 from jdllm.engine.images import checks
 from jdllm.engine.images import requests as image_requests
+from jdllm.options import sampling_params
 from jdllm.server import request_forms, responses, running, state
 from jdllm.server.images_api import events as image_events
 

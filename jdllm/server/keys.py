@@ -14,7 +14,8 @@ import pathlib
 import stat
 from collections.abc import Mapping
 
-from jdllm import config, errors
+from jdllm import errors
+from jdllm.options import config
 from jdllm.server import request_context
 
 logger = logging.getLogger(__name__)

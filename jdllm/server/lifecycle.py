@@ -21,15 +21,16 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import uvicorn
 
-from jdllm import arguments, errors
+from jdllm import errors
+from jdllm.host import arguments
 from jdllm.server import app as app_lib
 from jdllm.server import connections, health, log_format, open_files, state, summary
 
 if TYPE_CHECKING:
-    from jdllm import config
     from jdllm.engine import engine as engine_lib
     from jdllm.engine.images import requests
     from jdllm.engine.start import startup
+    from jdllm.options import config
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,10 @@ import fastapi
 from starlette import requests
 from starlette import responses as starlette_responses
 
-from jdllm import errors, neutral_values, offload, sampling_params, value_checks
+from jdllm import errors, value_checks
+from jdllm.foreign import neutral_values
+from jdllm.host import offload
+from jdllm.options import sampling_params
 from jdllm.server import (
     chat,
     prompts,

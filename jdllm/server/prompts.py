@@ -11,7 +11,8 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from jdllm import errors, offload
+from jdllm import errors
+from jdllm.host import offload
 from jdllm.server import field_at_fault, protocol, state
 
 logger = logging.getLogger(__name__)

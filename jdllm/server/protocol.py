@@ -15,18 +15,12 @@ import pydantic
 from pydantic import StrictBool, StrictFloat, StrictStr
 from starlette import requests
 
-from jdllm import (
-    algorithms,
-    errors,
-    logit_options,
-    neutral_values,
-    offload,
-    option_hints,
-    sampling_params,
-    stop_options,
-    value_checks,
-)
-from jdllm.server import body_limits, field_at_fault, foreign_fields
+from jdllm import errors, value_checks
+from jdllm.algorithms import lookup
+from jdllm.foreign import fields, neutral_values
+from jdllm.host import offload
+from jdllm.options import hints, logit_options, sampling_params, stop_options
+from jdllm.server import body_limits, field_at_fault
 from jdllm.server.conversation_fields import Messages, TemplateFields, refuse_tool_use
 from jdllm.server.request_model import Integer, RequestModel, first_problem
 
@@ -59,7 +53,7 @@ SAMPLING_FIELDS = (
 
 
 class StreamOptions(RequestModel):
-    foreign: ClassVar = foreign_fields.STREAM_OPTIONS
+    foreign: ClassVar = fields.STREAM_OPTIONS
     include_usage: StrictBool | None = None
     continuous_usage_stats: StrictBool | None = None
 
@@ -75,7 +69,7 @@ AllowedTokenIds = Annotated[
 class OpenAIRequest(RequestModel):
     """What chat and text completions share."""
 
-    places: ClassVar = algorithms.places("dllm.{}")
+    places: ClassVar = lookup.places("dllm.{}")
     # No token at all could be written.
     meant_when_empty: ClassVar = frozenset({"allowed_token_ids"})
     model: StrictStr | None = None
@@ -157,7 +151,7 @@ class OpenAIRequest(RequestModel):
 
 
 class ChatRequest(OpenAIRequest, TemplateFields):
-    foreign: ClassVar = foreign_fields.CHAT
+    foreign: ClassVar = fields.CHAT
     messages: Messages
     top_logprobs: Integer | None = None
     max_completion_tokens: Integer | None = None
@@ -194,7 +188,7 @@ class ChatRequest(OpenAIRequest, TemplateFields):
 
 
 class CompletionRequest(OpenAIRequest):
-    foreign: ClassVar = foreign_fields.OPENAI
+    foreign: ClassVar = fields.OPENAI
     meant_when_empty: ClassVar = OpenAIRequest.meant_when_empty | {"prompt"}
     prompt: Any = None
     suffix: StrictStr | None = None
@@ -222,8 +216,8 @@ class CompletionRequest(OpenAIRequest):
 
 
 class GenerateRequest(RequestModel):
-    foreign: ClassVar = foreign_fields.GENERATE
-    places: ClassVar = option_hints.BESIDE_SAMPLING_PARAMS
+    foreign: ClassVar = fields.GENERATE
+    places: ClassVar = hints.BESIDE_SAMPLING_PARAMS
     meant_when_empty: ClassVar = frozenset({"text", "input_ids"})
     text: Any = None
     input_ids: Any = None
@@ -262,7 +256,7 @@ class AbortRequest(RequestModel):
 class TokenizeRequest(TemplateFields):
     """Text or a conversation. Tools are listed in the prompt unless `tool_choice` is "none"."""
 
-    foreign: ClassVar = foreign_fields.TOKENIZE
+    foreign: ClassVar = fields.TOKENIZE
     meant_when_empty: ClassVar = frozenset({"prompt", "messages"})
     model: StrictStr | None = None
     prompt: Any = None

@@ -11,7 +11,8 @@ import zlib
 from starlette import datastructures
 from starlette import types as asgi
 
-from jdllm import errors, offload
+from jdllm import errors
+from jdllm.host import offload
 from jdllm.server import responses
 
 GZIP = 16 + zlib.MAX_WBITS

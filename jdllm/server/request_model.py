@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar, get_args
 import pydantic
 from pydantic import StrictInt, StrictStr
 
-from jdllm import errors, foreign_names, neutral_values, value_checks
-from jdllm.server import foreign_fields
+from jdllm import errors, value_checks
+from jdllm.foreign import fields, names, neutral_values
 
 # An integer, which may be written as 8.0; 8.5, "8" and true are none.
 Integer = Annotated[StrictInt, pydantic.BeforeValidator(value_checks.whole)]
@@ -27,9 +27,9 @@ class RequestModel(pydantic.BaseModel):
     """
 
     model_config = pydantic.ConfigDict(extra="allow", protected_namespaces=())
-    foreign: ClassVar[foreign_fields.Neutral] = {}
+    foreign: ClassVar[fields.Neutral] = {}
     hints: ClassVar[frozenset[str]] = frozenset()
-    places: ClassVar[foreign_names.Places] = {}
+    places: ClassVar[names.Places] = {}
     meant_when_empty: ClassVar[frozenset[str]] = frozenset()
 
     @pydantic.model_validator(mode="before")
@@ -50,7 +50,7 @@ class RequestModel(pydantic.BaseModel):
     @pydantic.model_validator(mode="after")
     def _refuse_foreign(self) -> RequestModel:
         extra = {k: v for k, v in (self.model_extra or {}).items() if k not in self.hints}
-        foreign_fields.check(extra, self.foreign, type(self).model_fields, self.places)
+        fields.check(extra, self.foreign, type(self).model_fields, self.places)
         return self
 
 

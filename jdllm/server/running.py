@@ -20,9 +20,10 @@ from typing import Any, TypeVar
 from starlette import requests
 from starlette import types as asgi
 
-from jdllm import errors, sampling_params
+from jdllm import errors
 from jdllm.engine import generations
 from jdllm.engine import requests as engine_requests
+from jdllm.options import sampling_params
 from jdllm.server import metrics, protocol, responses, state
 
 Result = TypeVar("Result")

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Literal
 
 from starlette import requests
 
-from jdllm import config, errors
+from jdllm import errors
+from jdllm.options import config
 from jdllm.server import keys, live_requests, metrics, responses
 from jdllm.server import token_texts as token_texts_lib
 from jdllm.server.images_api import store

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from jdllm import config
     from jdllm.engine import engine as engine_lib
     from jdllm.engine.images import engine as image_engine
     from jdllm.engine.images import requests
+    from jdllm.options import config
 
 Route = Literal["chat", "ids", "image"]
 

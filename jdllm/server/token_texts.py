@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 from jdllm.engine import detokenizer
 
 if TYPE_CHECKING:
-    from jdllm import sampling_params
     from jdllm.engine import generations, tokenizer
+    from jdllm.options import sampling_params
 
 CACHED_TOKENS = 1 << 15
 

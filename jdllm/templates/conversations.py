@@ -19,7 +19,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jdllm import errors, neutral_values, value_checks
+from jdllm import errors, value_checks
+from jdllm.foreign import neutral_values
 from jdllm.templates import message_fields
 
 if TYPE_CHECKING:

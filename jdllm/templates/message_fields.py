@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jdllm import errors, neutral_values
+from jdllm import errors
+from jdllm.foreign import neutral_values
 
 # Names that servers and SDKs give to what they keep beside the text.
 HINTS = frozenset(

@@ -8,7 +8,8 @@ import pathlib
 import signal
 import sys
 
-from jdllm import arguments, errors
+from jdllm import errors
+from jdllm.host import arguments
 from jdllm.train import checkpoints, loop, recipes, stop_request
 
 PROG = "jdllm train"

@@ -10,8 +10,8 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from jdllm import config as config_lib
 from jdllm import errors
+from jdllm.options import config as config_lib
 from jdllm.train import optimizers
 
 _OF_ANY_RUN = (

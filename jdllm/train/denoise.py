@@ -21,7 +21,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
-from jdllm import algorithms, spec
+from jdllm import spec
+from jdllm.algorithms import lookup
 from jdllm.decoding.block import interface, low_confidence
 from jdllm.layers import attention
 from jdllm.models import loading
@@ -99,7 +100,7 @@ def _step(
     place = begin[:, None] + jnp.arange(diffusion.block_size)  # past S in a short last block
     in_block = functools.partial(jnp.take_along_axis, indices=place, axis=1, mode="clip")
     is_answer = place >= rows.prompt_lens[:, None]
-    options = algorithms.padding(algorithms.BLOCK, B) | {"threshold": jnp.full(B, threshold)}
+    options = lookup.padding(lookup.BLOCK, B) | {"threshold": jnp.full(B, threshold)}
     block = interface.BlockState(
         tokens=in_block(rows.tokens),
         masked=in_block(rows.masked) & (place < S),

@@ -18,8 +18,9 @@ from collections.abc import Mapping
 
 import orbax.checkpoint as ocp
 
-from jdllm import errors, host, progress
+from jdllm import errors
 from jdllm.checkpoint import source
+from jdllm.host import files, progress
 from jdllm.train import checkpoints, recipes, run_lock, run_settings, stop_request
 from jdllm.train import recipe as recipe_lib
 from jdllm.train.config import RunConfig
@@ -134,7 +135,7 @@ def _train(
 def _check_can_export(stem: pathlib.Path) -> None:
     """Makes the folder of the exported weights; hours of training must not end in an error."""
     try:
-        host.make_writable(stem.parent)
+        files.make_writable(stem.parent)
     except OSError as error:
         raise errors.ConfigError(f"--export-state {stem} cannot be written: {error}") from error
 

@@ -14,7 +14,8 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from jdllm import errors, host
+from jdllm import errors
+from jdllm.host import files
 from jdllm.train.config import RunConfig
 
 logger = logging.getLogger(__name__)
@@ -81,7 +82,7 @@ def resumed(folder: pathlib.Path, config: RunConfig, new: Settings) -> Settings:
 
 def write(folder: pathlib.Path, settings: Settings) -> None:
     """Keeps the settings in `folder`; raises an OSError where it cannot."""
-    host.replace_text(folder / FILE, json.dumps(settings, indent=2) + "\n")
+    files.replace_text(folder / FILE, json.dumps(settings, indent=2) + "\n")
 
 
 def _defaults(config: RunConfig) -> dict[str, Any]:

@@ -9,9 +9,10 @@ import sys
 
 import pytest
 
-from jdllm import config, errors
+from jdllm import errors
 from jdllm.bench import command_line, offline_throughput, one_batch, serving, serving_options
 from jdllm.bench.images import options as image_options
+from jdllm.options import config
 
 PARSERS = {
     "serving": serving_options.parse,

@@ -14,9 +14,9 @@ import pytest
 import uvicorn
 from support import tiny_engine
 
-from jdllm import config
 from jdllm.bench import in_process, offline_throughput, one_batch, serving
 from jdllm.engine.start import startup
+from jdllm.options import config
 from jdllm.server import app, state
 
 pytestmark = pytest.mark.campaign  # an engine of its own, whose programs take long to compile

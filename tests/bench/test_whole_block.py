@@ -2,8 +2,9 @@
 
 import pytest
 
-from jdllm import algorithms, sampling_params
+from jdllm.algorithms import lookup
 from jdllm.bench import one_batch
+from jdllm.options import sampling_params
 
 OF_A_CALL = [
     {},
@@ -33,14 +34,14 @@ def params(options):
 @pytest.mark.parametrize(("asked", "expected"), [*zip(OF_A_CALL, EXPECTED, strict=True)])
 def test_options_that_exclude_a_threshold_do_not_hold(asked, expected):
     name = asked.get("algorithm", "LowConfidence")
-    found = one_batch.whole_block(algorithms.TABLE[name], asked)
+    found = one_batch.whole_block(lookup.TABLE[name], asked)
     assert found.pop("algorithm", name) == name
     assert found == expected
 
 
-@pytest.mark.parametrize("name", algorithms.TABLE)
+@pytest.mark.parametrize("name", lookup.TABLE)
 def test_a_server_takes_them_whatever_its_defaults_are(name):
-    algorithm = algorithms.TABLE[name]
+    algorithm = lookup.TABLE[name]
     found = params(one_batch.whole_block(algorithm, {}))
     rules = [{option.name: word} for option in algorithm.options for word in option.words]
     others = [{one: algorithm.option(one).low} for one in algorithm.alternatives]

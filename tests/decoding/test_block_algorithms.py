@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from support.blocks import make_block, make_proposal
 
-from jdllm import algorithms, decoding
+from jdllm import decoding
+from jdllm.algorithms import lookup
 
 VOCAB = 7
 
@@ -219,7 +220,7 @@ def test_drawn_tokens_are_not_reverted_by_edits():
 @pytest.mark.parametrize(
     "name",
     # Rules that move tokens have oracles of their own.
-    [name for name in decoding.BLOCK_ALGORITHMS if not algorithms.TABLE[name].moves_tokens],
+    [name for name in decoding.BLOCK_ALGORITHMS if not lookup.TABLE[name].moves_tokens],
 )
 def test_finished_rows_are_unchanged(name):
     rng = np.random.default_rng(5)

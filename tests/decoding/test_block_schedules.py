@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 from support.blocks import make_block, make_proposal
 
-from jdllm import algorithms, decoding, errors
-from jdllm.sampling_params import DllmParams
+from jdllm import decoding, errors
+from jdllm.algorithms import lookup
+from jdllm.options.sampling_params import DllmParams
 
 VOCAB, LENGTH, ROWS = 9, 8, 6
-STRATEGIES = algorithms.TABLE["SDAR"].option("remasking_strategy").words
-POLICIES = algorithms.TABLE["MaskedDiffusion"].option("selection_policy").words
+STRATEGIES = lookup.TABLE["SDAR"].option("remasking_strategy").words
+POLICIES = lookup.TABLE["MaskedDiffusion"].option("selection_policy").words
 
 
 def statistics(logits):
@@ -107,7 +108,7 @@ def arrays_of(name, rows):
     arrays = {option: [row[option] for row in rows] for option in rows[0]}
     if name in words:
         word = words[name]
-        arrays[word] = [algorithms.word(name, word, value) for value in arrays[word]]
+        arrays[word] = [lookup.word(name, word, value) for value in arrays[word]]
     return arrays
 
 
@@ -172,10 +173,10 @@ def one_step(name, masked, prob, **options):
 
 def test_a_step_of_sdar_never_writes_more_than_the_masks():
     # The published code ranks all positions and takes n of them, masked or not.
-    static = algorithms.word("SDAR", "remasking_strategy", "low_confidence_static")
+    static = lookup.word("SDAR", "remasking_strategy", "low_confidence_static")
     options = {"remasking_strategy": static, "denoising_steps": 1}
     assert one_step("SDAR", [False, False, False, True], [0.9] * 4, **options) == [3]
-    sequential = algorithms.word("SDAR", "remasking_strategy", "sequential")
+    sequential = lookup.word("SDAR", "remasking_strategy", "sequential")
     options = {"remasking_strategy": sequential, "denoising_steps": 2}
     assert one_step("SDAR", [True, False, False, True], [0.9] * 4, **options) == [0, 3]
 

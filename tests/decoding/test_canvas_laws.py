@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from support import canvas_rows
 
-from jdllm import algorithms, decoding
+from jdllm import decoding
+from jdllm.algorithms import lookup
 from jdllm.decoding.canvas import interface as canvas_lib
 
 S, R, END = 40, 10, 5
@@ -157,13 +158,13 @@ def test_plan_and_update_keep_every_shape_and_type(algorithm, is_shifted):
 def test_the_table_is_that_of_the_options():
     names = set(decoding.CANVAS_ALGORITHMS)
     others = set(decoding.BLOCK_ALGORITHMS) | set(decoding.UNIFORM_ALGORITHMS)
-    assert names | others == set(algorithms.TABLE)
+    assert names | others == set(lookup.TABLE)
     assert not names & set(decoding.BLOCK_ALGORITHMS)
     with pytest.raises(ImportError, match="without a rule.*: Dream, LLaDA; see"):
-        decoding.check_names(algorithms.CANVAS, names - {"Dream", "LLaDA"})
+        decoding.check_names(lookup.CANVAS, names - {"Dream", "LLaDA"})
     with pytest.raises(ImportError, match="not declared: Toy; see"):
-        decoding.check_names(algorithms.CANVAS, names | {"Toy"})
-    options = {name for names in OPTIONS for name in algorithms.TABLE[names].defaults}
+        decoding.check_names(lookup.CANVAS, names | {"Toy"})
+    options = {name for names in OPTIONS for name in lookup.TABLE[names].defaults}
     fields = {field.name for field in dataclasses.fields(canvas_lib.CanvasParams)}
     assert options <= fields, "every option reaches the device"
     multi_block = [

@@ -7,7 +7,7 @@ import pytest
 from support.gemma_oracle import Oracle
 
 import pallas_kernels
-from jdllm import algorithms
+from jdllm.algorithms import lookup
 from jdllm.decoding.uniform import gemma4_renoise, interface
 
 RULE = gemma4_renoise.Gemma4Renoise()
@@ -16,10 +16,10 @@ ATOL = 1e-5  # sums of twelve float32 entropies of up to 4 nats
 
 
 def params_of(*rows):
-    arrays = algorithms.padding(algorithms.UNIFORM, len(rows))
-    defaults = algorithms.TABLE["Gemma4Renoise"].defaults
+    arrays = lookup.padding(lookup.UNIFORM, len(rows))
+    defaults = lookup.TABLE["Gemma4Renoise"].defaults
     for i, row in enumerate(rows):
-        algorithms.fill(arrays, i, "Gemma4Renoise", defaults | row, row_length=L)
+        lookup.fill(arrays, i, "Gemma4Renoise", defaults | row, row_length=L)
     return interface.UniformParams(**{k: jnp.asarray(v) for k, v in arrays.items()})
 
 

@@ -7,7 +7,8 @@ import pytest
 from support import canvas_engine, tiny_engine
 
 import jdllm
-from jdllm import algorithms, decoding
+from jdllm import decoding
+from jdllm.algorithms import lookup
 
 PROMPTS = [list(range(3, 3 + length)) for length in (5, 9, 14, 22)]
 
@@ -17,7 +18,7 @@ def _only_here():
     """Takes the registered names out again: other tests read the tables."""
     yield
     for name in ("Sure", "FirstTwo", "Probable", "Again"):
-        if name in algorithms.TABLE:
+        if name in lookup.TABLE:
             decoding.unregister(name)
 
 
@@ -92,10 +93,10 @@ def test_a_name_can_be_registered_again_but_not_taken_from_us():
     jdllm.register_algorithm("Again", Sure(), options={"threshold": 0.3})
     jdllm.register_algorithm("Again", FirstTwo())
     assert decoding.BLOCK_ALGORITHMS["Again"] == FirstTwo()
-    assert algorithms.TABLE["Again"].options == ()
+    assert lookup.TABLE["Again"].options == ()
     jdllm.register_algorithm("Again", Probable())
     assert "Again" not in decoding.BLOCK_ALGORITHMS
-    assert algorithms.TABLE["Again"].kind == algorithms.CANVAS
+    assert lookup.TABLE["Again"].kind == lookup.CANVAS
     with pytest.raises(ValueError, match="is an algorithm of jdllm"):
         jdllm.register_algorithm("LowConfidence", Sure())
 
@@ -114,7 +115,7 @@ def test_a_name_can_be_registered_again_but_not_taken_from_us():
 def test_wrong_rules_are_refused_by_name(name, rule, options, said):
     with pytest.raises(ValueError, match=said):
         jdllm.register_algorithm(name, rule, options=options)
-    assert name not in algorithms.TABLE
+    assert name not in lookup.TABLE
 
 
 def test_an_engine_without_the_rule_names_it():

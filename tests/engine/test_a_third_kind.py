@@ -12,14 +12,16 @@ import numpy as np
 import pytest
 from support.toy_kind import device, rows
 
-from jdllm import device_facts, errors, sampling_params
+from jdllm import errors
+from jdllm.device import facts
 from jdllm.engine import core as core_lib
 from jdllm.engine.start import kinds
+from jdllm.options import sampling_params
 from jdllm.runner import model_runner
 from jdllm.scheduler import request, scheduler
 from jdllm.scheduler.rows import interface
 
-CPU = device_facts.DeviceFacts(platform="cpu", device_kind="cpu")
+CPU = facts.DeviceFacts(platform="cpu", device_kind="cpu")
 ROWS, WEIGHT = 3, 5
 # The one line.
 KINDS = kinds.KINDS | {"toy": kinds.KindOfRows(rows=rows.ToyRows, device=device.build)}

@@ -4,18 +4,21 @@ import pathlib
 
 import pytest
 
-from jdllm import algorithms, config, device_facts, errors, sampling_params
+from jdllm import errors
+from jdllm.algorithms import lookup
+from jdllm.device import facts
 from jdllm.engine import stats
 from jdllm.engine.start import algorithm_defaults, kinds, sampling_defaults, sizing
 from jdllm.models import loading
+from jdllm.options import config, sampling_params
 from jdllm.scheduler import batch as batch_lib
 from jdllm.scheduler.rows import canvas
 
-CPU = device_facts.DeviceFacts(platform="cpu", device_kind="cpu")
+CPU = facts.DeviceFacts(platform="cpu", device_kind="cpu")
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "data" / "goldens"
 FAMILIES = {"llada2": False, "llada": True, "dream": True}
-KINDS = {False: algorithms.BLOCK, True: algorithms.CANVAS}
+KINDS = {False: lookup.BLOCK, True: lookup.CANVAS}
 
 
 def choose(family, generation_config=None, **options):
@@ -33,10 +36,10 @@ def test_default_follows_the_attention(family, has_canvas):
 @pytest.mark.parametrize("family,has_canvas", FAMILIES.items())
 @pytest.mark.parametrize(
     "name",
-    [name for name, one in algorithms.TABLE.items() if not (one.moves_tokens or one.drafts)],
+    [name for name, one in lookup.TABLE.items() if not (one.moves_tokens or one.drafts)],
 )
 def test_an_algorithm_of_the_other_kind_is_refused_with_the_right_ones(family, has_canvas, name):
-    fits = name in algorithms.of_kind(KINDS[has_canvas])
+    fits = name in lookup.of_kind(KINDS[has_canvas])
     right = "FullAttnMultiBlock.*FastDLLM"
     if not has_canvas:
         right = "LowConfidence, JointThreshold, .*MaskedDiffusion, HierarchyBlock$"

@@ -11,8 +11,10 @@ import pytest
 from support import hash_engine, stalls, waiting
 from support.hash_model import B, decode_text
 
-from jdllm import errors, offload, sampling_params
+from jdllm import errors
 from jdllm.engine import input_processor
+from jdllm.host import offload
+from jdllm.options import sampling_params
 
 OPTIONS = {"max_new_tokens": 3 * B, "seed": 5, "ignore_eos": True}
 PARAMS = sampling_params.SamplingParams(**OPTIONS)

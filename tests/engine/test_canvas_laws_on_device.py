@@ -21,7 +21,7 @@ from support.canvas_asks import (
 from support.canvas_engine import alone, generate, launches, shared, told
 from support.tiny_engine import assert_nothing_held
 
-from jdllm import sampling_params
+from jdllm.options import sampling_params
 
 # The second family, whose logits are shifted, is part of the campaign.
 every_family = pytest.mark.parametrize(

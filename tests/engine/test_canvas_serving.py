@@ -18,8 +18,9 @@ from support.canvas_engine import generate, shared, told
 from support.tiny_engine import assert_nothing_held
 from support.tiny_engine import make_engine as make_block_engine
 
-from jdllm import config, errors
+from jdllm import errors
 from jdllm.engine.start import startup
+from jdllm.options import config
 from jdllm.server import app, lifecycle, state
 
 pytestmark = pytest.mark.campaign  # two engines, whose programs take long to compile

@@ -12,7 +12,8 @@ import pytest
 from support import canvas_engine
 from support.tiny_engine import BLOCK
 
-from jdllm import errors, sampling_params
+from jdllm import errors
+from jdllm.options import sampling_params
 
 pytestmark = pytest.mark.campaign  # engines of its own, whose programs take long to compile
 

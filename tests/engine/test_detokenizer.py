@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from jdllm import sampling_params
 from jdllm.checkpoint import source
 from jdllm.engine import detokenizer, prefix_match, tokenizer
+from jdllm.options import sampling_params
 from jdllm.scheduler import commits, finish
 
 ALPHABET = "ab c\u00e4\u4e2d\U0001f600<|1+="

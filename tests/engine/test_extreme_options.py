@@ -6,8 +6,9 @@ from support import canvas_engine
 from support.extremes import NUMBERS
 from support.tiny_engine import make_engine
 
-from jdllm import algorithms, errors
-from jdllm.sampling_params import DllmParams, SamplingParams
+from jdllm import errors
+from jdllm.algorithms import lookup
+from jdllm.options.sampling_params import DllmParams, SamplingParams
 
 TOKENS = 8
 
@@ -34,7 +35,7 @@ def params(temperature, dllm):
 
 def asks(engine):
     for name in engine._built.algorithms:
-        algorithm = algorithms.TABLE[name]
+        algorithm = lookup.TABLE[name]
         plain = {"algorithm": name}
         if algorithm.option("block_length"):
             plain["block_length"] = TOKENS

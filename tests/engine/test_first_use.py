@@ -8,7 +8,8 @@ import time
 import pytest
 from support import work
 
-from jdllm import device, errors
+from jdllm import errors
+from jdllm.device import devices
 from jdllm.engine.start import sizing
 from jdllm.engine.start.images import build, first_use
 from jdllm.runner.image import sizes
@@ -103,7 +104,7 @@ def test_launches_are_admitted_within_the_share_of_memory_that_the_flag_gives(
     monkeypatch, fraction, decode_rows
 ):
     # A decode launch needs 10 GB for each image; weights, latents and captions take 40 of 100 GB.
-    monkeypatch.setattr(device, "memory_use", lambda count: (40 * 10**9, 100 * 10**9))
+    monkeypatch.setattr(devices, "memory_use", lambda count: (40 * 10**9, 100 * 10**9))
     buckets = image_buckets.ImageBuckets(
         sizes=((512, 512),), most_decode_rows=image_buckets.rows_by_pixels(8 * 512 * 512)
     )

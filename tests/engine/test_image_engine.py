@@ -13,9 +13,10 @@ from support import image_engine
 from support.golden_images import PROMPTS, SQUARE
 
 import jdllm
-from jdllm import config, errors
+from jdllm import errors
 from jdllm.checkpoint import source
 from jdllm.engine.start.images import options as image_options
+from jdllm.options import config
 from jdllm.pipelines import folder
 
 ATOL_LATENTS = 6e-4  # that of `pipelines/test_golden_runs.py`

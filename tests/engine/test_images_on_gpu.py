@@ -19,7 +19,7 @@ import pytest
 from support import golden_flux, image_fake
 from support import golden_images as golden
 
-from jdllm import device as device_lib
+from jdllm.device import devices as device_lib
 from jdllm.engine.start import startup
 from jdllm.engine.start.images import build
 from jdllm.pipelines import folder, loaded

@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 
 import jdllm
-from jdllm import config, device_facts, errors, sampling_params
+from jdllm import errors
 from jdllm import spec as spec_lib
+from jdllm.device import facts
 from jdllm.engine import core, llm
 from jdllm.engine.start import build, sizing
+from jdllm.options import config, sampling_params
 from jdllm.scheduler import batch as batch_lib
 from jdllm.scheduler import scheduler as scheduler_lib
 from jdllm.scheduler.rows import canvas as canvas_rows
@@ -145,7 +147,7 @@ def built(tokenizer):
     defaults = sampling_params.DllmParams()
     return build.Built(
         config=config.EngineConfig(max_queued_requests=16),
-        device=device_facts.DeviceFacts(platform="cpu", device_kind="cpu"),
+        device=facts.DeviceFacts(platform="cpu", device_kind="cpu"),
         core=core.EngineCore(scheduler, runner, max_total_tokens=pages * PAGE),
         runner=runner,
         model=None,

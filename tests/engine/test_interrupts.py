@@ -13,7 +13,7 @@ from support import canvas_engine, hash_model, tiny_engine
 from support.canvas_asks import mixed_asks
 
 import pallas_kernels
-from jdllm import device
+from jdllm.device import devices
 from jdllm.engine import loop
 from jdllm.runner.launch import executables, interrupts
 
@@ -195,7 +195,7 @@ def test_the_host_ends_a_running_loop():
 
     lowered = jax.jit(run).lower(planned(), jnp.int32(1))
     # XLA makes no graph of so few kernels by itself; without one the host reads each condition.
-    options = executables.compiler_options(device.facts()) | {"xla_gpu_graph_min_graph_size": "1"}
+    options = executables.compiler_options(devices.facts()) | {"xla_gpu_graph_min_graph_size": "1"}
     loop = lowered.compile(compiler_options=options)
     assert int(loop(planned(), jnp.int32(100))) == 100
     given, many = planned(), jnp.int32(2 * 10**5)

@@ -14,8 +14,9 @@ import pytest
 from support import hash_model, work
 from support.hash_model import CONTEXT, B, PagedModel, alone, build, random_request
 
-from jdllm import errors, sampling_params
+from jdllm import errors
 from jdllm.engine import core, loop, stats
+from jdllm.options import sampling_params
 
 REQUESTS_PER_CLIENT = 25
 CLIENTS = 4

@@ -11,8 +11,9 @@ import pytest
 from support import hash_engine
 from support.hash_model import CONTEXT, B
 
-from jdllm import errors, sampling_params
+from jdllm import errors
 from jdllm.engine import input_processor
+from jdllm.options import sampling_params
 from jdllm.scheduler import request as request_lib
 
 PROMPTS = [[4] * B, [5] * (B + 1), [6] * 3]

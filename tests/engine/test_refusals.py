@@ -3,7 +3,8 @@
 import pytest
 from support.tiny_engine import VOCAB, assert_nothing_held, make_engine
 
-from jdllm import errors, sampling_params
+from jdllm import errors
+from jdllm.options import sampling_params
 
 
 @pytest.mark.campaign

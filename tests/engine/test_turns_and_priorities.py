@@ -11,8 +11,9 @@ import pytest
 from support import hash_engine
 from support.hash_model import B
 
-from jdllm import errors, sampling_params
+from jdllm import errors
 from jdllm.engine import input_processor
+from jdllm.options import sampling_params
 
 PARAMS = sampling_params.SamplingParams(max_new_tokens=2 * B, seed=5, ignore_eos=True)
 PRIORITIES = {"enable_priority_scheduling": True}

@@ -6,7 +6,8 @@ import re
 import jax.numpy as jnp
 import pytest
 
-from jdllm import errors, sharding
+from jdllm import errors
+from jdllm.device import sharding
 from jdllm.engine.start import weights_fit
 from jdllm.models import loading, split
 

@@ -4,8 +4,9 @@ import re
 
 import pytest
 
-from jdllm import errors, sampling_params
+from jdllm import errors
 from jdllm.eval import model_args
+from jdllm.options import sampling_params
 
 MULTI = {"algorithm": "FullAttnMultiBlock", "block_length": 32, "threshold": 0.5}
 # What d3LLM's README and scripts pass to `eval_llada.py` and to Dream's `diffllm`.

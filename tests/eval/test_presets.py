@@ -4,9 +4,9 @@ import pathlib
 
 import pytest
 
-from jdllm import sampling_params
 from jdllm.eval import __main__ as cli
 from jdllm.eval import model_args, presets
+from jdllm.options import sampling_params
 from jdllm.tasks import registry
 
 DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs" / "evaluation.md"

@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jdllm import device, sharding
+from jdllm.device import devices, sharding
 from jdllm.runner.launch import over_mesh
 
 
 def test_a_step_gets_and_returns_arrays_without_elements_that_are_not_handed_over():
-    mesh = sharding.make_mesh(2, device.every())
+    mesh = sharding.make_mesh(2, devices.every())
     split = NamedSharding(mesh, sharding.SPLIT)
     params = {"w": jax.device_put(jnp.arange(4.0).reshape(2, 2), split)}
     memory = over_mesh.replicated({"state": jnp.ones((3, 2)), "edge": jnp.zeros((3, 0))}, mesh)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jdllm import device, sharding
+from jdllm.device import devices, sharding
 from jdllm.runner.launch import over_mesh
 
 
@@ -23,7 +23,7 @@ def test_the_faults_of_every_device_are_told(wrong):
 
     everywhere = jax.shard_map(
         step,
-        mesh=sharding.make_mesh(2, device.every()),
+        mesh=sharding.make_mesh(2, devices.every()),
         in_specs=PartitionSpec(),
         out_specs=PartitionSpec(),
         check_vma=False,

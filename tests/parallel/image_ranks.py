@@ -29,8 +29,8 @@ from support.image_launches import (
 from support.shards import assert_same_bits, shards_by_device
 
 import jdllm
-from jdllm import device as device_lib
-from jdllm import sharding
+from jdllm.device import devices as device_lib
+from jdllm.device import sharding
 from jdllm.models import loading, random_weights
 from jdllm.models import split as models_split
 from jdllm.models.images import flux, qwen_image, split

@@ -12,7 +12,7 @@ from support import canvas_engine, devices, gemma_engine
 from support.golden_configs import GOLDENS, variant
 from support.tiny_engine import make_engine
 
-from jdllm import sharding
+from jdllm.device import sharding
 from jdllm.runner.launch import over_mesh, peer_buffers
 from pallas_kernels.hopper import compat
 

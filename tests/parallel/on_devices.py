@@ -24,8 +24,8 @@ from support.shards import assert_same_bits, shards_by_device
 from support.tiny_engine import LLADA22, SHIFTED, VOCAB, assert_nothing_held, make_engine
 
 import pallas_kernels
-from jdllm import device, sharding
 from jdllm.checkpoint import orbax_checkpoint
+from jdllm.device import devices, sharding
 from jdllm.layers import attention, unembedding
 from jdllm.models import loading
 from jdllm.runner.launch import over_mesh
@@ -389,5 +389,5 @@ def test_edited_logits_and_lists_of_the_best_equal_those_of_one_device(family):
 
 
 def test_devices_are_the_first_of_the_host():
-    assert [one["id"] for one in device.describe(3)] == [0, 1, 2]
-    assert device.facts(3).num_devices == 3
+    assert [one["id"] for one in devices.describe(3)] == [0, 1, 2]
+    assert devices.facts(3).num_devices == 3

@@ -22,7 +22,7 @@ from support.gemma_rows import (
 from support.shards import assert_same_bits
 from support.tiny_engine import assert_nothing_held, random_prompts
 
-from jdllm import sharding
+from jdllm.device import sharding
 from jdllm.layers import attention, norm, unembedding
 from jdllm.runner.launch import over_mesh
 from jdllm.runner.uniform import forward, reading

@@ -13,8 +13,8 @@ import pytest
 import safetensors.numpy
 
 from jdllm import convert, errors
-from jdllm import device as device_lib
 from jdllm.checkpoint import orbax_checkpoint
+from jdllm.device import devices as device_lib
 from jdllm.models.images import registry
 from jdllm.pipelines import folder as pipeline_folder
 from jdllm.pipelines import loaded, prompts

@@ -12,8 +12,8 @@ import pytest
 from support import golden_pipelines, image_launches, jaxprs, step_cache_oracle
 from support.image_launches import NEGATIVE, PROMPTS, ROWS
 
-from jdllm import device as device_lib
 from jdllm import errors
+from jdllm.device import devices as device_lib
 from jdllm.runner import model_runner
 from jdllm.runner.image import kind as kind_lib
 from jdllm.runner.image import sizes

@@ -12,7 +12,8 @@ from support import golden_pipelines, marks
 from support.image_launches import PROMPTS
 from support.offloaded_encoders import offloaded, runner
 
-from jdllm import device_facts, errors
+from jdllm import errors
+from jdllm.device import facts
 from jdllm.models import loading, random_weights
 from jdllm.models.images import host_weights, registry
 from jdllm.pipelines import folder as pipeline_folder
@@ -30,10 +31,10 @@ def test_only_text_encoders_are_in_the_memory_of_the_host(golden):
     model, plain = offloaded(golden), golden.pipeline()
     encoders = model.pipeline.layout.text_encoders
     for name in encoders:
-        assert memory_kinds(model.params, f"{name}.") == {device_facts.HOST_MEMORY}
+        assert memory_kinds(model.params, f"{name}.") == {facts.HOST_MEMORY}
     for prefix in ("transformer.", "vae."):
         kinds = memory_kinds(model.params, prefix)
-        assert kinds == memory_kinds(plain.params, prefix) != {device_facts.HOST_MEMORY}
+        assert kinds == memory_kinds(plain.params, prefix) != {facts.HOST_MEMORY}
     expected = sizes.component_bytes(golden.folder(), "float32")
     of_encoders = sum(expected[name] for name in encoders)
     assert model.weight_bytes(on_host=True) == of_encoders > 0
@@ -59,7 +60,7 @@ def test_images_are_the_same_and_nothing_stays_on_the_device(golden):
     np.testing.assert_allclose(found, expected, atol=1e-5)
     for name in ("slots", "captions"):
         for leaf in jax.tree.leaves(away.runner._memory[name]):
-            assert leaf.sharding.memory_kind != device_facts.HOST_MEMORY
+            assert leaf.sharding.memory_kind != facts.HOST_MEMORY
 
 
 def on_device():
@@ -67,7 +68,7 @@ def on_device():
     return sum(
         array.nbytes
         for array in jax.live_arrays()
-        if array.sharding.memory_kind != device_facts.HOST_MEMORY
+        if array.sharding.memory_kind != facts.HOST_MEMORY
     )
 
 
@@ -95,7 +96,7 @@ def test_the_encoders_of_flux_work_from_the_memory_of_the_host(name, class_name)
     away = host_weights.moved_to_host(copies)
     assert all(array.is_deleted() for array in copies.values())
     found = encode(away, *inputs)
-    assert found.sharding.memory_kind != device_facts.HOST_MEMORY
+    assert found.sharding.memory_kind != facts.HOST_MEMORY
     np.testing.assert_allclose(np.asarray(found), expected, atol=1e-6)
 
 

@@ -13,10 +13,10 @@ import safetensors.numpy
 from support import golden_images, image_engine
 
 import jdllm
-from jdllm import config as config_lib
 from jdllm import convert, errors
 from jdllm.checkpoint import source
 from jdllm.engine.start.images import options as image_options
+from jdllm.options import config as config_lib
 from jdllm.pipelines import folder as pipeline_folder
 
 GOLDEN = golden_images.PIPELINE

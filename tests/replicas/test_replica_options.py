@@ -5,7 +5,8 @@ import typing
 
 import pytest
 
-from jdllm import config, errors
+from jdllm import errors
+from jdllm.options import config
 from jdllm.replicas import options
 
 

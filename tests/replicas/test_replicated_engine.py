@@ -7,7 +7,8 @@ import httpx
 import pytest
 from support import edge, fake_engine, fake_replicas
 
-from jdllm import config, errors, sampling_params
+from jdllm import errors
+from jdllm.options import config, sampling_params
 from jdllm.server import app
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from support.canvas_hash_model import CONTEXT, build
 
-from jdllm import errors, sampling_params
+from jdllm import errors
+from jdllm.options import sampling_params
 from jdllm.scheduler import batch as batch_lib
 from jdllm.scheduler import request
 from jdllm.scheduler.rows import canvas

@@ -9,7 +9,7 @@ import random
 
 import pytest
 
-from jdllm import sampling_params
+from jdllm.options import sampling_params
 from jdllm.scheduler import request as request_lib
 from jdllm.scheduler import waiting
 

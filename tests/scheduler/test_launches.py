@@ -4,7 +4,7 @@ import numpy as np
 from support.hand_written import ask, make, results_of, round_of, write
 from support.hash_model import committed_block
 
-from jdllm import sampling_params
+from jdllm.options import sampling_params
 from jdllm.scheduler import batch as batch_lib
 from jdllm.scheduler.rows import block
 

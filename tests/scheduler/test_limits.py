@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from jdllm import errors, sampling_params
+from jdllm import errors
+from jdllm.options import sampling_params
 from jdllm.scheduler import limits, request
 
 LIMITS = limits.Limits(

@@ -17,8 +17,8 @@ from support import socket_server
 from support.waiting import wait_until
 
 import jdllm
-from jdllm import config
 from jdllm.engine.start import startup
+from jdllm.options import config
 from jdllm.scheduler.rows import canvas
 from jdllm.server import state
 

@@ -9,7 +9,9 @@ import sys
 
 import pytest
 
-from jdllm import config, errors, foreign_flags
+from jdllm import errors
+from jdllm.foreign import flags
+from jdllm.options import config
 from jdllm.server import cli
 
 FIELDS = {
@@ -93,7 +95,7 @@ def test_a_missing_file_is_named():
         cli.parse(["--config", "/nowhere.yaml"])
 
 
-REFUSED = [n for n in foreign_flags.REFUSED if n not in foreign_flags.NEUTRAL_VALUES]
+REFUSED = [n for n in flags.REFUSED if n not in flags.NEUTRAL_VALUES]
 
 
 @pytest.mark.parametrize("name", [*REFUSED, "speculative_anything"])
@@ -102,7 +104,7 @@ def test_refused_flags_say_what_replaces_them(name):
     for argv in ([flag], [flag, "1"], [f"{flag}=1"]):
         with pytest.raises(errors.ConfigError) as caught:
             cli.parse(argv)
-        reason = foreign_flags.REFUSED.get(name, "diffusion models have no draft model")
+        reason = flags.REFUSED.get(name, "diffusion models have no draft model")
         assert flag in str(caught.value)
         assert reason in str(caught.value)
 

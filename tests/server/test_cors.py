@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support import edge, fake_engine
 
-from jdllm import config
+from jdllm.options import config
 from jdllm.server import cli, middleware
 
 CHAT = "/v1/chat/completions"

@@ -19,8 +19,12 @@ from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 from support import edge, fake_engine
 
-from jdllm import errors, neutral_values, sampling_params
-from jdllm.server import conversation_fields, foreign_fields, protocol, request_model
+from jdllm import errors
+from jdllm.foreign import fields as fields_of_foreign
+from jdllm.foreign import fields as foreign_fields
+from jdllm.foreign import neutral_values
+from jdllm.options import sampling_params
+from jdllm.server import conversation_fields, protocol, request_model
 from jdllm.server.responses_api import request as responses_request
 
 LISTED = json.loads((pathlib.Path(__file__).parents[1] / "data/request_fields.json").read_text())
@@ -129,7 +133,7 @@ def test_sampling_params_of_sglang_pass_or_are_refused():
     known = sampling_params.SamplingParams.__dataclass_fields__
     for name in set(fields) - set(known) - {"sampling_seed"}:
         for value in ASKING:
-            if value in sampling_params.NEUTRAL_ONLY.get(name, ()):
+            if value in fields_of_foreign.NEUTRAL_ONLY.get(name, ()):
                 continue
             with pytest.raises(errors.RequestError) as refused:
                 sampling_params.SamplingParams.from_mapping({name: value})

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 from support import edge, fake_engine, fake_images
 
-from jdllm import algorithms, errors, foreign_names
+from jdllm import errors
+from jdllm.algorithms import lookup
+from jdllm.foreign import names as foreign_names
 from jdllm.server import app
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -56,7 +58,7 @@ MOST_CHARACTERS = 360
 
 
 def sample(name: str) -> Any:
-    for algorithm in algorithms.TABLE.values():
+    for algorithm in lookup.TABLE.values():
         option = algorithm.option(name)
         if option is not None:
             return option.low or 1 if option.default is None else option.default
@@ -111,7 +113,7 @@ def beside(kind: str, path: str) -> str:
 
 def names_of(kind: str) -> list[str]:
     names = [name for row in KINDS[kind][3] for name in row.names.split()]
-    return [*names, *(algorithms.option_names() if KINDS[kind][3] is foreign_names.TEXT else ())]
+    return [*names, *(lookup.option_names() if KINDS[kind][3] is foreign_names.TEXT else ())]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -179,7 +181,7 @@ def test_hints(kind, name, hint):
 @pytest.mark.parametrize("kind", KINDS)
 def test_whatever_the_name_the_message_is_a_line_and_names_what_is_served(kind):
     rng = random.Random(kind)
-    served = [*sorted(VALUES), *NUMBERS, *algorithms.option_names(), *names_of(kind)]
+    served = [*sorted(VALUES), *NUMBERS, *lookup.option_names(), *names_of(kind)]
     letters = string.ascii_lowercase + "_-.\n\N{BLACK STAR}"
     asked = ["".join(rng.choices(letters, k=rng.choice((1, 4, 9, 300)))) for _ in range(40)]
     for name in rng.sample(served, 40):

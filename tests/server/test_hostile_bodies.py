@@ -10,7 +10,8 @@ import orjson
 import pytest
 from support import edge, fake_engine, stalls
 
-from jdllm import sampling_params, value_checks
+from jdllm import value_checks
+from jdllm.options import sampling_params
 from jdllm.server import app, protocol
 
 CHAT, TEXT, GEN = "/v1/chat/completions", "/v1/completions", "/generate"

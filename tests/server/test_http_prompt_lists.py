@@ -9,7 +9,7 @@ import pytest
 from support import edge, hash_engine
 from support.hash_model import CONTEXT, decode_text
 
-from jdllm import sampling_params
+from jdllm.options import sampling_params
 
 PLACES = hash_engine.ROWS + hash_engine.QUEUE
 LONG = "e" * CONTEXT

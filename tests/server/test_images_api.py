@@ -16,7 +16,8 @@ import pytest
 from PIL import Image
 from support import edge, fake_images
 
-from jdllm import config, version
+from jdllm import version
+from jdllm.options import config
 from jdllm.server import app
 
 PATH = "/v1/images/generations"

@@ -7,7 +7,8 @@ import logging
 import pytest
 from support import edge
 
-from jdllm import config, errors
+from jdllm import errors
+from jdllm.options import config
 from jdllm.server import app, cli, middleware
 
 CHAT = "/v1/chat/completions"

@@ -7,9 +7,9 @@ import re
 import pytest
 from support import edge, sentencepiece_files, written_engine
 
-from jdllm import sampling_params
 from jdllm.checkpoint import source
 from jdllm.engine import tokenizer as tokenizer_lib
+from jdllm.options import sampling_params
 from jdllm.server import token_texts
 
 CHAT, TEXT, GEN = "/v1/chat/completions", "/v1/completions", "/generate"

@@ -5,7 +5,7 @@ import math
 import pytest
 from support import edge, fake_engine
 
-from jdllm import config
+from jdllm.options import config
 
 TALK = {"messages": [{"role": "user", "content": "hi"}]}
 ROUTES = {

@@ -8,7 +8,7 @@ import shlex
 import pytest
 from support import edge, fake_engine, fake_images
 
-from jdllm import config
+from jdllm.options import config
 from jdllm.server import summary
 
 ENGINES = {

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support import edge, fake_engine, fake_images
 
-from jdllm import sampling_params
+from jdllm.options import sampling_params
 from jdllm.server import admin, conversation_fields, protocol, request_model
 from jdllm.server.images_api import request as images_request
 from jdllm.server.ollama import request as ollama_request

@@ -2,13 +2,13 @@
 
 import numpy as np
 
-from jdllm import algorithms
+from jdllm.algorithms import lookup
 from jdllm.decoding.block import interface
 
 
 def make_block(tokens, masked, editable, *, extra=(), done=None, **options):
     rows = tokens.shape[0]
-    full = algorithms.padding(algorithms.BLOCK, rows)
+    full = lookup.padding(lookup.BLOCK, rows)
     for name, value in ({"threshold": 0.5, "max_post_edit_steps": 16} | options).items():
         full[name] = np.broadcast_to(np.asarray(value, full[name].dtype), (rows,))
     return interface.BlockState(

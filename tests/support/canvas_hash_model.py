@@ -11,7 +11,7 @@ import zlib
 import numpy as np
 from support.hash_model import EOS, MASK, STOP_ID, VOCAB, Done, decode_text
 
-from jdllm import sampling_params
+from jdllm.options import sampling_params
 from jdllm.scheduler import batch as batch_lib
 from jdllm.scheduler import request, scheduler
 from jdllm.scheduler.rows import canvas as canvas_rows

@@ -10,7 +10,8 @@ import functools
 import jax
 import numpy as np
 
-from jdllm import algorithms, decoding
+from jdllm import decoding
+from jdllm.algorithms import lookup
 from jdllm.decoding.canvas import interface as canvas_lib
 
 MASK = -7  # a token no proposal holds, so that a masked position cannot pass for a written one
@@ -34,7 +35,7 @@ class Row:
         return len(self.text)
 
     def option(self, algorithm, name):
-        return self.options.get(name, algorithms.TABLE[algorithm].defaults[name])
+        return self.options.get(name, lookup.TABLE[algorithm].defaults[name])
 
 
 def plain(prompt, written, suffix=0, **changes):
@@ -62,17 +63,15 @@ def random_row(rng, S, algorithm, *, end_ids=(), options):
 def make_canvas(algorithm, rows, S, *, is_shifted=False):
     """Returns the rows' canvas before the first forward."""
     R = len(rows)
-    params = algorithms.padding(algorithms.CANVAS, R)
+    params = lookup.padding(lookup.CANVAS, R)
     params["temperature"] = np.zeros(R, np.float32)
     params["seed"] = np.array([row.seed for row in rows], np.uint32)
     tokens, masked = np.zeros((R, S), np.int32), np.zeros((R, S), bool)
     end_ids = np.full((R, 2), -1, np.int32)
     for r, row in enumerate(rows):
-        values = {
-            name: row.option(algorithm, name) for name in algorithms.TABLE[algorithm].defaults
-        }
+        values = {name: row.option(algorithm, name) for name in lookup.TABLE[algorithm].defaults}
         given = {name: value for name, value in values.items() if value is not None}
-        algorithms.fill(params, r, algorithm, given, row_length=S)
+        lookup.fill(params, r, algorithm, given, row_length=S)
         params["temperature"][r] = row.options.get("temperature", 0.0)
         masked[r, : row.length] = [token is None for token in row.text]
         tokens[r, : row.length] = [MASK if token is None else token for token in row.text]

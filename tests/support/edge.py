@@ -10,8 +10,8 @@ import fastapi
 import httpx
 from support import fake_engine
 
-from jdllm import config
 from jdllm.engine.start import startup
+from jdllm.options import config
 from jdllm.server import app, state
 
 

@@ -15,8 +15,9 @@ from typing import Any
 
 from support import fake_serving
 
-from jdllm import config, errors, sampling_params, spec
+from jdllm import errors, spec
 from jdllm.engine import generations, requests, stats
+from jdllm.options import config, sampling_params
 from jdllm.scheduler import commits
 from jdllm.templates import chat, conversations
 

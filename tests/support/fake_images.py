@@ -14,9 +14,10 @@ from collections.abc import AsyncGenerator, Sequence
 import numpy as np
 from support import fake_serving
 
-from jdllm import config, errors
+from jdllm import errors
 from jdllm.engine import requests
 from jdllm.engine.images import requests as image_requests
+from jdllm.options import config
 
 FACTS = image_requests.ImageFacts(
     family="fake_image",

@@ -12,8 +12,9 @@ import time
 
 from support import fake_engine, fake_images
 
-from jdllm import config, errors
+from jdllm import errors
 from jdllm.engine.start import startup
+from jdllm.options import config
 from jdllm.server import lifecycle
 
 

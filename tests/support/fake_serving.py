@@ -10,7 +10,8 @@ import time
 from collections.abc import Collection
 from typing import Any
 
-from jdllm import config, device_facts
+from jdllm.device import facts
+from jdllm.options import config
 
 
 class FakeServing:
@@ -18,7 +19,7 @@ class FakeServing:
 
     def __init__(self, *, max_queued: int, engine_config: config.EngineConfig | None):
         self.config = engine_config or config.EngineConfig()
-        self.device = device_facts.DeviceFacts(platform="cpu", device_kind="cpu")
+        self.device = facts.DeviceFacts(platform="cpu", device_kind="cpu")
         self.is_alive = True
         self.open_requests: set[str] = set()
         self.profiles: list[tuple[str, dict[str, Any]]] = []

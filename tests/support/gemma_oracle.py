@@ -5,7 +5,7 @@ import numpy as np
 from support.gemma_rows import CANVAS, VOCAB, GemmaRows
 
 import pallas_kernels
-from jdllm import algorithms
+from jdllm.algorithms import lookup
 from jdllm.runner.uniform import noise
 
 
@@ -13,7 +13,7 @@ class Oracle:
     """One row as the reference has it: steps count down, entropies are sorted."""
 
     def __init__(self, options):
-        self.options = algorithms.TABLE["Gemma4Renoise"].defaults | options
+        self.options = lookup.TABLE["Gemma4Renoise"].defaults | options
         self.remaining = self.options["max_denoising_steps"]
         self.history = []
 

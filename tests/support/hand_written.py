@@ -3,7 +3,7 @@
 import numpy as np
 from support.hash_model import committed_block
 
-from jdllm import sampling_params
+from jdllm.options import sampling_params
 from jdllm.scheduler import batch as batch_lib
 from jdllm.scheduler import request, scheduler
 from jdllm.scheduler.rows import block, interface

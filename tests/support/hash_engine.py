@@ -15,10 +15,11 @@ from support import hash_model
 from support.hash_model import CONTEXT, EOS, VOCAB, B
 
 import jdllm
-from jdllm import config, device_facts, sampling_params
 from jdllm import spec as spec_lib
+from jdllm.device import facts
 from jdllm.engine import core, requests
 from jdllm.engine.start import build, sizing
+from jdllm.options import config, sampling_params
 from jdllm.scheduler import request as request_lib
 
 ROWS, QUEUE, PAGES = 4, 6, 8 * CONTEXT // B
@@ -108,7 +109,7 @@ def built(**options):
     model = HeldModel()
     return build.Built(
         config=config.EngineConfig(max_queued_requests=QUEUE, **options),
-        device=device_facts.DeviceFacts(platform="cpu", device_kind="cpu"),
+        device=facts.DeviceFacts(platform="cpu", device_kind="cpu"),
         core=core.EngineCore(scheduler, model, max_total_tokens=PAGES * B),
         runner=model,
         model=None,

@@ -14,7 +14,7 @@ The oracle `alone` has no pages, batches or scheduler: one list of numbers.
 
 import numpy as np
 
-from jdllm import sampling_params
+from jdllm.options import sampling_params
 from jdllm.scheduler import batch as batch_lib
 from jdllm.scheduler import request, scheduler
 from jdllm.scheduler.rows import block as block_rows

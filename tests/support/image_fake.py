@@ -9,8 +9,8 @@ import itertools
 import numpy as np
 from support import hash_model
 
-from jdllm import image_params, sampling_params
 from jdllm.engine import core as core_lib
+from jdllm.options import image_params, sampling_params
 from jdllm.scheduler import batch as batch_lib
 from jdllm.scheduler import request as request_lib
 from jdllm.scheduler import scheduler as scheduler_lib

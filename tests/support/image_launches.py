@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from jdllm import device as device_lib
-from jdllm import image_params, sampling_params
+from jdllm.device import devices as device_lib
+from jdllm.options import image_params, sampling_params
 from jdllm.pipelines import folder as pipeline_folder
 from jdllm.pipelines import loaded
 from jdllm.runner import model_runner

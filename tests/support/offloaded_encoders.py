@@ -6,7 +6,7 @@ import functools
 
 from support import image_launches
 
-from jdllm import device as device_lib
+from jdllm.device import devices as device_lib
 from jdllm.pipelines import loaded
 from jdllm.runner import model_runner
 from jdllm.runner.image import kind as kind_lib

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 from support.shards import assert_same_bits, shards_by_device
 
-from jdllm import sharding
+from jdllm.device import sharding
 from jdllm.models import loading, split
 
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from jdllm import arguments, convert
+from jdllm import convert
 from jdllm.bench import offline_throughput, one_batch, serving
 from jdllm.bench.images import __main__
 from jdllm.eval import __main__ as eval_main
+from jdllm.host import arguments
 from jdllm.plots import __main__ as plots_main
 from jdllm.server import cli
 from jdllm.train import __main__ as train_main

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 import jdllm
-from jdllm import device_facts
+from jdllm.device import facts
 from jdllm.scheduler.rows import block
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "data" / "goldens" / "llada2"
@@ -49,7 +49,7 @@ def make_engine(*, with_logits=False, **options):
     # The default matmul precision is read when steps are traced, in Engine().
     no_sizes = mock.patch.object(block.BlockBuckets, "logit_rows", ())
     sizes = contextlib.nullcontext() if with_logits else no_sizes
-    few = mock.patch.object(device_facts.DeviceFacts, "padding_is_cheap", True)
+    few = mock.patch.object(facts.DeviceFacts, "padding_is_cheap", True)
     with sizes, few, jax.default_matmul_precision("highest"):
         return jdllm.Engine(**defaults | options)
 

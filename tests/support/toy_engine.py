@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from jdllm import device_facts, errors
+from jdllm import errors
 from jdllm.checkpoint import source
+from jdllm.device import facts
 from jdllm.engine import generations
 
 
@@ -20,7 +21,7 @@ class ToyEngine:
     tokenizer = ToyTokenizer()
     model_name = "toy"
     model_dir = source.bundled_model()
-    device = device_facts.DeviceFacts(platform="cpu", device_kind="cpu")
+    device = facts.DeviceFacts(platform="cpu", device_kind="cpu")
     max_running_requests = 2
 
     def __init__(self):

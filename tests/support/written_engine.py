@@ -14,9 +14,9 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 import numpy as np
 from support import fake_engine
 
-from jdllm import sampling_params
 from jdllm.engine import generations, loop, requests
 from jdllm.engine import tokenizer as tokenizer_lib
+from jdllm.options import sampling_params
 from jdllm.scheduler import commits, finish
 from jdllm.scheduler import request as request_lib
 

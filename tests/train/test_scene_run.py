@@ -9,8 +9,8 @@ import pytest
 from support import golden_images as golden
 from support import image_launches, tiny_scenes
 
-from jdllm import device as device_lib
 from jdllm import errors
+from jdllm.device import devices as device_lib
 from jdllm.models.images import pixels
 from jdllm.pipelines import folder as pipeline_folder
 from jdllm.pipelines import loaded

@@ -14,13 +14,13 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jdllm import config
 from jdllm.bench import command_line, running_server, server_flags, tables
 from jdllm.bench.images import load, runs, targets
 from jdllm.bench.images import options as image_options
 from jdllm.bench.images import tables as image_tables
 from jdllm.client import transport
 from jdllm.engine.images import engine as image_engine
+from jdllm.options import config
 from jdllm.plots import batching as batching_plot
 from jdllm.plots import style
 

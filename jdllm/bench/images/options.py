@@ -8,9 +8,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from jdllm import config, errors, foreign_flags
+from jdllm import errors
 from jdllm.bench import command_line, server_flags
 from jdllm.bench.images import load as image_load
+from jdllm.foreign import flags
+from jdllm.options import config
 from jdllm.server import cli
 
 DESCRIPTION = """Load on an image model: on a running server over HTTP (--base-url, or --host and
@@ -51,7 +53,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         config.EngineConfig,
         without=WITHOUT,
     )
-    foreign_flags.add(parser, without=command_line.OWN_FLAGS)
+    flags.add(parser, without=command_line.OWN_FLAGS)
     return command_line.parse(parser, words)
 
 
@@ -66,7 +68,7 @@ def check(options: argparse.Namespace) -> None:
                     "this process; give one"
                 )
     elif engine_options:
-        flag = foreign_flags.spelled(engine_options[0])
+        flag = flags.spelled(engine_options[0])
         raise errors.ConfigError(
             f"{flag} is for an engine in this process (--model-path); give it to the server"
         )

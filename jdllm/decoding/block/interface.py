@@ -17,12 +17,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped
 
-from jdllm import algorithms
+from jdllm.algorithms import lookup
 
 # One field per option. Its type is Any, since a type checker cannot know the fields.
 _Options: Any = dataclasses.make_dataclass(
     "BlockOptions",
-    [(name, jax.Array) for name in algorithms.arrays_of(algorithms.BLOCK)],
+    [(name, jax.Array) for name in lookup.arrays_of(lookup.BLOCK)],
     frozen=True,
     slots=True,
     kw_only=True,

@@ -21,7 +21,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int32
 
-from jdllm import algorithms
+from jdllm.algorithms import lookup
 from jdllm.decoding.block import interface
 
 
@@ -56,7 +56,7 @@ class JointThresholdInDel:
     forwards_parts = False
 
     def init_extra(self, num_rows: int, block_size: int) -> dict[str, Any]:
-        option = algorithms.TABLE["JointThresholdInDel"].option("max_post_edit_steps")
+        option = lookup.TABLE["JointThresholdInDel"].option("max_post_edit_steps")
         assert option is not None
         remembered = (num_rows, block_size + int(option.high) + 2, block_size)
         flags, counts = (num_rows, block_size), (num_rows,)

@@ -21,13 +21,13 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from jdllm import algorithms
+from jdllm.algorithms import lookup
 from jdllm.decoding import order
 from jdllm.decoding.block import fill, interface
 
 _POLICY = "selection_policy"
-THRESHOLD = algorithms.word("MaskedDiffusion", _POLICY, "confidence_threshold")
-LEFTMOST = algorithms.word("MaskedDiffusion", _POLICY, "leftmost")
+THRESHOLD = lookup.word("MaskedDiffusion", _POLICY, "confidence_threshold")
+LEFTMOST = lookup.word("MaskedDiffusion", _POLICY, "leftmost")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

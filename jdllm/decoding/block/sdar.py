@@ -25,14 +25,14 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jdllm import algorithms
+from jdllm.algorithms import lookup
 from jdllm.decoding import order
 from jdllm.decoding.block import fill, interface
 
 _STRATEGY = "remasking_strategy"
-DYNAMIC = algorithms.word("SDAR", _STRATEGY, "low_confidence_dynamic")
-SEQUENTIAL = algorithms.word("SDAR", _STRATEGY, "sequential")
-ENTROPY_BOUNDED = algorithms.word("SDAR", _STRATEGY, "entropy_bounded")
+DYNAMIC = lookup.word("SDAR", _STRATEGY, "low_confidence_dynamic")
+SEQUENTIAL = lookup.word("SDAR", _STRATEGY, "sequential")
+ENTROPY_BOUNDED = lookup.word("SDAR", _STRATEGY, "entropy_bounded")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

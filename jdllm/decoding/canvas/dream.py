@@ -16,14 +16,14 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from jdllm import algorithms
+from jdllm.algorithms import lookup
 from jdllm.decoding import order
 from jdllm.decoding.canvas import interface as canvas_lib
 from jdllm.decoding.canvas import rules as canvas_rules
 
-ORIGIN = algorithms.word("Dream", "alg", "origin")
-TOPK_MARGIN = algorithms.word("Dream", "alg", "topk_margin")
-ENTROPY = algorithms.word("Dream", "alg", "entropy")
+ORIGIN = lookup.word("Dream", "alg", "origin")
+TOPK_MARGIN = lookup.word("Dream", "alg", "topk_margin")
+ENTROPY = lookup.word("Dream", "alg", "entropy")
 SALT = 2  # of `interface.uniform`, one per algorithm
 
 

@@ -18,13 +18,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
-from jdllm import algorithms
+from jdllm.algorithms import lookup
 from jdllm.decoding import order
 from jdllm.decoding.canvas import interface as canvas_lib
 from jdllm.decoding.canvas import rules as canvas_rules
 
-NONE = algorithms.word("FastDLLM", "cache_mode", "none")
-DUAL = algorithms.word("FastDLLM", "cache_mode", "dual")
+NONE = lookup.word("FastDLLM", "cache_mode", "none")
+DUAL = lookup.word("FastDLLM", "cache_mode", "dual")
 
 
 @jax.tree_util.register_dataclass

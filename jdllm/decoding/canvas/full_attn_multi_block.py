@@ -37,12 +37,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
-from jdllm import algorithms
+from jdllm.algorithms import lookup
 from jdllm.decoding.canvas import interface as canvas_lib
 from jdllm.decoding.canvas import rules as canvas_rules
 
-EXACT = algorithms.word("FullAttnMultiBlock", "cache_mode", "exact")
-WINDOW = algorithms.word("FullAttnMultiBlock", "cache_mode", "window")
+EXACT = lookup.word("FullAttnMultiBlock", "cache_mode", "exact")
+WINDOW = lookup.word("FullAttnMultiBlock", "cache_mode", "window")
 NOT_YET = jnp.iinfo(jnp.int32).max
 
 

@@ -23,12 +23,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int, Int32, UInt32
 
-from jdllm import algorithms
+from jdllm.algorithms import lookup
 
 # One field per option. Its type is Any, since a type checker cannot know the fields.
 _Options: Any = dataclasses.make_dataclass(
     "CanvasOptions",
-    [(name, jax.Array) for name in algorithms.arrays_of(algorithms.CANVAS)],
+    [(name, jax.Array) for name in lookup.arrays_of(lookup.CANVAS)],
     frozen=True,
     slots=True,
     kw_only=True,

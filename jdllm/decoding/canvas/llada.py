@@ -12,12 +12,12 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from jdllm import algorithms
+from jdllm.algorithms import lookup
 from jdllm.decoding import order
 from jdllm.decoding.canvas import interface as canvas_lib
 from jdllm.decoding.canvas import rules as canvas_rules
 
-RANDOM = algorithms.word("LLaDA", "remasking", "random")
+RANDOM = lookup.word("LLaDA", "remasking", "random")
 SALT = 1  # of `interface.uniform`, one per algorithm
 
 

@@ -15,12 +15,12 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 from jaxtyping import Array, Bool, Float32, Int32
 
-from jdllm import algorithms
+from jdllm.algorithms import lookup
 
 # One field per option. Its type is Any, since a type checker cannot know the fields.
 _Options: Any = dataclasses.make_dataclass(
     "UniformOptions",
-    [(name, jax.Array) for name in algorithms.arrays_of(algorithms.UNIFORM)],
+    [(name, jax.Array) for name in lookup.arrays_of(lookup.UNIFORM)],
     frozen=True,
     slots=True,
     kw_only=True,

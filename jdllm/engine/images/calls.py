@@ -12,8 +12,9 @@ from typing import Any, Literal, TypeAlias, TypeVar, get_args
 import numpy as np
 from PIL import Image
 
-from jdllm import errors, image_params, value_checks
+from jdllm import errors, value_checks
 from jdllm.engine.images import checks, requests
+from jdllm.options import image_params
 
 logger = logging.getLogger(__name__)
 

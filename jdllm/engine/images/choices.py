@@ -11,11 +11,12 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from jdllm import errors, image_params, sampling_params
+from jdllm import errors
 from jdllm.engine import loop as loop_lib
 from jdllm.engine import requests
 from jdllm.engine.images import checks
 from jdllm.engine.images import requests as image_requests
+from jdllm.options import image_params, sampling_params
 from jdllm.pipelines import prompts
 from jdllm.scheduler import request as request_lib
 

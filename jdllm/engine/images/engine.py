@@ -13,14 +13,17 @@ from typing import Any, Literal
 import numpy as np
 from PIL import Image
 
-from jdllm import config as config_lib
-from jdllm import device, errors, foreign_names, progress
+from jdllm import errors
+from jdllm.device import devices
 from jdllm.engine import control, requests, streams
 from jdllm.engine.images import calls, info
 from jdllm.engine.images import choices as image_choices
 from jdllm.engine.images import requests as image_requests
 from jdllm.engine.start import startup
 from jdllm.engine.start.images import options as image_options
+from jdllm.foreign import names
+from jdllm.host import progress
+from jdllm.options import config as config_lib
 
 WARM_UP_PROMPT = "Hello"
 
@@ -57,7 +60,7 @@ class ImageEngine(control.EngineControl):
         super().__init__(self._built.core, self._built.release)
         self.progress.enter("ready")
 
-    @foreign_names.explained()
+    @names.explained()
     def generate(
         self,
         prompts: str | Sequence[str],
@@ -146,7 +149,7 @@ class ImageEngine(control.EngineControl):
 
     def peak_memory_mb(self) -> float | None:
         """Returns the most MB (1e6 bytes) that JAX has held on the device; None on a CPU."""
-        peak = device.peak_memory(self.config.tp_size)
+        peak = devices.peak_memory(self.config.tp_size)
         return None if peak is None else peak / 1e6
 
     def stats(self) -> info.ImageStats:

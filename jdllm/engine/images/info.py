@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from jdllm import config as config_lib
-from jdllm import device
+from jdllm.device import devices
 from jdllm.engine.images import requests
 from jdllm.engine.start.images import build
+from jdllm.options import config as config_lib
 from jdllm.runner.launch import compile_counter
 
 
@@ -101,7 +101,7 @@ def stats(built: build.BuiltImages) -> ImageStats:
         modulation_memory_usage_gb=built.window_bytes / 1e9,
         caption_memory_usage_gb=built.caption_bytes / 1e9,
         launch_memory_usage_gb=built.runner.step_bytes / 1e9,
-        peak_memory_usage_gb=(device.peak_memory(built.config.tp_size) or 0) / 1e9,
+        peak_memory_usage_gb=(devices.peak_memory(built.config.tp_size) or 0) / 1e9,
         tp_size=built.config.tp_size,
     )
 
@@ -118,7 +118,7 @@ def server_info(
         "kernels": built.runner.kernels,
         "device": str(built.device),
         "device_facts": dataclasses.asdict(built.device),
-        "devices": device.describe(built.device.num_devices),
+        "devices": devices.describe(built.device.num_devices),
         "internal_states": [dataclasses.asdict(stats(built))],
     }
 

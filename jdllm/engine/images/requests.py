@@ -12,8 +12,8 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from jdllm import image_params
 from jdllm.engine import serving
+from jdllm.options import image_params
 
 OutputFormat = Literal["png", "jpeg", "webp"]
 

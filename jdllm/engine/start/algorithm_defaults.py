@@ -9,16 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jdllm import algorithm_limits, algorithms, errors, sampling_params
-from jdllm import config as config_lib
+from jdllm import errors
 from jdllm import spec as spec_lib
+from jdllm.algorithms import limits, lookup
+from jdllm.options import config as config_lib
+from jdllm.options import sampling_params
 
 # Keys of a generation_config.json that are options of the rule of models without a mask token;
 # the sampler has an object of its own, whose class says which rule it is.
 _SAMPLER, _SAMPLER_CLASS = "sampler_config", ("_cls_name", "EntropyBoundSamplerConfig")
 GENERATION_KEYS = frozenset(
     option.name
-    for algorithm in algorithms.of_kind(algorithms.UNIFORM).values()
+    for algorithm in lookup.of_kind(lookup.UNIFORM).values()
     for option in algorithm.options
 ) | {_SAMPLER}
 
@@ -34,7 +36,7 @@ def choose(
     recommended = generation_config.get("dllm") or {}
     if not isinstance(recommended, dict):
         raise errors.ConfigError(f"generation_config.json: dllm={recommended!r} must be an object")
-    if spec.diffusion.kind == algorithms.UNIFORM:
+    if spec.diffusion.kind == lookup.UNIFORM:
         recommended = _generation_options(generation_config) | recommended
     names = config.algorithms()
     kind = spec.diffusion.kind
@@ -46,7 +48,7 @@ def choose(
         )
     _check_kind(names, fitting, spec)
     options = config.algorithm_options()
-    if options.pop("block_size", None) is not None and kind == algorithms.CANVAS:
+    if options.pop("block_size", None) is not None and kind == lookup.CANVAS:
         raise errors.ConfigError(
             f"dllm_algorithm_config: {spec.architecture} has no block_size of its own; "
             "block_length is an option of its algorithms"
@@ -59,7 +61,7 @@ def choose(
     base = _resolve(recommended | named, sampling_params.DllmParams(), "generation_config.json: ")
     resolved = _resolve(options | named, base, "")
     try:
-        algorithm_limits.check_family(resolved.options, is_causal=spec.diffusion.is_causal)
+        limits.check_family(resolved.options, is_causal=spec.diffusion.is_causal)
     except errors.RequestError as error:
         raise errors.ConfigError(f"dLLM options of {names[0]}: {error}") from error
     return names, resolved
@@ -77,13 +79,13 @@ def _resolve(
         ) from error
 
 
-def _fitting(spec: spec_lib.ModelSpec, kind: str) -> dict[str, algorithms.Algorithm]:
+def _fitting(spec: spec_lib.ModelSpec, kind: str) -> dict[str, lookup.Algorithm]:
     """Returns the algorithms that the family can run."""
     family = "causal" if spec.diffusion.is_causal else "block_causal"
     return {
         name: one
-        for name, one in algorithms.of_kind(kind).items()
-        if kind != algorithms.BLOCK or one.families in ("all", family)
+        for name, one in lookup.of_kind(kind).items()
+        if kind != lookup.BLOCK or one.families in ("all", family)
     }
 
 
@@ -104,11 +106,11 @@ def _generation_options(generation_config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_kind(
-    names: Iterable[str], fitting: Mapping[str, algorithms.Algorithm], spec: spec_lib.ModelSpec
+    names: Iterable[str], fitting: Mapping[str, lookup.Algorithm], spec: spec_lib.ModelSpec
 ) -> None:
     """Raises a ConfigError for a known algorithm that the family cannot run."""
     for name in names:
-        if name in algorithms.TABLE and name not in fitting:
+        if name in lookup.TABLE and name not in fitting:
             raise errors.ConfigError(
                 f"{spec.architecture}, a model with {spec.diffusion.attention_pattern.value} "
                 f"attention, cannot run dllm_algorithm {name!r}; it runs {', '.join(fitting)}"

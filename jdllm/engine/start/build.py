@@ -16,12 +16,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jdllm import algorithms as algorithm_table
-from jdllm import config as config_lib
-from jdllm import device as device_lib
-from jdllm import device_facts, errors, sampling_params, sharding
+from jdllm import errors
 from jdllm import spec as spec_lib
+from jdllm.algorithms import lookup as algorithm_table
 from jdllm.checkpoint import source, tokenizer_checks
+from jdllm.device import devices as device_lib
+from jdllm.device import facts, sharding
 from jdllm.engine import core as core_lib
 from jdllm.engine import tokenizer as tokenizer_lib
 from jdllm.engine.start import (
@@ -34,6 +34,8 @@ from jdllm.engine.start import (
 )
 from jdllm.kv_cache import pool as pool_lib
 from jdllm.models import loading, registry, split
+from jdllm.options import config as config_lib
+from jdllm.options import sampling_params
 from jdllm.runner import config as runner_config
 from jdllm.runner import model_runner
 from jdllm.runner.launch import compile_counter, peer_buffers
@@ -50,7 +52,7 @@ class Built:
     """Everything an `Engine` holds."""
 
     config: config_lib.EngineConfig
-    device: device_facts.DeviceFacts
+    device: facts.DeviceFacts
     core: core_lib.EngineCore
     runner: model_runner.ModelRunner
     model: loading.LoadedModel
@@ -216,7 +218,7 @@ def enable_compilation_cache() -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
-def _dtype(wanted: str, hf_config: dict[str, Any], device: device_facts.DeviceFacts) -> str:
+def _dtype(wanted: str, hf_config: dict[str, Any], device: facts.DeviceFacts) -> str:
     """Returns the dtype to load: "auto" means the checkpoint's, but float32 on a CPU.
 
     CPUs emulate bfloat16 matmuls; float32 is several times faster there. A checkpoint that names
@@ -279,7 +281,7 @@ def _row_config(
     config: config_lib.EngineConfig,
     spec: spec_lib.ModelSpec,
     sizes: sizing.Sizes,
-    device: device_facts.DeviceFacts,
+    device: facts.DeviceFacts,
     kind: kinds.KindOfRows,
     tokenizer: tokenizer_lib.Tokenizer | None,
 ) -> interface.RowConfig:

@@ -9,8 +9,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from jdllm import device_facts, errors
+from jdllm import errors
 from jdllm import spec as spec_lib
+from jdllm.device import facts
 from jdllm.runner import config as config_lib
 from jdllm.runner.block import kind as block_kind
 from jdllm.runner.canvas import kind as canvas_kind
@@ -19,7 +20,7 @@ from jdllm.runner.uniform import kind as uniform_kind
 from jdllm.scheduler.rows import block, canvas, interface, uniform
 
 # (graphdef, static options, facts of the device) -> the device's side of a kind.
-BuildKind = Callable[[Any, config_lib.StepConfig, device_facts.DeviceFacts], program.Kind]
+BuildKind = Callable[[Any, config_lib.StepConfig, facts.DeviceFacts], program.Kind]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,9 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from jdllm import errors, sampling_params
+from jdllm import errors
 from jdllm.engine.start import algorithm_defaults
+from jdllm.options import sampling_params
 
 logger = logging.getLogger(__name__)
 

@@ -12,11 +12,12 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jdllm import config as config_lib
-from jdllm import device as device_lib
-from jdllm import device_facts, errors
+from jdllm import errors
 from jdllm import spec as spec_lib
+from jdllm.device import devices as device_lib
+from jdllm.device import facts
 from jdllm.kv_cache import pool
+from jdllm.options import config as config_lib
 from jdllm.scheduler.rows import interface
 
 # Tokens of the default buckets. A CPU gets few: a launch is compute bound there with few tokens
@@ -59,7 +60,7 @@ def choose_shapes(
     config: config_lib.EngineConfig,
     spec: spec_lib.ModelSpec,
     defaults: interface.RowDefaults,
-    device: device_facts.DeviceFacts,
+    device: facts.DeviceFacts,
 ) -> Shapes:
     """Returns the shapes; raises a ConfigError for an option that does not fit the model.
 
@@ -105,7 +106,7 @@ def choose_sizes(
     shapes: Shapes,
     params: dict[str, jax.Array],
     kv_dtype: str,
-    device: device_facts.DeviceFacts,
+    device: facts.DeviceFacts,
 ) -> Sizes:
     """Returns the shapes and the size of the pool that fits beside the loaded weights.
 

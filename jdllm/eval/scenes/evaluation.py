@@ -17,12 +17,13 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from jdllm import config as config_lib
-from jdllm import errors, progress
+from jdllm import errors
 from jdllm.engine.images import checks
 from jdllm.engine.images import engine as image_engine
 from jdllm.eval import asking, backends, evaluation, store, sweep
 from jdllm.eval.scenes import pictures, summary
+from jdllm.host import progress
+from jdllm.options import config as config_lib
 from jdllm.tasks import registry
 from jdllm.tasks.scenes import pictures as scene_pictures
 from jdllm.tasks.scenes.scene import Scene

@@ -34,9 +34,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jdllm import config as config_lib
 from jdllm.checkpoint import weight_table
 from jdllm.models.images import quantization as quantization_lib
+from jdllm.options import config as config_lib
 
 Config = TypeVar("Config")
 Shapes = Mapping[str, jax.ShapeDtypeStruct]

@@ -15,7 +15,8 @@ from typing import TypeVar
 import jax
 from flax import nnx
 
-from jdllm import device_facts, errors
+from jdllm import errors
+from jdllm.device import facts
 
 Module = TypeVar("Module", bound=nnx.Module)
 Tree = TypeVar("Tree")  # of arrays
@@ -29,14 +30,12 @@ def moved_to_host(params: dict[str, jax.Array]) -> dict[str, jax.Array]:
     moved = {}
     for path, array in params.items():
         (device,) = array.devices()
-        if device_facts.HOST_MEMORY not in {
-            memory.kind for memory in device.addressable_memories()
-        }:
+        if facts.HOST_MEMORY not in {memory.kind for memory in device.addressable_memories()}:
             raise errors.ConfigError(
-                f"text_encoder_cpu_offload: JAX has no {device_facts.HOST_MEMORY} memory for "
+                f"text_encoder_cpu_offload: JAX has no {facts.HOST_MEMORY} memory for "
                 f"{device.platform}; leave it out"
             )
-        sharding = jax.sharding.SingleDeviceSharding(device, memory_kind=device_facts.HOST_MEMORY)
+        sharding = jax.sharding.SingleDeviceSharding(device, memory_kind=facts.HOST_MEMORY)
         # One after the other, so that what is moved is free before the next one comes.
         moved[path] = jax.block_until_ready(jax.device_put(array, sharding))
         array.delete()

@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jdllm import errors, sharding
+from jdllm import errors
+from jdllm.device import sharding
 from jdllm.models import hf_config
 from jdllm.models.images import diffusers_config, split
 from jdllm.models.images.double_stream import MLP_RATIO

@@ -14,7 +14,8 @@ from typing import Any, Self
 
 import jax
 
-from jdllm import errors, sharding
+from jdllm import errors
+from jdllm.device import sharding
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 import jax
 
-from jdllm import errors, sharding
+from jdllm import errors
+from jdllm.device import sharding
 from jdllm.models import hf_config
 from jdllm.models.images import diffusers_config, split
 

@@ -17,8 +17,9 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Int32
 
-from jdllm import algorithms, sampling_params
+from jdllm.algorithms import lookup
 from jdllm.decoding.block import interface
+from jdllm.options import sampling_params
 from jdllm.runner import config as config_lib
 from jdllm.runner import logit_rows, paging, row_options
 from jdllm.runner.block import sampling
@@ -74,7 +75,7 @@ def build_denoise(
         np.full((R, row_options.MAX_END_IDS), row_options.NO_ID, np.int32),
     )
     algorithm = np.zeros((R,), np.int32)
-    params = algorithms.padding(algorithms.BLOCK, R)
+    params = lookup.padding(lookup.BLOCK, R)
     temperature, top_p = np.zeros((R,), np.float32), np.ones((R,), np.float32)
     top_k, seed = np.zeros((R,), np.int32), np.zeros((R, 2), np.uint32)
     for i, row in enumerate(batch.rows):
@@ -89,7 +90,7 @@ def build_denoise(
         row_options.fill_end_ids(end_ids[i], request)
         dllm = request.sampling.dllm
         algorithm[i] = config.algorithms.index(dllm.algorithm)
-        algorithms.fill(params, i, dllm.algorithm, dllm.options, row_length=L)
+        lookup.fill(params, i, dllm.algorithm, dllm.options, row_length=L)
         temperature[i], top_p[i], top_k[i] = _sampling_of(request.sampling)
         seed[i] = row_options.seed_words(request.seed)
     return DenoiseInputs(

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Int32
 
-from jdllm import algorithms
+from jdllm.algorithms import lookup
 from jdllm.decoding.canvas import interface as canvas
 from jdllm.runner import config as config_lib
 from jdllm.runner import logit_rows, paging, row_options
@@ -83,7 +83,7 @@ def build(
         row_options.fill_end_ids(inputs.end_ids[i], request)
         dllm = request.sampling.dllm
         inputs.algorithm[i] = config.algorithms.index(dllm.algorithm)
-        algorithms.fill(params, i, dllm.algorithm, dllm.options, row_length=config.context_length)
+        lookup.fill(params, i, dllm.algorithm, dllm.options, row_length=config.context_length)
         params["temperature"][i] = request.sampling.temperature or 0.0
         params["seed"][i] = row_options.seed_words(request.seed)
     return dataclasses.replace(
@@ -122,8 +122,8 @@ def padding(
     )
 
 
-def _padding_params(rows: int) -> algorithms.Arrays:
-    return algorithms.padding(algorithms.CANVAS, rows) | {
+def _padding_params(rows: int) -> lookup.Arrays:
+    return lookup.padding(lookup.CANVAS, rows) | {
         "temperature": np.zeros((rows,), np.float32),
         "seed": np.zeros((rows, 2), np.uint32),
     }

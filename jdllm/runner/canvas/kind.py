@@ -6,7 +6,7 @@ import functools
 
 from flax import nnx
 
-from jdllm import device_facts
+from jdllm.device import facts
 from jdllm.kv_cache import pool as pool_lib
 from jdllm.runner import config as config_lib
 from jdllm.runner.canvas import asked, loop, results, state
@@ -23,7 +23,7 @@ class CanvasKind:
         self,
         graphdef: nnx.GraphDef,
         config: config_lib.StepConfig,
-        device: device_facts.DeviceFacts,
+        device: facts.DeviceFacts,
     ):
         self._graphdef = graphdef
         self._config = config

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Float32, Int32, UInt32
 
-from jdllm import image_params
+from jdllm.options import image_params
 from jdllm.pipelines import interface
 from jdllm.runner import row_options
 from jdllm.scheduler import batch as batch_lib

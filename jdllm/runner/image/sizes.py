@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterable, Mapping
 import jax
 import jax.numpy as jnp
 
-from jdllm import config as config_lib
-from jdllm import errors, sharding
+from jdllm import errors
+from jdllm.device import sharding
 from jdllm.models.images import split
+from jdllm.options import config as config_lib
 from jdllm.pipelines import folder as pipeline_folder
 from jdllm.pipelines import interface, registry
 from jdllm.runner.image import kind, programs, state

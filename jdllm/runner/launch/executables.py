@@ -15,7 +15,8 @@ import jax
 from jax.sharding import NamedSharding
 
 import pallas_kernels
-from jdllm import device_facts, host, sharding
+from jdllm.device import facts, sharding
+from jdllm.host import resources
 from jdllm.runner.launch import interrupts, over_mesh, words
 from jdllm.runner.launch import program as program_lib
 from jdllm.scheduler import batch as batch_lib
@@ -66,7 +67,7 @@ class Executables:
     The engine's thread and those that compile change it; everybody may read `step_bytes`.
     """
 
-    def __init__(self, kind: program_lib.Kind, device: device_facts.DeviceFacts):
+    def __init__(self, kind: program_lib.Kind, device: facts.DeviceFacts):
         self._kind = kind
         self._options = compiler_options(device)
         self.by_bucket: dict[batch_lib.Bucket, Executable] = {}
@@ -190,7 +191,7 @@ def _shape(leaf: Any) -> jax.Array | jax.ShapeDtypeStruct:
     traces it as one on the device unless its sharding has a mesh. So the program would copy nothing
     to the device, and XLA for GPUs refuses to compute with what is not there.
     """
-    if isinstance(leaf, jax.Array) and leaf.sharding.memory_kind == device_facts.HOST_MEMORY:
+    if isinstance(leaf, jax.Array) and leaf.sharding.memory_kind == facts.HOST_MEMORY:
         return leaf
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
@@ -200,13 +201,13 @@ def compile_threads() -> int:
 
     Lowering holds Python's interpreter lock, compiling does not.
     """
-    memory = host.available_memory()
+    memory = resources.available_memory()
     if memory is None:
-        return host.cores()
-    return max(1, min(host.cores(), int(memory * MEMORY_SHARE) // COMPILE_BYTES))
+        return resources.cores()
+    return max(1, min(resources.cores(), int(memory * MEMORY_SHARE) // COMPILE_BYTES))
 
 
-def compiler_options(device: device_facts.DeviceFacts) -> dict[str, str]:
+def compiler_options(device: facts.DeviceFacts) -> dict[str, str]:
     """Returns options for XLA beyond its defaults; none that the user's XLA_FLAGS set already."""
     if not device.uses_cuda_graphs or GRAPH_OPTION in os.environ.get("XLA_FLAGS", ""):
         return {}

@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int32, Shaped
 
 import pallas_kernels
-from jdllm import device, sharding
+from jdllm.device import devices, sharding
 
 _WORDS = 64  # cache lines that hold nothing else; the first word is the flag
 
@@ -67,7 +67,7 @@ class Interrupts:
         chosen = pallas_kernels.choose_read_cancel_flag(implementation)
         self._words, self._address = np.zeros((_WORDS,), np.int32), 0
         if chosen.implementation != "xla":
-            pinned = jax.sharding.SingleDeviceSharding(device.used(), memory_kind="pinned_host")
+            pinned = jax.sharding.SingleDeviceSharding(devices.used(), memory_kind="pinned_host")
             self._memory = jax.block_until_ready(jax.device_put(self._words, pinned))
             self._address = self._memory.unsafe_buffer_pointer()
             pointer = ctypes.cast(self._address, ctypes.POINTER(ctypes.c_int32))

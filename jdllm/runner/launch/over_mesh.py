@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import pallas_kernels
-from jdllm import sharding
+from jdllm.device import sharding
 
 Step = Callable[[Any, Any, Any], tuple[Any, Any]]
 PEERS = "peers"  # among params: how ranks reach one another (`peer_buffers`), if they do

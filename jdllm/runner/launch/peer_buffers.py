@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Int32
 
 import pallas_kernels
-from jdllm import sharding
+from jdllm.device import sharding
 
 logger = logging.getLogger(__name__)
 

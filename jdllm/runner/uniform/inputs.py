@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Int32, UInt32
 
-from jdllm import algorithms
+from jdllm.algorithms import lookup
 from jdllm.decoding.uniform import interface
 from jdllm.runner import config as config_lib
 from jdllm.runner import paging, row_options
@@ -54,7 +54,7 @@ def build_canvas(
     slot, is_fresh = np.full((R,), config.num_slots, np.int32), np.zeros((R,), bool)
     context_lens, algorithm = np.zeros((R,), np.int32), np.zeros((R,), np.int32)
     seed, is_greedy = np.zeros((R, 2), np.uint32), np.zeros((R,), bool)
-    params = algorithms.padding(algorithms.UNIFORM, R)
+    params = lookup.padding(lookup.UNIFORM, R)
     for i, row in enumerate(batch.rows):
         sampling = row.request.sampling
         slot[i], is_fresh[i] = row.stay.slot, row.is_fresh
@@ -63,7 +63,7 @@ def build_canvas(
         is_greedy[i] = sampling.temperature == 0
         dllm = sampling.dllm
         algorithm[i] = config.algorithms.index(dllm.algorithm)
-        algorithms.fill(params, i, dllm.algorithm, dllm.options, row_length=config.block_size)
+        lookup.fill(params, i, dllm.algorithm, dllm.options, row_length=config.block_size)
     return CanvasInputs(
         slot=slot,
         is_fresh=is_fresh,

@@ -6,7 +6,7 @@ import functools
 
 from flax import nnx
 
-from jdllm import device_facts
+from jdllm.device import facts
 from jdllm.kv_cache import pool as pool_lib
 from jdllm.runner import config as config_lib
 from jdllm.runner import packed
@@ -24,7 +24,7 @@ class UniformKind:
         self,
         graphdef: nnx.GraphDef,
         config: config_lib.StepConfig,
-        device: device_facts.DeviceFacts,
+        device: facts.DeviceFacts,
     ):
         del device  # every device gets the same programs
         self._graphdef = graphdef

@@ -17,7 +17,8 @@ import dataclasses
 import math
 from typing import ClassVar, Self
 
-from jdllm import algorithm_limits, algorithms, errors
+from jdllm import errors
+from jdllm.algorithms import limits, lookup
 from jdllm.scheduler import batch as batch_lib
 from jdllm.scheduler import commits as commits_lib
 from jdllm.scheduler import limits as limits_lib
@@ -314,9 +315,9 @@ class BlockRows:
 def _check_options(request: request_lib.Request, *, is_causal: bool) -> None:
     """Raises a `RequestError` for options that the model or the algorithm does not serve."""
     dllm = request.sampling.dllm
-    algorithm_limits.check_family(dllm.options, is_causal=is_causal)
+    limits.check_family(dllm.options, is_causal=is_causal)
     name = dllm.algorithm  # None only before defaults are filled in
-    if request.sampling.shows_steps and name is not None and algorithms.TABLE[name].drafts:
+    if request.sampling.shows_steps and name is not None and lookup.TABLE[name].drafts:
         raise errors.RequestError(
             f"stream_mode 'denoise' is not supported by {name}: its tokens are written "
             "once; leave it out",

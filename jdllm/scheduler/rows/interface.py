@@ -10,7 +10,7 @@ import dataclasses
 import enum
 from typing import ClassVar, Protocol, Self, runtime_checkable
 
-from jdllm import device_facts
+from jdllm.device import facts
 from jdllm.kv_cache import prefix_cache as prefix_cache_lib
 from jdllm.scheduler import batch as batch_lib
 from jdllm.scheduler import commits as commits_lib
@@ -61,7 +61,7 @@ class RowConfig:
     has_prefix_cache: bool = False
     is_shifted: bool = False
     is_causal: bool = False
-    device: device_facts.DeviceFacts = device_facts.DeviceFacts(platform="cpu", device_kind="cpu")
+    device: facts.DeviceFacts = facts.DeviceFacts(platform="cpu", device_kind="cpu")
     detokenize: finish_lib.Detokenize | None = None
 
     def live_requests(self, cache: live_requests.Cache | None = None) -> live_requests.LiveRequests:

@@ -14,7 +14,8 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from jdllm import offload, version
+from jdllm import version
+from jdllm.host import offload
 from jdllm.server import sse, state
 from jdllm.server.images_api import encoding, events
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 from jaxtyping import UInt8
 
-from jdllm import host
+from jdllm.host import resources
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 BIT_DEPTH, TRUE_COLOUR = 8, 2
@@ -61,7 +61,7 @@ def _deflated(band: memoryview, is_last: bool) -> bytes:
 
 @functools.cache
 def _threads() -> concurrent.futures.Executor:
-    count = min(host.cores(), MOST_THREADS)
+    count = min(resources.cores(), MOST_THREADS)
     return concurrent.futures.ThreadPoolExecutor(count, thread_name_prefix="png")
 
 

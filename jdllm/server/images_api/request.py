@@ -15,7 +15,8 @@ from pydantic import StrictBool, StrictFloat, StrictStr
 from jdllm import errors, value_checks
 from jdllm.engine.images import checks
 from jdllm.engine.images import requests as image_requests
-from jdllm.server import foreign_fields, protocol, request_model
+from jdllm.foreign import fields
+from jdllm.server import protocol, request_model
 from jdllm.server.images_api import encoding, events
 
 MAX_IMAGES = 10  # OpenAI's
@@ -35,7 +36,7 @@ OPTIONS = (
     "residual_diff_threshold",
     "max_sequence_length",
 )
-FOREIGN: foreign_fields.Neutral = {
+FOREIGN: fields.Neutral = {
     **dict.fromkeys(
         (
             "complexity", "enable_teacache", "enable_upscaling", "extra_body", "flow_shift", "fps",

@@ -9,7 +9,8 @@ import fastapi
 from starlette import requests
 from starlette import responses as starlette_responses
 
-from jdllm import errors, offload
+from jdllm import errors
+from jdllm.host import offload
 from jdllm.server import protocol, responses, running, schemas, sse, state
 from jdllm.server.images_api import answer as answer_lib
 from jdllm.server.images_api import events

@@ -12,8 +12,11 @@ import orjson
 import pydantic
 from pydantic import StrictBool, StrictFloat, StrictStr
 
-from jdllm import algorithms, errors, neutral_values, sampling_params, value_checks
-from jdllm.server import conversation_fields, foreign_fields, protocol, request_model
+from jdllm import errors, value_checks
+from jdllm.algorithms import lookup
+from jdllm.foreign import fields, neutral_values
+from jdllm.options import sampling_params
+from jdllm.server import conversation_fields, protocol, request_model
 from jdllm.templates import message_fields
 
 # Options that change the text, and their names in `SamplingParams`, which obeys or refuses them.
@@ -38,7 +41,7 @@ NUMBER_HINTS = frozenset(
 )
 FLAG_HINTS = frozenset({"f16_kv", "low_vram", "numa", "use_mlock", "use_mmap"})
 OPTIONS = (*SAMPLING, *NUMBER_HINTS, *FLAG_HINTS)
-NEUTRAL_OPTIONS: foreign_fields.Neutral = {
+NEUTRAL_OPTIONS: fields.Neutral = {
     "embedding_only": (),
     "logits_all": (),
     "mirostat": (0,),
@@ -54,7 +57,7 @@ MOOT = frozenset({"mirostat_eta", "mirostat_tau"})
 # number of tokens for which the context has no room asks for as many as it has.
 _NO_LIMIT = (-1, -2)
 
-FOREIGN: foreign_fields.Neutral = {
+FOREIGN: fields.Neutral = {
     **dict.fromkeys(("format", "images", "logprobs", "shift", "template", "think", "truncate"), ()),
     "top_logprobs": (0,),
 }
@@ -64,7 +67,7 @@ class Request(request_model.RequestModel):
     """What /api/chat and /api/generate share."""
 
     foreign: ClassVar = FOREIGN
-    places: ClassVar = {"options.{}": OPTIONS, **algorithms.places("options.dllm.{}")}
+    places: ClassVar = {"options.{}": OPTIONS, **lookup.places("options.dllm.{}")}
     model: request_model.ModelName | None = None
     stream: StrictBool | None = None
     options: dict[str, Any] | None = None
@@ -97,8 +100,8 @@ class Request(request_model.RequestModel):
             elif name == "repeat_last_n":
                 self._check_window(value)
             else:
-                places = algorithms.places("dllm.{}")
-                foreign_fields.check({name: value}, NEUTRAL_OPTIONS, KNOWN, places)
+                places = lookup.places("dllm.{}")
+                fields.check({name: value}, NEUTRAL_OPTIONS, KNOWN, places)
         wanted = value_checks.whole(options.get("max_new_tokens"))
         if wanted in (None, *_NO_LIMIT) or (type(wanted) is int and wanted > default_max_tokens):
             options["max_new_tokens"] = default_max_tokens

@@ -11,8 +11,11 @@ from typing import Annotated, Any, ClassVar
 import pydantic
 from pydantic import StrictBool, StrictStr
 
-from jdllm import algorithms, errors, sampling_params
-from jdllm.server import conversation_fields, foreign_fields, protocol, request_model
+from jdllm import errors
+from jdllm.algorithms import lookup
+from jdllm.foreign import fields
+from jdllm.options import sampling_params
+from jdllm.server import conversation_fields, protocol, request_model
 from jdllm.server.responses_api import items
 
 # Options that `SamplingParams` obeys or refuses under the same name. OpenAI's own are
@@ -45,8 +48,8 @@ EMPTY_ADDITIONS = frozenset(
         "web_search_call.results",
     }
 )
-FOREIGN: foreign_fields.Neutral = {
-    **foreign_fields.COMMON,
+FOREIGN: fields.Neutral = {
+    **fields.COMMON,
     **dict.fromkeys(
         (
             "access_programs", "background_options", "context_management", "conversation",
@@ -64,7 +67,7 @@ FOREIGN: foreign_fields.Neutral = {
 
 
 class _StreamOptions(request_model.RequestModel):
-    foreign: ClassVar = foreign_fields.STREAM_OPTIONS
+    foreign: ClassVar = fields.STREAM_OPTIONS
     include_usage: StrictBool | None = None  # of the chat route; here the last event always does
 
 
@@ -90,7 +93,7 @@ class ResponseRequest(request_model.RequestModel):
     """What a client asks for; `messages` is what `input` and `instructions` say."""
 
     foreign: ClassVar = FOREIGN
-    places: ClassVar = algorithms.places("dllm.{}")
+    places: ClassVar = lookup.places("dllm.{}")
     meant_when_empty: ClassVar = frozenset({"input"})
     model: StrictStr | None = None
     input: Any = None

@@ -11,7 +11,8 @@ import pytest
 from support import nemotron_adapter, nemotron_oracle
 from support.nemotron_adapter import LAYERS, module, tensors, write
 
-from jdllm import convert, errors, sharding
+from jdllm import convert, errors
+from jdllm.device import sharding
 from jdllm.engine.start import weights_fit
 from jdllm.layers import attention, low_rank
 from jdllm.models import draft_adapter, loading, split

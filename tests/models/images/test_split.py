@@ -13,7 +13,8 @@ import pytest
 from support import golden_images
 
 import jdllm
-from jdllm import errors, sharding
+from jdllm import errors
+from jdllm.device import sharding
 from jdllm.models.images import registry, split, z_image_config
 from jdllm.models.images.qwen_image_config import QwenImageConfig
 from jdllm.pipelines import folder as pipeline_folder

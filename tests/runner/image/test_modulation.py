@@ -12,7 +12,7 @@ from support import golden_flux, golden_images, golden_qwen_image, image_launche
 from support import published_pipelines as published
 from support.image_launches import NEGATIVE, PROMPTS
 
-from jdllm import device as device_lib
+from jdllm.device import devices as device_lib
 from jdllm.pipelines import interface, loaded
 from jdllm.runner.image import kind as kind_lib
 from jdllm.runner.image import programs, sizes, state

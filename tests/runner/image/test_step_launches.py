@@ -11,7 +11,7 @@ import pytest
 from support import golden_pipelines, image_launches
 from support.image_launches import NEGATIVE, PROMPTS
 
-from jdllm import device as device_lib
+from jdllm.device import devices as device_lib
 from jdllm.pipelines import loaded
 from jdllm.runner.image import kind as kind_lib
 from jdllm.runner.launch import compile_counter, interrupts

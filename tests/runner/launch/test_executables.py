@@ -3,12 +3,12 @@
 import jax
 import pytest
 
-from jdllm import device_facts
+from jdllm.device import facts
 from jdllm.runner.launch import executables
 from pallas_kernels import dispatch
 
-CPU = device_facts.DeviceFacts(platform="cpu", device_kind="cpu")
-GPU = device_facts.DeviceFacts(platform="gpu", device_kind="NVIDIA H200")
+CPU = facts.DeviceFacts(platform="cpu", device_kind="cpu")
+GPU = facts.DeviceFacts(platform="gpu", device_kind="NVIDIA H200")
 
 
 @pytest.mark.parametrize("flags", [None, "--xla_dump_to=/tmp/x"])

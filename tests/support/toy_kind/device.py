@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdllm import device_facts
+from jdllm.device import facts
 from jdllm.runner.launch import driver, interrupts, program
 from jdllm.runner.launch.rows import select
 from jdllm.scheduler import batch as batch_lib
@@ -156,7 +156,7 @@ def results(outputs: Outputs, batch: batch_lib.ScheduleBatch) -> batch_lib.Launc
     )
 
 
-def build(graphdef: Any, config: Any, device: device_facts.DeviceFacts) -> ToyKind:
+def build(graphdef: Any, config: Any, device: facts.DeviceFacts) -> ToyKind:
     """Returns the kind as `engine/start/kinds.py` would build it."""
     del graphdef, device
     return ToyKind(config.num_slots, config.max_launch_steps, folds=True)

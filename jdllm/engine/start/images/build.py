@@ -19,13 +19,15 @@ import pathlib
 import time
 from collections.abc import Callable
 
-from jdllm import batching_rules, device_facts, errors, image_params, sharding
-from jdllm import config as config_lib
-from jdllm import device as device_lib
+from jdllm import errors
+from jdllm.device import devices as device_lib
+from jdllm.device import facts, sharding
 from jdllm.engine import core as core_lib
 from jdllm.engine.start import build as text_build
 from jdllm.engine.start import sizing, startup
 from jdllm.engine.start.images import first_use, start_programs
+from jdllm.options import batching_rules, image_params
+from jdllm.options import config as config_lib
 from jdllm.pipelines import folder as pipeline_folder
 from jdllm.pipelines import interface, loaded
 from jdllm.runner import model_runner
@@ -104,7 +106,7 @@ class BuiltImages:
     """Everything an engine for images holds; `first_use` is closed when the engine ends."""
 
     config: ImageBuildConfig
-    device: device_facts.DeviceFacts
+    device: facts.DeviceFacts
     folder: pipeline_folder.PipelineFolder
     pipeline: interface.Pipeline
     core: core_lib.EngineCore
@@ -280,7 +282,7 @@ def _buckets(
     config: ImageBuildConfig,
     pipeline: interface.Pipeline,
     limits: image_limits.ImageLimits,
-    device: device_facts.DeviceFacts,
+    device: facts.DeviceFacts,
     default_size: tuple[int, int],
 ) -> image_buckets.ImageBuckets:
     """Returns the compiled sizes, before it is known what fits into memory."""
@@ -308,9 +310,7 @@ def _buckets(
     )
 
 
-def _caption_lengths(
-    pipeline: interface.Pipeline, device: device_facts.DeviceFacts
-) -> tuple[int, ...]:
+def _caption_lengths(pipeline: interface.Pipeline, device: facts.DeviceFacts) -> tuple[int, ...]:
     """Returns the compiled lengths of captions."""
     most = min(pipeline.defaults.longest_sequence_length, pipeline.max_caption_tokens)
     most = -(-most // pipeline.caption_multiple) * pipeline.caption_multiple
@@ -319,7 +319,7 @@ def _caption_lengths(
     return tuple(pipeline.prefix_tokens + one for one in tokens)
 
 
-def _rows(config: ImageBuildConfig, device: device_facts.DeviceFacts) -> tuple[int, ...]:
+def _rows(config: ImageBuildConfig, device: facts.DeviceFacts) -> tuple[int, ...]:
     """Returns how many requests a step may have; no program is for more than may run."""
     rows = CPU_ROWS if device.is_cpu else ACCELERATOR_ROWS
     most = config.batching_max_size or rows[-1]
@@ -329,7 +329,7 @@ def _rows(config: ImageBuildConfig, device: device_facts.DeviceFacts) -> tuple[i
 
 
 def _most_requests(
-    config: ImageBuildConfig, pipeline: interface.Pipeline, device: device_facts.DeviceFacts
+    config: ImageBuildConfig, pipeline: interface.Pipeline, device: facts.DeviceFacts
 ) -> Callable[[int, int], int | None]:
     """Returns the bound of the batching rules for images (height, width)."""
     memory = device.memory_bytes
@@ -377,7 +377,7 @@ def _check_size(height: int, width: int, limits: image_limits.ImageLimits) -> No
         raise errors.ConfigError(f"warmup_resolutions: {error}") from error
 
 
-def _compiles_behind(config: ImageBuildConfig, device: device_facts.DeviceFacts) -> bool:
+def _compiles_behind(config: ImageBuildConfig, device: facts.DeviceFacts) -> bool:
     """Returns whether the start leaves programs for several images to the time after it.
 
     A CPU compiles its few small programs at once: it has no cores to spare while it computes.
@@ -385,12 +385,12 @@ def _compiles_behind(config: ImageBuildConfig, device: device_facts.DeviceFacts)
     return not device.is_cpu if config.compiles_behind is None else config.compiles_behind
 
 
-def _default_rows(device: device_facts.DeviceFacts) -> int:
+def _default_rows(device: facts.DeviceFacts) -> int:
     defaults = image.ImageRows.defaults
     return defaults.cpu_rows if device.is_cpu else defaults.accelerator_rows
 
 
-def _caption_bytes(config: ImageBuildConfig, device: device_facts.DeviceFacts) -> int:
+def _caption_bytes(config: ImageBuildConfig, device: facts.DeviceFacts) -> int:
     if config.caption_cache_bytes is not None:
         return config.caption_cache_bytes
     return CPU_CAPTION_BYTES if device.is_cpu else ACCELERATOR_CAPTION_BYTES

@@ -6,12 +6,12 @@ import dataclasses
 import math
 import pathlib
 
-from jdllm import config as config_lib
 from jdllm import errors
 from jdllm.checkpoint import source
 from jdllm.engine.images import checks, requests
 from jdllm.engine.start import startup
 from jdllm.engine.start.images import build as images
+from jdllm.options import config as config_lib
 from jdllm.pipelines import folder
 from jdllm.scheduler.rows.image import limits as image_limits
 

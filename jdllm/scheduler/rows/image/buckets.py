@@ -11,7 +11,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-from jdllm import errors, image_params
+from jdllm import errors
+from jdllm.options import image_params
 from jdllm.scheduler import batch as batch_lib
 from jdllm.scheduler import sizes as sizes_lib
 

@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jdllm import errors, image_params
+from jdllm import errors
+from jdllm.options import image_params
 from jdllm.scheduler import request as request_lib
 
 DEFAULT_MAX_PIXELS = 2048 * 2048

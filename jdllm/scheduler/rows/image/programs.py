@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from jdllm import image_params
+from jdllm.options import image_params
 from jdllm.scheduler import batch as batch_lib
 from jdllm.scheduler import request as request_lib
 from jdllm.scheduler.rows.image import buckets as buckets_lib

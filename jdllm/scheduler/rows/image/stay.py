@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
-from jdllm import image_params
+from jdllm.options import image_params
 from jdllm.scheduler import request as request_lib
 from jdllm.scheduler.rows.image import buckets, captions
 

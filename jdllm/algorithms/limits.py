@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jdllm import errors
-from jdllm.algorithm_options import Algorithm
+from jdllm.algorithms.options import Algorithm
 
 NEUTRAL = {"top_p": (None, 1), "top_k": (None, 0, -1)}
 

@@ -1,6 +1,6 @@
 """Flags of SGLang's server for image and video models that are no options here.
 
-The tables of `foreign_flags.py` take these in; names belong to SGLang 0.5.23
+The tables of `flags.py` take these in; names belong to SGLang 0.5.23
 (`multimodal_gen/runtime/server_args.py`). Its switches may have a value, true or false.
 """
 

@@ -1,8 +1,8 @@
-"""The decoding algorithms and their options, each declared once, in `algorithm_table.py`.
+"""The decoding algorithms and their options, each declared once, in `table.py`.
 
-Everything else that knows an option (`algorithm_options`) reads that table: the checks and defaults
+Everything else that knows an option (`options.py`) reads that table: the checks and defaults
 of requests (`sampling_params`) and of the server (`config`, `engine/start/`), the help of the
-command line, the tables of the documentation (`algorithm_docs`), and the arrays that carry the
+command line, the tables of the documentation, and the arrays that carry the
 options of many rows to the device. `decoding/` holds one rule for each algorithm; it takes the
 numbers of words and the names of the arrays from here.
 
@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import Shaped
 
-from jdllm import errors, foreign_names
-from jdllm.algorithm_options import BLOCK, CANVAS, UNIFORM, Algorithm, Option, Value
-from jdllm.algorithm_table import TABLE
+from jdllm import errors
+from jdllm.algorithms.options import BLOCK, CANVAS, UNIFORM, Algorithm, Option, Value
+from jdllm.algorithms.table import TABLE
+from jdllm.foreign import names as foreign_names
 
 # What others use by this name, too.
 __all__ = ["BLOCK", "CANVAS", "TABLE", "UNIFORM", "Algorithm", "Option", "Value"]

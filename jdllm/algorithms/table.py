@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from jdllm import value_checks
-from jdllm.algorithm_options import BLOCK, CANVAS, UNIFORM, Algorithm, Option
+from jdllm.algorithms.options import BLOCK, CANVAS, UNIFORM, Algorithm, Option
 
 
 def _number(name: str, default: float | None, help: str, **bounds: Any) -> Option:

@@ -1,6 +1,6 @@
 """Flags of SGLang and vLLM that are no options here: what happens instead, or what to use.
 
-Those of SGLang's server for image models are in `foreign_image_flags.py`.
+Those of SGLang's server for image models are in `image_flags.py`.
 
 A command line that was written for SGLang or vLLM should start here unless it asks for something
 that does not exist. `ALIASES` are other names of our options. A flag in `SPEED` tells the other
@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from typing import Any
 
-from jdllm import errors, foreign_image_flags
+from jdllm import errors
+from jdllm.foreign import image_flags
 
 # Other names of options.
 ALIASES: dict[str, str] = {
@@ -183,9 +184,9 @@ SPEED: tuple[Group, ...] = (
         instead="requests with a grammar or a JSON schema are answered 400",
         valued="grammar_backend guided_decoding_backend structured_outputs_config",
     ),
-    *(Group(instead=why, booleans=found) for why, found in foreign_image_flags.SWITCHES.items()),
-    *(Group(instead=why, valued=found) for why, found in foreign_image_flags.VALUED.items()),
-    *(Group(instead=why, lists=found) for why, found in foreign_image_flags.LISTS.items()),
+    *(Group(instead=why, booleans=found) for why, found in image_flags.SWITCHES.items()),
+    *(Group(instead=why, valued=found) for why, found in image_flags.VALUED.items()),
+    *(Group(instead=why, lists=found) for why, found in image_flags.LISTS.items()),
 )
 
 # What to use instead -> flags that are refused; a name that ends in `*` stands for a family.
@@ -279,7 +280,7 @@ REFUSALS: dict[str, str] = {
 
 def _by_name(ends_in_star: bool) -> dict[str, str]:
     """Returns name -> what to use instead, of single flags or of families (without the star)."""
-    tables = (*REFUSALS.items(), *foreign_image_flags.REFUSALS.items())
+    tables = (*REFUSALS.items(), *image_flags.REFUSALS.items())
     pairs = [(name, instead) for instead, found in tables for name in found.split()]
     return {name.rstrip("*"): why for name, why in pairs if name.endswith("*") == ends_in_star}
 
@@ -310,7 +311,7 @@ NEUTRAL_VALUES: dict[str, tuple[str, ...]] = {
     "config_format": ("auto", "hf"),
     "response_role": ("assistant",),
     "chat_template_content_format": ("auto", "string"),
-    **foreign_image_flags.NEUTRAL_VALUES,
+    **image_flags.NEUTRAL_VALUES,
 }
 
 _SPEED_FLAGS = {name: group.instead for group in SPEED for name, _ in group.flags()}
@@ -374,23 +375,6 @@ def take(flags: dict[str, Any], *, without: Collection[str] = ()) -> list[str]:
     found = [name for name in flags if name in names() and name not in without]
     notes = [note(name, flags.pop(name)) for name in found]
     return [line for line in notes if line is not None]
-
-
-def markdown_table() -> str:
-    """Returns the table of `docs/flags.md`: accepted flags and what happens instead."""
-    lines = ["| accepted, without effect | what happens instead |", "|---|---|"]
-    for group in SPEED:
-        flags = ", ".join(f"`{spelled(name)}`" for name, _ in group.flags())
-        lines.append(f"| {flags} | {group.instead} |")
-    return "\n".join(lines)
-
-
-def markdown_aliases(also: Mapping[str, str]) -> str:
-    """Returns the table of `docs/flags.md` that shows other names of options."""
-    lines = ["| also | option |", "|---|---|"]
-    lines += [f"| `{spelled(k)}` | `{spelled(of)}` |" for k, of in {**ALIASES, **also}.items()]
-    lines += [f"| `{spelled('no_' + k)}` | `{spelled(of)}` |" for k, of in OPPOSITES.items()]
-    return "\n".join(lines)
 
 
 def _instead(name: str) -> str | None:

@@ -15,7 +15,7 @@ that happen to be sent would never be complete, so the value decides:
 - Any other value passes only if a known field lists it as its documented default.
 
 Everything else is an error that names the field and says what is served instead, if anything is
-(`foreign_names`).
+(`names`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ import difflib
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from jdllm import errors, foreign_names
+from jdllm import errors
+from jdllm.foreign import names as foreign_names
 
 # name -> values, besides the empty ones, that ask for nothing: the documented defaults
 Defaults = Mapping[str, Collection[Any]]

@@ -6,7 +6,7 @@ import os
 
 import jax
 
-from jdllm import device_facts
+from jdllm.device import facts as device_facts
 from pallas_kernels import device as kernel_device
 
 

@@ -1,7 +1,7 @@
 """Start-up options: one frozen dataclass for the engine, one for the server.
 
 Names are SGLang's with underscores; `server/cli.py` derives the command line from the fields.
-`foreign_flags.py` knows what becomes of flags of SGLang and vLLM that are no fields.
+`jdllm/foreign/flags.py` knows what becomes of flags of SGLang and vLLM that are no fields.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from typing import Any, Literal
 
 import yaml
 
-from jdllm import algorithms, batching_rules, errors, option_hints
+from jdllm import errors
+from jdllm.algorithms import lookup as algorithms
+from jdllm.options import batching_rules
+from jdllm.options import hints as option_hints
 
 LoadFormat = Literal["auto", "safetensors", "orbax", "dummy"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]

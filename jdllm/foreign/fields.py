@@ -9,9 +9,26 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jdllm import foreign_names, neutral_values, sampling_params
+from jdllm.foreign import names, neutral_values
 
 Neutral = neutral_values.Defaults
+
+# Fields of other engines; an error that names the field refuses every value but the neutral ones.
+NEUTRAL_ONLY: Neutral = {
+    "json_schema": (None,),
+    "regex": (None,),
+    "ebnf": (None,),
+    "structural_tag": (None,),
+    "stop_regex": (None, [], ()),
+    "custom_params": (None, {}),
+    "best_of": (None, 1),
+    "use_beam_search": (None, False),
+    "length_penalty": (None, 1, 1.0),
+    "lora_path": (None,),
+    "prompt_logprobs": (None, False, 0),
+    "stream_interval": (None, 1),
+    "spaces_between_special_tokens": (None, True),
+}
 
 # Names that are refused as "not supported" rather than as unknown.
 _NEVER: Neutral = dict.fromkeys(
@@ -43,7 +60,7 @@ COMMON: Neutral = {
 
 # Shared by /v1/chat/completions and /v1/completions.
 OPENAI: Neutral = {
-    **sampling_params.NEUTRAL_ONLY,
+    **NEUTRAL_ONLY,
     **COMMON,
     "prompt_cache_retention": ("in_memory",),
     "response_format": ({"type": "text"},),
@@ -96,7 +113,7 @@ def check(
     extra: Mapping[str, Any],
     neutral: Neutral,
     known: Iterable[str],
-    places: foreign_names.Places | None = None,
+    places: names.Places | None = None,
 ) -> None:
     """Raises a `RequestError` for the first field that asks for what is not served."""
     neutral_values.check(extra, neutral, known, LABELS, places)

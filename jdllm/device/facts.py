@@ -1,4 +1,4 @@
-"""Facts of the device; `jdllm/device.py` finds them once at start, and callers pass them on."""
+"""Facts of the device; `devices.py` finds them once at start, and callers pass them on."""
 
 from __future__ import annotations
 

@@ -1,13 +1,16 @@
-"""The tables of the documentation that say what algorithms and their options are."""
+"""Tables of the documentation, made from what the code declares."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from jdllm import value_checks
-from jdllm.algorithm_options import Option
-from jdllm.algorithms import of_kind
+from jdllm.algorithms.lookup import of_kind
+from jdllm.algorithms.options import Option
+from jdllm.foreign import flags
 
 
-def markdown_table(kind: str) -> str:
+def algorithms(kind: str) -> str:
     """Returns the algorithms of a kind with their options and defaults, as a table."""
     lines = ["| algorithm | writes | options and their defaults |", "|---|---|---|"]
     for number, algorithm in enumerate(of_kind(kind).values()):
@@ -19,7 +22,7 @@ def markdown_table(kind: str) -> str:
     return "\n".join(lines)
 
 
-def markdown_options(kind: str) -> str:
+def algorithm_options(kind: str) -> str:
     """Returns a table of what each option of a kind means."""
     lines = ["| option | algorithms | values | meaning |", "|---|---|---|---|"]
     meanings: dict[tuple[str, str, str], list[str]] = {}
@@ -37,6 +40,24 @@ def _meaning(option: Option) -> str:
         return option.help
     name, words = option.only_with
     return f"{option.help}; only with `{name}` {' or '.join(words)}"
+
+
+def foreign_flags() -> str:
+    """Returns the table of `docs/flags.md`: accepted flags and what happens instead."""
+    lines = ["| accepted, without effect | what happens instead |", "|---|---|"]
+    for group in flags.SPEED:
+        names = ", ".join(f"`{flags.spelled(name)}`" for name, _ in group.flags())
+        lines.append(f"| {names} | {group.instead} |")
+    return "\n".join(lines)
+
+
+def flag_aliases(also: Mapping[str, str]) -> str:
+    """Returns the table of `docs/flags.md` that shows other names of options."""
+    lines = ["| also | option |", "|---|---|"]
+    opposites = {f"no_{name}": of for name, of in flags.OPPOSITES.items()}
+    for name, of in {**flags.ALIASES, **also, **opposites}.items():
+        lines.append(f"| `{flags.spelled(name)}` | `{flags.spelled(of)}` |")
+    return "\n".join(lines)
 
 
 def _shown(option: Option) -> str:

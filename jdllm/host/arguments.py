@@ -14,7 +14,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
-from jdllm import errors, foreign_names
+from jdllm import errors
+from jdllm.foreign import names
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter):
@@ -78,7 +79,7 @@ class Parser(argparse.ArgumentParser):
             for action in required:
                 action.required = True
 
-    def refuse(self, rest: Sequence[str], places: foreign_names.Places | None = None) -> NoReturn:
+    def refuse(self, rest: Sequence[str], places: names.Places | None = None) -> NoReturn:
         """Ends the process: names the first argument that nobody took, and what is served.
 
         `places` are options that are no flags, and how they are written.
@@ -91,7 +92,7 @@ class Parser(argparse.ArgumentParser):
         known = {_bare(word): word for action in shown for word in action.option_strings}
         close = errors.near(_bare(flag), known)
         hint = "--help lists the options" if close is None else f"did you mean {known[close]}?"
-        written = foreign_names.served(_bare(flag).replace("-", "_"), (), places)
+        written = names.served(_bare(flag).replace("-", "_"), (), places)
         self.error(f"unknown option {errors.quote(flag)}; {written or hint}")
 
 

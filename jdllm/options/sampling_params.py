@@ -12,16 +12,10 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jdllm import (
-    algorithm_limits,
-    algorithms,
-    errors,
-    foreign_names,
-    logit_options,
-    neutral_values,
-    stop_options,
-    value_checks,
-)
+from jdllm import errors, value_checks
+from jdllm.algorithms import limits, lookup
+from jdllm.foreign import fields, names, neutral_values
+from jdllm.options import logit_options, stop_options
 
 # A temperature below the first is greedy (SGLang's rule); one between the two counts as the second,
 # at which 16-bit states can still be divided by it (vLLM's rule).
@@ -50,23 +44,6 @@ _FLAGS = (
     "return_step_map",
 )
 
-# Fields of other engines; an error that names the field refuses every value but the neutral ones.
-NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
-    "json_schema": (None,),
-    "regex": (None,),
-    "ebnf": (None,),
-    "structural_tag": (None,),
-    "stop_regex": (None, [], ()),
-    "custom_params": (None, {}),
-    "best_of": (None, 1),
-    "use_beam_search": (None, False),
-    "length_penalty": (None, 1, 1.0),
-    "lora_path": (None,),
-    "prompt_logprobs": (None, False, 0),
-    "stream_interval": (None, 1),
-    "spaces_between_special_tokens": (None, True),
-}
-
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False, slots=True)
 class DllmParams:
@@ -81,15 +58,15 @@ class DllmParams:
 
     algorithm: str | None
     stream_mode: str | None
-    given: tuple[tuple[str, algorithms.Value], ...]  # in the order of the table
+    given: tuple[tuple[str, lookup.Value], ...]  # in the order of the table
 
     def __init__(
         self, /, *, algorithm: str | None = None, stream_mode: str | None = None, **options: Any
     ):
         if algorithm is not None and (
-            not isinstance(algorithm, str) or algorithm not in algorithms.TABLE
+            not isinstance(algorithm, str) or algorithm not in lookup.TABLE
         ):
-            hint = errors.nearest(algorithm, algorithms.TABLE)
+            hint = errors.nearest(algorithm, lookup.TABLE)
             raise errors.RequestError(
                 f"unknown dLLM algorithm {errors.quote(algorithm)}{hint}", param="dllm.algorithm"
             )
@@ -98,16 +75,16 @@ class DllmParams:
                 f"stream_mode is one of {', '.join(STREAM_MODES)}, got {errors.quote(stream_mode)}",
                 param="dllm.stream_mode",
             )
-        known = algorithms.option_names()
+        known = lookup.option_names()
         for name in options:
             if name not in known:
                 places = {"{} beside dllm": SamplingParams.__dataclass_fields__}
-                hint = foreign_names.hint(name, ("algorithm", "stream_mode", *known), places)
+                hint = names.hint(name, ("algorithm", "stream_mode", *known), places)
                 raise errors.RequestError(
                     f"unknown dLLM option {errors.quote(name)}{hint}", param=f"dllm.{name}"
                 )
         given = tuple(
-            (name, algorithms.checked(algorithm, name, options[name]))
+            (name, lookup.checked(algorithm, name, options[name]))
             for name in known
             if options.get(name) is not None
         )
@@ -120,7 +97,7 @@ class DllmParams:
         for option, value in self.given:
             if option == name:
                 return value
-        if name in algorithms.option_names():
+        if name in lookup.option_names():
             return None
         raise AttributeError(f"no denoising option {name!r}")
 
@@ -131,7 +108,7 @@ class DllmParams:
         return f"DllmParams({', '.join(f'{name}={value!r}' for name, value in values.items())})"
 
     @property
-    def options(self) -> dict[str, algorithms.Value]:
+    def options(self) -> dict[str, lookup.Value]:
         """The given options by name."""
         return dict(self.given)
 
@@ -140,9 +117,9 @@ class DllmParams:
         return DllmParams(algorithm=self.algorithm, stream_mode=stream_mode, **self.options)
 
     @property
-    def declared(self) -> algorithms.Algorithm | None:
+    def declared(self) -> lookup.Algorithm | None:
         """The algorithm's row of the table, or None if the server's default applies."""
-        return None if self.algorithm is None else algorithms.TABLE[self.algorithm]
+        return None if self.algorithm is None else lookup.TABLE[self.algorithm]
 
     @property
     def forwards_whole_canvas(self) -> bool:
@@ -165,10 +142,10 @@ class DllmParams:
             raise errors.RequestError(
                 f"dllm must be an object, got {type(options).__name__}", param="dllm"
             )
-        known = ("algorithm", "stream_mode", *algorithms.option_names())
+        known = ("algorithm", "stream_mode", *lookup.option_names())
         given: dict[str, Any] = {}
         for name, value in ((str(name), value) for name, value in options.items()):
-            is_off = value is False and algorithms.is_flag(name)
+            is_off = value is False and lookup.is_flag(name)
             is_none = value is None or neutral_values.asks_nothing(name, value, known)
             if is_off or not is_none:
                 given[name] = value
@@ -182,9 +159,9 @@ class DllmParams:
         with the words of other options. So are two options that exclude one another; if the request
         gives one of them, it unsets the others.
         """
-        name = self.algorithm or default.algorithm or next(iter(algorithms.TABLE))
+        name = self.algorithm or default.algorithm or next(iter(lookup.TABLE))
         own = DllmParams(algorithm=name, stream_mode=None, **self.options)
-        declared = algorithms.TABLE[name]
+        declared = lookup.TABLE[name]
         values = declared.defaults
         if name == default.algorithm:
             values |= default.options
@@ -288,7 +265,7 @@ class SamplingParams:
                 f"min_new_tokens={least} exceeds max_new_tokens={most}", param="min_new_tokens"
             )
         if self.dllm.declared is not None:
-            algorithm_limits.check(
+            limits.check(
                 self.dllm.declared,
                 temperature=self.temperature,
                 filters={"top_p": self.top_p, "top_k": self.top_k},
@@ -343,18 +320,16 @@ class SamplingParams:
                     values[name] = value
             else:
                 foreign[key] = value
-        neutral_values.check(foreign, NEUTRAL_ONLY, known, places=algorithms.places("dllm.{}"))
+        neutral_values.check(foreign, fields.NEUTRAL_ONLY, known, places=lookup.places("dllm.{}"))
         return cls(**values)
 
 
-SamplingParams.__init__ = foreign_names.explained(algorithms.places("dllm.{}"))(
-    SamplingParams.__init__
-)
+SamplingParams.__init__ = names.explained(lookup.places("dllm.{}"))(SamplingParams.__init__)
 
 
 def check_neutral(key: str, value: Any, known: Sequence[str] | set[str]) -> None:
     """Raises if `key` is no field of this engine and `value` asks for something."""
-    neutral_values.check({key: value}, NEUTRAL_ONLY, known)
+    neutral_values.check({key: value}, fields.NEUTRAL_ONLY, known)
 
 
 def _of_logprobs(wanted: Any, top_logprobs: Any) -> dict[str, Any]:
