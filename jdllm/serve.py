@@ -23,7 +23,9 @@ from jdllm.engine import engine as engine_lib
 from jdllm.engine.images import engine as image_engine
 from jdllm.engine.start import startup
 from jdllm.pipelines import folder
-from jdllm.server import cli, lifecycle, log_format, summary
+from jdllm.server import cli, lifecycle
+from jdllm.server.edge import log_format
+from jdllm.server.operations import summary
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,8 @@ from support import edge, fake_engine
 
 from jdllm.engine import stats
 from jdllm.engine.images import info
-from jdllm.server import cli, lifecycle, metrics, state
+from jdllm.server import cli, lifecycle, state
+from jdllm.server.edge import metrics
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 DEPLOY = ROOT / "docs" / "deploy"

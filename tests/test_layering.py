@@ -72,20 +72,21 @@ FLOORS: tuple[tuple[str, int, str], ...] = (
     ("jdllm/engine/", 6, "engine"),
     # Its flags are those of evaluation and of benchmarks in process, too.
     ("jdllm/server/cli.py", 6, "command line"),
-    ("jdllm/serve.py", 7, "server"),
-    ("jdllm/server/", 7, "server"),
+    # HTTP itself, which knows no route and no state of the server.
+    ("jdllm/server/edge/", 7, "edge"),
+    ("jdllm/serve.py", 8, "server"),
+    ("jdllm/server/", 8, "server"),
     ("jdllm/convert.py", 7, "convert"),
     ("jdllm/eval/", 7, "eval"),
     ("jdllm/bench/", 7, "bench"),
-    ("jdllm/replicas/", 8, "replicas"),
-    ("jdllm/ray_app.py", 8, "replicas"),
-    ("jdllm/__main__.py", 8, "public"),
-    ("jdllm/__init__.py", 8, "public"),
+    ("jdllm/replicas/", 9, "replicas"),
+    ("jdllm/ray_app.py", 9, "replicas"),
+    ("jdllm/__main__.py", 10, "public"),
+    ("jdllm/__init__.py", 10, "public"),
 )
-HOST_GROUPS = (
-    "base", "foreign", "host", "algorithms", "device_facts", "options", "tasks", "templates",
-    "client",
-)  # fmt: skip
+HOST_GROUPS = set(
+    "base foreign host algorithms device_facts options tasks templates client".split()  # noqa: SIM905
+)
 HOST = (
     *(path for path, _, group in FLOORS if group in HOST_GROUPS),
     "jdllm/kv_cache/allocator.py",

@@ -15,7 +15,7 @@ THROUGHPUT_BINS = 50  # of a window
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """A snapshot; the metrics have the same names (`server/metrics.py`). A GB is 1e9 bytes."""
+    """A snapshot; the metrics have the same names (`server/edge/metrics.py`). A GB is 1e9 bytes."""
 
     num_running_reqs: int
     num_queue_reqs: int

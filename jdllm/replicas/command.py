@@ -15,7 +15,8 @@ import types
 
 from jdllm import ray_app
 from jdllm.replicas import options as options_lib
-from jdllm.server import cli, lifecycle, summary
+from jdllm.server import cli, lifecycle
+from jdllm.server.operations import summary
 
 logger = logging.getLogger(__name__)
 

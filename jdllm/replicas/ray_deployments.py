@@ -22,7 +22,8 @@ from jdllm.options import config as config_lib
 from jdllm.replicas import engine_host, messages, ray_replicas, replicated_engine
 from jdllm.replicas import options as options_lib
 from jdllm.server import app as app_lib
-from jdllm.server import log_format, state
+from jdllm.server import state
+from jdllm.server.edge import log_format
 
 logger = logging.getLogger(__name__)
 

@@ -6,31 +6,23 @@ import fastapi
 from fastapi import params
 from starlette import routing
 
-from jdllm.server import (
-    admin,
-    chat,
-    completions,
-    docs_page,
-    health,
-    loads,
-    middleware,
-    native,
-    request_forms,
-    responses,
-    state,
-)
-from jdllm.server.images_api import route as images_route
+from jdllm.server import middleware, state
+from jdllm.server.edge import request_forms, responses
+from jdllm.server.images import route as images_route
 from jdllm.server.ollama import plain_errors
 from jdllm.server.ollama import routes as ollama_routes
+from jdllm.server.openai import chat, completions
+from jdllm.server.openai.responses import route as responses_route
+from jdllm.server.operations import admin, docs_page, health, loads
 from jdllm.server.playground import page
-from jdllm.server.responses_api import route as responses_route
+from jdllm.server.sglang import routes
 
 COMMON_ROUTERS = (health.router, admin.router, loads.router, docs_page.router)
 TEXT_ROUTERS = (
     chat.router,
     completions.router,
     responses_route.router,
-    native.router,
+    routes.router,
     ollama_routes.router,
 )
 IMAGE_ROUTERS = (images_route.router,)

@@ -24,7 +24,9 @@ import uvicorn
 from jdllm import errors
 from jdllm.host import arguments
 from jdllm.server import app as app_lib
-from jdllm.server import connections, health, log_format, open_files, state, summary
+from jdllm.server import state
+from jdllm.server.edge import connections, log_format, open_files
+from jdllm.server.operations import health, summary
 
 if TYPE_CHECKING:
     from jdllm.engine import engine as engine_lib

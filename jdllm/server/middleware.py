@@ -19,7 +19,8 @@ from starlette import datastructures
 from starlette import types as asgi
 from starlette.middleware import cors
 
-from jdllm.server import log_format, request_context, request_forms, responses, state
+from jdllm.server import state
+from jdllm.server.edge import log_format, request_context, request_forms, responses
 from jdllm.server.playground import page
 
 logger = logging.getLogger(__name__)

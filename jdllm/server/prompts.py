@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 
 from jdllm import errors
 from jdllm.host import offload
-from jdllm.server import field_at_fault, protocol, state
+from jdllm.server import state
+from jdllm.server.edge import bodies, field_at_fault
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +34,8 @@ def split(prompt: Any) -> list[Prompt]:
         return [prompt]
     if isinstance(prompt, list) and set(map(type, prompt)) == {str}:
         return prompt
-    ids = protocol.token_ids(prompt)
-    rows = protocol.rows_of_ids(prompt) if ids is None else [ids]
+    ids = bodies.token_ids(prompt)
+    rows = bodies.rows_of_ids(prompt) if ids is None else [ids]
     if rows is not None:
         return list(rows)
     raise errors.RequestError(

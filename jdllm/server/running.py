@@ -24,7 +24,8 @@ from jdllm import errors
 from jdllm.engine import generations
 from jdllm.engine import requests as engine_requests
 from jdllm.options import sampling_params
-from jdllm.server import metrics, protocol, responses, state
+from jdllm.server import state
+from jdllm.server.edge import bodies, metrics, responses
 
 Result = TypeVar("Result")
 
@@ -81,7 +82,7 @@ def check_places(
         check_choices(server, num_choices, num_prompts)
         server.engine.check_places(num_choices, num_prompts)
     except errors.RequestError as error:
-        raise protocol.renamed(error, field_names or {}) from None
+        raise bodies.renamed(error, field_names or {}) from None
 
 
 def check_choices(server: state.ServerState, num_choices: int, num_prompts: int = 1) -> None:
@@ -134,7 +135,7 @@ async def stream(
                 _raise_fault(server, generation.finish_reason)
                 yield generation
     except errors.RequestError as error:
-        raise protocol.renamed(error, prompt_list.field_names) from None
+        raise bodies.renamed(error, prompt_list.field_names) from None
 
 
 def _raise_fault(server: state.ServerState, finish: Mapping[str, Any] | None) -> None:

@@ -18,7 +18,8 @@ from typing import Any
 from starlette import responses as starlette_responses
 from starlette import types as asgi
 
-from jdllm.server import responses, running
+from jdllm.server import running
+from jdllm.server.edge import responses
 
 logger = logging.getLogger(__name__)
 

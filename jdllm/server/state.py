@@ -16,9 +16,9 @@ from starlette import requests
 
 from jdllm import errors
 from jdllm.options import config
-from jdllm.server import keys, live_requests, metrics, responses
-from jdllm.server import token_texts as token_texts_lib
-from jdllm.server.images_api import store
+from jdllm.server.edge import image_store as store
+from jdllm.server.edge import keys, live_requests, metrics, responses
+from jdllm.server.edge import token_texts as token_texts_lib
 
 if TYPE_CHECKING:
     from jdllm.engine import serving, text_serving, tokenizer

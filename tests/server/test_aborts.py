@@ -11,7 +11,8 @@ import httpx
 import pytest
 from support import edge, hash_engine, waiting
 
-from jdllm.server import app, request_context
+from jdllm.server import app
+from jdllm.server.edge import request_context
 
 ROW = [3, 5]
 

@@ -10,12 +10,13 @@ import orjson
 import pytest
 
 from jdllm import errors
-from jdllm.server import body_limits, protocol
+from jdllm.server.edge import bodies, body_limits
+from jdllm.server.openai.requests import CompletionRequest
 
 
 def parsed_or_refused(body):
     try:
-        protocol.parse(body, protocol.CompletionRequest)
+        bodies.parse(body, CompletionRequest)
     except errors.RequestError:
         return
     raise AssertionError("the body was taken")

@@ -9,7 +9,7 @@ import pytest
 from support import edge, fake_engine
 
 from jdllm.scheduler import batch, text_frames
-from jdllm.server import denoise_frames
+from jdllm.server.openai import denoise_frames
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 COUNT = 6

@@ -7,7 +7,8 @@ import re
 
 from support import edge
 
-from jdllm.server import app, docs_page
+from jdllm.server import app
+from jdllm.server.operations import docs_page
 
 
 def test_it_points_to_no_other_server_and_runs_no_script():

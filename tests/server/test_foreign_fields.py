@@ -24,19 +24,22 @@ from jdllm.foreign import fields as fields_of_foreign
 from jdllm.foreign import fields as foreign_fields
 from jdllm.foreign import neutral_values
 from jdllm.options import sampling_params
-from jdllm.server import conversation_fields, protocol, request_model
-from jdllm.server.responses_api import request as responses_request
+from jdllm.server.edge import request_model
+from jdllm.server.openai import conversation_fields
+from jdllm.server.openai.requests import ChatRequest, CompletionRequest, OpenAIRequest
+from jdllm.server.openai.responses import request as responses_request
+from jdllm.server.sglang.requests import DetokenizeRequest, GenerateRequest, TokenizeRequest
 
 LISTED = json.loads((pathlib.Path(__file__).parents[1] / "data/request_fields.json").read_text())
 MESSAGES = [{"role": "user", "content": "hi"}]
 # kind of body -> (path, model, the least that it needs)
 BODIES: dict[str, tuple[str, type[request_model.RequestModel], dict[str, Any]]] = {
-    "chat": ("/v1/chat/completions", protocol.ChatRequest, {"messages": MESSAGES}),
-    "completions": ("/v1/completions", protocol.CompletionRequest, {"prompt": "hi"}),
+    "chat": ("/v1/chat/completions", ChatRequest, {"messages": MESSAGES}),
+    "completions": ("/v1/completions", CompletionRequest, {"prompt": "hi"}),
     "responses": ("/v1/responses", responses_request.ResponseRequest, {"input": "hi"}),
-    "generate": ("/generate", protocol.GenerateRequest, {"text": "hi"}),
-    "tokenize": ("/tokenize", protocol.TokenizeRequest, {"messages": MESSAGES}),
-    "detokenize": ("/detokenize", protocol.DetokenizeRequest, {"tokens": [104]}),
+    "generate": ("/generate", GenerateRequest, {"text": "hi"}),
+    "tokenize": ("/tokenize", TokenizeRequest, {"messages": MESSAGES}),
+    "detokenize": ("/detokenize", DetokenizeRequest, {"tokens": [104]}),
 }
 # Values of every type; none of them is the default of a field.
 ASKING = ("x", 5, 0.5, -7, True, ["x"], [[5]], {"x": 1}, {"type": "x"}, [{"type": "function"}])
@@ -77,7 +80,7 @@ def parse(kind: str, extra: dict[str, Any]) -> request_model.RequestModel:
         body = model.model_validate(least | extra)
     except pydantic.ValidationError as error:
         raise request_model.first_problem(error) from error
-    if isinstance(body, protocol.OpenAIRequest | responses_request.ResponseRequest):
+    if isinstance(body, OpenAIRequest | responses_request.ResponseRequest):
         body.sampling(8)
     return body
 

@@ -19,7 +19,7 @@ from support import compiling, cut_model, stalls
 from support.fuzz import asks, bodies, campaign, cases, checks, process, wire
 
 from jdllm.checkpoint import source
-from jdllm.server import metrics
+from jdllm.server.edge import metrics
 
 SEED = 18
 DEFAULT, LONG = 300, 100_000

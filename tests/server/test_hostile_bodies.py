@@ -12,7 +12,8 @@ from support import edge, fake_engine, stalls
 
 from jdllm import value_checks
 from jdllm.options import sampling_params
-from jdllm.server import app, protocol
+from jdllm.server import app
+from jdllm.server.edge import bodies
 
 CHAT, TEXT, GEN = "/v1/chat/completions", "/v1/completions", "/generate"
 MEGABYTE = 1 << 20
@@ -257,7 +258,7 @@ def test_a_check_that_fails_itself_is_a_400_that_names_the_field(
 
 
 def test_a_model_that_fails_itself_is_a_400_that_names_the_field(monkeypatch):
-    monkeypatch.setattr(protocol, "check_rid", lambda rid: 1 // 0)
+    monkeypatch.setattr(bodies, "check_rid", lambda rid: 1 // 0)
     body = {"prompt": "a", "model": "m", "rid": "r"}
     response = edge.call(edge.make_state(), TEXT, body)
     assert (response.status_code, edge.error_of(response)["param"]) == (400, "rid")

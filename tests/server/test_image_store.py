@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jdllm.server.images_api import store
+from jdllm.server.edge import image_store
 
 
 class Clock:
@@ -14,7 +14,7 @@ class Clock:
 
 
 def test_an_image_comes_back_as_it_was():
-    images = store.ImageStore()
+    images = image_store.ImageStore()
     ids = [images.put(bytes([i]), f"image/{i}") for i in range(5)]
     assert len(set(ids)) == 5
     for i, image_id in enumerate(ids):
@@ -24,14 +24,14 @@ def test_an_image_comes_back_as_it_was():
 
 
 def test_the_oldest_go_when_there_are_too_many():
-    images = store.ImageStore(max_images=3)
+    images = image_store.ImageStore(max_images=3)
     ids = [images.put(b"x", "image/png") for _ in range(5)]
     assert [images.get(one) is not None for one in ids] == [False, False, True, True, True]
     assert images.num_bytes == 3
 
 
 def test_the_oldest_go_when_they_are_too_large():
-    images = store.ImageStore(max_bytes=10)
+    images = image_store.ImageStore(max_bytes=10)
     ids = [images.put(b"1234", "image/png") for _ in range(4)]
     assert [images.get(one) is not None for one in ids] == [False, False, True, True]
     assert images.num_bytes == 8
@@ -43,7 +43,7 @@ def test_the_oldest_go_when_they_are_too_large():
 
 def test_an_image_ends_with_its_time():
     clock = Clock()
-    images = store.ImageStore(lifetime_s=60, now_s=clock)
+    images = image_store.ImageStore(lifetime_s=60, now_s=clock)
     first = images.put(b"a", "image/png")
     clock.now_s += 59
     second = images.put(b"b", "image/png")
@@ -54,7 +54,7 @@ def test_an_image_ends_with_its_time():
 
 
 def test_ids_cannot_be_guessed():
-    images = store.ImageStore()
+    images = image_store.ImageStore()
     ids = [images.put(b"", "image/png") for _ in range(200)]
     assert all(len(one) >= 4 + 32 for one in ids)  # 32 characters of base64 are 192 bits
     # Every place of an id takes many values.

@@ -10,7 +10,8 @@ import pytest
 from support import edge
 
 from jdllm import serve
-from jdllm.server import cli, log_format, middleware
+from jdllm.server import cli, middleware
+from jdllm.server.edge import log_format
 
 FORGED = "[2026-01-01 00:00:00] INFO jdllm: forged"
 BREAKS = ["\n", "\r", "\r\n", "\v", "\f", "\x1c", "\x1d", "\x1e", "\x85", "\u2028", "\u2029"]

@@ -10,7 +10,7 @@ from support import edge, sentencepiece_files, written_engine
 from jdllm.checkpoint import source
 from jdllm.engine import tokenizer as tokenizer_lib
 from jdllm.options import sampling_params
-from jdllm.server import token_texts
+from jdllm.server.edge import token_texts
 
 CHAT, TEXT, GEN = "/v1/chat/completions", "/v1/completions", "/generate"
 ALPHABET = "ab c\u00e4\u4e2d\U0001f600<|1+=## "

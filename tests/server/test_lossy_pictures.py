@@ -13,7 +13,7 @@ import pytest
 from PIL import Image, JpegImagePlugin
 from support import edge, fake_images
 
-from jdllm.server.images_api import encoding
+from jdllm.server.images import encoding
 
 # The largest error of a value at a quality of JPEG with all colours: what 8x8 blocks of these
 # fields and of noise have, and half as much again. With half of the colours it is above 200.

@@ -17,7 +17,8 @@ import httpx
 import pytest
 from support import edge, fake_engine, socket_server, waiting
 
-from jdllm.server import lifecycle, open_files
+from jdllm.server import lifecycle
+from jdllm.server.edge import open_files
 
 MAX, AT_ONCE, MANY = 20, 4, 100
 ROOT = pathlib.Path(__file__).resolve().parents[2]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from jdllm.server.images_api import png
+from jdllm.server.images import png
 
 MOST_BYTES_OF_RUNS = 2000  # of 64x64 pixels in one colour
 

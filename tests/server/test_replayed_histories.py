@@ -15,7 +15,7 @@ from openai.types import responses as openai_responses
 from support import chat_templates, edge, fake_engine
 
 from jdllm import errors
-from jdllm.server.responses_api import items
+from jdllm.server.openai.responses import items
 from jdllm.templates import chat, conversations
 
 CHAT = "/v1/chat/completions"

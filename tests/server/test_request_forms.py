@@ -8,7 +8,8 @@ import zlib
 import pytest
 from support import edge, fake_engine, fake_images
 
-from jdllm.server import app, metrics, request_forms
+from jdllm.server import app
+from jdllm.server.edge import metrics, request_forms
 
 QUESTION = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 CHAT = "/v1/chat/completions"

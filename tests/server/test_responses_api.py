@@ -9,7 +9,7 @@ import pytest
 from openai.types import responses as openai_types
 from support import edge, fake_engine
 
-from jdllm.server.responses_api import items
+from jdllm.server.openai.responses import items
 
 PATH = "/v1/responses"
 PROMPT = "<user>hi"

@@ -9,7 +9,7 @@ import pytest
 from support import edge, fake_engine, fake_images
 
 from jdllm.options import config
-from jdllm.server import summary
+from jdllm.server.operations import summary
 
 ENGINES = {
     "chat": fake_engine.FakeEngine,

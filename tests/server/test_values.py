@@ -8,25 +8,34 @@ import pytest
 from support import edge, fake_engine, fake_images
 
 from jdllm.options import sampling_params
-from jdllm.server import admin, conversation_fields, protocol, request_model
-from jdllm.server.images_api import request as images_request
+from jdllm.server.edge import bodies, request_model
+from jdllm.server.images import request as images_request
 from jdllm.server.ollama import request as ollama_request
-from jdllm.server.responses_api import request as responses_request
+from jdllm.server.openai import conversation_fields
+from jdllm.server.openai.requests import ChatRequest, CompletionRequest
+from jdllm.server.openai.responses import request as responses_request
+from jdllm.server.operations import admin
+from jdllm.server.sglang.requests import (
+    AbortRequest,
+    DetokenizeRequest,
+    GenerateRequest,
+    TokenizeRequest,
+)
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 IMAGES = "/v1/images/generations"
 # path -> model, the least that a body needs
 ROUTES: dict[str, tuple[type[request_model.RequestModel], dict[str, Any]]] = {
-    "/v1/chat/completions": (protocol.ChatRequest, {"messages": MESSAGES}),
-    "/v1/completions": (protocol.CompletionRequest, {"prompt": "hi"}),
-    "/generate": (protocol.GenerateRequest, {"text": "hi"}),
+    "/v1/chat/completions": (ChatRequest, {"messages": MESSAGES}),
+    "/v1/completions": (CompletionRequest, {"prompt": "hi"}),
+    "/generate": (GenerateRequest, {"text": "hi"}),
     "/v1/responses": (responses_request.ResponseRequest, {"input": "hi"}),
     "/api/chat": (ollama_request.ChatRequest, {"messages": MESSAGES, "stream": False}),
     "/api/generate": (ollama_request.GenerateRequest, {"prompt": "hi", "stream": False}),
     "/api/show": (ollama_request.ShowRequest, {"model": "fake-model"}),
-    "/tokenize": (protocol.TokenizeRequest, {"messages": MESSAGES}),
-    "/detokenize": (protocol.DetokenizeRequest, {"tokens": [104]}),
-    "/abort_request": (protocol.AbortRequest, {"rid": "x"}),
+    "/tokenize": (TokenizeRequest, {"messages": MESSAGES}),
+    "/detokenize": (DetokenizeRequest, {"tokens": [104]}),
+    "/abort_request": (AbortRequest, {"rid": "x"}),
     IMAGES: (images_request.GenerationRequest, {"prompt": "hi", "seed": 3}),
 }
 EMPTY = ("", [], {}, False)
@@ -168,7 +177,7 @@ def test_an_empty_value_passes_inside_of_objects(path, body):
                 value = {name: rest[0] if rest else empty for name, *rest in fields}
             filled[key] = value
         if path == "/start_profile":
-            parsed = protocol.part(admin.ProfileRequest, filled, "body")
+            parsed = bodies.part(admin.ProfileRequest, filled, "body")
             assert (parsed.num_steps, parsed.output_dir) == (None, None)
             continue
         asked = ROUTES[path][1] | filled

@@ -14,7 +14,7 @@ from jdllm.runner.launch import compile_counter
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ImageStats:
-    """A snapshot; the metrics have the same names (`server/metrics.py`). A GB is 1e9 bytes.
+    """A snapshot; the metrics have the same names (`server/edge/metrics.py`). A GB is 1e9 bytes.
 
     `denoising_steps_total` counts the steps of all images, `skipped_steps_total` those of them that
     left out most of the transformer, `denoise_launches_total` the launches that took them together;

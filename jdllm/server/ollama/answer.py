@@ -13,7 +13,8 @@ import datetime
 from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any, Literal
 
-from jdllm.server import responses, sse
+from jdllm.server import sse
+from jdllm.server.edge import responses
 from jdllm.server.ollama import plain_errors
 
 if TYPE_CHECKING:

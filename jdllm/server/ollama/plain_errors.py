@@ -12,7 +12,7 @@ import orjson
 from starlette import datastructures
 from starlette import types as asgi
 
-from jdllm.server import responses
+from jdllm.server.edge import responses
 
 PREFIX = "/api/"
 

@@ -16,7 +16,8 @@ from jdllm import errors, value_checks
 from jdllm.algorithms import lookup
 from jdllm.foreign import fields, neutral_values
 from jdllm.options import sampling_params
-from jdllm.server import conversation_fields, protocol, request_model
+from jdllm.server.edge import bodies, request_model
+from jdllm.server.openai import conversation_fields
 from jdllm.templates import message_fields
 
 # Options that change the text, and their names in `SamplingParams`, which obeys or refuses them.
@@ -82,9 +83,9 @@ class Request(request_model.RequestModel):
     def sampling(self, default_max_tokens: int) -> sampling_params.SamplingParams:
         """Returns the checked options; errors use Ollama's names."""
         try:
-            return protocol.sampling_from(self._sampling_options(default_max_tokens))
+            return bodies.sampling_from(self._sampling_options(default_max_tokens))
         except errors.RequestError as error:
-            raise protocol.renamed(error, FIELD_NAMES) from error
+            raise bodies.renamed(error, FIELD_NAMES) from error
 
     def _sampling_options(self, default_max_tokens: int) -> dict[str, Any]:
         options: dict[str, Any] = {}
@@ -141,7 +142,7 @@ class ChatRequest(Request):
             )
         named = [(f"messages.{i}", message) for i, message in enumerate(messages)]
         self._chat_messages = [
-            protocol.part(conversation_fields.Message, chat_turn(message, name), name)
+            bodies.part(conversation_fields.Message, chat_turn(message, name), name)
             for name, message in named
         ]
         return self
@@ -183,7 +184,7 @@ class GenerateRequest(Request):
         turns = [("system", self.system)] if self.system else []
         turns.append(("user", self.prompt or ""))
         return [
-            protocol.part(conversation_fields.Message, {"role": role, "content": content}, "prompt")
+            bodies.part(conversation_fields.Message, {"role": role, "content": content}, "prompt")
             for role, content in turns
         ]
 
@@ -223,7 +224,7 @@ _Message.model_rebuild()
 
 def chat_turn(content: dict[str, Any], name: str) -> dict[str, Any]:
     """Returns a message in OpenAI's form; calls of tools have their arguments as JSON there."""
-    message = protocol.part(_Message, content, name)
+    message = bodies.part(_Message, content, name)
     turn: dict[str, Any] = {"role": message.role, "content": message.content or ""}
     if message.thinking is not None:
         turn["thinking"] = message.thinking

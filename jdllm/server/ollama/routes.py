@@ -11,19 +11,12 @@ from starlette import requests
 from starlette import responses as starlette_responses
 
 from jdllm import errors, version
-from jdllm.server import (
-    chat,
-    prompts,
-    protocol,
-    responses,
-    running,
-    schemas,
-    sse,
-    state,
-)
+from jdllm.server import prompts, running, sse, state
+from jdllm.server.edge import bodies, responses, schemas
 from jdllm.server.ollama import answer as answer_lib
 from jdllm.server.ollama import model_cards
 from jdllm.server.ollama import request as request_lib
+from jdllm.server.openai import chat
 
 router = fastapi.APIRouter()
 
@@ -32,7 +25,7 @@ router = fastapi.APIRouter()
 async def ollama_chat(request: requests.Request) -> starlette_responses.Response:
     """Answers a conversation, by default as a stream of lines."""
     server = state.of(request)
-    body = await protocol.read(request, request_lib.ChatRequest)
+    body = await bodies.read(request, request_lib.ChatRequest)
     form = _form(server, body, "chat")
     if not body.messages:
         return _loaded(body, form)
@@ -46,7 +39,7 @@ async def ollama_chat(request: requests.Request) -> starlette_responses.Response
 async def ollama_generate(request: requests.Request) -> starlette_responses.Response:
     """Answers a question, continues a text (`raw`), or writes what stands before `suffix`."""
     server = state.of(request)
-    body = await protocol.read(request, request_lib.GenerateRequest)
+    body = await bodies.read(request, request_lib.GenerateRequest)
     form = _form(server, body, "generate")
     if not body.prompt:
         return _loaded(body, form)
@@ -149,7 +142,7 @@ async def ollama_version() -> starlette_responses.Response:
 async def ollama_show(request: requests.Request) -> starlette_responses.Response:
     """Describes the model that is served; 404 for any other name."""
     server = state.of(request)
-    body = await protocol.read(request, request_lib.ShowRequest)
+    body = await bodies.read(request, request_lib.ShowRequest)
     name = body.model or body.name
     if name is None:
         raise errors.RequestError("model is required", param="model")

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from jdllm.engine import requests as engine_requests
-from jdllm.server import request_context
+from jdllm.server.edge import request_context
 
 if TYPE_CHECKING:
     from jdllm.engine import generations

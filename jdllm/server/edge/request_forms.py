@@ -13,7 +13,7 @@ from starlette import types as asgi
 
 from jdllm import errors
 from jdllm.host import offload
-from jdllm.server import responses
+from jdllm.server.edge import responses
 
 GZIP = 16 + zlib.MAX_WBITS
 # deflate is zlib's format (RFC 9110, 8.4.1.2); some clients leave its two bytes of header out.

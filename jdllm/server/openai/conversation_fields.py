@@ -8,7 +8,7 @@ import pydantic
 from pydantic import StrictBool, StrictStr
 
 from jdllm import errors
-from jdllm.server.request_model import RequestModel
+from jdllm.server.edge.request_model import RequestModel
 from jdllm.templates import message_fields
 
 MAX_MESSAGES = 8192

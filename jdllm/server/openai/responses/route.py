@@ -7,9 +7,11 @@ from starlette import requests
 from starlette import responses as starlette_responses
 
 from jdllm import errors
-from jdllm.server import chat, protocol, responses, running, schemas, sse, state
-from jdllm.server.responses_api import answer as answer_lib
-from jdllm.server.responses_api import request as request_lib
+from jdllm.server import running, sse, state
+from jdllm.server.edge import bodies, responses, schemas
+from jdllm.server.openai import chat
+from jdllm.server.openai.responses import answer as answer_lib
+from jdllm.server.openai.responses import request as request_lib
 
 router = fastapi.APIRouter()
 
@@ -18,7 +20,7 @@ router = fastapi.APIRouter()
 async def create_response(request: requests.Request) -> starlette_responses.Response:
     """Answers a text or a conversation, as one object or as a stream of events."""
     server = state.of(request)
-    body = await protocol.read(request, request_lib.ResponseRequest)
+    body = await bodies.read(request, request_lib.ResponseRequest)
     server.check_model(body.model)
     names = body.field_names()
     running.check_places(server, 1, field_names=names)

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 from jdllm import errors
 from jdllm.options import config
-from jdllm.server import request_context
+from jdllm.server.edge import request_context
 
 logger = logging.getLogger(__name__)
 

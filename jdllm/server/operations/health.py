@@ -16,8 +16,9 @@ from jdllm.engine import requests as engine_requests
 from jdllm.engine.images import checks
 from jdllm.engine.images import requests as image_requests
 from jdllm.options import sampling_params
-from jdllm.server import request_forms, responses, running, state
-from jdllm.server.images_api import events as image_events
+from jdllm.server import running, state
+from jdllm.server.edge import request_forms, responses
+from jdllm.server.images import events as image_events
 
 if TYPE_CHECKING:
     from jdllm.engine import tokenizer as tokenizer_lib

@@ -19,7 +19,7 @@ from starlette import requests, responses
 from starlette import types as asgi
 
 from jdllm import errors
-from jdllm.server import request_context
+from jdllm.server.edge import request_context
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ import fastapi
 from starlette import requests
 from starlette import responses as starlette_responses
 
-from jdllm.server import responses
+from jdllm.server.edge import responses
 
 router = fastapi.APIRouter()
 

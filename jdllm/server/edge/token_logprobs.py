@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from jdllm.server import token_texts
+from jdllm.server.edge import token_texts
 
 if TYPE_CHECKING:
     from jdllm.engine import generations

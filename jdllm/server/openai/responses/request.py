@@ -15,8 +15,9 @@ from jdllm import errors
 from jdllm.algorithms import lookup
 from jdllm.foreign import fields
 from jdllm.options import sampling_params
-from jdllm.server import conversation_fields, protocol, request_model
-from jdllm.server.responses_api import items
+from jdllm.server.edge import bodies, request_model
+from jdllm.server.openai import conversation_fields
+from jdllm.server.openai.responses import items
 
 # Options that `SamplingParams` obeys or refuses under the same name. OpenAI's own are
 # temperature and top_p; the others stand beside them, as in vLLM.
@@ -150,7 +151,7 @@ class ResponseRequest(request_model.RequestModel):
                 param="max_output_tokens",
             )
         if self.rid is not None:
-            protocol.check_rid(self.rid)
+            bodies.check_rid(self.rid)
         for name in self.include or ():
             if name not in EMPTY_ADDITIONS:
                 raise errors.RequestError(
@@ -168,9 +169,9 @@ class ResponseRequest(request_model.RequestModel):
         wanted = self.max_output_tokens
         options["max_new_tokens"] = default_max_tokens if wanted is None else wanted
         try:
-            return protocol.sampling_from(options)
+            return bodies.sampling_from(options)
         except errors.RequestError as error:
-            raise protocol.renamed(error, self.field_names()) from error
+            raise bodies.renamed(error, self.field_names()) from error
 
     def field_names(self) -> dict[str, str]:
         """Maps the engine's names of fields, which its errors use, to this body's names."""

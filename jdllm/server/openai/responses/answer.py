@@ -13,8 +13,10 @@ import uuid
 from collections.abc import AsyncGenerator, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
-from jdllm.server import openai_format, responses, running, sse, state
-from jdllm.server.responses_api import request as request_lib
+from jdllm.server import running, sse, state
+from jdllm.server.edge import responses
+from jdllm.server.openai import answer
+from jdllm.server.openai.responses import request as request_lib
 
 if TYPE_CHECKING:
     from jdllm.engine import generations
@@ -166,7 +168,7 @@ def _error(message: str) -> dict[str, str]:
 
 def _usage(generation: generations.Generation) -> dict[str, Any]:
     """Returns the counts of the chat route under the names of this one."""
-    counts = openai_format.usage([generation])
+    counts = answer.usage([generation])
     cached = counts["prompt_tokens_details"]["cached_tokens"]
     return {
         "input_tokens": counts["prompt_tokens"],

@@ -16,7 +16,8 @@ from starlette import requests
 from starlette import responses as starlette_responses
 
 from jdllm import errors, version
-from jdllm.server import responses, state
+from jdllm.server import state
+from jdllm.server.edge import responses
 
 if TYPE_CHECKING:
     from jdllm.engine import stats as stats_lib

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import UInt8
 from PIL import Image
 
-from jdllm.server.images_api import png
+from jdllm.server.images import png
 
 if TYPE_CHECKING:
     from jdllm.engine.images import requests

@@ -11,15 +11,10 @@ import fastapi
 from starlette import requests
 from starlette import responses as starlette_responses
 
-from jdllm.server import (
-    openai_format,
-    prompts,
-    protocol,
-    running,
-    schemas,
-    state,
-    token_logprobs,
-)
+from jdllm.server import prompts, running, state
+from jdllm.server.edge import bodies, schemas, token_logprobs
+from jdllm.server.openai import answer as openai_format
+from jdllm.server.openai.requests import CompletionRequest
 
 if TYPE_CHECKING:
     from jdllm.engine import generations
@@ -29,11 +24,11 @@ router = fastapi.APIRouter()
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
-@router.post("/v1/completions", openapi_extra=schemas.body(protocol.CompletionRequest))
+@router.post("/v1/completions", openapi_extra=schemas.body(CompletionRequest))
 async def completions(request: requests.Request) -> starlette_responses.Response:
     """Continues one or more prompts, or writes the text between each prompt and a suffix."""
     server = state.of(request)
-    body = await protocol.read(request, protocol.CompletionRequest)
+    body = await bodies.read(request, CompletionRequest)
     server.check_model(body.model)
     given = prompts.split(body.prompt)
     names = body.field_names()

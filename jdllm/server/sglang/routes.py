@@ -15,17 +15,10 @@ from jdllm import errors, value_checks
 from jdllm.foreign import neutral_values
 from jdllm.host import offload
 from jdllm.options import sampling_params
-from jdllm.server import (
-    chat,
-    prompts,
-    protocol,
-    responses,
-    running,
-    schemas,
-    sse,
-    state,
-    token_logprobs,
-)
+from jdllm.server import prompts, running, sse, state
+from jdllm.server.edge import bodies, responses, schemas, token_logprobs
+from jdllm.server.openai import chat
+from jdllm.server.sglang.requests import DetokenizeRequest, GenerateRequest, TokenizeRequest
 
 if TYPE_CHECKING:
     from jdllm.engine import generations
@@ -39,12 +32,12 @@ MAX_DETOKENIZED = 1 << 20
 SIZE_OF_OPTIONS = 50
 
 
-@router.post("/generate", openapi_extra=schemas.body(protocol.GenerateRequest))
+@router.post("/generate", openapi_extra=schemas.body(GenerateRequest))
 @router.put("/generate", include_in_schema=False)
 async def generate(request: requests.Request) -> starlette_responses.Response:
     """Generates from one prompt and returns an object, or from a list and returns a list."""
     server = state.of(request)
-    body = await protocol.read(request, protocol.GenerateRequest)
+    body = await bodies.read(request, GenerateRequest)
     given, name, is_list = _prompts(body)
     count = len(given)
     options = _sampling_options(body.sampling_params, count)
@@ -63,7 +56,7 @@ async def generate(request: requests.Request) -> starlette_responses.Response:
     size = len(options) * SIZE_OF_OPTIONS
     params = await offload.off_loop(size, _params, server, lengths, options, extras)
     if is_prompt_only and any(one.return_logprob for one in params):
-        raise protocol.no_likelihood("return_logprob")
+        raise bodies.no_likelihood("return_logprob")
     prompt_list = running.PromptList(
         prompts=ids,
         params=params,
@@ -102,7 +95,7 @@ async def _frames(
             yield sse.frame(reply)
 
 
-def _prompts(body: protocol.GenerateRequest) -> tuple[list[str | list[int]], str, bool]:
+def _prompts(body: GenerateRequest) -> tuple[list[str | list[int]], str, bool]:
     """Returns the prompts, the name of their field, and whether it held a list."""
     if (body.text is None) == (body.input_ids is None):
         raise errors.RequestError("give exactly one of text and input_ids", param="text")
@@ -112,7 +105,7 @@ def _prompts(body: protocol.GenerateRequest) -> tuple[list[str | list[int]], str
         is_many = isinstance(value, list) and set(map(type, value)) == {str}
     else:
         name = "input_ids"
-        one, many = protocol.token_ids(body.input_ids), protocol.rows_of_ids(body.input_ids)
+        one, many = bodies.token_ids(body.input_ids), bodies.rows_of_ids(body.input_ids)
         value: Any = many if one is None else one
         is_one, is_many = one is not None, many is not None
     if is_one:
@@ -182,7 +175,7 @@ def _params(
             one = extras | options[place]
             if not _limits(one) or _writes_nothing(one):
                 one |= {"max_new_tokens": default, "max_tokens": None}
-            made[place, default] = protocol.sampling_from(one)
+            made[place, default] = bodies.sampling_from(one)
         params.append(made[place, default])
     return params
 
@@ -194,29 +187,29 @@ def _field_names(prompt_field: str, options: Sequence[dict[str, Any]]) -> dict[s
     return {"prompt": prompt_field, "input_ids": prompt_field, "max_new_tokens": limit}
 
 
-def _request_ids(body: protocol.GenerateRequest, count: int) -> list[str]:
+def _request_ids(body: GenerateRequest, count: int) -> list[str]:
     rid = body.rid
     if rid is None:
         return running.ids_of_prompts(running.new_request_id("gen"), count)
     if isinstance(rid, str):
-        protocol.check_rid(rid)
+        bodies.check_rid(rid)
         return running.ids_of_prompts(rid, count)
     is_list = isinstance(rid, list) and set(map(type, rid)) == {str}
     if is_list and len(rid) == count == len(set(rid)):
         for one in rid:
-            protocol.check_rid(one)
+            bodies.check_rid(one)
         return rid
     raise errors.RequestError(
         f"rid must be a non-empty string or a list of {count} different ones", param="rid"
     )
 
 
-@router.post("/tokenize", openapi_extra=schemas.body(protocol.TokenizeRequest))
+@router.post("/tokenize", openapi_extra=schemas.body(TokenizeRequest))
 @router.post("/v1/tokenize", include_in_schema=False)
 async def tokenize(request: requests.Request) -> starlette_responses.Response:
     """Returns the ids of a prompt, of several prompts, or of a conversation."""
     server = state.of(request)
-    body = await protocol.read(request, protocol.TokenizeRequest)
+    body = await bodies.read(request, TokenizeRequest)
     server.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise errors.RequestError("give exactly one of prompt and messages", param="prompt")
@@ -264,14 +257,14 @@ async def _tokens(
     return await offload.off_loop(size, responses.json_response, content)
 
 
-@router.post("/detokenize", openapi_extra=schemas.body(protocol.DetokenizeRequest))
+@router.post("/detokenize", openapi_extra=schemas.body(DetokenizeRequest))
 @router.post("/v1/detokenize", include_in_schema=False)
 async def detokenize(request: requests.Request) -> starlette_responses.Response:
     """Returns the text of ids."""
     server = state.of(request)
-    body = await protocol.read(request, protocol.DetokenizeRequest)
+    body = await bodies.read(request, DetokenizeRequest)
     server.check_model(body.model)
-    tokens = protocol.token_ids(body.tokens)
+    tokens = bodies.token_ids(body.tokens)
     if tokens is None or len(tokens) > MAX_DETOKENIZED:
         raise errors.RequestError(
             f"tokens must be a list of 1 to {MAX_DETOKENIZED} token ids", param="tokens"

@@ -11,10 +11,11 @@ from starlette import responses as starlette_responses
 
 from jdllm import errors
 from jdllm.host import offload
-from jdllm.server import protocol, responses, running, schemas, sse, state
-from jdllm.server.images_api import answer as answer_lib
-from jdllm.server.images_api import events
-from jdllm.server.images_api import request as request_lib
+from jdllm.server import running, sse, state
+from jdllm.server.edge import bodies, responses, schemas
+from jdllm.server.images import answer as answer_lib
+from jdllm.server.images import events
+from jdllm.server.images import request as request_lib
 
 router = fastapi.APIRouter()
 
@@ -36,7 +37,7 @@ NOT_BUILT = {
 async def create_images(request: requests.Request) -> starlette_responses.Response:
     """Makes images of a prompt, as one object or as a stream of events."""
     server = state.of(request)
-    body = await protocol.read(request, request_lib.GenerationRequest)
+    body = await bodies.read(request, request_lib.GenerationRequest)
     server.check_model(body.model)
     facts = server.images.facts
     answer = answer_lib.Answer(

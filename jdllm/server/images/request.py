@@ -16,8 +16,8 @@ from jdllm import errors, value_checks
 from jdllm.engine.images import checks
 from jdllm.engine.images import requests as image_requests
 from jdllm.foreign import fields
-from jdllm.server import protocol, request_model
-from jdllm.server.images_api import encoding, events
+from jdllm.server.edge import bodies, request_model
+from jdllm.server.images import encoding, events
 
 MAX_IMAGES = 10  # OpenAI's
 RESPONSE_FORMATS = ("b64_json", "url")
@@ -172,7 +172,7 @@ class GenerationRequest(PipelineOptions):
             value_checks.check_word(self.output_format, "output_format", words=OUTPUT_FORMATS)
         value_checks.check_integer(self.compression, "output_compression", low=0, high=100)
         if self.rid is not None:
-            protocol.check_rid(self.rid)
+            bodies.check_rid(self.rid)
         self._check_stream()
         self._take_diffusers_options()
         self._take_size()

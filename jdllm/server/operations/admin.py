@@ -18,15 +18,9 @@ from starlette import requests
 from starlette import responses as starlette_responses
 
 from jdllm import errors
-from jdllm.server import (
-    middleware,
-    protocol,
-    request_context,
-    request_model,
-    responses,
-    schemas,
-    state,
-)
+from jdllm.server import middleware, state
+from jdllm.server.edge import bodies, request_context, request_model, responses, schemas
+from jdllm.server.sglang.requests import AbortRequest
 
 router = fastapi.APIRouter()
 
@@ -98,7 +92,7 @@ async def flush_cache(
     return starlette_responses.PlainTextResponse("Cache flushed.\n")
 
 
-@router.post("/abort_request", openapi_extra=schemas.body(protocol.AbortRequest))
+@router.post("/abort_request", openapi_extra=schemas.body(AbortRequest))
 async def abort_request(request: requests.Request) -> starlette_responses.Response:
     """Aborts the request named `rid`, or all; 200 even if there is none.
 
@@ -107,7 +101,7 @@ async def abort_request(request: requests.Request) -> starlette_responses.Respon
     server without keys all callers are the same.
     """
     server = state.of(request)
-    body = await protocol.read(request, protocol.AbortRequest)
+    body = await bodies.read(request, AbortRequest)
     caller = request_context.CALLER.get()
     if body.abort_all:
         abort = _abort_all(request, server, caller)
@@ -142,7 +136,7 @@ async def start_profile(request: requests.Request) -> starlette_responses.Respon
     server = state.of(request)
     body = ProfileRequest()
     if await request.body():
-        body = await protocol.read(request, ProfileRequest)
+        body = await bodies.read(request, ProfileRequest)
     folder = _profile_folder(server.server_config.profile_dir, body.output_dir)
     start = functools.partial(
         server.served.start_profile,

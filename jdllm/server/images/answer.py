@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from jdllm import version
 from jdllm.host import offload
 from jdllm.server import sse, state
-from jdllm.server.images_api import encoding, events
+from jdllm.server.images import encoding, events
 
 if TYPE_CHECKING:
     from jdllm.engine.images import requests
-    from jdllm.server.images_api import request as request_lib
+    from jdllm.server.images import request as request_lib
 
 File = TypeVar("File", bytes, str)
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import prometheus_client
 from prometheus_client import core
 
-from jdllm.server import log_format, request_context, responses
+from jdllm.server.edge import log_format, request_context, responses
 
 if TYPE_CHECKING:
     from jdllm.engine import generations, serving

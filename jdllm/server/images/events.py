@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from jdllm import errors
 from jdllm.engine import requests as engine_requests
-from jdllm.server import metrics, responses, running, state
+from jdllm.server import running, state
+from jdllm.server.edge import metrics, responses
 
 if TYPE_CHECKING:
     from jdllm.engine.images import requests as image_requests

@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 from pydantic import StrictStr
 
 from jdllm import errors
-from jdllm.server import conversation_fields, protocol, request_model
+from jdllm.server.edge import bodies, request_model
+from jdllm.server.openai import conversation_fields
 from jdllm.templates import message_fields
 
 ChatMessage = dict[str, Any]
@@ -62,7 +63,7 @@ class _Reasoning(_Item):
 def chat_messages(value: Any, instructions: str | None) -> list[conversation_fields.Message]:
     """Returns the checked messages of `input`, after the instructions if there are some."""
     return [
-        protocol.part(conversation_fields.Message, turn, name)
+        bodies.part(conversation_fields.Message, turn, name)
         for name, turn in turns(value, instructions)
     ]
 
@@ -127,19 +128,19 @@ def _append(found: _Turns, item: Any, name: str) -> None:
         raise errors.RequestError(f"{name} must be an object", param=name)
     match item.get("type", "message"):
         case "message":
-            message = protocol.part(_Message, item, name)
+            message = bodies.part(_Message, item, name)
             content = message.content
             if content is not None:
                 content = _content(content, f"{name}.content")
             found.add(name, {"role": message.role, "content": content})
         case "function_call":
-            found.add_call(protocol.part(_FunctionCall, item, name), name)
+            found.add_call(bodies.part(_FunctionCall, item, name), name)
         case "function_call_output":
-            result = protocol.part(_FunctionCallOutput, item, name)
+            result = bodies.part(_FunctionCallOutput, item, name)
             content = _content(result.output, f"{name}.output")
             found.add(name, {"role": "tool", "tool_call_id": result.call_id, "content": content})
         case "reasoning":
-            found.reasoning = protocol.part(_Reasoning, item, name).text
+            found.reasoning = bodies.part(_Reasoning, item, name).text
         case "item_reference":
             raise errors.RequestError(
                 f"{name}: this server stores no items; send the item itself, as clients do with "
@@ -171,7 +172,7 @@ def _part(part: Any, name: str) -> Mapping[str, Any]:
             "input_text and output_text",
             param=name,
         )
-    return {"type": "text", "text": protocol.part(_TextPart, part, name).text}
+    return {"type": "text", "text": bodies.part(_TextPart, part, name).text}
 
 
 class _TextPart(request_model.RequestModel):

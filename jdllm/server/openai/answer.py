@@ -17,15 +17,10 @@ from typing import TYPE_CHECKING, Any
 from starlette import requests
 from starlette import responses as starlette_responses
 
-from jdllm.server import (
-    denoise_frames,
-    protocol,
-    responses,
-    running,
-    sse,
-    state,
-    token_texts,
-)
+from jdllm.server import running, sse, state
+from jdllm.server.edge import responses, token_texts
+from jdllm.server.openai import denoise_frames
+from jdllm.server.openai.requests import OpenAIRequest, StreamOptions
 
 if TYPE_CHECKING:
     from jdllm.engine import generations
@@ -58,7 +53,7 @@ class Answer:
     shape: Shape
     prompt_list: running.PromptList
     answer_id: str
-    body: protocol.OpenAIRequest
+    body: OpenAIRequest
     created_s: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
     async def respond(self, request: requests.Request) -> starlette_responses.Response:
@@ -77,7 +72,7 @@ class Answer:
         return responses.json_response(content | {"usage": usage(finals)})
 
     async def _frames(self) -> AsyncGenerator[bytes, None]:
-        options = self.body.stream_options or protocol.StreamOptions()
+        options = self.body.stream_options or StreamOptions()
         last: dict[int, generations.Generation] = {}
         listed = collections.defaultdict(self._listed_tokens)
         frames = self._denoise_frames()

@@ -11,16 +11,11 @@ from starlette import responses as starlette_responses
 
 from jdllm import errors
 from jdllm.host import offload
-from jdllm.server import (
-    conversation_fields,
-    openai_format,
-    prompts,
-    protocol,
-    running,
-    schemas,
-    state,
-    token_logprobs,
-)
+from jdllm.server import prompts, running, state
+from jdllm.server.edge import bodies, schemas, token_logprobs
+from jdllm.server.openai import answer as openai_format
+from jdllm.server.openai import conversation_fields
+from jdllm.server.openai.requests import ChatRequest
 from jdllm.templates import budget
 
 if TYPE_CHECKING:
@@ -32,11 +27,11 @@ router = fastapi.APIRouter()
 SIZE_OF_A_TURN = 50
 
 
-@router.post("/v1/chat/completions", openapi_extra=schemas.body(protocol.ChatRequest))
+@router.post("/v1/chat/completions", openapi_extra=schemas.body(ChatRequest))
 async def chat_completions(request: requests.Request) -> starlette_responses.Response:
     """Answers a conversation."""
     server = state.of(request)
-    body = await protocol.read(request, protocol.ChatRequest)
+    body = await bodies.read(request, ChatRequest)
     server.check_model(body.model)
     names = body.field_names()
     running.check_places(server, max(1, body.n or 1), field_names=names)
