@@ -20,8 +20,8 @@ except ImportError as missing:
         f"replicas need Ray Serve ({missing}): pip install 'jdllm[ray]'"
     ) from missing
 
-from jdllm.replicas import options as options_lib
 from jdllm.replicas import ray_deployments
+from jdllm.replicas.options import Options, parse
 
 
 def build(args: Mapping[str, Any]) -> serve.Application:
@@ -29,10 +29,10 @@ def build(args: Mapping[str, Any]) -> serve.Application:
 
     Values may be text. A wrong or unknown option is a ConfigError that names it.
     """
-    return application(options_lib.parse(args))
+    return application(parse(args))
 
 
-def application(options: options_lib.Options) -> serve.Application:
+def application(options: Options) -> serve.Application:
     """Returns the application for checked options."""
     num_gpus = options.replicas.num_gpus
     if num_gpus is None:

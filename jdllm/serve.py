@@ -19,8 +19,8 @@ from typing import Any
 
 from jdllm import errors
 from jdllm.checkpoint import source
-from jdllm.engine import engine as engine_lib
-from jdllm.engine.images import engine as image_engine
+from jdllm.engine.engine import Engine
+from jdllm.engine.images.engine import ImageEngine
 from jdllm.engine.start import startup
 from jdllm.pipelines import folder
 from jdllm.server import cli, lifecycle
@@ -55,9 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return lifecycle.CONFIG_EXIT_CODE
 
 
-def build_engine(
-    options: cli.Options, progress: startup.StartupProgress
-) -> engine_lib.Engine | image_engine.ImageEngine:
+def build_engine(options: cli.Options, progress: startup.StartupProgress) -> Engine | ImageEngine:
     """Starts the engine, logs what it is and what it chose by itself, and returns it.
 
     The folder of the model tells whether it writes text or makes images.
@@ -76,13 +74,13 @@ def build_engine(
         check_index=check_index,
     )
     is_pipeline = source.is_pipeline(directory)
-    build = image_engine.ImageEngine if is_pipeline else engine_lib.Engine
+    build = ImageEngine if is_pipeline else Engine
     engine = build(given, progress=progress)
     for field in dataclasses.fields(engine.config):
         value = getattr(engine.config, field.name)
         if value != getattr(options.engine, field.name):
             logger.debug("option %s=%r (chosen at start)", field.name, value)
-    if isinstance(engine, image_engine.ImageEngine):
+    if isinstance(engine, ImageEngine):
         lines = summary.image_engine_lines(engine)
     else:
         lines = summary.engine_lines(engine)

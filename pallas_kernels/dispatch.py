@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels import device as device_facts
+from pallas_kernels.device import Device
 
 # The best comes first; "auto" never takes an implementation that comes after "xla".
 IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
@@ -105,7 +106,7 @@ def choose(
     implementation: str = "auto",
     *,
     refusals: Mapping[str, str | None] | None = None,
-    device: device_facts.Device | None = None,
+    device: Device | None = None,
 ) -> Choice:
     """Returns which implementation of `op` runs on a device; the default is this process's device.
 
@@ -125,7 +126,7 @@ def _choose(
     op: str,
     implementation: str,
     refusals: Mapping[str, str | None],
-    device: device_facts.Device,
+    device: Device,
 ) -> Choice:
     names = IMPLEMENTATIONS[op]
     if implementation not in ("auto", *names):

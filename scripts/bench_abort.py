@@ -16,7 +16,7 @@ import time
 import numpy as np
 
 from jdllm.bench import in_process
-from jdllm.engine import engine as engine_lib
+from jdllm.engine.engine import Engine
 from jdllm.options import config
 
 
@@ -53,7 +53,7 @@ def main() -> None:
             )
 
 
-def measure(engine: engine_lib.Engine, args: argparse.Namespace, seed: int) -> float:
+def measure(engine: Engine, args: argparse.Namespace, seed: int) -> float:
     """Returns the milliseconds that one abort of all rows took."""
     rng = np.random.default_rng(seed)
     prompts = in_process.random_ids(rng, engine, args.batch_size, args.input_len)

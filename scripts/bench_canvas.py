@@ -26,10 +26,9 @@ import numpy as np
 
 from jdllm import decoding
 from jdllm.bench import in_process
-from jdllm.decoding.canvas import full_attn_multi_block
-from jdllm.decoding.canvas import interface as canvas_lib
-from jdllm.decoding.canvas import rules as canvas_rules
-from jdllm.engine import engine as engine_lib
+from jdllm.decoding.canvas import full_attn_multi_block, rules
+from jdllm.decoding.canvas.interface import Canvas, CanvasProposal
+from jdllm.engine.engine import Engine
 from jdllm.options import config, sampling_params
 
 BLOCK = 32
@@ -48,12 +47,10 @@ MODES = (
 class Replay(full_attn_multi_block.FullAttnMultiBlock):
     """`FullAttnMultiBlock`, but it accepts `threshold` tokens a step on average, in order."""
 
-    def update(
-        self, canvas: canvas_lib.Canvas, proposal: canvas_lib.CanvasProposal
-    ) -> canvas_lib.Canvas:
+    def update(self, canvas: Canvas, proposal: CanvasProposal) -> Canvas:
         step, rate = canvas.step, canvas.params.threshold
         count = jnp.maximum(jnp.floor((step + 1) * rate) - jnp.floor(step * rate), 1)
-        created_end = canvas_rules.block_start(canvas, canvas.extra.created)
+        created_end = rules.block_start(canvas, canvas.extra.created)
         eligible = canvas.masked & (canvas.positions < created_end[:, None])
         rank = jnp.cumsum(eligible, axis=1) - 1
         # Reads the statistics, so that XLA must compute them.
@@ -108,7 +105,7 @@ def schedule(
     return Schedule(tokens=tokens, wanted=wanted, num_full=num_full)
 
 
-def floor_ms(model: engine_lib.Engine, rows: int, length: int, steps: Schedule) -> float:
+def floor_ms(model: Engine, rows: int, length: int, steps: Schedule) -> float:
     """Returns the floor in milliseconds of all steps of `rows` equal rows."""
     spec, width = model.spec, model.model.config.layers[0].feed_forward.width
     D, H = spec.hidden_size, spec.head_dim
@@ -177,7 +174,7 @@ def main() -> None:
 
 
 def measure(
-    engine: engine_lib.Engine,
+    engine: Engine,
     rng: np.random.Generator,
     args: argparse.Namespace,
     rows: int,

@@ -36,14 +36,14 @@ import kernel_profile
 import numpy as np
 from tqdm import tqdm
 
-from jdllm.kv_cache import pool as pool_lib
+from jdllm.kv_cache.pool import PoolConfig, choose_page_size, create
 from jdllm.layers import attention
 from jdllm.models import loading
-from jdllm.runner import config as config_lib
 from jdllm.runner import expert_use
+from jdllm.runner.config import StepConfig
 from jdllm.runner.uniform import forward as uniform_forward
 from jdllm.runner.uniform import noise, reading
-from jdllm.scheduler.rows import uniform as uniform_rows
+from jdllm.scheduler.rows import uniform
 
 _QUEUED = 3
 # Named scopes of the model's parts, and the heading under which their kernels are added up.
@@ -101,7 +101,7 @@ def forward(
     )
     block_size = spec.diffusion.block_size
     if spec.diffusion.kind == "uniform":  # context, which is encoded in whole tiles
-        block_size = uniform_rows.tile_of(block_size)
+        block_size = uniform.tile_of(block_size)
     attend = attention.paged_attend(
         batch,
         visibility=spec.diffusion.attention_pattern,
@@ -149,7 +149,7 @@ def denoise_canvases(
     `state` holds the canvases [R, L] and the mixtures of embeddings [R, L, D].
     """
     R, L = shape.rows, shape.new_tokens
-    config = config_lib.StepConfig(
+    config = StepConfig(
         spec=model_of.spec,
         pool=_pool_config(model_of.spec, shape, str(pools[0].dtype)),
         context_length=shape.context,
@@ -192,7 +192,7 @@ def prefill(
 def run_shape(model: Any, shape: Shape, args: argparse.Namespace) -> dict[str, Any]:
     """Compiles, times and (if asked) profiles one shape."""
     spec = model.spec
-    pools = pool_lib.create(_pool_config(spec, shape, args.dtype))
+    pools = create(_pool_config(spec, shape, args.dtype))
     random = np.random.default_rng(0)
     tokens = random.integers(0, spec.vocab_size, shape.tokens).astype(np.int32)
     pools = [
@@ -236,8 +236,8 @@ def run_shape(model: Any, shape: Shape, args: argparse.Namespace) -> dict[str, A
     return found
 
 
-def _pool_config(spec: Any, shape: Shape, dtype: str) -> pool_lib.PoolConfig:
-    return pool_lib.PoolConfig(
+def _pool_config(spec: Any, shape: Shape, dtype: str) -> PoolConfig:
+    return PoolConfig(
         num_pages=shape.rows * shape.pages_per_row,
         page_size=shape.page_size,
         num_layers=spec.num_layers,
@@ -293,7 +293,7 @@ def main() -> None:
     device, out = jax.local_devices()[0], sys.stdout.write
     floors.measured_on(device.device_kind)
     out(f"# {' '.join(sys.argv)}\n# {device.device_kind}, jax {jax.__version__}, {args.dtype}\n")
-    page_size = pool_lib.choose_page_size(block, args.page_size)
+    page_size = choose_page_size(block, args.page_size)
     batches = [int(size) for size in args.batch.split(",")]
     contexts = [0] if args.prefill else [int(size) for size in args.context.split(",")]
     shapes = [

@@ -40,9 +40,10 @@ from jdllm.models.images import (
     qwen_image_config,
     z_image_config,
 )
-from jdllm.models.images.autoencoder import config as autoencoder_config
+from jdllm.models.images.autoencoder import config
 from jdllm.pipelines import folder as pipeline_folder
 from jdllm.pipelines import interface, loaded
+from jdllm.pipelines.folder import LoadedComponent
 from jdllm.runner.image import sizes, state
 from jdllm.runner.launch import executables, over_mesh
 
@@ -59,7 +60,7 @@ FLOPS: dict[str, Callable[[Any, int, int], int]] = {
     "ZImageTransformer2DModel": z_image_config.flops,
     "FluxTransformer2DModel": flux_config.flops,
     "QwenImageTransformer2DModel": qwen_image_config.flops,
-    "AutoencoderKL": autoencoder_config.flops,
+    "AutoencoderKL": config.flops,
     "AutoencoderKLQwenImage": autoencoder_kl_qwen_image.flops,
 }
 
@@ -69,7 +70,7 @@ class Measured:
     """A pipeline without weights, one loaded component of it, and its parameters for both."""
 
     pipeline: interface.Pipeline
-    model: pipeline_folder.LoadedComponent
+    model: LoadedComponent
     params: dict[str, jax.Array]
     flops: Callable[[Any, int, int], int] | None
 

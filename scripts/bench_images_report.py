@@ -27,8 +27,7 @@ import started_server
 from jdllm.bench import tables
 from jdllm.bench.images import __main__, load, runs, targets
 from jdllm.bench.images import tables as image_tables
-from jdllm.plots import batching as batching_plot
-from jdllm.plots import style
+from jdllm.plots import batching, style
 
 # The compiled numbers of images in a step (`engine/start/images/build.py`); requests of a warm-up
 # take enough steps to meet, however they arrive.
@@ -65,7 +64,7 @@ def main() -> None:
     print(image_tables.several_runs(results))
     print(f"# {time.monotonic() - began_s:.0f} s in all")
     if args.plot_file:
-        print("# wrote", *batching_plot.save(results, args.plot_file))
+        print("# wrote", *batching.save(results, args.plot_file))
 
 
 def parse_args() -> argparse.Namespace:

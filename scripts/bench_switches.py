@@ -21,7 +21,7 @@ from typing import Any, cast
 import numpy as np
 
 from jdllm.bench import in_process, prompts, stats, traffic
-from jdllm.engine import engine as engine_lib
+from jdllm.engine.engine import Engine
 from jdllm.options import config, sampling_params
 
 STEPS = 4
@@ -93,7 +93,7 @@ def engine_config(args: argparse.Namespace, is_fused: bool) -> config.EngineConf
     )
 
 
-def run_variants(engine: engine_lib.Engine, args: argparse.Namespace, is_fused: bool) -> None:
+def run_variants(engine: Engine, args: argparse.Namespace, is_fused: bool) -> None:
     """Sends the load once per variant and prints a row for each."""
     out = sys.stdout.write
     load = draw(args, engine)
@@ -114,7 +114,7 @@ def run_variants(engine: engine_lib.Engine, args: argparse.Namespace, is_fused: 
 Query = tuple[prompts.Prompt, float]  # a prompt and its threshold
 
 
-def draw(args: argparse.Namespace, engine: engine_lib.Engine) -> list[Query]:
+def draw(args: argparse.Namespace, engine: Engine) -> list[Query]:
     """Returns prompts with random lengths, uniformly distributed, and random thresholds."""
     rng = np.random.default_rng(args.seed)
     found = []
@@ -128,7 +128,7 @@ def draw(args: argparse.Namespace, engine: engine_lib.Engine) -> list[Query]:
     return list(zip(found, thresholds, strict=True))
 
 
-def send(engine: engine_lib.Engine, load: list[Query], at_s: list[float]) -> dict[str, Any]:
+def send(engine: Engine, load: list[Query], at_s: list[float]) -> dict[str, Any]:
     """Sends the prompts at their times; returns the figures of the load."""
 
     def send_one(query: Query) -> stats.Record:
@@ -150,7 +150,7 @@ def send(engine: engine_lib.Engine, load: list[Query], at_s: list[float]) -> dic
     return found | stats.engine_figures(before, after, found["total_output_tokens"])
 
 
-def switch(engine: engine_lib.Engine, *, overlaps: bool, steps: int) -> None:
+def switch(engine: Engine, *, overlaps: bool, steps: int) -> None:
     """Sets what `--disable-overlap-schedule` and `--num-continuous-decode-steps` set at start."""
     core = engine._built.core
     while core.has_work:  # the last round, which only reads results

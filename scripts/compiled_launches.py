@@ -22,7 +22,7 @@ from jax.experimental import topologies
 import pallas_kernels
 from jdllm.device import facts
 from jdllm.runner.launch import executables
-from jdllm.runner.launch import words as words_lib
+from jdllm.runner.launch.words import packed_launch
 from pallas_kernels import device
 
 H200 = """
@@ -96,7 +96,7 @@ def compiled(launch: Launch, more_options: Mapping[str, str]) -> Compiled:
         mock.patch.object(cudnn_attention, "check_cudnn_version", lambda: CUDNN_VERSION),
         pallas_kernels.record_choices() as choices,
     ):
-        packed = words_lib.packed_launch(launch.step, arguments)
+        packed = packed_launch(launch.step, arguments)
         words = jax.ShapeDtypeStruct(packed.words.shape, packed.words.dtype, sharding=sharding)
         lowered = packed.launch.lower(*arguments[:2], words)
     with tempfile.TemporaryDirectory() as folder:

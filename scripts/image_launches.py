@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from jdllm.pipelines import folder, interface, loaded
-from jdllm.runner.image import kind as kind_lib
 from jdllm.runner.image import sizes
+from jdllm.runner.image.kind import ImageKind, ImageKindConfig
 from jdllm.runner.launch import interrupts
-from jdllm.scheduler import batch as batch_lib
+from jdllm.scheduler.batch import Bucket, ScheduleBatch
 from jdllm.scheduler.rows.image import buckets
 
 _DTYPE = jnp.dtype(jnp.bfloat16)
@@ -52,9 +52,9 @@ def launches(
         tokens = pipeline.defaults.max_sequence_length
     tokens += pipeline.prefix_tokens
     windows = sizes.windows(pipeline, (shape.rows,), shape.rows, free_bytes=None)
-    kind = kind_lib.ImageKind(
+    kind = ImageKind(
         pipeline,
-        kind_lib.ImageKindConfig(
+        ImageKindConfig(
             num_slots=shape.rows,
             num_entries=2 * shape.rows,
             max_pixels=shape.side**2,
@@ -68,9 +68,7 @@ def launches(
     on_host = {name for name in params if shape.is_offloaded and name.startswith(away)}
     for bucket in _buckets(shape, tokens, windows):
         program = kind.program(bucket)
-        inputs = program.inputs(
-            batch_lib.ScheduleBatch(rows=(), bucket=bucket), interrupts.shapes()
-        )
+        inputs = program.inputs(ScheduleBatch(rows=(), bucket=bucket), interrupts.shapes())
         uses = {name: memory[name] for name in program.uses}
         yield compiled_launches.Launch(
             name=bucket.name,
@@ -80,9 +78,7 @@ def launches(
         )
 
 
-def _buckets(
-    shape: Shape, tokens: int, windows: buckets.Windows | None
-) -> Iterator[batch_lib.Bucket]:
+def _buckets(shape: Shape, tokens: int, windows: buckets.Windows | None) -> Iterator[Bucket]:
     rows, side = shape.rows, shape.side
     yield buckets.EncodeBucket(rows=rows, tokens=tokens)
     if windows is not None:

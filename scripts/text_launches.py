@@ -14,11 +14,11 @@ import jax.numpy as jnp
 
 from jdllm.algorithms import lookup as algorithms
 from jdllm.engine.start import kinds
-from jdllm.kv_cache import pool as pool_lib
+from jdllm.kv_cache.pool import PoolConfig
 from jdllm.models import loading, registry
-from jdllm.runner import config as runner_config
+from jdllm.runner.config import StepConfig
 from jdllm.runner.launch import interrupts
-from jdllm.scheduler import batch as batch_lib
+from jdllm.scheduler.batch import ScheduleBatch
 from jdllm.scheduler.rows import interface
 
 PAGE = 64
@@ -42,7 +42,7 @@ def launch(directory: pathlib.Path, shape: Shape, *, layers: int) -> compiled_la
     kind = kinds.kind_of(spec)
     assert spec.diffusion.kind is not None, "kind_of refuses a family without rows"
     first = next(iter(algorithms.of_kind(spec.diffusion.kind)))
-    pool = pool_lib.PoolConfig(
+    pool = PoolConfig(
         num_pages=-(-length // PAGE) * R,
         page_size=PAGE,
         num_layers=spec.num_layers,
@@ -51,7 +51,7 @@ def launch(directory: pathlib.Path, shape: Shape, *, layers: int) -> compiled_la
         dtype="bfloat16",
         kv_heads_of_layers=spec.kv_heads_of_layers,
     )
-    config = runner_config.StepConfig(
+    config = StepConfig(
         spec=spec,
         pool=pool,
         context_length=length,
@@ -79,7 +79,7 @@ def launch(directory: pathlib.Path, shape: Shape, *, layers: int) -> compiled_la
     if not wanted:
         raise SystemExit(f"{directory}: this model has no such launch")
     largest = max(wanted, key=lambda bucket: (bucket.rows, bucket.tokens))
-    program, batch = built.program(largest), batch_lib.ScheduleBatch(rows=(), bucket=largest)
+    program, batch = built.program(largest), ScheduleBatch(rows=(), bucket=largest)
     memory = jax.eval_shape(built.create_memory)
     memory = {name: memory[name] for name in program.uses}
     return compiled_launches.Launch(

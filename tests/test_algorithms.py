@@ -12,9 +12,9 @@ from support import docs_tables
 
 from jdllm import errors
 from jdllm.algorithms import lookup
-from jdllm.decoding.block import interface as block_lib
-from jdllm.decoding.canvas import interface as canvas_lib
-from jdllm.decoding.uniform import interface as uniform_lib
+from jdllm.decoding.block.interface import BlockParams
+from jdllm.decoding.canvas.interface import CanvasParams
+from jdllm.decoding.uniform.interface import UniformParams
 from jdllm.options import config
 from jdllm.options.sampling_params import DllmParams
 
@@ -142,12 +142,12 @@ def test_the_layout_of_the_arrays_is_fixed(kind):
 def test_the_device_sees_the_arrays_by_name_and_in_their_order(kind):
     arrays = lookup.padding(kind, 2)
     if kind == lookup.BLOCK:
-        params, more = block_lib.BlockParams(**arrays), []
+        params, more = BlockParams(**arrays), []
     elif kind == lookup.UNIFORM:
-        params, more = uniform_lib.UniformParams(**arrays), []
+        params, more = UniformParams(**arrays), []
     else:
         more = [np.zeros(2, np.float32), np.zeros((2, 2), np.uint32)]
-        params = canvas_lib.CanvasParams(**arrays, temperature=more[0], seed=more[1])
+        params = CanvasParams(**arrays, temperature=more[0], seed=more[1])
     leaves = jax.tree.leaves(params)
     assert all(a is b for a, b in zip(leaves, [*arrays.values(), *more], strict=True))
     assert all(getattr(params, name) is array for name, array in arrays.items())

@@ -13,8 +13,7 @@ import tomllib
 import pytest
 from support import docs_tables, snippets
 
-from jdllm import __main__ as entry
-from jdllm import errors, version
+from jdllm import __main__, errors, version
 from jdllm.bench import one_batch
 from jdllm.checkpoint import source
 from jdllm.foreign import flags
@@ -72,8 +71,8 @@ def test_the_default_in_the_help_is_the_one_of_the_dataclass():
 
 
 def test_the_table_of_commands_names_modules_and_is_complete():
-    assert set(entry.COMMANDS) == set(MAINS)
-    for words, (module, _) in entry.COMMANDS.items():
+    assert set(__main__.COMMANDS) == set(MAINS)
+    for words, (module, _) in __main__.COMMANDS.items():
         main = MAINS[words]
         assert main.__module__ in (module, f"{module}.__main__", "jdllm.server.cli")
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
@@ -85,8 +84,8 @@ def test_a_command_runs_its_module_with_the_rest_of_the_line(words, monkeypatch)
     seen = []
     monkeypatch.setattr(runpy, "run_module", lambda name, **_: seen.append((name, sys.argv[1:])))
     monkeypatch.setattr(sys, "argv", ["jdllm", *words, "--flag", "eval"])
-    entry.main()
-    assert seen == [(entry.COMMANDS[words][0], ["--flag", "eval"])]
+    __main__.main()
+    assert seen == [(__main__.COMMANDS[words][0], ["--flag", "eval"])]
 
 
 def test_ctrl_c_while_a_command_is_imported_is_one_line(monkeypatch, capsys):
@@ -96,7 +95,7 @@ def test_ctrl_c_while_a_command_is_imported_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(runpy, "run_module", interrupted)
     monkeypatch.setattr(sys, "argv", ["jdllm", "bench", "serving"])
     with pytest.raises(SystemExit) as end:
-        entry.main()
+        __main__.main()
     assert end.value.code == 130
     assert capsys.readouterr().err == "jdllm bench serving: error: interrupted\n"
 
@@ -122,7 +121,7 @@ def test_the_command_answers_without_loading_anything():
 def test_a_wrong_command_is_answered_with_the_nearest(argv, text, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["jdllm", *argv])
     with pytest.raises(SystemExit) as exit_:
-        entry.main()
+        __main__.main()
     assert exit_.value.code == 2
     error = capsys.readouterr().err
     assert text in error and len(error) < 400
@@ -132,11 +131,11 @@ def test_a_wrong_command_is_answered_with_the_nearest(argv, text, monkeypatch, c
 def test_the_help_lists_all_commands(argv, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["jdllm", *argv])
     try:
-        entry.main()
+        __main__.main()
     except SystemExit as exit_:
         assert exit_.code == 0
     text = capsys.readouterr().out
-    for words in entry.COMMANDS:
+    for words in __main__.COMMANDS:
         assert " ".join(words) in text
 
 

@@ -12,7 +12,7 @@ import zipfile
 
 import pytest
 
-from jdllm import __main__ as entry
+from jdllm import __main__
 from jdllm.checkpoint import source
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -88,7 +88,7 @@ def test_the_wheel_installs_the_command(wheel):
     entries.read_string(wheel.read(name).decode())
     module, _, function = entries["console_scripts"]["jdllm"].partition(":")
     assert f"{module.replace('.', '/')}.py" in wheel.namelist()
-    assert (module, function) == (entry.main.__module__, entry.main.__name__)
+    assert (module, function) == (__main__.main.__module__, __main__.main.__name__)
 
 
 @pytest.mark.parametrize("name", source.BUNDLED_MODELS)

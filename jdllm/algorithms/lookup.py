@@ -22,7 +22,7 @@ from jaxtyping import Shaped
 from jdllm import errors
 from jdllm.algorithms.options import BLOCK, CANVAS, UNIFORM, Algorithm, Option, Value
 from jdllm.algorithms.table import TABLE
-from jdllm.foreign import names as foreign_names
+from jdllm.foreign.names import Places
 
 # What others use by this name, too.
 __all__ = ["BLOCK", "CANVAS", "TABLE", "UNIFORM", "Algorithm", "Option", "Value"]
@@ -58,7 +58,7 @@ def option_names() -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def places(pattern: str) -> foreign_names.Places:
+def places(pattern: str) -> Places:
     """Returns what stands in `dllm` as it is written elsewhere: `dllm.{}`."""
     return {pattern: ("algorithm", "stream_mode", *option_names())}
 

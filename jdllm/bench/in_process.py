@@ -14,8 +14,8 @@ import numpy as np
 
 from jdllm import version
 from jdllm.bench import command_line, stats
-from jdllm.engine import engine as engine_lib
 from jdllm.engine import requests
+from jdllm.engine.engine import Engine
 from jdllm.host import progress
 from jdllm.options import config, sampling_params
 from jdllm.runner import expert_use
@@ -40,15 +40,15 @@ REPORTED_OPTIONS = (
 )
 
 
-def open_engine(engine_config: config.EngineConfig) -> engine_lib.Engine:
+def open_engine(engine_config: config.EngineConfig) -> Engine:
     """Returns a running engine that logs to stderr at the configured level."""
     # `force`: libraries imported above leave handlers of their own on the root logger.
     logging.basicConfig(level=engine_config.log_level.upper(), force=True)
-    return engine_lib.Engine(engine_config)
+    return Engine(engine_config)
 
 
 def generate(
-    engine: engine_lib.Engine,
+    engine: Engine,
     prompts: Sequence[Sequence[int]],
     params: Sequence[sampling_params.SamplingParams],
     *,
@@ -94,13 +94,13 @@ def generate(
 
 
 def random_ids(
-    rng: np.random.Generator, engine: engine_lib.Engine, count: int, length: int
+    rng: np.random.Generator, engine: Engine, count: int, length: int
 ) -> list[list[int]]:
     """Returns `count` prompts of `length` random token ids."""
     return rng.integers(0, engine.spec.vocab_size, (count, length)).tolist()
 
 
-def surroundings(engine: engine_lib.Engine) -> dict[str, Any]:
+def surroundings(engine: Engine) -> dict[str, Any]:
     """Returns what must be quoted with every figure: command, device, versions, options."""
     info = engine.server_info()
     return {
@@ -131,7 +131,7 @@ def headline(found: dict[str, Any]) -> str:
     return f"# {found['command']}\n# {found['device']}; {versions}\n# {options}"
 
 
-def distinct_experts(engine: engine_lib.Engine, rng: np.random.Generator) -> list[int]:
+def distinct_experts(engine: Engine, rng: np.random.Generator) -> list[int]:
     """Returns how many experts one block of random ids reaches in each MoE layer, [] if dense."""
     ids = rng.integers(0, engine.spec.vocab_size, engine.spec.diffusion.block_size)
     return expert_use.distinct_experts(engine.model, ids.astype(np.int32))

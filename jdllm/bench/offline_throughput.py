@@ -16,8 +16,8 @@ import numpy as np
 
 from jdllm import errors
 from jdllm.bench import command_line, in_process, stats, tables
-from jdllm.engine import engine as engine_lib
-from jdllm.engine import tokenizer as tokenizer_lib
+from jdllm.engine.engine import Engine
+from jdllm.engine.tokenizer import Tokenizer
 from jdllm.options import sampling_params
 
 # SGLang's warm-up; `warm_up` cuts it to the context.
@@ -139,7 +139,7 @@ def sampling(options: argparse.Namespace) -> dict[str, Any]:
     return params
 
 
-def warm_up(engine: engine_lib.Engine, count: int, base: dict[str, Any], seed: int) -> None:
+def warm_up(engine: Engine, count: int, base: dict[str, Any], seed: int) -> None:
     """Runs a few random prompts, then empties the prefix cache."""
     output_len = min(WARMUP_OUTPUT, engine.context_length // 2)
     input_len = min(WARMUP_INPUT, engine.context_length - output_len)
@@ -150,7 +150,7 @@ def warm_up(engine: engine_lib.Engine, count: int, base: dict[str, Any], seed: i
     engine.flush_cache()
 
 
-def _tokenizer(engine: engine_lib.Engine) -> tokenizer_lib.Tokenizer:
+def _tokenizer(engine: Engine) -> Tokenizer:
     if engine.tokenizer is None:
         raise errors.ConfigError(
             "the engine has no tokenizer; use --dataset-name random-ids, or give --tokenizer-path"

@@ -32,7 +32,7 @@ import numpy as np
 from jdllm import errors
 from jdllm.algorithms import lookup
 from jdllm.bench import command_line, in_process, stats, tables
-from jdllm.engine import engine as engine_lib
+from jdllm.engine.engine import Engine
 from jdllm.host import progress
 from jdllm.options import config, sampling_params
 
@@ -87,7 +87,7 @@ def check(options: argparse.Namespace) -> None:
     sampling_params.DllmParams.from_mapping(dllm)
 
 
-def run_on(engine: engine_lib.Engine, options: argparse.Namespace) -> list[dict[str, Any]]:
+def run_on(engine: Engine, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Does what `run` does with an engine of `engine_config(options)`, which `check` has passed."""
     dllm = command_line.dllm_options(options.dllm)
     points = list(
@@ -143,7 +143,7 @@ def engine_config(options: argparse.Namespace) -> config.EngineConfig:
 
 
 def measure(
-    engine: engine_lib.Engine,
+    engine: Engine,
     prompts: Sequence[Sequence[int]],
     output_len: int,
     dllm: dict[str, Any],
@@ -187,7 +187,7 @@ Run = tuple[list[stats.Record], float, dict[str, Any]]  # records, seconds, the 
 
 
 def _closed_batch(
-    engine: engine_lib.Engine,
+    engine: Engine,
     prompts: Sequence[Sequence[int]],
     output_len: int,
     dllm: dict[str, Any],
@@ -249,7 +249,7 @@ def _with_threshold(dllm: dict[str, Any], threshold: float | None) -> dict[str, 
     return dllm if threshold is None else dllm | {"threshold": threshold}
 
 
-def _resolved(engine: engine_lib.Engine, dllm: Mapping[str, Any]) -> sampling_params.DllmParams:
+def _resolved(engine: Engine, dllm: Mapping[str, Any]) -> sampling_params.DllmParams:
     """Returns what the engine makes of options; raises a RequestError that names a wrong one."""
     default = engine.model_info()["preferred_sampling_params"]["dllm"]
     from_mapping = sampling_params.DllmParams.from_mapping

@@ -25,7 +25,7 @@ from jdllm.bench import (
     traffic,
 )
 from jdllm.client import api, failures, transport
-from jdllm.engine import tokenizer as tokenizer_lib
+from jdllm.engine.tokenizer import Tokenizer
 
 WARMUP_TOKENS = 32  # as SGLang
 
@@ -103,9 +103,7 @@ def check_contents(asked: Sequence[prompts.Prompt], kind: api.Kind) -> None:
             raise errors.ConfigError("the dataset holds token ids, which chat does not take")
 
 
-def load_tokenizer(
-    client: transport.Client, options: argparse.Namespace, model: str
-) -> tokenizer_lib.Tokenizer:
+def load_tokenizer(client: transport.Client, options: argparse.Namespace, model: str) -> Tokenizer:
     """Returns the tokenizer of --tokenizer, or of the model that the server reports."""
     path = options.tokenizer
     if path is None:
@@ -115,7 +113,7 @@ def load_tokenizer(
             info = {}
         path = info.get("tokenizer_path") or info.get("model_path") or options.model or model
     try:
-        return tokenizer_lib.Tokenizer(path)
+        return Tokenizer(path)
     except errors.ConfigError as error:
         raise errors.ConfigError(
             f"{error}; give --tokenizer PATH, or use --dataset-name random-ids "

@@ -6,14 +6,14 @@ import os
 
 import jax
 
-from jdllm.device import facts as device_facts
+from jdllm.device.facts import DeviceFacts
 from pallas_kernels import device as kernel_device
 
 
-def facts(count: int = 1) -> device_facts.DeviceFacts:
+def facts(count: int = 1) -> DeviceFacts:
     """Returns the facts of the devices that this process computes on, the first `count`."""
     device, memory = kernel_device.local_device(), memory_use(count)
-    return device_facts.DeviceFacts(
+    return DeviceFacts(
         platform=device.platform,
         device_kind=device.kind,
         memory_bytes=None if memory is None else memory[1],

@@ -14,7 +14,7 @@ from jdllm.engine import detokenizer
 
 if TYPE_CHECKING:
     from jdllm.engine import generations
-    from jdllm.scheduler import batch as batch_lib
+    from jdllm.scheduler.batch import Frame
 
 Decode = Callable[[tuple[int, ...]], str]
 
@@ -69,9 +69,7 @@ class AnswerSteps:
     meta_info: dict[str, Any]
 
     @classmethod
-    def of(
-        cls, frames: Sequence[batch_lib.Frame], answer: generations.Generation, decode: Decode
-    ) -> Self:
+    def of(cls, frames: Sequence[Frame], answer: generations.Generation, decode: Decode) -> Self:
         """Returns the steps of a finished answer, which has a step map, from all its frames.
 
         Positions behind the end of the output are no output, so steps leave them out.

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jdllm import errors
-from jdllm import spec as spec_lib
-from jdllm.engine import tokenizer as tokenizer_lib
+from jdllm.engine.tokenizer import Tokenizer
 from jdllm.options import sampling_params
-from jdllm.scheduler import request as request_lib
+from jdllm.scheduler import request
+from jdllm.spec import ModelSpec
 
 
-def banned_ids(
-    bad_words: Sequence[str], tokenizer: tokenizer_lib.Tokenizer | None
-) -> tuple[int, ...]:
+def banned_ids(bad_words: Sequence[str], tokenizer: Tokenizer | None) -> tuple[int, ...]:
     """Returns the tokens of the words, each with and without a space before it.
 
     A step writes several positions at once, so only a word that is one token can be kept out for
@@ -42,7 +40,7 @@ def banned_ids(
 def check(
     sampling: sampling_params.SamplingParams,
     banned: Sequence[int],
-    spec: spec_lib.ModelSpec,
+    spec: ModelSpec,
     *,
     eos_token_ids: Sequence[int],
 ) -> None:
@@ -51,9 +49,7 @@ def check(
         return  # a vocabulary has more tokens than a request can ban
     left = set(sampling.allowed_token_ids) - set(banned) - {spec.diffusion.mask_token_id}
     if sampling.min_new_tokens:
-        left -= set(
-            request_lib.end_tokens(sampling.stop_token_ids, eos_token_ids, sampling.ignore_eos)
-        )
+        left -= set(request.end_tokens(sampling.stop_token_ids, eos_token_ids, sampling.ignore_eos))
     if not left:
         raise errors.RequestError(
             "allowed_token_ids leaves no token to write: the mask, bad_words and, before "

@@ -12,30 +12,30 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, Self, TypeVar
 
 from jdllm import errors
-from jdllm.engine import core as core_lib
-from jdllm.engine import loop as loop_lib
 from jdllm.engine import serving
+from jdllm.engine.core import EngineCore
+from jdllm.engine.loop import EngineLoop
 from jdllm.engine.start import startup
-from jdllm.options import config as config_lib
+from jdllm.options.config import EngineConfig, from_mapping
 
 Built = TypeVar("Built")
 
 
 def built(
-    build: Callable[[config_lib.EngineConfig, startup.StartupProgress], Built],
-    config: config_lib.EngineConfig | None,
+    build: Callable[[EngineConfig, startup.StartupProgress], Built],
+    config: EngineConfig | None,
     options: dict[str, Any],
     progress: startup.StartupProgress,
 ) -> Built:
     """Builds from a config or from keyword options, not both; `progress` tells of a failure."""
     if config is not None and options:
         raise TypeError("give either a config or keyword options, not both")
-    if not isinstance(config, config_lib.EngineConfig | None):
+    if not isinstance(config, EngineConfig | None):
         raise TypeError(
             f"the first argument is an EngineConfig, got {errors.quote(config)}; give the options "
             "of one by name, such as model_path=..."
         )
-    given = config or config_lib.from_mapping(config_lib.EngineConfig, options)
+    given = config or from_mapping(EngineConfig, options)
     try:
         return build(given, progress)
     except Exception as error:
@@ -50,11 +50,11 @@ class EngineControl:
     An engine that nobody refers to is stopped by the garbage collector.
     """
 
-    def __init__(self, core: core_lib.EngineCore, release: Callable[[], object]):
+    def __init__(self, core: EngineCore, release: Callable[[], object]):
         self._core = core
         self._release = release
-        self._loop = loop_lib.EngineLoop(core)
-        self._finalizer = weakref.finalize(self, loop_lib.EngineLoop.stop, self._loop)
+        self._loop = EngineLoop(core)
+        self._finalizer = weakref.finalize(self, EngineLoop.stop, self._loop)
 
     def abort(self, request_ids: str | Collection[str] = (), *, abort_all: bool = False) -> int:
         """Aborts the requests with exactly these ids, or all; returns how many.

@@ -21,17 +21,17 @@ from collections.abc import Sequence
 
 from jdllm import errors
 from jdllm.engine import device_clock, pacing
-from jdllm.engine import stats as stats_lib
-from jdllm.scheduler import batch as batch_lib
-from jdllm.scheduler import commits as commits_lib
-from jdllm.scheduler import request as request_lib
-from jdllm.scheduler import scheduler as scheduler_lib
+from jdllm.engine.stats import Counters, Throughput
+from jdllm.scheduler.batch import Launch, LaunchResult, NotCompiled, Pause, Runner, ScheduleBatch
+from jdllm.scheduler.commits import RequestCommit
+from jdllm.scheduler.request import Request
+from jdllm.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # XLA's status code in the text of JAX's errors
 
-InFlight = tuple[batch_lib.ScheduleBatch, batch_lib.Launch]
+InFlight = tuple[ScheduleBatch, Launch]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ class EngineCore:
 
     def __init__(
         self,
-        scheduler: scheduler_lib.Scheduler,
-        runner: batch_lib.Runner,
+        scheduler: Scheduler,
+        runner: Runner,
         *,
         max_total_tokens: int | None,
         overlaps: bool = False,
@@ -63,10 +63,10 @@ class EngineCore:
     ):
         self.scheduler = scheduler
         self.runner = runner
-        self.counters = stats_lib.Counters()
-        self.throughput = stats_lib.Throughput()
+        self.counters = Counters()
+        self.throughput = Throughput()
         self.clock = device_clock.DeviceClock()
-        self.requests: dict[str, request_lib.Request] = {}
+        self.requests: dict[str, Request] = {}
         self.pause_s = 0.0
         self._max_total_tokens = max_total_tokens
         self._overlaps = overlaps
@@ -75,7 +75,7 @@ class EngineCore:
         self._decode_log_interval = decode_log_interval
         self._logged = _LogPoint(time.monotonic())
 
-    def add(self, requests: Sequence[request_lib.Request], *, is_bounded: bool = True) -> None:
+    def add(self, requests: Sequence[Request], *, is_bounded: bool = True) -> None:
         """Queues all requests, or queues none and raises the RequestError of the refused one.
 
         `is_bounded` says whether the queue limit applies.
@@ -98,7 +98,7 @@ class EngineCore:
             self.counters.requests += 1
             self.counters.prompt_tokens += len(request.prompt_ids) + len(request.suffix_ids)
 
-    def abort(self, request_id: str) -> request_lib.Request | None:
+    def abort(self, request_id: str) -> Request | None:
         """Removes a request in any phase, frees its pages and returns it; None when unknown."""
         request = self.requests.pop(request_id, None)
         if request is not None and self.scheduler.abort(request_id):
@@ -110,7 +110,7 @@ class EngineCore:
     def has_work(self) -> bool:
         return self._in_flight is not None or self.scheduler.has_work()
 
-    def step(self) -> list[commits_lib.RequestCommit]:
+    def step(self) -> list[RequestCommit]:
         """Starts the next launch, and returns what the launch before it committed.
 
         If the launch before was expected to end all its rows and has ended, no launch is started.
@@ -127,7 +127,7 @@ class EngineCore:
         batch = None if self._lets_end(previous) else self.scheduler.schedule()
         self.clock.sample(_is_running(previous))
         started = None
-        if isinstance(batch, batch_lib.Pause):
+        if isinstance(batch, Pause):
             if previous is None:  # otherwise the wait for its results is the pause
                 assert math.isfinite(batch.seconds), f"no launch for {self.scheduler.stats()}"
                 self.pause_s = batch.seconds
@@ -157,14 +157,14 @@ class EngineCore:
         batch, launch = in_flight
         return self._pacing.waits_for_end(batch, launch, self.scheduler.steps_left(batch))
 
-    def settle(self) -> list[commits_lib.RequestCommit]:
+    def settle(self) -> list[RequestCommit]:
         """Waits for the launch in flight, if any, and returns what it committed."""
         previous, self._in_flight = self._in_flight, None
         return self._finish(previous)
 
     def _finish(
         self, in_flight: InFlight | None, behind: InFlight | None = None
-    ) -> list[commits_lib.RequestCommit]:
+    ) -> list[RequestCommit]:
         """Waits for a launch, if there is one, and applies its results.
 
         `behind` is the launch that the device runs after it.
@@ -184,16 +184,16 @@ class EngineCore:
 
     def _recover(
         self,
-        batch: batch_lib.ScheduleBatch,
+        batch: ScheduleBatch,
         error: Exception,
-        commits: list[commits_lib.RequestCommit],
+        commits: list[RequestCommit],
     ) -> LaunchFailed:
         failed = {}
         if not (OUT_OF_MEMORY in str(error) and self.scheduler.halve(batch)):
             failed = {row.request.request_id: row.request for row in batch.rows if row.is_current}
         for request_id in failed:
             self.abort(request_id)
-        if not isinstance(error, batch_lib.NotCompiled):
+        if not isinstance(error, NotCompiled):
             self.scheduler.drop_kv()
             self.runner.reset()
         message = f"{type(error).__name__}: {error}"
@@ -201,9 +201,9 @@ class EngineCore:
 
     def _count(
         self,
-        batch: batch_lib.ScheduleBatch,
-        result: batch_lib.LaunchResult,
-        commits: list[commits_lib.RequestCommit],
+        batch: ScheduleBatch,
+        result: LaunchResult,
+        commits: list[RequestCommit],
     ) -> None:
         counters = self.counters
         counters.count_launch(batch, result)
@@ -220,7 +220,7 @@ class EngineCore:
         if batch.bucket.denoises and counters.decode_launches % self._decode_log_interval == 0:
             self._log()
 
-    def _count_end(self, request: request_lib.Request) -> None:
+    def _count_end(self, request: Request) -> None:
         self.counters.edited_tokens += request.num_edited
         self.counters.discarded_tokens += request.num_discarded
 
@@ -274,8 +274,8 @@ class LaunchFailed(RuntimeError):
     def __init__(
         self,
         message: str,
-        requests: list[request_lib.Request],
-        commits: list[commits_lib.RequestCommit],
+        requests: list[Request],
+        commits: list[RequestCommit],
     ):
         super().__init__(message)
         self.requests = requests

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from jdllm.engine import prefix_match
-from jdllm.engine import tokenizer as tokenizer_lib
+from jdllm.engine.tokenizer import Tokenizer
 from jdllm.options import sampling_params
-from jdllm.scheduler import commits as commits_lib
+from jdllm.scheduler.commits import FinishReason
 
 # A character that is cut between two tokens decodes to at most three replacement characters.
 MAX_CUT_CHARACTERS = 3
@@ -41,14 +41,14 @@ def texts_of_positions(
 class Detokenizer:
     """Turns the committed ids of one request into cumulative text."""
 
-    def __init__(self, tokenizer: tokenizer_lib.Tokenizer, params: sampling_params.SamplingParams):
+    def __init__(self, tokenizer: Tokenizer, params: sampling_params.SamplingParams):
         self._tokenizer = tokenizer
         self._params = params
         self.text = ""
         self._stops = [prefix_match.PrefixMatch(stop) for stop in dict.fromkeys(params.stop)]
         self._settled = ""  # what the matches of `_stops` have been fed
 
-    def update(self, output_ids: Sequence[int], finish: commits_lib.FinishReason | None) -> str:
+    def update(self, output_ids: Sequence[int], finish: FinishReason | None) -> str:
         """Returns the text that became certain; `self.text` is all text so far."""
         text = self._full_text(output_ids, finish)
         if finish is None:
@@ -57,7 +57,7 @@ class Detokenizer:
         self.text += delta
         return delta
 
-    def _full_text(self, output_ids: Sequence[int], finish: commits_lib.FinishReason | None) -> str:
+    def _full_text(self, output_ids: Sequence[int], finish: FinishReason | None) -> str:
         skip, trim = self._params.skip_special_tokens, not self._params.no_stop_trim
         if finish is not None and isinstance(finish.matched, int) and trim:
             output_ids = output_ids[:-1]

@@ -23,13 +23,13 @@ from jdllm.engine import (
     requests,
     streams,
 )
-from jdllm.engine import stats as stats_lib
-from jdllm.engine import trace as trace_lib
 from jdllm.engine.start import build, startup
+from jdllm.engine.stats import EngineStats
+from jdllm.engine.trace import Trace
 from jdllm.foreign import names
 from jdllm.models import loading
-from jdllm.options import config as config_lib
 from jdllm.options import hints
+from jdllm.options.config import EngineConfig
 from jdllm.templates import chat
 
 
@@ -44,7 +44,7 @@ class Engine(control.EngineControl):
 
     def __init__(
         self,
-        config: config_lib.EngineConfig | None = None,
+        config: EngineConfig | None = None,
         *,
         progress: startup.StartupProgress | None = None,
         **options: Any,
@@ -217,7 +217,7 @@ class Engine(control.EngineControl):
         suffix: infilling.Suffix | None = None,
         given: infilling.Given | None = None,
         escape_special_tokens: bool | None = None,
-    ) -> trace_lib.Trace:
+    ) -> Trace:
         """Returns one answer with its denoising steps; `.show()` draws them.
 
         A prompt is text or token ids as they stand, or the messages of a conversation, which go
@@ -244,7 +244,7 @@ class Engine(control.EngineControl):
         with contextlib.closing(self._iterate(choices)) as events:
             seen = list(events)
         frames = [frame for one in seen for frame in one.frames]
-        return trace_lib.Trace.of(frames, seen[-1], self._inputs.visible_text)
+        return Trace.of(frames, seen[-1], self._inputs.visible_text)
 
     # Information
 
@@ -261,7 +261,7 @@ class Engine(control.EngineControl):
         """Returns the ids of plain text."""
         return self._inputs.encode(text, add_special_tokens=add_special_tokens)
 
-    def stats(self) -> stats_lib.EngineStats:
+    def stats(self) -> EngineStats:
         """Returns a snapshot; approximate while a launch is in flight."""
         return info.stats(self._built)
 

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jdllm.engine import loop as loop_lib
+    from jdllm.engine.loop import TokensEvent
     from jdllm.options import sampling_params
-    from jdllm.scheduler import batch as batch_lib
-    from jdllm.scheduler import commits as commits_lib
-    from jdllm.scheduler import request as request_lib
+    from jdllm.scheduler.batch import Frame
+    from jdllm.scheduler.commits import FinishReason
+    from jdllm.scheduler.request import Request
 
 FAULT_STATUS = 500
 MAX_FAULT_MESSAGE = 256
@@ -35,7 +35,7 @@ class Generation:
     delta_ids: list[int]
     finish_reason: dict[str, Any] | None
     meta_info: dict[str, Any]
-    frames: tuple[batch_lib.Frame, ...] = ()
+    frames: tuple[Frame, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Returns SGLang's `/generate` object."""
@@ -77,7 +77,7 @@ class Collector:
         return item
 
 
-def finish_dict(finish: commits_lib.FinishReason | None) -> dict[str, Any] | None:
+def finish_dict(finish: FinishReason | None) -> dict[str, Any] | None:
     """Returns SGLang's `finish_reason` object, None while the request runs.
 
     An abort that somebody asked for has no `status_code`; an end by a fault has one, as in SGLang.
@@ -142,8 +142,8 @@ def prompt_only(
 
 
 def meta_info(
-    request: request_lib.Request,
-    event: loop_lib.TokensEvent,
+    request: Request,
+    event: TokensEvent,
     finish_reason: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """Returns SGLang's `meta_info` with the dLLM statistics beside it.

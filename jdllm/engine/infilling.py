@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jdllm import errors, value_checks
-from jdllm.engine import tokenizer as tokenizer_lib
+from jdllm.engine.tokenizer import Tokenizer
 
 # A suffix is text or token ids. `Given` maps an offset from the prompt's end to a token id, or
 # to the text of one token.
@@ -38,7 +38,7 @@ def infills(
     suffix: Suffixes,
     given: Givens,
     count: int,
-    tokenizer: tokenizer_lib.Tokenizer | None,
+    tokenizer: Tokenizer | None,
 ) -> list[Infill]:
     """Returns the fixed parts of the output of each of `count` prompts."""
     suffixes = _per_prompt(
@@ -69,7 +69,7 @@ def _is_integer(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def _suffix_ids(suffix: Any, tokenizer: tokenizer_lib.Tokenizer | None) -> list[int]:
+def _suffix_ids(suffix: Any, tokenizer: Tokenizer | None) -> list[int]:
     if suffix is None or isinstance(suffix, str):
         return _encode(suffix, "suffix", tokenizer) if suffix else []
     ids = suffix.tolist() if isinstance(suffix, np.ndarray) else suffix
@@ -82,7 +82,7 @@ def _suffix_ids(suffix: Any, tokenizer: tokenizer_lib.Tokenizer | None) -> list[
     return [int(one) for one in ids]
 
 
-def _given_ids(given: Any, tokenizer: tokenizer_lib.Tokenizer | None) -> dict[int, int]:
+def _given_ids(given: Any, tokenizer: Tokenizer | None) -> dict[int, int]:
     if given is None:
         return {}
     if not isinstance(given, Mapping) or not all(_is_integer(offset) for offset in given):
@@ -95,7 +95,7 @@ def _given_ids(given: Any, tokenizer: tokenizer_lib.Tokenizer | None) -> dict[in
     return {int(offset): _token_id(token, tokenizer) for offset, token in given.items()}
 
 
-def _token_id(token: Any, tokenizer: tokenizer_lib.Tokenizer | None) -> int:
+def _token_id(token: Any, tokenizer: Tokenizer | None) -> int:
     if not isinstance(token, str):
         return token  # the engine checks ids
     ids = _encode(token, "given", tokenizer)
@@ -108,7 +108,7 @@ def _token_id(token: Any, tokenizer: tokenizer_lib.Tokenizer | None) -> int:
     return ids[0]
 
 
-def _encode(text: str, name: str, tokenizer: tokenizer_lib.Tokenizer | None) -> list[int]:
+def _encode(text: str, name: str, tokenizer: Tokenizer | None) -> list[int]:
     """Returns the ids of text inside a sequence; no special tokens are put around it."""
     if tokenizer is None:
         raise errors.RequestError(

@@ -7,18 +7,18 @@ from typing import Any
 
 from jdllm.algorithms import lookup
 from jdllm.device import devices
-from jdllm.engine import stats as stats_lib
 from jdllm.engine.start import build
-from jdllm.options import config as config_lib
+from jdllm.engine.stats import EngineStats
+from jdllm.options import config
 from jdllm.runner.launch import compile_counter
 
 
-def stats(built: build.Built) -> stats_lib.EngineStats:
+def stats(built: build.Built) -> EngineStats:
     """Returns a snapshot; approximate while a launch is in flight."""
     core, sizes = built.core, built.sizes
     scheduled, counters = core.scheduler.stats(), core.counters
     compiles = compile_counter.COUNTER
-    return stats_lib.EngineStats(
+    return EngineStats(
         num_running_reqs=scheduled.num_running,
         num_queue_reqs=scheduled.num_queued,
         num_used_tokens=scheduled.num_used_pages * sizes.page_size,
@@ -62,7 +62,7 @@ def server_info(built: build.Built) -> dict[str, Any]:
     """Returns resolved options, kernels, devices and one `internal_states` entry."""
     options = dataclasses.asdict(built.config).items()
     return {
-        **{name: value for name, value in options if name not in config_lib.IMAGE_OPTIONS},
+        **{name: value for name, value in options if name not in config.IMAGE_OPTIONS},
         "kernels": built.runner.kernels,
         "device": str(built.device),
         "device_facts": dataclasses.asdict(built.device),

@@ -13,7 +13,7 @@ from jdllm import errors, value_checks
 from jdllm.engine import candidates, infilling, requests
 from jdllm.engine.start import build
 from jdllm.options import sampling_params
-from jdllm.scheduler import request as request_lib
+from jdllm.scheduler.request import Request
 from jdllm.templates import chat
 
 # Making a choice takes about as long as looking at so many token ids.
@@ -132,7 +132,7 @@ class InputProcessor:
         full: sampling_params.SamplingParams,
         name: str,
         infill: infilling.Infill,
-    ) -> list[request_lib.Request]:
+    ) -> list[Request]:
         """Returns the requests of one prompt, one for each of its `n` choices.
 
         `full` has every default filled in. The requests share the ids, which nobody changes.
@@ -153,7 +153,7 @@ class InputProcessor:
         suffix_ids, given = list(infill.suffix_ids), dict(infill.given)
         seed = self._random.getrandbits(requests.SEED_BITS) if full.seed is None else full.seed
         return [
-            request_lib.Request(
+            Request(
                 request_id=requests.choice_id(name, full.n, index),
                 prompt_ids=prompt_ids,
                 suffix_ids=suffix_ids,

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jdllm import errors
-from jdllm.engine import engine as engine_lib
 from jdllm.engine import generations, infilling, requests
+from jdllm.engine.engine import Engine
 from jdllm.foreign import names
 from jdllm.host import progress
 from jdllm.options import hints
@@ -48,7 +48,7 @@ class LLM:
     """Batch generation with a progress bar; keyword arguments as for `Engine`."""
 
     def __init__(self, model: str | None = None, **options: Any):
-        self.engine = engine_lib.Engine(model_path=model, **options)
+        self.engine = Engine(model_path=model, **options)
 
     @names.explained(hints.BESIDE_SAMPLING_PARAMS)
     def generate(

@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from jdllm import errors
-from jdllm.engine import core as core_lib
 from jdllm.engine import profiling
-from jdllm.scheduler import commits as commits_lib
-from jdllm.scheduler import request as request_lib
+from jdllm.engine.core import EngineCore, LaunchFailed
+from jdllm.scheduler.commits import FinishReason, Progress, RequestCommit
+from jdllm.scheduler.request import Request
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ IDLE_WAIT_S = 0.5
 class TokensEvent:
     """What a request committed in a launch; the last event of a request carries `finish`."""
 
-    commit: commits_lib.RequestCommit
+    commit: RequestCommit
     at_s: float = dataclasses.field(default_factory=time.monotonic)
 
 
@@ -51,7 +51,7 @@ Sink = Callable[[Event], object]
 class EngineLoop:
     """Runs an `EngineCore` in a thread of its own."""
 
-    def __init__(self, core: core_lib.EngineCore):
+    def __init__(self, core: EngineCore):
         self.core = core
         self._sinks: dict[str, Sink] = {}
         self._calls: collections.deque[tuple[Callable[[], Any], concurrent.futures.Future[Any]]] = (
@@ -77,7 +77,7 @@ class EngineLoop:
 
     def submit(
         self,
-        requests: Sequence[request_lib.Request],
+        requests: Sequence[Request],
         sink: Callable[[str, Event], object],
         *,
         is_bounded: bool = True,
@@ -108,14 +108,12 @@ class EngineLoop:
         names = tuple(ids)
         return self._abort(lambda: [one for name in names if (one := live.get(name)) is not None])
 
-    def abort_only(self, requests: Sequence[request_lib.Request]) -> concurrent.futures.Future[int]:
+    def abort_only(self, requests: Sequence[Request]) -> concurrent.futures.Future[int]:
         """Aborts these requests, as far as they are live, and no later ones with their ids."""
         live = self.core.requests
         return self._abort(lambda: [one for one in requests if live.get(one.request_id) is one])
 
-    def _abort(
-        self, find: Callable[[], list[request_lib.Request]]
-    ) -> concurrent.futures.Future[int]:
+    def _abort(self, find: Callable[[], list[Request]]) -> concurrent.futures.Future[int]:
         """Aborts what `find` finds on the engine thread; it is also asked on the caller's."""
         is_known = bool(find())
 
@@ -126,11 +124,9 @@ class EngineLoop:
                 sink = self._sinks.pop(request.request_id, None)
                 if sink is None:
                     continue
-                reason = commits_lib.FinishReason(
-                    kind="abort", finished_len=len(request.output_ids)
-                )
-                progress = commits_lib.Progress(finish=reason)
-                commit = commits_lib.RequestCommit.of(request, progress)
+                reason = FinishReason(kind="abort", finished_len=len(request.output_ids))
+                progress = Progress(finish=reason)
+                commit = RequestCommit.of(request, progress)
                 self._deliver(sink, TokensEvent(commit))
             return len(found)
 
@@ -208,7 +204,7 @@ class EngineLoop:
         try:
             commits = self.core.step()
             self.profiler.count_step()
-        except core_lib.LaunchFailed as error:
+        except LaunchFailed as error:
             logger.exception("a launch failed; %d requests end", len(error.requests))
             self._deliver_all(error.commits)
             for request in error.requests:
@@ -216,7 +212,7 @@ class EngineLoop:
             return
         self._deliver_all(commits)
 
-    def _deliver_all(self, commits: Sequence[commits_lib.RequestCommit]) -> None:
+    def _deliver_all(self, commits: Sequence[RequestCommit]) -> None:
         for commit in commits:
             request = commit.request
             if commit.finish is None:

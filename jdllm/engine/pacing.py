@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from jdllm.scheduler import batch as batch_lib
+from jdllm.scheduler.batch import Launch, LaunchResult, ScheduleBatch
 
 _POLL_S = 2e-4
 
@@ -20,16 +20,14 @@ class Pacing:
         """Notes that a launch starts on an idle device."""
         self._began_s = time.monotonic()
 
-    def finish(self, result: batch_lib.LaunchResult) -> None:
+    def finish(self, result: LaunchResult) -> None:
         """Notes that a launch has ended, and that the one behind it, if any, begins."""
         now = time.monotonic()
         if result.num_steps:
             self._step_s = (now - self._began_s) / result.num_steps
         self._began_s = now
 
-    def waits_for_end(
-        self, batch: batch_lib.ScheduleBatch, launch: batch_lib.Launch, steps_left: float
-    ) -> bool:
+    def waits_for_end(self, batch: ScheduleBatch, launch: Launch, steps_left: float) -> bool:
         """Waits for a launch if it should end all its rows early; returns whether it has ended.
 
         `steps_left` is the number of steps within which all its rows should end. After that, a

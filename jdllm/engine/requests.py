@@ -18,11 +18,11 @@ from jaxtyping import Int
 
 from jdllm import errors
 from jdllm.engine import detokenizer, generations
-from jdllm.engine import loop as loop_lib
-from jdllm.engine import tokenizer as tokenizer_lib
-from jdllm.options import config as config_lib
+from jdllm.engine.loop import Event, FaultEvent
+from jdllm.engine.tokenizer import Tokenizer
 from jdllm.options import sampling_params
-from jdllm.scheduler import request as request_lib
+from jdllm.options.config import EngineConfig
+from jdllm.scheduler.request import Request
 
 P = TypeVar("P")
 Prompt = str | Sequence[int]  # text, or token ids
@@ -42,10 +42,10 @@ class Choice:
 
     def __init__(
         self,
-        request: request_lib.Request,
+        request: Request,
         prompt_index: int,
         index: int,
-        tokenizer: tokenizer_lib.Tokenizer | None,
+        tokenizer: Tokenizer | None,
     ):
         self.request = request
         self.has_ended = False
@@ -56,9 +56,9 @@ class Choice:
             None if tokenizer is None else detokenizer.Detokenizer(tokenizer, request.sampling)
         )
 
-    def update(self, event: loop_lib.Event) -> generations.Generation:
+    def update(self, event: Event) -> generations.Generation:
         """Returns the generation after this event; a fault raises EngineFault."""
-        if isinstance(event, loop_lib.FaultEvent):
+        if isinstance(event, FaultEvent):
             raise EngineFault(event.message)
         output_ids = self.request.output_ids[: event.commit.num_output]
         finish = event.commit.finish
@@ -118,7 +118,7 @@ def seed_of_choice(seed: int, index: int) -> int:
     return int(np.random.SeedSequence([seed, index]).generate_state(1, np.uint64)[0])
 
 
-def priority_class(priority: int | None, config: config_lib.EngineConfig) -> float:
+def priority_class(priority: int | None, config: EngineConfig) -> float:
     """Returns the class of a request with this priority; lower classes are admitted first."""
     if priority is not None and (isinstance(priority, bool) or not isinstance(priority, int)):
         raise errors.RequestError("priority must be an integer", param="priority")
@@ -137,7 +137,7 @@ def priority_class(priority: int | None, config: config_lib.EngineConfig) -> flo
     return priority if config.schedule_low_priority_values_first else -priority
 
 
-def best_priority(config: config_lib.EngineConfig) -> int | None:
+def best_priority(config: EngineConfig) -> int | None:
     """Returns the priority of what must not wait for others; None where there are no priorities."""
     if not config.enable_priority_scheduling:
         return None

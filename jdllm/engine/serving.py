@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, Literal, Protocol
 
 from jdllm.device import facts
-from jdllm.options import config as config_lib
+from jdllm.options.config import EngineConfig
 
 Modality = Literal["text", "image"]
 
@@ -43,7 +43,7 @@ class Serving(Protocol):
     def model_name(self) -> str: ...
 
     @property
-    def config(self) -> config_lib.EngineConfig: ...
+    def config(self) -> EngineConfig: ...
 
     @property
     def device(self) -> facts.DeviceFacts: ...

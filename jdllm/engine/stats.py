@@ -7,7 +7,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 
-from jdllm.scheduler import batch as batch_lib
+from jdllm.scheduler.batch import LaunchResult, ScheduleBatch
 
 THROUGHPUT_WINDOW_S = 5.0
 THROUGHPUT_BINS = 50  # of a window
@@ -87,7 +87,7 @@ class Counters:
     real_positions: int = 0
     computed_positions: int = 0
 
-    def count_launch(self, batch: batch_lib.ScheduleBatch, result: batch_lib.LaunchResult) -> None:
+    def count_launch(self, batch: ScheduleBatch, result: LaunchResult) -> None:
         """Adds one launch: its rows' forwards, and real against padded positions."""
         self.real_positions += result.real_tokens
         self.computed_positions += result.computed_tokens

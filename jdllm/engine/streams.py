@@ -16,29 +16,29 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from typing import Generic, Protocol, TypeVar
 
 from jdllm import errors
-from jdllm.engine import loop as loop_lib
+from jdllm.engine.loop import EngineLoop, Event
 from jdllm.host import offload
-from jdllm.scheduler import request as request_lib
+from jdllm.scheduler.request import Request
 
 Item = TypeVar("Item")
 Given = TypeVar("Given")
 Given_co = TypeVar("Given_co", covariant=True)
 EVENTS_PER_TURN = 32
-NamedEvent = tuple[str, loop_lib.Event]  # (id of the request, its event)
+NamedEvent = tuple[str, Event]  # (id of the request, its event)
 
 
 class Choice(Protocol[Given_co]):
     """One request on the caller's side."""
 
     @property
-    def request(self) -> request_lib.Request: ...
+    def request(self) -> Request: ...
 
     @property
     def has_ended(self) -> bool:
         """Whether `update` has seen the last event."""
         ...
 
-    def update(self, event: loop_lib.Event, /) -> Given_co:
+    def update(self, event: Event, /) -> Given_co:
         """Returns what an event of the engine gives the caller; may raise for a fault."""
         ...
 
@@ -46,7 +46,7 @@ class Choice(Protocol[Given_co]):
 class _Submission(Generic[Given]):
     """Choices that run together; `unfinished` are those that have not ended yet."""
 
-    def __init__(self, loop: loop_lib.EngineLoop, choices: Mapping[str, Choice[Given]]):
+    def __init__(self, loop: EngineLoop, choices: Mapping[str, Choice[Given]]):
         self._loop = loop
         self.unfinished = dict(choices)
 
@@ -60,7 +60,7 @@ class _Submission(Generic[Given]):
             is_bounded=is_bounded,
         )
 
-    def update(self, request_id: str, event: loop_lib.Event) -> Given:
+    def update(self, request_id: str, event: Event) -> Given:
         """Returns what the event gives of its choice."""
         choice = self.unfinished[request_id]
         given = choice.update(event)
@@ -86,7 +86,7 @@ class ChoiceStream(Iterator[Item], Generic[Given, Item]):
 
     def __init__(
         self,
-        loop: loop_lib.EngineLoop,
+        loop: EngineLoop,
         choices: Mapping[str, Choice[Given]],
         transform: Callable[[Given], Item],
     ):
@@ -113,7 +113,7 @@ class ChoiceStream(Iterator[Item], Generic[Given, Item]):
 
 
 async def async_stream(
-    loop: loop_lib.EngineLoop,
+    loop: EngineLoop,
     build: Callable[[], Mapping[str, Choice[Given]]],
     *,
     size: int,

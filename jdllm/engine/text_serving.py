@@ -7,7 +7,7 @@ from typing import Literal, Protocol
 
 from jdllm import spec
 from jdllm.engine import generations, serving, tokenizer
-from jdllm.engine import stats as stats_lib
+from jdllm.engine.stats import EngineStats
 from jdllm.options import sampling_params
 
 
@@ -30,7 +30,7 @@ class TextServing(serving.Serving, Protocol):
         """Most tokens of prompt and output together."""
         ...
 
-    def stats(self) -> stats_lib.EngineStats: ...
+    def stats(self) -> EngineStats: ...
 
     def default_max_new_tokens(self, prompt_len: int) -> int:
         """Returns how many tokens a request writes that sets no limit, 1 or more."""

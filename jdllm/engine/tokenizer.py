@@ -22,7 +22,7 @@ from jdllm import errors, value_checks
 from jdllm.checkpoint import tokenizer_checks
 from jdllm.checkpoint.quiet_transformers import tokenization_auto, transformers
 from jdllm.engine import chat_guard
-from jdllm.options import config as config_lib
+from jdllm.options.config import EngineConfig
 from jdllm.templates import chat, conversations
 
 logger = logging.getLogger(__name__)
@@ -212,7 +212,7 @@ class Tokenizer:
 
 
 def of_model(
-    config: config_lib.EngineConfig, model_dir: pathlib.Path, *, mask_token_id: int | None = None
+    config: EngineConfig, model_dir: pathlib.Path, *, mask_token_id: int | None = None
 ) -> Tokenizer | None:
     """Returns the tokenizer of the model in `model_dir`; None if ids go in and come out."""
     if config.skip_tokenizer_init:

@@ -16,12 +16,12 @@ import jax
 
 from jdllm import errors
 from jdllm.algorithms import lookup
-from jdllm.engine import engine as engine_lib
+from jdllm.engine.engine import Engine
 from jdllm.eval import backends, evaluation, model_args, presets, sandbox, store, summary, sweep
 from jdllm.eval.scenes import evaluation as scenes
 from jdllm.host import arguments
-from jdllm.options import config as config_lib
 from jdllm.options import sampling_params
+from jdllm.options.config import EngineConfig, from_mapping, parse_yaml
 from jdllm.server import cli
 from jdllm.tasks import registry
 
@@ -127,7 +127,7 @@ def make_parser() -> arguments.Parser:
         "--timeout-s", type=float, help="longest silence of the server (default: 600)"
     )
     group = parser.add_argument_group("in process, as for jdllm serve")
-    cli.add_options(group, config_lib.EngineConfig, only=ENGINE_FLAGS)
+    cli.add_options(group, EngineConfig, only=ENGINE_FLAGS)
     return parser
 
 
@@ -224,9 +224,9 @@ def open_backend(
     if "base_url" in server:
         yield backends.Http(**server, api_name=api_name)
         return
-    config = config_lib.from_mapping(config_lib.EngineConfig, engine_options)
+    config = from_mapping(EngineConfig, engine_options)
     logging.basicConfig(level=logging.WARNING)
-    with engine_lib.Engine(config) as engine:
+    with Engine(config) as engine:
         model_args.check_mask_id(line, engine.spec.diffusion.mask_token_id)
         yield backends.InProcess(engine)
 
@@ -258,7 +258,7 @@ def sweep_points(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     cells = [cell.strip() for cell in values.split(",") if cell.strip()]
     if not cells:
         raise errors.ConfigError(f"--sweep {options.sweep!r} has no values")
-    parsed = [config_lib.parse_yaml(cell, f"--sweep {name}") for cell in cells]
+    parsed = [parse_yaml(cell, f"--sweep {name}") for cell in cells]
     sweep.check_distinct(name, parsed)
     return {f"{name}={cell}": {name: value} for cell, value in zip(cells, parsed, strict=True)}
 
@@ -269,7 +269,7 @@ def key_value(text: str, *, as_text: bool = False) -> tuple[str, Any]:
     if not key or not equals or not value:
         known = ", ".join(("algorithm", *lookup.option_names()))
         raise errors.ConfigError(f"{text!r} is not KEY=VALUE; keys: {known}")
-    return key, value if as_text else config_lib.parse_yaml(value, text)
+    return key, value if as_text else parse_yaml(value, text)
 
 
 def _positive(text: str) -> int:

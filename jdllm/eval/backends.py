@@ -14,8 +14,8 @@ from typing import Any, Protocol
 from jdllm import errors
 from jdllm.checkpoint import fingerprint
 from jdllm.client import api, failures, retries, transport
-from jdllm.engine import engine as engine_lib
-from jdllm.engine.images import engine as image_engine
+from jdllm.engine.engine import Engine
+from jdllm.engine.images.engine import ImageEngine
 from jdllm.options import sampling_params
 
 # The longest answer unless --max-new-tokens gives another; as in SGLang's script.
@@ -58,7 +58,7 @@ class Backend(Protocol):
     def abort(self) -> None: ...
 
 
-def of_engine(engine: engine_lib.Engine | image_engine.ImageEngine) -> dict[str, Any]:
+def of_engine(engine: Engine | ImageEngine) -> dict[str, Any]:
     """Returns what identifies the model and the machine; reads the model's files."""
     return {
         "kind": "in-process",
@@ -79,7 +79,7 @@ def identity(about: Mapping[str, Any]) -> dict[str, Any]:
 class InProcess:
     """Answers from an engine in this process; uses the model's chat template if it has one."""
 
-    def __init__(self, engine: engine_lib.Engine):
+    def __init__(self, engine: Engine):
         if engine.tokenizer is None:
             raise errors.ConfigError("evaluation needs a tokenizer")
         self._engine = engine

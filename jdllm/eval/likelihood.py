@@ -32,9 +32,9 @@ import numpy as np
 from jaxtyping import Bool, Float64, Int, Int32
 
 from jdllm import errors
-from jdllm import spec as spec_lib
 from jdllm.host import progress
 from jdllm.runner import full_forward
+from jdllm.spec import AttentionPattern, ModelSpec
 
 NUM_SAMPLES = 128  # of LLaDA's published evaluation
 TOKENS_PER_FORWARD, MAX_ROWS = 8192, 64
@@ -45,7 +45,7 @@ class Model(Protocol):
     """A `full_forward.FullModel`, or what stands in for one."""
 
     @property
-    def spec(self) -> spec_lib.ModelSpec: ...
+    def spec(self) -> ModelSpec: ...
 
     def token_scores(
         self,
@@ -152,7 +152,7 @@ class Likelihood:
         if self._diffusion.is_shifted and start == 0:
             raise errors.RequestError("a model with shifted logits needs a token before the target")
         block = self._diffusion.block_size
-        is_full = self._diffusion.attention_pattern is spec_lib.AttentionPattern.FULL
+        is_full = self._diffusion.attention_pattern is AttentionPattern.FULL
         last = end if is_full else -(-end // block) * block
         if last > self._model.spec.max_position_embeddings:
             raise errors.RequestTooLong(

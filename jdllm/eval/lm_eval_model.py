@@ -25,11 +25,11 @@ from lm_eval.models import utils as models_utils  # pyright: ignore[reportMissin
 
 from jdllm import errors
 from jdllm.algorithms import lookup
-from jdllm.engine import engine as engine_lib
+from jdllm.engine.engine import Engine
 from jdllm.eval import backends, likelihood, model_args
 from jdllm.host import progress
-from jdllm.options import config as config_lib
 from jdllm.options import sampling_params, stop_options
+from jdllm.options.config import EngineConfig, from_mapping
 from jdllm.runner import full_forward
 
 logger = logging.getLogger("lm_eval.models.jdllm")  # lm-eval shows the loggers of its name only
@@ -50,7 +50,7 @@ class JdllmLM(model.LM):
         self._args = args
         self._has_chat = False
         self._backend: backends.Backend | None = None
-        self._engine: engine_lib.Engine | None = None
+        self._engine: Engine | None = None
 
     @property
     def tokenizer_name(self) -> str:
@@ -143,8 +143,8 @@ class JdllmLM(model.LM):
             api_name = "chat" if self._has_chat else "completion"
             self._backend = backends.Http(**args.server, api_name=api_name)
             return self._backend
-        config = config_lib.from_mapping(config_lib.EngineConfig, args.engine)
-        self._engine = engine_lib.Engine(config)
+        config = from_mapping(EngineConfig, args.engine)
+        self._engine = Engine(config)
         mask_id = self._engine.spec.diffusion.mask_token_id
         if args.mask_id is not None and args.mask_id != mask_id:
             raise errors.ConfigError(

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jdllm import errors
-from jdllm.engine import engine as engine_lib
+from jdllm.engine.engine import Engine
 from jdllm.eval import backends, evaluation, summary
 from jdllm.eval import sweep as sweep_files
 from jdllm.options import sampling_params
@@ -55,7 +55,7 @@ class Table(list[dict[str, Any]]):
 
 
 def sweep(
-    engine: engine_lib.Engine,
+    engine: Engine,
     questions: str | Sequence[str],
     options: Mapping[str, Sequence[Any]],
     *,

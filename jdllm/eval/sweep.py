@@ -8,8 +8,8 @@ from typing import Any
 
 from jdllm import errors
 from jdllm.eval import store
-from jdllm.plots import style
-from jdllm.plots import sweep as sweep_plot
+from jdllm.plots import style, sweep
+from jdllm.plots.sweep import Axes, Point
 
 Points = Mapping[str, Mapping[str, Any]]  # value of the swept option -> results of its run
 # What lies across a plot, in results: tokens per forward, or denoising steps of a picture.
@@ -51,7 +51,7 @@ def labels(results: Mapping[str, Mapping[str, Any]]) -> tuple[str, Points]:
 def _plot(root: pathlib.Path, name: str, points: Points, kind: tuple[str, ...]) -> str:
     x, x_label, speed, speed_label = kind
     drawn = [
-        sweep_plot.Point(value, one[x], one["accuracy"], one["accuracy_stderr"], one[speed] or None)
+        Point(value, one[x], one["accuracy"], one["accuracy_stderr"], one[speed] or None)
         for value, one in points.items()
         if one[x] is not None and one["accuracy"] is not None
     ]
@@ -61,9 +61,7 @@ def _plot(root: pathlib.Path, name: str, points: Points, kind: tuple[str, ...]) 
     title = f"{config['task']}, {pathlib.PurePath(config['model']).name}, by {name}"
     try:
         style.check_installed()
-        paths = sweep_plot.save(
-            drawn, sweep_plot.Axes(title, x_label, speed_label), str(root / "sweep")
-        )
+        paths = sweep.save(drawn, Axes(title, x_label, speed_label), str(root / "sweep"))
     except errors.ConfigError as error:
         return f"\nno plot: {error}\n"
     return "".join(f"\nwrote {path}" for path in paths) + "\n"

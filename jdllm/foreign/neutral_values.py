@@ -26,6 +26,7 @@ from typing import Any
 
 from jdllm import errors
 from jdllm.foreign import names as foreign_names
+from jdllm.foreign.names import Places
 
 # name -> values, besides the empty ones, that ask for nothing: the documented defaults
 Defaults = Mapping[str, Collection[Any]]
@@ -50,7 +51,7 @@ def check(
     defaults: Defaults,
     known: Iterable[str],
     labels: Mapping[str, type] | None = None,
-    places: foreign_names.Places | None = None,
+    places: Places | None = None,
 ) -> None:
     """Raises a `RequestError` for the first field of `extra` that asks for something.
 

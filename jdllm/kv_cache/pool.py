@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jdllm import errors
-from jdllm import spec as spec_lib
+from jdllm.spec import KVHeads, ModelSpec
 
 CPU_POOL_BYTES = 1 << 30
 
@@ -35,11 +35,11 @@ class PoolConfig:
     head_dim: int
     dtype: str
     mesh: jax.sharding.Mesh | None = None
-    kv_heads_of_layers: tuple[spec_lib.KVHeads, ...] = ()
+    kv_heads_of_layers: tuple[KVHeads, ...] = ()
 
     @property
     def layer_shapes(self) -> list[tuple[int, int, int, int, int]]:
-        same = spec_lib.KVHeads(count=self.num_kv_heads, dim=self.head_dim)
+        same = KVHeads(count=self.num_kv_heads, dim=self.head_dim)
         return [
             (self.num_pages, 2, heads.count, self.page_size, heads.dim)
             for heads in self.kv_heads_of_layers or (same,) * self.num_layers
@@ -80,7 +80,7 @@ def pages_of_total(max_total_tokens: int, page_size: int) -> int:
 
 
 def choose_num_pages(
-    spec: spec_lib.ModelSpec,
+    spec: ModelSpec,
     *,
     page_size: int,
     dtype: str,

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from jdllm import errors
-from jdllm import spec as spec_lib
 from jdllm.device import sharding
 from jdllm.layers import attention, mlp, moe, rope
 from jdllm.models import hf_config, key_rules
+from jdllm.spec import DiffusionSpec, ModelSpec, MoESpec
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class DecoderConfig:
     heads and widths are those of one rank (`models/split.py`).
     """
 
-    spec: spec_lib.ModelSpec
+    spec: ModelSpec
     layers: tuple[LayerConfig, ...]
     rms_norm_eps: float
     tie_word_embeddings: bool
@@ -50,19 +50,19 @@ class DecoderConfig:
 def read_spec(
     hf: Mapping[str, Any],
     rules: key_rules.KeyRules,
-    diffusion: spec_lib.DiffusionSpec,
+    diffusion: DiffusionSpec,
     *,
     head_dim: int,
     rotary_dim: int | None = None,
     experts: moe.MoEConfig | None = None,
-) -> spec_lib.ModelSpec:
+) -> ModelSpec:
     """Returns the model's facts for the engine; without `rotary_dim`, RoPE rotates whole heads.
 
     `experts` are those of the routed layers, or None if there is no such layer.
     """
     sizes = rules.sizes
     heads = hf_config.integer(hf, sizes.num_query_heads)
-    return spec_lib.ModelSpec(
+    return ModelSpec(
         architecture=rules.architecture,
         model_type=hf.get("model_type", rules.model_type),
         vocab_size=hf_config.integer(hf, "vocab_size"),
@@ -80,7 +80,7 @@ def read_spec(
 
 def read_attention(
     hf: Mapping[str, Any],
-    spec: spec_lib.ModelSpec,
+    spec: ModelSpec,
     *,
     has_qk_norm: bool = False,
     has_qkv_bias: bool = False,
@@ -100,7 +100,7 @@ def read_attention(
 def read_dense(
     hf: Mapping[str, Any],
     rules: key_rules.KeyRules,
-    spec: spec_lib.ModelSpec,
+    spec: ModelSpec,
     attention_config: attention.AttentionConfig,
 ) -> DecoderConfig:
     """Returns the config of a model whose layers are all the same, with a dense feed-forward."""
@@ -111,7 +111,7 @@ def read_dense(
 def read_uniform(
     hf: Mapping[str, Any],
     rules: key_rules.KeyRules,
-    spec: spec_lib.ModelSpec,
+    spec: ModelSpec,
     attention_config: attention.AttentionConfig,
     feed_forward: mlp.MLPConfig | moe.MoEConfig,
 ) -> DecoderConfig:
@@ -141,8 +141,8 @@ def check_routing(router: moe.RouterConfig) -> None:
         )
 
 
-def _moe_spec(experts: moe.MoEConfig) -> spec_lib.MoESpec:
-    return spec_lib.MoESpec(
+def _moe_spec(experts: moe.MoEConfig) -> MoESpec:
+    return MoESpec(
         num_experts=experts.router.num_experts,
         experts_per_token=experts.router.experts_per_token,
         num_groups=experts.router.num_groups,

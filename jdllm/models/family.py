@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jdllm import spec as spec_lib
 from jdllm.checkpoint import weight_table
 from jdllm.models import decoder, decoder_config, draft_adapter, hf_config, key_rules, table
+from jdllm.spec import DiffusionSpec
 
 # The tiny model's vocabulary holds the special tokens of every published tokenizer.
 _TINY_SIZES = {
@@ -52,8 +52,8 @@ class Family:
     """
 
     rules: key_rules.KeyRules
-    defaults: spec_lib.DiffusionSpec
-    read: Callable[[Mapping[str, Any], spec_lib.DiffusionSpec], decoder_config.DecoderConfig]
+    defaults: DiffusionSpec
+    read: Callable[[Mapping[str, Any], DiffusionSpec], decoder_config.DecoderConfig]
     weights: table.WeightTable
     end_of_turn: str | None
     example: Mapping[str, Any]

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jdllm import errors
-from jdllm import spec as spec_lib
+from jdllm.spec import DiffusionSpec, ModelSpec
 
 LARGEST_SIZE = 2**31 - 1
 # Names of the block size; Fast-dLLM v2 has the last one.
@@ -38,8 +38,8 @@ def diffusion(
     hf: Mapping[str, Any],
     generation: Mapping[str, Any] | None,
     block_size: int | None,
-    defaults: spec_lib.DiffusionSpec,
-) -> spec_lib.DiffusionSpec:
+    defaults: DiffusionSpec,
+) -> DiffusionSpec:
     """Returns `defaults`, updated from the checkpoint's files and the caller's block size."""
     generation = generation or {}
     if block_size is None:
@@ -67,7 +67,7 @@ def diffusion(
     )
 
 
-def check_spec(model: spec_lib.ModelSpec, sizes: SizeKeys) -> None:
+def check_spec(model: ModelSpec, sizes: SizeKeys) -> None:
     """Raises if a special token is outside the vocabulary, or if the head counts do not fit."""
     named = []
     if model.diffusion.kind != "uniform":  # the kind without a mask token

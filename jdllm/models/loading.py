@@ -23,7 +23,6 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jdllm import errors
-from jdllm import spec as spec_lib
 from jdllm.checkpoint import (
     assemble,
     export,
@@ -35,8 +34,9 @@ from jdllm.checkpoint import (
 from jdllm.device import devices, sharding
 from jdllm.layers import moe
 from jdllm.models import decoder, decoder_config, random_weights, registry, split
-from jdllm.models import hf_config as hf_config_lib
-from jdllm.options import config as config_lib
+from jdllm.models.hf_config import refuse_quantised
+from jdllm.options.config import DTYPES, LOAD_FORMATS
+from jdllm.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class LoadedModel:
     graphdef: nnx.GraphDef
     params: Params
     config: decoder_config.DecoderConfig
-    spec: spec_lib.ModelSpec
+    spec: ModelSpec
     hf_config: Mapping[str, Any]
     path: pathlib.Path | None = None
     mesh: Mesh | None = None
@@ -166,9 +166,7 @@ def serving_params(params: Params, dtype: DTypeLike) -> Params:
     }
 
 
-def read_spec(
-    directory: str | os.PathLike[str], *, block_size: int | None = None
-) -> spec_lib.ModelSpec:
+def read_spec(directory: str | os.PathLike[str], *, block_size: int | None = None) -> ModelSpec:
     """Returns the facts in a local directory's config files, without reading any weight."""
     return read_config(directory, block_size=block_size).spec
 
@@ -179,7 +177,7 @@ def read_config(
     """Returns the config of a local directory's model, without reading any weight."""
     directory = pathlib.Path(directory)
     hf_config = source.read_json(directory / source.CONFIG_NAME)
-    hf_config_lib.refuse_quantised(hf_config)
+    refuse_quantised(hf_config)
     return registry.family(registry.architecture_of(hf_config)).parse_config(
         hf_config,
         block_size=block_size,
@@ -225,16 +223,16 @@ def resolve_dtype(dtype: DTypeLike, hf_config: Mapping[str, Any]) -> jnp.dtype:
     of_file = [one for one in ("dtype", "torch_dtype") if hf_config.get(one)]
     if name == "auto" and of_file:
         name = hf_config[of_file[0]]
-        if name == "auto" or name not in config_lib.DTYPES:
+        if name == "auto" or name not in DTYPES:
             raise errors.ConfigError(
                 f"config.json: {of_file[0]}={errors.quote(name)} is none of "
-                f"{', '.join(config_lib.DTYPES[1:])}; pass the dtype that you want"
+                f"{', '.join(DTYPES[1:])}; pass the dtype that you want"
             )
     elif name == "auto":
         name = "bfloat16"
-    if name not in config_lib.DTYPES:
+    if name not in DTYPES:
         raise errors.ConfigError(
-            f"dtype={errors.quote(name)} is not supported; choose {', '.join(config_lib.DTYPES)}"
+            f"dtype={errors.quote(name)} is not supported; choose {', '.join(DTYPES)}"
         )
     return jnp.dtype(name)
 
@@ -251,10 +249,8 @@ def export_safetensors(
 
 def resolve_load_format(directory: pathlib.Path, load_format: str) -> str:
     """Returns what to load from a directory: "safetensors", "orbax" or "dummy"."""
-    if load_format not in config_lib.LOAD_FORMATS:
-        raise errors.ConfigError(
-            f"{load_format=} is unknown; choose {', '.join(config_lib.LOAD_FORMATS)}"
-        )
+    if load_format not in LOAD_FORMATS:
+        raise errors.ConfigError(f"{load_format=} is unknown; choose {', '.join(LOAD_FORMATS)}")
     is_orbax = orbax_checkpoint.is_checkpoint(directory)
     if load_format == "orbax" and not is_orbax:
         raise errors.ConfigError(

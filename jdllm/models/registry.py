@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from jdllm import errors
-from jdllm.models import family as family_lib
 from jdllm.models.families import (
     diffusion_gemma,
     dream,
@@ -19,8 +18,9 @@ from jdllm.models.families import (
     sdar_moe,
     stable_diffcoder,
 )
+from jdllm.models.family import Family
 
-FAMILIES: dict[str, family_lib.Family] = {
+FAMILIES: dict[str, Family] = {
     "LLaDA2MoeModelLM": llada2.FAMILY,
     "LLaDAModelLM": llada.FAMILY,
     "LLaDAMoEModelLM": llada_moe.FAMILY,
@@ -34,7 +34,7 @@ FAMILIES: dict[str, family_lib.Family] = {
 }
 
 
-def family(architecture: str) -> family_lib.Family:
+def family(architecture: str) -> Family:
     """Returns the family of an HF architecture name."""
     if architecture not in FAMILIES:
         raise errors.ConfigError(

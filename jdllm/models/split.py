@@ -20,6 +20,7 @@ from jdllm import errors
 from jdllm.device import sharding
 from jdllm.layers import attention, mlp, moe
 from jdllm.models import decoder_config
+from jdllm.spec import ModelSpec
 
 Config = TypeVar("Config", bound=decoder_config.DecoderConfig)
 HEAD, EMBEDDING = "lm_head", "word_embeddings"
@@ -176,7 +177,7 @@ def _local_dense(dense: mlp.MLPConfig, shards: sharding.Shards) -> mlp.MLPConfig
 
 
 def _heads_of(
-    sizes: attention.AttentionConfig | decoder_config.spec_lib.ModelSpec,
+    sizes: attention.AttentionConfig | ModelSpec,
 ) -> sharding.Heads:
     return sharding.Heads(query=sizes.num_query_heads, kv=sizes.num_kv_heads, dim=sizes.head_dim)
 

@@ -40,9 +40,9 @@ from jdllm.checkpoint import (
 from jdllm.device import devices
 from jdllm.models import hf_config, loading, random_weights, split
 from jdllm.models.images import component, registry
-from jdllm.models.images import quantization as quantization_lib
 from jdllm.models.images import split as image_split
-from jdllm.options import config as config_lib
+from jdllm.models.images.quantization import quantize, read_as
+from jdllm.options.config import Quantization
 from jdllm.pipelines import flow_schedule, interface, prompts, request_defaults
 from jdllm.pipelines import registry as pipelines
 
@@ -102,7 +102,7 @@ class ModelFolder:
         self,
         dtype: jnp.dtype,
         *,
-        quantization: config_lib.Quantization | None = None,
+        quantization: Quantization | None = None,
         tp_size: int = 1,
     ) -> tuple[nnx.GraphDef, dict[str, jax.ShapeDtypeStruct]]:
         """Returns what `Component.abstract` does of the component that each rank has."""
@@ -113,7 +113,7 @@ class ModelFolder:
         self,
         dtype: DTypeLike = "auto",
         *,
-        quantization: config_lib.Quantization | None = None,
+        quantization: Quantization | None = None,
         seed: int = 0,
         show_progress: bool = True,
         mesh: Mesh | None = None,
@@ -126,7 +126,7 @@ class ModelFolder:
         is_auto = isinstance(dtype, str) and dtype == "auto"
         resolved = loading.resolve_dtype(self.stored_dtype if is_auto else dtype, {})
         graphdef, shapes = self.abstract(resolved, quantization=quantization)
-        arrays = quantization_lib.read_as(shapes)
+        arrays = read_as(shapes)
         place = None
         if mesh is not None:
             tp_size = mesh.devices.size
@@ -148,7 +148,7 @@ class ModelFolder:
             read = orbax_checkpoint.restore_each(self.path, arrays, devices.used())
         else:
             read = random_weights.each(arrays, seed=seed, place=place)
-        params = quantization_lib.quantize(read, shapes, place)
+        params = quantize(read, shapes, place)
         return LoadedComponent(graphdef=graphdef, params=params, config=self.config)
 
 
@@ -172,7 +172,7 @@ class PipelineFolder:
         self,
         dtypes: Mapping[str, DTypeLike],
         *,
-        quantization: config_lib.Quantization | None = None,
+        quantization: Quantization | None = None,
         seed: int = 0,
         show_progress: bool = True,
         mesh: Mesh | None = None,

@@ -13,9 +13,9 @@ from jax.sharding import Mesh
 from jdllm import errors
 from jdllm.device import facts
 from jdllm.models.images import host_weights
-from jdllm.options import config as config_lib
-from jdllm.pipelines import folder as pipeline_folder
+from jdllm.options.config import Quantization
 from jdllm.pipelines import interface, registry
+from jdllm.pipelines.folder import PipelineFolder
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +38,11 @@ class LoadedPipeline:
 
 
 def load(
-    folder: pipeline_folder.PipelineFolder,
+    folder: PipelineFolder,
     dtype: str,
     device: facts.DeviceFacts,
     *,
-    quantization: config_lib.Quantization | None = None,
+    quantization: Quantization | None = None,
     seed: int = 0,
     show_progress: bool = True,
     offloads_text_encoders: bool = False,
@@ -91,16 +91,16 @@ def resolve_dtype(dtype: str, device: facts.DeviceFacts) -> str:
     return dtype
 
 
-def without_modules(folder: pipeline_folder.PipelineFolder, dtype: str) -> interface.Pipeline:
+def without_modules(folder: PipelineFolder, dtype: str) -> interface.Pipeline:
     """Returns a pipeline that knows its sizes and options and computes nothing."""
     return _built(folder, {}, jnp.dtype(dtype))
 
 
 def without_weights(
-    folder: pipeline_folder.PipelineFolder,
+    folder: PipelineFolder,
     dtype: jnp.dtype,
     *,
-    quantization: config_lib.Quantization | None = None,
+    quantization: Quantization | None = None,
     tp_size: int = 1,
 ) -> tuple[interface.Pipeline, dict[str, jax.ShapeDtypeStruct]]:
     """Returns a pipeline and the shapes of its parameters, without allocating memory.
@@ -121,7 +121,7 @@ def without_weights(
 
 
 def _built(
-    folder: pipeline_folder.PipelineFolder,
+    folder: PipelineFolder,
     graphdefs: Mapping[str, nnx.GraphDef],
     dtype: jnp.dtype,
 ) -> interface.Pipeline:

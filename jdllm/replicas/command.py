@@ -14,7 +14,7 @@ import time
 import types
 
 from jdllm import ray_app
-from jdllm.replicas import options as options_lib
+from jdllm.replicas.options import Options, ReplicaConfig
 from jdllm.server import cli, lifecycle
 from jdllm.server.operations import summary
 
@@ -30,10 +30,10 @@ def run(options: cli.Options) -> int:
     listener = lifecycle.bind(server.host, server.port)  # or the reason why not, as one process
     host, port = listener.getsockname()[:2]
     listener.close()
-    app_options = options_lib.Options(
+    app_options = Options(
         engine=options.engine,
         server=server,
-        replicas=options_lib.ReplicaConfig(
+        replicas=ReplicaConfig(
             num_replicas=server.replicas,
             # Fewer CPUs than replicas must not keep them from starting.
             num_cpus=round(min(1.0, (os.cpu_count() or 1) / server.replicas), 2),
@@ -71,9 +71,7 @@ def run(options: cli.Options) -> int:
 class Start(threading.Thread):
     """Deploys the application and waits until it is ready; sets `stop` if it never will be."""
 
-    def __init__(
-        self, options: options_lib.Options, host: str, port: int, url: str, stop: threading.Event
-    ):
+    def __init__(self, options: Options, host: str, port: int, url: str, stop: threading.Event):
         super().__init__(name="start", daemon=True)
         self._options = options
         self._http = {"host": host, "port": port}

@@ -12,8 +12,8 @@ from collections.abc import AsyncGenerator, Sequence
 import numpy as np
 
 from jdllm import errors
-from jdllm.engine import engine as engine_lib
 from jdllm.engine import requests
+from jdllm.engine.engine import Engine
 from jdllm.replicas import messages
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ HEARTBEAT_LIMIT_S = 120.0
 class EngineHost:
     """Serves one engine to an ingress in another process."""
 
-    def __init__(self, engine: engine_lib.Engine):
+    def __init__(self, engine: Engine):
         self._engine = engine
         self._is_closing = False
 

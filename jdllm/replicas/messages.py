@@ -9,11 +9,11 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 
 from jdllm import errors, spec
-from jdllm.device import facts as device_facts
+from jdllm.device.facts import DeviceFacts
 from jdllm.engine import generations
-from jdllm.engine import stats as stats_lib
-from jdllm.options import config as config_lib
+from jdllm.engine.stats import EngineStats
 from jdllm.options import sampling_params
+from jdllm.options.config import EngineConfig
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +23,8 @@ class Facts:
     `default_lengths[i]` is how many tokens a prompt of i tokens gets that sets no limit.
     """
 
-    config: config_lib.EngineConfig
-    device: device_facts.DeviceFacts
+    config: EngineConfig
+    device: DeviceFacts
     spec: spec.ModelSpec
     model_name: str
     context_length: int
@@ -40,7 +40,7 @@ class Report:
 
     host: str
     pid: int
-    stats: stats_lib.EngineStats
+    stats: EngineStats
     is_alive: bool
     heartbeat_age_s: float
 

@@ -15,8 +15,8 @@ from typing import Any
 import pydantic
 
 from jdllm import errors
-from jdllm.options import config as config_lib
 from jdllm.options import hints as option_hints
+from jdllm.options.config import EngineConfig, ServerConfig
 from jdllm.server import cli
 
 Part = typing.TypeVar("Part")
@@ -82,8 +82,8 @@ class ReplicaConfig:
 class Options:
     """All options of one application."""
 
-    engine: config_lib.EngineConfig
-    server: config_lib.ServerConfig
+    engine: EngineConfig
+    server: ServerConfig
     replicas: ReplicaConfig
 
     def autoscaling(self) -> dict[str, Any] | None:
@@ -108,7 +108,7 @@ class Options:
 
 def parse(arguments: Mapping[str, Any]) -> Options:
     """Returns the options that an application's arguments give; a ConfigError names a wrong one."""
-    parts = (config_lib.EngineConfig, config_lib.ServerConfig, ReplicaConfig)
+    parts = (EngineConfig, ServerConfig, ReplicaConfig)
     hints = {name: hint for part in parts for name, hint in typing.get_type_hints(part).items()}
     for name in SERVES_OWN:
         del hints[name]
@@ -130,8 +130,8 @@ def parse(arguments: Mapping[str, Any]) -> Options:
         )
 
     return Options(
-        engine=made(config_lib.EngineConfig),
-        server=made(config_lib.ServerConfig),
+        engine=made(EngineConfig),
+        server=made(ServerConfig),
         replicas=made(ReplicaConfig),
     )
 

@@ -18,11 +18,10 @@ from jdllm.checkpoint import source
 from jdllm.engine import engine as engine_lib
 from jdllm.engine import tokenizer
 from jdllm.engine.start import startup
-from jdllm.options import config as config_lib
+from jdllm.options.config import EngineConfig
 from jdllm.replicas import engine_host, messages, ray_replicas, replicated_engine
-from jdllm.replicas import options as options_lib
-from jdllm.server import app as app_lib
-from jdllm.server import state
+from jdllm.replicas.options import Options
+from jdllm.server import app, state
 from jdllm.server.edge import log_format
 
 logger = logging.getLogger(__name__)
@@ -36,7 +35,7 @@ QUIET = {"enable_access_log": False}
 class Engine:
     """A replica: one engine in a process of its own. `target` is what the router reads."""
 
-    def __init__(self, config: config_lib.EngineConfig, drain_timeout_s: float):
+    def __init__(self, config: EngineConfig, drain_timeout_s: float):
         _configure_logging(config)
         self._drain_timeout_s = drain_timeout_s
         self._host: engine_host.EngineHost | None = None
@@ -85,7 +84,7 @@ class Engine:
 class Ingress:
     """The HTTP app around replicas."""
 
-    def __init__(self, engines: serve_handle.DeploymentHandle, options: options_lib.Options):
+    def __init__(self, engines: serve_handle.DeploymentHandle, options: Options):
         _configure_logging(options.engine)
         self._options = options
         self._replicas = ray_replicas.RayReplicas(engines)
@@ -95,7 +94,7 @@ class Ingress:
 
     async def __serve_build_asgi_app__(self) -> fastapi.FastAPI:
         self._watching = asyncio.create_task(self._watch())
-        return app_lib.create_app(self._server)
+        return app.create_app(self._server)
 
     async def is_ready(self) -> bool:
         return self._server.phase == "ready"
@@ -144,7 +143,7 @@ class Ingress:
         )
 
 
-def application(options: options_lib.Options, num_gpus: float) -> serve.Application:
+def application(options: Options, num_gpus: float) -> serve.Application:
     """Returns the application; each replica takes `num_gpus`."""
     replicas = options.replicas
     scale: dict[str, Any] = {"num_replicas": replicas.num_replicas}
@@ -177,7 +176,7 @@ def application(options: options_lib.Options, num_gpus: float) -> serve.Applicat
     return ingress.bind(made, options)
 
 
-def _configure_logging(config: config_lib.EngineConfig) -> None:
+def _configure_logging(config: EngineConfig) -> None:
     """Sends the log of this process to stderr, which Ray collects."""
     logging.basicConfig(level=config.log_level.upper())
     log_format.install()

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from jdllm import errors, spec
 from jdllm.engine import generations, requests, tokenizer
-from jdllm.engine import stats as stats_lib
+from jdllm.engine.stats import EngineStats
 from jdllm.options import sampling_params
 from jdllm.replicas import messages, routing, summed_stats
 
@@ -180,11 +180,11 @@ class ReplicatedEngine:
         ages = [one.heartbeat_age_s() for one in self._reports().values() if one.report.is_alive]
         return min(ages, default=time.monotonic() - self._last_seen_s)
 
-    def stats(self) -> stats_lib.EngineStats:
+    def stats(self) -> EngineStats:
         """Returns the sum over the replicas, a second old."""
         return summed_stats.add([one.report.stats for one in self._reports().values()])
 
-    def stats_per_replica(self) -> Mapping[str, stats_lib.EngineStats]:
+    def stats_per_replica(self) -> Mapping[str, EngineStats]:
         return {name: one.report.stats for name, one in self._reports().items()}
 
     def server_info(self) -> dict[str, Any]:

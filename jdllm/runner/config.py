@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import TypedDict
 
-from jdllm import spec as spec_lib
-from jdllm.algorithms import lookup as algorithm_table
-from jdllm.kv_cache import pool as pool_lib
+from jdllm.algorithms import lookup
+from jdllm.kv_cache.pool import PoolConfig
+from jdllm.spec import ModelSpec
 
 
 class LoopOptions(TypedDict):
@@ -27,8 +27,8 @@ class StepConfig:
     rank of a mesh; `pool` is what one rank has.
     """
 
-    spec: spec_lib.ModelSpec
-    pool: pool_lib.PoolConfig
+    spec: ModelSpec
+    pool: PoolConfig
     context_length: int
     num_slots: int
     algorithms: tuple[str, ...]
@@ -73,7 +73,7 @@ class StepConfig:
     @property
     def moves_tokens(self) -> bool:
         """Whether an algorithm is compiled that moves tokens, by the model's edit tokens."""
-        return any(algorithm_table.TABLE[name].moves_tokens for name in self.algorithms)
+        return any(lookup.TABLE[name].moves_tokens for name in self.algorithms)
 
     @property
     def block_context(self) -> int:

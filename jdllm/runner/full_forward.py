@@ -20,10 +20,10 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 from numpy.typing import ArrayLike
 
 from jdllm import errors
-from jdllm import spec as spec_lib
 from jdllm.checkpoint import source
 from jdllm.layers import attention
 from jdllm.models import decoder, loading
+from jdllm.spec import ModelSpec
 
 
 @jax.tree_util.register_dataclass
@@ -55,7 +55,7 @@ class FullModel:
         self._scores = jax.jit(functools.partial(_token_scores, model.graphdef, model.spec))
 
     @property
-    def spec(self) -> spec_lib.ModelSpec:
+    def spec(self) -> ModelSpec:
         """Returns what the engine knows about the model."""
         return self.model.spec
 
@@ -121,7 +121,7 @@ def load_model(
 
 def _logits(
     graphdef: nnx.GraphDef,
-    model_spec: spec_lib.ModelSpec,
+    model_spec: ModelSpec,
     params: loading.Params,
     ids: Int[Array, "B S"],
 ) -> Float[Array, "B S V"]:
@@ -134,7 +134,7 @@ def _logits(
 
 def _token_scores(
     graphdef: nnx.GraphDef,
-    model_spec: spec_lib.ModelSpec,
+    model_spec: ModelSpec,
     params: loading.Params,
     ids: Int[Array, "B S"],
     lengths: Int32[Array, " B"],
@@ -160,7 +160,7 @@ def _token_scores(
 
 def _hidden(
     model: decoder.Decoder,
-    model_spec: spec_lib.ModelSpec,
+    model_spec: ModelSpec,
     ids: Int[Array, "B S"],
     is_text: Bool[Array, "B S"],
 ) -> Float[Array, "T D"]:

@@ -32,7 +32,8 @@ from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from jdllm.options import logit_options, sampling_params
 from jdllm.scheduler import batch as batch_lib
-from jdllm.scheduler import request as request_lib
+from jdllm.scheduler.batch import ScheduleBatch
+from jdllm.scheduler.request import Request
 
 NEVER = -1e30  # the logit of a banned token; finite, so that differences stay numbers
 MAX_TOP = sampling_params.MAX_TOP_LOGPROBS
@@ -104,7 +105,7 @@ class Context:
     is_counted: Bool[Array, " S"]
 
 
-def build(batch: batch_lib.ScheduleBatch, vocab_size: int) -> LogitRows:
+def build(batch: ScheduleBatch, vocab_size: int) -> LogitRows:
     """Returns the options of the batch's rows."""
     R, W = batch.bucket.rows, -(-vocab_size // _BITS)
 
@@ -131,7 +132,7 @@ def build(batch: batch_lib.ScheduleBatch, vocab_size: int) -> LogitRows:
     return rows
 
 
-def _fill(rows: LogitRows, i: int, request: request_lib.Request, vocab_size: int) -> None:
+def _fill(rows: LogitRows, i: int, request: Request, vocab_size: int) -> None:
     sampling = request.sampling
     rows.edits[i], rows.num_top[i] = sampling.edits_logits, sampling.top_logprobs
     rows.prompt_len[i] = len(request.prompt_ids)

@@ -19,8 +19,8 @@ from jaxtyping import Array, Int32
 
 from jdllm.device import facts
 from jdllm.runner.launch import executables, interrupts, over_mesh, peer_buffers
-from jdllm.runner.launch import program as program_lib
-from jdllm.scheduler import batch as batch_lib
+from jdllm.runner.launch.program import Kind, Memory, Params
+from jdllm.scheduler.batch import Bucket, LaunchResult, ScheduleBatch
 
 
 class ModelRunner:
@@ -28,15 +28,15 @@ class ModelRunner:
 
     def __init__(
         self,
-        params: program_lib.Params,
-        kind: program_lib.Kind,
+        params: Params,
+        kind: Kind,
         *,
         device: facts.DeviceFacts,
         peers: peer_buffers.PeerBuffers | None = None,
         implementation: str = "auto",
     ):
         self._peers = peers  # programs write to them by address
-        self._params: program_lib.Params = params
+        self._params: Params = params
         if peers is not None:
             self._params = {**params, over_mesh.PEERS: peers.peers}
         self._kind = kind
@@ -46,7 +46,7 @@ class ModelRunner:
         self._memory = self._create_memory()
 
     @property
-    def compiled(self) -> dict[batch_lib.Bucket, jax.stages.Compiled]:
+    def compiled(self) -> dict[Bucket, jax.stages.Compiled]:
         """The compiled programs by bucket, for tests of memory and donation."""
         found = list(self._executables.by_bucket.items())  # at once: another thread may add to it
         return {bucket: executable.compiled for bucket, executable in found}
@@ -57,7 +57,7 @@ class ModelRunner:
         return self._executables.step_bytes
 
     @property
-    def bytes_by_bucket(self) -> dict[batch_lib.Bucket, int]:
+    def bytes_by_bucket(self) -> dict[Bucket, int]:
         """Bytes of scratch and results that each program needs besides its arguments."""
         found = list(self._executables.by_bucket.items())  # at once: another thread may add to it
         return {bucket: executable.step_bytes for bucket, executable in found}
@@ -67,13 +67,13 @@ class ModelRunner:
         """For each op, a line that says what the compiled programs run."""
         return self._executables.kernels
 
-    def has_program(self, bucket: batch_lib.Bucket) -> bool:
+    def has_program(self, bucket: Bucket) -> bool:
         """Returns whether launches of this bucket can start, or have failed to compile."""
         return bucket in self._executables.by_bucket or bucket in self._executables.faults
 
     def compile(
         self,
-        buckets: Sequence[batch_lib.Bucket],
+        buckets: Sequence[Bucket],
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
         """Lowers and compiles every bucket; calls `on_progress(done, total)` after each.
@@ -82,11 +82,11 @@ class ModelRunner:
         """
         self._executables.compile(buckets, self._params, self._memory, on_progress)
 
-    def forget(self, bucket: batch_lib.Bucket) -> None:
+    def forget(self, bucket: Bucket) -> None:
         """Drops a program, or the fault that kept it from being compiled; running launches end."""
         self._executables.forget(bucket)
 
-    def launch(self, batch: batch_lib.ScheduleBatch) -> Launch:
+    def launch(self, batch: ScheduleBatch) -> Launch:
         """Starts a launch and returns at once; JAX runs launches in the order of these calls."""
         executable = self._executables.of(batch.bucket)
         program = executable.program
@@ -116,7 +116,7 @@ class ModelRunner:
         self._executables.clear()
         self._peers = None
 
-    def _create_memory(self) -> program_lib.Memory:
+    def _create_memory(self) -> Memory:
         memory, mesh = self._kind.create_memory(), over_mesh.mesh_of(self._params)
         return memory if mesh is None else over_mesh.replicated(memory, mesh)
 
@@ -134,7 +134,7 @@ class Launch:
         self,
         outputs: Int32[Array, " W"],
         executable: executables.Executable,
-        batch: batch_lib.ScheduleBatch,
+        batch: ScheduleBatch,
         interrupts: interrupts.Interrupts,
     ):
         self._outputs = outputs
@@ -146,7 +146,7 @@ class Launch:
         """Returns whether the outputs exist."""
         return self._outputs.is_ready()  # pyright: ignore[reportAttributeAccessIssue] # jax.Array lacks it
 
-    def result(self) -> batch_lib.LaunchResult:
+    def result(self) -> LaunchResult:
         """Waits for the launch and returns its result; raises the error if it failed.
 
         Over several devices it is the errors of all.

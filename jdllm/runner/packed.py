@@ -17,10 +17,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Int32
 
 from jdllm.layers import attention
-from jdllm.runner import config as config_lib
 from jdllm.runner import paging
-from jdllm.scheduler import batch as batch_lib
+from jdllm.runner.config import StepConfig
 from jdllm.scheduler import sizes
+from jdllm.scheduler.batch import ScheduleBatch
 
 
 @jax.tree_util.register_dataclass
@@ -38,9 +38,7 @@ class PackedInputs:
     page_table: Int32[Any, "R M"]
 
 
-def pack(
-    batch: batch_lib.ScheduleBatch, config: config_lib.StepConfig, *, tile: int = 1
-) -> PackedInputs:
+def pack(batch: ScheduleBatch, config: StepConfig, *, tile: int = 1) -> PackedInputs:
     """Packs the rows' committed tokens, each row in whole tiles, and pads to the bucket."""
     R, T = batch.bucket.rows, batch.bucket.tokens
     tokens = np.zeros((T,), np.int32)
@@ -63,7 +61,7 @@ def pack(
 
 
 def paged_batch(
-    config: config_lib.StepConfig, inputs: PackedInputs
+    config: StepConfig, inputs: PackedInputs
 ) -> tuple[attention.PagedBatch, Int32[Array, " T"], Bool[Array, " T"]]:
     """Returns the batch that attention takes, the tokens' positions, and which are no padding."""
     T, R = inputs.tokens.shape[0], inputs.kv_lens.shape[0]

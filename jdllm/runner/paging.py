@@ -9,13 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int32
 
-from jdllm.runner import config as config_lib
-from jdllm.scheduler import batch as batch_lib
+from jdllm.runner.config import StepConfig
+from jdllm.scheduler.batch import ScheduleBatch
 
 
-def page_table(
-    batch: batch_lib.ScheduleBatch, config: config_lib.StepConfig
-) -> Int32[np.ndarray, "R M"]:
+def page_table(batch: ScheduleBatch, config: StepConfig) -> Int32[np.ndarray, "R M"]:
     """Returns the pages of each row, 0 where it has none."""
     table = np.zeros((batch.bucket.rows, config.pages_per_row), np.int32)
     for i, row in enumerate(batch.rows):
@@ -24,7 +22,7 @@ def page_table(
 
 
 def kv_indices(
-    config: config_lib.StepConfig,
+    config: StepConfig,
     page_table: Int32[Array, "R M"],
     row: Int32[Array, " T"],
     positions: Int32[Array, " T"],

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 from jaxtyping import Int32
 
-from jdllm.scheduler import request as request_lib
+from jdllm.scheduler.request import Request
 
 # A row stops on the device at this many end tokens; the host finds any others.
 MAX_END_IDS = 8
 NO_ID = -1  # where there is no end token
 
 
-def fill_end_ids(out: Int32[np.ndarray, " E"], request: request_lib.Request) -> None:
+def fill_end_ids(out: Int32[np.ndarray, " E"], request: Request) -> None:
     """Writes the request's first end tokens into `out`, which holds `MAX_END_IDS` times `NO_ID`."""
     ends = request.end_token_ids[: len(out)]
     out[: len(ends)] = ends

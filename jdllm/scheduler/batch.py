@@ -13,8 +13,8 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from jaxtyping import Float32, Int32
 
-from jdllm.scheduler import request as request_lib
-from jdllm.scheduler import stay as stay_lib
+from jdllm.scheduler.request import Request
+from jdllm.scheduler.stay import Stay
 
 NO_ID = -1  # in `CommittedBlock.top_ids`, where a list has no more tokens
 
@@ -43,8 +43,8 @@ class ScheduledRow:
     slot. `stay` is what the request held when the launch was planned.
     """
 
-    request: request_lib.Request
-    stay: stay_lib.Stay
+    request: Request
+    stay: Stay
     start: int
     num_tokens: int
     is_fresh: bool = False

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-from jdllm.scheduler import batch as batch_lib
-from jdllm.scheduler import request as request_lib
+from jdllm.scheduler.batch import Frame
+from jdllm.scheduler.request import Request
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class Progress:
     """What a launch gave a request: new output tokens, frames, its end, its product."""
 
     new_token_ids: list[int] = dataclasses.field(default_factory=list)
-    frames: tuple[batch_lib.Frame, ...] = ()
+    frames: tuple[Frame, ...] = ()
     finish: FinishReason | None = None
     product: Any = None
 
@@ -46,10 +46,10 @@ class RequestCommit:
     the time of the commit, since a consumer may read it much later. `nfe` counts forwards.
     """
 
-    request: request_lib.Request
+    request: Request
     new_token_ids: list[int]
     finish: FinishReason | None
-    frames: tuple[batch_lib.Frame, ...]
+    frames: tuple[Frame, ...]
     product: Any
     num_output: int
     nfe: int
@@ -59,7 +59,7 @@ class RequestCommit:
     num_skipped: int
 
     @classmethod
-    def of(cls, request: request_lib.Request, progress: Progress) -> RequestCommit:
+    def of(cls, request: Request, progress: Progress) -> RequestCommit:
         """Returns the commit of what a launch has just given a request."""
         return cls(
             request=request,

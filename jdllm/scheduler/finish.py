@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Sequence
 
 from jdllm.scheduler import commits
-from jdllm.scheduler import request as request_lib
+from jdllm.scheduler.request import Request, end_tokens
 
 Detokenize = Callable[[Sequence[int]], str]
 
@@ -40,7 +40,7 @@ def check(
     """
     num_old = len(output_ids) - num_new
     limit = min(len(output_ids), max_new_tokens)
-    ends = set(request_lib.end_tokens(stop_token_ids, eos_token_ids, ignore_eos))
+    ends = set(end_tokens(stop_token_ids, eos_token_ids, ignore_eos))
     end_at = next((i for i in range(num_old, limit) if output_ids[i] in ends), None)
     if stop and detokenize is not None:
         bound = limit if end_at is None else end_at + 1
@@ -59,7 +59,7 @@ def check(
 
 
 def check_request(
-    request: request_lib.Request, num_new: int, detokenize: Detokenize | None
+    request: Request, num_new: int, detokenize: Detokenize | None
 ) -> commits.FinishReason | None:
     """Returns why the request's output ends within its last `num_new` tokens, or None."""
     sampling = request.sampling

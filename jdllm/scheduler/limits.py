@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from jdllm import errors
-from jdllm.scheduler import request as request_lib
+from jdllm.scheduler.request import Request
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class Limits:
     def _most(self) -> str:
         return errors.maximum_context(self.context_length)
 
-    def check(self, request: request_lib.Request) -> None:
+    def check(self, request: Request) -> None:
         """Raises a `RequestError` if `request` is empty or exceeds the context."""
         prompt, wanted = len(request.prompt_ids), request.max_new_tokens
         total = prompt + wanted + len(request.suffix_ids)
@@ -60,7 +60,7 @@ class Limits:
                 code="context_length_exceeded",
             )
 
-    def check_pages(self, request: request_lib.Request, num_tokens: int) -> None:
+    def check_pages(self, request: Request, num_tokens: int) -> None:
         """Raises a `RequestError` if the pool cannot hold `num_tokens` tokens of `request`."""
         needed = -(-num_tokens // self.page_size)
         if needed > self.num_pages:
@@ -73,7 +73,7 @@ class Limits:
             )
 
 
-def check_open_ended(request: request_lib.Request) -> None:
+def check_open_ended(request: Request) -> None:
     """Raises a `RequestError` for options that need a model that sees later tokens."""
     for name, value in (("suffix", request.suffix_ids), ("given", request.given)):
         if value:
@@ -84,7 +84,7 @@ def check_open_ended(request: request_lib.Request) -> None:
             )
 
 
-def check_given(request: request_lib.Request) -> None:
+def check_given(request: Request) -> None:
     """Raises a `RequestError` for given tokens outside the positions to be written."""
     for place in request.given:
         if not 0 <= place < request.max_new_tokens:
@@ -95,7 +95,7 @@ def check_given(request: request_lib.Request) -> None:
             )
 
 
-def _asked(request: request_lib.Request) -> str:
+def _asked(request: Request) -> str:
     suffix = f", the suffix {len(request.suffix_ids)}," if request.suffix_ids else ""
     return (
         f"the prompt has {len(request.prompt_ids)} tokens{suffix} and "
@@ -103,7 +103,7 @@ def _asked(request: request_lib.Request) -> str:
     )
 
 
-def check_schedule(request: request_lib.Request, written: int, most_steps: int) -> None:
+def check_schedule(request: Request, written: int, most_steps: int) -> None:
     """Raises unless a fixed number of steps is within bounds and divides among whole blocks."""
     dllm = request.sampling.dllm
     if dllm.steps is not None and dllm.steps > most_steps:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import bisect
 from typing import Protocol
 
-from jdllm.scheduler import pages as pages_lib
 from jdllm.scheduler import request as request_lib
-from jdllm.scheduler import stay as stay_lib
-from jdllm.scheduler import waiting as waiting_lib
+from jdllm.scheduler.pages import RequestPages
+from jdllm.scheduler.request import Request
+from jdllm.scheduler.stay import Stay
+from jdllm.scheduler.waiting import WaitingQueue
 
 RequestState = request_lib.RequestState
 
@@ -20,7 +21,7 @@ RequestState = request_lib.RequestState
 class Cache(Protocol):
     """What a kind of rows keeps on the device beside slots and pages."""
 
-    def release(self, stay: stay_lib.Stay) -> None:
+    def release(self, stay: Stay) -> None:
         """Takes back what a request held that leaves its row."""
         ...
 
@@ -32,12 +33,10 @@ class Cache(Protocol):
 class LiveRequests:
     """The `waiting` requests, the `running` ones by rank, and the free slots."""
 
-    def __init__(
-        self, *, max_running: int, pages: pages_lib.RequestPages, cache: Cache | None = None
-    ):
-        self.waiting = waiting_lib.WaitingQueue()
-        self.running: list[request_lib.Request] = []
-        self.by_id: dict[str, request_lib.Request] = {}
+    def __init__(self, *, max_running: int, pages: RequestPages, cache: Cache | None = None):
+        self.waiting = WaitingQueue()
+        self.running: list[Request] = []
+        self.by_id: dict[str, Request] = {}
         self.pages = pages
         self._cache = cache
         self.max_running = max_running
@@ -55,7 +54,7 @@ class LiveRequests:
         # Not 0 for large launches: where rows finish often, each launch would have only one step.
         return num_rows // 8 if self.waiting else None
 
-    def add(self, request: request_lib.Request) -> None:
+    def add(self, request: Request) -> None:
         """Puts a new request into the queue."""
         request.arrival = self._num_arrivals
         request.state = RequestState.WAITING
@@ -68,7 +67,7 @@ class LiveRequests:
         """The slot on the device that the next request to start gets."""
         return self.free_slots[-1]
 
-    def start(self, request: request_lib.Request, stay: stay_lib.Stay) -> None:
+    def start(self, request: Request, stay: Stay) -> None:
         """Lets a waiting request run with the stay that admission gave it, in `next_slot`."""
         slot = self.free_slots.pop()
         assert stay.slot == slot, "a stay must have the next slot"
@@ -76,11 +75,11 @@ class LiveRequests:
         if request.admission is None:
             request.admission = self._num_admitted
             self._num_admitted += 1
-        bisect.insort(self.running, request, key=request_lib.Request.rank)
+        bisect.insort(self.running, request, key=Request.rank)
         request.state = RequestState.RUNNING
         request.stay = stay
 
-    def preempt(self, request: request_lib.Request, *, keep: bool) -> None:
+    def preempt(self, request: Request, *, keep: bool) -> None:
         """Moves a running request back to the queue; it keeps only its committed tokens."""
         self._leave(request, keep=keep)
         request.state = RequestState.WAITING
@@ -88,7 +87,7 @@ class LiveRequests:
         self.total_preemptions += 1
         self.waiting.add(request)
 
-    def reserve(self, request: request_lib.Request, num_tokens: int) -> bool:
+    def reserve(self, request: Request, num_tokens: int) -> bool:
         """Gives a running request pages for `num_tokens` tokens; preempts the youngest if need be.
 
         Returns False if that preempts the request itself.
@@ -100,7 +99,7 @@ class LiveRequests:
                 return False
         return True
 
-    def end(self, request: request_lib.Request, *, keep: bool) -> None:
+    def end(self, request: Request, *, keep: bool) -> None:
         """Removes a live request in any state; `keep` offers its full pages to the prefix cache."""
         if request.state is RequestState.RUNNING:
             self._leave(request, keep=keep)
@@ -115,7 +114,7 @@ class LiveRequests:
         if self._cache is not None:
             self._cache.flush()
 
-    def _leave(self, request: request_lib.Request, *, keep: bool) -> None:
+    def _leave(self, request: Request, *, keep: bool) -> None:
         """Takes the stay from a running request, with its slot, pages and block in flight."""
         stay, request.stay = request.held, None
         self.running.remove(request)

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jdllm.kv_cache import allocator as allocator_lib
-from jdllm.kv_cache import prefix_cache as prefix_cache_lib
-from jdllm.scheduler import request as request_lib
-from jdllm.scheduler import stay as stay_lib
+from jdllm.kv_cache.allocator import PageAllocator
+from jdllm.kv_cache.prefix_cache import Key, Node, PrefixCache
+from jdllm.scheduler.request import Request
+from jdllm.scheduler.stay import Stay
 
 
 class RequestPages:
@@ -35,11 +35,11 @@ class RequestPages:
         num_pages: int,
         page_size: int,
         block_size: int,
-        prefix_cache: prefix_cache_lib.PrefixCache | None,
+        prefix_cache: PrefixCache | None,
         is_shifted: bool = False,
         unit: int | None = None,
     ):
-        self.allocator = allocator_lib.PageAllocator(num_pages)
+        self.allocator = PageAllocator(num_pages)
         self.prefix_cache = prefix_cache
         self._page_size = page_size
         self._block_size = block_size
@@ -61,16 +61,16 @@ class RequestPages:
         """Returns how many pages hold `num_tokens` tokens."""
         return -(-num_tokens // self._page_size)
 
-    def prefix_len(self, request: request_lib.Request) -> int:
+    def prefix_len(self, request: Request) -> int:
         """Returns how many committed tokens lie in whole units before the first one to decode."""
         tokens = request.num_tokens - 1 if self._is_shifted else request.num_tokens
         return tokens // self._unit * self._unit
 
-    def cached_prefix_len(self, request: request_lib.Request) -> int:
+    def cached_prefix_len(self, request: Request) -> int:
         """Returns how many leading tokens of a waiting request the tree holds."""
         return len(self._match(request)) * self._page_size
 
-    def admit(self, request: request_lib.Request, stay: stay_lib.Stay) -> bool:
+    def admit(self, request: Request, stay: Stay) -> bool:
         """Takes the cached prefix, and pages for all whole committed blocks and one more block.
 
         Returns False and changes nothing if there are too few pages.
@@ -87,7 +87,7 @@ class RequestPages:
         self.release(request, stay, keep=False)
         return False
 
-    def grow(self, stay: stay_lib.Stay, num_tokens: int) -> bool:
+    def grow(self, stay: Stay, num_tokens: int) -> bool:
         """Adds pages to `stay` until they hold `num_tokens` tokens; False if there are too few."""
         missing = self.pages_of(num_tokens) - len(stay.pages)
         if missing <= 0:
@@ -99,9 +99,7 @@ class RequestPages:
         stay.pages.extend(self.allocator.allocate(missing))
         return True
 
-    def grow_ahead(
-        self, requests: Sequence[request_lib.Request], num_blocks: int, *, keep_free: int
-    ) -> None:
+    def grow_ahead(self, requests: Sequence[Request], num_blocks: int, *, keep_free: int) -> None:
         """Adds pages for up to `num_blocks` later blocks that the requests can still fill.
 
         Each request gets pages for one block in turn, while `keep_free` pages remain for others.
@@ -117,7 +115,7 @@ class RequestPages:
                     return
                 self.grow(request.held, wanted)
 
-    def publish(self, request: request_lib.Request) -> None:
+    def publish(self, request: Request) -> None:
         """Moves full pages of a running request into the tree, up to the first duplicate."""
         if self.prefix_cache is None:
             return
@@ -131,7 +129,7 @@ class RequestPages:
             self.prefix_cache.lock((node,))
             nodes.append(node)
 
-    def release(self, request: request_lib.Request, stay: stay_lib.Stay, *, keep: bool) -> None:
+    def release(self, request: Request, stay: Stay, *, keep: bool) -> None:
         """Takes every page back; with `keep`, full pages that the tree lacks move into it.
 
         The stay ends here: its fields are meaningless afterwards.
@@ -148,7 +146,7 @@ class RequestPages:
         if self.prefix_cache is not None:
             self.allocator.free(self.prefix_cache.evict(self.prefix_cache.num_nodes))
 
-    def _match(self, request: request_lib.Request) -> list[prefix_cache_lib.Node]:
+    def _match(self, request: Request) -> list[Node]:
         """Returns the longest cached path of whole pages that ends at the end of a unit."""
         if self.prefix_cache is None:
             return []
@@ -158,7 +156,7 @@ class RequestPages:
         usable = len(nodes) * self._page_size // self._unit * self._unit
         return nodes[: usable // self._page_size]
 
-    def _key(self, token_ids: Sequence[int], index: int) -> prefix_cache_lib.Key:
+    def _key(self, token_ids: Sequence[int], index: int) -> Key:
         """Returns the tokens that decide the K,V of a page: those of the page or of its unit."""
         start = index * self._page_size
         if self._page_size < self._unit:
@@ -167,9 +165,9 @@ class RequestPages:
 
     def _hand_over(
         self,
-        request: request_lib.Request,
-        stay: stay_lib.Stay,
-        cache: prefix_cache_lib.PrefixCache,
+        request: Request,
+        stay: Stay,
+        cache: PrefixCache,
     ) -> list[int]:
         """Gives the tree every full page that it lacks; returns the pages that it did not take."""
         nodes, token_ids = stay.prefix_nodes, request.token_ids

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Float32, Int32
 
 from jdllm.options import image_params, sampling_params
-from jdllm.scheduler import stay as stay_lib
+from jdllm.scheduler.stay import Stay
 
 
 class RequestState(enum.StrEnum):
@@ -79,7 +79,7 @@ class Request:
     output_steps: list[int] = dataclasses.field(default_factory=list)
     output_logprobs: list[float] = dataclasses.field(default_factory=list)
     output_top: list[list[tuple[int, float]]] = dataclasses.field(default_factory=list)
-    stay: stay_lib.Stay | None = None
+    stay: Stay | None = None
     cached_tokens: int = 0
     nfe: int = 0
     num_blocks: int = 0
@@ -108,7 +108,7 @@ class Request:
         return self.priority_class, self.admission
 
     @property
-    def held(self) -> stay_lib.Stay:
+    def held(self) -> Stay:
         """The stay of a running request."""
         assert self.stay is not None, f"request {self.request_id} is not running"
         return self.stay

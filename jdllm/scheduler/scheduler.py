@@ -17,13 +17,14 @@ import math
 import time
 
 from jdllm import errors
-from jdllm.scheduler import batch as batch_lib
-from jdllm.scheduler import commits as commits_lib
 from jdllm.scheduler import request as request_lib
-from jdllm.scheduler import stats as stats_lib
-from jdllm.scheduler import stay as stay_lib
-from jdllm.scheduler import waiting as waiting_lib
+from jdllm.scheduler.batch import LaunchResult, Pause, RowResult, ScheduleBatch
+from jdllm.scheduler.commits import FinishReason, Progress, RequestCommit
+from jdllm.scheduler.request import Request
 from jdllm.scheduler.rows import interface
+from jdllm.scheduler.stats import SchedulerStats
+from jdllm.scheduler.stay import Stay
+from jdllm.scheduler.waiting import Policy, WaitingQueue
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ class Scheduler:
         rows: interface.Rows,
         *,
         max_queued_requests: int | None = None,
-        policy: waiting_lib.Policy = "fcfs",
+        policy: Policy = "fcfs",
     ):
         self.rows = rows
         self.live = rows.live
@@ -49,19 +50,19 @@ class Scheduler:
                 f"bucket of {rows.max_rows} rows"
             )
         self._max_queued = max_queued_requests
-        self._policy: waiting_lib.Policy = policy
+        self._policy: Policy = policy
         self._total_prompt_tokens = 0
         self._total_cached_tokens = 0
 
     @property
-    def waiting(self) -> waiting_lib.WaitingQueue:
+    def waiting(self) -> WaitingQueue:
         return self.live.waiting
 
     @property
-    def running(self) -> list[request_lib.Request]:
+    def running(self) -> list[Request]:
         return self.live.running
 
-    def add_request(self, request: request_lib.Request, *, is_bounded: bool = True) -> None:
+    def add_request(self, request: Request, *, is_bounded: bool = True) -> None:
         """Queues a request; raises a `RequestError` if it can never run or the queue is full.
 
         `is_bounded`: the queue limit applies (for a server's traffic, not for an offline list).
@@ -97,7 +98,7 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def schedule(self) -> batch_lib.ScheduleBatch | batch_lib.Pause | None:
+    def schedule(self) -> ScheduleBatch | Pause | None:
         """Admits requests that fit and returns the next launch; None only if no request is live.
 
         Some kinds of rows may return a `Pause` instead.
@@ -107,9 +108,7 @@ class Scheduler:
         assert batch is not None or not self.has_work(), f"no launch for {self.stats()}"
         return batch
 
-    def process_results(
-        self, batch: batch_lib.ScheduleBatch, result: batch_lib.LaunchResult
-    ) -> list[commits_lib.RequestCommit]:
+    def process_results(self, batch: ScheduleBatch, result: LaunchResult) -> list[RequestCommit]:
         """Applies the results of a launch; returns what each row committed.
 
         Skips rows whose request has left since the launch was planned, even if it runs again,
@@ -117,13 +116,13 @@ class Scheduler:
         """
         if isinstance(self.rows, interface.CanHalve):
             self.rows.note_good(batch)
-        commits: list[commits_lib.RequestCommit] = []
+        commits: list[RequestCommit] = []
         for row, row_result in zip(batch.rows, result.rows, strict=True):
             if row.is_current:
                 self._apply_guarded(row.request, row_result, commits)
         return commits
 
-    def steps_left(self, batch: batch_lib.ScheduleBatch) -> float:
+    def steps_left(self, batch: ScheduleBatch) -> float:
         """Returns in how many steps a launch is expected to finish all live requests.
 
         Infinite if some live requests are not in the launch, or if the kind of rows cannot tell.
@@ -140,7 +139,7 @@ class Scheduler:
         self.live.flush()
         return True
 
-    def halve(self, batch: batch_lib.ScheduleBatch) -> bool:
+    def halve(self, batch: ScheduleBatch) -> bool:
         """Makes launches smaller after one found too little memory; False if that is impossible."""
         return isinstance(self.rows, interface.CanHalve) and self.rows.halve(batch)
 
@@ -153,10 +152,10 @@ class Scheduler:
             self.live.preempt(request, keep=False)
         self.live.flush()
 
-    def stats(self) -> stats_lib.SchedulerStats:
+    def stats(self) -> SchedulerStats:
         num_pages, num_used = self.pages.allocator.num_pages, self.pages.num_used
         cache = self.pages.prefix_cache
-        return stats_lib.SchedulerStats(
+        return SchedulerStats(
             num_running=len(self.running),
             num_queued=len(self.waiting),
             num_pages=num_pages,
@@ -187,7 +186,7 @@ class Scheduler:
                 return
             self._start(request, stay)
 
-    def _start(self, request: request_lib.Request, stay: stay_lib.Stay) -> None:
+    def _start(self, request: Request, stay: Stay) -> None:
         self.live.start(request, stay)
         if request.first_scheduled_s is None:
             request.first_scheduled_s = time.monotonic()
@@ -197,9 +196,9 @@ class Scheduler:
 
     def _apply_guarded(
         self,
-        request: request_lib.Request,
-        result: batch_lib.RowResult,
-        commits: list[commits_lib.RequestCommit],
+        request: Request,
+        result: RowResult,
+        commits: list[RequestCommit],
     ) -> None:
         """Ends a request if its own processing fails (its stop strings, say), and no other."""
         try:
@@ -211,16 +210,16 @@ class Scheduler:
 
     def _apply(
         self,
-        request: request_lib.Request,
-        result: batch_lib.RowResult,
-        commits: list[commits_lib.RequestCommit],
+        request: Request,
+        result: RowResult,
+        commits: list[RequestCommit],
     ) -> None:
         """Stores what a launch gave one row, as one commit; a finished request leaves at once."""
         progress = self.rows.apply(request, result)
         if progress.finish is not None:
             self.live.end(request, keep=True)
         if progress:
-            commits.append(commits_lib.RequestCommit.of(request, progress))
+            commits.append(RequestCommit.of(request, progress))
         if progress.finish is not None:
             return
         if result.is_invalid:
@@ -228,11 +227,9 @@ class Scheduler:
             return
         self.rows.settle(request, result)
 
-    def _give_up(self, request: request_lib.Request, message: str) -> commits_lib.RequestCommit:
+    def _give_up(self, request: Request, message: str) -> RequestCommit:
         """Ends a request that cannot go on; none of its pages enters the prefix cache."""
         if request.state is RequestState.RUNNING:
             self.live.end(request, keep=False)
-        reason = commits_lib.FinishReason(
-            kind="abort", finished_len=len(request.output_ids), message=message
-        )
-        return commits_lib.RequestCommit.of(request, commits_lib.Progress(finish=reason))
+        reason = FinishReason(kind="abort", finished_len=len(request.output_ids), message=message)
+        return RequestCommit.of(request, Progress(finish=reason))

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32, Int32
 
-from jdllm.scheduler import batch as batch_lib
-from jdllm.scheduler import request as request_lib
+from jdllm.scheduler.batch import Frame
+from jdllm.scheduler.request import Request
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ def _where(values: np.ndarray, condition: np.ndarray) -> tuple[Any, ...]:
     )
 
 
-def ending(frames: Sequence[batch_lib.Frame], length: int) -> tuple[batch_lib.Frame, ...]:
+def ending(frames: Sequence[Frame], length: int) -> tuple[Frame, ...]:
     """Returns the frames of the launch in which an output ended after `length` tokens.
 
     Later blocks are left out, and the last frame has the tokens of the output and no more.
@@ -94,11 +94,11 @@ class CanvasPicture:
 
     def frames(
         self,
-        request: request_lib.Request,
+        request: Request,
         canvas_ids: Sequence[int | None],
         num_settled: int,
         after_step: int,
-    ) -> tuple[batch_lib.Frame, ...]:
+    ) -> tuple[Frame, ...]:
         """Returns a frame for each step after `after_step` that wrote something.
 
         `canvas_ids` is the whole canvas as it began, None where nothing was given; `num_settled`
@@ -123,7 +123,7 @@ class CanvasPicture:
                 has_step=has_step[shown],
                 num_final=num_final,
             )
-            frames.append(batch_lib.Frame(step=step, value=frame))
+            frames.append(Frame(step=step, value=frame))
             start = num_final
         return tuple(frames)
 

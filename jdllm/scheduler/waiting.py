@@ -33,10 +33,10 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Literal
 
-from jdllm.scheduler import request as request_lib
+from jdllm.scheduler.request import Request
 
 Policy = Literal["fcfs", "lpm"]
-PrefixLen = Callable[[request_lib.Request], int]
+PrefixLen = Callable[[Request], int]
 
 # Matching a prefix costs time for each candidate in each round.
 MAX_MATCHED_REQUESTS = 128
@@ -53,11 +53,11 @@ class WaitingQueue:
     def __len__(self) -> int:
         return self._len
 
-    def __iter__(self) -> Iterator[request_lib.Request]:
+    def __iter__(self) -> Iterator[Request]:
         requests = itertools.chain.from_iterable(self._classes.values())
         return iter(sorted(requests, key=lambda request: request.arrival))
 
-    def add(self, request: request_lib.Request) -> None:
+    def add(self, request: Request) -> None:
         """Puts a request in its place: a preempted one to the front of its class."""
         key = request.priority_class
         if key not in self._classes:
@@ -66,7 +66,7 @@ class WaitingQueue:
         self._classes[key].add(request)
         self._len += 1
 
-    def remove(self, request: request_lib.Request, *, is_turn: bool = False) -> None:
+    def remove(self, request: Request, *, is_turn: bool = False) -> None:
         """Takes a request out; `is_turn`: it was admitted, which was the turn of its group."""
         key = request.priority_class
         self._classes[key].remove(request, is_turn=is_turn)
@@ -75,7 +75,7 @@ class WaitingQueue:
             self._order.remove(key)
         self._len -= 1
 
-    def in_turn(self, policy: Policy, prefix_len: PrefixLen) -> Iterator[request_lib.Request]:
+    def in_turn(self, policy: Policy, prefix_len: PrefixLen) -> Iterator[Request]:
         """Yields the request to admit next, then those to admit if the ones before are passed over.
 
         `prefix_len` gives a request's cached tokens. The queue must not change meanwhile.
@@ -92,7 +92,7 @@ class _Group:
     """
 
     turn: int
-    members: collections.OrderedDict[str, request_lib.Request] = dataclasses.field(
+    members: collections.OrderedDict[str, Request] = dataclasses.field(
         default_factory=collections.OrderedDict
     )
 
@@ -101,7 +101,7 @@ class _Class:
     """The waiting requests of one priority: the preempted ones, and groups in order of turns."""
 
     def __init__(self) -> None:
-        self._preempted: list[request_lib.Request] = []
+        self._preempted: list[Request] = []
         self._groups: collections.OrderedDict[object, _Group] = collections.OrderedDict()
         self._num_turns = 0
         self._sweep_end = 0  # turns below this number belong to the sweep of `lpm`
@@ -109,20 +109,20 @@ class _Class:
     def __bool__(self) -> bool:
         return bool(self._preempted or self._groups)
 
-    def __iter__(self) -> Iterator[request_lib.Request]:
+    def __iter__(self) -> Iterator[Request]:
         yield from self._preempted
         for group in self._groups.values():
             yield from group.members.values()
 
-    def add(self, request: request_lib.Request) -> None:
+    def add(self, request: Request) -> None:
         if request.num_preemptions:
-            bisect.insort(self._preempted, request, key=request_lib.Request.rank)
+            bisect.insort(self._preempted, request, key=Request.rank)
             return
         if request.group not in self._groups:
             self._groups[request.group] = _Group(self._next_turn())
         self._groups[request.group].members[request.request_id] = request
 
-    def remove(self, request: request_lib.Request, *, is_turn: bool) -> None:
+    def remove(self, request: Request, *, is_turn: bool) -> None:
         if request.num_preemptions:
             self._preempted.remove(request)
             return
@@ -134,9 +134,9 @@ class _Class:
             group.turn = self._next_turn()
             self._groups.move_to_end(request.group)
 
-    def in_turn(self, policy: Policy, prefix_len: PrefixLen) -> Iterator[request_lib.Request]:
+    def in_turn(self, policy: Policy, prefix_len: PrefixLen) -> Iterator[Request]:
         yield from self._preempted
-        first: list[request_lib.Request] = []
+        first: list[Request] = []
         if policy == "lpm" and self._groups:
             first = sorted(self._candidates(), key=prefix_len, reverse=True)
             yield from first
@@ -144,7 +144,7 @@ class _Class:
         for group in self._groups.values():
             yield from (one for name, one in group.members.items() if name not in chosen)
 
-    def _candidates(self) -> list[request_lib.Request]:
+    def _candidates(self) -> list[Request]:
         """Returns the first members of each group of the sweep; begins a sweep if one has ended."""
         front = list(itertools.islice(self._groups.values(), MAX_MATCHED_REQUESTS))
         groups = [group for group in front if group.turn < self._sweep_end]

@@ -23,13 +23,12 @@ import uvicorn
 
 from jdllm import errors
 from jdllm.host import arguments
-from jdllm.server import app as app_lib
-from jdllm.server import state
+from jdllm.server import app, state
 from jdllm.server.edge import connections, log_format, open_files
 from jdllm.server.operations import health, summary
 
 if TYPE_CHECKING:
-    from jdllm.engine import engine as engine_lib
+    from jdllm.engine.engine import Engine
     from jdllm.engine.images import requests
     from jdllm.engine.start import startup
     from jdllm.options import config
@@ -44,7 +43,7 @@ WARMUP_TOKENS = 8
 GOODBYE_S = 5
 BACKLOG = 2048
 
-AnyEngine: TypeAlias = "engine_lib.Engine | requests.ImageServing"
+AnyEngine: TypeAlias = "Engine | requests.ImageServing"
 EngineBuilder = Callable[["startup.StartupProgress"], AnyEngine]
 
 
@@ -81,7 +80,7 @@ def http_server(server: state.ServerState) -> QuietServer:
     limits = open_files.limits()
     return QuietServer(
         uvicorn.Config(
-            app_lib.create_app(server),
+            app.create_app(server),
             log_config=None,
             access_log=False,
             lifespan="off",

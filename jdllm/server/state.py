@@ -16,13 +16,13 @@ from starlette import requests
 
 from jdllm import errors
 from jdllm.options import config
-from jdllm.server.edge import image_store as store
 from jdllm.server.edge import keys, live_requests, metrics, responses
-from jdllm.server.edge import token_texts as token_texts_lib
+from jdllm.server.edge.image_store import ImageStore
+from jdllm.server.edge.token_texts import TokenTexts
 
 if TYPE_CHECKING:
     from jdllm.engine import serving, text_serving, tokenizer
-    from jdllm.engine.images import requests as image_requests
+    from jdllm.engine.images.requests import ImageServing
     from jdllm.engine.start import startup
 
 ServerPhase = Literal["starting", "ready", "draining"]
@@ -35,7 +35,7 @@ class ServerState:
     server_config: config.ServerConfig
     progress: startup.StartupProgress
     phase: ServerPhase = "starting"
-    loaded_engine: text_serving.TextServing | image_requests.ImageServing | None = None
+    loaded_engine: text_serving.TextServing | ImageServing | None = None
     created_s: int = dataclasses.field(default_factory=lambda: int(time.time()))
     ping_interval_s: float = 15.0
     keys: keys.Keys = dataclasses.field(init=False)
@@ -43,8 +43,8 @@ class ServerState:
         default_factory=live_requests.LiveRequests, init=False
     )
     metrics: metrics.EdgeMetrics = dataclasses.field(init=False)
-    image_store: store.ImageStore = dataclasses.field(default_factory=store.ImageStore)
-    _token_texts: token_texts_lib.TokenTexts | None = None
+    image_store: ImageStore = dataclasses.field(default_factory=ImageStore)
+    _token_texts: TokenTexts | None = None
 
     def __post_init__(self) -> None:
         self.keys = keys.load(self.server_config)
@@ -68,7 +68,7 @@ class ServerState:
         return loaded
 
     @property
-    def images(self) -> image_requests.ImageServing:
+    def images(self) -> ImageServing:
         """The engine that makes images; raises a 400 if the model writes text."""
         loaded = self._loaded
         if loaded.output_modality == "text":
@@ -80,7 +80,7 @@ class ServerState:
         return loaded
 
     @property
-    def _loaded(self) -> text_serving.TextServing | image_requests.ImageServing:
+    def _loaded(self) -> text_serving.TextServing | ImageServing:
         if self.loaded_engine is None:
             raise errors.EngineStopped("the server is starting")
         return self.loaded_engine
@@ -97,10 +97,10 @@ class ServerState:
         return found
 
     @property
-    def token_texts(self) -> token_texts_lib.TokenTexts:
+    def token_texts(self) -> TokenTexts:
         """The texts of single tokens; raises a 400 if the server runs without a tokenizer."""
         if self._token_texts is None:
-            self._token_texts = token_texts_lib.TokenTexts(self.tokenizer)
+            self._token_texts = TokenTexts(self.tokenizer)
         return self._token_texts
 
     def check_model(self, name: str | None) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from jdllm import errors
-from jdllm.options import config as config_lib
+from jdllm.options.config import parse_yaml, read_yaml
 from jdllm.train import optimizers
 
 _OF_ANY_RUN = (
@@ -140,12 +140,12 @@ def check(config: RunConfig, *, at_least_one: Sequence[str]) -> None:
 
 def read(path: pathlib.Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Returns the values of a YAML file with `key=value` overrides (values as YAML)."""
-    values = config_lib.read_yaml(path)
+    values = read_yaml(path)
     for override in overrides:
         key, sign, text = override.partition("=")
         if not sign:
             raise errors.ConfigError(f"--set {override!r} must be key=value")
-        values[key] = config_lib.parse_yaml(text, f"--set {key}")
+        values[key] = parse_yaml(text, f"--set {key}")
     return values
 
 

@@ -22,8 +22,8 @@ from jdllm import errors
 from jdllm.checkpoint import source
 from jdllm.host import files, progress
 from jdllm.train import checkpoints, recipes, run_lock, run_settings, stop_request
-from jdllm.train import recipe as recipe_lib
 from jdllm.train.config import RunConfig
+from jdllm.train.recipe import Params, Recipe, State
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +155,7 @@ def _set_aside(paths: RunPaths) -> None:
     paths.curve.unlink(missing_ok=True)
 
 
-def _first_state(recipe: recipe_lib.Recipe, stem: pathlib.Path | None) -> recipe_lib.State:
+def _first_state(recipe: Recipe, stem: pathlib.Path | None) -> State:
     """Returns a state at step 0, or with the weights that `stem` names."""
     if stem is None:
         return recipe.first_state()
@@ -168,7 +168,7 @@ def _first_state(recipe: recipe_lib.Recipe, stem: pathlib.Path | None) -> recipe
 
 
 def _check_shapes(
-    shapes: Mapping[str, tuple[int, ...]], params: recipe_lib.Params, stem: pathlib.Path
+    shapes: Mapping[str, tuple[int, ...]], params: Params, stem: pathlib.Path
 ) -> None:
     wrong = [
         f"{path} is {params[path].shape if path in params else 'missing'}, not {wanted}"
@@ -192,21 +192,21 @@ class Saver:
     def __init__(
         self,
         saved: ocp.CheckpointManager,
-        recipe: recipe_lib.Recipe,
+        recipe: Recipe,
         paths: RunPaths,
         settings: run_settings.Settings,
     ):
         self._saved, self._recipe, self._paths, self._settings = saved, recipe, paths, settings
         self._resumed, self._is_first = saved.latest_step(), True
 
-    def save(self, state: recipe_lib.State) -> None:
+    def save(self, state: State) -> None:
         """Writes a checkpoint in the background, but the first one at once."""
         if self._is_first:
             self.save_now(state)
         else:
             checkpoints.save(self._saved, state, self._recipe.passed())
 
-    def save_now(self, state: recipe_lib.State) -> None:
+    def save_now(self, state: State) -> None:
         """Writes a checkpoint, where this step has none, and waits until it is complete."""
         checkpoints.save_now(self._saved, state, self._recipe.passed())
         if self._is_first and int(state.step) != self._resumed:
@@ -224,7 +224,7 @@ class Saver:
 class Curve:
     """A file with one JSON line per event: the step, seconds of the run, and numbers."""
 
-    def __init__(self, path: pathlib.Path, recipe: recipe_lib.Recipe, *, began: float):
+    def __init__(self, path: pathlib.Path, recipe: Recipe, *, began: float):
         self.path, self.recipe, self.began = path, recipe, began
         self.last: tuple[int, float] | None = None
 

@@ -25,12 +25,12 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32, PRNGKeyArray
 
 import pallas_kernels
 from jdllm import errors
-from jdllm import spec as spec_lib
 from jdllm.layers import attention, moe
 from jdllm.models import decoder_config, loading, random_weights, registry
+from jdllm.spec import AttentionPattern
 from jdllm.train import canvas_objective, objective, optimizers, question_noise
-from jdllm.train import dropout as dropout_lib
 from jdllm.train.config import TrainConfig
+from jdllm.train.dropout import Dropout
 
 Params = dict[str, jax.Array]
 Noise = objective.NoiseConfig | canvas_objective.CanvasNoiseConfig
@@ -75,7 +75,7 @@ def build_network(hf_config: Mapping[str, Any], dtype: str) -> Network:
     family = registry.family(architecture)
     config = family.parse_config(hf_config)
     diffusion = config.spec.diffusion
-    if diffusion.is_shifted or diffusion.attention_pattern is spec_lib.AttentionPattern.CAUSAL:
+    if diffusion.is_shifted or diffusion.attention_pattern is AttentionPattern.CAUSAL:
         raise errors.ConfigError(
             f"{architecture}: training needs block-causal or full attention and a logit row per "
             f"position; this family has {diffusion.attention_pattern} attention, "
@@ -231,7 +231,7 @@ def loss(
     params: Params,
     batch: objective.NoisyBatch,
     *,
-    dropout: dropout_lib.Dropout | None = None,
+    dropout: Dropout | None = None,
     question_loss: float = 0.0,
     attention_implementation: str = "xla",
 ) -> tuple[Float32[Array, ""], tuple[Float32[Array, ""], Params]]:
@@ -283,7 +283,7 @@ def train_step(
             noisy = dataclasses.replace(noisy, question=targets)
         dropout = None
         if config.dropout:
-            dropout = dropout_lib.Dropout(config.dropout, jax.random.fold_in(key, 3))
+            dropout = Dropout(config.dropout, jax.random.fold_in(key, 3))
 
         def loss_of(params: Params) -> tuple[jax.Array, tuple[jax.Array, Params]]:
             return loss(

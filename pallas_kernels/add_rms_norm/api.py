@@ -10,13 +10,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, lowered_once
-from pallas_kernels.add_rms_norm import checks, reference
-from pallas_kernels.add_rms_norm import mosaic_gpu as gpu_kernel
+from pallas_kernels.add_rms_norm import checks, mosaic_gpu, reference
 
 
 def choose(implementation: str = "auto", *, dtype: jnp.dtype, width: int) -> dispatch.Choice:
     """Returns which implementation of `add_rms_norm` serves this shape."""
-    reason = gpu_kernel.why_not(dtype=dtype, width=width)
+    reason = mosaic_gpu.why_not(dtype=dtype, width=width)
     return dispatch.choose("add_rms_norm", implementation, refusals={"mosaic_gpu": reason})
 
 
@@ -41,5 +40,5 @@ def add_rms_norm(
 def _add_rms_norm(x, added, weight, *, eps, implementation) -> tuple[jax.Array, jax.Array]:
     if implementation == "mosaic_gpu":
         weight = weight.astype(x.dtype)
-        return lowered_once.call(gpu_kernel.add_rms_norm, x, added, weight, eps=eps)
+        return lowered_once.call(mosaic_gpu.add_rms_norm, x, added, weight, eps=eps)
     return reference.add_rms_norm(x, added, weight, eps)

@@ -11,11 +11,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, lowered_once
-from pallas_kernels import peers as peers_lib
-from pallas_kernels.add_rms_norm import api as norm_api
-from pallas_kernels.add_rms_norm import checks
-from pallas_kernels.all_reduce import mosaic_gpu as gpu_kernel
-from pallas_kernels.all_reduce import reference
+from pallas_kernels.add_rms_norm import api, checks
+from pallas_kernels.all_reduce import mosaic_gpu, reference
+from pallas_kernels.peers import NO_BUFFERS, Peers
 
 
 def choose(
@@ -24,12 +22,12 @@ def choose(
     dtype: jnp.dtype,
     tokens: int,
     width: int,
-    peers: peers_lib.Peers | None,
+    peers: Peers | None,
 ) -> dispatch.Choice:
     """Returns which implementation of `all_reduce` serves this shape."""
-    reason = peers_lib.NO_BUFFERS
+    reason = NO_BUFFERS
     if peers is not None:
-        reason = gpu_kernel.why_not(dtype=dtype, tokens=tokens, width=width, peers=peers)
+        reason = mosaic_gpu.why_not(dtype=dtype, tokens=tokens, width=width, peers=peers)
     return dispatch.choose("all_reduce", implementation, refusals={"mosaic_gpu": reason})
 
 
@@ -37,7 +35,7 @@ def all_reduce(
     added: tuple[Float[Array, "T D"], ...],  # at least one
     *,
     axis_name: str,
-    peers: peers_lib.Peers | None = None,
+    peers: Peers | None = None,
     implementation: str = "auto",
 ) -> Float[Array, "T D"]:
     """Returns the sum of `added` over all ranks of a `shard_map`, the same bits on each.
@@ -49,7 +47,7 @@ def all_reduce(
     rows, width = shape
     part = rows
     if peers is not None:
-        width = gpu_kernel.width_of_rows(rows, width, peers)
+        width = mosaic_gpu.width_of_rows(rows, width, peers)
         rows = rows * shape[1] // width
         part = min(rows, peers.rows)  # more go one part after another
     chosen = choose(implementation, dtype=dtype, tokens=part, width=width, peers=peers)
@@ -70,7 +68,7 @@ def all_reduce_add_rms_norm(
     *,
     eps: float,
     axis_name: str,
-    peers: peers_lib.Peers | None = None,
+    peers: Peers | None = None,
     implementation: str = "auto",
 ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
     """Returns (x + the `all_reduce` of added, rms_norm of that); x is equal on all ranks.
@@ -83,15 +81,15 @@ def all_reduce_add_rms_norm(
     if chosen.implementation == "mosaic_gpu":
         return _all_reduce_add_rms_norm(x, added, weight, peers, eps=eps)
     total = reference.all_reduce(functools.reduce(jnp.add, added), axis_name)
-    return norm_api.add_rms_norm(x, (total,), weight, eps=eps, implementation=implementation)
+    return api.add_rms_norm(x, (total,), weight, eps=eps, implementation=implementation)
 
 
 @jax.jit
 def _all_reduce(added, peers) -> jax.Array:
-    return lowered_once.call(gpu_kernel.all_reduce, added, peers)
+    return lowered_once.call(mosaic_gpu.all_reduce, added, peers)
 
 
 @functools.partial(jax.jit, static_argnames=("eps",))
 def _all_reduce_add_rms_norm(x, added, weight, peers, *, eps) -> tuple[jax.Array, jax.Array]:
     weight = weight.astype(x.dtype)
-    return lowered_once.call(gpu_kernel.all_reduce_add_rms_norm, x, added, weight, peers, eps=eps)
+    return lowered_once.call(mosaic_gpu.all_reduce_add_rms_norm, x, added, weight, peers, eps=eps)

@@ -24,20 +24,20 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, vector
 from jaxtyping import Array, Float
 
-from pallas_kernels import peers as peers_lib
-from pallas_kernels.add_rms_norm import mosaic_gpu as norm_kernel
+from pallas_kernels.add_rms_norm import mosaic_gpu
 from pallas_kernels.hopper import compat, lane_code, peer_code
 from pallas_kernels.hopper.lane_code import Int
+from pallas_kernels.peers import Mailbox, Peers
 
 # From so many rows on a message goes in two shots; with two ranks that would send as much.
 _TWO_SHOT_ROWS = {4: 512, 8: 128}
 
 
-def why_not(*, dtype: jnp.dtype, tokens: int, width: int, peers: peers_lib.Peers) -> str | None:
+def why_not(*, dtype: jnp.dtype, tokens: int, width: int, peers: Peers) -> str | None:
     """Returns why this kernel cannot serve the shape, or None."""
     if jnp.dtype(dtype).name != "bfloat16":
         return f"sums of bfloat16 only, this is {jnp.dtype(dtype).name}"
-    if reason := norm_kernel.why_not_width(width):
+    if reason := mosaic_gpu.why_not_width(width):
         return reason
     if 2 * width > peers.row_bytes:
         return f"the peers' mailboxes are for rows of {peers.row_bytes} bytes, {width=}"
@@ -46,13 +46,13 @@ def why_not(*, dtype: jnp.dtype, tokens: int, width: int, peers: peers_lib.Peers
     return None
 
 
-def width_of_rows(tokens: int, width: int, peers: peers_lib.Peers) -> int:
+def width_of_rows(tokens: int, width: int, peers: Peers) -> int:
     """Returns the width of the rows into which to cut a sum without a norm.
 
     It has no rows of its own: if those of the activations do not suit, there may be others.
     """
-    step, most = norm_kernel.WIDTH_STEP, min(norm_kernel.MAX_WIDTH, peers.row_bytes // 2)
-    if norm_kernel.why_not_width(width) is None:
+    step, most = mosaic_gpu.WIDTH_STEP, min(mosaic_gpu.MAX_WIDTH, peers.row_bytes // 2)
+    if mosaic_gpu.why_not_width(width) is None:
         return width
     fitting = [one for one in range(step, most + 1, step) if tokens * width % one == 0]
     return max(fitting, default=width)
@@ -64,9 +64,7 @@ def is_two_shot(*, tokens: int, num_ranks: int) -> bool:
     return rows is not None and tokens >= rows
 
 
-def all_reduce(
-    added: tuple[Float[Array, "T D"], ...], peers: peers_lib.Peers
-) -> Float[Array, "T D"]:
+def all_reduce(added: tuple[Float[Array, "T D"], ...], peers: Peers) -> Float[Array, "T D"]:
     """Returns sum(added) of all ranks; see `pallas_kernels.all_reduce`."""
     tokens, width = added[0].shape
     (total,) = compat.kernel(
@@ -86,7 +84,7 @@ def all_reduce_add_rms_norm(
     x: Float[Array, "T D"],
     added: tuple[Float[Array, "T D"], ...],
     weight: Float[Array, " D"],
-    peers: peers_lib.Peers,
+    peers: Peers,
     *,
     eps: float,
 ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
@@ -117,7 +115,7 @@ def _sum_row(rank_gmem, addresses_gmem, *refs, mailbox, two_shot):
 def _norm_row(rank_gmem, addresses_gmem, x_gmem, *refs, eps, mailbox, two_shot):
     *added_gmem, weight_gmem, sum_gmem, normed_gmem = refs
     added = _total_of_row(rank_gmem, addresses_gmem, added_gmem, mailbox, two_shot)
-    norm_kernel.store_sum_and_norm(
+    mosaic_gpu.store_sum_and_norm(
         x_gmem, added.astype(jnp.float32), weight_gmem, sum_gmem, normed_gmem,
         row=lax.axis_index("row"), eps=eps,
     )  # fmt: skip
@@ -126,7 +124,7 @@ def _norm_row(rank_gmem, addresses_gmem, x_gmem, *refs, eps, mailbox, two_shot):
 def _total_of_row(rank_gmem, addresses_gmem, added_gmem, mailbox, two_shot):
     """Returns the sum of this CTA's row of `added` over all ranks, in bfloat16."""
     row, width = lax.axis_index("row"), added_gmem[0].shape[1]
-    layout, mine = norm_kernel.layout_of(width), norm_kernel.sum_of_row(added_gmem, row)
+    layout, mine = mosaic_gpu.layout_of(width), mosaic_gpu.sum_of_row(added_gmem, row)
 
     @compat.inline_mgpu(
         arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WG_SPLAT(()), layout),
@@ -158,7 +156,7 @@ def exchange_row(
     row: Int,
     pieces: list[list[Int]],
     *,
-    mailbox: peers_lib.Mailbox,
+    mailbox: Mailbox,
     two_shot: bool,
 ) -> list[list[Int]]:
     """Returns a thread's words of the sum of a row over all ranks; each word is two bfloat16."""
@@ -167,7 +165,7 @@ def exchange_row(
         addresses=[peer_code.address_of(addresses, number) for number in range(mailbox.ranks)],
         rank=rank,
         slot=row,
-        threads=norm_kernel.THREADS,
+        threads=mosaic_gpu.THREADS,
     )
     return exchange.reduce(pieces, _sum_of_ranks, two_shot=two_shot)
 

@@ -16,9 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, lowered_once
-from pallas_kernels.dense_matmul import checks, reference
-from pallas_kernels.dense_matmul import mosaic_gpu as gpu_kernel
-from pallas_kernels.dense_matmul import wide_matmul as wide_gpu_kernel
+from pallas_kernels.dense_matmul import checks, mosaic_gpu, reference, wide_matmul
 
 
 def choose(
@@ -32,10 +30,10 @@ def choose(
 ) -> dispatch.Choice:
     """Returns which implementation serves this shape; `columns` are those of the result."""
     shape = {"dtype": dtype, "tokens": tokens, "columns": columns, "contraction": contraction}
-    if tokens <= gpu_kernel.MAX_TOKENS:
-        reason = gpu_kernel.why_not(**shape)
+    if tokens <= mosaic_gpu.MAX_TOKENS:
+        reason = mosaic_gpu.why_not(**shape)
     else:
-        reason = wide_gpu_kernel.why_not(**shape, swiglu=swiglu)
+        reason = wide_matmul.why_not(**shape, swiglu=swiglu)
     return dispatch.choose("dense_matmul", implementation, refusals={"mosaic_gpu": reason})
 
 
@@ -98,6 +96,6 @@ def _swiglu_matmul(x: jax.Array, w: jax.Array, *, implementation: str) -> jax.Ar
 
 
 def _mosaic_gpu(x: jax.Array, w: jax.Array, **options: bool) -> tuple[jax.Array, ...]:
-    if len(x) <= gpu_kernel.MAX_TOKENS:
-        return lowered_once.call(gpu_kernel.dense_matmul, x, w, **options)
-    return lowered_once.call(wide_gpu_kernel.wide_matmul, x, w, **options)
+    if len(x) <= mosaic_gpu.MAX_TOKENS:
+        return lowered_once.call(mosaic_gpu.dense_matmul, x, w, **options)
+    return lowered_once.call(wide_matmul.wide_matmul, x, w, **options)

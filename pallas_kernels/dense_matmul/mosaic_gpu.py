@@ -64,6 +64,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import device, dispatch
 from pallas_kernels.hopper import compat, limits
 from pallas_kernels.hopper import ring as rings
+from pallas_kernels.hopper.ring import Ring
 
 MAX_TOKENS = 128
 _ROWS = 64  # tokens of a wgmma, and of a compute warpgroup
@@ -275,7 +276,7 @@ def _kernel(plan: _Plan, interpret: Any) -> Callable[..., Any]:
 
     def body(x_gmem, w_gmem, *refs):
         outs_gmem, (w_smem, x_smem, out_smem, full, empty) = refs[:splits], refs[splits:]
-        ring = rings.Ring(stages=stages, full=full, empty=empty)
+        ring = Ring(stages=stages, full=full, empty=empty)
         warpgroup = lax.axis_index("warpgroup")
         split = lax.axis_index("split")
         column_tile = lax.axis_index("tile")

@@ -54,6 +54,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import device, dispatch, tiles
 from pallas_kernels.hopper import compat, limits
 from pallas_kernels.hopper import ring as rings
+from pallas_kernels.hopper.ring import Ring
 
 _ROWS = 64  # M of a wgmma
 _BLOCK_K = 64  # contraction of a stage: 128 bytes, a row of the widest swizzle
@@ -278,7 +279,7 @@ def _kernel(plan: Plan, sms: int, interpret: Any) -> Callable[..., Any]:
     def body(x_gmem, w_gmem, *refs):
         outs_gmem, refs = refs[: tile.splits], refs[tile.splits :]
         w_smem, x_smem, out_smem, full, empty = refs
-        ring = rings.Ring(stages=stages, full=full, empty=empty)
+        ring = Ring(stages=stages, full=full, empty=empty)
         warpgroup, cluster = lax.axis_index("warpgroup"), lax.axis_index("cluster")
         my_items = items // clusters
         if items % clusters:

@@ -7,17 +7,15 @@ import jax
 from jaxtyping import Array, Int32
 
 from pallas_kernels import dispatch, lowered_once
-from pallas_kernels import peers as peers_lib
-from pallas_kernels.exchange_words import mosaic_gpu as gpu_kernel
+from pallas_kernels.exchange_words import mosaic_gpu
+from pallas_kernels.peers import NO_BUFFERS, Peers
 
 
-def choose(
-    implementation: str = "auto", *, words: int, peers: peers_lib.Peers | None
-) -> dispatch.Choice:
+def choose(implementation: str = "auto", *, words: int, peers: Peers | None) -> dispatch.Choice:
     """Returns which implementation of `exchange_words` serves so many words."""
-    reason = peers_lib.NO_BUFFERS
+    reason = NO_BUFFERS
     if peers is not None:
-        reason = gpu_kernel.why_not(words=words, peers=peers)
+        reason = mosaic_gpu.why_not(words=words, peers=peers)
     return dispatch.choose("exchange_words", implementation, refusals={"mosaic_gpu": reason})
 
 
@@ -25,7 +23,7 @@ def exchange_words(
     words: Int32[Array, "..."],
     *,
     axis_name: str,
-    peers: peers_lib.Peers | None = None,
+    peers: Peers | None = None,
     implementation: str = "auto",
 ) -> Int32[Array, "ranks ..."]:
     """Returns the words of all ranks of a `shard_map`, in rank order, the same on each."""
@@ -38,4 +36,4 @@ def exchange_words(
 
 @jax.jit
 def _exchange_words(words, peers) -> jax.Array:
-    return lowered_once.call(gpu_kernel.exchange_words, words, peers)
+    return lowered_once.call(mosaic_gpu.exchange_words, words, peers)

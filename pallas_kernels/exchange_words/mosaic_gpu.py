@@ -9,27 +9,27 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxtyping import Array, Int32
 
-from pallas_kernels import peers as peers_lib
 from pallas_kernels.hopper import compat, lane_code, peer_code
 from pallas_kernels.hopper.lane_code import Int
+from pallas_kernels.peers import CHUNK_WORDS, Mailbox, Peers
 
 _THREADS = 128
-_PER_THREAD = peers_lib.CHUNK_WORDS // _THREADS
+_PER_THREAD = CHUNK_WORDS // _THREADS
 
 
-def why_not(*, words: int, peers: peers_lib.Peers) -> str | None:
+def why_not(*, words: int, peers: Peers) -> str | None:
     """Returns why this kernel cannot exchange so many words, or None."""
-    most = peers.chunks * peers_lib.CHUNK_WORDS
+    most = peers.chunks * CHUNK_WORDS
     if words > most:
         return f"the peers' mailboxes are for {most} words, these are {words}"
     return None
 
 
-def exchange_words(words: Int32[Array, " W"], peers: peers_lib.Peers) -> Int32[Array, "ranks W"]:
+def exchange_words(words: Int32[Array, " W"], peers: Peers) -> Int32[Array, "ranks W"]:
     """Returns the words of all ranks; see `pallas_kernels.exchange_words`."""
     (count,) = words.shape
-    chunks = -(-count // peers_lib.CHUNK_WORDS)
-    padded = jnp.pad(words, (0, chunks * peers_lib.CHUNK_WORDS - count))
+    chunks = -(-count // CHUNK_WORDS)
+    padded = jnp.pad(words, (0, chunks * CHUNK_WORDS - count))
     size = peers.num_ranks * padded.size
 
     def exchange_words(rank_gmem, addresses_gmem, words_gmem, out_gmem):
@@ -61,12 +61,12 @@ def exchange_chunk(
     words: ir.Value,
     out: ir.Value,
     *,
-    mailbox: peers_lib.Mailbox,
+    mailbox: Mailbox,
     chunks: int,
 ) -> None:
     """Exchanges a thread's words of a chunk; `words` is flat, and `out` has it for every rank."""
     mine = [
-        chunk * peers_lib.CHUNK_WORDS + lane_code.thread() * _PER_THREAD + place
+        chunk * CHUNK_WORDS + lane_code.thread() * _PER_THREAD + place
         for place in range(_PER_THREAD)
     ]
     exchange = peer_code.Exchange(
@@ -79,4 +79,4 @@ def exchange_chunk(
     found = exchange.all_to_all([[lane_code.load(words, index) for index in mine]])
     for number, (piece,) in enumerate(found):
         for index, word in zip(mine, piece, strict=True):
-            lane_code.store(out, index + number * chunks * peers_lib.CHUNK_WORDS, word)
+            lane_code.store(out, index + number * chunks * CHUNK_WORDS, word)

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels import dispatch, lowered_once
-from pallas_kernels.extend_attention import checks, cudnn, reference
-from pallas_kernels.extend_attention import mosaic_gpu as gpu_kernel
+from pallas_kernels.extend_attention import checks, cudnn, mosaic_gpu, reference
 from pallas_kernels.extend_attention.reference import AttentionTiling, Visibility
 
 
@@ -33,7 +32,7 @@ def choose(
 ) -> dispatch.Choice:
     """Returns which implementation serves this shape."""
     refusals = {
-        "mosaic_gpu": gpu_kernel.why_not(
+        "mosaic_gpu": mosaic_gpu.why_not(
             dtype=dtype,
             head_dim=head_dim,
             page_size=page_size,
@@ -123,7 +122,7 @@ def _extend_attention(
 ) -> jax.Array:  # fmt: skip
     if implementation == "mosaic_gpu":
         return lowered_once.call(
-            gpu_kernel.extend_attention, q, kv_pool, cu_q_lens, context_lens, kv_lens, page_table,
+            mosaic_gpu.extend_attention, q, kv_pool, cu_q_lens, context_lens, kv_lens, page_table,
             visibility=visibility, block_size=block_size, scale=scale, q_len=q_len, window=window,
         )  # fmt: skip
     T, N, H = q.shape

@@ -15,8 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels import dispatch, lowered_once
-from pallas_kernels.grouped_matmul import checks, reference
-from pallas_kernels.grouped_matmul import mosaic_gpu as gpu_kernel
+from pallas_kernels.grouped_matmul import checks, mosaic_gpu, reference
 from pallas_kernels.grouped_matmul.reference import Activation
 
 
@@ -29,7 +28,7 @@ def choose(
     activation: Activation = "silu",
 ) -> dispatch.Choice:
     """Returns which implementation serves this shape."""
-    reason = gpu_kernel.why_not(
+    reason = mosaic_gpu.why_not(
         dtype=dtype,
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
@@ -86,14 +85,14 @@ def _grouped_matmul(
     arguments = (x, w_gate_up, w_down, expert_ids, expert_weights.astype(jnp.float32))
     if implementation == "mosaic_gpu":
         run = functools.partial(
-            lowered_once.call, gpu_kernel.grouped_matmul, *arguments, valid=valid,
+            lowered_once.call, mosaic_gpu.grouped_matmul, *arguments, valid=valid,
             activation=activation, experts_of_model=experts_of_model,
         )  # fmt: skip
         if shared is None or shared[1].shape == w_down.shape[1:]:
             return run(shared=shared, out_dtype=out_dtype)
         out = run()
         if (
-            gpu_kernel.why_not(
+            mosaic_gpu.why_not(
                 dtype=x.dtype, hidden_size=x.shape[1], intermediate_size=shared[1].shape[1]
             )
             is None
@@ -117,6 +116,6 @@ def _of_one_expert(
     """Returns the float32 output of an expert of another width than the routed ones."""
     ids = jnp.zeros((x.shape[0], 1), jnp.int32)
     return lowered_once.call(
-        gpu_kernel.grouped_matmul, x, w_gate_up[None], w_down[None], ids,
+        mosaic_gpu.grouped_matmul, x, w_gate_up[None], w_down[None], ids,
         jnp.ones(ids.shape, jnp.float32), activation=activation,
     )  # fmt: skip

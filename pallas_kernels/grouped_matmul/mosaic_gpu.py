@@ -47,6 +47,7 @@ from pallas_kernels.grouped_matmul import expert_tiles, row_gather
 from pallas_kernels.grouped_matmul.reference import Activation
 from pallas_kernels.hopper import compat, limits
 from pallas_kernels.hopper import ring as rings
+from pallas_kernels.hopper.ring import Ring
 
 _WEIGHT_ROWS = 128  # of a compute warpgroup
 _CHUNK = 64  # output columns that are stored at once; the gate_up interleaving
@@ -220,7 +221,7 @@ def _matmul(
         rows_gmem, *tokens_gmem = refs[1 + len(shared) :][: 1 + gathers]
         counts_gmem, starts_gmem, tile_ends_gmem = refs[2 + len(shared) + gathers :][:3]
         out_gmem, weights_smem, rows_smem, out_smem, *ready, full, empty = refs[-6 - gathers :]
-        ring = rings.Ring(stages=stages, full=full, empty=empty)
+        ring = Ring(stages=stages, full=full, empty=empty)
         if gathers:
             (tokens_gmem,), (ready,) = tokens_gmem, ready
             row_gather.start(ready, interpret=interpret)

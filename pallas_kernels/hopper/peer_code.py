@@ -19,9 +19,9 @@ from typing import Any
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_kernels import peers as peers_lib
 from pallas_kernels.hopper import lane_code
 from pallas_kernels.hopper.lane_code import Float, Int
+from pallas_kernels.peers import Mailbox
 
 # How long a rank waits for a message. Ranks differ by the time that launches take to begin: a rank
 # whose peer has waited so long will get no answer, since the peer's launch has failed.
@@ -47,7 +47,7 @@ class Exchange:
     each of which is one store, 128 threads side by side.
     """
 
-    mailbox: peers_lib.Mailbox
+    mailbox: Mailbox
     addresses: Sequence[Address]
     rank: Int
     slot: Int

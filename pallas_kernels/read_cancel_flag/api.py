@@ -11,7 +11,7 @@ import jax
 from jaxtyping import Array, Int32, Shaped
 
 from pallas_kernels import dispatch, lowered_once
-from pallas_kernels.read_cancel_flag import mosaic_gpu as gpu_kernel
+from pallas_kernels.read_cancel_flag import mosaic_gpu
 
 
 def choose(implementation: str = "auto") -> dispatch.Choice:
@@ -40,4 +40,4 @@ def read_cancel_flag(
 def _read_cancel_flag(address, given, after, *, implementation) -> jax.Array:
     if implementation == "xla":
         return given
-    return lowered_once.call(gpu_kernel.read_cancel_flag, address, after)
+    return lowered_once.call(mosaic_gpu.read_cancel_flag, address, after)

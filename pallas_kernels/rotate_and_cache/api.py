@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels import dispatch, lowered_once
-from pallas_kernels.rotate_and_cache import checks, reference
-from pallas_kernels.rotate_and_cache import mosaic_gpu as gpu_kernel
+from pallas_kernels.rotate_and_cache import checks, mosaic_gpu, reference
 
 
 def choose(
@@ -27,7 +26,7 @@ def choose(
     rotary_dim: int,
 ) -> dispatch.Choice:
     """Returns which implementation of `rotate_and_cache` serves this shape."""
-    reason = gpu_kernel.why_not(dtype=dtype, head_dim=head_dim, rotary_dim=rotary_dim)
+    reason = mosaic_gpu.why_not(dtype=dtype, head_dim=head_dim, rotary_dim=rotary_dim)
     if jnp.dtype(dtype) != jnp.dtype(pool_dtype):
         reason = f"the projection is {dtype}, the pool holds {pool_dtype}"
     return dispatch.choose("rotate_and_cache", implementation, refusals={"mosaic_gpu": reason})
@@ -84,7 +83,7 @@ def _rotate_and_cache(
         q_weight, k_weight = (w.astype(dtype) for w in weights) if weights else (None, None)
         bias = None if bias is None else bias.astype(dtype)
         return lowered_once.call(
-            gpu_kernel.rotate_and_cache, qkv, bias, q_weight, k_weight, cos, sin, pool, kv_indices,
+            mosaic_gpu.rotate_and_cache, qkv, bias, q_weight, k_weight, cos, sin, pool, kv_indices,
             **heads,
         )  # fmt: skip
     return reference.rotate_and_cache(qkv, bias, norm_weights, cos, sin, pool, kv_indices, **heads)

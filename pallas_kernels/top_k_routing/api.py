@@ -12,8 +12,7 @@ import jax
 from jaxtyping import Array, Bool, Float32, Int32
 
 from pallas_kernels import dispatch, lowered_once
-from pallas_kernels.top_k_routing import checks, reference
-from pallas_kernels.top_k_routing import mosaic_gpu as gpu_kernel
+from pallas_kernels.top_k_routing import checks, mosaic_gpu, reference
 from pallas_kernels.top_k_routing.checks import Scores
 
 
@@ -27,7 +26,7 @@ def choose(
     has_admitted: bool = False,
 ) -> dispatch.Choice:
     """Returns which implementation serves this shape."""
-    reason = gpu_kernel.why_not(
+    reason = mosaic_gpu.why_not(
         num_experts=num_experts,
         num_groups=num_groups,
         experts_per_token=experts_per_token,
@@ -92,5 +91,5 @@ def top_k_routing(
 )  # fmt: skip
 def _top_k_routing(router_logits, expert_bias, admitted, *, implementation, **rule):
     if implementation == "mosaic_gpu":
-        return lowered_once.call(gpu_kernel.top_k_routing, router_logits, expert_bias, **rule)
+        return lowered_once.call(mosaic_gpu.top_k_routing, router_logits, expert_bias, **rule)
     return reference.top_k_routing(router_logits, expert_bias, admitted=admitted, **rule)

@@ -15,9 +15,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32, UInt32
 
 from pallas_kernels import dispatch, lowered_once
-from pallas_kernels import peers as peers_lib
-from pallas_kernels.unembed_stats import checks, partials, reference
-from pallas_kernels.unembed_stats import mosaic_gpu as gpu_kernel
+from pallas_kernels.peers import Peers
+from pallas_kernels.unembed_stats import checks, mosaic_gpu, partials, reference
 from pallas_kernels.unembed_stats.partials import PartialStats
 
 
@@ -49,7 +48,7 @@ def choose(
     forbidden_ids: tuple[int, ...] = (),
 ) -> dispatch.Choice:
     """Returns which implementation serves this shape."""
-    reason = gpu_kernel.why_not(
+    reason = mosaic_gpu.why_not(
         dtype=dtype, hidden_size=hidden_size, num_forbidden=len(forbidden_ids)
     )
     return dispatch.choose("unembed_stats", implementation, refusals={"mosaic_gpu": reason})
@@ -65,7 +64,7 @@ def unembed_stats(
     temperature: Float32[Array, " T"] | None = None,
     num_rows: Int32[Array, ""] | None = None,
     axis_name: str | None = None,
-    peers: peers_lib.Peers | None = None,
+    peers: Peers | None = None,
     implementation: str = "auto",
     chunk_size: int | None = None,
 ) -> UnembedStats:
@@ -105,7 +104,7 @@ def logits_stats(
     temperature: Float32[Array, " T"] | None = None,
     min_p: Float32[Array, " T"] | None = None,
     axis_name: str | None = None,
-    peers: peers_lib.Peers | None = None,
+    peers: Peers | None = None,
 ) -> UnembedStats:
     """Returns what `unembed_stats` returns, of logits that the caller has computed and edited.
 
@@ -188,7 +187,7 @@ def _unembed_stats(
         first_id = _first_id(axis_name, peers, w.shape[0])
     if implementation == "mosaic_gpu":
         total = lowered_once.call(
-            gpu_kernel.partial_stats, x, w, rows, forbidden_ids=forbidden_ids, num_rows=num_rows,
+            mosaic_gpu.partial_stats, x, w, rows, forbidden_ids=forbidden_ids, num_rows=num_rows,
             first_id=first_id,
         )  # fmt: skip
     else:
@@ -202,7 +201,7 @@ def _unembed_stats(
     return jax.tree.map(lambda field: jnp.where(wanted, field, 0), stats)
 
 
-def _first_id(axis_name: str, peers: peers_lib.Peers | None, count: int) -> Int32[Array, ""]:
+def _first_id(axis_name: str, peers: Peers | None, count: int) -> Int32[Array, ""]:
     """Returns the first of the `count` ids that this rank has."""
     return (jax.lax.axis_index(axis_name) if peers is None else peers.number) * count
 

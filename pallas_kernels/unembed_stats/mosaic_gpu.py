@@ -54,6 +54,7 @@ from jaxtyping import Array, Float, Int32, Num
 from pallas_kernels import dispatch, tiles
 from pallas_kernels.hopper import compat, register_code
 from pallas_kernels.hopper import ring as rings
+from pallas_kernels.hopper.ring import Ring
 from pallas_kernels.unembed_stats import partials
 from pallas_kernels.unembed_stats.partials import LOWEST, PartialStats
 from pallas_kernels.unembed_stats.plan import DEPTH, ROWS, WARPGROUPS, Plan, UnembedTile
@@ -210,7 +211,7 @@ def _kernel(plan: Plan, interpret: Any) -> Callable[..., Any]:
         rows_gmem, refs = refs[: len(plan.row_names)], refs[len(plan.row_names) :]
         outs, refs = refs[: len(floats) + len(ids)], refs[len(floats) + len(ids) :]
         x_smem, w_smem, full, empty = refs
-        ring = rings.Ring(stages=stages, full=full, empty=empty)
+        ring = Ring(stages=stages, full=full, empty=empty)
 
         warpgroup = lax.axis_index("warpgroup")
         worker = lax.axis_index("worker")

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float32, Int32, UInt32
 
-from pallas_kernels import peers as peers_lib
-from pallas_kernels.exchange_words import api as exchange_api
+from pallas_kernels.exchange_words import api
+from pallas_kernels.peers import Peers
 
 # Finite: 0 * -inf would be nan in the entropy sum.
 LOWEST = -1e30
@@ -116,16 +116,14 @@ def merge_all(partials: PartialStats) -> PartialStats:
     return structure.unflatten(lax.reduce(tuple(leaves), tuple(start), join, (leaves[0].ndim - 1,)))
 
 
-def merge_ranks(
-    mine: PartialStats, axis_name: str, peers: peers_lib.Peers | None = None
-) -> PartialStats:
+def merge_ranks(mine: PartialStats, axis_name: str, peers: Peers | None = None) -> PartialStats:
     """Returns the merge of every rank's statistics, in rank order: the same bits on all ranks.
 
     All fields travel together, as words: 44 bytes for each token, or 32 if nothing is drawn.
     """
     leaves, structure = jax.tree.flatten(mine)
     words = jnp.stack([lax.bitcast_convert_type(leaf, jnp.int32) for leaf in leaves])
-    ranks = exchange_api.exchange_words(words, axis_name=axis_name, peers=peers)
+    ranks = api.exchange_words(words, axis_name=axis_name, peers=peers)
 
     def of(rank: jax.Array) -> PartialStats:
         fields = zip(rank, leaves, strict=True)

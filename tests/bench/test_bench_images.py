@@ -18,6 +18,7 @@ from jdllm.bench import command_line, server_flags
 from jdllm.bench.images import __main__, runs, stats, targets
 from jdllm.bench.images import load as image_load
 from jdllm.bench.images import options as image_options
+from jdllm.bench.images.load import Load, Profile
 from jdllm.plots import style
 
 STEP_S = 0.004
@@ -115,7 +116,7 @@ def test_a_mixed_load_reaches_the_server_as_drawn(bench, engine):
     engine.seen.clear()
     code, (row,) = bench("--num-prompts 12 --max-concurrency 3", "--random-request-config", MIXED)
     assert (code, row["completed_requests"]) == (0, 12)
-    load = image_load.Load(num_prompts=12, profiles=image_load.parse_profiles(MIXED))
+    load = Load(num_prompts=12, profiles=image_load.parse_profiles(MIXED))
     wanted = sorted((one.prompt, one.width, one.num_inference_steps) for one in load.asks())
     seen = engine.seen[6:]  # three warm-up requests of each kind
     assert wanted == sorted((one.prompt, one.width, one.num_inference_steps) for one in seen)
@@ -223,7 +224,7 @@ def test_without_matplotlib_the_extra_is_named(bench, url, monkeypatch, capsys, 
 
 
 def test_in_process_as_the_server_does():
-    asks = image_load.Load(
+    asks = Load(
         num_prompts=4, count=2, width=96, height=96, num_inference_steps=2,
         extra={"guidance_scale": 0.0},
     ).asks()  # fmt: skip
@@ -264,11 +265,11 @@ class Compiling:
 def test_a_warm_up_runs_every_number_of_requests_with_the_programs_that_are_measured(monkeypatch):
     monkeypatch.setattr(runs, "POLL_S", 0.0)
     profiles = [
-        image_load.Profile(width=side, height=side, num_inference_steps=steps)
+        Profile(width=side, height=side, num_inference_steps=steps)
         for side in (64, 96)
         for steps in (2, 8)
     ]
-    asks = image_load.Load(num_prompts=40, profiles=tuple(profiles)).asks()
+    asks = Load(num_prompts=40, profiles=tuple(profiles)).asks()
     target = Compiling(3, 1, 0)
     runs.warm_up(target, asks, counts=[1, 2, 4], steps=5)
     # Nothing is sent before the programs are there; kinds that differ in steps alone are one. Each
@@ -285,7 +286,7 @@ def test_a_warm_up_runs_every_number_of_requests_with_the_programs_that_are_meas
 
 def test_a_warm_up_has_captions_of_all_lengths_and_keeps_none_of_the_load(monkeypatch):
     monkeypatch.setattr(runs, "POLL_S", 0.0)
-    asks = image_load.Load(num_prompts=40, width=64, height=64).asks()
+    asks = Load(num_prompts=40, width=64, height=64).asks()
     target = Compiling(0, 2, 0)
     runs.warm_up(target, asks, counts=[1, 4], steps=5)
     texts = sorted({ask.prompt for ask in asks}, key=lambda text: (len(text), text))
@@ -305,7 +306,7 @@ def test_a_warm_up_has_captions_of_all_lengths_and_keeps_none_of_the_load(monkey
 def test_a_warm_up_says_when_programs_are_never_there(monkeypatch):
     monkeypatch.setattr(runs, "POLL_S", 0.0)
     monkeypatch.setattr(runs, "COMPILE_LIMIT_S", 0.0)
-    asks = image_load.Load(num_prompts=1, width=64, height=64).asks()
+    asks = Load(num_prompts=1, width=64, height=64).asks()
     with pytest.raises(command_line.BenchError, match="5 programs"):
         runs.warm_up(Compiling(*[5] * 99), asks, counts=[1], steps=1)
 

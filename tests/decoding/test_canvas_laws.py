@@ -9,7 +9,7 @@ from support import canvas_rows
 
 from jdllm import decoding
 from jdllm.algorithms import lookup
-from jdllm.decoding.canvas import interface as canvas_lib
+from jdllm.decoding.canvas.interface import CanvasParams, Window
 
 S, R, END = 40, 10, 5
 OPTIONS = {
@@ -142,7 +142,7 @@ def test_plan_and_update_keep_every_shape_and_type(algorithm, is_shifted):
     planned, window = jax.eval_shape(rule.plan, canvas)
     fields = canvas_rows.random_fields(0, 0, R, S)
     proposal = canvas_rows.made_proposal(
-        canvas_rows.as_numpy(canvas), canvas_lib.Window(low=0, high=0, wanted=True, is_full=0),
+        canvas_rows.as_numpy(canvas), Window(low=0, high=0, wanted=True, is_full=0),
         fields,
     )  # fmt: skip
     written = jax.eval_shape(rule.update, planned, proposal)
@@ -165,7 +165,7 @@ def test_the_table_is_that_of_the_options():
     with pytest.raises(ImportError, match="not declared: Toy; see"):
         decoding.check_names(lookup.CANVAS, names | {"Toy"})
     options = {name for names in OPTIONS for name in lookup.TABLE[names].defaults}
-    fields = {field.name for field in dataclasses.fields(canvas_lib.CanvasParams)}
+    fields = {field.name for field in dataclasses.fields(CanvasParams)}
     assert options <= fields, "every option reaches the device"
     multi_block = [
         decoding.canvas_algorithm("FullAttnMultiBlock", is_shifted=shifted)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support import canvas_rows
 
-from jdllm.decoding.canvas import interface as canvas_lib
+from jdllm.decoding.canvas import interface
 
 S, R = 40, 10
 
@@ -17,7 +17,7 @@ def random_rows(rng, algorithm, options):
     return [canvas_rows.random_row(rng, S, algorithm, options=options(rng)) for _ in range(R)]
 
 
-uniform = jax.jit(canvas_lib.uniform, static_argnums=1)
+uniform = jax.jit(interface.uniform, static_argnums=1)
 
 
 def drawn(canvas, r, forward, salt):

@@ -17,10 +17,10 @@ from support.blocks import make_block, make_proposal
 
 import pallas_kernels
 from jdllm import decoding
-from jdllm import spec as spec_lib
 from jdllm.decoding.block import interface
 from jdllm.runner import full_forward
 from jdllm.runner.block import edit_tokens
+from jdllm.spec import EditTokens
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "data" / "goldens" / "llada22"
 RUNS = json.loads((GOLDEN / "meta.json").read_text())["runs"]
@@ -166,7 +166,7 @@ def propose(logits, ids, block):
     """Returns the proposal for logits [B, T, V], with the answers of the rule's question."""
     rows, T, V = logits.shape
     special = edit_tokens.Special(
-        mask_id=ids.mask, edits=spec_lib.EditTokens(delete=ids.delete, split=ids.split)
+        mask_id=ids.mask, edits=EditTokens(delete=ids.delete, split=ids.split)
     )
     flat = jnp.asarray(logits).reshape(rows * T, V)
     plain = pallas_kernels.logits_stats(flat, forbidden_ids=special.ids)
@@ -191,9 +191,7 @@ def propose(logits, ids, block):
 def test_statistics_with_the_edit_tokens_put_in_are_those_without_the_mask_alone(ids):
     """Few different logits, so that ties occur; entropy is that of the whole vocabulary."""
     logits = np.random.default_rng(ids[0]).integers(0, 3, (64, 12)).astype(np.float32)
-    special = edit_tokens.Special(
-        mask_id=ids[0], edits=spec_lib.EditTokens(delete=ids[1], split=ids[2])
-    )
+    special = edit_tokens.Special(mask_id=ids[0], edits=EditTokens(delete=ids[1], split=ids[2]))
     plain = pallas_kernels.logits_stats(logits, forbidden_ids=special.ids)
     found = special.with_edits(plain, logits[:, list(special.ids)])
     expected = pallas_kernels.logits_stats(logits, forbidden_ids=(special.mask_id,))

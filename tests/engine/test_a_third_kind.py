@@ -14,7 +14,7 @@ from support.toy_kind import device, rows
 
 from jdllm import errors
 from jdllm.device import facts
-from jdllm.engine import core as core_lib
+from jdllm.engine.core import EngineCore, LaunchFailed
 from jdllm.engine.start import kinds
 from jdllm.options import sampling_params
 from jdllm.runner import model_runner
@@ -46,9 +46,7 @@ def build(*, decode_steps=4, overlaps=True, folds=True):
     kind.folds = folds
     runner = model_runner.ModelRunner({"weight": jnp.int32(WEIGHT)}, kind, device=CPU)
     runner.compile(made.buckets())
-    return core_lib.EngineCore(
-        scheduler.Scheduler(made), runner, max_total_tokens=1, overlaps=overlaps
-    )
+    return EngineCore(scheduler.Scheduler(made), runner, max_total_tokens=1, overlaps=overlaps)
 
 
 def ask(name, seed, steps):
@@ -134,7 +132,7 @@ def test_a_failed_launch_takes_its_rows_with_it_and_no_other(monkeypatch):
     core.add([first])
     launch = core.runner.launch
     monkeypatch.setattr(core.runner, "launch", lambda batch: 1 / 0)
-    with pytest.raises(core_lib.LaunchFailed) as failed:
+    with pytest.raises(LaunchFailed) as failed:
         core.step()
     assert [one.request_id for one in failed.value.requests] == ["first"]
     monkeypatch.setattr(core.runner, "launch", launch)

@@ -11,7 +11,7 @@ from jdllm.engine import stats
 from jdllm.engine.start import algorithm_defaults, kinds, sampling_defaults, sizing
 from jdllm.models import loading
 from jdllm.options import config, sampling_params
-from jdllm.scheduler import batch as batch_lib
+from jdllm.scheduler.batch import LaunchResult, RowResult, ScheduleBatch
 from jdllm.scheduler.rows import canvas
 
 CPU = facts.DeviceFacts(platform="cpu", device_kind="cpu")
@@ -155,9 +155,9 @@ def test_canvas_rows_are_few_and_their_context_bounded(family, has_canvas):
 
 def test_canvas_launches_count_tokens():
     counters = stats.Counters()
-    rows = tuple(batch_lib.RowResult(nfe=nfe) for nfe in (3, 1))
+    rows = tuple(RowResult(nfe=nfe) for nfe in (3, 1))
     bucket = canvas.CanvasBucket(rows=4, tokens=96)
-    launch = batch_lib.LaunchResult(
+    launch = LaunchResult(
         rows=rows,
         num_steps=3,
         computed_tokens=192,
@@ -166,7 +166,7 @@ def test_canvas_launches_count_tokens():
         canvas_tokens=96,
         num_full=2,
     )
-    counters.count_launch(batch_lib.ScheduleBatch(rows=(), bucket=bucket), launch)
+    counters.count_launch(ScheduleBatch(rows=(), bucket=bucket), launch)
     assert (counters.denoising_steps, counters.decode_steps, counters.decode_launches) == (4, 3, 1)
     assert (counters.canvas_positions, counters.canvas_forwarded_tokens) == (96, 96)
     assert counters.canvas_full_forwards == 2

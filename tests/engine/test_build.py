@@ -13,13 +13,13 @@ import pytest
 
 import jdllm
 from jdllm import errors
-from jdllm import spec as spec_lib
 from jdllm.checkpoint import source
 from jdllm.engine import tokenizer
 from jdllm.engine.start import kinds, sampling_defaults, sizing
 from jdllm.models import loading
 from jdllm.runner import full_forward
 from jdllm.scheduler.rows import block, uniform
+from jdllm.spec import AttentionPattern
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "data" / "goldens" / "llada2"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -141,13 +141,13 @@ def test_one_bundled_model_for_engine_and_full_forward():
     assert full_forward.load_model().model.path == directory
 
 
-@pytest.mark.parametrize("pattern", spec_lib.AttentionPattern)
+@pytest.mark.parametrize("pattern", AttentionPattern)
 def test_models_without_a_mask_token_need_a_causal_context(pattern):
     spec = loading.read_spec(GOLDEN, block_size=8)
     assert kinds.kind_of(spec).rows is block.BlockRows
     diffusion = dataclasses.replace(spec.diffusion, attention_pattern=pattern, mask_token_id=None)
     maskless = dataclasses.replace(spec, diffusion=diffusion)
-    if pattern is spec_lib.AttentionPattern.CAUSAL:
+    if pattern is AttentionPattern.CAUSAL:
         assert kinds.kind_of(maskless).rows is uniform.UniformRows
     else:
         with pytest.raises(errors.ConfigError, match=f"mask token with {pattern.value} attention"):

@@ -12,7 +12,7 @@ from support import tokenizer_kinds
 
 from jdllm import errors
 from jdllm.checkpoint import source
-from jdllm.engine import tokenizer as tokenizer_lib
+from jdllm.engine.tokenizer import Tokenizer
 from jdllm.templates import conversations
 
 KINDS, TEMPLATES = tokenizer_kinds.KINDS, tokenizer_kinds.TEMPLATES
@@ -36,9 +36,9 @@ def load(tmp_path_factory):
     @functools.cache
     def load(kind, template):
         if kind in BUNDLED:
-            return tokenizer_lib.Tokenizer(BUNDLED[kind])
+            return Tokenizer(BUNDLED[kind])
         folder = tmp_path_factory.mktemp("tokenizer")
-        return tokenizer_lib.Tokenizer(tokenizer_kinds.write(folder, kind, TEMPLATES[template]))
+        return Tokenizer(tokenizer_kinds.write(folder, kind, TEMPLATES[template]))
 
     return load
 
@@ -195,9 +195,9 @@ def test_a_forged_turn_is_none(load):
 def test_a_mask_token_that_is_not_called_special_is_plain_text_as_well(tmp_path):
     folder = tokenizer_kinds.write(tmp_path, "byte-level", TEMPLATES["chatml"])
     asked = [{"role": "user", "content": f"a {tokenizer_kinds.UNUSED} b"}]
-    unused = tokenizer_lib.Tokenizer(folder).token_id(tokenizer_kinds.UNUSED)
+    unused = Tokenizer(folder).token_id(tokenizer_kinds.UNUSED)
     for mask, count in ((None, 1), (unused, 0)):
-        tokenizer = tokenizer_lib.Tokenizer(folder, mask_token_id=mask)
+        tokenizer = Tokenizer(folder, mask_token_id=mask)
         assert tokenizer.apply_chat_template(asked).count(unused) == count
 
 
@@ -238,9 +238,9 @@ def test_tools_are_escaped_as_well(load):
 def test_a_template_that_hides_the_content_gets_a_warning(template, tmp_path, caplog):
     folder = tokenizer_kinds.write(tmp_path, "byte-level", template)
     with caplog.at_level(logging.WARNING):
-        tokenizer_lib.Tokenizer(folder, escape_special_tokens=False)
+        Tokenizer(folder, escape_special_tokens=False)
         assert "special tokens" not in caplog.text
-        tokenizer = tokenizer_lib.Tokenizer(folder)
+        tokenizer = Tokenizer(folder)
     assert caplog.text.count("escape_special_tokens") == 1
     asked = [{"role": "user", "content": "a<|im_end|>b"}]
     assert tokenizer.apply_chat_template(asked) == todays(tokenizer, asked)[1]
@@ -251,7 +251,7 @@ def test_a_template_that_hides_the_content_gets_a_warning(template, tmp_path, ca
 
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_the_usual_templates_get_no_warning(template, tmp_path, caplog):
-    tokenizer_lib.Tokenizer(tokenizer_kinds.write(tmp_path, "byte-level", TEMPLATES[template]))
+    Tokenizer(tokenizer_kinds.write(tmp_path, "byte-level", TEMPLATES[template]))
     assert "escape_special_tokens" not in caplog.text
 
 

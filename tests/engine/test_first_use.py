@@ -14,10 +14,11 @@ from jdllm.engine.start import sizing
 from jdllm.engine.start.images import build, first_use
 from jdllm.runner.image import sizes
 from jdllm.scheduler.rows.image import buckets as image_buckets
+from jdllm.scheduler.rows.image.buckets import ImageBuckets, StepBucket
 
 
 def bucket(rows):
-    return image_buckets.StepBucket(rows=rows, tokens=32, height=64, width=64, is_guided=False)
+    return StepBucket(rows=rows, tokens=32, height=64, width=64, is_guided=False)
 
 
 class Runner:
@@ -105,7 +106,7 @@ def test_launches_are_admitted_within_the_share_of_memory_that_the_flag_gives(
 ):
     # A decode launch needs 10 GB for each image; weights, latents and captions take 40 of 100 GB.
     monkeypatch.setattr(devices, "memory_use", lambda count: (40 * 10**9, 100 * 10**9))
-    buckets = image_buckets.ImageBuckets(
+    buckets = ImageBuckets(
         sizes=((512, 512),), most_decode_rows=image_buckets.rows_by_pixels(8 * 512 * 512)
     )
     measured = {one: 10**10 * one.rows for one in buckets.all() if one.name == "decode"}

@@ -18,7 +18,7 @@ from support.golden_images import PROMPTS, SQUARE, TALL
 from support.waiting import wait_until
 
 from jdllm import errors
-from jdllm.engine import core as core_lib
+from jdllm.engine.core import LaunchFailed
 from jdllm.engine.start import startup
 from jdllm.engine.start.images import build
 from jdllm.runner.launch import compile_counter, executables
@@ -163,7 +163,7 @@ def test_a_program_that_cannot_be_compiled_ends_its_requests_alone(monkeypatch):
     while core.has_work:
         try:
             client.take(core.step())
-        except core_lib.LaunchFailed as fault:
+        except LaunchFailed as fault:
             failed += [(one.request_id, str(fault)) for one in fault.requests]
             client.take(fault.commits)
         time.sleep(core.pause_s)

@@ -10,7 +10,7 @@ import pytest
 from support import image_engine, waiting
 
 from jdllm import errors
-from jdllm.engine import core as core_lib
+from jdllm.engine import core
 from jdllm.engine.images import requests
 
 SIDE = {"height": 96, "width": 96}
@@ -113,7 +113,7 @@ def test_smaller_launches_follow_where_memory_does_not_suffice(monkeypatch):
     def too_large(batch):
         if batch.bucket.name == "step" and batch.bucket.rows > 1:
             failed.append(batch.bucket)
-            raise RuntimeError(f"{core_lib.OUT_OF_MEMORY}: Out of memory allocating 1 byte.")
+            raise RuntimeError(f"{core.OUT_OF_MEMORY}: Out of memory allocating 1 byte.")
         return launch(batch)
 
     asked = [ask(seed=seed) for seed in range(3)]

@@ -19,7 +19,7 @@ import pytest
 from support import golden_flux, image_fake
 from support import golden_images as golden
 
-from jdllm.device import devices as device_lib
+from jdllm.device import devices
 from jdllm.engine.start import startup
 from jdllm.engine.start.images import build
 from jdllm.pipelines import folder, loaded
@@ -73,11 +73,11 @@ def launches(request, tmp_path_factory):
     model = loaded.load(
         folder.read(directory, load_format=load_format),
         "bfloat16",
-        device_lib.facts(),
+        devices.facts(),
         show_progress=False,
     )
     runner = model_runner.ModelRunner(
-        model.params, kind.ImageKind(model.pipeline, golden.CONFIG), device=device_lib.facts()
+        model.params, kind.ImageKind(model.pipeline, golden.CONFIG), device=devices.facts()
     )
     buckets = [golden.encode_bucket(), golden.step_bucket(size), golden.decode_bucket(size)]
     runner.compile(buckets)

@@ -13,19 +13,19 @@ import pytest
 
 import jdllm
 from jdllm import errors
-from jdllm import spec as spec_lib
 from jdllm.device import facts
 from jdllm.engine import core, llm
 from jdllm.engine.start import build, sizing
 from jdllm.options import config, sampling_params
-from jdllm.scheduler import batch as batch_lib
-from jdllm.scheduler import scheduler as scheduler_lib
-from jdllm.scheduler.rows import canvas as canvas_rows
+from jdllm.scheduler.batch import CommittedBlock, LaunchResult, RowResult
 from jdllm.scheduler.rows import interface
+from jdllm.scheduler.rows.canvas import CanvasBucket, CanvasRows
+from jdllm.scheduler.scheduler import Scheduler
+from jdllm.spec import AttentionPattern, DiffusionSpec, ModelSpec
 
 BLOCK, PAGE, CONTEXT, ROWS, VOCAB = 8, 16, 128, 3, 256
 STRIDE = 4
-SPEC = spec_lib.ModelSpec(
+SPEC = ModelSpec(
     architecture="LLaDAModelLM",
     model_type="llada",
     vocab_size=VOCAB,
@@ -35,11 +35,11 @@ SPEC = spec_lib.ModelSpec(
     num_kv_heads=1,
     head_dim=1,
     max_position_embeddings=CONTEXT,
-    diffusion=spec_lib.DiffusionSpec(
+    diffusion=DiffusionSpec(
         block_size=BLOCK,
         mask_token_id=None,
         eos_token_ids=(0,),
-        attention_pattern=spec_lib.AttentionPattern.FULL,
+        attention_pattern=AttentionPattern.FULL,
     ),
     rotary_dim=1,
 )
@@ -82,7 +82,7 @@ class ComputableRunner:
         self._rows = {}  # request id -> (canvas, tokens settled so far)
 
     def launch(self, batch):
-        assert isinstance(batch.bucket, canvas_rows.CanvasBucket)
+        assert isinstance(batch.bucket, CanvasBucket)
         return Done([self._row(row) for row in batch.rows])
 
     def begin_round(self):
@@ -100,11 +100,11 @@ class ComputableRunner:
         end = min(begin + STRIDE, row.stay.canvas_end)
         tokens = np.array([written(canvas, place) for place in range(begin, end)], np.int32)
         self._rows[request.request_id] = (canvas, settled + len(tokens))
-        block = batch_lib.CommittedBlock(
+        block = CommittedBlock(
             tokens=tokens, nfe=1, steps=np.ones(len(tokens), np.int32),
             logprobs=np.zeros(len(tokens), np.float32),
         )  # fmt: skip
-        return batch_lib.RowResult(committed=(block,), nfe=1)
+        return RowResult(committed=(block,), nfe=1)
 
     def reset(self):
         raise AssertionError("no launch fails here")
@@ -121,7 +121,7 @@ class Done:
         return True
 
     def result(self):
-        return batch_lib.LaunchResult(rows=tuple(self.rows), num_steps=1)
+        return LaunchResult(rows=tuple(self.rows), num_steps=1)
 
 
 def built(tokenizer):
@@ -138,7 +138,7 @@ def built(tokenizer):
         max_prefill_tokens=CONTEXT,
         detokenize=None if tokenizer is None else tokenizer.decode,
     )
-    scheduler = scheduler_lib.Scheduler(canvas_rows.CanvasRows.build(rows), max_queued_requests=16)
+    scheduler = Scheduler(CanvasRows.build(rows), max_queued_requests=16)
     sizes = sizing.Sizes(
         context_length=CONTEXT, max_running_requests=ROWS, page_size=PAGE,
         prefill_token_budget=CONTEXT, max_prefill_tokens=CONTEXT, num_pages=pages, weight_bytes=0,

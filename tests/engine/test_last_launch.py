@@ -8,9 +8,9 @@ import pytest
 from support import hand_written
 from support.canvas_hash_model import PAGE, CanvasModel, build, random_request
 
-from jdllm.engine import core as core_lib
 from jdllm.engine import pacing
-from jdllm.scheduler import batch as batch_lib
+from jdllm.engine.core import EngineCore, LaunchFailed
+from jdllm.scheduler.batch import LaunchResult, ScheduleBatch
 from jdllm.scheduler.rows import block, canvas
 
 STEP_S = 0.005
@@ -40,7 +40,7 @@ class Launch:
 
     def result(self):
         self.clock.now = max(self.clock.now, self.ends_s)
-        return batch_lib.LaunchResult(num_steps=self.num_steps)
+        return LaunchResult(num_steps=self.num_steps)
 
 
 class World:
@@ -50,11 +50,11 @@ class World:
         self.clock, self.steps, self.left = Clock(), list(steps), math.inf
         monkeypatch.setattr(pacing, "time", self.clock)
         self.device_free_s, self.started = 0.0, []
-        self.core = core_lib.EngineCore(self, self, max_total_tokens=1, overlaps=overlaps)
+        self.core = EngineCore(self, self, max_total_tokens=1, overlaps=overlaps)
 
     def schedule(self):
         bucket = canvas.CanvasBucket(rows=1, tokens=64)
-        return batch_lib.ScheduleBatch(rows=(), bucket=bucket, max_steps=4)
+        return ScheduleBatch(rows=(), bucket=bucket, max_steps=4)
 
     def launch(self, batch):
         num_steps = self.steps.pop(0)
@@ -147,7 +147,7 @@ def test_a_launch_that_fails_while_it_is_waited_for_is_told(monkeypatch):
 
     monkeypatch.setattr(Launch, "result", fail)
     world.drop_kv = world.reset = lambda: None
-    with pytest.raises(core_lib.LaunchFailed, match="out of luck"):
+    with pytest.raises(LaunchFailed, match="out of luck"):
         world.core.step()
     assert len(world.started) == 2 and world.core._in_flight is None
 
@@ -213,4 +213,4 @@ def test_a_request_that_is_not_in_the_launch_is_not_ended_by_it():
 def batch_of(kind):
     """Returns a batch without rows."""
     bucket = kind(rows=1, tokens=PAGE)
-    return batch_lib.ScheduleBatch(rows=(), bucket=bucket)
+    return ScheduleBatch(rows=(), bucket=bucket)

@@ -11,10 +11,11 @@ import pytest
 from support import hash_model
 from support.image_fake import SMALL, alone, ask, build
 
-from jdllm.engine import core as core_lib
-from jdllm.engine import loop as loop_lib
-from jdllm.scheduler import batch as batch_lib
+from jdllm.engine.core import EngineCore, LaunchFailed
+from jdllm.engine.loop import EngineLoop
+from jdllm.scheduler.batch import LaunchResult, Pause, ScheduleBatch
 from jdllm.scheduler.rows.image import rows
+from jdllm.scheduler.rows.image.buckets import BeginBucket
 
 DELAY_S = 0.4
 
@@ -45,7 +46,7 @@ def products_of(events, count):
 def test_a_start_that_is_held_sleeps_and_an_arrival_wakes_it(overlaps):
     core, device = build(random.Random(0), delay_s=DELAY_S, overlaps=overlaps)
     rounds, events = Counted(core), queue.SimpleQueue()
-    engine = loop_lib.EngineLoop(core)
+    engine = EngineLoop(core)
     began = time.monotonic()
     asks = [ask(2, seed=n, prompt=(n + 1,), arrival_s=began) for n in range(2)]
     for one in asks:
@@ -66,7 +67,7 @@ def test_missing_programs_are_asked_for_now_and_then():
     programs = core.scheduler.rows.programs
     programs.is_ready = lambda bucket: bucket.name != "step" or is_compiled.is_set()
     rounds = Counted(core)
-    engine = loop_lib.EngineLoop(core)
+    engine = EngineLoop(core)
     engine.submit([one], lambda name, event: events.put((name, event))).result(timeout=30)
     time.sleep(0.3)
     assert not device.trace  # a request holds no place before it has all that it needs
@@ -78,7 +79,7 @@ def test_missing_programs_are_asked_for_now_and_then():
 
 def test_an_abort_while_the_start_is_held_ends_at_once():
     core, _ = build(random.Random(0), delay_s=60.0)
-    engine = loop_lib.EngineLoop(core)
+    engine = EngineLoop(core)
     one, events = ask(2, arrival_s=time.monotonic()), queue.SimpleQueue()
     engine.submit([one], lambda name, event: events.put((name, event))).result(timeout=30)
     time.sleep(0.05)
@@ -94,14 +95,14 @@ class World:
 
     def __init__(self, plans, overlaps):
         self.plans, self.launched = list(plans), 0
-        self.core = core_lib.EngineCore(self, self, max_total_tokens=1, overlaps=overlaps)
+        self.core = EngineCore(self, self, max_total_tokens=1, overlaps=overlaps)
 
     def schedule(self):
         return self.plans.pop(0)
 
     def launch(self, batch):
         self.launched += 1
-        return hash_model.Done(batch_lib.LaunchResult(num_steps=1))
+        return hash_model.Done(LaunchResult(num_steps=1))
 
     def steps_left(self, batch):
         return 1.0
@@ -117,12 +118,12 @@ class World:
 
 
 def batch():
-    bucket = rows.buckets_lib.BeginBucket(height=64, width=64)
-    return batch_lib.ScheduleBatch(rows=(), bucket=bucket)
+    bucket = BeginBucket(height=64, width=64)
+    return ScheduleBatch(rows=(), bucket=bucket)
 
 
 def test_while_a_launch_is_in_flight_its_results_are_the_pause():
-    pauses = [batch_lib.Pause(seconds=s) for s in (float("inf"), 0.25, 0.125)]
+    pauses = [Pause(seconds=s) for s in (float("inf"), 0.25, 0.125)]
     world = World([batch(), *pauses, batch(), batch()], overlaps=True)
     seen = []
     for _ in itertools.repeat(None, 6):
@@ -133,7 +134,7 @@ def test_while_a_launch_is_in_flight_its_results_are_the_pause():
 
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_waiting_for_results_that_nobody_computes_is_a_fault(overlaps):
-    world = World([batch_lib.Pause(seconds=float("inf"))], overlaps)
+    world = World([Pause(seconds=float("inf"))], overlaps)
     with pytest.raises(AssertionError, match="no launch"):
         world.core.step()
 
@@ -150,11 +151,11 @@ def test_rows_that_cannot_halve_end_without_memory():
     made, _ = hash_model.build(hash_model.B, True, "fcfs", 64, 2)
     one = hash_model.random_request(random.Random(0), "one")
     model = hash_model.PagedModel("persist", 64, hash_model.B)
-    core = core_lib.EngineCore(made, model, max_total_tokens=64)
+    core = EngineCore(made, model, max_total_tokens=64)
     core.add([one])
     model.reset = lambda: None
     model.launch = lambda batch: hash_model.Done(RuntimeError("RESOURCE_EXHAUSTED: no memory"))
-    with pytest.raises(core_lib.LaunchFailed) as failed:
+    with pytest.raises(LaunchFailed) as failed:
         core.step()
     assert failed.value.requests == [one]
 
@@ -163,7 +164,7 @@ def test_images_are_not_halved_for_other_faults():
     core, _ = build(random.Random(0), fault=lambda batch: RuntimeError("INTERNAL: a fault"))
     asks = [ask(2, size=SMALL, prompt=(n,)) for n in range(2)]
     core.add(asks)
-    with pytest.raises(core_lib.LaunchFailed) as failed:
+    with pytest.raises(LaunchFailed) as failed:
         while True:
             core.step()
     assert failed.value.requests == asks

@@ -14,7 +14,6 @@ from support.hash_model import CONTEXT, B
 from jdllm import errors
 from jdllm.engine import input_processor
 from jdllm.options import sampling_params
-from jdllm.scheduler import request as request_lib
 
 PROMPTS = [[4] * B, [5] * (B + 1), [6] * 3]
 PARAMS = sampling_params.SamplingParams(max_new_tokens=3 * B, seed=5, ignore_eos=True, n=2)
@@ -125,7 +124,7 @@ def test_a_list_that_can_never_fit_is_refused_before_anything_is_built(engine, m
     def build(**_):
         raise AssertionError("a request was built")
 
-    monkeypatch.setattr(request_lib, "Request", build)
+    monkeypatch.setattr(input_processor, "Request", build)
     monkeypatch.setattr(input_processor.InputProcessor, "choices", build)
     for prompts, n in (([[4]] * (places + 1), 1), ([[4]] * 2, places)):
         rows = [sampling_params.SamplingParams(max_new_tokens=2, n=n)] * len(prompts)

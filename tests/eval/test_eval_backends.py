@@ -11,8 +11,7 @@ import pytest
 from support import toy_engine, toy_server
 
 from jdllm import errors
-from jdllm.eval import __main__ as cli
-from jdllm.eval import backends, evaluation
+from jdllm.eval import __main__, backends, evaluation
 from jdllm.plots import style
 
 
@@ -38,7 +37,7 @@ def data(tmp_path):
 
 def run(server, data, out, *extra):
     argv = ["--task", "gsm8k", "--data", str(data), "--base-url", server.url]
-    return cli.main([*argv, "--output-dir", str(out), "--parallel", "2", *extra])
+    return __main__.main([*argv, "--output-dir", str(out), "--parallel", "2", *extra])
 
 
 def samples(out):
@@ -206,12 +205,12 @@ def test_bad_command_lines_exit_2(server, data, tmp_path, capsys, extra, words):
 
 def test_bad_data_and_missing_data_exit_2(tmp_path, capsys):
     out = str(tmp_path / "out")
-    assert cli.main(["--task", "gsm8k", "--output-dir", out]) == 2
+    assert __main__.main(["--task", "gsm8k", "--output-dir", out]) == 2
     assert "--data FILE" in capsys.readouterr().err
     broken = tmp_path / "broken.jsonl"
     for content in ('{"question": "q"}\n', "not json\n", '{"question": "q", "answer": "7"}\n'):
         broken.write_text(content)
-        assert cli.main(["--task", "gsm8k", "--data", str(broken), "--output-dir", out]) == 2
+        assert __main__.main(["--task", "gsm8k", "--data", str(broken), "--output-dir", out]) == 2
         assert "broken.jsonl" in capsys.readouterr().err
 
 
@@ -219,7 +218,7 @@ def test_data_that_are_no_text_are_not_printed(tmp_path, capsys):
     data = tmp_path / "test.parquet"
     data.write_bytes(b"PAR1" + b"\xff" * 100_000)
     argv = ["--task", "gsm8k", "--data", str(data), "--output-dir", str(tmp_path / "out")]
-    assert cli.main(argv) == 2
+    assert __main__.main(argv) == 2
     err = capsys.readouterr().err
     assert "test.parquet" in err and "no UTF-8 text" in err and len(err) < 500
 
@@ -229,16 +228,16 @@ def test_an_output_folder_is_made_before_a_model_is_looked_for(task, tmp_path, c
     (tmp_path / "file").touch()
     argv = ["--task", task, "--limit", "1", "--model-path", str(tmp_path / "nowhere")]
     for folder, named in (("file/run", "cannot use"), ("run", "nowhere")):
-        assert cli.main([*argv, "--output-dir", str(tmp_path / folder)]) == 2
+        assert __main__.main([*argv, "--output-dir", str(tmp_path / folder)]) == 2
         assert named in capsys.readouterr().err
     assert list((tmp_path / "run").iterdir()) == []
 
 
 def test_no_server_says_so(data, tmp_path, capsys):
     argv = ["--task", "gsm8k", "--data", str(data), "--output-dir", str(tmp_path / "out")]
-    assert cli.main([*argv, "--base-url", "http://127.0.0.1:9"]) == 1
+    assert __main__.main([*argv, "--base-url", "http://127.0.0.1:9"]) == 1
     assert "no server at http://127.0.0.1:9" in capsys.readouterr().err
-    assert cli.main([*argv, "--base-url", "127.0.0.1:30000"]) == 2
+    assert __main__.main([*argv, "--base-url", "127.0.0.1:30000"]) == 2
 
 
 def in_process(engine, data, out):

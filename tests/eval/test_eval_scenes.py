@@ -12,7 +12,7 @@ from PIL import Image
 from support import edge, fake_images, image_engine, socket_server
 from support import golden_images as golden
 
-from jdllm.eval import __main__ as cli
+from jdllm.eval import __main__
 from jdllm.eval.scenes import pictures, summary
 from jdllm.tasks import registry
 from jdllm.tasks.scenes import drawing, generator
@@ -56,7 +56,7 @@ def url(engine):
 
 def run(url, out, *extra):
     argv = ["--task", "scenes", "--base-url", url, "--output-dir", str(out), "--parallel", "3"]
-    return cli.main([*argv, *extra])
+    return __main__.main([*argv, *extra])
 
 
 def results(folder):
@@ -138,7 +138,7 @@ def test_wrong_flags_are_named(url, tmp_path, capsys, line, message):
 
 def test_flags_of_pictures_are_refused_for_texts(tmp_path, capsys):
     argv = ["--task", "arithmetic", "--output-dir", str(tmp_path), "--num-inference-steps", "3"]
-    assert cli.main(argv) == 2
+    assert __main__.main(argv) == 2
     assert "--num-inference-steps is for --task scenes" in capsys.readouterr().err
 
 
@@ -156,13 +156,13 @@ def test_in_process():
     assert made.picture.shape == (96, 64, 3) and made.picture.dtype == np.uint8 and seconds > 0
     assert made.skipped_steps == 0
     assert backend.describe()["model"] == "golden"
-    with pytest.raises(cli.backends.BackendError, match="multiple of"):
+    with pytest.raises(__main__.backends.BackendError, match="multiple of"):
         backend.picture(dataclasses.replace(wanted, width=65))
 
 
 def test_options_of_texts_are_refused_in_process_too(tmp_path, capsys):
     argv = ["--task", "scenes", "--output-dir", str(tmp_path), "--context-length", "64"]
-    assert cli.main([*argv, "--model-path", str(golden.PIPELINE)]) == 2
+    assert __main__.main([*argv, "--model-path", str(golden.PIPELINE)]) == 2
     assert "context_length=64 has no meaning for this model" in capsys.readouterr().err
 
 

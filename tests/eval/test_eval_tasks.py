@@ -6,7 +6,7 @@ import sys
 import pytest
 from support import toy_server
 
-from jdllm.eval import __main__ as cli
+from jdllm.eval import __main__
 from jdllm.tasks import code
 
 MBPP = [
@@ -40,7 +40,7 @@ def gsm8k(tmp_path):
 
 def run(server, task, data, out, *extra):
     argv = ["--task", task, "--data", str(data), "--base-url", server.url, "--output-dir", str(out)]
-    return cli.main([*argv, *extra])
+    return __main__.main([*argv, *extra])
 
 
 def results_of(out):
@@ -153,5 +153,5 @@ def test_examples_with_one_id_are_refused(server, tmp_path, capsys):
 
 @pytest.mark.parametrize("task", ["gsm8k", "math500", "humaneval", "mbpp"])
 def test_a_task_without_its_file_says_which(task, tmp_path, capsys):
-    assert cli.main(["--task", task, "--output-dir", str(tmp_path)]) == 2
+    assert __main__.main(["--task", task, "--output-dir", str(tmp_path)]) == 2
     assert "needs --data FILE: " in capsys.readouterr().err

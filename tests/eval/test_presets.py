@@ -4,8 +4,7 @@ import pathlib
 
 import pytest
 
-from jdllm.eval import __main__ as cli
-from jdllm.eval import model_args, presets
+from jdllm.eval import __main__, model_args, presets
 from jdllm.options import sampling_params
 from jdllm.tasks import registry
 
@@ -13,8 +12,8 @@ DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs" / "evaluation.md"
 
 
 def sampling(*words: str, task: str = "gsm8k", changed=None, line: str = "") -> dict:
-    options = cli.make_parser().parse(["--task", task, "--output-dir", "x", *words])
-    return cli.sampling(options, changed or {}, model_args.parse(model_args.split(line)))
+    options = __main__.make_parser().parse(["--task", task, "--output-dir", "x", *words])
+    return __main__.sampling(options, changed or {}, model_args.parse(model_args.split(line)))
 
 
 @pytest.mark.parametrize("task", registry.TASKS)
@@ -62,19 +61,19 @@ def test_an_engine_is_started_with_the_algorithms_that_are_asked_for(
     def start(config):
         raise StartedError(config.dllm_algorithm)
 
-    monkeypatch.setattr(cli.engine_lib, "Engine", start)
+    monkeypatch.setattr(__main__, "Engine", start)
     argv = ["--task", "arithmetic", "--limit", "1", "--output-dir", str(tmp_path), *words]
     with pytest.raises(StartedError) as started:
-        cli.run(cli.make_parser().parse(argv))
+        __main__.run(__main__.make_parser().parse(argv))
     assert started.value.args == (compiled,)
 
 
 def test_an_unknown_preset_and_a_preset_for_pictures_are_refused(tmp_path, capsys):
     argv = ["--output-dir", str(tmp_path), "--preset"]
     with pytest.raises(SystemExit):
-        cli.main(["--task", "gsm8k", *argv, "llada21"])
+        __main__.main(["--task", "gsm8k", *argv, "llada21"])
     assert "--preset" in capsys.readouterr().err
-    assert cli.main(["--task", "scenes", *argv, "llada20"]) == 2
+    assert __main__.main(["--task", "scenes", *argv, "llada20"]) == 2
     assert "--preset is for tasks of texts" in capsys.readouterr().err
 
 

@@ -10,7 +10,7 @@ from support import devices
 from jdllm.kv_cache import pool
 from jdllm.models import registry
 from jdllm.runner.block import sizes
-from pallas_kernels.add_rms_norm import api as add_rms_norm
+from pallas_kernels.add_rms_norm import api
 from pallas_kernels.dense_matmul import api as dense_matmul
 from pallas_kernels.dense_matmul.mosaic_gpu import MAX_TOKENS
 from pallas_kernels.extend_attention import api as extend_attention
@@ -36,7 +36,7 @@ def choices_of(name, *, rows, block_size):
     spec, tokens = config.spec, rows * block_size
     width = spec.num_query_heads * spec.head_dim
     found = {
-        "add_rms_norm": add_rms_norm.choose(dtype=DTYPE, width=spec.hidden_size),
+        "add_rms_norm": api.choose(dtype=DTYPE, width=spec.hidden_size),
         "extend_attention": extend_attention.choose(
             dtype=DTYPE,
             head_dim=spec.head_dim,

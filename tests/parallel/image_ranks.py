@@ -29,12 +29,11 @@ from support.image_launches import (
 from support.shards import assert_same_bits, shards_by_device
 
 import jdllm
-from jdllm.device import devices as device_lib
-from jdllm.device import sharding
+from jdllm.device import devices, sharding
 from jdllm.models import loading, random_weights
-from jdllm.models import split as models_split
 from jdllm.models.images import flux, qwen_image, split
-from jdllm.models.images import quantization as quantization_lib
+from jdllm.models.images.quantization import quantize, read_as
+from jdllm.models.split import Placement
 from jdllm.pipelines import loaded
 from jdllm.runner import model_runner
 from jdllm.runner.image import kind, sizes
@@ -57,7 +56,7 @@ def mesh_of(tp):
 @functools.cache
 def over(golden, tp):
     return loaded.load(
-        golden.folder(), "auto", device_lib.facts(tp), show_progress=False, mesh=mesh_of(tp)
+        golden.folder(), "auto", devices.facts(tp), show_progress=False, mesh=mesh_of(tp)
     )
 
 
@@ -65,7 +64,7 @@ def over(golden, tp):
 def runner_over(golden, tp):
     model = over(golden, tp)
     return model_runner.ModelRunner(
-        model.params, kind.ImageKind(model.pipeline, golden.config), device=device_lib.facts(tp)
+        model.params, kind.ImageKind(model.pipeline, golden.config), device=devices.facts(tp)
     )
 
 
@@ -195,7 +194,7 @@ def test_ranks_skip_the_steps_of_a_plain_loop():
     golden, size = dataclasses.replace(golden, config=config), golden.sizes[0]
     model = over(golden, tp)
     runner = model_runner.ModelRunner(
-        model.params, kind.ImageKind(model.pipeline, config), device=device_lib.facts(tp)
+        model.params, kind.ImageKind(model.pipeline, config), device=devices.facts(tp)
     )
     with_programs(
         runner,
@@ -280,11 +279,11 @@ def drawn(name, tp, quantization=None):
     config = one.read({**one.example, **EIGHT_HEADS, **blocks})
     dtype, quantized = jnp.dtype("float32"), {"quantization": quantization}
     shapes = one.abstract(config, dtype, **quantized)[1]
-    read, place = quantization_lib.read_as(shapes), None
+    read, place = read_as(shapes), None
     if tp > 1:
-        place = models_split.Placement(cuts=split.cuts(config, read, tp), mesh=mesh_of(tp))
+        place = Placement(cuts=split.cuts(config, read, tp), mesh=mesh_of(tp))
     arrays = random_weights.each(read, place=place)
-    params = quantization_lib.quantize(arrays, shapes, place)
+    params = quantize(arrays, shapes, place)
     return one.abstract(split.local_config(config, tp), dtype, **quantized)[0], params
 
 

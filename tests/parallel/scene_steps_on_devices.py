@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from support import tiny_scenes
 
-from jdllm.train import __main__ as train_main
-from jdllm.train import recipes
+from jdllm.train import __main__, recipes
 from jdllm.train.scenes import chunks, devices, networks, pool, programs, update
 
 pytestmark = pytest.mark.campaign
@@ -144,7 +143,7 @@ def test_a_chunk_that_devices_share_is_that_of_one(folder, source):
 def test_a_run_that_devices_share_changes_its_stage_and_goes_on_with_one(folder, tmp_path):
     def run(count, **changes):
         words = tiny_scenes.arguments(folder / "model", tmp_path, dp_size=count, **changes)
-        assert train_main.main(words) == 0
+        assert __main__.main(words) == 0
         return [json.loads(line) for line in (tmp_path / "curve.jsonl").read_text().splitlines()]
 
     lines = run(2, num_steps=30)

@@ -15,9 +15,9 @@ from support.image_launches import NEGATIVE, PROMPTS
 from jdllm import errors
 from jdllm.models.images import flux as transformer
 from jdllm.pipelines import flux, interface
-from jdllm.runner.image import kind as kind_lib
+from jdllm.runner.image.kind import ImageKind
 from jdllm.runner.launch import interrupts
-from jdllm.scheduler import batch as batch_lib
+from jdllm.scheduler.batch import ScheduleBatch
 from jdllm.scheduler.rows.image import buckets
 
 GOLDEN, CLIP_IDS = golden.GOLDEN, golden.CLIP_IDS
@@ -129,7 +129,7 @@ def test_rows_of_a_launch_have_their_own_scales():
 def test_a_launch_of_padding_is_finite():
     """Padding rows have captions of one token, which ends within CLIP's."""
     model, (height, width) = GOLDEN.pipeline(), golden.SQUARE
-    kind = kind_lib.ImageKind(model.pipeline, GOLDEN.config)
+    kind = ImageKind(model.pipeline, GOLDEN.config)
     tokens = CLIP_IDS + 64
     for bucket in (
         buckets.EncodeBucket(rows=1, tokens=tokens),
@@ -137,7 +137,7 @@ def test_a_launch_of_padding_is_finite():
         buckets.StepBucket(rows=1, tokens=tokens, height=height, width=width, is_guided=False),
     ):
         program = kind.program(bucket)
-        empty = batch_lib.ScheduleBatch(rows=(), bucket=bucket)
+        empty = ScheduleBatch(rows=(), bucket=bucket)
         inputs = program.inputs(empty, interrupts.shapes())
         assert bucket.name == "modulate" or (inputs.lens < CLIP_IDS).all()
         memory = kind.create_memory()

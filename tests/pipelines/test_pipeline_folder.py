@@ -14,7 +14,7 @@ import safetensors.numpy
 
 from jdllm import convert, errors
 from jdllm.checkpoint import orbax_checkpoint
-from jdllm.device import devices as device_lib
+from jdllm.device import devices
 from jdllm.models.images import registry
 from jdllm.pipelines import folder as pipeline_folder
 from jdllm.pipelines import loaded, prompts
@@ -317,7 +317,7 @@ def test_a_pipeline_with_faults_is_not_converted(folder, capsys):
 
 def defaults_of(folder):
     read = pipeline_folder.read(folder)
-    return loaded.load(read, "float32", device_lib.facts(), show_progress=False).pipeline.defaults
+    return loaded.load(read, "float32", devices.facts(), show_progress=False).pipeline.defaults
 
 
 def test_a_folder_may_give_the_defaults_of_requests(folder):

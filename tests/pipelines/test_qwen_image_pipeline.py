@@ -13,9 +13,9 @@ from support import published_pipelines
 from support.image_launches import NEGATIVE, PROMPTS
 
 from jdllm.pipelines import interface
-from jdllm.runner.image import kind as kind_lib
+from jdllm.runner.image.kind import ImageKind
 from jdllm.runner.launch import interrupts
-from jdllm.scheduler import batch as batch_lib
+from jdllm.scheduler.batch import ScheduleBatch
 from jdllm.scheduler.rows.image import buckets
 
 GOLDEN, PREFIX = golden.GOLDEN, golden.PREFIX
@@ -106,11 +106,11 @@ def test_guided_rows_of_one_launch_have_their_own_negative_prompts_and_scales():
 def test_a_launch_of_padding_is_finite():
     """Padding rows have captions of one token, which ends within the prefix."""
     model, config = GOLDEN.pipeline(), GOLDEN.config
-    kind = kind_lib.ImageKind(model.pipeline, config)
+    kind = ImageKind(model.pipeline, config)
     tokens, (height, width) = PREFIX + 16, golden.SIZES[0]
     bucket = buckets.StepBucket(rows=1, tokens=tokens, height=height, width=width, is_guided=True)
     program = kind.program(bucket)
-    empty = batch_lib.ScheduleBatch(rows=(), bucket=bucket)
+    empty = ScheduleBatch(rows=(), bucket=bucket)
     inputs = program.inputs(empty, interrupts.shapes())
     assert (inputs.lens < PREFIX).all()
     captions = jnp.zeros((1, *model.pipeline.caption_shapes(tokens).shape))

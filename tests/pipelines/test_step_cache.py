@@ -13,10 +13,10 @@ from support import golden_pipelines, image_launches, jaxprs, step_cache_oracle
 from support.image_launches import NEGATIVE, PROMPTS, ROWS
 
 from jdllm import errors
-from jdllm.device import devices as device_lib
+from jdllm.device import devices
 from jdllm.runner import model_runner
-from jdllm.runner.image import kind as kind_lib
 from jdllm.runner.image import sizes
+from jdllm.runner.image.kind import ImageKind
 
 STEPS = 6
 ATOL_LATENTS = 6e-4  # that of test_golden_runs.py
@@ -35,7 +35,7 @@ def small(golden):
 def runner(golden):
     model, size, config = golden.pipeline(), golden.sizes[0], small(golden).config
     made = model_runner.ModelRunner(
-        model.params, kind_lib.ImageKind(model.pipeline, config), device=device_lib.facts()
+        model.params, ImageKind(model.pipeline, config), device=devices.facts()
     )
     step = functools.partial(image_launches.step_bucket, size, tokens=golden.tokens)
     buckets = [
@@ -207,7 +207,7 @@ def test_programs_without_a_cache_have_neither_its_inputs_nor_its_memory(golden)
     bucket = image_launches.step_bucket(golden.sizes[0], tokens=golden.tokens)
     program = made._kind.program(bucket)
     assert "residuals" not in program.uses and program.inputs(_empty(bucket), None).cache is None
-    plain = kind_lib.ImageKind(golden.pipeline().pipeline, golden.config).create_memory()
+    plain = ImageKind(golden.pipeline().pipeline, golden.config).create_memory()
     assert "residuals" not in plain
     held = made._memory["residuals"]
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(held))
@@ -225,7 +225,7 @@ def test_a_pipeline_without_a_cache_refuses_it(golden, monkeypatch):
     monkeypatch.setattr(type(pipeline), "options", options)
     config = dataclasses.replace(golden.config, has_step_cache=True)
     with pytest.raises(errors.ConfigError, match="enable_step_cache"):
-        kind_lib.ImageKind(pipeline, config)
+        ImageKind(pipeline, config)
 
 
 def test_a_step_cache_that_does_not_fit_names_what_to_lower():

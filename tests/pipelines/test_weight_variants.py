@@ -16,7 +16,7 @@ import jdllm
 from jdllm import convert, errors
 from jdllm.checkpoint import source
 from jdllm.engine.start.images import options as image_options
-from jdllm.options import config as config_lib
+from jdllm.options.config import EngineConfig
 from jdllm.pipelines import folder as pipeline_folder
 
 GOLDEN = golden_images.PIPELINE
@@ -171,7 +171,7 @@ def test_a_model_in_one_file_is_refused_with_what_to_do(tmp_path, name):
 
 
 def test_the_option_of_an_engine_reaches_its_build(folder):
-    config = config_lib.EngineConfig(model_path=str(folder), variant="fp16")
+    config = EngineConfig(model_path=str(folder), variant="fp16")
     assert image_options.build_config(config).variant == "fp16"
 
 

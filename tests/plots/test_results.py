@@ -7,8 +7,7 @@ import re
 import pytest
 
 from jdllm.bench import one_batch, stats
-from jdllm.plots import __main__ as command
-from jdllm.plots import results
+from jdllm.plots import __main__, results
 
 pytest.importorskip("matplotlib", reason="it comes with the extra plot")
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -40,7 +39,7 @@ def test_a_line_per_setting_in_the_order_of_x(tmp_path, capsys):
     lines = throughput.lines(batch_rows())
     assert lines["threshold 0.95"] == [(16, 1600), (1, 100), (4, 400)]
     assert latency.lines(batch_rows())["threshold 0.0"][0] == (16, 80.0)
-    assert command.main([write(tmp_path / "result.jsonl", batch_rows())]) == 0
+    assert __main__.main([write(tmp_path / "result.jsonl", batch_rows())]) == 0
     assert f"wrote {tmp_path / 'result.png'}" in capsys.readouterr().out
     drawn = (tmp_path / "result.svg").read_text()
     for text in ("output tokens/s", "ms per forward", "threshold 0.95", "threshold 0.0"):
@@ -52,11 +51,11 @@ def test_files_are_drawn_side_by_side(tmp_path):
     before = write(tmp_path / "before.jsonl", batch_rows())
     after = write(tmp_path / "after.jsonl", batch_rows(1.1))
     name = tmp_path / "both"
-    assert command.main([before, after, "--output-file", str(name)]) == 0
+    assert __main__.main([before, after, "--output-file", str(name)]) == 0
     drawn = name.with_suffix(".svg").read_text()
     for text in ("before: threshold 0.95", "after: threshold 0.95"):
         assert len(re.findall(re.escape(text), drawn)) >= 2, "in both panels"
-    assert command.labels(["a/x.jsonl", "b/x.jsonl"]) == {p: p for p in ("a/x.jsonl", "b/x.jsonl")}
+    assert __main__.labels(["a/x.jsonl", "b/x.jsonl"]) == {p: p for p in ("a/x.jsonl", "b/x.jsonl")}
 
 
 def test_the_curve_of_a_training_run(tmp_path):
@@ -67,7 +66,7 @@ def test_the_curve_of_a_training_run(tmp_path):
     assert len(loss.lines(rows)["training"]) > 100
     last = accuracy.lines(rows)["0.95"][-1]
     assert last == (49460, pytest.approx(90.3))
-    assert command.main([str(curve), "--output-file", str(tmp_path / "curve")]) == 0
+    assert __main__.main([str(curve), "--output-file", str(tmp_path / "curve")]) == 0
     assert "held out" in (tmp_path / "curve.svg").read_text()
 
 
@@ -94,14 +93,14 @@ def test_other_files_are_refused(tmp_path, capsys, texts, said):
     paths = [tmp_path / f"{i}.jsonl" for i in range(len(texts))]
     for path, text in zip(paths, texts):
         path.write_text(text)
-    assert command.main([*map(str, paths), "--output-file", str(tmp_path / "plot")]) == 2
+    assert __main__.main([*map(str, paths), "--output-file", str(tmp_path / "plot")]) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "plot.png").exists()
 
 
 def test_a_missing_file_and_a_name_that_cannot_be_written(tmp_path, capsys):
-    assert command.main([str(tmp_path / "absent.jsonl")]) == 2
+    assert __main__.main([str(tmp_path / "absent.jsonl")]) == 2
     assert "absent.jsonl" in capsys.readouterr().err
     rows = write(tmp_path / "rows.jsonl", batch_rows())
-    assert command.main([rows, "--output-file", str(tmp_path / "no" / "plot")]) == 2
+    assert __main__.main([rows, "--output-file", str(tmp_path / "no" / "plot")]) == 2
     assert "cannot write" in capsys.readouterr().err

@@ -6,8 +6,8 @@ from support.canvas_hash_model import CONTEXT, build
 
 from jdllm import errors
 from jdllm.options import sampling_params
-from jdllm.scheduler import batch as batch_lib
 from jdllm.scheduler import request
+from jdllm.scheduler.batch import CommittedBlock, LaunchResult, RowResult
 from jdllm.scheduler.rows import canvas
 
 EOS = 25
@@ -35,16 +35,16 @@ def ask(name, prompt, max_new=8, *, suffix=(), given=None, algorithm="FullAttnMu
 
 def settled(*tokens, nfe=1, is_invalid=False):
     tokens = np.array(tokens, np.int32)
-    block = batch_lib.CommittedBlock(
+    block = CommittedBlock(
         tokens=tokens, nfe=nfe, steps=np.ones_like(tokens), logprobs=np.zeros(len(tokens))
     )
-    return batch_lib.RowResult(
+    return RowResult(
         committed=(block,) if len(tokens) else (), context_len=0, nfe=nfe, is_invalid=is_invalid
     )
 
 
 def process(made, batch, *rows):
-    return made.process_results(batch, batch_lib.LaunchResult(rows=rows))
+    return made.process_results(batch, LaunchResult(rows=rows))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from support.canvas_hash_model import (
 )
 from support.hash_model import ends_at
 
-from jdllm.engine import core as core_lib
+from jdllm.engine.core import EngineCore, LaunchFailed
 from jdllm.scheduler.rows import canvas
 
 NUM_REQUESTS = 60
@@ -129,14 +129,14 @@ def test_a_failed_launch_takes_its_rows_with_it_and_no_other():
         made, shapes = build(32, 3, 1000, decode_steps=2)
         model = CanvasModel(32, shapes, rng)
         model.fails = {4}
-        core = core_lib.EngineCore(made, model, max_total_tokens=32 * PAGE, overlaps=overlaps)
+        core = EngineCore(made, model, max_total_tokens=32 * PAGE, overlaps=overlaps)
         todo = [random_request(rng, str(i)) for i in range(12)]
         core.add(todo)
         failed = set()
         while core.has_work:
             try:
                 core.step()
-            except core_lib.LaunchFailed as error:
+            except LaunchFailed as error:
                 failed |= {one.request_id for one in error.requests}
         assert failed
         for one in todo:

@@ -10,14 +10,14 @@ import random
 import pytest
 
 from jdllm.options import sampling_params
-from jdllm.scheduler import request as request_lib
 from jdllm.scheduler import waiting
+from jdllm.scheduler.request import Request
 
 MAX_ROWS = 5
 
 
 def ask(name, group=None, priority_class=0):
-    one = request_lib.Request(
+    one = Request(
         request_id=name,
         prompt_ids=[1],
         sampling=sampling_params.SamplingParams(),
@@ -103,7 +103,7 @@ class Traffic:
             self.ring.remove(place)
 
     def preempt(self):
-        one = max(self.running, key=request_lib.Request.rank)
+        one = max(self.running, key=Request.rank)
         self.running.remove(one)
         one.num_preemptions += 1
         self.queue.add(one)

@@ -8,17 +8,17 @@ import pytest
 from support.image_fake import BUCKETS, SMALL, Client, ask, build, run
 from support.image_watch import Watch, check_products
 
-from jdllm.scheduler.rows.image import buckets as image_buckets
 from jdllm.scheduler.rows.image import sharing as image_sharing
+from jdllm.scheduler.rows.image.buckets import ImageBuckets, StepBucket
 
 TOKENS, ROWS = (64, 128, 256, 512), (1, 2, 4, 8, 12)
 IMAGE = 1024  # tokens of an image of 512 x 512
-SHAPE = image_buckets.StepBucket(rows=1, tokens=64, height=512, width=512, is_guided=False)
+SHAPE = StepBucket(rows=1, tokens=64, height=512, width=512, is_guided=False)
 
 
 def choices(lengths, *, image=IMAGE, cost=0.1, rows=ROWS):
     """Returns the buckets of steps, the best first, and the captions of those who could share."""
-    buckets = image_buckets.ImageBuckets(
+    buckets = ImageBuckets(
         tokens=TOKENS, launch_cost=cost, image_tokens=lambda height, width: image
     )
     found = image_sharing.choices(buckets, SHAPE, rows, lengths)

@@ -5,11 +5,11 @@ import random
 import pytest
 
 from jdllm import errors
-from jdllm.scheduler.rows.image import captions as image_captions
+from jdllm.scheduler.rows.image.captions import CaptionStay, CaptionStore
 
 
 def stay(entries):
-    return image_captions.CaptionStay(slot=0, entries=entries)
+    return CaptionStay(slot=0, entries=entries)
 
 
 class Simple:
@@ -45,7 +45,7 @@ class Simple:
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 def test_it_holds_what_a_list_in_order_of_use_holds(size):
     rng = random.Random(size)
-    store, simple, held = image_captions.CaptionStore(size), Simple(size), []
+    store, simple, held = CaptionStore(size), Simple(size), []
     for _ in range(3000):
         action = rng.random()
         if action < 0.5:
@@ -84,4 +84,4 @@ def by_caption(store):
 
 def test_a_store_without_entries_is_refused():
     with pytest.raises(errors.ConfigError, match="num_entries=0"):
-        image_captions.CaptionStore(0)
+        CaptionStore(0)

@@ -6,13 +6,13 @@ import random
 import pytest
 from support.image_fake import BUCKETS, Client, alone, ask, build, kinds, run
 
-from jdllm.scheduler.rows.image import buckets as image_buckets
+from jdllm.scheduler.rows.image.buckets import Windows
 
 STEPS = 3  # of a window
 
 
 def made(*, by_caption=True, rows=(1, 2, 4, 8), seed=0, **options):
-    windows = image_buckets.Windows(steps=STEPS, by_caption=by_caption, rows=rows)
+    windows = Windows(steps=STEPS, by_caption=by_caption, rows=rows)
     buckets = dataclasses.replace(BUCKETS, windows=windows)
     return build(random.Random(seed), buckets=buckets, **options)
 

@@ -6,7 +6,7 @@ import pytest
 from support.image_fake import SMALL, Client, ask, build, random_ask
 from support.image_watch import check_memory, check_products
 
-from jdllm.engine import core as core_lib
+from jdllm.engine.core import LaunchFailed
 from jdllm.scheduler.rows.image import buckets, row_limits
 
 LADDER = (1, 2, 4, 8, 12)
@@ -85,7 +85,7 @@ def test_while_memory_comes_and_goes_nothing_is_lost_and_large_launches_come_bac
         lacks["now"] = 40 < len(client.products) < 80
         try:
             client.take(core.step())
-        except core_lib.LaunchFailed as failed:
+        except LaunchFailed as failed:
             client.take(failed.commits)
             assert not failed.requests
             halved.append(len(device.trace))

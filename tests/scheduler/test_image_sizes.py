@@ -19,12 +19,12 @@ from support.image_fake import (
 )
 
 from jdllm import errors
-from jdllm.engine import core as core_lib
-from jdllm.scheduler import batch as batch_lib
+from jdllm.engine.core import LaunchFailed
+from jdllm.scheduler.batch import ScheduleBatch
 from jdllm.scheduler.rows import interface
-from jdllm.scheduler.rows.image import buckets as image_buckets
 from jdllm.scheduler.rows.image import rows as image
 from jdllm.scheduler.rows.image import sharing
+from jdllm.scheduler.rows.image.buckets import ImageBuckets, StepBucket
 
 
 def made(**options):
@@ -37,8 +37,8 @@ def made(**options):
      (30, 0.1, 12), (3, 4.0, 4), (5, 4.0, 4), (7, 4.0, 8), (11, 4.0, 12)],
 )  # fmt: skip
 def test_steps_take_padding_only_where_a_launch_costs_much(count, cost, expected):
-    buckets = image_buckets.ImageBuckets(launch_cost=cost)
-    shape = image_buckets.StepBucket(rows=1, tokens=32, height=512, width=512, is_guided=False)
+    buckets = ImageBuckets(launch_cost=cost)
+    shape = StepBucket(rows=1, tokens=32, height=512, width=512, is_guided=False)
     found = sharing.choices(buckets, shape, buckets.rows, [32] * count)
     assert next(iter(found)).rows == expected
     assert all(places == [*range(count)] for places in found.values())
@@ -64,7 +64,7 @@ def test_sizes_are_bounded_by_pixels_and_guided_rows_count_twice():
 )  # fmt: skip
 def test_impossible_sizes_are_refused(options):
     with pytest.raises(errors.ConfigError, match=next(iter(options))):
-        image_buckets.ImageBuckets(**options)
+        ImageBuckets(**options)
 
 
 def test_other_sizes_wait_for_their_programs_and_delay_nobody():
@@ -110,8 +110,8 @@ def test_launches_become_half_as_large_then_single_and_then_fail():
     rows = made()[0].scheduler.rows
 
     def step(rows):
-        bucket = image_buckets.StepBucket(rows=rows, tokens=8, height=64, width=64, is_guided=False)
-        return batch_lib.ScheduleBatch(rows=(), bucket=bucket)
+        bucket = StepBucket(rows=rows, tokens=8, height=64, width=64, is_guided=False)
+        return ScheduleBatch(rows=(), bucket=bucket)
 
     one = ask()
     rows.live.add(one)
@@ -135,7 +135,7 @@ def test_rows_of_a_launch_without_memory_begin_again_in_smaller_ones(kind, overl
     while core.has_work:
         try:
             client.take(core.step())
-        except core_lib.LaunchFailed as failed:
+        except LaunchFailed as failed:
             failures.append(failed)
             client.take(failed.commits)
     assert failures and all(failed.requests == [] for failed in failures)
@@ -151,7 +151,7 @@ def test_a_single_row_without_memory_fails_alone():
     small, large = ask(3, size=SMALL), ask(3, size=LARGE)
     core.runner.captions[0] = 0
     core.add([small, large])
-    with pytest.raises(core_lib.LaunchFailed, match="RESOURCE_EXHAUSTED") as failed:
+    with pytest.raises(LaunchFailed, match="RESOURCE_EXHAUSTED") as failed:
         run(core)
     assert failed.value.requests == [large]
 
@@ -199,7 +199,7 @@ def test_refusals_that_depend_on_the_model():
     assert refused.value.param == "guidance_scale"
     core.add([ask(2, negative=(1, 2, 3), scale=1.0)])  # the same caption twice
     run(core)
-    unguided = image_buckets.ImageBuckets(guided=(False,), sizes=(SMALL,))
+    unguided = ImageBuckets(guided=(False,), sizes=(SMALL,))
     core, _ = made(buckets=unguided)
     with pytest.raises(errors.RequestError, match="without guidance"):
         core.add([ask(negative=(9,), scale=1.0)])

@@ -7,16 +7,17 @@ import pytest
 from support.image_fake import BUCKETS, Client, build, random_ask
 from support.image_watch import Watch, check_memory, check_products
 
-from jdllm.engine import core as core_lib
+from jdllm.engine.core import LaunchFailed
 from jdllm.scheduler.rows.image import buckets as image_buckets
 from jdllm.scheduler.rows.image import sharing
+from jdllm.scheduler.rows.image.buckets import Windows
 
 NUM_REQUESTS = 60
 WITH_CACHE = dataclasses.replace(BUCKETS, cached=(False, True))
 WINDOWS = (
     None,
-    image_buckets.Windows(steps=3, by_caption=True, rows=(1, 2, 4)),
-    image_buckets.Windows(steps=5, by_caption=False, rows=(1,)),
+    Windows(steps=3, by_caption=True, rows=(1, 2, 4)),
+    Windows(steps=5, by_caption=False, rows=(1,)),
 )
 
 
@@ -115,7 +116,7 @@ def test_faults_end_their_own_rows_and_lack_of_memory_ends_none(overlaps, seed):
             core.scheduler.drop_kv()
         try:
             client.take(core.step())
-        except core_lib.LaunchFailed as failed:
+        except LaunchFailed as failed:
             client.take(failed.commits)
             gone |= {one.request_id for one in failed.requests}
             assert len(failed.requests) == len({one.request_id for one in failed.requests})

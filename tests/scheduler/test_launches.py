@@ -5,7 +5,7 @@ from support.hand_written import ask, make, results_of, round_of, write
 from support.hash_model import committed_block
 
 from jdllm.options import sampling_params
-from jdllm.scheduler import batch as batch_lib
+from jdllm.scheduler.batch import RowResult
 from jdllm.scheduler.rows import block
 
 
@@ -20,7 +20,7 @@ def test_several_blocks_of_one_launch_are_one_output():
         committed_block(np.array(tokens), nfe)
         for tokens, nfe in zip(blocks, (1, 2, 3, 4), strict=True)
     )
-    result = batch_lib.RowResult(committed=committed, context_len=8, nfe=4)
+    result = RowResult(committed=committed, context_len=8, nfe=4)
     outputs = made.process_results(batch, results_of([result]))
     (out,) = outputs
     assert out.new_token_ids == [5] * 8 and out.finish.kind == "length"
@@ -35,7 +35,7 @@ def test_all_persisted_blocks_of_the_last_launch_enter_the_prefix_cache():
     made.add_request(one)
     batch = made.schedule()
     committed = tuple(committed_block(np.array([5] * 4), nfe) for nfe in (1, 2, 3))
-    result = batch_lib.RowResult(committed=committed, context_len=8, nfe=3)
+    result = RowResult(committed=committed, context_len=8, nfe=3)
     made.process_results(batch, results_of([result]))
     assert made.stats().num_cached_pages == 2  # not the last block, which nobody persisted
 

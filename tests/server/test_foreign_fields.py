@@ -27,7 +27,7 @@ from jdllm.options import sampling_params
 from jdllm.server.edge import request_model
 from jdllm.server.openai import conversation_fields
 from jdllm.server.openai.requests import ChatRequest, CompletionRequest, OpenAIRequest
-from jdllm.server.openai.responses import request as responses_request
+from jdllm.server.openai.responses.request import ResponseRequest
 from jdllm.server.sglang.requests import DetokenizeRequest, GenerateRequest, TokenizeRequest
 
 LISTED = json.loads((pathlib.Path(__file__).parents[1] / "data/request_fields.json").read_text())
@@ -36,7 +36,7 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 BODIES: dict[str, tuple[str, type[request_model.RequestModel], dict[str, Any]]] = {
     "chat": ("/v1/chat/completions", ChatRequest, {"messages": MESSAGES}),
     "completions": ("/v1/completions", CompletionRequest, {"prompt": "hi"}),
-    "responses": ("/v1/responses", responses_request.ResponseRequest, {"input": "hi"}),
+    "responses": ("/v1/responses", ResponseRequest, {"input": "hi"}),
     "generate": ("/generate", GenerateRequest, {"text": "hi"}),
     "tokenize": ("/tokenize", TokenizeRequest, {"messages": MESSAGES}),
     "detokenize": ("/detokenize", DetokenizeRequest, {"tokens": [104]}),
@@ -80,7 +80,7 @@ def parse(kind: str, extra: dict[str, Any]) -> request_model.RequestModel:
         body = model.model_validate(least | extra)
     except pydantic.ValidationError as error:
         raise request_model.first_problem(error) from error
-    if isinstance(body, OpenAIRequest | responses_request.ResponseRequest):
+    if isinstance(body, OpenAIRequest | ResponseRequest):
         body.sampling(8)
     return body
 

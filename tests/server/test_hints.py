@@ -17,13 +17,14 @@ from support import edge, fake_engine, fake_images
 from jdllm import errors
 from jdllm.algorithms import lookup
 from jdllm.foreign import names as foreign_names
+from jdllm.foreign.names import Row
 from jdllm.server import app
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 CHAT: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 4}
 IMAGE: dict[str, Any] = {"prompt": "a cat", "guidance_scale": 1.5}  # a negative prompt counts
 # kind -> (path, the least that it needs, where in the body the names are, a row's table)
-KINDS: dict[str, tuple[str, dict[str, Any], str, tuple[foreign_names.Row, ...]]] = {
+KINDS: dict[str, tuple[str, dict[str, Any], str, tuple[Row, ...]]] = {
     "chat": ("/v1/chat/completions", CHAT, "", foreign_names.TEXT),
     "completions": ("/v1/completions", {"prompt": "hi"}, "", foreign_names.TEXT),
     "responses": ("/v1/responses", {"input": "hi"}, "", foreign_names.TEXT),

@@ -8,7 +8,7 @@ import pytest
 from support import edge, sentencepiece_files, written_engine
 
 from jdllm.checkpoint import source
-from jdllm.engine import tokenizer as tokenizer_lib
+from jdllm.engine.tokenizer import Tokenizer
 from jdllm.options import sampling_params
 from jdllm.server.edge import token_texts
 
@@ -22,8 +22,8 @@ def tokenizers(tmp_path_factory):
     """Returns for each kind of vocabulary its tokenizer and its special tokens, the end first."""
     directory = tmp_path_factory.mktemp("sentencepiece")
     sentencepiece_files.write(directory)
-    pieces = tokenizer_lib.Tokenizer(directory)
-    letters = tokenizer_lib.Tokenizer(source.bundled_model())
+    pieces = Tokenizer(directory)
+    letters = Tokenizer(source.bundled_model())
     return {
         "bytes": (letters, [letters.token_id(t) for t in ("<|role_end|>", "<|mask|>", "<role>")]),
         "pieces": (pieces, [pieces.token_id(t) for t in ("</s>", "<mask>", "<s>")]),

@@ -7,7 +7,7 @@ import pytest
 from support import edge, fake_engine
 
 from jdllm.checkpoint import source
-from jdllm.engine import tokenizer as tokenizer_lib
+from jdllm.engine.tokenizer import Tokenizer
 
 CHAT, TEXT, GEN = "/v1/chat/completions", "/v1/completions", "/generate"
 COUNT = 6
@@ -93,7 +93,7 @@ def test_generate(with_text):
 
 def test_the_bytes_of_all_tokens_make_up_the_text():
     """Of the bundled byte-level tokenizer, also where a token is a part of a character."""
-    tokenizer = tokenizer_lib.Tokenizer(source.bundled_model())
+    tokenizer = Tokenizer(source.bundled_model())
     rng = np.random.default_rng(0)
     for text in (
         "Tom has 7 apples.",

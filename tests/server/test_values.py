@@ -9,11 +9,12 @@ from support import edge, fake_engine, fake_images
 
 from jdllm.options import sampling_params
 from jdllm.server.edge import bodies, request_model
-from jdllm.server.images import request as images_request
-from jdllm.server.ollama import request as ollama_request
+from jdllm.server.images.request import GenerationRequest
+from jdllm.server.ollama import request
+from jdllm.server.ollama.request import ShowRequest
 from jdllm.server.openai import conversation_fields
 from jdllm.server.openai.requests import ChatRequest, CompletionRequest
-from jdllm.server.openai.responses import request as responses_request
+from jdllm.server.openai.responses.request import ResponseRequest
 from jdllm.server.operations import admin
 from jdllm.server.sglang.requests import (
     AbortRequest,
@@ -29,14 +30,14 @@ ROUTES: dict[str, tuple[type[request_model.RequestModel], dict[str, Any]]] = {
     "/v1/chat/completions": (ChatRequest, {"messages": MESSAGES}),
     "/v1/completions": (CompletionRequest, {"prompt": "hi"}),
     "/generate": (GenerateRequest, {"text": "hi"}),
-    "/v1/responses": (responses_request.ResponseRequest, {"input": "hi"}),
-    "/api/chat": (ollama_request.ChatRequest, {"messages": MESSAGES, "stream": False}),
-    "/api/generate": (ollama_request.GenerateRequest, {"prompt": "hi", "stream": False}),
-    "/api/show": (ollama_request.ShowRequest, {"model": "fake-model"}),
+    "/v1/responses": (ResponseRequest, {"input": "hi"}),
+    "/api/chat": (request.ChatRequest, {"messages": MESSAGES, "stream": False}),
+    "/api/generate": (request.GenerateRequest, {"prompt": "hi", "stream": False}),
+    "/api/show": (ShowRequest, {"model": "fake-model"}),
     "/tokenize": (TokenizeRequest, {"messages": MESSAGES}),
     "/detokenize": (DetokenizeRequest, {"tokens": [104]}),
     "/abort_request": (AbortRequest, {"rid": "x"}),
-    IMAGES: (images_request.GenerationRequest, {"prompt": "hi", "seed": 3}),
+    IMAGES: (GenerationRequest, {"prompt": "hi", "seed": 3}),
 }
 EMPTY = ("", [], {}, False)
 # What an empty value says of these is written in docs/requests.md.

@@ -11,9 +11,10 @@ import numpy as np
 from support import devices, kernel_interpreter
 
 from pallas_kernels import device
-from pallas_kernels.extend_attention import mosaic_gpu as gpu_kernel
+from pallas_kernels.extend_attention import mosaic_gpu
+from pallas_kernels.extend_attention.mosaic_gpu import AttentionTile
 
-SMALL = gpu_kernel.AttentionTile(kv_tokens=64, stages=2)
+SMALL = AttentionTile(kv_tokens=64, stages=2)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,7 @@ class Problem:
     visibility: str = "block_causal"
     window: int | None = None
     scale: float | None = None
-    tile: gpu_kernel.AttentionTile = SMALL
+    tile: AttentionTile = SMALL
     multiprocessors: int = 132
 
 
@@ -81,7 +82,7 @@ def run(problem: Problem, batch: Batch, monkeypatch) -> np.ndarray:
     devices.pretend(monkeypatch, few)
     q, pool, *rest = batch.arguments
     out = kernel_interpreter.run(
-        gpu_kernel.extend_attention,
+        mosaic_gpu.extend_attention,
         jnp.asarray(q, jnp.bfloat16),
         jnp.asarray(pool, jnp.bfloat16),
         *(jnp.asarray(array) for array in rest),

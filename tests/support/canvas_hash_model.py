@@ -12,10 +12,10 @@ import numpy as np
 from support.hash_model import EOS, MASK, STOP_ID, VOCAB, Done, decode_text
 
 from jdllm.options import sampling_params
-from jdllm.scheduler import batch as batch_lib
 from jdllm.scheduler import request, scheduler
-from jdllm.scheduler.rows import canvas as canvas_rows
-from jdllm.scheduler.rows import interface
+from jdllm.scheduler.batch import CommittedBlock, LaunchResult, RowResult
+from jdllm.scheduler.rows import canvas, interface
+from jdllm.scheduler.rows.canvas import CanvasBucket, CanvasBuckets, CanvasRows
 
 CONTEXT, PAGE, BLOCK = 64, 8, 4
 
@@ -107,16 +107,16 @@ class CanvasModel:
             if sum(state.is_finished for state in states) > limit:
                 break
         results = [
-            batch_lib.RowResult(committed=committed(state, begin, count), nfe=int(count))
+            RowResult(committed=committed(state, begin, count), nfe=int(count))
             for state, begin, count in zip(states, before, nfe, strict=True)
         ]
-        return batch_lib.LaunchResult(
+        return LaunchResult(
             rows=tuple(results), num_steps=num_steps, computed_tokens=used, real_tokens=used
         )
 
     def check_bucket(self, batch):
-        assert isinstance(batch.bucket, canvas_rows.CanvasBucket)
-        tokens = sum(canvas_rows.packed_len(row.num_tokens) for row in batch.rows)
+        assert isinstance(batch.bucket, CanvasBucket)
+        tokens = sum(canvas.packed_len(row.num_tokens) for row in batch.rows)
         assert tokens <= batch.bucket.tokens, "more tokens than a forward holds"
         is_whole, first = batch.bucket.is_whole, batch.rows[0]
         fitting = [
@@ -173,7 +173,7 @@ def committed(state, begin, nfe):
         return ()
     settled = slice(begin, state.settled)
     return (
-        batch_lib.CommittedBlock(
+        CommittedBlock(
             tokens=state.tokens[settled].copy(),
             nfe=int(nfe),
             steps=state.steps[settled].copy(),
@@ -215,7 +215,7 @@ def random_request(rng, name):
 
 def build(num_pages, rows, tokens, **changes):
     """Returns a scheduler of canvases and its buckets."""
-    shapes = canvas_rows.CanvasBuckets.default(
+    shapes = CanvasBuckets.default(
         rows, tokens, CONTEXT, short_row_tokens=16, whole_tokens=(16, 40, CONTEXT)
     )
     options = {
@@ -229,4 +229,4 @@ def build(num_pages, rows, tokens, **changes):
         "detokenize": decode_text,
     }
     config = interface.RowConfig(**(options | changes))
-    return scheduler.Scheduler(canvas_rows.CanvasRows(config, shapes)), shapes
+    return scheduler.Scheduler(CanvasRows(config, shapes)), shapes

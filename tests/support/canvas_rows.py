@@ -12,7 +12,7 @@ import numpy as np
 
 from jdllm import decoding
 from jdllm.algorithms import lookup
-from jdllm.decoding.canvas import interface as canvas_lib
+from jdllm.decoding.canvas.interface import Canvas, CanvasParams, CanvasProposal
 
 MASK = -7  # a token no proposal holds, so that a masked position cannot pass for a written one
 FILLER = 8  # as no proposal holds either
@@ -76,7 +76,7 @@ def make_canvas(algorithm, rows, S, *, is_shifted=False):
         masked[r, : row.length] = [token is None for token in row.text]
         tokens[r, : row.length] = [MASK if token is None else token for token in row.text]
         end_ids[r, : len(row.end_ids)] = row.end_ids
-    canvas = canvas_lib.Canvas(
+    canvas = Canvas(
         tokens=tokens,
         masked=masked,
         start=np.array([row.start for row in rows], np.int32),
@@ -86,7 +86,7 @@ def make_canvas(algorithm, rows, S, *, is_shifted=False):
         end_ids=end_ids,
         filler=np.array([row.filler for row in rows], np.int32),
         is_done=np.zeros(R, bool),
-        params=canvas_lib.CanvasParams(**params),
+        params=CanvasParams(**params),
         extra=(),
     )
     canvas = jax.tree.map(jax.numpy.asarray, canvas)
@@ -109,7 +109,7 @@ def made_proposal(canvas, window, fields):
     """Returns `fields` (arrays [R, S]) as a proposal for the positions that the window wants."""
     wanted = window.wanted
     prob = np.where(wanted, fields["prob"], 0).astype(np.float32)
-    return canvas_lib.CanvasProposal(
+    return CanvasProposal(
         tokens=np.where(wanted, fields["tokens"], canvas.tokens).astype(np.int32),
         prob=prob,
         logprob=np.where(wanted, np.log(np.maximum(prob, 1e-30)), 0).astype(np.float32),

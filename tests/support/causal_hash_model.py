@@ -19,7 +19,7 @@ from support.hash_model import (
     step,
 )
 
-from jdllm.scheduler import batch as batch_lib
+from jdllm.scheduler.batch import RowResult
 
 
 def causal_kv(context, token):
@@ -141,6 +141,4 @@ class CausalModel(PagedModel):
             committed += [committed_block(np.array(new, np.int32), nfe)] if new else []
             block = block.following(one, found)
         self.blocks[one.stay.slot] = block
-        return batch_lib.RowResult(
-            committed=tuple(committed), context_len=block.start, nfe=nfe, num_edited=0
-        )
+        return RowResult(committed=tuple(committed), context_len=block.start, nfe=nfe, num_edited=0)

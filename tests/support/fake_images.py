@@ -16,10 +16,10 @@ from support import fake_serving
 
 from jdllm import errors
 from jdllm.engine import requests
-from jdllm.engine.images import requests as image_requests
+from jdllm.engine.images.requests import ImageEvent, ImageFacts, ImageRequest
 from jdllm.options import config
 
-FACTS = image_requests.ImageFacts(
+FACTS = ImageFacts(
     family="fake_image",
     size_multiple=16,
     default_height=64,
@@ -73,24 +73,24 @@ class FakeImageEngine(fake_serving.FakeServing):
         *,
         step_s: float = 0.0,
         max_queued: int = 100,
-        facts: image_requests.ImageFacts = FACTS,
+        facts: ImageFacts = FACTS,
         engine_config: config.EngineConfig | None = None,
     ):
         super().__init__(max_queued=max_queued, engine_config=engine_config)
         self.facts = facts
         self.model_name = "fake-image"
-        self.seen: list[image_requests.ImageRequest] = []
+        self.seen: list[ImageRequest] = []
         self.num_warm_ups = 0
         self._step_s = step_s
         self._images = 0
 
     async def stream(
         self,
-        asked: Sequence[image_requests.ImageRequest],
+        asked: Sequence[ImageRequest],
         *,
         rid: str,
         priority: int | None = None,
-    ) -> AsyncGenerator[image_requests.ImageEvent, None]:
+    ) -> AsyncGenerator[ImageEvent, None]:
         if not self._admitting:
             raise errors.EngineStopped("the engine is draining")
         names = [requests.choice_id(rid, len(asked), i) for i in range(len(asked))]
@@ -119,13 +119,11 @@ class FakeImageEngine(fake_serving.FakeServing):
         finally:
             self.open_requests -= set(names)
 
-    def _events(
-        self, request: image_requests.ImageRequest, name: str, index: int, step: int
-    ) -> list[image_requests.ImageEvent]:
+    def _events(self, request: ImageRequest, name: str, index: int, step: int) -> list[ImageEvent]:
         """Returns what step `step` (from 1) of a request brings: a preview, its end, nothing."""
         words = len(request.prompt.split())
         kept = min(words, request.max_sequence_length)
-        event = image_requests.ImageEvent(
+        event = ImageEvent(
             request_index=index,
             kind="partial",
             seed=request.seed,

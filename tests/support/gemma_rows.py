@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 
-from jdllm.kv_cache import pool as pool_lib
+from jdllm.kv_cache import pool
+from jdllm.kv_cache.pool import PoolConfig
 from jdllm.models import loading
-from jdllm.runner import config as config_lib
-from jdllm.runner import packed as packed_lib
+from jdllm.runner.config import StepConfig
+from jdllm.runner.packed import PackedInputs
 from jdllm.runner.uniform import forward
 from jdllm.scheduler import sizes
-from jdllm.scheduler.rows import uniform as uniform_rows
+from jdllm.scheduler.rows import uniform
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "data" / "goldens" / "diffusion_gemma"
 CANVAS, VOCAB = 8, 256
@@ -88,9 +89,9 @@ class GemmaRows:
         self.loaded = loading.load(folder, show_progress=False)
         spec = self.loaded.spec
         self.pages = -(-(context + CANVAS) // page_size)
-        self.config = config_lib.StepConfig(
+        self.config = StepConfig(
             spec=spec,
-            pool=pool_lib.PoolConfig(
+            pool=PoolConfig(
                 num_pages=num_rows * self.pages,
                 page_size=page_size,
                 num_layers=spec.num_layers,
@@ -103,7 +104,7 @@ class GemmaRows:
             num_slots=num_rows,
             algorithms=("Gemma4Renoise",),
         )
-        self.pools = pool_lib.create(self.config.pool)
+        self.pools = pool.create(self.config.pool)
         self.table = np.zeros((num_rows, self.config.pages_per_row), np.int32)
         self.table[:, : self.pages] = np.arange(num_rows * self.pages).reshape(num_rows, -1)
         self.context = np.zeros((num_rows,), np.int32)
@@ -118,14 +119,14 @@ class GemmaRows:
 
     def encode(self, tokens):
         """Adds tokens to the contexts, a list for each row."""
-        tile, num_rows = uniform_rows.tile_of(CANVAS), len(tokens)
+        tile, num_rows = uniform.tile_of(CANVAS), len(tokens)
         packed, cu = [], [0]
         for row in tokens:
             width = sizes.in_units(len(row), tile)
             packed += [*row, *[0] * (width - len(row))]
             cu.append(cu[-1] + width)
         lengths = np.array([len(row) for row in tokens], np.int32)
-        inputs = packed_lib.PackedInputs(
+        inputs = PackedInputs(
             tokens=np.array([*packed, *[0] * tile], np.int32),  # a tile of padding
             cu_q_lens=np.array(cu, np.int32),
             context_lens=self.context[:num_rows],

@@ -4,8 +4,8 @@ import numpy as np
 from support.hash_model import committed_block
 
 from jdllm.options import sampling_params
-from jdllm.scheduler import batch as batch_lib
 from jdllm.scheduler import request, scheduler
+from jdllm.scheduler.batch import LaunchResult, RowResult
 from jdllm.scheduler.rows import block, interface
 
 B, MASK, EOS = 4, 0, 99
@@ -46,18 +46,18 @@ def write(one, value=5, *, is_final=True, is_done=False):
         tokens[: len(head)] = head
         committed = (committed_block(tokens, 1),)
     context_len = one.held.context_len + (B if is_done else 0)
-    return batch_lib.RowResult(committed=committed, context_len=context_len, nfe=1)
+    return RowResult(committed=committed, context_len=context_len, nfe=1)
 
 
 def results_of(rows):
-    return batch_lib.LaunchResult(rows=tuple(rows))
+    return LaunchResult(rows=tuple(rows))
 
 
 def written(batch, **result):
     """The result of a launch in which every row that denoises writes its whole block."""
     denoises = batch.bucket.denoises
     return results_of(
-        write(row.request, **result) if denoises else batch_lib.RowResult() for row in batch.rows
+        write(row.request, **result) if denoises else RowResult() for row in batch.rows
     )
 
 

@@ -15,16 +15,16 @@ from support import hash_model
 from support.hash_model import CONTEXT, EOS, VOCAB, B
 
 import jdllm
-from jdllm import spec as spec_lib
 from jdllm.device import facts
 from jdllm.engine import core, requests
 from jdllm.engine.start import build, sizing
 from jdllm.options import config, sampling_params
-from jdllm.scheduler import request as request_lib
+from jdllm.scheduler.request import Request
+from jdllm.spec import DiffusionSpec, ModelSpec
 
 ROWS, QUEUE, PAGES = 4, 6, 8 * CONTEXT // B
 KIND = "persist"
-SPEC = spec_lib.ModelSpec(
+SPEC = ModelSpec(
     architecture="Hash",
     model_type="hash",
     vocab_size=VOCAB,
@@ -34,9 +34,7 @@ SPEC = spec_lib.ModelSpec(
     num_kv_heads=1,
     head_dim=1,
     max_position_embeddings=CONTEXT,
-    diffusion=spec_lib.DiffusionSpec(
-        block_size=B, mask_token_id=hash_model.MASK, eos_token_ids=(EOS,)
-    ),
+    diffusion=DiffusionSpec(block_size=B, mask_token_id=hash_model.MASK, eos_token_ids=(EOS,)),
     rotary_dim=1,
 )
 
@@ -139,7 +137,7 @@ def built(**options):
 
 def expected(prompt_ids, params, index=0):
     """Returns the ids that choice `index` of a prompt gets alone; the params need a seed."""
-    one = request_lib.Request(
+    one = Request(
         request_id="alone",
         prompt_ids=list(prompt_ids),
         sampling=params,

@@ -15,10 +15,10 @@ The oracle `alone` has no pages, batches or scheduler: one list of numbers.
 import numpy as np
 
 from jdllm.options import sampling_params
-from jdllm.scheduler import batch as batch_lib
 from jdllm.scheduler import request, scheduler
-from jdllm.scheduler.rows import block as block_rows
+from jdllm.scheduler.batch import CommittedBlock, LaunchResult, RowResult
 from jdllm.scheduler.rows import interface
+from jdllm.scheduler.rows.block import BlockRows
 
 B, VOCAB, MASK, EOS, STOP_ID = 4, 26, 3, 25, 24
 CONTEXT = 64
@@ -111,10 +111,10 @@ class PagedModel:
             if self.interrupts and self.interrupts.random() < 0.3:
                 num_steps = self.interrupts.randint(1, num_steps)
             rows = tuple(self.decode(row, num_steps) for row in batch.rows)
-            return batch_lib.LaunchResult(rows=rows, num_steps=num_steps)
+            return LaunchResult(rows=rows, num_steps=num_steps)
         for row in batch.rows:
             self.prefill(row)
-        return batch_lib.LaunchResult(rows=(batch_lib.RowResult(),) * len(batch.rows))
+        return LaunchResult(rows=(RowResult(),) * len(batch.rows))
 
     def prefill(self, row):
         for start in range(row.start, row.start + row.num_tokens, B):
@@ -156,14 +156,14 @@ class PagedModel:
             if is_done:
                 block = Block(one.request_id, block.start + B, [])
         self.blocks[one.stay.slot] = block
-        return batch_lib.RowResult(
+        return RowResult(
             committed=tuple(committed), context_len=block.start, nfe=nfe, num_edited=num_edited
         )
 
 
 def committed_block(tokens, nfe):
     count = len(tokens)
-    return batch_lib.CommittedBlock(
+    return CommittedBlock(
         tokens=tokens, nfe=nfe, steps=np.ones(count, np.int32), logprobs=np.zeros(count, np.float32)
     )
 
@@ -285,5 +285,5 @@ def build(
         is_shifted=is_shifted,
         is_causal=is_causal,
     )
-    made = scheduler.Scheduler(block_rows.BlockRows.build(config), policy=policy)
+    made = scheduler.Scheduler(BlockRows.build(config), policy=policy)
     return made, made.rows.buckets()

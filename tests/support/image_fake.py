@@ -9,14 +9,22 @@ import itertools
 import numpy as np
 from support import hash_model
 
-from jdllm.engine import core as core_lib
+from jdllm.engine.core import EngineCore
 from jdllm.options import image_params, sampling_params
-from jdllm.scheduler import batch as batch_lib
-from jdllm.scheduler import request as request_lib
-from jdllm.scheduler import scheduler as scheduler_lib
+from jdllm.scheduler.batch import Frame, LaunchResult, RowResult
+from jdllm.scheduler.request import Request
 from jdllm.scheduler.rows.image import buckets as image_buckets
 from jdllm.scheduler.rows.image import limits
-from jdllm.scheduler.rows.image import rows as image
+from jdllm.scheduler.rows.image.buckets import (
+    BeginBucket,
+    DecodeBucket,
+    EncodeBucket,
+    ImageBuckets,
+    ModulateBucket,
+    StepBucket,
+)
+from jdllm.scheduler.rows.image.rows import ImageRowConfig, ImageRows
+from jdllm.scheduler.scheduler import Scheduler
 
 SMALL, WIDE, LARGE = (64, 64), (64, 128), (128, 128)
 INVALID_SEED = 13  # step 2 of such a request gives NaN
@@ -111,35 +119,35 @@ class Device:
             return hash_model.Done(error)
         self.spoil()
         match batch.bucket:
-            case image_buckets.EncodeBucket(tokens=tokens):
+            case EncodeBucket(tokens=tokens):
                 return hash_model.Done(
                     self.result([self.encode(row, tokens) for row in batch.rows])
                 )
-            case image_buckets.BeginBucket():
+            case BeginBucket():
                 (row,) = batch.rows
                 assert row.is_fresh and self.fits(row, batch.bucket)
                 self.latents[row.stay.slot] = begun(row.request)
-                return hash_model.Done(self.result([batch_lib.RowResult()]))
-            case image_buckets.ModulateBucket() as bucket:
+                return hash_model.Done(self.result([RowResult()]))
+            case ModulateBucket() as bucket:
                 assert len({row.stay.slot for row in batch.rows}) == len(batch.rows)
                 rows = [self.modulate(row, bucket) for row in batch.rows]
                 return hash_model.Done(self.result(rows))
-            case image_buckets.StepBucket() as bucket:
+            case StepBucket() as bucket:
                 assert len({row.stay.slot for row in batch.rows}) == len(batch.rows)
                 rows = [self.step(row, bucket) for row in batch.rows]
                 return hash_model.Done(self.result(rows, num_steps=1))
-            case image_buckets.DecodeBucket() as bucket:
+            case DecodeBucket() as bucket:
                 return hash_model.Done(
                     self.result([self.decode(row, bucket) for row in batch.rows])
                 )
 
     def result(self, rows, num_steps=0):
-        return batch_lib.LaunchResult(rows=tuple(rows), num_steps=num_steps)
+        return LaunchResult(rows=tuple(rows), num_steps=num_steps)
 
     def encode(self, row, tokens):
         assert len(row.ids) <= tokens
         self.captions[row.entry] = embedded(row.ids)
-        return batch_lib.RowResult()
+        return RowResult()
 
     def modulate(self, row, bucket):
         one, windows = row.request, self.windows
@@ -148,7 +156,7 @@ class Device:
             modulated(one, row.step + i, self.captions_of(row), windows.by_caption)
             for i in range(windows.steps)
         ]
-        return batch_lib.RowResult()
+        return RowResult()
 
     def captions_of(self, row):
         return [self.captions[entry] for entry in row.stay.entries]
@@ -171,7 +179,7 @@ class Device:
         is_invalid = one.seed == INVALID_SEED and row.step == 1
         # A step cache skips every second step here.
         skipped = bucket.is_cached and row.step % 2
-        return batch_lib.RowResult(nfe=1, num_skipped=int(skipped), is_invalid=is_invalid)
+        return RowResult(nfe=1, num_skipped=int(skipped), is_invalid=is_invalid)
 
     def decode(self, row, bucket):
         assert self.fits(row, bucket)
@@ -180,9 +188,9 @@ class Device:
             value = picture(value)
         is_invalid = row.request.seed == INVALID_OUTPUT_SEED
         if row.is_final:
-            return batch_lib.RowResult(product=value, is_invalid=is_invalid)
-        frames = (batch_lib.Frame(step=row.step, value=value),)
-        return batch_lib.RowResult(frames=frames, is_invalid=is_invalid)
+            return RowResult(product=value, is_invalid=is_invalid)
+        frames = (Frame(step=row.step, value=value),)
+        return RowResult(frames=frames, is_invalid=is_invalid)
 
     def fits(self, row, bucket):
         return (row.request.image.height, row.request.image.width) == (bucket.height, bucket.width)
@@ -211,7 +219,7 @@ class Device:
         self.is_lost = False
 
 
-BUCKETS = image_buckets.ImageBuckets(
+BUCKETS = ImageBuckets(
     rows=(1, 2, 4),
     encode_rows=(1, 2, 4),
     decode_rows=(1, 2),
@@ -235,17 +243,17 @@ def build(
     fault=lambda batch: None, most=lambda bucket: 99,
 ):  # fmt: skip
     """Returns (engine core, its device)."""
-    config = image.ImageRowConfig(
+    config = ImageRowConfig(
         max_running_requests=running,
         buckets=buckets,
         limits_of_images=LIMITS,
         num_entries=num_entries,
         start_delay_s=delay_s,
     )
-    rows = image.ImageRows(config, **({} if clock is None else {"now": clock}))
+    rows = ImageRows(config, **({} if clock is None else {"now": clock}))
     device = Device(rows, rng, fault, most)
-    made = scheduler_lib.Scheduler(rows)
-    core = core_lib.EngineCore(made, device, max_total_tokens=1, overlaps=overlaps)
+    made = Scheduler(rows)
+    core = EngineCore(made, device, max_total_tokens=1, overlaps=overlaps)
     return core, device
 
 
@@ -258,7 +266,7 @@ def ask(
 ):  # fmt: skip
     """Returns a request; `negative` makes it a guided one."""
     height, width = size
-    return request_lib.Request(
+    return Request(
         request_id=name or str(next(NAMES)),
         prompt_ids=list(prompt),
         sampling=sampling_params.SamplingParams(),

@@ -16,16 +16,28 @@ from typing import Any
 
 import numpy as np
 
-from jdllm.device import devices as device_lib
+from jdllm.device import devices
 from jdllm.options import image_params, sampling_params
 from jdllm.pipelines import folder as pipeline_folder
 from jdllm.pipelines import loaded
+from jdllm.pipelines.folder import PipelineFolder
 from jdllm.runner import model_runner
 from jdllm.runner.image import kind
-from jdllm.scheduler import batch as batch_lib
-from jdllm.scheduler import request as request_lib
-from jdllm.scheduler.rows.image import buckets as image_buckets
+from jdllm.scheduler.batch import ScheduleBatch
+from jdllm.scheduler.request import Request
 from jdllm.scheduler.rows.image import stay
+from jdllm.scheduler.rows.image.buckets import (
+    BeginBucket,
+    CaptionRow,
+    DecodeBucket,
+    DecodeRow,
+    EncodeBucket,
+    ImageRow,
+    ModulateBucket,
+    ModulateRow,
+    StepBucket,
+    StepRow,
+)
 
 ROWS = 4
 PROMPTS = (
@@ -41,7 +53,7 @@ NEGATIVE = "Blurry, low quality."
 
 def step_bucket(size, rows=ROWS, *, is_guided=False, is_cached=False, tokens):
     height, width = size
-    return image_buckets.StepBucket(
+    return StepBucket(
         rows=rows,
         tokens=tokens,
         height=height,
@@ -53,19 +65,19 @@ def step_bucket(size, rows=ROWS, *, is_guided=False, is_cached=False, tokens):
 
 def decode_bucket(size, output="image", rows=ROWS):
     height, width = size
-    return image_buckets.DecodeBucket(rows=rows, height=height, width=width, output=output)
+    return DecodeBucket(rows=rows, height=height, width=width, output=output)
 
 
 def encode_bucket(rows, tokens):
-    return image_buckets.EncodeBucket(rows=rows, tokens=tokens)
+    return EncodeBucket(rows=rows, tokens=tokens)
 
 
 def modulate_bucket(rows=ROWS, *, num_passes=1):
-    return image_buckets.ModulateBucket(rows=rows, num_passes=num_passes)
+    return ModulateBucket(rows=rows, num_passes=num_passes)
 
 
 def begin_bucket(size):
-    return image_buckets.BeginBucket(height=size[0], width=size[1])
+    return BeginBucket(height=size[0], width=size[1])
 
 
 def statically_shifted_levels(shift, steps):
@@ -126,12 +138,12 @@ class Golden:
         return self is other
 
     @functools.cache  # noqa: B019, which live as long as the process
-    def folder(self) -> pipeline_folder.PipelineFolder:
+    def folder(self) -> PipelineFolder:
         return pipeline_folder.read(self.folder_path())
 
     @functools.cache  # noqa: B019
     def pipeline(self) -> loaded.LoadedPipeline:
-        return loaded.load(self.folder(), "auto", device_lib.facts(), show_progress=False)
+        return loaded.load(self.folder(), "auto", devices.facts(), show_progress=False)
 
     @functools.cache  # noqa: B019
     def arrays(self) -> Mapping[str, np.ndarray]:
@@ -169,7 +181,7 @@ class Golden:
         """Returns a request, guided if it has a negative prompt; options are of `ImageParams`."""
         height, width = size or self.sizes[0]
         is_guided = negative is not None
-        return request_lib.Request(
+        return Request(
             request_id=name,
             prompt_ids=list(self.ids_of(prompt, length)),
             sampling=sampling_params.SamplingParams(),
@@ -224,7 +236,7 @@ class Golden:
         """Returns a runner that all tests share; what they leave in its memory must not matter."""
         model = self.pipeline()
         runner = model_runner.ModelRunner(
-            model.params, kind.ImageKind(model.pipeline, self.config), device=device_lib.facts()
+            model.params, kind.ImageKind(model.pipeline, self.config), device=devices.facts()
         )
         runner.compile(self.buckets)
         return runner
@@ -244,7 +256,7 @@ class Golden:
 def ask_again(request):
     """Returns a new request for the same image, without previews."""
     image = dataclasses.replace(request.image, partial_images=0)
-    return request_lib.Request(
+    return Request(
         request_id=f"{request.request_id} again",
         prompt_ids=request.prompt_ids,
         sampling=request.sampling,
@@ -298,7 +310,7 @@ class Device:
             for one in requests
         ]
         wanted = [
-            image_buckets.CaptionRow(
+            CaptionRow(
                 request=row.request, stay=row.stay, num_tokens=len(ids), ids=ids, entry=entry
             )
             for row in made
@@ -309,9 +321,7 @@ class Device:
             self.launch(bucket, wanted[i : i + rows])
         for row in made:
             if row.request.image.latents is not None:
-                scheduled = image_buckets.ImageRow(
-                    request=row.request, stay=row.stay, is_fresh=True
-                )
+                scheduled = ImageRow(request=row.request, stay=row.stay, is_fresh=True)
                 self.launch(begin_bucket(row.size), [scheduled])
         return made
 
@@ -323,10 +333,7 @@ class Device:
             row.stay.window = row.step
         self.launch(
             modulate_bucket(num_passes=2 if is_guided and ahead.by_caption else 1),
-            [
-                image_buckets.ModulateRow(request=row.request, stay=row.stay, step=row.step)
-                for row in rows
-            ],
+            [ModulateRow(request=row.request, stay=row.stay, step=row.step) for row in rows],
         )
 
     def step(self, *rows, bucket_rows=ROWS, tokens=None):
@@ -341,7 +348,7 @@ class Device:
             if due:
                 self.modulate(*due)
         scheduled = [
-            image_buckets.StepRow(
+            StepRow(
                 request=row.request,
                 stay=row.stay,
                 step=row.step,
@@ -372,9 +379,7 @@ class Device:
 
     def decoded(self, *rows, output="image"):
         scheduled = [
-            image_buckets.DecodeRow(
-                request=row.request, stay=row.stay, step=row.step, is_final=row.is_done
-            )
+            DecodeRow(request=row.request, stay=row.stay, step=row.step, is_final=row.is_done)
             for row in rows
         ]
         return self.launch(decode_bucket(rows[0].size, output), scheduled).rows
@@ -386,7 +391,7 @@ class Device:
         return held[: math.prod(shape)].reshape(shape)
 
     def launch(self, bucket, rows):
-        batch = batch_lib.ScheduleBatch(rows=tuple(rows), bucket=bucket)
+        batch = ScheduleBatch(rows=tuple(rows), bucket=bucket)
         result = self.runner.launch(batch).result()
         assert len(result.rows) == len(rows)
         return result

@@ -6,10 +6,10 @@ import functools
 
 from support import image_launches
 
-from jdllm.device import devices as device_lib
+from jdllm.device import devices
 from jdllm.pipelines import loaded
 from jdllm.runner import model_runner
-from jdllm.runner.image import kind as kind_lib
+from jdllm.runner.image.kind import ImageKind
 
 
 @functools.cache
@@ -17,7 +17,7 @@ def offloaded(golden):
     return loaded.load(
         golden.folder(),
         "auto",
-        device_lib.facts(),
+        devices.facts(),
         show_progress=False,
         offloads_text_encoders=True,
     )
@@ -31,7 +31,7 @@ def encode_bucket(golden):
 def runner(golden):
     model = offloaded(golden)
     made = model_runner.ModelRunner(
-        model.params, kind_lib.ImageKind(model.pipeline, golden.config), device=device_lib.facts()
+        model.params, ImageKind(model.pipeline, golden.config), device=devices.facts()
     )
     size = golden.sizes[0]
     made.compile(

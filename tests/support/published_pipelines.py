@@ -12,9 +12,10 @@ import jax.numpy as jnp
 
 from jdllm.pipelines import folder as pipeline_folder
 from jdllm.pipelines import interface, loaded
-from jdllm.runner.image import kind as kind_lib
+from jdllm.pipelines.folder import PipelineFolder
+from jdllm.runner.image.kind import ImageKind, ImageKindConfig
 from jdllm.runner.launch import interrupts
-from jdllm.scheduler import batch as batch_lib
+from jdllm.scheduler.batch import ScheduleBatch
 from jdllm.scheduler.rows.image import buckets
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
@@ -24,7 +25,7 @@ CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 class Published:
     """A pipeline, and the shapes of its parameters."""
 
-    folder: pipeline_folder.PipelineFolder
+    folder: PipelineFolder
     pipeline: interface.Pipeline
     params: dict[str, jax.ShapeDtypeStruct]
 
@@ -38,14 +39,14 @@ class Published:
 
     def check_launches(self, tokens: int, *, max_tokens: int, side: int = 1024) -> None:
         """Traces a launch of each kind with captions of `tokens`."""
-        config = kind_lib.ImageKindConfig(
+        config = ImageKindConfig(
             num_slots=4,
             num_entries=4,
             max_pixels=2048 * 2048,
             max_tokens=max_tokens,
             window_steps=8,
         )
-        kind = kind_lib.ImageKind(self.pipeline, config)
+        kind = ImageKind(self.pipeline, config)
         memory = jax.eval_shape(kind.create_memory)
         size = {"height": side, "width": side}
         ahead = self.pipeline.modulation
@@ -57,7 +58,7 @@ class Published:
             buckets.DecodeBucket(rows=2, output="image", **size),
         ):
             program = kind.program(bucket)
-            empty = batch_lib.ScheduleBatch(rows=(), bucket=bucket)
+            empty = ScheduleBatch(rows=(), bucket=bucket)
             inputs = program.inputs(empty, interrupts.shapes())
             parts = {name: memory[name] for name in program.uses}
             after, outputs = jax.eval_shape(program.step, self.params, parts, inputs)

@@ -15,10 +15,10 @@ import numpy as np
 from support import fake_engine
 
 from jdllm.engine import generations, loop, requests
-from jdllm.engine import tokenizer as tokenizer_lib
+from jdllm.engine.tokenizer import Tokenizer
 from jdllm.options import sampling_params
 from jdllm.scheduler import commits, finish
-from jdllm.scheduler import request as request_lib
+from jdllm.scheduler.request import Request
 
 
 class WrittenEngine(fake_engine.FakeEngine):
@@ -26,7 +26,7 @@ class WrittenEngine(fake_engine.FakeEngine):
 
     def __init__(
         self,
-        tokenizer: tokenizer_lib.Tokenizer,
+        tokenizer: Tokenizer,
         outputs: Sequence[list[int]],
         launches: Sequence[int],
         *,
@@ -56,7 +56,7 @@ class WrittenEngine(fake_engine.FakeEngine):
         self, prompt_ids: list[int], params: sampling_params.SamplingParams, index: int
     ) -> Iterator[generations.Generation]:
         ids = self._outputs[index]
-        request = request_lib.Request(
+        request = Request(
             request_id=f"r-{index}",
             prompt_ids=prompt_ids,
             sampling=params,
@@ -76,9 +76,7 @@ class WrittenEngine(fake_engine.FakeEngine):
             if end is not None:
                 return
 
-    def _extend(
-        self, request: request_lib.Request, ids: list[int], size: int, num_top: int
-    ) -> list[int]:
+    def _extend(self, request: Request, ids: list[int], size: int, num_top: int) -> list[int]:
         begin = len(request.output_ids)
         new = ids[begin : begin + size]
         logprobs = -np.arange(begin, begin + len(new), dtype=np.float32) / 8

@@ -12,6 +12,7 @@ import pytest
 from jdllm.tasks.scenes import drawing, generator, geometry, layout, oracle
 from jdllm.tasks.scenes import reading as scene_reading
 from jdllm.tasks.scenes.oracle import Facts, Relation, Thing
+from jdllm.tasks.scenes.reading import Reading, Seen
 
 LEAST_SHARE = 0.995  # of right pictures called right, and of changed ones called wrong
 NOISE = 6  # of 255: about what a small generative model leaves
@@ -301,10 +302,9 @@ def test_each_kind_of_fact_is_judged_by_itself():
 
     def kinds(*shapes, ground="white"):
         seen = [
-            scene_reading.Seen(shape=shape, colour=colour, size="small", y=50, x=x)
-            for shape, colour, x in shapes
+            Seen(shape=shape, colour=colour, size="small", y=50, x=x) for shape, colour, x in shapes
         ]
-        reading = scene_reading.Reading(height=100, width=100, ground=ground, shapes=tuple(seen))
+        reading = Reading(height=100, width=100, ground=ground, shapes=tuple(seen))
         found = oracle.by_kind(facts, reading)
         assert set(found) == {"count", "shape", "colour", "relation", "ground"}  # no size is told
         return {name for name, is_right in found.items() if not is_right}

@@ -12,8 +12,7 @@ import pytest
 import jdllm
 from jdllm.checkpoint import source
 from jdllm.models import loading
-from jdllm.train import __main__ as train_main
-from jdllm.train import denoise, examples, recipes, step
+from jdllm.train import __main__, denoise, examples, recipes, step
 
 pytestmark = pytest.mark.campaign  # engines of its own, whose programs take long to compile
 
@@ -48,7 +47,7 @@ def run(tmp_path_factory):
     changes = SETTINGS | {"model_path": str(model)}
     arguments = [f"{key}={value}" for key, value in changes.items()]
     argv = ["--config", str(RECIPE), "--output-dir", str(folder / "run"), "--set", *arguments]
-    assert train_main.main(argv) == 0
+    assert __main__.main(argv) == 0
     return folder / "run"
 
 

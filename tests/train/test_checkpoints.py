@@ -12,8 +12,7 @@ import pytest
 from support.full_disk import largest_file
 
 from jdllm import errors
-from jdllm.train import __main__ as train_main
-from jdllm.train import checkpoints, clock, loop
+from jdllm.train import __main__, checkpoints, clock, loop
 
 PASSED = clock.Passed(run=90.5, stage=30.0)
 
@@ -106,5 +105,5 @@ def test_the_command_says_so_in_one_line(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(loop, "train", fails)
     config = tmp_path / "recipe.yaml"
     config.write_text("model_path: x\n")
-    assert train_main.main(["--config", str(config)]) == 1
+    assert __main__.main(["--config", str(config)]) == 1
     assert capfd.readouterr().err == ("jdllm train: error: cannot write a checkpoint in runs/x\n")

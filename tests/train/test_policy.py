@@ -11,8 +11,7 @@ from support import tiny_scenes
 from train import test_judged_pairs as fakes
 
 from jdllm import errors
-from jdllm.train import __main__ as train_main
-from jdllm.train import recipes
+from jdllm.train import __main__, recipes
 from jdllm.train.scenes import devices, export, judges, objectives, policy, pool
 
 SHIPPED = tiny_scenes.ROOT / "configs" / "train" / "nano-image-policy.yaml"
@@ -195,7 +194,7 @@ def test_a_run_comes_to_paint_what_is_found_right(built, params, tmp_path, monke
         steps_per_chunk=1, warmup_steps=1, ema_decay=0.8, decay_share=0.1, eval_steps=[1],
         eval_guidance=[0],
     )  # fmt: skip
-    assert train_main.main([*words, "--import-state", str(built.folder)]) == 0
+    assert __main__.main([*words, "--import-state", str(built.folder)]) == 0
     painted = np.array([of for of in reds if len(of) == 16])  # the others are of the evaluation
     first, last = painted[:40], painted[-40:]
     assert last.mean() > first.mean() + 0.25 * first.std()
@@ -211,5 +210,5 @@ def test_a_run_of_own_samples_needs_trained_weights(built, tmp_path, capfd):
     words = tiny_scenes.arguments(
         built.folder.parent / "model", tmp_path, vae_steps=0, policy_steps=2, caption_dropout=0
     )
-    assert train_main.main(words) == 2
+    assert __main__.main(words) == 2
     assert "policy_steps=2 needs a run that begins with its second stage" in capfd.readouterr().err

@@ -16,10 +16,9 @@ from support import tiny_scenes
 
 from jdllm import errors
 from jdllm.checkpoint import source
-from jdllm.train import __main__ as train_main
-from jdllm.train import recipes
+from jdllm.train import __main__, recipes
 from jdllm.train.scenes import chunks, export, networks, objectives, sampling
-from jdllm.train.scenes import teacher as teacher_lib
+from jdllm.train.scenes.teacher import read
 
 SIZE, STEPS = (64, 96), 3
 TURBO = tiny_scenes.ROOT / "configs" / "train" / "nano-image-turbo.yaml"
@@ -97,7 +96,7 @@ def test_a_teachers_text_encoder_and_transformer_have_the_compute_dtype(built, p
         path: jax.ShapeDtypeStruct(shape.shape, jnp.bfloat16)
         for path, shape in built.shapes.items()
     }
-    found = teacher_lib.read(dataclasses.replace(built, shapes=narrow), str(teacher), params)
+    found = read(dataclasses.replace(built, shapes=narrow), str(teacher), params)
     assert found.keys() == params.keys()
     for path, array in found.items():
         is_cast = path.startswith(("text_encoder.", "transformer."))
@@ -109,7 +108,7 @@ def test_a_teachers_text_encoder_and_transformer_have_the_compute_dtype(built, p
 def test_a_run_of_the_first_stage_has_no_teacher(built, params, teacher):
     unfixed = params | {networks.FACTOR: jnp.float32(0)}
     with pytest.raises(errors.ConfigError, match="teacher='.*second stage: give --import-state"):
-        teacher_lib.read(built, str(teacher), unfixed)
+        read(built, str(teacher), unfixed)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +121,7 @@ def test_a_run_of_the_first_stage_has_no_teacher(built, params, teacher):
 )
 def test_what_is_no_pipeline_like_the_runs_is_refused(built, params, name, said):
     with pytest.raises(errors.ConfigError, match=said):
-        teacher_lib.read(built, name, params)
+        read(built, name, params)
 
 
 def test_a_teacher_with_other_token_ids_is_refused(built, params, teacher, tmp_path):
@@ -133,7 +132,7 @@ def test_a_teacher_with_other_token_ids_is_refused(built, params, teacher, tmp_p
     ids["Ġred"], ids["Ġblue"] = ids["Ġblue"], ids["Ġred"]
     file.write_text(json.dumps(values))
     with pytest.raises(errors.ConfigError, match=r"teacher=.*tokenizer\.json has other ids"):
-        teacher_lib.read(built, str(other), params)
+        read(built, str(other), params)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +142,7 @@ def test_a_teacher_with_other_token_ids_is_refused(built, params, teacher, tmp_p
 def test_a_teacher_with_another_autoencoder_is_refused(built, params, teacher, path):
     own = params | {path: params[path] * 1.01 + 0.01}
     with pytest.raises(errors.ConfigError, match=f"its autoencoder is not .*1 arrays.*{path}"):
-        teacher_lib.read(built, str(teacher), own)
+        read(built, str(teacher), own)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +171,7 @@ def test_the_shipped_recipe_fits_the_bundled_model_and_its_sizes(tmp_path):
     assert recipes.load(TURBO, ["teacher=null", "teacher_tries=0"]).teacher is None
     built = networks.build(tiny_scenes.ROOT / config.model_path, tmp_path, config.compute_dtype)
     weights = networks.read_params(built, source.bundled_model(config.teacher))
-    teacher = teacher_lib.read(built, config.teacher, weights)
+    teacher = read(built, config.teacher, weights)
     ids = jax.ShapeDtypeStruct((config.chunk_scenes, config.train_caption_tokens), jnp.int32)
     lens = jax.ShapeDtypeStruct((config.chunk_scenes,), jnp.int32)
     for size in config.shapes:
@@ -230,7 +229,7 @@ def test_a_run_with_a_teacher_learns_its_pairs_goes_on_and_needs_no_guidance(
             model, folder, num_steps=num_steps, vae_steps=0, teacher=str(teacher),
             teacher_steps=4, caption_dropout=0, learning_rate=2e-3,
         )  # fmt: skip
-        assert train_main.main([*words_, *words]) == 0
+        assert __main__.main([*words_, *words]) == 0
         lines = [json.loads(line) for line in (folder / "curve.jsonl").read_text().splitlines()]
         return lines, [line["loss"] for line in lines if "loss" in line]
 
@@ -254,7 +253,7 @@ def test_a_run_learns_the_right_samples_of_the_bundled_model(tmp_path):
         compute_dtype="bfloat16", learning_rate=1e-6, eval_problems=2, eval_steps=[1],
         data_workers=1,
     )  # fmt: skip
-    assert train_main.main([*words, "--import-state", "jdllm-nano-image"]) == 0
+    assert __main__.main([*words, "--import-state", "jdllm-nano-image"]) == 0
     lines = [json.loads(line) for line in (tmp_path / "curve.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]
     # Most of its own paths are nearly straight to it, but some bend since it learnt from verdicts:
@@ -266,5 +265,5 @@ def test_a_run_learns_the_right_samples_of_the_bundled_model(tmp_path):
 def test_a_run_with_a_teacher_needs_imported_weights(teacher, tmp_path, capfd):
     model = teacher.parent / "model"
     words = tiny_scenes.arguments(model, tmp_path, vae_steps=0, teacher=str(teacher))
-    assert train_main.main(words) == 2
+    assert __main__.main(words) == 2
     assert "needs a run that begins with its second stage" in capfd.readouterr().err

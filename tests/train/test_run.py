@@ -17,8 +17,8 @@ from support import tiny_text
 
 from jdllm import errors
 from jdllm.models import loading
-from jdllm.train import __main__ as train_main
 from jdllm.train import (
+    __main__,
     checkpoints,
     config,
     denoise,
@@ -113,9 +113,9 @@ def test_a_run_that_is_not_resumed_leaves_nothing_of_the_one_before(model_path, 
     (run / "curve.jsonl").write_text('{"step": 7}\n')
     argv = [*tiny_text.arguments(model_path, run, num_steps=2), "--resume", "never"]
     # Nothing is deleted for a run that does not begin.
-    assert train_main.main([*argv, "--import-state", str(tmp_path / "nowhere")]) == 2
+    assert __main__.main([*argv, "--import-state", str(tmp_path / "nowhere")]) == 2
     assert (run / "checkpoints" / "7").is_dir() and "7" in (run / "curve.jsonl").read_text()
-    assert train_main.main(argv) == 0
+    assert __main__.main(argv) == 0
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["2"]
     assert not (run / "checkpoints.old").exists()
     assert [line["step"] for line in curve(run)] == [2]
@@ -127,7 +127,7 @@ def test_the_checkpoints_before_are_kept_until_the_new_run_has_one(
 ):
     run = tmp_path / "run"
     argv = tiny_text.arguments(model_path, run, num_steps=2, checkpoint_every=1)
-    assert train_main.main(argv) == 0
+    assert __main__.main(argv) == 0
     anew, whole, stops = [*argv, "--resume", "never"], text.TextRecipe.step, [0]
 
     def stopped(self, state, batch):
@@ -139,27 +139,27 @@ def test_the_checkpoints_before_are_kept_until_the_new_run_has_one(
     monkeypatch.setattr(text.TextRecipe, "step", stopped)
     # The second one finds nothing that is newer than what the first has moved.
     for _ in range(2):
-        assert train_main.main(anew) == 130
+        assert __main__.main(anew) == 130
         assert f"the run before are in {run / 'checkpoints.old'}" in capfd.readouterr().err
         steps = sorted(path.name for path in (run / "checkpoints.old").iterdir())
         assert steps == ["1", "2"]
         assert checkpoints.newest(run / "checkpoints") is None
     # With a checkpoint, the new run is the one of the folder.
     stops[:] = [1]
-    assert train_main.main(anew) == 130
+    assert __main__.main(anew) == 130
     assert f"deleting {run / 'checkpoints.old'}: " in capfd.readouterr().err
     assert checkpoints.newest(run / "checkpoints") == 1
     assert not (run / "checkpoints.old").exists()
     # Older ones make room for those of the run that is set aside now.
     (run / "checkpoints.old" / "9").mkdir(parents=True)
     stops[:] = [0]
-    assert train_main.main(anew) == 130
+    assert __main__.main(anew) == 130
     assert [path.name for path in (run / "checkpoints.old").iterdir()] == ["1"]
     # In their place, they are those of the run before, with its settings.
     (run / "checkpoints").rmdir()
     (run / "checkpoints.old").rename(run / "checkpoints")
     stops.clear()
-    assert train_main.main(argv) == 0
+    assert __main__.main(argv) == 0
     assert "training from step 1 to 2" in capfd.readouterr().err
 
 
@@ -171,7 +171,7 @@ def test_settings_are_those_of_the_checkpoints(model_path, tmp_path, monkeypatch
         return json.loads((run / "run.json").read_text())["num_steps"]
 
     run = tmp_path / "run"
-    assert train_main.main(argv(2)) == 0
+    assert __main__.main(argv(2)) == 0
     assert kept() == 2
     whole = text.TextRecipe.step
 
@@ -180,24 +180,24 @@ def test_settings_are_those_of_the_checkpoints(model_path, tmp_path, monkeypatch
 
     # A slip, and Ctrl-C before there is a checkpoint of so many steps: it is undone.
     monkeypatch.setattr(text.TextRecipe, "step", stopped)
-    assert train_main.main(argv(300)) == 130
+    assert __main__.main(argv(300)) == 130
     assert kept() == 2
     monkeypatch.setattr(text.TextRecipe, "step", whole)
-    assert train_main.main(argv(3)) == 0
+    assert __main__.main(argv(3)) == 0
     assert kept() == 3
-    assert train_main.main(argv(2)) == 2
+    assert __main__.main(argv(2)) == 2
     assert "num_steps: 3 -> 2" in capfd.readouterr().err
 
 
 def test_a_run_whose_minutes_are_over_takes_no_step_more(model_path, tmp_path, capfd):
     run = tmp_path / "run"
     argv = tiny_text.arguments(model_path, run, num_steps=10**6, max_minutes=0.1)
-    assert train_main.main(argv) == 0
+    assert __main__.main(argv) == 0
     last = checkpoints.newest(run / "checkpoints")
     before = curve(run)[-1]
     assert before["step"] == last and before["seconds"] >= 6
     capfd.readouterr()
-    assert train_main.main(argv) == 0
+    assert __main__.main(argv) == 0
     assert f"training from step {last} to " in capfd.readouterr().err
     assert checkpoints.newest(run / "checkpoints") == last
     # It is evaluated, and the seconds of the curve are the run's.
@@ -210,10 +210,10 @@ def test_a_run_does_not_go_on_with_the_curve_of_one_that_left_no_checkpoint(mode
     run = tmp_path / "run"
     run.mkdir()
     (run / "curve.jsonl").write_text('{"step": 7, "loss": 1.0}\n')
-    assert train_main.main(tiny_text.arguments(model_path, run, num_steps=2)) == 0
+    assert __main__.main(tiny_text.arguments(model_path, run, num_steps=2)) == 0
     assert [line["step"] for line in curve(run)] == [2]
     # That of a run with a checkpoint goes on.
-    assert train_main.main(tiny_text.arguments(model_path, run, num_steps=3)) == 0
+    assert __main__.main(tiny_text.arguments(model_path, run, num_steps=3)) == 0
     assert [line["step"] for line in curve(run)] == [2, 3]
 
 
@@ -235,14 +235,14 @@ def test_a_second_run_in_the_folder_is_refused_before_it_changes_anything(
     try:
         assert holder.stdout.readline() == "\n"
         (run / "curve.jsonl").write_text('{"step": 7}\n')
-        assert train_main.main(argv) == 2
+        assert __main__.main(argv) == 2
         err = capfd.readouterr().err
         assert err.startswith(f"jdllm train: error: another process trains in {run}; ")
         assert err.count("\n") == 1 and "7" in (run / "curve.jsonl").read_text()
     finally:
         holder.kill()  # which leaves the file, and holds nothing
         holder.communicate()
-    assert train_main.main(argv) == 0
+    assert __main__.main(argv) == 0
 
 
 def test_a_folder_that_cannot_be_locked_is_said(tmp_path, monkeypatch, caplog):
@@ -263,7 +263,7 @@ def test_a_stop_during_evaluation_loses_no_step(model_path, tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     values = dataclasses.asdict(run_config(model_path, eval_every=3, eval_thresholds=[]))
     (tmp_path / "tiny.json").write_text(json.dumps(values))  # JSON is YAML
-    assert train_main.main(["--config", "tiny.json"]) == 130
+    assert __main__.main(["--config", "tiny.json"]) == 130
     folder = tmp_path / "runs" / "tiny" / "checkpoints"  # where a run without --output-dir writes
     assert [path.name for path in folder.iterdir()] == ["3"]
 

@@ -6,8 +6,7 @@ import pathlib
 import pytest
 
 from jdllm import errors
-from jdllm.train import __main__ as train_main
-from jdllm.train import config, recipes, run_settings
+from jdllm.train import __main__, config, recipes, run_settings
 
 
 def of(**values):
@@ -106,9 +105,9 @@ def test_the_command_refuses_before_it_reads_the_model(run, tmp_path, capfd):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("model_path: nowhere\nnum_steps: 100\nseed: 1\n")
     words = ["--config", str(recipe), "--output-dir", str(run)]
-    assert train_main.main(words) == 2
+    assert __main__.main(words) == 2
     assert "model_path: 'm' -> 'nowhere'" in capfd.readouterr().err
     # One that was never complete is none: the run begins, with these settings.
     (run / "checkpoints" / "7").rename(run / "checkpoints" / "7.orbax-checkpoint-tmp")
-    assert train_main.main(words) == 2
+    assert __main__.main(words) == 2
     assert "settings" not in capfd.readouterr().err

@@ -10,15 +10,14 @@ from support import golden_images as golden
 from support import image_launches, tiny_scenes
 
 from jdllm import errors
-from jdllm.device import devices as device_lib
+from jdllm.device import devices
 from jdllm.models.images import pixels
 from jdllm.pipelines import folder as pipeline_folder
 from jdllm.pipelines import loaded
 from jdllm.runner import model_runner
 from jdllm.runner.image import kind
 from jdllm.scheduler.rows.image import buckets
-from jdllm.train import __main__ as train_main
-from jdllm.train import checkpoints, recipes
+from jdllm.train import __main__, checkpoints, recipes
 from jdllm.train.scenes import networks, objectives, pool
 
 # A run compiles 60 s long; `test_scene_training.py` has the parts.
@@ -49,14 +48,14 @@ def run(model_path, tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(pool.ScenePool, "encode", encode)
-        assert train_main.main([*words, "--export-state", str(folder / "state")]) == 0
+        assert __main__.main([*words, "--export-state", str(folder / "state")]) == 0
     return folder
 
 
 @pytest.fixture(scope="module")
 def served(run):
     folder = pipeline_folder.read(run / "pipeline")
-    model = loaded.load(folder, "float32", device_lib.facts(), show_progress=False)
+    model = loaded.load(folder, "float32", devices.facts(), show_progress=False)
     return folder, model
 
 
@@ -120,7 +119,7 @@ def test_the_engine_makes_the_trainers_pictures(run, served, tmp_path):
     steps, rows = 3, len(CAPTIONS)
     config = kind.ImageKindConfig(num_slots=512, num_entries=256, max_pixels=64**2, max_tokens=64)
     runner = model_runner.ModelRunner(
-        model.params, kind.ImageKind(model.pipeline, config), device=device_lib.facts()
+        model.params, kind.ImageKind(model.pipeline, config), device=devices.facts()
     )
     step = golden.step_bucket(SIZE, rows, tokens=TOKENS)
     decode = golden.decode_bucket(SIZE, rows=rows)
@@ -170,12 +169,12 @@ def test_the_loss_is_that_of_the_served_velocity(run, served, tmp_path):
 
 def test_a_run_goes_on_from_its_checkpoint_and_from_exported_weights(run, model_path, tmp_path):
     words = tiny_scenes.arguments(model_path, run, num_steps=50)
-    assert train_main.main(words) == 0
+    assert __main__.main(words) == 0
     assert curve(run)[-1]["step"] == 50
     assert [line["step"] for line in curve(run) if "loss" in line][-2:] == [45, 50]
 
     words = tiny_scenes.arguments(model_path, tmp_path, num_steps=46)
-    assert train_main.main([*words, "--import-state", str(run / "state")]) == 0
+    assert __main__.main([*words, "--import-state", str(run / "state")]) == 0
     lines = curve(tmp_path)
     assert lines[-1]["step"] == 46 and not any("kl" in line for line in lines)
     one, two = (f / "pipeline" / "vae" / "config.json" for f in (run, tmp_path))
@@ -187,7 +186,7 @@ def test_weights_of_another_model_and_an_unknown_recipe_are_refused(run, tmp_pat
     file = model / "transformer" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"n_layers": 2}))
     words = tiny_scenes.arguments(model, tmp_path / "run")
-    assert train_main.main([*words, "--import-state", str(run / "state")]) == 2
+    assert __main__.main([*words, "--import-state", str(run / "state")]) == 2
     assert "transformer.layers.1.attention.norm_k.weight is missing" in capfd.readouterr().err
     with pytest.raises(errors.ConfigError, match="recipe='sceens'"):
         recipes.load(tiny_scenes.RECIPE, ["recipe=sceens"])

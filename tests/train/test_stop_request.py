@@ -16,8 +16,7 @@ import pytest
 from support import tiny_scenes, tiny_text
 from support.waiting import wait_until
 
-from jdllm.train import __main__ as train_main
-from jdllm.train import checkpoints, stop_request, text
+from jdllm.train import __main__, checkpoints, stop_request, text
 from jdllm.train.scenes import evaluate, programs
 
 BOTH = pytest.mark.parametrize("number", stop_request.SIGNALS, ids=lambda number: number.name)
@@ -59,7 +58,7 @@ def test_a_signal_saves_the_step_and_the_same_command_goes_on(
     run = tmp_path / "run"
     argv = tiny_text.arguments(model_path, run, num_steps=5)
     signalled(3, number)
-    assert train_main.main(argv) == 128 + number
+    assert __main__.main(argv) == 128 + number
     assert steps_of(run) == ["3"]
     out, err = capfd.readouterr()
     assert out == "" and "stopping after this step" in err
@@ -67,7 +66,7 @@ def test_a_signal_saves_the_step_and_the_same_command_goes_on(
     assert last.startswith(f"jdllm train: error: stopped by {number.name}; the same command")
     assert f"resumes from step 3, the newest checkpoint in {run / 'checkpoints'}" in last
     assert [signal.getsignal(one) for one in stop_request.SIGNALS] == before
-    assert train_main.main(argv) == 0
+    assert __main__.main(argv) == 0
     assert "training from step 3 to 5" in capfd.readouterr().err
 
 
@@ -90,7 +89,7 @@ def test_the_signal_of_a_group_ends_processes_that_make_batches_and_no_step_is_l
     argv = tiny_text.arguments(model_path, run, checkpoint_every=1000)
     before = signal.signal(signal.SIGTERM, lambda *_: None)  # of the tests: they go on
     try:
-        assert train_main.main(argv) == 128 + signal.SIGTERM
+        assert __main__.main(argv) == 128 + signal.SIGTERM
     finally:
         late.join()
         signal.signal(signal.SIGTERM, before)
@@ -101,14 +100,14 @@ def test_the_signal_of_a_group_ends_processes_that_make_batches_and_no_step_is_l
 def test_a_signal_before_the_first_step_leaves_the_run_before(model_path, tmp_path, monkeypatch):
     run = tmp_path / "run"
     argv = tiny_text.arguments(model_path, run, num_steps=2)
-    assert train_main.main(argv) == 0
+    assert __main__.main(argv) == 0
 
     def gone(self):
         signal.raise_signal(signal.SIGTERM)
         raise RuntimeError("Worker process was terminated unexpectedly")
 
     monkeypatch.setattr(text.TextBatches, "__next__", gone)
-    assert train_main.main([*argv, "--resume", "never"]) == 128 + signal.SIGTERM
+    assert __main__.main([*argv, "--resume", "never"]) == 128 + signal.SIGTERM
     assert steps_of(run) == []
     assert [path.name for path in (run / "checkpoints.old").iterdir()] == ["2"]
 
@@ -119,7 +118,7 @@ def test_processes_that_are_gone_without_a_signal_are_an_error(model_path, tmp_p
 
     monkeypatch.setattr(text.TextBatches, "__next__", gone)
     with pytest.raises(RuntimeError, match="terminated unexpectedly"):
-        train_main.main(tiny_text.arguments(model_path, tmp_path / "run"))
+        __main__.main(tiny_text.arguments(model_path, tmp_path / "run"))
 
 
 @pytest.mark.parametrize("ends", ["the signal", "its processes"])
@@ -138,7 +137,7 @@ def test_a_signal_while_a_run_is_built_leaves_no_process(tmp_path, monkeypatch, 
     monkeypatch.setattr(programs, "Programs", lambda *_: None)  # real ones compile for a minute
     monkeypatch.setattr(evaluate, "Evaluator", signalled_with_processes)
     words, _ = endless("scenes", tmp_path)
-    assert train_main.main(words) == 128 + signal.SIGTERM
+    assert __main__.main(words) == 128 + signal.SIGTERM
     assert multiprocessing.active_children() == []
     assert "error: stopped by SIGTERM; there is no checkpoint" in capfd.readouterr().err
 
@@ -153,7 +152,7 @@ def test_a_checkpoint_that_a_signal_cannot_write_is_the_error(
 
     signalled(3, signal.SIGTERM)
     monkeypatch.setattr(checkpoints, "save_now", full)
-    assert train_main.main(tiny_text.arguments(model_path, tmp_path / "run")) == 1
+    assert __main__.main(tiny_text.arguments(model_path, tmp_path / "run")) == 1
     assert capfd.readouterr().err.splitlines()[-1] == "jdllm train: error: no space left"
 
 
@@ -162,7 +161,7 @@ def test_a_signal_that_is_sent_twice_is_asked_once(model_path, tmp_path, signall
     run = tmp_path / "run"
     signalled(3, signal.SIGTERM, signal.SIGTERM)
     argv = tiny_text.arguments(model_path, run)
-    assert train_main.main(argv) == 128 + signal.SIGTERM
+    assert __main__.main(argv) == 128 + signal.SIGTERM
     assert steps_of(run) == ["3"]
 
     # Later it is asked again, and ends the block at once.
@@ -179,7 +178,7 @@ def test_a_second_signal_ends_the_run_at_once(model_path, tmp_path, signalled, c
     run = tmp_path / "run"
     signalled(3, signal.SIGTERM, signal.SIGINT)
     argv = tiny_text.arguments(model_path, run)
-    assert train_main.main(argv) == 128 + signal.SIGTERM
+    assert __main__.main(argv) == 128 + signal.SIGTERM
     assert steps_of(run) == []
     assert "error: stopped by SIGTERM; there is no checkpoint" in capfd.readouterr().err
 

@@ -3,8 +3,7 @@
 import pytest
 
 from jdllm import errors
-from jdllm.train import __main__ as train_main
-from jdllm.train import config
+from jdllm.train import __main__, config
 
 
 @pytest.fixture
@@ -33,7 +32,7 @@ def recipe(tmp_path, monkeypatch):
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(recipe, arguments, named, capfd):
-    assert train_main.main(["--config", str(recipe), *arguments]) == 2
+    assert __main__.main(["--config", str(recipe), *arguments]) == 2
     out, err = capfd.readouterr()
     assert out == ""
     assert err.startswith("jdllm train: error: ") and err.count("\n") == 1
@@ -43,20 +42,20 @@ def test_a_mistake_is_one_line_and_exit_code_2(recipe, arguments, named, capfd):
 def test_exported_weights_must_have_a_place_before_the_run(recipe, tmp_path, capfd):
     (tmp_path / "file").touch()
     stem = tmp_path / "file" / "state"
-    assert train_main.main(["--config", str(recipe), "--export-state", str(stem)]) == 2
+    assert __main__.main(["--config", str(recipe), "--export-state", str(stem)]) == 2
     assert f"--export-state {stem} cannot be written" in capfd.readouterr().err
     # Its folder is made, and then the model is looked for.
     stem = tmp_path / "new" / "state"
-    assert train_main.main(["--config", str(recipe), "--export-state", str(stem)]) == 2
+    assert __main__.main(["--config", str(recipe), "--export-state", str(stem)]) == 2
     assert "nowhere" in capfd.readouterr().err
     assert list(stem.parent.iterdir()) == []
 
 
 def test_a_missing_or_malformed_config_file_is_named(tmp_path, capfd):
-    assert train_main.main(["--config", str(tmp_path / "absent.yaml")]) == 2
+    assert __main__.main(["--config", str(tmp_path / "absent.yaml")]) == 2
     for text in ("- a list\n", "{"):
         (tmp_path / "bad.yaml").write_text(text)
-        assert train_main.main(["--config", str(tmp_path / "bad.yaml")]) == 2
+        assert __main__.main(["--config", str(tmp_path / "bad.yaml")]) == 2
     lines = capfd.readouterr().err.splitlines()
     assert len(lines) == 3 and all(line.startswith("jdllm train: error: ") for line in lines)
     assert "absent.yaml" in lines[0] and "bad.yaml" in lines[1] and "bad.yaml" in lines[2]

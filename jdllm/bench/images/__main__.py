@@ -19,10 +19,9 @@ from jdllm.bench.images import load, runs, targets
 from jdllm.bench.images import options as image_options
 from jdllm.bench.images import tables as image_tables
 from jdllm.client import transport
-from jdllm.engine.images import engine as image_engine
+from jdllm.engine.images.engine import ImageEngine
 from jdllm.options import config
-from jdllm.plots import batching as batching_plot
-from jdllm.plots import style
+from jdllm.plots import batching, style
 
 PLOT_NAME = "images-compare"
 ON, OFF = "steps shared", "batch size 1"
@@ -58,7 +57,7 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     else:
         tables.say(image_tables.one_run(results[0]))
     if options.compare and plot_name:
-        for path in batching_plot.save(results, plot_name):
+        for path in batching.save(results, plot_name):
             tables.say(f"# wrote {path}")
     for result in results:
         if result["first_error"] is not None:
@@ -123,7 +122,7 @@ def variants(options: argparse.Namespace, asks: Sequence[load.Ask]) -> list[Vari
 @contextlib.contextmanager
 def in_process(engine_config: config.EngineConfig) -> Iterator[targets.Target]:
     """Yields an engine of this process; it ends before the next one starts."""
-    with image_engine.ImageEngine(engine_config) as engine:
+    with ImageEngine(engine_config) as engine:
         yield targets.InProcess(engine)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from jdllm import errors
 from jdllm.bench import command_line, server_flags
 from jdllm.bench.images import load as image_load
+from jdllm.bench.images.load import Load
 from jdllm.foreign import flags
 from jdllm.options import config
 from jdllm.server import cli
@@ -90,9 +91,9 @@ def check(options: argparse.Namespace) -> None:
         raise errors.ConfigError("--slo-scale needs --slo")
 
 
-def load(options: argparse.Namespace) -> image_load.Load:
+def load(options: argparse.Namespace) -> Load:
     """Returns the requests that the flags ask for."""
-    return image_load.Load(
+    return Load(
         dataset=options.dataset,
         path=options.dataset_path or None,
         num_prompts=options.num_prompts,

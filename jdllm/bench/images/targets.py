@@ -17,7 +17,7 @@ from jdllm import errors
 from jdllm.bench import command_line, running_server
 from jdllm.bench.images import load, stats
 from jdllm.client import failures, transport
-from jdllm.engine.images import requests as image_requests
+from jdllm.engine.images.requests import ImageEvent, ImageRequest, ImageServing
 
 ROUTE = "/v1/images/generations"
 # Fields of a request that an engine takes beside those of the load.
@@ -97,7 +97,7 @@ class Http:
 class InProcess:
     """An engine of this process, asked as its server asks it."""
 
-    def __init__(self, engine: image_requests.ImageServing, label: str = "in process"):
+    def __init__(self, engine: ImageServing, label: str = "in process"):
         self.label = label
         self._engine = engine
         self._numbers = itertools.count()
@@ -138,9 +138,7 @@ class InProcess:
             **{key: info[key] for key in keep if key in info},
         }
 
-    async def _finals(
-        self, asked: list[image_requests.ImageRequest]
-    ) -> list[image_requests.ImageEvent]:
+    async def _finals(self, asked: list[ImageRequest]) -> list[ImageEvent]:
         rid = f"bench-{next(self._numbers)}"
         async with contextlib.aclosing(self._engine.stream(asked, rid=rid)) as events:
             return [event async for event in events if event.kind != "partial"]
@@ -154,8 +152,8 @@ def check_fields(extra: Mapping[str, Any]) -> None:
             raise errors.ConfigError(f"unknown field {name!r} of a request in process{hint}")
 
 
-def _requests(ask: load.Ask) -> list[image_requests.ImageRequest]:
-    first = image_requests.ImageRequest(
+def _requests(ask: load.Ask) -> list[ImageRequest]:
+    first = ImageRequest(
         prompt=ask.prompt,
         width=ask.width,
         height=ask.height,

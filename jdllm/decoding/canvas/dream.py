@@ -18,8 +18,8 @@ from jaxtyping import Array, Float, Int32
 
 from jdllm.algorithms import lookup
 from jdllm.decoding import order
-from jdllm.decoding.canvas import interface as canvas_lib
-from jdllm.decoding.canvas import rules as canvas_rules
+from jdllm.decoding.canvas import interface, rules
+from jdllm.decoding.canvas.interface import Canvas, CanvasParams, CanvasProposal, Window
 
 ORIGIN = lookup.word("Dream", "alg", "origin")
 TOPK_MARGIN = lookup.word("Dream", "alg", "topk_margin")
@@ -34,15 +34,13 @@ class Dream:
     tempers = True
     guides = False
 
-    def begin(self, canvas: canvas_lib.Canvas) -> Int32[Array, " R"]:
+    def begin(self, canvas: Canvas) -> Int32[Array, " R"]:
         return jnp.sum(canvas.masked, axis=1, dtype=jnp.int32)
 
-    def plan(self, canvas: canvas_lib.Canvas) -> tuple[canvas_lib.Canvas, canvas_lib.Window]:
-        return canvas_rules.full_window(canvas, wanted=canvas.masked)
+    def plan(self, canvas: Canvas) -> tuple[Canvas, Window]:
+        return rules.full_window(canvas, wanted=canvas.masked)
 
-    def update(
-        self, canvas: canvas_lib.Canvas, proposal: canvas_lib.CanvasProposal
-    ) -> canvas_lib.Canvas:
+    def update(self, canvas: Canvas, proposal: CanvasProposal) -> Canvas:
         """Writes the step's share: with `origin` by chance, otherwise the best positions."""
         params = canvas.params
         steps = jnp.where(params.steps > 0, params.steps, canvas.extra)
@@ -54,7 +52,7 @@ class Dream:
             is_last, masks, jnp.floor(masks * (1 - params.eps) / left).astype(jnp.int32)
         )
         chance = jnp.where(is_last, 1.0, (1 - params.eps) / left)
-        drawn = canvas_lib.uniform(canvas, SALT)
+        drawn = interface.uniform(canvas, SALT)
         score = _score(params, proposal, drawn)
         best = order.ranks(score, canvas.masked) < count[:, None]
         is_origin = (params.alg == ORIGIN)[:, None]
@@ -64,8 +62,8 @@ class Dream:
 
 
 def _score(
-    params: canvas_lib.CanvasParams,
-    proposal: canvas_lib.CanvasProposal,
+    params: CanvasParams,
+    proposal: CanvasProposal,
     drawn: Float[Array, "R S"],
 ) -> Float[Array, "R S"]:
     """Returns the scores; a step writes the positions with the highest ones.

@@ -12,14 +12,12 @@ import dataclasses
 from jaxtyping import Array, Bool
 
 from jdllm.decoding.canvas import fill
-from jdllm.decoding.canvas import interface as canvas_lib
+from jdllm.decoding.canvas.interface import Canvas, CanvasProposal
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EntropyThreshold(fill.CanvasRule):
     """Writes the positions below the threshold, or else the one of the lowest entropy."""
 
-    def choose(
-        self, canvas: canvas_lib.Canvas, proposal: canvas_lib.CanvasProposal
-    ) -> Bool[Array, "R S"]:
+    def choose(self, canvas: Canvas, proposal: CanvasProposal) -> Bool[Array, "R S"]:
         return proposal.entropy < canvas.params.threshold[:, None]

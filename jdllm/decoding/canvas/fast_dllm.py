@@ -20,8 +20,8 @@ from jaxtyping import Array, Bool, Int32
 
 from jdllm.algorithms import lookup
 from jdllm.decoding import order
-from jdllm.decoding.canvas import interface as canvas_lib
-from jdllm.decoding.canvas import rules as canvas_rules
+from jdllm.decoding.canvas import interface, rules
+from jdllm.decoding.canvas.interface import Canvas, CanvasProposal, Window
 
 NONE = lookup.word("FastDLLM", "cache_mode", "none")
 DUAL = lookup.word("FastDLLM", "cache_mode", "dual")
@@ -47,25 +47,23 @@ class FastDLLM:
     tempers = False
     guides = False
 
-    def begin(self, canvas: canvas_lib.Canvas) -> Progress:
+    def begin(self, canvas: Canvas) -> Progress:
         return Progress(initial=canvas.masked, begun=jnp.full_like(canvas.start, -1))
 
-    def plan(self, canvas: canvas_lib.Canvas) -> tuple[canvas_lib.Canvas, canvas_lib.Window]:
-        mode, block = canvas.params.cache_mode, canvas_rules.first_block(canvas)
+    def plan(self, canvas: Canvas) -> tuple[Canvas, Window]:
+        mode, block = canvas.params.cache_mode, rules.first_block(canvas)
         is_full = (mode == NONE) | (canvas.extra.begun != block)
-        low = canvas_rules.block_start(canvas, block)
-        high = jnp.where(mode == DUAL, canvas_rules.block_start(canvas, block + 1), canvas.length)
+        low = rules.block_start(canvas, block)
+        high = jnp.where(mode == DUAL, rules.block_start(canvas, block + 1), canvas.length)
         planned = dataclasses.replace(canvas, extra=dataclasses.replace(canvas.extra, begun=block))
-        return canvas_rules.window(
+        return rules.window(
             planned,
             low=jnp.where(is_full, 0, low),
             high=jnp.where(is_full, canvas.length, high),
-            wanted=canvas_lib.current_block(canvas),
+            wanted=interface.current_block(canvas),
         )
 
-    def update(
-        self, canvas: canvas_lib.Canvas, proposal: canvas_lib.CanvasProposal
-    ) -> canvas_lib.Canvas:
+    def update(self, canvas: Canvas, proposal: CanvasProposal) -> Canvas:
         """Writes at least one position of the first block with masked positions.
 
         With factor f, the n-th most probable position is written if its probability is at least
@@ -73,10 +71,10 @@ class FastDLLM:
         passes after the first one that fails.
         """
         params, prob = canvas.params, proposal.prob
-        eligible = canvas_lib.current_block(canvas) & canvas.masked
+        eligible = interface.current_block(canvas) & canvas.masked
         rank = order.ranks(prob, eligible)  # 0 for n = 1
         factor, steps = params.factor[:, None], params.steps[:, None]
-        count = canvas_rules.scheduled(canvas, canvas.extra.initial)[:, None]
+        count = rules.scheduled(canvas, canvas.extra.initial)[:, None]
         passes = jnp.where(
             factor > 0,
             prob >= 1 - factor / (rank + 2),

@@ -38,8 +38,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
 from jdllm.algorithms import lookup
-from jdllm.decoding.canvas import interface as canvas_lib
-from jdllm.decoding.canvas import rules as canvas_rules
+from jdllm.decoding.canvas import interface, rules
+from jdllm.decoding.canvas.interface import Canvas, CanvasProposal, Window
 
 EXACT = lookup.word("FullAttnMultiBlock", "cache_mode", "exact")
 WINDOW = lookup.word("FullAttnMultiBlock", "cache_mode", "window")
@@ -73,7 +73,7 @@ class FullAttnMultiBlock:
     tempers = False
     guides = False
 
-    def begin(self, canvas: canvas_lib.Canvas) -> BlockTable:
+    def begin(self, canvas: Canvas) -> BlockTable:
         is_prompt = canvas.positions < canvas.start[:, None]
         return BlockTable(
             initial=canvas.masked,
@@ -83,11 +83,11 @@ class FullAttnMultiBlock:
             cached=jnp.zeros_like(canvas.start),
         )
 
-    def plan(self, canvas: canvas_lib.Canvas) -> tuple[canvas_lib.Canvas, canvas_lib.Window]:
+    def plan(self, canvas: Canvas) -> tuple[Canvas, Window]:
         canvas, first_end = _stop_early(canvas)
-        created, first_open = _create(canvas, first_end), canvas_rules.first_block(canvas)
-        created_end = canvas_rules.block_start(canvas, created)
-        finished_end = jnp.minimum(created_end, canvas_rules.block_start(canvas, first_open))
+        created, first_open = _create(canvas, first_end), rules.first_block(canvas)
+        created_end = rules.block_start(canvas, created)
+        finished_end = jnp.minimum(created_end, rules.block_start(canvas, first_open))
         before = canvas.extra.cached
         finished_at, cached = self._cache(canvas, finished_end)
 
@@ -105,32 +105,30 @@ class FullAttnMultiBlock:
                 cached=cached,
             ),
         )
-        return canvas_rules.window(
+        return rules.window(
             planned,
             low=jnp.where(is_full, 0, before),
             high=jnp.where(is_full | (mode != WINDOW), canvas.length, created_end),
             wanted=canvas.positions < created_end[:, None],
         )
 
-    def update(
-        self, canvas: canvas_lib.Canvas, proposal: canvas_lib.CanvasProposal
-    ) -> canvas_lib.Canvas:
+    def update(self, canvas: Canvas, proposal: CanvasProposal) -> Canvas:
         """Writes what passes in created blocks, and at least one position of the first open one."""
         table = canvas.extra
-        created_end = canvas_rules.block_start(canvas, table.created)
-        first_end = canvas_rules.block_start(canvas, table.first_open + 1)
+        created_end = rules.block_start(canvas, table.created)
+        first_end = rules.block_start(canvas, table.first_open + 1)
         eligible = canvas.masked & (canvas.positions < created_end[:, None])
         entropy, threshold = proposal.entropy, canvas.params.threshold[:, None]
         if self.is_shifted:
             where = eligible & (entropy < threshold)
         else:
-            where = eligible & (entropy <= threshold) | canvas_rules.lowest(entropy, eligible)
+            where = eligible & (entropy <= threshold) | rules.lowest(entropy, eligible)
         # If any position of the first open block passes, the one of the lowest entropy passes too.
-        where |= canvas_rules.lowest(entropy, eligible & (canvas.positions < first_end[:, None]))
+        where |= rules.lowest(entropy, eligible & (canvas.positions < first_end[:, None]))
         return canvas.write(proposal.tokens, where=where)
 
     def _cache(
-        self, canvas: canvas_lib.Canvas, finished_end: Int32[Array, " R"]
+        self, canvas: Canvas, finished_end: Int32[Array, " R"]
     ) -> tuple[Int32[Array, "R S"], Int32[Array, " R"]]:
         """Returns (finished_at, cached), including the blocks that the next forward caches.
 
@@ -153,13 +151,13 @@ class FullAttnMultiBlock:
         return finished_at, jnp.where(delay > 0, ready, jnp.maximum(ready, reach))
 
 
-def _stop_early(canvas: canvas_lib.Canvas) -> tuple[canvas_lib.Canvas, Int32[Array, " R"]]:
+def _stop_early(canvas: Canvas) -> tuple[Canvas, Int32[Array, " R"]]:
     """Returns the canvas, filled after the first end token of each row, and this token's position.
 
     For rows without an end token or without early stop, the position is S.
     """
     S = canvas.positions.shape[0]
-    first = jnp.where(canvas.params.early_stop, canvas_lib.first_end(canvas), S)
+    first = jnp.where(canvas.params.early_stop, interface.first_end(canvas), S)
     behind = canvas.extra.initial & (canvas.positions > first[:, None])
     behind &= ~canvas.is_done[:, None]
     filled = dataclasses.replace(
@@ -170,15 +168,15 @@ def _stop_early(canvas: canvas_lib.Canvas) -> tuple[canvas_lib.Canvas, Int32[Arr
     return filled, first
 
 
-def _create(canvas: canvas_lib.Canvas, first_end: Int32[Array, " R"]) -> Int32[Array, " R"]:
+def _create(canvas: Canvas, first_end: Int32[Array, " R"]) -> Int32[Array, " R"]:
     """Returns the number of created blocks, one more if enough of the last one is written.
 
     A block without positions to write (all are given) is finished. If the created blocks have no
     mask left, the result includes all blocks up to the next masked position.
     """
     table, positions = canvas.extra, canvas.positions
-    last = canvas_rules.block_start(canvas, table.created - 1)
-    following = canvas_rules.block_start(canvas, table.created)
+    last = rules.block_start(canvas, table.created - 1)
+    following = rules.block_start(canvas, table.created)
     is_last = table.initial & (positions >= last[:, None]) & (positions < following[:, None])
     total = jnp.sum(is_last, axis=1, dtype=jnp.int32)
     left = jnp.sum(is_last & canvas.masked, axis=1, dtype=jnp.int32)
@@ -186,7 +184,5 @@ def _create(canvas: canvas_lib.Canvas, first_end: Int32[Array, " R"]) -> Int32[A
     is_enough_written = (left == 0) | (progress >= canvas.params.block_add_threshold)
     is_possible = (following < canvas.end) & (following <= first_end)
     created = table.created + (is_enough_written & is_possible)
-    has_masked = canvas_lib.first_masked(canvas) < canvas.end
-    return jnp.where(
-        has_masked, jnp.maximum(created, canvas_rules.first_block(canvas) + 1), created
-    )
+    has_masked = interface.first_masked(canvas) < canvas.end
+    return jnp.where(has_masked, jnp.maximum(created, rules.first_block(canvas) + 1), created)

@@ -14,8 +14,8 @@ from jaxtyping import Array, Bool
 
 from jdllm.algorithms import lookup
 from jdllm.decoding import order
-from jdllm.decoding.canvas import interface as canvas_lib
-from jdllm.decoding.canvas import rules as canvas_rules
+from jdllm.decoding.canvas import interface, rules
+from jdllm.decoding.canvas.interface import Canvas, CanvasProposal, Window
 
 RANDOM = lookup.word("LLaDA", "remasking", "random")
 SALT = 1  # of `interface.uniform`, one per algorithm
@@ -28,18 +28,16 @@ class LLaDA:
     tempers = False
     guides = True
 
-    def begin(self, canvas: canvas_lib.Canvas) -> Bool[Array, "R S"]:
+    def begin(self, canvas: Canvas) -> Bool[Array, "R S"]:
         return canvas.masked
 
-    def plan(self, canvas: canvas_lib.Canvas) -> tuple[canvas_lib.Canvas, canvas_lib.Window]:
-        return canvas_rules.full_window(canvas, wanted=canvas_lib.current_block(canvas))
+    def plan(self, canvas: Canvas) -> tuple[Canvas, Window]:
+        return rules.full_window(canvas, wanted=interface.current_block(canvas))
 
-    def update(
-        self, canvas: canvas_lib.Canvas, proposal: canvas_lib.CanvasProposal
-    ) -> canvas_lib.Canvas:
+    def update(self, canvas: Canvas, proposal: CanvasProposal) -> Canvas:
         """Writes the step's share of the first block with masked positions, at least one."""
         is_random = (canvas.params.remasking == RANDOM)[:, None]
-        score = jnp.where(is_random, canvas_lib.uniform(canvas, SALT), proposal.prob)
-        eligible = canvas_lib.current_block(canvas) & canvas.masked
-        count = canvas_rules.scheduled(canvas, canvas.extra)[:, None]
+        score = jnp.where(is_random, interface.uniform(canvas, SALT), proposal.prob)
+        eligible = interface.current_block(canvas) & canvas.masked
+        count = rules.scheduled(canvas, canvas.extra)[:, None]
         return canvas.write(proposal.tokens, where=order.ranks(score, eligible) < count)

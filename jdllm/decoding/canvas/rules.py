@@ -9,21 +9,22 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int32
 
-from jdllm.decoding.canvas import interface as canvas_lib
+from jdllm.decoding.canvas import interface
+from jdllm.decoding.canvas.interface import Canvas, Window
 
 
 def window(
-    canvas: canvas_lib.Canvas,
+    canvas: Canvas,
     *,
     low: Int[Array, " R"],
     high: Int[Array, " R"],
     wanted: Bool[Array, "R S"],
-) -> tuple[canvas_lib.Canvas, canvas_lib.Window]:
+) -> tuple[Canvas, Window]:
     """Returns the canvas and its window; rows without masks become done, with an empty window."""
-    is_done = canvas.is_done | (canvas_lib.first_masked(canvas) >= canvas.end)
+    is_done = canvas.is_done | (interface.first_masked(canvas) >= canvas.end)
     low = jnp.where(is_done, 0, low)
     high = jnp.where(is_done, 0, high)
-    return dataclasses.replace(canvas, is_done=is_done), canvas_lib.Window(
+    return dataclasses.replace(canvas, is_done=is_done), Window(
         low=low,
         high=high,
         wanted=wanted & canvas.masked & ~is_done[:, None],
@@ -31,25 +32,23 @@ def window(
     )
 
 
-def full_window(
-    canvas: canvas_lib.Canvas, *, wanted: Bool[Array, "R S"]
-) -> tuple[canvas_lib.Canvas, canvas_lib.Window]:
+def full_window(canvas: Canvas, *, wanted: Bool[Array, "R S"]) -> tuple[Canvas, Window]:
     """Returns what `window` returns for a forward of the whole canvas."""
     return window(canvas, low=jnp.zeros_like(canvas.length), high=canvas.length, wanted=wanted)
 
 
-def first_block(canvas: canvas_lib.Canvas) -> Int32[Array, " R"]:
+def first_block(canvas: Canvas) -> Int32[Array, " R"]:
     """Returns the number of the block with the first masked position.
 
     Without a masked position that is the number of blocks.
     """
-    first = canvas_lib.first_masked(canvas)
+    first = interface.first_masked(canvas)
     length = canvas.params.block_length
     none = (canvas.end - canvas.start + length - 1) // length
     return jnp.where(first < canvas.end, (first - canvas.start) // length, none)
 
 
-def block_start(canvas: canvas_lib.Canvas, block: Int[Array, " R"]) -> Int32[Array, " R"]:
+def block_start(canvas: Canvas, block: Int[Array, " R"]) -> Int32[Array, " R"]:
     """Returns where block number `block` begins, at most `end`."""
     return jnp.minimum(canvas.start + block * canvas.params.block_length, canvas.end)
 
@@ -62,14 +61,14 @@ def lowest(score: Float[Array, "R S"], eligible: Bool[Array, "R S"]) -> Bool[Arr
     return eligible & (jnp.arange(score.shape[1]) == best[:, None])
 
 
-def scheduled(canvas: canvas_lib.Canvas, initial: Bool[Array, "R S"]) -> Int32[Array, " R"]:
+def scheduled(canvas: Canvas, initial: Bool[Array, "R S"]) -> Int32[Array, " R"]:
     """Returns how many tokens LLaDA's schedule writes in this step, at least 1.
 
     A block has `steps` / number of blocks steps. They share the positions that the block had to
     write at first (`initial`) evenly; the first steps take the remainder. The number of masks
     that are left tells which step it is. Without `steps`, every step writes one token.
     """
-    block = canvas_lib.current_block(canvas)
+    block = interface.current_block(canvas)
     total = jnp.sum(block & initial, axis=1, dtype=jnp.int32)
     left = jnp.sum(block & canvas.masked, axis=1, dtype=jnp.int32)
     length = canvas.params.block_length

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from jdllm import errors
-from jdllm.engine import loop as loop_lib
 from jdllm.engine import requests
 from jdllm.engine.images import checks
-from jdllm.engine.images import requests as image_requests
+from jdllm.engine.images.requests import ImageEvent, ImageFacts, ImageRequest
+from jdllm.engine.loop import Event, FaultEvent
 from jdllm.options import image_params, sampling_params
 from jdllm.pipelines import prompts
-from jdllm.scheduler import request as request_lib
+from jdllm.scheduler.request import Request
 
 # An image is more work than its prompt, but not for the thread that tokenises.
 SIZE_OF_AN_IMAGE = 64
@@ -29,8 +29,8 @@ class ImageChoice:
 
     def __init__(
         self,
-        request: request_lib.Request,
-        asked: image_requests.ImageRequest,
+        request: Request,
+        asked: ImageRequest,
         index: int,
         num_cut: int,
     ):
@@ -41,18 +41,18 @@ class ImageChoice:
         self._num_cut = num_cut
         self._num_previews = 0
 
-    def update(self, event: loop_lib.Event) -> image_requests.ImageEvent:
+    def update(self, event: Event) -> ImageEvent:
         """Returns what an event of the engine means for the image."""
         seed = self._asked.seed
         assert seed is not None, "a resolved request has a seed"
         told = functools.partial(
-            image_requests.ImageEvent,
+            ImageEvent,
             request_index=self._index,
             seed=seed,
             prompt_tokens=len(self.request.prompt_ids),
             truncated_tokens=self._num_cut,
         )
-        if isinstance(event, loop_lib.FaultEvent):
+        if isinstance(event, FaultEvent):
             self.has_ended = True
             return told(kind="fault", steps=0, message=event.message)
         commit, times = event.commit, _times(self.request, event.at_s)
@@ -78,7 +78,7 @@ class ImageChoice:
         )
 
 
-def _times(request: request_lib.Request, at_s: float) -> dict[str, Any]:
+def _times(request: Request, at_s: float) -> dict[str, Any]:
     """Returns the seconds of each part of a request until `at_s`; parts that have not begun are 0.
 
     A preview is decoded while its row waits, so it counts as denoising.
@@ -94,12 +94,12 @@ def _times(request: request_lib.Request, at_s: float) -> dict[str, Any]:
 class ImageInputs:
     """Makes choices of requests for images, with one tokenizer for all of their texts."""
 
-    def __init__(self, tokenizer: prompts.PromptTokenizer, facts: image_requests.ImageFacts):
+    def __init__(self, tokenizer: prompts.PromptTokenizer, facts: ImageFacts):
         self._tokenizer = tokenizer
         self._facts = facts
 
     def choices(
-        self, asked: Sequence[image_requests.ImageRequest], rid: str, priority_class: float
+        self, asked: Sequence[ImageRequest], rid: str, priority_class: float
     ) -> dict[str, ImageChoice]:
         """Returns the choices of a call by their ids, or raises a RequestError with its field."""
         encode = functools.cache(self._encode)  # n images of a prompt are tokenised once
@@ -114,7 +114,7 @@ class ImageInputs:
             negative = None
             if one.negative_prompt is not None:
                 negative = encode("negative_prompt", one.negative_prompt, tokens)
-            request = request_lib.Request(
+            request = Request(
                 request_id=name,
                 prompt_ids=list(prompt.ids),
                 sampling=sampling_params.SamplingParams(),
@@ -138,14 +138,12 @@ class ImageInputs:
             raise
 
 
-def size(asked: Sequence[image_requests.ImageRequest]) -> int:
+def size(asked: Sequence[ImageRequest]) -> int:
     """Returns how much work the choices of requests are, in characters (`offload`)."""
     return sum(len(one.prompt) + len(one.negative_prompt or "") + SIZE_OF_AN_IMAGE for one in asked)
 
 
-def _params(
-    one: image_requests.ImageRequest, negative_ids: tuple[int, ...] | None
-) -> image_params.ImageParams:
+def _params(one: ImageRequest, negative_ids: tuple[int, ...] | None) -> image_params.ImageParams:
     """Returns the options of a resolved request; `negative_ids` exactly if it is guided."""
     assert one.height is not None and one.width is not None, "resolved"
     assert one.num_inference_steps is not None and one.partial_images is not None, "resolved"

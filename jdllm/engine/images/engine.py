@@ -18,12 +18,13 @@ from jdllm.device import devices
 from jdllm.engine import control, requests, streams
 from jdllm.engine.images import calls, info
 from jdllm.engine.images import choices as image_choices
-from jdllm.engine.images import requests as image_requests
+from jdllm.engine.images.choices import ImageInputs
+from jdllm.engine.images.requests import ImageEvent, ImageRequest
 from jdllm.engine.start import startup
 from jdllm.engine.start.images import options as image_options
 from jdllm.foreign import names
 from jdllm.host import progress
-from jdllm.options import config as config_lib
+from jdllm.options.config import EngineConfig
 
 WARM_UP_PROMPT = "Hello"
 
@@ -39,7 +40,7 @@ class ImageEngine(control.EngineControl):
 
     def __init__(
         self,
-        config: config_lib.EngineConfig | None = None,
+        config: EngineConfig | None = None,
         *,
         progress: startup.StartupProgress | None = None,
         **options: Any,
@@ -56,7 +57,7 @@ class ImageEngine(control.EngineControl):
         sizes = self._built.buckets.step_sizes(*self._built.default_size, is_guided=False)
         self.images_per_step = sizes[-1]  # at most, of the default size
         tokenizer = self._built.pipeline.prompt_tokenizer(self._built.folder.tokenizers)
-        self._inputs = image_choices.ImageInputs(tokenizer, self.facts)
+        self._inputs = ImageInputs(tokenizer, self.facts)
         super().__init__(self._built.core, self._built.release)
         self.progress.enter("ready")
 
@@ -120,12 +121,12 @@ class ImageEngine(control.EngineControl):
 
     def stream(
         self,
-        asked: Sequence[image_requests.ImageRequest],
+        asked: Sequence[ImageRequest],
         /,
         *,
         rid: str,
         priority: int | None = None,
-    ) -> AsyncGenerator[image_requests.ImageEvent, None]:
+    ) -> AsyncGenerator[ImageEvent, None]:
         """Yields the events of all requests as they come; see `ImageServing.stream`.
 
         If there are more requests than can run and wait, this call raises. If one is refused, the
@@ -164,13 +165,11 @@ class ImageEngine(control.EngineControl):
         """Returns what SGLang's `/model_info` returns."""
         return info.model_info(self._built, self.config, self.facts)
 
-    def _run(
-        self, asked: Sequence[image_requests.ImageRequest], *, use_tqdm: bool
-    ) -> list[image_requests.ImageEvent]:
+    def _run(self, asked: Sequence[ImageRequest], *, use_tqdm: bool) -> list[ImageEvent]:
         """Returns the last events of requests, in their order; the first that fails ends all."""
         choices = self._inputs.choices(asked, requests.new_id(), priority_class=0)
         stream = streams.ChoiceStream(self._loop, choices, lambda event: event)
-        finals: dict[int, image_requests.ImageEvent] = {}
+        finals: dict[int, ImageEvent] = {}
         bar = progress.bar(total=len(asked), desc="Images", unit="image", is_shown=use_tqdm)
         with contextlib.closing(stream) as events, bar:
             for event in events:
@@ -182,7 +181,7 @@ class ImageEngine(control.EngineControl):
         return [finals[index] for index in range(len(asked))]
 
 
-def _raise_end(event: image_requests.ImageEvent) -> None:
+def _raise_end(event: ImageEvent) -> None:
     """Raises for an image that ended without a picture."""
     if event.kind == "fault":
         raise requests.EngineFault(f"image {event.request_index}: {event.message}")

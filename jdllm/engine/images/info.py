@@ -8,7 +8,7 @@ from typing import Any
 from jdllm.device import devices
 from jdllm.engine.images import requests
 from jdllm.engine.start.images import build
-from jdllm.options import config as config_lib
+from jdllm.options.config import TEXT_OPTIONS, EngineConfig
 from jdllm.runner.launch import compile_counter
 
 
@@ -107,12 +107,12 @@ def stats(built: build.BuiltImages) -> ImageStats:
 
 
 def server_info(
-    built: build.BuiltImages, config: config_lib.EngineConfig, facts: requests.ImageFacts
+    built: build.BuiltImages, config: EngineConfig, facts: requests.ImageFacts
 ) -> dict[str, Any]:
     """Returns resolved options, the pipeline, kernels, device and one `internal_states` entry."""
     options = dataclasses.asdict(config).items()
     return {
-        **{name: value for name, value in options if name not in config_lib.TEXT_OPTIONS},
+        **{name: value for name, value in options if name not in TEXT_OPTIONS},
         "pipeline": built.folder.class_name,
         "image_facts": dataclasses.asdict(facts),
         "kernels": built.runner.kernels,
@@ -124,7 +124,7 @@ def server_info(
 
 
 def model_info(
-    built: build.BuiltImages, config: config_lib.EngineConfig, facts: requests.ImageFacts
+    built: build.BuiltImages, config: EngineConfig, facts: requests.ImageFacts
 ) -> dict[str, Any]:
     """Returns what SGLang's `/model_info` returns; the sampling is what requests get by default."""
     return {

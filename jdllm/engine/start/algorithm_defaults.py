@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jdllm import errors
-from jdllm import spec as spec_lib
 from jdllm.algorithms import limits, lookup
-from jdllm.options import config as config_lib
 from jdllm.options import sampling_params
+from jdllm.options.config import EngineConfig
+from jdllm.spec import ModelSpec
 
 # Keys of a generation_config.json that are options of the rule of models without a mask token;
 # the sampler has an object of its own, whose class says which rule it is.
@@ -26,7 +26,7 @@ GENERATION_KEYS = frozenset(
 
 
 def choose(
-    config: config_lib.EngineConfig, generation_config: dict[str, Any], spec: spec_lib.ModelSpec
+    config: EngineConfig, generation_config: dict[str, Any], spec: ModelSpec
 ) -> tuple[tuple[str, ...], sampling_params.DllmParams]:
     """Returns (compiled algorithms, default options).
 
@@ -79,7 +79,7 @@ def _resolve(
         ) from error
 
 
-def _fitting(spec: spec_lib.ModelSpec, kind: str) -> dict[str, lookup.Algorithm]:
+def _fitting(spec: ModelSpec, kind: str) -> dict[str, lookup.Algorithm]:
     """Returns the algorithms that the family can run."""
     family = "causal" if spec.diffusion.is_causal else "block_causal"
     return {
@@ -106,7 +106,7 @@ def _generation_options(generation_config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_kind(
-    names: Iterable[str], fitting: Mapping[str, lookup.Algorithm], spec: spec_lib.ModelSpec
+    names: Iterable[str], fitting: Mapping[str, lookup.Algorithm], spec: ModelSpec
 ) -> None:
     """Raises a ConfigError for a known algorithm that the family cannot run."""
     for name in names:

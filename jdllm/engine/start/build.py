@@ -17,13 +17,10 @@ import jax
 import jax.numpy as jnp
 
 from jdllm import errors
-from jdllm import spec as spec_lib
-from jdllm.algorithms import lookup as algorithm_table
+from jdllm.algorithms import lookup
 from jdllm.checkpoint import source, tokenizer_checks
-from jdllm.device import devices as device_lib
-from jdllm.device import facts, sharding
-from jdllm.engine import core as core_lib
-from jdllm.engine import tokenizer as tokenizer_lib
+from jdllm.device import devices, facts, sharding
+from jdllm.engine.core import EngineCore
 from jdllm.engine.start import (
     algorithm_defaults,
     kinds,
@@ -32,15 +29,17 @@ from jdllm.engine.start import (
     startup,
     weights_fit,
 )
-from jdllm.kv_cache import pool as pool_lib
+from jdllm.engine.tokenizer import Tokenizer, of_model
+from jdllm.kv_cache.pool import PoolConfig
 from jdllm.models import loading, registry, split
-from jdllm.options import config as config_lib
 from jdllm.options import sampling_params
-from jdllm.runner import config as runner_config
+from jdllm.options.config import EngineConfig
 from jdllm.runner import model_runner
+from jdllm.runner.config import StepConfig
 from jdllm.runner.launch import compile_counter, peer_buffers
-from jdllm.scheduler import scheduler as scheduler_lib
 from jdllm.scheduler.rows import interface
+from jdllm.scheduler.scheduler import Scheduler
+from jdllm.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
 
@@ -51,14 +50,14 @@ DEFAULT_QUEUE = 4096
 class Built:
     """Everything an `Engine` holds."""
 
-    config: config_lib.EngineConfig
+    config: EngineConfig
     device: facts.DeviceFacts
-    core: core_lib.EngineCore
+    core: EngineCore
     runner: model_runner.ModelRunner
     model: loading.LoadedModel
     model_dir: pathlib.Path
-    spec: spec_lib.ModelSpec
-    tokenizer: tokenizer_lib.Tokenizer | None
+    spec: ModelSpec
+    tokenizer: Tokenizer | None
     default_sampling: sampling_params.SamplingParams
     default_dllm: sampling_params.DllmParams
     algorithms: tuple[str, ...]
@@ -68,7 +67,7 @@ class Built:
     compiles_at_ready: int
 
 
-def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) -> Built:
+def build(config: EngineConfig, progress: startup.StartupProgress) -> Built:
     """Loads the model, chooses the size of the KV pool and compiles every bucket."""
     began = time.monotonic()
     enable_compilation_cache()
@@ -80,9 +79,9 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
     generation_config = source.read_optional_json(model_dir / "generation_config.json")
     # What can be refused without the weights is refused before they are read.
     if config.tp_size > 1:
-        device_lib.prepare_several()
-    mesh = sharding.make_mesh(config.tp_size, device_lib.every())
-    device = device_lib.facts(config.tp_size)
+        devices.prepare_several()
+    mesh = sharding.make_mesh(config.tp_size, devices.every())
+    device = devices.facts(config.tp_size)
     hf_config = source.read_json(model_dir / source.CONFIG_NAME)
     dtype = _dtype(config.dtype, hf_config, device)
     block_size = config.algorithm_options().get("block_size")
@@ -93,13 +92,11 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
     algorithms, default_dllm = algorithm_defaults.choose(config, generation_config, spec)
     default_sampling = sampling_defaults.default_sampling(
         generation_config,
-        filters=any(algorithm_table.TABLE[name].takes_filters for name in algorithms),
-        draws_its_own_way=any(
-            algorithm_table.TABLE[name].has_own_temperature for name in algorithms
-        ),
+        filters=any(lookup.TABLE[name].takes_filters for name in algorithms),
+        draws_its_own_way=any(lookup.TABLE[name].has_own_temperature for name in algorithms),
     )
     uses_draft_adapter = not config.disable_draft_adapter and any(
-        algorithm_table.TABLE[name].uses_draft_adapter for name in algorithms
+        lookup.TABLE[name].uses_draft_adapter for name in algorithms
     )
     if uses_draft_adapter and config.load_format != "dummy":
         model_config = loading.with_draft_adapter(model_config, model_dir)
@@ -110,9 +107,7 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
         None if device.is_cpu else device.memory_bytes,
     )
     shapes = sizing.choose_shapes(config, spec, kind.rows.defaults, device)
-    tokenizer = tokenizer_lib.of_model(
-        config, model_dir, mask_token_id=spec.diffusion.mask_token_id
-    )
+    tokenizer = of_model(config, model_dir, mask_token_id=spec.diffusion.mask_token_id)
     _check_vocabulary(tokenizer, spec)
     model = loading.load(
         model_dir,
@@ -139,7 +134,7 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
     local_spec = split.local_config(model_config, shards).spec
     sizes = sizing.choose_sizes(config, local_spec, shapes, model.params, kv_dtype, device)
     rows = kind.rows.build(_row_config(config, spec, sizes, device, kind, tokenizer))
-    step_config = runner_config.StepConfig(
+    step_config = StepConfig(
         spec=spec,
         pool=_pool_config(local_spec, sizes, kv_dtype, mesh),
         context_length=sizes.context_length,
@@ -161,7 +156,7 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
     runner.compile(buckets, progress.advance)
     sizes = dataclasses.replace(sizes, step_bytes=runner.step_bytes)
     try:
-        sizing.check_memory(sizes, device_lib.memory_use(shards.tp))
+        sizing.check_memory(sizes, devices.memory_use(shards.tp))
     except errors.ConfigError:
         runner.release()
         raise
@@ -175,7 +170,7 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
         logger.info(
             "%s over %d devices: all_reduce %s", shards, shards.tp, runner.kernels["all_reduce"]
         )
-    scheduler = scheduler_lib.Scheduler(
+    scheduler = Scheduler(
         rows, max_queued_requests=_queue_limit(config), policy=config.schedule_policy
     )
     return Built(
@@ -186,7 +181,7 @@ def build(config: config_lib.EngineConfig, progress: startup.StartupProgress) ->
             ep_size=shards.ep,
         ),
         device=device,
-        core=core_lib.EngineCore(
+        core=EngineCore(
             scheduler,
             runner,
             max_total_tokens=sizes.num_pages * sizes.page_size,
@@ -228,7 +223,7 @@ def _dtype(wanted: str, hf_config: dict[str, Any], device: facts.DeviceFacts) ->
     return "float32" if wanted == "auto" and device.is_cpu else wanted
 
 
-def _check_vocabulary(tokenizer: tokenizer_lib.Tokenizer | None, spec: spec_lib.ModelSpec) -> None:
+def _check_vocabulary(tokenizer: Tokenizer | None, spec: ModelSpec) -> None:
     if tokenizer is None or len(tokenizer) <= spec.vocab_size:
         return
     # One that no vocabulary has is added at its end.
@@ -245,9 +240,7 @@ def _check_vocabulary(tokenizer: tokenizer_lib.Tokenizer | None, spec: spec_lib.
     )
 
 
-def _eos_token_ids(
-    spec: spec_lib.ModelSpec, tokenizer: tokenizer_lib.Tokenizer | None
-) -> tuple[int, ...]:
+def _eos_token_ids(spec: ModelSpec, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     """Returns the model's end tokens and the chat template's end of turn."""
     ids = dict.fromkeys(spec.diffusion.eos_token_ids)
     if tokenizer is not None:
@@ -263,9 +256,9 @@ def _eos_token_ids(
 
 
 def _pool_config(
-    spec: spec_lib.ModelSpec, sizes: sizing.Sizes, kv_dtype: str, mesh: jax.sharding.Mesh | None
-) -> pool_lib.PoolConfig:
-    return pool_lib.PoolConfig(
+    spec: ModelSpec, sizes: sizing.Sizes, kv_dtype: str, mesh: jax.sharding.Mesh | None
+) -> PoolConfig:
+    return PoolConfig(
         num_pages=sizes.num_pages,
         page_size=sizes.page_size,
         num_layers=spec.num_layers,
@@ -278,12 +271,12 @@ def _pool_config(
 
 
 def _row_config(
-    config: config_lib.EngineConfig,
-    spec: spec_lib.ModelSpec,
+    config: EngineConfig,
+    spec: ModelSpec,
     sizes: sizing.Sizes,
     device: facts.DeviceFacts,
     kind: kinds.KindOfRows,
-    tokenizer: tokenizer_lib.Tokenizer | None,
+    tokenizer: Tokenizer | None,
 ) -> interface.RowConfig:
     shares_prefixes = kind.rows.defaults.shares_prefixes
     return interface.RowConfig(
@@ -309,19 +302,19 @@ def _row_config(
     )
 
 
-def _queue_limit(config: config_lib.EngineConfig) -> int:
+def _queue_limit(config: EngineConfig) -> int:
     return DEFAULT_QUEUE if config.max_queued_requests is None else config.max_queued_requests
 
 
 def _resolved(
-    config: config_lib.EngineConfig,
+    config: EngineConfig,
     model_dir: pathlib.Path,
     dtype: str,
     algorithms: tuple[str, ...],
     default_dllm: sampling_params.DllmParams,
     sizes: sizing.Sizes,
     has_tokenizer: bool,
-) -> config_lib.EngineConfig:
+) -> EngineConfig:
     options = default_dllm.options
     block_size = config.algorithm_options().get("block_size")
     if block_size is not None:

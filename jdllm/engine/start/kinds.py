@@ -10,17 +10,17 @@ from collections.abc import Callable
 from typing import Any
 
 from jdllm import errors
-from jdllm import spec as spec_lib
 from jdllm.device import facts
-from jdllm.runner import config as config_lib
-from jdllm.runner.block import kind as block_kind
-from jdllm.runner.canvas import kind as canvas_kind
+from jdllm.runner.block.kind import BlockKind
+from jdllm.runner.canvas.kind import CanvasKind
+from jdllm.runner.config import StepConfig
 from jdllm.runner.launch import program
-from jdllm.runner.uniform import kind as uniform_kind
+from jdllm.runner.uniform.kind import UniformKind
 from jdllm.scheduler.rows import block, canvas, interface, uniform
+from jdllm.spec import ModelSpec
 
 # (graphdef, static options, facts of the device) -> the device's side of a kind.
-BuildKind = Callable[[Any, config_lib.StepConfig, facts.DeviceFacts], program.Kind]
+BuildKind = Callable[[Any, StepConfig, facts.DeviceFacts], program.Kind]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,21 +38,21 @@ class KindOfRows:
 KINDS: dict[str, KindOfRows] = {
     "block": KindOfRows(
         rows=block.BlockRows,
-        device=block_kind.BlockKind,
+        device=BlockKind,
     ),
     "canvas": KindOfRows(
         rows=canvas.CanvasRows,
-        device=canvas_kind.CanvasKind,
+        device=CanvasKind,
     ),
     "uniform": KindOfRows(
         rows=uniform.UniformRows,
-        device=uniform_kind.UniformKind,
+        device=UniformKind,
         exchanges_logits=False,
     ),
 }
 
 
-def kind_of(spec: spec_lib.ModelSpec) -> KindOfRows:
+def kind_of(spec: ModelSpec) -> KindOfRows:
     """Returns the kind of a model's rows; raises a ConfigError if no kind can run the model."""
     kind = spec.diffusion.kind
     if kind is None:

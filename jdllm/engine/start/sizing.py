@@ -13,12 +13,11 @@ import jax
 import jax.numpy as jnp
 
 from jdllm import errors
-from jdllm import spec as spec_lib
-from jdllm.device import devices as device_lib
-from jdllm.device import facts
+from jdllm.device import devices, facts
 from jdllm.kv_cache import pool
-from jdllm.options import config as config_lib
+from jdllm.options.config import EngineConfig
 from jdllm.scheduler.rows import interface
+from jdllm.spec import ModelSpec
 
 # Tokens of the default buckets. A CPU gets few: a launch is compute bound there with few tokens
 # already, and compile time is most of the start.
@@ -57,8 +56,8 @@ class Sizes(Shapes):
 
 
 def choose_shapes(
-    config: config_lib.EngineConfig,
-    spec: spec_lib.ModelSpec,
+    config: EngineConfig,
+    spec: ModelSpec,
     defaults: interface.RowDefaults,
     device: facts.DeviceFacts,
 ) -> Shapes:
@@ -101,8 +100,8 @@ def choose_shapes(
 
 
 def choose_sizes(
-    config: config_lib.EngineConfig,
-    spec: spec_lib.ModelSpec,
+    config: EngineConfig,
+    spec: ModelSpec,
     shapes: Shapes,
     params: dict[str, jax.Array],
     kv_dtype: str,
@@ -177,7 +176,7 @@ def free_bytes(mem_fraction_static: float, num_devices: int = 1) -> int | None:
     They may be negative; None if JAX does not report the memory. Of several accelerators, the one
     with the least free memory decides.
     """
-    memory = device_lib.memory_use(num_devices)
+    memory = devices.memory_use(num_devices)
     if memory is None:
         return None
     in_use, limit = memory

@@ -19,11 +19,11 @@ from PIL import Image
 
 from jdllm import errors
 from jdllm.engine.images import checks
-from jdllm.engine.images import engine as image_engine
+from jdllm.engine.images.engine import ImageEngine
 from jdllm.eval import asking, backends, evaluation, store, sweep
 from jdllm.eval.scenes import pictures, summary
 from jdllm.host import progress
-from jdllm.options import config as config_lib
+from jdllm.options.config import EngineConfig, from_mapping
 from jdllm.tasks import registry
 from jdllm.tasks.scenes import pictures as scene_pictures
 from jdllm.tasks.scenes.scene import Scene
@@ -160,9 +160,9 @@ def open_backend(
     for name in ("api_key", "timeout_s"):
         if getattr(options, name) is not None:
             raise errors.ConfigError(f"{_flag(name)} needs --base-url")
-    config = config_lib.from_mapping(config_lib.EngineConfig, engine_options)
+    config = from_mapping(EngineConfig, engine_options)
     logging.basicConfig(level=logging.WARNING)
-    with image_engine.ImageEngine(config) as engine:
+    with ImageEngine(config) as engine:
         yield pictures.InProcess(engine)
 
 

@@ -18,7 +18,7 @@ from PIL import Image
 
 from jdllm import errors
 from jdllm.engine import requests
-from jdllm.engine.images import engine as image_engine
+from jdllm.engine.images.engine import ImageEngine
 from jdllm.eval import backends
 
 ROUTE = "/v1/images/generations"
@@ -72,7 +72,7 @@ class Backend(Protocol):
 class InProcess:
     """Pictures from an engine in this process."""
 
-    def __init__(self, engine: image_engine.ImageEngine):
+    def __init__(self, engine: ImageEngine):
         self._engine = engine
         self.default_parallel = 2 * engine.max_running_requests
         self.default_size = (engine.facts.default_height, engine.facts.default_width)

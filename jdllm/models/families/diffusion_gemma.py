@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from jdllm import errors
-from jdllm import spec as spec_lib
 from jdllm.layers import attention, mlp, moe, rope
 from jdllm.models import (
     decoder_config,
@@ -23,15 +22,16 @@ from jdllm.models import (
     key_rules,
     table,
 )
+from jdllm.spec import AttentionPattern, DiffusionSpec, KVHeads, ModelSpec
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 # The defaults for configs without these facts: <eos> and <turn|> of the published tokenizer.
-DEFAULTS = spec_lib.DiffusionSpec(
+DEFAULTS = DiffusionSpec(
     block_size=256,
     mask_token_id=None,
     eos_token_ids=(1, 106),
-    attention_pattern=spec_lib.AttentionPattern.CAUSAL,
+    attention_pattern=AttentionPattern.CAUSAL,
 )
 
 # What a layer's entry in `rope_parameters` and in `per_layer_config` may hold.
@@ -151,7 +151,7 @@ def _flatten(hf: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _read(hf: Mapping[str, Any], diffusion: spec_lib.DiffusionSpec) -> gemma_decoder.GemmaConfig:
+def _read(hf: Mapping[str, Any], diffusion: DiffusionSpec) -> gemma_decoder.GemmaConfig:
     if diffusion.mask_token_id is not None:
         RULES.refuse("mask_token_id", diffusion.mask_token_id, "none, since the noise is uniform")
     depth = hf_config.depth(hf, RULES.sizes)
@@ -200,9 +200,7 @@ def _experts(hf: Mapping[str, Any]) -> moe.MoEConfig:
     return moe.MoEConfig(width=width, shared_width=0, router=router, activation="gelu_tanh")
 
 
-def _kv_heads(
-    hf: Mapping[str, Any], spec: spec_lib.ModelSpec, kind: str, layer: int
-) -> spec_lib.KVHeads:
+def _kv_heads(hf: Mapping[str, Any], spec: ModelSpec, kind: str, layer: int) -> KVHeads:
     """Returns the heads of a layer: its entry in `per_layer_config`, or else those of its kind."""
     every = _object(hf, "per_layer_config")
     _refuse_unknown("per_layer_config", every, frozenset(map(str, range(spec.num_layers))))
@@ -220,7 +218,7 @@ def _kv_heads(
                 f"config.json: per_layer_config.{layer}.{key}={found[key]} and "
                 f"{global_key if kind == FULL else key}={of_kind} disagree"
             )
-    heads = spec_lib.KVHeads(count=found["num_key_value_heads"], dim=found["head_dim"])
+    heads = KVHeads(count=found["num_key_value_heads"], dim=found["head_dim"])
     if heads.dim % 2 or spec.num_query_heads % heads.count:
         raise errors.ConfigError(
             f"config.json: layer {layer} has {heads.count} kv heads of width {heads.dim}; the "
@@ -231,9 +229,9 @@ def _kv_heads(
 
 def _attention(
     hf: Mapping[str, Any],
-    spec: spec_lib.ModelSpec,
+    spec: ModelSpec,
     kind: str,
-    heads: spec_lib.KVHeads,
+    heads: KVHeads,
     rope_parameters: Mapping[str, Any],
 ) -> attention.AttentionConfig:
     return attention.AttentionConfig(

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jdllm import spec as spec_lib
 from jdllm.models import decoder_config, family, hf_config, key_rules, llama_names, table
+from jdllm.spec import DiffusionSpec, LogitAlignment
 
 # The published configs name no mask; it is an argument of the published sampler.
-DEFAULTS = spec_lib.DiffusionSpec(
+DEFAULTS = DiffusionSpec(
     block_size=32,
     mask_token_id=151665,
     eos_token_ids=(151645,),
-    logit_alignment=spec_lib.LogitAlignment.SHIFTED,
+    logit_alignment=LogitAlignment.SHIFTED,
 )
 
 RULES = key_rules.KeyRules(
@@ -32,7 +32,7 @@ RULES = key_rules.KeyRules(
 )
 
 
-def _read(hf: Mapping[str, Any], diffusion: spec_lib.DiffusionSpec) -> decoder_config.DecoderConfig:
+def _read(hf: Mapping[str, Any], diffusion: DiffusionSpec) -> decoder_config.DecoderConfig:
     head_dim = hf_config.head_dim(hf, RULES.sizes)
     spec = decoder_config.read_spec(hf, RULES, diffusion, head_dim=head_dim)
     attention = decoder_config.read_attention(hf, spec, has_qkv_bias=True)

@@ -10,17 +10,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from jdllm import errors
-from jdllm import spec as spec_lib
 from jdllm.models import decoder_config, family, hf_config, key_rules, table
+from jdllm.spec import AttentionPattern, DiffusionSpec, LogitAlignment
 
 # The defaults for configs without these facts: <|mdm_mask|> and <|endoftext|> of the published
 # tokenizer. The sampler may choose any block size; the published evaluations use 32.
-DEFAULTS = spec_lib.DiffusionSpec(
+DEFAULTS = DiffusionSpec(
     block_size=32,
     mask_token_id=126336,
     eos_token_ids=(126081,),
-    attention_pattern=spec_lib.AttentionPattern.FULL,
-    logit_alignment=spec_lib.LogitAlignment.SAME_POSITION,
+    attention_pattern=AttentionPattern.FULL,
+    logit_alignment=LogitAlignment.SAME_POSITION,
 )
 
 RULES = key_rules.KeyRules(
@@ -101,7 +101,7 @@ WEIGHTS = table.WeightTable(
 )
 
 
-def _read(hf: Mapping[str, Any], diffusion: spec_lib.DiffusionSpec) -> decoder_config.DecoderConfig:
+def _read(hf: Mapping[str, Any], diffusion: DiffusionSpec) -> decoder_config.DecoderConfig:
     head_dim = hf_config.shared_head_dim(hf, RULES.sizes)
     spec = decoder_config.read_spec(hf, RULES, diffusion, head_dim=head_dim)
     if hf_config.integer(hf, "embedding_size", default=spec.vocab_size) != spec.vocab_size:

@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 
 from jdllm import errors
-from jdllm import spec as spec_lib
 from jdllm.layers import mlp, moe
 from jdllm.models import decoder_config, family, hf_config, key_rules, table
+from jdllm.spec import DiffusionSpec, EditTokens
 
 # The published configs lack these: the block size of training, <|mask|> and <|endoftext|>.
-DEFAULTS = spec_lib.DiffusionSpec(block_size=32, mask_token_id=156895, eos_token_ids=(156892,))
+DEFAULTS = DiffusionSpec(block_size=32, mask_token_id=156895, eos_token_ids=(156892,))
 
 RULES = key_rules.KeyRules(
     architecture="LLaDA2MoeModelLM",
@@ -115,7 +115,7 @@ class LLaDA2Config(decoder_config.DecoderConfig):
     norm_head: bool
 
 
-def _read(hf: Mapping[str, Any], diffusion: spec_lib.DiffusionSpec) -> LLaDA2Config:
+def _read(hf: Mapping[str, Any], diffusion: DiffusionSpec) -> LLaDA2Config:
     head_dim = hf_config.head_dim(hf, RULES.sizes)
     num_layers = hf_config.depth(hf, RULES.sizes)
     num_dense = hf_config.integer(hf, "first_k_dense_replace", default=0, low=0)
@@ -149,7 +149,7 @@ def _read(hf: Mapping[str, Any], diffusion: spec_lib.DiffusionSpec) -> LLaDA2Con
     return config
 
 
-def _experts(hf: Mapping[str, Any], diffusion: spec_lib.DiffusionSpec) -> moe.MoEConfig:
+def _experts(hf: Mapping[str, Any], diffusion: DiffusionSpec) -> moe.MoEConfig:
     width = hf_config.integer(hf, "moe_intermediate_size")
     shared_width = width * hf_config.integer(hf, "num_shared_experts", default=0, low=0)
     if shared_width:
@@ -188,9 +188,7 @@ def _by_blocks(
     )
 
 
-def _with_edit_tokens(
-    hf: Mapping[str, Any], diffusion: spec_lib.DiffusionSpec
-) -> spec_lib.DiffusionSpec:
+def _with_edit_tokens(hf: Mapping[str, Any], diffusion: DiffusionSpec) -> DiffusionSpec:
     """Returns the facts with LLaDA2.2's edit tokens, if config.json has them."""
     keys = ("delete_token_id", "split_token_id")
     missing = [key for key in keys if hf.get(key) is None]
@@ -209,7 +207,7 @@ def _with_edit_tokens(
         )
     return dataclasses.replace(
         diffusion,
-        edit_tokens=spec_lib.EditTokens(delete=delete, split=split),
+        edit_tokens=EditTokens(delete=delete, split=split),
         default_algorithm="JointThresholdInDel",
     )
 

@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jdllm import spec as spec_lib
 from jdllm.layers import moe
 from jdllm.models import decoder_config, family, hf_config, key_rules, llama_names, table
+from jdllm.spec import AttentionPattern, DiffusionSpec, LogitAlignment
 
 # The defaults for configs without these facts: <|mask|> and <|endoftext|> of the published
 # tokenizer. The sampler may choose any block size; the published evaluations use 32.
-DEFAULTS = spec_lib.DiffusionSpec(
+DEFAULTS = DiffusionSpec(
     block_size=32,
     mask_token_id=156895,
     eos_token_ids=(156892,),
-    attention_pattern=spec_lib.AttentionPattern.FULL,
-    logit_alignment=spec_lib.LogitAlignment.SAME_POSITION,
+    attention_pattern=AttentionPattern.FULL,
+    logit_alignment=LogitAlignment.SAME_POSITION,
 )
 
 RULES = key_rules.KeyRules(
@@ -56,7 +56,7 @@ RULES = key_rules.KeyRules(
 )
 
 
-def _read(hf: Mapping[str, Any], diffusion: spec_lib.DiffusionSpec) -> decoder_config.DecoderConfig:
+def _read(hf: Mapping[str, Any], diffusion: DiffusionSpec) -> decoder_config.DecoderConfig:
     head_dim = hf_config.head_dim(hf, RULES.sizes)
     frequency = hf.get("moe_layer_freq")
     if frequency not in (None, 1, [1] * hf_config.depth(hf, RULES.sizes)):

@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from jdllm import errors
-from jdllm import spec as spec_lib
 from jdllm.layers import rope
 from jdllm.models import (
     decoder_config,
@@ -27,12 +26,13 @@ from jdllm.models import (
     llama_names,
     table,
 )
+from jdllm.spec import AttentionPattern, DiffusionSpec
 
-DEFAULTS = spec_lib.DiffusionSpec(
+DEFAULTS = DiffusionSpec(
     block_size=32,
     mask_token_id=100,
     eos_token_ids=(2,),
-    attention_pattern=spec_lib.AttentionPattern.CAUSAL,
+    attention_pattern=AttentionPattern.CAUSAL,
     default_algorithm="MaskedDiffusion",
 )
 
@@ -61,7 +61,7 @@ RULES = key_rules.KeyRules(
 )
 
 
-def _read(hf: Mapping[str, Any], diffusion: spec_lib.DiffusionSpec) -> decoder_config.DecoderConfig:
+def _read(hf: Mapping[str, Any], diffusion: DiffusionSpec) -> decoder_config.DecoderConfig:
     _check_rope(hf)
     head_dim = hf_config.head_dim(hf, RULES.sizes)
     spec = decoder_config.read_spec(hf, RULES, diffusion, head_dim=head_dim)

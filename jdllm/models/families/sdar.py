@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jdllm import spec as spec_lib
 from jdllm.models import decoder_config, family, hf_config, key_rules, llama_names, table
+from jdllm.spec import DiffusionSpec
 
 # The published configs lack these: the block size of the models without a number of their own
 # (-b8 to -b64 in the name of the others), <|MASK|>, <|endoftext|>.
-DEFAULTS = spec_lib.DiffusionSpec(block_size=4, mask_token_id=151669, eos_token_ids=(151643,))
+DEFAULTS = DiffusionSpec(block_size=4, mask_token_id=151669, eos_token_ids=(151643,))
 
 # Switches of the training program; they do not change the forward pass.
 TRAINING_KEYS = key_rules.names(
@@ -38,7 +38,7 @@ RULES = key_rules.KeyRules(
 )
 
 
-def _read(hf: Mapping[str, Any], diffusion: spec_lib.DiffusionSpec) -> decoder_config.DecoderConfig:
+def _read(hf: Mapping[str, Any], diffusion: DiffusionSpec) -> decoder_config.DecoderConfig:
     head_dim = hf_config.head_dim(hf, RULES.sizes)
     spec = decoder_config.read_spec(hf, RULES, diffusion, head_dim=head_dim)
     attention = decoder_config.read_attention(hf, spec, has_qk_norm=True)

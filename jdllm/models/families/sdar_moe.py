@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jdllm import spec as spec_lib
 from jdllm.layers import moe
 from jdllm.models import decoder_config, family, hf_config, key_rules, llama_names, table
 from jdllm.models.families import sdar
+from jdllm.spec import DiffusionSpec
 
 RULES = key_rules.KeyRules(
     architecture="SDARMoeForCausalLM",
@@ -43,7 +43,7 @@ RULES = key_rules.KeyRules(
 )
 
 
-def _read(hf: Mapping[str, Any], diffusion: spec_lib.DiffusionSpec) -> decoder_config.DecoderConfig:
+def _read(hf: Mapping[str, Any], diffusion: DiffusionSpec) -> decoder_config.DecoderConfig:
     head_dim = hf_config.head_dim(hf, RULES.sizes)
     experts = moe.MoEConfig(
         width=hf_config.integer(hf, "moe_intermediate_size"),

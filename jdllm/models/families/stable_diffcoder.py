@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jdllm import spec as spec_lib
 from jdllm.models import decoder_config, family, hf_config, key_rules, llama_names, table
+from jdllm.spec import DiffusionSpec
 
 # The published sampler has the block size and the mask as defaults of its arguments.
-DEFAULTS = spec_lib.DiffusionSpec(block_size=4, mask_token_id=5, eos_token_ids=(2,))
+DEFAULTS = DiffusionSpec(block_size=4, mask_token_id=5, eos_token_ids=(2,))
 
 RULES = key_rules.KeyRules(
     architecture="StableDiffcoderForCausalLM",
@@ -23,7 +23,7 @@ RULES = key_rules.KeyRules(
 )
 
 
-def _read(hf: Mapping[str, Any], diffusion: spec_lib.DiffusionSpec) -> decoder_config.DecoderConfig:
+def _read(hf: Mapping[str, Any], diffusion: DiffusionSpec) -> decoder_config.DecoderConfig:
     head_dim = hf_config.head_dim(hf, RULES.sizes)
     spec = decoder_config.read_spec(hf, RULES, diffusion, head_dim=head_dim)
     attention = decoder_config.read_attention(hf, spec)

@@ -17,8 +17,7 @@ from jaxtyping import Array, Float, Float32
 
 from jdllm.models.images import component
 from jdllm.models.images.autoencoder import coders
-from jdllm.models.images.autoencoder import config as config_lib
-from jdllm.models.images.autoencoder.config import AutoencoderConfig
+from jdllm.models.images.autoencoder.config import AutoencoderConfig, read
 from jdllm.models.images.autoencoder.layers import Conv
 
 # The range to which diffusers bounds the logarithms of variances.
@@ -175,7 +174,7 @@ def _is_of_encoder(_config: AutoencoderConfig, tensor: str) -> bool:
 
 COMPONENT = component.Component(
     class_names=("AutoencoderKL",),
-    read=config_lib.read,
+    read=read,
     build=AutoencoderKL,
     weights=lambda _: _DECODER,
     example=_EXAMPLE,
@@ -183,7 +182,7 @@ COMPONENT = component.Component(
 )
 WITH_ENCODER = component.Component(
     class_names=("AutoencoderKL",),
-    read=config_lib.read,
+    read=read,
     build=AutoencoderKLWithEncoder,
     weights=lambda _: _DECODER + _ENCODER,
     example=_EXAMPLE,

@@ -35,8 +35,8 @@ import numpy as np
 from flax import nnx
 
 from jdllm.checkpoint import weight_table
-from jdllm.models.images import quantization as quantization_lib
-from jdllm.options import config as config_lib
+from jdllm.models.images.quantization import replace_weights
+from jdllm.options.config import Quantization
 
 Config = TypeVar("Config")
 Shapes = Mapping[str, jax.ShapeDtypeStruct]
@@ -89,7 +89,7 @@ class Component(Generic[Config]):
         config: Config,
         dtype: jnp.dtype,
         *,
-        quantization: config_lib.Quantization | None = None,
+        quantization: Quantization | None = None,
     ) -> tuple[nnx.GraphDef, dict[str, jax.ShapeDtypeStruct]]:
         """Returns (graphdef, shape and dtype of every parameter) without allocating memory.
 
@@ -99,7 +99,7 @@ class Component(Generic[Config]):
 
         def build() -> nnx.Module:
             module = self.build(config, dtype)
-            quantization_lib.replace_weights(
+            replace_weights(
                 module, lambda path: any(pattern.fullmatch(path) for pattern in patterns)
             )
             return module

@@ -22,12 +22,13 @@ from jaxtyping import Array, Bool, Float, Int32
 import pallas_kernels
 from jdllm.decoding.block import interface
 from jdllm.layers import unembedding
-from jdllm.runner import config as config_lib
 from jdllm.runner import logit_rows
 from jdllm.runner.block import edit_tokens, sampling
-from jdllm.runner.block import inputs as inputs_lib
 from jdllm.runner.block import proposal as proposal_lib
+from jdllm.runner.block.inputs import DenoiseInputs
+from jdllm.runner.block.proposal import previous_tokens
 from jdllm.runner.block.state import RowState
+from jdllm.runner.config import StepConfig
 
 
 @jax.tree_util.register_dataclass
@@ -43,7 +44,7 @@ class AskedState:
     top: logit_rows.TopTokens
 
 
-def empty_slots(num_slots: int, config: config_lib.StepConfig) -> AskedState:
+def empty_slots(num_slots: int, config: StepConfig) -> AskedState:
     """Returns states before the first launch; nobody reads their values."""
     return AskedState(
         history=jnp.zeros((num_slots, config.block_context), jnp.int32),
@@ -51,7 +52,7 @@ def empty_slots(num_slots: int, config: config_lib.StepConfig) -> AskedState:
     )
 
 
-def enter(inputs: inputs_lib.DenoiseInputs, slots: AskedState) -> AskedState:
+def enter(inputs: DenoiseInputs, slots: AskedState) -> AskedState:
     """Returns the rows' states at the start of a launch: those of their slots, or new ones."""
     assert inputs.history is not None, "only launches with logits come here"
     last = slots.history.shape[0] - 1
@@ -60,7 +61,7 @@ def enter(inputs: inputs_lib.DenoiseInputs, slots: AskedState) -> AskedState:
     return dataclasses.replace(kept, history=history)
 
 
-def leave(inputs: inputs_lib.DenoiseInputs, slots: AskedState, rows: AskedState) -> AskedState:
+def leave(inputs: DenoiseInputs, slots: AskedState, rows: AskedState) -> AskedState:
     """Returns the slots with the rows' states written; padding rows are dropped."""
     return jax.tree.map(lambda old, new: old.at[inputs.slot].set(new, mode="drop"), slots, rows)
 
@@ -78,8 +79,8 @@ def remember(asked: AskedState, state: RowState) -> AskedState:
 
 
 def propose(
-    config: config_lib.StepConfig,
-    inputs: inputs_lib.DenoiseInputs,
+    config: StepConfig,
+    inputs: DenoiseInputs,
     asked: AskedState,
     lm_head: unembedding.LMHead,
     hidden: Float[Array, "R L D"],
@@ -133,7 +134,7 @@ def propose(
 
 
 def logits_at(
-    inputs: inputs_lib.DenoiseInputs,
+    inputs: DenoiseInputs,
     asked: AskedState,
     lm_head: unembedding.LMHead,
     hidden: Float[Array, "R L D"],
@@ -204,7 +205,7 @@ def _row_logits(
     tokens = row.block.tokens
     at = jnp.arange(L, dtype=jnp.int32)
     logits = lm_head.logits(row.hidden)
-    left = proposal_lib.previous_tokens(tokens[None])[0]
+    left = previous_tokens(tokens[None])[0]
     penalty = jnp.where(at > 0, row.block.params.penalty_lambda, 0.0)
     logits = logits.at[at, left].add(-penalty)
     edited = logit_rows.edit(options, logits, row.context(options, V), row.start + at, tokens)
@@ -212,7 +213,7 @@ def _row_logits(
 
 
 def _propose_row(
-    config: config_lib.StepConfig,
+    config: StepConfig,
     options: logit_rows.LogitRows,
     draw: sampling.SamplingRows,
     row: _Row,

@@ -7,18 +7,18 @@ import dataclasses
 from jaxtyping import Array, Bool
 
 from jdllm.models import decoder
-from jdllm.runner import config as config_lib
-from jdllm.runner.block import inputs as inputs_lib
+from jdllm.runner.block.inputs import DenoiseInputs
 from jdllm.runner.block.state import RowState, is_active
+from jdllm.runner.config import StepConfig
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BlockBody:
     """The rows of a launch as the loop (`launch/driver.py`) asks for them; `is_row`: no padding."""
 
-    config: config_lib.StepConfig
+    config: StepConfig
     model: decoder.Decoder
-    inputs: inputs_lib.DenoiseInputs
+    inputs: DenoiseInputs
     is_row: Bool[Array, " R"]
 
     def is_finished(self, rows: RowState) -> Bool[Array, " R"]:

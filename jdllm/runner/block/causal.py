@@ -30,21 +30,21 @@ from jaxtyping import Array, Bool, Float, Int32
 from jdllm import decoding
 from jdllm.decoding.block import interface
 from jdllm.layers import unembedding
-from jdllm.runner import config as config_lib
 from jdllm.runner import logit_rows
-from jdllm.runner.block import asked as asked_lib
-from jdllm.runner.block import body as body_lib
 from jdllm.runner.block import denoise, edit_tokens, forward
-from jdllm.runner.block import frames as frames_lib
-from jdllm.runner.block import inputs as inputs_lib
-from jdllm.runner.block import outputs as outputs_lib
+from jdllm.runner.block.asked import AskedState, remember
+from jdllm.runner.block.body import BlockBody
+from jdllm.runner.block.frames import add
+from jdllm.runner.block.inputs import DenoiseInputs
+from jdllm.runner.block.outputs import FinishedBlocks, Gathered
 from jdllm.runner.block.state import RowState, as_block, has_ended, is_active
+from jdllm.runner.config import StepConfig
 from jdllm.runner.launch import driver
 from jdllm.runner.launch.rows import select
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Body(body_lib.BlockBody):
+class Body(BlockBody):
     """A step of all rows; its variants are how many positions of a block it computes."""
 
     variants: tuple[int, ...]
@@ -60,7 +60,7 @@ class Body(body_lib.BlockBody):
         computed_tokens, real_tokens = carry.counts
         blocks, asked, frames = carry.gathered
         if asked is not None:
-            asked = asked_lib.remember(asked, state)
+            asked = remember(asked, state)
         active = is_active(inputs, state)
         drafting = _is_drafting(config, inputs)
         hidden, pools = forward.forward_causal(
@@ -102,7 +102,7 @@ def _length(state: RowState) -> Int32[Array, " R"]:
 
 
 def _drafting_rules(
-    config: config_lib.StepConfig, inputs: inputs_lib.DenoiseInputs
+    config: StepConfig, inputs: DenoiseInputs
 ) -> Iterator[tuple[interface.DraftingAlgorithm, Bool[Array, " R"]]]:
     """Yields the rules that draft, each with its rows."""
     for i, name in enumerate(config.algorithms):
@@ -111,9 +111,7 @@ def _drafting_rules(
             yield algorithm, inputs.algorithm == i
 
 
-def _is_drafting(
-    config: config_lib.StepConfig, inputs: inputs_lib.DenoiseInputs
-) -> Bool[Array, " R"]:
+def _is_drafting(config: StepConfig, inputs: DenoiseInputs) -> Bool[Array, " R"]:
     """Returns the rows whose rule drafts."""
     found = jnp.zeros(inputs.slot.shape, bool)
     for _, mine in _drafting_rules(config, inputs):
@@ -122,7 +120,7 @@ def _is_drafting(
 
 
 def _next_length(
-    config: config_lib.StepConfig, inputs: inputs_lib.DenoiseInputs, asked: Bool[Array, " R"]
+    config: StepConfig, inputs: DenoiseInputs, asked: Bool[Array, " R"]
 ) -> Int32[Array, " R"]:
     """Returns the length of the next blocks: L in rows whose rule does not draft."""
     length = jnp.full_like(inputs.slot, config.block_size)
@@ -133,12 +131,12 @@ def _next_length(
 
 
 def _see(
-    config: config_lib.StepConfig,
-    inputs: inputs_lib.DenoiseInputs,
+    config: StepConfig,
+    inputs: DenoiseInputs,
     lm_head: unembedding.LMHead,
     hidden: Float[Array, "R L D"],
     state: RowState,
-    asked: asked_lib.AskedState | None,
+    asked: AskedState | None,
     active: Bool[Array, " R"],
     is_drafting: Bool[Array, " R"],
 ) -> _Seen:
@@ -180,14 +178,14 @@ def _see(
 
 
 def _update(
-    config: config_lib.StepConfig,
-    inputs: inputs_lib.DenoiseInputs,
+    config: StepConfig,
+    inputs: DenoiseInputs,
     lm_head: unembedding.LMHead,
     hidden: Float[Array, "R L D"],
     state: RowState,
     active: Bool[Array, " R"],
-    gathered: outputs_lib.Gathered,
-) -> tuple[RowState, outputs_lib.Gathered]:
+    gathered: Gathered,
+) -> tuple[RowState, Gathered]:
     """Returns states and what is gathered after the forward of each active row's block."""
     blocks, asked, frames = gathered
     place = jnp.arange(state.tokens.shape[1], dtype=jnp.int32)
@@ -235,7 +233,7 @@ def _update(
     blocks = blocks.with_blocks(
         commits,
         state.num_blocks,
-        outputs_lib.FinishedBlocks(
+        FinishedBlocks(
             tokens=jnp.where(mine, seen.proposed.tokens, after.tokens)[:, None],
             steps=jnp.where(mine, 1, after.steps)[:, None],
             logprobs=jnp.where(mine, seen.proposed.logprob, after.logprobs)[:, None],
@@ -253,13 +251,13 @@ def _update(
         nfe=nfe,
     )
     shows = (denoises | (persists & inputs.params.seed_first)) & ~is_drafting
-    frames = frames_lib.add(frames, state, after, shows)
+    frames = add(frames, state, after, shows)
     return after, (blocks, asked, frames)
 
 
 def _next_block(
-    config: config_lib.StepConfig,
-    inputs: inputs_lib.DenoiseInputs,
+    config: StepConfig,
+    inputs: DenoiseInputs,
     state: RowState,
     seen: _Seen,
     is_drafting: Bool[Array, " R"],

@@ -13,12 +13,13 @@ from jaxtyping import Array, Bool, Float
 from jdllm import decoding
 from jdllm.decoding.block import interface
 from jdllm.layers import unembedding
-from jdllm.runner import config as config_lib
 from jdllm.runner import logit_rows
 from jdllm.runner.block import asked as asked_lib
 from jdllm.runner.block import edit_tokens, proposal
-from jdllm.runner.block import inputs as inputs_lib
+from jdllm.runner.block.asked import AskedState
+from jdllm.runner.block.inputs import DenoiseInputs
 from jdllm.runner.block.state import RowState, as_block, predicted
+from jdllm.runner.config import StepConfig
 from jdllm.runner.launch.rows import select
 
 
@@ -45,12 +46,12 @@ class Denoised:
 
 
 def denoise(
-    config: config_lib.StepConfig,
-    inputs: inputs_lib.DenoiseInputs,
+    config: StepConfig,
+    inputs: DenoiseInputs,
     lm_head: unembedding.LMHead,
     hidden: Float[Array, "R L D"],
     state: RowState,
-    asked: asked_lib.AskedState | None,
+    asked: AskedState | None,
     active: Bool[Array, " R"],
 ) -> Denoised:
     """Proposes once, runs every compiled algorithm, and keeps for each row its own result."""
@@ -73,8 +74,8 @@ def denoise(
 
 
 def reads(
-    config: config_lib.StepConfig,
-    inputs: inputs_lib.DenoiseInputs,
+    config: StepConfig,
+    inputs: DenoiseInputs,
     state: RowState,
     before: interface.BlockState,
 ) -> Bool[Array, "R L"]:
@@ -88,12 +89,12 @@ def reads(
 
 
 def propose(
-    config: config_lib.StepConfig,
-    inputs: inputs_lib.DenoiseInputs,
+    config: StepConfig,
+    inputs: DenoiseInputs,
     lm_head: unembedding.LMHead,
     hidden: Float[Array, "R L D"],
     state: RowState,
-    asked: asked_lib.AskedState | None,
+    asked: AskedState | None,
     block: interface.BlockState,
     wanted: Bool[Array, "R L"],
 ) -> tuple[interface.Proposal, logit_rows.TopTokens | None]:
@@ -120,8 +121,8 @@ def propose(
 
 
 def apply_rules(
-    config: config_lib.StepConfig,
-    inputs: inputs_lib.DenoiseInputs,
+    config: StepConfig,
+    inputs: DenoiseInputs,
     state: RowState,
     before: interface.BlockState,
     later: Bool[Array, "R L"],

@@ -17,17 +17,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
 import pallas_kernels
-from jdllm import spec as spec_lib
 from jdllm.decoding.block import interface
 from jdllm.layers import unembedding
-from jdllm.runner import config as config_lib
 from jdllm.runner.block import sampling
+from jdllm.runner.config import StepConfig
+from jdllm.spec import EditTokens
 
 # (row, position in its block) -> logits [V]
 LogitsAt = Callable[[Int32[Array, ""], Int32[Array, ""]], Float32[Array, " V"]]
 
 
-def special(config: config_lib.StepConfig) -> Special | None:
+def special(config: StepConfig) -> Special | None:
     """Returns the model's tokens, or None if no algorithm is compiled that moves tokens."""
     if not config.moves_tokens:
         return None
@@ -41,7 +41,7 @@ class Special:
     """The mask and the edit tokens of a model."""
 
     mask_id: int
-    edits: spec_lib.EditTokens
+    edits: EditTokens
 
     @property
     def ids(self) -> tuple[int, int, int]:

@@ -20,19 +20,19 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int32
 
-from jdllm import spec as spec_lib
 from jdllm.layers import attention
 from jdllm.models import decoder, loading
-from jdllm.runner import config as config_lib
 from jdllm.runner import packed, paging
 from jdllm.runner.block import sizes
-from jdllm.runner.block import state as state_lib
+from jdllm.runner.block.state import RowState
+from jdllm.runner.config import StepConfig
 from jdllm.runner.launch import program
+from jdllm.spec import AttentionPattern
 
 
 def prefill_step(
     graphdef: nnx.GraphDef,
-    config: config_lib.StepConfig,
+    config: StepConfig,
     params: program.Params,
     memory: program.Memory,
     inputs: packed.PackedInputs,
@@ -62,17 +62,17 @@ def prefill_step(
 class Commits:
     """Up to `count` blocks that are committed beside others: those of `rows` where `granted`."""
 
-    rows: state_lib.RowState
+    rows: RowState
     granted: Bool[Array, " R"]
     count: int
 
 
 def forward_blocks(
-    config: config_lib.StepConfig,
+    config: StepConfig,
     model: decoder.Decoder,
     pools: list[Array],
     page_table: Int32[Array, "R M"],
-    state: state_lib.RowState,
+    state: RowState,
     active: Bool[Array, " R"],
     computed: Bool[Array, "R L"],
     commits: Commits,
@@ -105,11 +105,11 @@ def forward_blocks(
 
 
 def forward_parts(
-    config: config_lib.StepConfig,
+    config: StepConfig,
     model: decoder.Decoder,
     pools: list[Array],
     page_table: Int32[Array, "R M"],
-    state: state_lib.RowState,
+    state: RowState,
     computed: Bool[Array, "R L"],
     num_parts: int,
 ) -> tuple[Float[Array, "R L D"], list[Array]]:
@@ -138,18 +138,18 @@ def forward_parts(
         jnp.where(is_used, state.context_lens[row] + L, 0),
         page_table[row],
         in_parts(computed)[known] & is_used[:, None],
-        visibility=spec_lib.AttentionPattern.FULL,
+        visibility=AttentionPattern.FULL,
     )
     whole = jnp.zeros((R * of_a_row, size, hidden.shape[-1]), hidden.dtype)
     return whole.at[part].set(hidden, mode="drop").reshape(R, L, -1), pools
 
 
 def forward_causal(
-    config: config_lib.StepConfig,
+    config: StepConfig,
     model: decoder.Decoder,
     pools: list[Array],
     page_table: Int32[Array, "R M"],
-    state: state_lib.RowState,
+    state: RowState,
     active: Bool[Array, " R"],
     num_queries: int,
     drafting: Bool[Array, " R"],
@@ -172,7 +172,7 @@ def forward_causal(
         jnp.where(active, state.context_lens + state.length, 0),
         page_table,
         in_block & active[:, None],
-        visibility=spec_lib.AttentionPattern.FULL,
+        visibility=AttentionPattern.FULL,
         causal_rows=state.is_final,
         adapted_rows=drafting & ~state.is_final if model.config.has_draft_adapter else None,
     )
@@ -180,7 +180,7 @@ def forward_causal(
 
 
 def _forward_rows(
-    config: config_lib.StepConfig,
+    config: StepConfig,
     model: decoder.Decoder,
     pools: list[Array],
     tokens: Int32[Array, "Q S"],
@@ -189,7 +189,7 @@ def _forward_rows(
     page_table: Int32[Array, "Q M"],
     computed: Bool[Array, "Q S"],
     *,
-    visibility: spec_lib.AttentionPattern,
+    visibility: AttentionPattern,
     causal_rows: Bool[Array, " Q"] | None = None,
     adapted_rows: Bool[Array, " Q"] | None = None,
 ) -> tuple[Float[Array, "Q S D"], list[Array]]:

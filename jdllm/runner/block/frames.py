@@ -19,9 +19,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
 from jdllm.runner.block.state import RowState
-from jdllm.scheduler import batch as batch_lib
-from jdllm.scheduler import request as request_lib
 from jdllm.scheduler import text_frames
+from jdllm.scheduler.batch import Frame
+from jdllm.scheduler.request import Request
 
 
 @jax.tree_util.register_dataclass
@@ -78,7 +78,7 @@ def add(
     )
 
 
-def of_row(frames: StepFrames, i: int, request: request_lib.Request) -> tuple[batch_lib.Frame, ...]:
+def of_row(frames: StepFrames, i: int, request: Request) -> tuple[Frame, ...]:
     """Returns the frames of row `i`, whose places are counted from the prompt's end."""
     found, block_size = [], frames.tokens.shape[2]
     prompt_len = len(request.prompt_ids)
@@ -96,5 +96,5 @@ def of_row(frames: StepFrames, i: int, request: request_lib.Request) -> tuple[ba
             has_step=np.ones_like(masked),
             num_final=first + (len(tokens) if frames.is_final[i, k] else 0),
         )
-        found.append(batch_lib.Frame(step=int(frames.step[i, k]), value=frame))
+        found.append(Frame(step=int(frames.step[i, k]), value=frame))
     return tuple(found)

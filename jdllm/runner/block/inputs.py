@@ -20,11 +20,11 @@ from jaxtyping import Bool, Int32
 from jdllm.algorithms import lookup
 from jdllm.decoding.block import interface
 from jdllm.options import sampling_params
-from jdllm.runner import config as config_lib
 from jdllm.runner import logit_rows, paging, row_options
 from jdllm.runner.block import sampling
+from jdllm.runner.config import StepConfig
 from jdllm.runner.launch import driver, interrupts
-from jdllm.scheduler import batch as batch_lib
+from jdllm.scheduler.batch import ScheduleBatch
 
 
 @jax.tree_util.register_dataclass
@@ -58,8 +58,8 @@ class DenoiseInputs:
 
 
 def build_denoise(
-    batch: batch_lib.ScheduleBatch,
-    config: config_lib.StepConfig,
+    batch: ScheduleBatch,
+    config: StepConfig,
     interrupt: interrupts.Interrupt,
     *,
     with_logits: bool,
@@ -114,9 +114,7 @@ def build_denoise(
     )
 
 
-def _history(
-    batch: batch_lib.ScheduleBatch, config: config_lib.StepConfig
-) -> Int32[np.ndarray, "R S"]:
+def _history(batch: ScheduleBatch, config: StepConfig) -> Int32[np.ndarray, "R S"]:
     history = np.zeros((batch.bucket.rows, config.block_context), np.int32)
     for i, row in enumerate(batch.rows):
         if row.is_fresh and row.request.sampling.needs_logits:

@@ -7,14 +7,13 @@ import functools
 from flax import nnx
 
 from jdllm.device import facts
-from jdllm.kv_cache import pool as pool_lib
-from jdllm.runner import config as config_lib
+from jdllm.kv_cache import pool
 from jdllm.runner import packed
-from jdllm.runner.block import asked, forward, loop, results, state
-from jdllm.runner.block import inputs as inputs_lib
+from jdllm.runner.block import asked, forward, inputs, loop, results, state
+from jdllm.runner.config import StepConfig
 from jdllm.runner.launch import program
-from jdllm.scheduler import batch as batch_lib
-from jdllm.scheduler.rows import block as block_rows
+from jdllm.scheduler.batch import Bucket
+from jdllm.scheduler.rows.block import DecodeBucket, PrefillBucket
 
 
 class BlockKind:
@@ -23,7 +22,7 @@ class BlockKind:
     def __init__(
         self,
         graphdef: nnx.GraphDef,
-        config: config_lib.StepConfig,
+        config: StepConfig,
         device: facts.DeviceFacts,
     ):
         del device  # every device gets the same programs
@@ -34,28 +33,28 @@ class BlockKind:
         """Returns an empty pool, and row states with arbitrary values."""
         config = self._config
         return {
-            "pools": pool_lib.create(config.pool),
+            "pools": pool.create(config.pool),
             "slots": state.empty_slots(config.num_slots, config),
             "logit_slots": asked.empty_slots(config.num_slots, config),
         }
 
-    def program(self, bucket: batch_lib.Bucket) -> program.Program:
+    def program(self, bucket: Bucket) -> program.Program:
         """Returns the program of a prefill launch or of a denoise launch."""
         graphdef, config = self._graphdef, self._config
         match bucket:
-            case block_rows.PrefillBucket():
+            case PrefillBucket():
                 return program.Program(
                     step=functools.partial(forward.prefill_step, graphdef, config),
                     uses=("pools",),
                     inputs=lambda batch, _: packed.pack(batch, config, tile=config.block_size),
                     results=results.of_prefill,
                 )
-            case block_rows.DecodeBucket():
+            case DecodeBucket():
                 with_logits = bucket.with_logits
                 return program.Program(
                     step=functools.partial(loop.denoise_launch, graphdef, config),
                     uses=("pools", "slots", *(["logit_slots"] if with_logits else [])),
-                    inputs=lambda batch, interrupt: inputs_lib.build_denoise(
+                    inputs=lambda batch, interrupt: inputs.build_denoise(
                         batch, config, interrupt, with_logits=with_logits
                     ),
                     results=functools.partial(results.of_denoise, block_size=config.block_size),

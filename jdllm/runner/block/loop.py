@@ -38,13 +38,13 @@ from jaxtyping import Array, Bool, Float, Int32
 from jdllm.decoding.block import interface
 from jdllm.layers import unembedding
 from jdllm.models import loading
-from jdllm.runner import config as config_lib
 from jdllm.runner.block import asked as asked_lib
-from jdllm.runner.block import body as body_lib
 from jdllm.runner.block import causal, denoise, forward, sizes
-from jdllm.runner.block import frames as frames_lib
-from jdllm.runner.block import inputs as inputs_lib
-from jdllm.runner.block import outputs as outputs_lib
+from jdllm.runner.block.asked import leave, remember
+from jdllm.runner.block.body import BlockBody
+from jdllm.runner.block.frames import add, none_yet
+from jdllm.runner.block.inputs import DenoiseInputs
+from jdllm.runner.block.outputs import DenoiseOutputs, FinishedBlocks, Gathered
 from jdllm.runner.block.state import (
     RowState,
     advance,
@@ -53,16 +53,17 @@ from jdllm.runner.block.state import (
     has_ended,
     is_active,
 )
+from jdllm.runner.config import StepConfig
 from jdllm.runner.launch import driver, program
 
 
 def denoise_launch(
     graphdef: nnx.GraphDef,
-    config: config_lib.StepConfig,
+    config: StepConfig,
     params: program.Params,
     memory: program.Memory,
-    inputs: inputs_lib.DenoiseInputs,
-) -> tuple[program.Memory, outputs_lib.DenoiseOutputs]:
+    inputs: DenoiseInputs,
+) -> tuple[program.Memory, DenoiseOutputs]:
     """Returns the memory (pools, row states of all slots) and the outputs after the launch.
 
     The caller donates `memory`.
@@ -72,8 +73,8 @@ def denoise_launch(
     K = config.max_launch_steps
     is_row = inputs.slot < slots.step.shape[0]
     asked = None if inputs.logits is None else asked_lib.enter(inputs, memory["logit_slots"])
-    frames = frames_lib.none_yet(R, K, L)
-    blocks = outputs_lib.FinishedBlocks.none_yet(config, R, with_logits=asked is not None)
+    frames = none_yet(R, K, L)
+    blocks = FinishedBlocks.none_yet(config, R, with_logits=asked is not None)
     parts = {"config": config, "model": loading.merge(graphdef, params), "inputs": inputs}
     if config.is_causal:
         body = causal.Body(**parts, is_row=is_row, variants=sizes.query_lengths(config))
@@ -92,7 +93,7 @@ def denoise_launch(
     slots = jax.tree.map(lambda old, new: old.at[inputs.slot].set(new, mode="drop"), slots, state)
     computed_tokens, real_tokens = carry.counts
     blocks, asked, frames = carry.gathered
-    outputs = outputs_lib.DenoiseOutputs(
+    outputs = DenoiseOutputs(
         blocks=blocks,
         num_blocks=state.num_blocks,
         context_lens=state.context_lens,
@@ -105,15 +106,13 @@ def denoise_launch(
         frames=frames,
     )
     memory = {"pools": carry.memory, "slots": slots} | (
-        {}
-        if asked is None
-        else {"logit_slots": asked_lib.leave(inputs, memory["logit_slots"], asked)}
+        {} if asked is None else {"logit_slots": leave(inputs, memory["logit_slots"], asked)}
     )
     return memory, outputs
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Body(body_lib.BlockBody):
+class _Body(BlockBody):
     """A denoising step of all rows; its variants are the compiled sizes."""
 
     variants: tuple[sizes.StepSize, ...]
@@ -128,7 +127,7 @@ class _Body(body_lib.BlockBody):
         computed_tokens, real_tokens = carry.counts
         blocks, asked, frames = carry.gathered
         if asked is not None:
-            asked = asked_lib.remember(asked, state)
+            asked = remember(asked, state)
         active = is_active(inputs, state)
         wants = _wants_commit(inputs, state)
         granted = wants & (jnp.cumsum(wants) <= variant.commits)
@@ -160,21 +159,21 @@ class _Body(body_lib.BlockBody):
         )
 
 
-def _wants_commit(inputs: inputs_lib.DenoiseInputs, state: RowState) -> Bool[Array, " R"]:
+def _wants_commit(inputs: DenoiseInputs, state: RowState) -> Bool[Array, " R"]:
     """Returns whether a row must persist its block and could run the next one in that forward."""
     fits = state.context_lens + 2 * state.tokens.shape[1] <= inputs.capacity
     return is_active(inputs, state) & state.is_final & fits
 
 
 def _update(
-    config: config_lib.StepConfig,
-    inputs: inputs_lib.DenoiseInputs,
+    config: StepConfig,
+    inputs: DenoiseInputs,
     lm_head: unembedding.LMHead,
     hidden: Float[Array, "R L D"],
     state: RowState,
     active: Bool[Array, " R"],
-    gathered: outputs_lib.Gathered,
-) -> tuple[RowState, outputs_lib.Gathered]:
+    gathered: Gathered,
+) -> tuple[RowState, Gathered]:
     """Returns states and what is gathered after each active row's algorithm saw its proposal."""
     blocks, asked, frames = gathered
     seen = denoise.denoise(config, inputs, lm_head, hidden, state, asked, active)
@@ -195,7 +194,7 @@ def _update(
     blocks = blocks.with_blocks(
         commits,
         state.num_blocks,
-        outputs_lib.FinishedBlocks(
+        FinishedBlocks(
             tokens=after.tokens[:, None],
             steps=steps_of[:, None],
             logprobs=logprobs[:, None],
@@ -220,6 +219,6 @@ def _update(
         num_edited=state.num_edited + jnp.where(works, trace.num_edited, 0),
         nfe=nfe,
     )
-    frames = frames_lib.add(frames, state, updated, works & ~state.is_final)
+    frames = add(frames, state, updated, works & ~state.is_final)
     moves_on = works & after.done & ~ended & (not config.is_shifted)
     return advance(config, updated, moves_on), (blocks, asked, frames)

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
 
-from jdllm.runner import config as config_lib
 from jdllm.runner import logit_rows
-from jdllm.runner.block import asked as asked_lib
-from jdllm.runner.block import frames as frames_lib
+from jdllm.runner.block.asked import AskedState
+from jdllm.runner.block.frames import StepFrames
+from jdllm.runner.config import StepConfig
 
 
 @jax.tree_util.register_dataclass
@@ -36,9 +36,7 @@ class FinishedBlocks:
     counts: Int32[Any, "R K"] | None = None
 
     @classmethod
-    def none_yet(
-        cls, config: config_lib.StepConfig, rows: int, *, with_logits: bool
-    ) -> FinishedBlocks:
+    def none_yet(cls, config: StepConfig, rows: int, *, with_logits: bool) -> FinishedBlocks:
         """Returns the blocks before the first step of a launch."""
         R, K, L = rows, config.max_launch_steps, config.block_size
         return cls(
@@ -65,7 +63,7 @@ class FinishedBlocks:
 
 
 # What a launch gathers; the second is None if no row needs its logits.
-Gathered = tuple[FinishedBlocks, asked_lib.AskedState | None, frames_lib.StepFrames]
+Gathered = tuple[FinishedBlocks, AskedState | None, StepFrames]
 
 
 @jax.tree_util.register_dataclass
@@ -85,4 +83,4 @@ class DenoiseOutputs:
     num_steps: Int32[Any, ""]
     computed_tokens: Int32[Any, ""]
     real_tokens: Int32[Any, ""]
-    frames: frames_lib.StepFrames
+    frames: StepFrames

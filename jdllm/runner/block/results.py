@@ -7,28 +7,24 @@ from typing import Any
 from jaxtyping import Int32
 
 from jdllm.runner.block import frames
-from jdllm.runner.block import outputs as outputs_lib
-from jdllm.scheduler import batch as batch_lib
-from jdllm.scheduler import request as request_lib
+from jdllm.runner.block.outputs import DenoiseOutputs, FinishedBlocks
+from jdllm.scheduler.batch import CommittedBlock, LaunchResult, RowResult, ScheduleBatch
+from jdllm.scheduler.request import Request
 
 
-def of_prefill(
-    num_tokens: Int32[Any, ""], batch: batch_lib.ScheduleBatch
-) -> batch_lib.LaunchResult:
+def of_prefill(num_tokens: Int32[Any, ""], batch: ScheduleBatch) -> LaunchResult:
     """Returns the result of a prefill, which commits no block."""
-    return batch_lib.LaunchResult(
-        rows=(batch_lib.RowResult(),) * len(batch.rows),
+    return LaunchResult(
+        rows=(RowResult(),) * len(batch.rows),
         computed_tokens=batch.bucket.tokens,
         real_tokens=int(num_tokens),
     )
 
 
-def of_denoise(
-    outputs: outputs_lib.DenoiseOutputs, batch: batch_lib.ScheduleBatch, *, block_size: int
-) -> batch_lib.LaunchResult:
+def of_denoise(outputs: DenoiseOutputs, batch: ScheduleBatch, *, block_size: int) -> LaunchResult:
     """Returns the blocks that became final, row by row."""
     rows = tuple(_row_result(outputs, i, row.request) for i, row in enumerate(batch.rows))
-    return batch_lib.LaunchResult(
+    return LaunchResult(
         rows=rows,
         num_steps=int(outputs.num_steps),
         computed_tokens=int(outputs.computed_tokens),
@@ -37,13 +33,11 @@ def of_denoise(
     )
 
 
-def _row_result(
-    outputs: outputs_lib.DenoiseOutputs, i: int, request: request_lib.Request
-) -> batch_lib.RowResult:
+def _row_result(outputs: DenoiseOutputs, i: int, request: Request) -> RowResult:
     blocks, shown = outputs.blocks, ()
     if request.sampling.shows_steps:
         shown = frames.of_row(outputs.frames, i, request)
-    return batch_lib.RowResult(
+    return RowResult(
         committed=tuple(_block(blocks, i, place) for place in range(outputs.num_blocks[i])),
         context_len=int(outputs.context_lens[i]),
         nfe=int(outputs.nfe[i]),
@@ -53,9 +47,9 @@ def _row_result(
     )
 
 
-def _block(blocks: outputs_lib.FinishedBlocks, i: int, place: int) -> batch_lib.CommittedBlock:
+def _block(blocks: FinishedBlocks, i: int, place: int) -> CommittedBlock:
     count = None if blocks.counts is None else int(blocks.counts[i, place])
-    return batch_lib.CommittedBlock(
+    return CommittedBlock(
         tokens=blocks.tokens[i, place, :count],
         nfe=int(blocks.nfe[i, place]),
         steps=blocks.steps[i, place, :count],

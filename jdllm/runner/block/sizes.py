@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Int32
 
 from jdllm import decoding
 from jdllm.decoding.block import interface
-from jdllm.runner import config as config_lib
+from jdllm.runner.config import StepConfig
 
 # The fixed time of a forward, in tokens that take as long. LLaDA2.0-mini on an H200 takes 10.5 ms
 # for 16 rows of 32 tokens and 15.1 ms for 64 rows: 9.0 ms, and 0.096 ms for each row.
@@ -38,9 +38,7 @@ class StepSize:
         return (rows + self.commits) * block_size
 
 
-def step_sizes(
-    rows: int, config: config_lib.StepConfig, *, is_coarse: bool = False
-) -> tuple[StepSize, ...]:
+def step_sizes(rows: int, config: StepConfig, *, is_coarse: bool = False) -> tuple[StepSize, ...]:
     """Returns the compiled sizes of a step of `rows` rows: those of parts first, ascending.
 
     `is_coarse`: as few as possible, for launches that are rare.
@@ -50,9 +48,7 @@ def step_sizes(
     return tuple(StepSize(parts=P) for P in parts) + tuple(StepSize(commits=C) for C in commits)
 
 
-def commit_rows(
-    rows: int, config: config_lib.StepConfig, *, is_coarse: bool = False
-) -> tuple[int, ...]:
+def commit_rows(rows: int, config: StepConfig, *, is_coarse: bool = False) -> tuple[int, ...]:
     """Returns the compiled numbers C of committed blocks in a step of `rows` rows, ascending."""
     needs = any(decoding.BLOCK_ALGORITHMS[name].persists_apart for name in config.algorithms)
     if not config.fuses_commits or not needs:
@@ -66,9 +62,7 @@ def part_tokens(block_size: int) -> int:
     return block_size if block_size % PART_TOKENS else PART_TOKENS
 
 
-def part_counts(
-    rows: int, config: config_lib.StepConfig, *, is_coarse: bool = False
-) -> tuple[int, ...]:
+def part_counts(rows: int, config: StepConfig, *, is_coarse: bool = False) -> tuple[int, ...]:
     """Returns the compiled numbers P of parts, ascending, each less than all parts of all rows."""
     of_a_row = config.block_size // part_tokens(config.block_size)
     leaves_out = any(decoding.BLOCK_ALGORITHMS[name].forwards_parts for name in config.algorithms)
@@ -78,7 +72,7 @@ def part_counts(
     return (rows,) if rows < 8 or is_coarse or of_a_row == 2 else (rows, 2 * rows)
 
 
-def query_lengths(config: config_lib.StepConfig) -> tuple[int, ...]:
+def query_lengths(config: StepConfig) -> tuple[int, ...]:
     """Returns the compiled numbers of positions of a block in a step of a causal family, ascending.
 
     Rules that draft may do without: then a step computes one position of each row.

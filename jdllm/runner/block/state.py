@@ -17,8 +17,8 @@ from jaxtyping import Array, Bool, Float32, Int32
 
 from jdllm import decoding
 from jdllm.decoding.block import interface
-from jdllm.runner import config as config_lib
-from jdllm.runner.block import inputs as inputs_lib
+from jdllm.runner.block.inputs import DenoiseInputs
+from jdllm.runner.config import StepConfig
 from jdllm.runner.launch.rows import select
 
 
@@ -54,7 +54,7 @@ class RowState:
     length: Int32[Array, " R"] | None = None
 
 
-def empty_slots(num_slots: int, config: config_lib.StepConfig) -> RowState:
+def empty_slots(num_slots: int, config: StepConfig) -> RowState:
     """Returns row states before the first launch; nobody reads their values."""
     L = config.spec.diffusion.block_size
 
@@ -88,8 +88,8 @@ def empty_slots(num_slots: int, config: config_lib.StepConfig) -> RowState:
 
 
 def enter(
-    config: config_lib.StepConfig,
-    inputs: inputs_lib.DenoiseInputs,
+    config: StepConfig,
+    inputs: DenoiseInputs,
     slots: RowState,
     is_row: Bool[Array, " R"],
 ) -> RowState:
@@ -118,14 +118,14 @@ def enter(
     )
 
 
-def is_active(inputs: inputs_lib.DenoiseInputs, state: RowState) -> Bool[Array, " R"]:
+def is_active(inputs: DenoiseInputs, state: RowState) -> Bool[Array, " R"]:
     """Returns whether the next step forwards the row's block."""
     L = state.tokens.shape[1]
     return ~state.is_finished & (state.context_lens + L <= inputs.capacity)
 
 
 def as_block(
-    inputs: inputs_lib.DenoiseInputs, state: RowState, active: Bool[Array, " R"]
+    inputs: DenoiseInputs, state: RowState, active: Bool[Array, " R"]
 ) -> interface.BlockState:
     """Returns the rows' blocks as rules see them, without a rule's own state."""
     return interface.BlockState(
@@ -139,8 +139,8 @@ def as_block(
 
 
 def forwarded(
-    config: config_lib.StepConfig,
-    inputs: inputs_lib.DenoiseInputs,
+    config: StepConfig,
+    inputs: DenoiseInputs,
     state: RowState,
     active: Bool[Array, " R"],
 ) -> Bool[Array, "R L"]:
@@ -154,7 +154,7 @@ def forwarded(
     return found & active[:, None]
 
 
-def predicted(config: config_lib.StepConfig, state: RowState) -> Bool[Array, "R L"]:
+def predicted(config: StepConfig, state: RowState) -> Bool[Array, "R L"]:
     """Returns the positions that a forward proposes tokens for.
 
     Shifted logits come from the block before for its first position, and from the block itself for
@@ -167,7 +167,7 @@ def predicted(config: config_lib.StepConfig, state: RowState) -> Bool[Array, "R 
 
 
 def has_ended(
-    inputs: inputs_lib.DenoiseInputs,
+    inputs: DenoiseInputs,
     state: RowState,
     tokens: Int32[Array, "R L"],
     settled: Bool[Array, "R L"],
@@ -184,7 +184,7 @@ def has_ended(
     return ~is_open & ((first_end < L) | (limit <= L))[:, 0]
 
 
-def advance(config: config_lib.StepConfig, state: RowState, where: Bool[Array, " R"]) -> RowState:
+def advance(config: StepConfig, state: RowState, where: Bool[Array, " R"]) -> RowState:
     """Returns the state in which the rows of `where` have moved on to a fresh block."""
     L = state.tokens.shape[1]
     column = where[:, None]

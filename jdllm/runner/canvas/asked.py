@@ -19,21 +19,21 @@ from jaxtyping import Array, Float32, Int32
 
 import pallas_kernels
 from jdllm.layers import unembedding
-from jdllm.runner import config as config_lib
 from jdllm.runner import logit_rows
-from jdllm.runner.canvas import inputs as inputs_lib
-from jdllm.runner.canvas import state as state_lib
+from jdllm.runner.canvas.inputs import CanvasInputs
 from jdllm.runner.canvas.sources import Draws, Sources
+from jdllm.runner.canvas.state import CanvasState
+from jdllm.runner.config import StepConfig
 
 POSITIONS = 64  # of a pass: float32 logits of 157k tokens take 40 MB
 
 
-def empty_slots(num_slots: int, config: config_lib.StepConfig) -> logit_rows.TopTokens:
+def empty_slots(num_slots: int, config: StepConfig) -> logit_rows.TopTokens:
     """Returns lists before the first launch; nobody reads their values."""
     return logit_rows.no_tokens(num_slots, config.context_length)
 
 
-def enter(inputs: inputs_lib.CanvasInputs, slots: logit_rows.TopTokens) -> logit_rows.TopTokens:
+def enter(inputs: CanvasInputs, slots: logit_rows.TopTokens) -> logit_rows.TopTokens:
     """Returns the rows' lists at the start of a launch: those of their slots, or empty ones."""
     last = slots.ids.shape[0] - 1
     kept = jax.tree.map(lambda leaf: leaf[jnp.minimum(inputs.slot, last)], slots)
@@ -42,7 +42,7 @@ def enter(inputs: inputs_lib.CanvasInputs, slots: logit_rows.TopTokens) -> logit
 
 
 def leave(
-    inputs: inputs_lib.CanvasInputs, slots: logit_rows.TopTokens, rows: logit_rows.TopTokens
+    inputs: CanvasInputs, slots: logit_rows.TopTokens, rows: logit_rows.TopTokens
 ) -> logit_rows.TopTokens:
     """Returns the slots with the rows' lists written; padding rows are dropped."""
     return jax.tree.map(lambda old, new: old.at[inputs.slot].set(new, mode="drop"), slots, rows)
@@ -61,10 +61,10 @@ class Found:
 
 
 def find(
-    config: config_lib.StepConfig,
-    inputs: inputs_lib.CanvasInputs,
+    config: StepConfig,
+    inputs: CanvasInputs,
     lm_head: unembedding.LMHead,
-    state: state_lib.CanvasState,
+    state: CanvasState,
     sources: Sources,
     draws: Draws,
     found: Found,

@@ -15,12 +15,12 @@ import numpy as np
 from jaxtyping import Bool, Int32
 
 from jdllm.algorithms import lookup
-from jdllm.decoding.canvas import interface as canvas
-from jdllm.runner import config as config_lib
+from jdllm.decoding.canvas.interface import CanvasParams
 from jdllm.runner import logit_rows, paging, row_options
+from jdllm.runner.config import StepConfig
 from jdllm.runner.launch import driver, interrupts
-from jdllm.scheduler import batch as batch_lib
-from jdllm.scheduler.rows import canvas as canvas_rows
+from jdllm.scheduler.batch import ScheduleBatch
+from jdllm.scheduler.rows.canvas import CanvasStay
 
 TO_BE_WRITTEN = -1  # in `CanvasInputs.canvas`, in place of a token
 
@@ -47,14 +47,14 @@ class CanvasInputs:
     page_table: Int32[Any, "R M"]
     end_ids: Int32[Any, "R E"]
     algorithm: Int32[Any, " R"]
-    params: canvas.CanvasParams
+    params: CanvasParams
     limits: driver.LaunchLimits
     logits: logit_rows.LogitRows | None = None
 
 
 def build(
-    batch: batch_lib.ScheduleBatch,
-    config: config_lib.StepConfig,
+    batch: ScheduleBatch,
+    config: StepConfig,
     interrupt: interrupts.Interrupt,
     *,
     with_logits: bool,
@@ -71,7 +71,7 @@ def build(
     for i, row in enumerate(batch.rows):
         request = row.request
         stay = row.stay
-        assert isinstance(stay, canvas_rows.CanvasStay)  # which it was planned with
+        assert isinstance(stay, CanvasStay)  # which it was planned with
         inputs.slot[i], inputs.is_fresh[i] = stay.slot, row.is_fresh
         length, start = len(stay.canvas_ids), len(request.prompt_ids)
         if row.is_fresh:
@@ -89,7 +89,7 @@ def build(
     return dataclasses.replace(
         inputs,
         page_table=paging.page_table(batch, config),
-        params=canvas.CanvasParams(**params),
+        params=CanvasParams(**params),
         logits=logit_rows.build(batch, config.spec.vocab_size) if with_logits else None,
     )
 
@@ -117,7 +117,7 @@ def padding(
         page_table=np.zeros((R, pages_per_row), np.int32),
         end_ids=np.full((R, row_options.MAX_END_IDS), row_options.NO_ID, np.int32),
         algorithm=zeros(),
-        params=canvas.CanvasParams(**_padding_params(R)),
+        params=CanvasParams(**_padding_params(R)),
         limits=limits,
     )
 

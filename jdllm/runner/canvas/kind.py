@@ -7,13 +7,13 @@ import functools
 from flax import nnx
 
 from jdllm.device import facts
-from jdllm.kv_cache import pool as pool_lib
-from jdllm.runner import config as config_lib
-from jdllm.runner.canvas import asked, loop, results, state
-from jdllm.runner.canvas import inputs as inputs_lib
+from jdllm.kv_cache import pool
+from jdllm.runner.canvas import asked, inputs, loop, results, state
+from jdllm.runner.config import StepConfig
 from jdllm.runner.launch import program
-from jdllm.scheduler import batch as batch_lib
-from jdllm.scheduler.rows import canvas as canvas_rows
+from jdllm.scheduler.batch import Bucket
+from jdllm.scheduler.rows import canvas
+from jdllm.scheduler.rows.canvas import CanvasBucket
 
 
 class CanvasKind:
@@ -22,7 +22,7 @@ class CanvasKind:
     def __init__(
         self,
         graphdef: nnx.GraphDef,
-        config: config_lib.StepConfig,
+        config: StepConfig,
         device: facts.DeviceFacts,
     ):
         self._graphdef = graphdef
@@ -33,26 +33,24 @@ class CanvasKind:
         """Returns an empty pool, and row states with arbitrary values."""
         config = self._config
         return {
-            "pools": pool_lib.create(config.pool),
+            "pools": pool.create(config.pool),
             "slots": state.empty_slots(config.num_slots, config),
             "logit_slots": asked.empty_slots(config.num_slots, config),
         }
 
-    def program(self, bucket: batch_lib.Bucket) -> program.Program:
+    def program(self, bucket: Bucket) -> program.Program:
         """Returns the program of a launch of canvases."""
-        assert isinstance(bucket, canvas_rows.CanvasBucket), (
-            f"{bucket=} is not a bucket of canvases"
-        )
+        assert isinstance(bucket, CanvasBucket), f"{bucket=} is not a bucket of canvases"
         config, sizes, with_logits = self._config, (bucket.tokens,), bucket.with_logits
         if not bucket.is_whole:
             # Few launches have rows that need their logits: they make do with few sizes.
-            sizes = canvas_rows.forward_sizes(
+            sizes = canvas.forward_sizes(
                 bucket.rows, bucket.tokens, is_coarse=self._has_coarse_sizes or with_logits
             )
         return program.Program(
             step=functools.partial(loop.canvas_launch, self._graphdef, config, sizes),
             uses=("pools", "slots", *(["logit_slots"] if with_logits else [])),
-            inputs=lambda batch, interrupt: inputs_lib.build(
+            inputs=lambda batch, interrupt: inputs.build(
                 batch, config, interrupt, with_logits=with_logits
             ),
             results=functools.partial(results.of_canvases, mask_token_id=config.mask_token_id),

@@ -34,19 +34,19 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from jdllm import spec as spec_lib
-from jdllm.decoding.canvas import interface as canvas
+from jdllm.decoding.canvas.interface import CanvasProposal
 from jdllm.layers import attention
 from jdllm.models import decoder, loading
-from jdllm.runner import config as config_lib
 from jdllm.runner import logit_rows, paging
 from jdllm.runner.canvas import asked
-from jdllm.runner.canvas import inputs as inputs_lib
-from jdllm.runner.canvas import packing as packing_lib
-from jdllm.runner.canvas import proposal as proposal_lib
-from jdllm.runner.canvas import state as state_lib
+from jdllm.runner.canvas.inputs import CanvasInputs
+from jdllm.runner.canvas.packing import SEGMENT, Packing, pack, segments
+from jdllm.runner.canvas.proposal import positions_of_a_pass, propose
+from jdllm.runner.canvas.state import CanvasState, Slots, algorithms, as_canvas, enter, plan
+from jdllm.runner.config import StepConfig
 from jdllm.runner.launch import driver, program
 from jdllm.runner.launch.rows import select
+from jdllm.spec import AttentionPattern
 
 
 @jax.tree_util.register_dataclass
@@ -76,17 +76,17 @@ class CanvasOutputs:
 
 def canvas_launch(
     graphdef: nnx.GraphDef,
-    config: config_lib.StepConfig,
+    config: StepConfig,
     sizes: tuple[int, ...],
     params: program.Params,
     memory: program.Memory,
-    inputs: inputs_lib.CanvasInputs,
+    inputs: CanvasInputs,
 ) -> tuple[program.Memory, CanvasOutputs]:
     """Returns the memory (pools, states of all slots) and the outputs after the launch.
 
     The caller donates `memory`, and ensures that the last of `sizes` holds all rows' canvases.
     """
-    slots: state_lib.Slots = memory["slots"]
+    slots: Slots = memory["slots"]
     is_row = inputs.slot < slots.words.shape[0]
     body = _Body(
         config=config,
@@ -94,19 +94,19 @@ def canvas_launch(
         inputs=inputs,
         is_row=is_row,
         variants=sizes,
-        chunk=proposal_lib.positions_of_a_pass(is_row.shape[0], sizes[-1]),
+        chunk=positions_of_a_pass(is_row.shape[0], sizes[-1]),
     )
     has_logits = inputs.logits is not None
     begin = driver.Carry.begin(
         inputs.limits,
         memory=memory["pools"],
-        rows=state_lib.enter(config, inputs, slots, is_row),
+        rows=enter(config, inputs, slots, is_row),
         gathered=asked.enter(inputs, memory["logit_slots"]) if has_logits else None,
         num_counts=1,
     )
     # Folded: each array that a step changes costs a kernel or a copy of its own, however short.
     carry = driver.run(body, begin, inputs.limits, folds=True, **config.loop_options)
-    state: state_lib.CanvasState = carry.rows
+    state: CanvasState = carry.rows
     (num_tokens,) = carry.counts
     outputs = CanvasOutputs(
         tokens=state.tokens,
@@ -135,24 +135,24 @@ class _Body:
     The vocabulary is streamed for `chunk` positions at a time.
     """
 
-    config: config_lib.StepConfig
+    config: StepConfig
     model: decoder.Decoder
-    inputs: inputs_lib.CanvasInputs
+    inputs: CanvasInputs
     is_row: Bool[Array, " R"]
     variants: tuple[int, ...]
     chunk: int
 
-    def is_finished(self, rows: state_lib.CanvasState) -> Bool[Array, " R"]:
+    def is_finished(self, rows: CanvasState) -> Bool[Array, " R"]:
         return rows.is_finished & self.is_row
 
-    def is_active(self, rows: state_lib.CanvasState) -> Bool[Array, " R"]:
+    def is_active(self, rows: CanvasState) -> Bool[Array, " R"]:
         return ~rows.is_finished
 
-    def written(self, rows: state_lib.CanvasState) -> Array:
+    def written(self, rows: CanvasState) -> Array:
         return rows.tokens
 
-    def choose(self, rows: state_lib.CanvasState) -> Int32[Array, ""]:
-        wanted = jnp.sum(packing_lib.segments(rows.window))
+    def choose(self, rows: CanvasState) -> Int32[Array, ""]:
+        wanted = jnp.sum(segments(rows.window))
         smaller = jnp.asarray(self.variants, jnp.int32)[:-1] < wanted
         return jnp.sum(smaller, dtype=jnp.int32)
 
@@ -179,29 +179,29 @@ class _Body:
 
 
 def _step(
-    config: config_lib.StepConfig,
+    config: StepConfig,
     model: decoder.Decoder,
-    inputs: inputs_lib.CanvasInputs,
-    state: state_lib.CanvasState,
+    inputs: CanvasInputs,
+    state: CanvasState,
     pools: list[Array],
     top: logit_rows.TopTokens | None,
     size: int,
     chunk: int,
-) -> tuple[state_lib.CanvasState, list[Array], Int32[Array, ""], logit_rows.TopTokens | None]:
+) -> tuple[CanvasState, list[Array], Int32[Array, ""], logit_rows.TopTokens | None]:
     """Returns the state and the pool after one step, its number of forwards, and the lists.
 
     Each forward has `size` packed tokens. The vocabulary is streamed for `chunk` positions at a
     time.
     """
     window, active = state.window, ~state.is_finished
-    packing = packing_lib.pack(window, size)
+    packing = pack(window, size)
     forward = functools.partial(_forward, config, model, inputs, state, packing)
     hidden, pools = forward(active, state.tokens, pools)
     guided = jnp.zeros_like(active)
-    if any(algorithm.guides for algorithm in state_lib.algorithms(config)):
+    if any(algorithm.guides for algorithm in algorithms(config)):
         guided = active & (inputs.params.cfg_scale > 0)
         hidden, pools = _guide(config, inputs, state, packing, forward, guided, hidden, pools)
-    proposal, is_nan, listed = proposal_lib.propose(
+    proposal, is_nan, listed = propose(
         config, inputs, model.unembedding(), state, packing, hidden, chunk=chunk
     )
     is_nan |= packing.any_of_row(jnp.any(jnp.isnan(hidden), axis=1))
@@ -224,7 +224,7 @@ def _step(
         num_full=state.num_full + (active & window.is_full),
         num_forwarded=state.num_forwarded + (1 + guided) * (window.high - window.low),
     )
-    planned = state_lib.plan(config, inputs, updated)
+    planned = plan(config, inputs, updated)
     if state.edge.shape[1]:
         before = planned.window.low - 1
         place = packing.cu_q_lens[:-1] + before - window.low
@@ -237,11 +237,11 @@ def _step(
 
 
 def _forward(
-    config: config_lib.StepConfig,
+    config: StepConfig,
     model: decoder.Decoder,
-    inputs: inputs_lib.CanvasInputs,
-    state: state_lib.CanvasState,
-    packing: packing_lib.Packing,
+    inputs: CanvasInputs,
+    state: CanvasState,
+    packing: Packing,
     takes_part: Bool[Array, " R"],
     tokens: Int32[Array, "R S"],
     pools: list[Array],
@@ -259,8 +259,8 @@ def _forward(
     )
     attend = attention.paged_attend(
         batch,
-        visibility=spec_lib.AttentionPattern.FULL,
-        block_size=packing_lib.SEGMENT,
+        visibility=AttentionPattern.FULL,
+        block_size=SEGMENT,
         implementation=config.implementation,
     )
     hidden, written = model(
@@ -274,10 +274,10 @@ def _forward(
 
 
 def _guide(
-    config: config_lib.StepConfig,
-    inputs: inputs_lib.CanvasInputs,
-    state: state_lib.CanvasState,
-    packing: packing_lib.Packing,
+    config: StepConfig,
+    inputs: CanvasInputs,
+    state: CanvasState,
+    packing: Packing,
     forward: Callable[..., tuple[Array, list[Array]]],
     guided: Bool[Array, " R"],
     hidden: Float[Array, "T D"],
@@ -304,20 +304,20 @@ def _guide(
 
 
 def _update(
-    config: config_lib.StepConfig,
-    inputs: inputs_lib.CanvasInputs,
-    state: state_lib.CanvasState,
-    proposal: canvas.CanvasProposal,
+    config: StepConfig,
+    inputs: CanvasInputs,
+    state: CanvasState,
+    proposal: CanvasProposal,
     works: Bool[Array, " R"],
 ) -> tuple[Int32[Array, "R S"], Bool[Array, "R S"], tuple[Any, ...]]:
     """Returns (tokens, masked, extras) after the rows of `works` have seen their proposals."""
     tokens, masked, extras = state.tokens, state.masked, []
-    for i, algorithm in enumerate(state_lib.algorithms(config)):
+    for i, algorithm in enumerate(algorithms(config)):
         is_mine = works & (inputs.algorithm == i)
 
         def update(_, carry, algorithm=algorithm, is_mine=is_mine):
             tokens, masked, extra = carry
-            after = algorithm.update(state_lib.as_canvas(config, inputs, state, extra), proposal)
+            after = algorithm.update(as_canvas(config, inputs, state, extra), proposal)
             return (
                 jnp.where(is_mine[:, None], after.tokens, tokens),
                 jnp.where(is_mine[:, None], after.masked, masked),

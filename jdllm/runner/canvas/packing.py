@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
-from jdllm.decoding.canvas import interface as canvas
+from jdllm.decoding.canvas.interface import Window
 from jdllm.scheduler.rows import canvas as canvas_rows
 
 SEGMENT = canvas_rows.ALIGNMENT  # in tokens; the scheduler counts with it when it admits rows
@@ -33,12 +33,12 @@ class Packing:
         return jnp.any((self.row == rows) & self.is_valid & of_token, axis=1)
 
 
-def segments(window: canvas.Window) -> Int32[Array, " R"]:
+def segments(window: Window) -> Int32[Array, " R"]:
     """Returns how many tokens of the vector each row takes."""
     return (window.high - window.low + SEGMENT - 1) // SEGMENT * SEGMENT
 
 
-def pack(window: canvas.Window, size: int) -> Packing:
+def pack(window: Window, size: int) -> Packing:
     """Returns the packing of the windows in `size` tokens."""
     R = window.low.shape[0]
     rows, index = jnp.arange(R, dtype=jnp.int32), jnp.arange(size, dtype=jnp.int32)

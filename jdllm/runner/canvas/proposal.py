@@ -17,15 +17,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, Shaped
 
 import pallas_kernels
-from jdllm.decoding.canvas import interface as canvas
+from jdllm.decoding.canvas.interface import CanvasProposal
 from jdllm.layers import unembedding
-from jdllm.runner import config as config_lib
 from jdllm.runner import logit_rows
 from jdllm.runner.canvas import asked
-from jdllm.runner.canvas import inputs as inputs_lib
-from jdllm.runner.canvas import packing as packing_lib
-from jdllm.runner.canvas import state as state_lib
+from jdllm.runner.canvas.inputs import CanvasInputs
+from jdllm.runner.canvas.packing import Packing
 from jdllm.runner.canvas.sources import DrawOptions, Draws, Sources
+from jdllm.runner.canvas.state import CanvasState, algorithms
+from jdllm.runner.config import StepConfig
 from jdllm.scheduler.rows import canvas as canvas_rows
 
 # Positions of a pass in launches of one row, and of several rows. A pass reads the whole LM head,
@@ -42,15 +42,15 @@ def positions_of_a_pass(rows: int, most: int) -> int:
 
 
 def propose(
-    config: config_lib.StepConfig,
-    inputs: inputs_lib.CanvasInputs,
+    config: StepConfig,
+    inputs: CanvasInputs,
     lm_head: unembedding.LMHead,
-    state: state_lib.CanvasState,
-    packing: packing_lib.Packing,
+    state: CanvasState,
+    packing: Packing,
     hidden: Float[Array, "T D"],
     *,
     chunk: int,
-) -> tuple[canvas.CanvasProposal, Bool[Array, " R"], logit_rows.TopTokens | None]:
+) -> tuple[CanvasProposal, Bool[Array, " R"], logit_rows.TopTokens | None]:
     """Returns the proposal for the wanted positions, and which rows have NaN in their statistics.
 
     The lists of the best tokens come with it in launches with rows that need their logits. `chunk`
@@ -59,7 +59,7 @@ def propose(
     params, window = inputs.params, state.window
     samples = params.temperature > 0
     tempers, scale = jnp.zeros_like(samples), None
-    for i, algorithm in enumerate(state_lib.algorithms(config)):
+    for i, algorithm in enumerate(algorithms(config)):
         if algorithm.tempers:
             tempers |= (inputs.algorithm == i) & samples
             scale = 1.0 / jnp.where(tempers, params.temperature, 1.0)
@@ -91,7 +91,7 @@ def propose(
             seen.tokens, seen.logprob, seen.entropy, seen.margin, seen.top
         )  # fmt: skip
     is_wanted = window.wanted
-    proposal = canvas.CanvasProposal(
+    proposal = CanvasProposal(
         tokens=jnp.where(is_wanted, tokens, state.tokens),
         prob=jnp.where(is_wanted, jnp.exp(logprob), 0.0),
         logprob=jnp.where(is_wanted, logprob, 0.0),
@@ -115,7 +115,7 @@ def _from_words(words: Int32[Array, "4 R S"]) -> list[Shaped[Array, "R S"]]:
 
 
 def _statistics(
-    config: config_lib.StepConfig,
+    config: StepConfig,
     lm_head: unembedding.LMHead,
     sources: Sources,
     rank: Int32[Array, " R*S"],

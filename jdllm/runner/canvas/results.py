@@ -5,18 +5,18 @@ from __future__ import annotations
 import numpy as np
 
 from jdllm.runner.canvas import loop
-from jdllm.scheduler import batch as batch_lib
-from jdllm.scheduler import request as request_lib
 from jdllm.scheduler import text_frames
+from jdllm.scheduler.batch import CommittedBlock, Frame, LaunchResult, RowResult, ScheduleBatch
+from jdllm.scheduler.request import Request
 
 
 def of_canvases(
-    outputs: loop.CanvasOutputs, batch: batch_lib.ScheduleBatch, *, mask_token_id: int
-) -> batch_lib.LaunchResult:
+    outputs: loop.CanvasOutputs, batch: ScheduleBatch, *, mask_token_id: int
+) -> LaunchResult:
     """Returns the tokens that settled, row by row; rows that show their steps have a picture."""
     real = slice(len(batch.rows))
     forwarded = int(outputs.num_forwarded[real].sum())
-    return batch_lib.LaunchResult(
+    return LaunchResult(
         rows=tuple(
             _row_result(outputs, i, row.request, mask_token_id) for i, row in enumerate(batch.rows)
         ),
@@ -30,11 +30,11 @@ def of_canvases(
 
 
 def _row_result(
-    outputs: loop.CanvasOutputs, i: int, request: request_lib.Request, mask_token_id: int
-) -> batch_lib.RowResult:
+    outputs: loop.CanvasOutputs, i: int, request: Request, mask_token_id: int
+) -> RowResult:
     settled = slice(outputs.settled_before[i], outputs.num_settled[i])
     nfe = int(outputs.nfe[i])
-    committed = batch_lib.CommittedBlock(
+    committed = CommittedBlock(
         tokens=outputs.tokens[i, settled],
         nfe=nfe,
         steps=outputs.steps[i, settled],
@@ -42,7 +42,7 @@ def _row_result(
         top_ids=None if outputs.top is None else outputs.top.ids[i, settled],
         top_logprobs=None if outputs.top is None else outputs.top.logprobs[i, settled],
     )
-    return batch_lib.RowResult(
+    return RowResult(
         committed=(committed,) if len(committed.tokens) else (),
         nfe=nfe,
         frames=_picture(outputs, i, request, mask_token_id),
@@ -51,8 +51,8 @@ def _row_result(
 
 
 def _picture(
-    outputs: loop.CanvasOutputs, i: int, request: request_lib.Request, mask_token_id: int
-) -> tuple[batch_lib.Frame, ...]:
+    outputs: loop.CanvasOutputs, i: int, request: Request, mask_token_id: int
+) -> tuple[Frame, ...]:
     """Returns the output positions of a row that shows its steps, as one frame of the launch."""
     if not request.sampling.shows_steps:
         return ()
@@ -67,4 +67,4 @@ def _picture(
         # A masked position holds the mask, which is never written.
         is_masked=tokens == mask_token_id,
     )
-    return (batch_lib.Frame(step=int(steps.max(initial=0)), value=picture),)
+    return (Frame(step=int(steps.max(initial=0)), value=picture),)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, UInt32
 
-from jdllm.runner.canvas import packing as packing_lib
+from jdllm.runner.canvas.packing import Packing
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,7 @@ class Sources:
 
     hidden: Float[Array, "T D"]
     edge: Float[Array, "R D"]
-    packing: packing_lib.Packing
+    packing: Packing
     low: Int32[Array, " R"]
     scale: Float32[Array, " R"] | None
 

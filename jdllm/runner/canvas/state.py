@@ -17,12 +17,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jdllm import decoding
-from jdllm.decoding.canvas import interface as canvas
-from jdllm.runner import config as config_lib
+from jdllm.decoding.canvas import interface
+from jdllm.decoding.canvas.interface import Canvas, CanvasAlgorithm, Window
 from jdllm.runner.canvas import inputs as inputs_lib
+from jdllm.runner.canvas.inputs import CanvasInputs
+from jdllm.runner.config import StepConfig
 from jdllm.runner.launch import driver
-from jdllm.runner.launch import words as words_lib
 from jdllm.runner.launch.rows import select
+from jdllm.runner.launch.words import WORD, Layout, pack_traced
 
 
 @jax.tree_util.register_dataclass
@@ -48,7 +50,7 @@ class CanvasState:
     steps: Int32[Array, "R S"]
     logprobs: Float32[Array, "R S"]
     extra: Any
-    window: canvas.Window
+    window: Window
     edge: Float[Array, "R D"]
     num_settled: Int32[Array, " R"]
     is_finished: Bool[Array, " R"]
@@ -73,7 +75,7 @@ class Slots:
 
     def write(self, slot: Int32[Array, " R"], rows: CanvasState) -> Slots:
         """Returns the slots with the rows' states in `slot`; slots out of range are dropped."""
-        words = jax.vmap(words_lib.pack_traced)(dataclasses.replace(rows, edge=()))
+        words = jax.vmap(pack_traced)(dataclasses.replace(rows, edge=()))
         return Slots(
             words=self.words.at[slot].set(words, mode="drop"),
             edge=self.edge.at[slot].set(rows.edge, mode="drop"),
@@ -82,12 +84,12 @@ class Slots:
     def read(self, slot: Int32[Array, " R"], like: CanvasState) -> CanvasState:
         """Returns the rows' states from `slot`; `like` has their shapes."""
         row = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), like)
-        layout = words_lib.Layout.of(dataclasses.replace(row, edge=()))
+        layout = Layout.of(dataclasses.replace(row, edge=()))
         rows = jax.vmap(layout.unpack)(self.words[slot])
         return dataclasses.replace(rows, edge=self.edge[slot])
 
 
-def algorithms(config: config_lib.StepConfig) -> tuple[canvas.CanvasAlgorithm, ...]:
+def algorithms(config: StepConfig) -> tuple[CanvasAlgorithm, ...]:
     """Returns the compiled algorithms, in the variants for the model's family."""
     is_shifted = config.spec.diffusion.is_shifted
     return tuple(
@@ -95,22 +97,20 @@ def algorithms(config: config_lib.StepConfig) -> tuple[canvas.CanvasAlgorithm, .
     )
 
 
-def empty_slots(num_slots: int, config: config_lib.StepConfig) -> Slots:
+def empty_slots(num_slots: int, config: StepConfig) -> Slots:
     """Returns row states before the first launch; nobody reads their values."""
     dtype = config.pool.dtype  # also that of hidden states
     padding = inputs_lib.padding(
         num_slots, config.context_length, pages_per_row=1, limits=driver.shapes()
     )
     rows = jax.eval_shape(lambda inputs: _fresh(config, inputs, dtype), padding)
-    words = words_lib.Layout.of(dataclasses.replace(rows, edge=())).num_words // num_slots
-    return Slots(
-        words=jnp.zeros((num_slots, words), words_lib.WORD), edge=jnp.zeros(rows.edge.shape, dtype)
-    )
+    words = Layout.of(dataclasses.replace(rows, edge=())).num_words // num_slots
+    return Slots(words=jnp.zeros((num_slots, words), WORD), edge=jnp.zeros(rows.edge.shape, dtype))
 
 
 def enter(
-    config: config_lib.StepConfig,
-    inputs: inputs_lib.CanvasInputs,
+    config: StepConfig,
+    inputs: CanvasInputs,
     slots: Slots,
     is_row: Bool[Array, " R"],
 ) -> CanvasState:
@@ -119,7 +119,7 @@ def enter(
     Padding rows get a copy of the last slot, finished and without a window; nobody reads them.
     """
 
-    def fresh(inputs: inputs_lib.CanvasInputs) -> CanvasState:
+    def fresh(inputs: CanvasInputs) -> CanvasState:
         return _fresh(config, inputs, slots.edge.dtype)
 
     last = slots.words.shape[0] - 1
@@ -144,9 +144,7 @@ def enter(
     )
 
 
-def _fresh(
-    config: config_lib.StepConfig, inputs: inputs_lib.CanvasInputs, dtype: Any
-) -> CanvasState:
+def _fresh(config: StepConfig, inputs: CanvasInputs, dtype: Any) -> CanvasState:
     """Returns the states of rows that begin with this launch, with their first window planned."""
     ids = inputs.canvas
     R, S = ids.shape
@@ -163,7 +161,7 @@ def _fresh(
         steps=jnp.zeros((R, S), jnp.int32),
         logprobs=jnp.zeros((R, S), jnp.float32),
         extra=(),
-        window=canvas.Window(low=zeros, high=zeros, wanted=jnp.zeros((R, S), bool), is_full=no),
+        window=Window(low=zeros, high=zeros, wanted=jnp.zeros((R, S), bool), is_full=no),
         edge=jnp.zeros((R, config.spec.hidden_size if is_shifted else 0), dtype),
         num_settled=inputs.start,
         is_finished=no,
@@ -179,13 +177,11 @@ def _fresh(
     return plan(config, inputs, dataclasses.replace(state, extra=begun))
 
 
-def as_canvas(
-    config: config_lib.StepConfig, inputs: inputs_lib.CanvasInputs, state: CanvasState, extra: Any
-) -> canvas.Canvas:
+def as_canvas(config: StepConfig, inputs: CanvasInputs, state: CanvasState, extra: Any) -> Canvas:
     """Returns what an algorithm sees of the rows."""
     end_of_text_id = config.spec.diffusion.end_of_text_id
     assert end_of_text_id is not None, "every parsed config has an end of text"
-    return canvas.Canvas(
+    return Canvas(
         tokens=state.tokens,
         masked=state.masked,
         start=state.start,
@@ -200,9 +196,7 @@ def as_canvas(
     )
 
 
-def plan(
-    config: config_lib.StepConfig, inputs: inputs_lib.CanvasInputs, state: CanvasState
-) -> CanvasState:
+def plan(config: StepConfig, inputs: CanvasInputs, state: CanvasState) -> CanvasState:
     """Returns the state with the next window of every row; a row without a window is finished.
 
     A row is also finished when its settled prefix holds an end token or reaches all shown
@@ -216,9 +210,9 @@ def plan(
     after, window = all_planned[0]
     for i, mine in enumerate(all_planned[1:], start=1):
         after, window = select(inputs.algorithm == i, mine, (after, window))
-    settled = canvas.first_masked(after)
+    settled = interface.first_masked(after)
     # Plans write only behind an end token, so the first end token stays where it was.
-    has_ended = canvas.first_end(as_canvas(config, inputs, state, ())) < settled
+    has_ended = interface.first_end(as_canvas(config, inputs, state, ())) < settled
     is_finished = state.is_finished | after.is_done | has_ended | (settled >= inputs.shown)
     was_finished = state.is_finished
     return dataclasses.replace(

@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float32, Int32, UInt32
 from jdllm.options import image_params
 from jdllm.pipelines import interface
 from jdllm.runner import row_options
-from jdllm.scheduler import batch as batch_lib
+from jdllm.scheduler.batch import ScheduleBatch
 from jdllm.scheduler.rows.image import buckets, stay
 
 
@@ -98,7 +98,7 @@ class DecodeInputs:
     slot: Int32[Any, " R"]
 
 
-def encode(batch: batch_lib.ScheduleBatch, *, num_entries: int) -> EncodeInputs:
+def encode(batch: ScheduleBatch, *, num_entries: int) -> EncodeInputs:
     """Returns the inputs of an encode launch."""
     R, L = batch.bucket.rows, batch.bucket.tokens
     ids, lens = np.zeros((R, L), np.int32), np.ones((R,), np.int32)
@@ -110,7 +110,7 @@ def encode(batch: batch_lib.ScheduleBatch, *, num_entries: int) -> EncodeInputs:
     return EncodeInputs(ids=ids, lens=lens, entry=entry)
 
 
-def begin(batch: batch_lib.ScheduleBatch, shape: tuple[int, ...], *, num_slots: int) -> BeginInputs:
+def begin(batch: ScheduleBatch, shape: tuple[int, ...], *, num_slots: int) -> BeginInputs:
     """Returns the inputs of a launch that writes given latents of this shape."""
     R = batch.bucket.rows
     latents, slot = np.zeros((R, *shape), np.float32), _past(num_slots, R)
@@ -122,7 +122,7 @@ def begin(batch: batch_lib.ScheduleBatch, shape: tuple[int, ...], *, num_slots: 
 
 
 def modulate(
-    batch: batch_lib.ScheduleBatch, pipeline: interface.Pipeline, *, num_slots: int, num_steps: int
+    batch: ScheduleBatch, pipeline: interface.Pipeline, *, num_slots: int, num_steps: int
 ) -> ModulateInputs:
     """Returns the inputs of a launch for windows of `num_steps` steps.
 
@@ -149,9 +149,7 @@ def modulate(
     return inputs
 
 
-def step(
-    batch: batch_lib.ScheduleBatch, pipeline: interface.Pipeline, *, num_slots: int
-) -> StepInputs:
+def step(batch: ScheduleBatch, pipeline: interface.Pipeline, *, num_slots: int) -> StepInputs:
     """Returns the inputs of a step."""
     bucket = batch.bucket
     assert isinstance(bucket, buckets.StepBucket)
@@ -187,7 +185,7 @@ def step(
     return inputs
 
 
-def decode(batch: batch_lib.ScheduleBatch, *, num_slots: int) -> DecodeInputs:
+def decode(batch: ScheduleBatch, *, num_slots: int) -> DecodeInputs:
     """Returns the inputs of a decode launch."""
     slot = _past(num_slots, batch.bucket.rows)
     slot[: len(batch.rows)] = [row.stay.slot for row in batch.rows]

@@ -10,7 +10,7 @@ from jdllm import errors
 from jdllm.pipelines import interface
 from jdllm.runner.image import inputs, programs, results, state
 from jdllm.runner.launch import program
-from jdllm.scheduler import batch as batch_lib
+from jdllm.scheduler.batch import Bucket
 from jdllm.scheduler.rows.image import buckets
 
 
@@ -65,7 +65,7 @@ class ImageKind:
             )
         return memory
 
-    def program(self, bucket: batch_lib.Bucket) -> program.Program:
+    def program(self, bucket: Bucket) -> program.Program:
         """Returns the program of a launch of images."""
         pipeline, num_slots = self._pipeline, self._config.num_slots
         match bucket:

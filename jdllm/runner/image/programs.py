@@ -17,8 +17,14 @@ from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from jdllm.models.images import pixels, step_cache
 from jdllm.pipelines import interface
-from jdllm.runner.image import inputs as inputs_lib
 from jdllm.runner.image import state
+from jdllm.runner.image.inputs import (
+    BeginInputs,
+    DecodeInputs,
+    EncodeInputs,
+    ModulateInputs,
+    StepInputs,
+)
 from jdllm.runner.launch import program
 from jdllm.runner.launch.rows import select
 from jdllm.scheduler.rows.image import buckets
@@ -47,7 +53,7 @@ def encode(
     pipeline: interface.Pipeline,
     params: program.Params,
     memory: program.Memory,
-    inputs: inputs_lib.EncodeInputs,
+    inputs: EncodeInputs,
 ) -> tuple[program.Memory, Outputs]:
     """Writes what the pipeline keeps of captions into their entries."""
     captions = pipeline.encode(params, inputs.ids, inputs.lens)
@@ -58,7 +64,7 @@ def encode(
 
 
 def begin(
-    params: program.Params, memory: program.Memory, inputs: inputs_lib.BeginInputs
+    params: program.Params, memory: program.Memory, inputs: BeginInputs
 ) -> tuple[program.Memory, Outputs]:
     """Writes given latents into slots."""
     del params
@@ -73,7 +79,7 @@ def modulate(
     caption_shapes: Any,
     params: program.Params,
     memory: program.Memory,
-    inputs: inputs_lib.ModulateInputs,
+    inputs: ModulateInputs,
 ) -> tuple[program.Memory, Outputs]:
     """Writes the modulation of the next steps of rows: one product for all of their levels."""
     ahead = _ahead(pipeline)
@@ -110,7 +116,7 @@ def step(
     bucket: buckets.StepBucket,
     params: program.Params,
     memory: program.Memory,
-    inputs: inputs_lib.StepInputs,
+    inputs: StepInputs,
 ) -> tuple[program.Memory, Outputs]:
     """Takes one Euler step of each row, and keeps the clean latents that it points to."""
     shape = pipeline.latent_shape(bucket.height, bucket.width)
@@ -155,7 +161,7 @@ def step(
 
 
 def _modulation(
-    pipeline: interface.Pipeline, memory: program.Memory, inputs: inputs_lib.StepInputs
+    pipeline: interface.Pipeline, memory: program.Memory, inputs: StepInputs
 ) -> interface.Modulation:
     """Returns what modulates this step of all passes."""
     ahead = _ahead(pipeline)
@@ -180,7 +186,7 @@ def _cache(
     pipeline: interface.Pipeline,
     bucket: buckets.StepBucket,
     memory: program.Memory,
-    inputs: inputs_lib.StepInputs,
+    inputs: StepInputs,
 ) -> step_cache.StepCache | None:
     """Returns the step cache of a launch, None if its bucket has none."""
     asked = inputs.cache
@@ -205,7 +211,7 @@ def decode(
     bucket: buckets.DecodeBucket,
     params: program.Params,
     memory: program.Memory,
-    inputs: inputs_lib.DecodeInputs,
+    inputs: DecodeInputs,
 ) -> tuple[program.Memory, Outputs]:
     """Returns the clean latents of rows, or their images."""
     slots: state.Slots = memory[SLOTS]

@@ -12,34 +12,32 @@ import numpy as np
 
 from jdllm.pipelines import interface
 from jdllm.runner.image import programs
-from jdllm.scheduler import batch as batch_lib
+from jdllm.scheduler.batch import Frame, LaunchResult, RowResult, ScheduleBatch
 from jdllm.scheduler.rows.image import buckets, stay
 
 
-def of_encode(outputs: programs.Outputs, batch: batch_lib.ScheduleBatch) -> batch_lib.LaunchResult:
+def of_encode(outputs: programs.Outputs, batch: ScheduleBatch) -> LaunchResult:
     """Returns for each caption whether it is invalid."""
-    return batch_lib.LaunchResult(
+    return LaunchResult(
         rows=_rows(outputs, batch, nfe=0),
         computed_tokens=batch.bucket.rows * batch.bucket.tokens,
         real_tokens=sum(row.num_tokens for row in batch.rows),
     )
 
 
-def of_begin(outputs: programs.Outputs, batch: batch_lib.ScheduleBatch) -> batch_lib.LaunchResult:
+def of_begin(outputs: programs.Outputs, batch: ScheduleBatch) -> LaunchResult:
     """Returns rows without output."""
-    return batch_lib.LaunchResult(rows=_rows(outputs, batch, nfe=0))
+    return LaunchResult(rows=_rows(outputs, batch, nfe=0))
 
 
-def of_modulate(
-    outputs: programs.Outputs, batch: batch_lib.ScheduleBatch
-) -> batch_lib.LaunchResult:
+def of_modulate(outputs: programs.Outputs, batch: ScheduleBatch) -> LaunchResult:
     """Returns rows without output."""
-    return batch_lib.LaunchResult(rows=_rows(outputs, batch, nfe=0))
+    return LaunchResult(rows=_rows(outputs, batch, nfe=0))
 
 
 def of_step(
-    pipeline: interface.Pipeline, outputs: programs.Outputs, batch: batch_lib.ScheduleBatch
-) -> batch_lib.LaunchResult:
+    pipeline: interface.Pipeline, outputs: programs.Outputs, batch: ScheduleBatch
+) -> LaunchResult:
     """Returns one forward for each row; that of a guided row counts once, a skipped one, too."""
     bucket = batch.bucket
     assert isinstance(bucket, buckets.StepBucket)
@@ -52,7 +50,7 @@ def of_step(
             dataclasses.replace(row, num_skipped=int(is_skipped))
             for row, is_skipped in zip(rows, outputs.is_skipped)
         )
-    return batch_lib.LaunchResult(
+    return LaunchResult(
         rows=rows,
         num_steps=1,
         computed_tokens=bucket.rows * (1 + bucket.is_guided) * (tokens + bucket.tokens),
@@ -60,7 +58,7 @@ def of_step(
     )
 
 
-def of_decode(outputs: programs.Outputs, batch: batch_lib.ScheduleBatch) -> batch_lib.LaunchResult:
+def of_decode(outputs: programs.Outputs, batch: ScheduleBatch) -> LaunchResult:
     """Returns frames and products: images uint8 or float32 [H, W, 3], or latents float32."""
     bucket = batch.bucket
     assert isinstance(bucket, buckets.DecodeBucket) and outputs.value is not None
@@ -70,21 +68,19 @@ def of_decode(outputs: programs.Outputs, batch: batch_lib.ScheduleBatch) -> batc
         value = np.array(value)  # a copy: the outputs of the other rows need not live as long
         if bucket.output == "image":
             value = value.view(np.uint8).reshape(bucket.height, bucket.width, 3)
-        frame = batch_lib.Frame(step=row.step, value=value)
+        frame = Frame(step=row.step, value=value)
         rows.append(
-            batch_lib.RowResult(
+            RowResult(
                 frames=() if row.is_final else (frame,),
                 product=value if row.is_final else None,
                 is_invalid=bool(is_invalid),
             )
         )
-    return batch_lib.LaunchResult(rows=tuple(rows))
+    return LaunchResult(rows=tuple(rows))
 
 
-def _rows(
-    outputs: programs.Outputs, batch: batch_lib.ScheduleBatch, *, nfe: int
-) -> tuple[batch_lib.RowResult, ...]:
+def _rows(outputs: programs.Outputs, batch: ScheduleBatch, *, nfe: int) -> tuple[RowResult, ...]:
     return tuple(
-        batch_lib.RowResult(nfe=nfe, is_invalid=bool(is_invalid))
+        RowResult(nfe=nfe, is_invalid=bool(is_invalid))
         for _, is_invalid in zip(batch.rows, outputs.is_invalid)
     )

@@ -17,12 +17,13 @@ import jax.numpy as jnp
 from jdllm import errors
 from jdllm.device import sharding
 from jdllm.models.images import split
-from jdllm.options import config as config_lib
-from jdllm.pipelines import folder as pipeline_folder
+from jdllm.options.config import Quantization
 from jdllm.pipelines import interface, registry
+from jdllm.pipelines.folder import ModelFolder, PipelineFolder
 from jdllm.runner.image import kind, programs, state
-from jdllm.scheduler import batch as batch_lib
+from jdllm.scheduler.batch import Bucket
 from jdllm.scheduler.rows.image import buckets as image_buckets
+from jdllm.scheduler.rows.image.buckets import DecodeBucket, ImageBuckets, StepBucket, Windows
 
 _FLOAT32_BYTES = 4
 MOST_ENTRIES = 4096  # captions of tiny models need no more, however many would fit
@@ -49,7 +50,7 @@ def residual_bytes(pipeline: interface.Pipeline, max_pixels: int) -> int:
 
 def windows(
     pipeline: interface.Pipeline, rows: tuple[int, ...], num_slots: int, free_bytes: int | None
-) -> image_buckets.Windows | None:
+) -> Windows | None:
     """Returns the windows of modulation, for launches of `rows`; None if steps make all of it.
 
     Windows divide the default number of steps evenly. In little memory they are shorter; one step
@@ -65,10 +66,10 @@ def windows(
     bounds = [steps, _MOST_ELEMENTS // (num_windows * elements)]
     if free_bytes is not None:
         bounds.append(int(WINDOW_SHARE * free_bytes) // (num_windows * ahead.num_bytes))
-    return image_buckets.Windows(steps=max(1, min(bounds)), by_caption=ahead.by_caption, rows=rows)
+    return Windows(steps=max(1, min(bounds)), by_caption=ahead.by_caption, rows=rows)
 
 
-def window_bytes(pipeline: interface.Pipeline, windows: image_buckets.Windows | None) -> int:
+def window_bytes(pipeline: interface.Pipeline, windows: Windows | None) -> int:
     """Returns the bytes of the modulation of a slot."""
     ahead = pipeline.modulation
     if ahead is None or windows is None:
@@ -94,13 +95,13 @@ def entry_bytes(pipeline: interface.Pipeline, max_tokens: int) -> int:
 
 
 def check_weights(
-    folder: pipeline_folder.PipelineFolder,
+    folder: PipelineFolder,
     dtype: str,
     *,
     share: float,
     memory_bytes: int | None,
     offloads_text_encoders: bool,
-    quantization: config_lib.Quantization | None = None,
+    quantization: Quantization | None = None,
     tp_size: int = 1,
 ) -> None:
     """Raises a ConfigError for weights that do not fit into a share of the device's memory.
@@ -148,14 +149,14 @@ def check_weights(
 
 
 def component_bytes(
-    folder: pipeline_folder.PipelineFolder,
+    folder: PipelineFolder,
     dtype: str,
     tp_size: int = 1,
-    quantization: config_lib.Quantization | None = None,
+    quantization: Quantization | None = None,
 ) -> dict[str, int]:
     """Returns the bytes of the weights of each component that each of `tp_size` devices holds."""
 
-    def shapes(model: pipeline_folder.ModelFolder) -> Iterable[jax.ShapeDtypeStruct]:
+    def shapes(model: ModelFolder) -> Iterable[jax.ShapeDtypeStruct]:
         abstract = model.abstract(jnp.dtype(dtype), quantization=quantization, tp_size=tp_size)
         return abstract[1].values()
 
@@ -166,10 +167,10 @@ def component_bytes(
 
 
 def _bytes_over(
-    folder: pipeline_folder.PipelineFolder,
+    folder: PipelineFolder,
     dtype: str,
     tp_size: int,
-    quantization: config_lib.Quantization | None,
+    quantization: Quantization | None,
 ) -> float:
     """Returns the bytes of a device's weights, infinite if the model cannot be split so."""
     try:
@@ -179,7 +180,7 @@ def _bytes_over(
     return sum(component_bytes(folder, dtype, tp_size, quantization).values())
 
 
-def check_split(folder: pipeline_folder.PipelineFolder, tp_size: int) -> None:
+def check_split(folder: PipelineFolder, tp_size: int) -> None:
     """Raises a ConfigError if so many devices cannot share the pipeline, with sizes that can."""
     for model in folder.models.values():
         split.check(model.config, tp_size)
@@ -195,10 +196,10 @@ def entries_that_fit(pipeline: interface.Pipeline, max_tokens: int, cache_bytes:
 
 
 def fitted(
-    buckets: image_buckets.ImageBuckets,
-    bytes_by_bucket: Mapping[batch_lib.Bucket, int],
+    buckets: ImageBuckets,
+    bytes_by_bucket: Mapping[Bucket, int],
     free_bytes: int,
-) -> image_buckets.ImageBuckets:
+) -> ImageBuckets:
     """Returns the buckets without launches that need more than `free_bytes`; one row is left.
 
     `bytes_by_bucket` has what compiled programs need beside weights and memory.
@@ -207,9 +208,9 @@ def fitted(
     decodes: list[tuple[int, int]] = []
     for bucket, needed in bytes_by_bucket.items():
         match bucket:
-            case image_buckets.StepBucket(rows=rows, height=height, width=width):
+            case StepBucket(rows=rows, height=height, width=width):
                 steps.append((rows * (1 + bucket.is_guided) * height * width, needed))
-            case image_buckets.DecodeBucket(rows=rows, height=height, width=width, output="image"):
+            case DecodeBucket(rows=rows, height=height, width=width, output="image"):
                 decodes.append((rows * height * width, needed))
     return dataclasses.replace(
         buckets,

@@ -23,7 +23,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int32
 
 from jdllm.runner.launch import interrupts, words
-from jdllm.scheduler import batch as batch_lib
+from jdllm.scheduler.batch import ScheduleBatch
 
 
 @jax.tree_util.register_dataclass
@@ -40,7 +40,7 @@ class LaunchLimits:
     interrupt: interrupts.Interrupt
 
     @classmethod
-    def of(cls, batch: batch_lib.ScheduleBatch, interrupt: interrupts.Interrupt) -> LaunchLimits:
+    def of(cls, batch: ScheduleBatch, interrupt: interrupts.Interrupt) -> LaunchLimits:
         """Returns the limits of a batch; without `max_finished` all of its rows may finish."""
         max_finished = batch.bucket.rows if batch.max_finished is None else batch.max_finished
         return cls(

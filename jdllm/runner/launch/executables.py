@@ -18,8 +18,8 @@ import pallas_kernels
 from jdllm.device import facts, sharding
 from jdllm.host import resources
 from jdllm.runner.launch import interrupts, over_mesh, words
-from jdllm.runner.launch import program as program_lib
-from jdllm.scheduler import batch as batch_lib
+from jdllm.runner.launch.program import Kind, Memory, Params, Program
+from jdllm.scheduler.batch import Bucket, NotCompiled, ScheduleBatch
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class Executable:
     of the interpreter to tell them, so it is asked once, by the thread that compiles.
     """
 
-    program: program_lib.Program
+    program: Program
     packed: words.PackedLaunch
     compiled: jax.stages.Compiled
     choices: pallas_kernels.Choices  # the implementation of each op in the traced program
@@ -55,7 +55,7 @@ class Executable:
 class Traced:
     """A program that is traced and not yet lowered for a platform."""
 
-    program: program_lib.Program
+    program: Program
     packed: words.PackedLaunch
     traced: jax.stages.Traced
     choices: pallas_kernels.Choices
@@ -67,26 +67,26 @@ class Executables:
     The engine's thread and those that compile change it; everybody may read `step_bytes`.
     """
 
-    def __init__(self, kind: program_lib.Kind, device: facts.DeviceFacts):
+    def __init__(self, kind: Kind, device: facts.DeviceFacts):
         self._kind = kind
         self._options = compiler_options(device)
-        self.by_bucket: dict[batch_lib.Bucket, Executable] = {}
-        self.faults: dict[batch_lib.Bucket, Exception] = {}  # why a program is missing
+        self.by_bucket: dict[Bucket, Executable] = {}
+        self.faults: dict[Bucket, Exception] = {}  # why a program is missing
         self.kernels: dict[str, str] = {}  # by op, a line on what the programs run
         self.step_bytes = 0
         self._lock = threading.Lock()  # of the programs and of the most bytes
 
     def compile(
         self,
-        buckets: Sequence[batch_lib.Bucket],
-        params: program_lib.Params,
-        memory: program_lib.Memory,
+        buckets: Sequence[Bucket],
+        params: Params,
+        memory: Memory,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
         """Lowers and compiles every bucket; calls `on_progress(done, total)` after each."""
         done, lock = 0, threading.Lock()
 
-        def compile_one(bucket: batch_lib.Bucket) -> None:
+        def compile_one(bucket: Bucket) -> None:
             nonlocal done
             started = time.monotonic()
             try:
@@ -111,13 +111,13 @@ class Executables:
         for op, line in self.kernels.items():
             logger.debug("kernel %s: %s", op, line)
 
-    def of(self, bucket: batch_lib.Bucket) -> Executable:
+    def of(self, bucket: Bucket) -> Executable:
         """Returns the executable of a bucket; raises what kept it from being compiled."""
         if bucket not in self.by_bucket and bucket in self.faults:
-            raise batch_lib.NotCompiled(f"{bucket} was not compiled") from self.faults[bucket]
+            raise NotCompiled(f"{bucket} was not compiled") from self.faults[bucket]
         return self.by_bucket[bucket]
 
-    def forget(self, bucket: batch_lib.Bucket) -> None:
+    def forget(self, bucket: Bucket) -> None:
         """Drops the executable of a bucket, or the fault that kept it from being compiled."""
         with self._lock:
             self.by_bucket.pop(bucket, None)
@@ -130,7 +130,7 @@ class Executables:
             self.by_bucket.clear()
             self.step_bytes = 0
 
-    def _add(self, bucket: batch_lib.Bucket, executable: Executable) -> None:
+    def _add(self, bucket: Bucket, executable: Executable) -> None:
         with self._lock:
             self.by_bucket[bucket] = executable
             self.step_bytes = max(self.step_bytes, executable.step_bytes)
@@ -141,12 +141,10 @@ class Executables:
             [one.choices for one in list(self.by_bucket.values())]
         )
 
-    def trace(
-        self, bucket: batch_lib.Bucket, params: program_lib.Params, memory: program_lib.Memory
-    ) -> Traced:
+    def trace(self, bucket: Bucket, params: Params, memory: Memory) -> Traced:
         """Returns the program of a bucket before it is lowered, for arrays like these."""
         program = self._kind.program(bucket)
-        empty = batch_lib.ScheduleBatch(rows=(), bucket=bucket)
+        empty = ScheduleBatch(rows=(), bucket=bucket)
         parts = {name: memory[name] for name in program.uses}
         arguments = (params, parts, program.inputs(empty, interrupts.shapes()))
         mesh, step, results = over_mesh.mesh_of(params), program.step, None
@@ -162,9 +160,7 @@ class Executables:
             traced = packed.launch.trace(*arguments[:2], packed.words)
         return Traced(program=program, packed=packed, traced=traced, choices=choices)
 
-    def _compile(
-        self, bucket: batch_lib.Bucket, params: program_lib.Params, memory: program_lib.Memory
-    ) -> Executable:
+    def _compile(self, bucket: Bucket, params: Params, memory: Memory) -> Executable:
         found = self.trace(bucket, params, memory)
         options: dict[str, str | bool] = {**self._options, **fp8_options(found.choices)}
         compiled = found.traced.lower().compile(compiler_options=options)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from jdllm.runner.launch import interrupts
-from jdllm.scheduler import batch as batch_lib
+from jdllm.scheduler.batch import Bucket, LaunchResult, ScheduleBatch
 
 Params = Mapping[str, Any]  # arrays by path, and what a step over ranks needs (`over_mesh`)
 # What stays on the device from launch to launch, by name: KV pools and states of rows.
@@ -31,8 +31,8 @@ class Program:
 
     step: Callable[[Params, Memory, Any], tuple[Memory, Any]]
     uses: tuple[str, ...]
-    inputs: Callable[[batch_lib.ScheduleBatch, interrupts.Interrupt], Any]
-    results: Callable[[Any, batch_lib.ScheduleBatch], batch_lib.LaunchResult]
+    inputs: Callable[[ScheduleBatch, interrupts.Interrupt], Any]
+    results: Callable[[Any, ScheduleBatch], LaunchResult]
 
 
 class Kind(Protocol):
@@ -42,6 +42,6 @@ class Kind(Protocol):
         """Returns what launches share, in the state before the first launch."""
         ...
 
-    def program(self, bucket: batch_lib.Bucket) -> Program:
+    def program(self, bucket: Bucket) -> Program:
         """Returns the program that launches of this bucket run."""
         ...

@@ -16,13 +16,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int32
 
-from jdllm import spec as spec_lib
 from jdllm.layers import attention
 from jdllm.models import gemma_decoder, loading
-from jdllm.runner import config as config_lib
 from jdllm.runner import packed, paging
+from jdllm.runner.config import StepConfig
 from jdllm.runner.launch import program
-from jdllm.scheduler.rows import uniform as uniform_rows
+from jdllm.scheduler.rows import uniform
+from jdllm.spec import AttentionPattern
 
 
 def model_of(graphdef: nnx.GraphDef, params: program.Params) -> gemma_decoder.GemmaDecoder:
@@ -34,7 +34,7 @@ def model_of(graphdef: nnx.GraphDef, params: program.Params) -> gemma_decoder.Ge
 
 def encode_step(
     graphdef: nnx.GraphDef,
-    config: config_lib.StepConfig,
+    config: StepConfig,
     params: program.Params,
     memory: program.Memory,
     inputs: packed.PackedInputs,
@@ -43,8 +43,8 @@ def encode_step(
     batch, positions, is_valid = packed.paged_batch(config, inputs)
     attend = attention.paged_attend(
         batch,
-        visibility=spec_lib.AttentionPattern.CAUSAL,
-        block_size=uniform_rows.tile_of(config.block_size),
+        visibility=AttentionPattern.CAUSAL,
+        block_size=uniform.tile_of(config.block_size),
         implementation=config.implementation,
     )
     _, pools = model_of(graphdef, params)(
@@ -54,7 +54,7 @@ def encode_step(
 
 
 def forward_canvases(
-    config: config_lib.StepConfig,
+    config: StepConfig,
     model: gemma_decoder.GemmaDecoder,
     pools: list[Array],
     canvas: Int32[Array, "R L"],
@@ -77,7 +77,7 @@ def forward_canvases(
     )
     attend = attention.paged_attend(
         batch,
-        visibility=spec_lib.AttentionPattern.FULL,
+        visibility=AttentionPattern.FULL,
         block_size=L,
         q_len=L,
         implementation=config.implementation,

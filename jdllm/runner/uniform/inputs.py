@@ -17,10 +17,10 @@ from jaxtyping import Bool, Int32, UInt32
 
 from jdllm.algorithms import lookup
 from jdllm.decoding.uniform import interface
-from jdllm.runner import config as config_lib
 from jdllm.runner import paging, row_options
+from jdllm.runner.config import StepConfig
 from jdllm.runner.launch import driver, interrupts
-from jdllm.scheduler import batch as batch_lib
+from jdllm.scheduler.batch import ScheduleBatch
 
 
 @jax.tree_util.register_dataclass
@@ -45,8 +45,8 @@ class CanvasInputs:
 
 
 def build_canvas(
-    batch: batch_lib.ScheduleBatch,
-    config: config_lib.StepConfig,
+    batch: ScheduleBatch,
+    config: StepConfig,
     interrupt: interrupts.Interrupt,
 ) -> CanvasInputs:
     """Stacks the rows' slots and options and pads to the bucket."""

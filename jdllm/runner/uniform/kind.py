@@ -7,14 +7,14 @@ import functools
 from flax import nnx
 
 from jdllm.device import facts
-from jdllm.kv_cache import pool as pool_lib
-from jdllm.runner import config as config_lib
+from jdllm.kv_cache import pool
 from jdllm.runner import packed
+from jdllm.runner.config import StepConfig
 from jdllm.runner.launch import program
-from jdllm.runner.uniform import forward, loop, results, state
-from jdllm.runner.uniform import inputs as inputs_lib
-from jdllm.scheduler import batch as batch_lib
-from jdllm.scheduler.rows import uniform as uniform_rows
+from jdllm.runner.uniform import forward, inputs, loop, results, state
+from jdllm.scheduler.batch import Bucket
+from jdllm.scheduler.rows import uniform
+from jdllm.scheduler.rows.uniform import EncodeBucket, NoiseBucket
 
 
 class UniformKind:
@@ -23,7 +23,7 @@ class UniformKind:
     def __init__(
         self,
         graphdef: nnx.GraphDef,
-        config: config_lib.StepConfig,
+        config: StepConfig,
         device: facts.DeviceFacts,
     ):
         del device  # every device gets the same programs
@@ -34,30 +34,28 @@ class UniformKind:
         """Returns an empty pool, and row states with arbitrary values."""
         config = self._config
         return {
-            "pools": pool_lib.create(config.pool),
+            "pools": pool.create(config.pool),
             "slots": state.empty_slots(config.num_slots, config),
         }
 
-    def program(self, bucket: batch_lib.Bucket) -> program.Program:
+    def program(self, bucket: Bucket) -> program.Program:
         """Returns the program of an encode launch or of a denoise launch."""
         graphdef, config = self._graphdef, self._config
         match bucket:
-            case uniform_rows.EncodeBucket():
+            case EncodeBucket():
                 return program.Program(
                     step=functools.partial(forward.encode_step, graphdef, config),
                     uses=("pools",),
                     inputs=lambda batch, _: packed.pack(
-                        batch, config, tile=uniform_rows.tile_of(config.block_size)
+                        batch, config, tile=uniform.tile_of(config.block_size)
                     ),
                     results=results.of_encode,
                 )
-            case uniform_rows.NoiseBucket():
+            case NoiseBucket():
                 return program.Program(
                     step=functools.partial(loop.denoise_launch, graphdef, config),
                     uses=("pools", "slots"),
-                    inputs=lambda batch, interrupt: inputs_lib.build_canvas(
-                        batch, config, interrupt
-                    ),
+                    inputs=lambda batch, interrupt: inputs.build_canvas(batch, config, interrupt),
                     results=functools.partial(results.of_canvas, block_size=config.block_size),
                 )
         raise AssertionError(f"{bucket=} is not a bucket of these rows")

@@ -20,11 +20,11 @@ from jaxtyping import Array, Bool, Float32, Int32
 from jdllm import decoding
 from jdllm.decoding.uniform import interface
 from jdllm.models import gemma_decoder
-from jdllm.runner import config as config_lib
+from jdllm.runner.config import StepConfig
 from jdllm.runner.launch import driver, program
 from jdllm.runner.launch.rows import select
 from jdllm.runner.uniform import forward, noise, reading
-from jdllm.runner.uniform import inputs as inputs_lib
+from jdllm.runner.uniform.inputs import CanvasInputs
 from jdllm.runner.uniform.state import RowState, enter
 
 
@@ -49,10 +49,10 @@ class CanvasOutputs:
 
 def denoise_launch(
     graphdef: nnx.GraphDef,
-    config: config_lib.StepConfig,
+    config: StepConfig,
     params: program.Params,
     memory: program.Memory,
-    inputs: inputs_lib.CanvasInputs,
+    inputs: CanvasInputs,
 ) -> tuple[program.Memory, CanvasOutputs]:
     """Returns the memory (pools, row states of all slots) and the outputs after the launch.
 
@@ -89,9 +89,9 @@ def denoise_launch(
 class _Body:
     """A denoising step of all rows, which has one form."""
 
-    config: config_lib.StepConfig
+    config: StepConfig
     model: gemma_decoder.GemmaDecoder
-    inputs: inputs_lib.CanvasInputs
+    inputs: CanvasInputs
     is_row: Bool[Array, " R"]
     variants: tuple[int, ...] = (0,)
 

@@ -7,24 +7,24 @@ from typing import Any
 from jaxtyping import Int32
 
 from jdllm.runner.uniform import loop
-from jdllm.scheduler import batch as batch_lib
+from jdllm.scheduler.batch import CommittedBlock, LaunchResult, RowResult, ScheduleBatch
 
 
-def of_encode(num_tokens: Int32[Any, ""], batch: batch_lib.ScheduleBatch) -> batch_lib.LaunchResult:
+def of_encode(num_tokens: Int32[Any, ""], batch: ScheduleBatch) -> LaunchResult:
     """Returns the result of an encode launch, which commits nothing."""
-    return batch_lib.LaunchResult(
-        rows=(batch_lib.RowResult(),) * len(batch.rows),
+    return LaunchResult(
+        rows=(RowResult(),) * len(batch.rows),
         computed_tokens=batch.bucket.tokens,
         real_tokens=int(num_tokens),
     )
 
 
 def of_canvas(
-    outputs: loop.CanvasOutputs, batch: batch_lib.ScheduleBatch, *, block_size: int
-) -> batch_lib.LaunchResult:
+    outputs: loop.CanvasOutputs, batch: ScheduleBatch, *, block_size: int
+) -> LaunchResult:
     """Returns the canvases that are done, row by row."""
     rows = tuple(_row_result(outputs, i) for i in range(len(batch.rows)))
-    return batch_lib.LaunchResult(
+    return LaunchResult(
         rows=rows,
         num_steps=int(outputs.num_steps),
         computed_tokens=int(outputs.num_steps) * batch.bucket.tokens,
@@ -33,16 +33,16 @@ def of_canvas(
     )
 
 
-def _row_result(outputs: loop.CanvasOutputs, i: int) -> batch_lib.RowResult:
+def _row_result(outputs: loop.CanvasOutputs, i: int) -> RowResult:
     committed = ()
     if outputs.is_new[i]:
-        done = batch_lib.CommittedBlock(
+        done = CommittedBlock(
             tokens=outputs.tokens[i],
             nfe=int(outputs.nfe[i]),
             steps=outputs.steps[i],
             logprobs=outputs.logprobs[i],
         )
         committed = (done,)
-    return batch_lib.RowResult(
+    return RowResult(
         committed=committed, nfe=int(outputs.nfe[i]), is_invalid=bool(outputs.is_invalid[i])
     )

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jdllm.decoding.uniform import interface
-from jdllm.runner import config as config_lib
+from jdllm.runner.config import StepConfig
 from jdllm.runner.launch.rows import select
-from jdllm.runner.uniform import inputs as inputs_lib
 from jdllm.runner.uniform import noise
+from jdllm.runner.uniform.inputs import CanvasInputs
 
 
 @jax.tree_util.register_dataclass
@@ -41,7 +41,7 @@ class RowState:
     nfe: Int32[Array, " R"]
 
 
-def empty_slots(num_slots: int, config: config_lib.StepConfig) -> RowState:
+def empty_slots(num_slots: int, config: StepConfig) -> RowState:
     """Returns states of fresh canvases, without tokens; nobody reads those in the slots."""
     L, D = config.block_size, config.spec.hidden_size
     # A new array for each leaf, since each is donated.
@@ -63,8 +63,8 @@ def empty_slots(num_slots: int, config: config_lib.StepConfig) -> RowState:
 
 
 def enter(
-    config: config_lib.StepConfig,
-    inputs: inputs_lib.CanvasInputs,
+    config: StepConfig,
+    inputs: CanvasInputs,
     slots: RowState,
     is_row: Bool[Array, " R"],
 ) -> RowState:

@@ -19,23 +19,23 @@ from typing import ClassVar, Self
 
 from jdllm import errors
 from jdllm.algorithms import limits, lookup
-from jdllm.scheduler import batch as batch_lib
-from jdllm.scheduler import commits as commits_lib
-from jdllm.scheduler import limits as limits_lib
-from jdllm.scheduler import request as request_lib
 from jdllm.scheduler import sizes
-from jdllm.scheduler import stay as stay_lib
+from jdllm.scheduler.batch import Bucket, CommittedBlock, RowResult, ScheduleBatch, ScheduledRow
+from jdllm.scheduler.commits import Progress
+from jdllm.scheduler.limits import check_open_ended
+from jdllm.scheduler.request import Request, RequestState
 from jdllm.scheduler.rows import interface, tokens
+from jdllm.scheduler.stay import Stay
 
 
-class PrefillBucket(batch_lib.Bucket):
+class PrefillBucket(Bucket):
     """Whole committed blocks of up to `rows` requests, packed into `tokens`."""
 
     name = "prefill"
     denoises = False
 
 
-class DecodeBucket(batch_lib.Bucket):
+class DecodeBucket(Bucket):
     """Denoising steps of `rows` rows, one block each."""
 
     name = "decode"
@@ -94,7 +94,7 @@ class BlockBuckets:
             block_size=block_size,
         )
 
-    def all(self) -> list[batch_lib.Bucket]:
+    def all(self) -> list[Bucket]:
         """Returns every bucket to compile."""
         prefill = [self.prefill(1, tokens) for tokens in self.prefill_tokens]
         decode = [self.decode(rows) for rows in self.decode_rows]
@@ -105,12 +105,12 @@ class BlockBuckets:
         """Rows of decode launches with logits: every other size, since few requests need them."""
         return self.decode_rows[::-2][::-1]
 
-    def decode(self, rows: int, *, with_logits: bool = False) -> batch_lib.Bucket:
+    def decode(self, rows: int, *, with_logits: bool = False) -> Bucket:
         """Returns the smallest bucket that holds `rows` rows of one block each."""
         rows = sizes.smallest(self.logit_rows if with_logits else self.decode_rows, rows, "rows")
         return DecodeBucket(rows=rows, tokens=rows * self.block_size, with_logits=with_logits)
 
-    def prefill(self, rows: int, tokens: int) -> batch_lib.Bucket:
+    def prefill(self, rows: int, tokens: int) -> Bucket:
         """Returns the smallest bucket that holds `tokens` tokens of `rows` requests."""
         sizes.smallest((self.prefill_rows,), rows, "rows")
         return PrefillBucket(
@@ -158,7 +158,7 @@ class BlockRows:
         """Rows of the largest bucket."""
         return self._buckets.max_rows
 
-    def buckets(self) -> list[batch_lib.Bucket]:
+    def buckets(self) -> list[Bucket]:
         """Returns every bucket that a batch may have."""
         return self._buckets.all()
 
@@ -171,10 +171,10 @@ class BlockRows:
             pool = self._limits.pool_tokens - self._block_size + 1
         return max(1, min(self._limits.context_length, pool) - prompt_len)
 
-    def prepare(self, request: request_lib.Request) -> None:
+    def prepare(self, request: Request) -> None:
         """Raises a `RequestError` for a request that could not finish alone in the pool."""
         self._limits.check(request)
-        limits_lib.check_open_ended(request)
+        check_open_ended(request)
         _check_options(request, is_causal=self._is_causal)
         longest = len(request.prompt_ids) + request.max_new_tokens
         whole = sizes.in_units(longest, self._block_size)
@@ -182,13 +182,13 @@ class BlockRows:
         most = longest - 1 + self._block_size if self._is_causal else whole
         self._limits.check_pages(request, most)
 
-    def admit(self, request: request_lib.Request) -> stay_lib.Stay | interface.Refusal:
+    def admit(self, request: Request) -> Stay | interface.Refusal:
         """Takes the first pages of a request; if too few are free, changes nothing."""
-        stay = stay_lib.Stay(slot=self.live.next_slot)
+        stay = Stay(slot=self.live.next_slot)
         is_admitted = self.live.pages.admit(request, stay)
         return stay if is_admitted else interface.Refusal.NO_ROOM
 
-    def plan(self) -> batch_lib.ScheduleBatch | None:
+    def plan(self) -> ScheduleBatch | None:
         """Returns the next launch, of either phase; None if no request runs."""
         plans = [self._prefill, self._decode]
         if self._prefilled_in_a_row >= self._max_prefill_tokens:
@@ -199,24 +199,22 @@ class BlockRows:
                 return batch
         return None
 
-    def apply(
-        self, request: request_lib.Request, result: batch_lib.RowResult
-    ) -> commits_lib.Progress:
+    def apply(self, request: Request, result: RowResult) -> Progress:
         """Stores the blocks that became final, if any; says whether one of them ends the output."""
         return tokens.apply(request, result, self._append, self._detokenize)
 
-    def settle(self, request: request_lib.Request, result: batch_lib.RowResult) -> None:
+    def settle(self, request: Request, result: RowResult) -> None:
         """Stores how far K,V is final, and offers full pages to the prefix cache."""
         if result.context_len is not None:
             request.held.context_len = result.context_len
         self.live.pages.publish(request)
 
-    def steps_left(self, request: request_lib.Request) -> float:
+    def steps_left(self, request: Request) -> float:
         """Returns infinity: blocks take an unpredictable number of steps."""
         del request
         return math.inf
 
-    def _append(self, request: request_lib.Request, block: batch_lib.CommittedBlock) -> list[int]:
+    def _append(self, request: Request, block: CommittedBlock) -> list[int]:
         """Stores a block's tokens and returns those that belong to the output."""
         request.num_blocks += 1
         if self._is_causal:
@@ -234,12 +232,12 @@ class BlockRows:
             block.top_tokens(slice(head, None), request.sampling.top_logprobs),
         )
 
-    def _prefill(self) -> batch_lib.ScheduleBatch | None:
+    def _prefill(self) -> ScheduleBatch | None:
         """Packs whole committed blocks of the oldest requests, up to the token budget.
 
         Where the context is causal these are any number of tokens, padded to whole blocks.
         """
-        rows: list[batch_lib.ScheduledRow] = []
+        rows: list[ScheduledRow] = []
         budget = self._prefill_blocks * self._block_size
         for request in self.live.running:
             if budget == 0 or len(rows) == self._buckets.prefill_rows:
@@ -248,11 +246,7 @@ class BlockRows:
                 stay = request.held
                 start = stay.context_len
                 count = min(self.live.pages.prefix_len(request) - start, budget)
-                rows.append(
-                    batch_lib.ScheduledRow(
-                        request=request, stay=stay, start=start, num_tokens=count
-                    )
-                )
+                rows.append(ScheduledRow(request=request, stay=stay, start=start, num_tokens=count))
                 budget -= sizes.in_units(count, self._block_size)
                 stay.context_len += count  # whatever reads their K,V is a later launch
         if not rows:
@@ -260,23 +254,23 @@ class BlockRows:
         padded = sum(sizes.in_units(row.num_tokens, self._block_size) for row in rows)
         bucket = self._buckets.prefill(len(rows), padded)
         self._prefilled_in_a_row += bucket.tokens  # decode waits for all of these, padding included
-        return batch_lib.ScheduleBatch(rows=tuple(rows), bucket=bucket)
+        return ScheduleBatch(rows=tuple(rows), bucket=bucket)
 
-    def _decode(self) -> batch_lib.ScheduleBatch | None:
+    def _decode(self) -> ScheduleBatch | None:
         """Plans one block of every request that has finished its prefill, if pages allow.
 
         Blocks that may follow within the launch also get pages, as far as pages are free.
         """
         running = self.live.running
-        rows: list[batch_lib.ScheduledRow] = []
+        rows: list[ScheduledRow] = []
         for request in [r for r in running if not self._needs_prefill(r)]:
-            if request.state is not request_lib.RequestState.RUNNING:
+            if request.state is not RequestState.RUNNING:
                 break  # An older one needed its pages: no other follows.
             in_flight = request.held.context_len + self._block_size
             if not self.live.reserve(request, in_flight):
                 break  # The request was the youngest.
             rows.append(
-                batch_lib.ScheduledRow(
+                ScheduledRow(
                     request=request,
                     stay=request.held,
                     start=request.held.context_len,
@@ -290,7 +284,7 @@ class BlockRows:
         for row in rows:
             row.stay.is_fresh = False
         self._look_ahead([row.request for row in rows])
-        return batch_lib.ScheduleBatch(
+        return ScheduleBatch(
             rows=tuple(rows),
             bucket=self._buckets.decode(
                 len(rows), with_logits=any(row.request.sampling.needs_logits for row in rows)
@@ -300,19 +294,19 @@ class BlockRows:
             max_finished=self.live.max_finished(len(rows)),
         )
 
-    def _look_ahead(self, requests: list[request_lib.Request]) -> None:
+    def _look_ahead(self, requests: list[Request]) -> None:
         """Takes pages for blocks that may follow in the launch; few if requests wait for pages."""
         lacks_pages = bool(self.live.waiting) and self.live.num_free_rows > 0
         blocks = 1 if lacks_pages else self._blocks_ahead
         self.live.pages.grow_ahead(requests, blocks, keep_free=len(self.live.running))
 
-    def _needs_prefill(self, request: request_lib.Request) -> bool:
+    def _needs_prefill(self, request: Request) -> bool:
         # A row whose last block is committed but not persisted is still a decode row.
         stay = request.held
         return stay.is_fresh and stay.context_len < self.live.pages.prefix_len(request)
 
 
-def _check_options(request: request_lib.Request, *, is_causal: bool) -> None:
+def _check_options(request: Request, *, is_causal: bool) -> None:
     """Raises a `RequestError` for options that the model or the algorithm does not serve."""
     dllm = request.sampling.dllm
     limits.check_family(dllm.options, is_causal=is_causal)

@@ -17,13 +17,12 @@ from typing import ClassVar, Self
 import numpy as np
 
 from jdllm import errors
-from jdllm.scheduler import batch as batch_lib
-from jdllm.scheduler import commits as commits_lib
-from jdllm.scheduler import limits as limits_lib
-from jdllm.scheduler import request as request_lib
-from jdllm.scheduler import sizes
-from jdllm.scheduler import stay as stay_lib
+from jdllm.scheduler import limits, sizes
+from jdllm.scheduler.batch import Bucket, CommittedBlock, RowResult, ScheduleBatch, ScheduledRow
+from jdllm.scheduler.commits import Progress
+from jdllm.scheduler.request import Request
 from jdllm.scheduler.rows import interface, tokens
+from jdllm.scheduler.stay import Stay
 
 # In a packed forward, each row's tokens begin at a multiple of this.
 ALIGNMENT = 8
@@ -65,7 +64,7 @@ def forward_sizes(rows: int, most: int, *, is_coarse: bool) -> tuple[int, ...]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class CanvasBucket(batch_lib.Bucket):
+class CanvasBucket(Bucket):
     """Canvases of up to `rows` rows, whose `packed_len` together is at most `tokens`.
 
     With `is_whole` every forward has `tokens` tokens, however few the rows need.
@@ -144,7 +143,7 @@ class CanvasBuckets:
             whole_tokens=whole_tokens,
         )
 
-    def all(self) -> list[batch_lib.Bucket]:
+    def all(self) -> list[Bucket]:
         """Returns every bucket to compile."""
         whole = [self.whole_canvas(tokens) for tokens in self.whole_tokens]
         windows = [self.canvas(n, tokens) for n in self.rows for tokens in self._tokens_of(n)]
@@ -155,7 +154,7 @@ class CanvasBuckets:
         """Rows of launches with logits: the most. Rows that are padding take no tokens."""
         return self.rows[-1:]
 
-    def canvas(self, rows: int, tokens: int) -> batch_lib.Bucket:
+    def canvas(self, rows: int, tokens: int) -> Bucket:
         """Returns the smallest bucket that holds `rows` canvases of together `tokens` tokens."""
         rows = sizes.smallest(self.rows, rows, "rows")
         return CanvasBucket(
@@ -163,7 +162,7 @@ class CanvasBuckets:
             tokens=sizes.smallest(self._tokens_of(rows), tokens, "tokens"),
         )
 
-    def with_logits(self, rows: int) -> batch_lib.Bucket:
+    def with_logits(self, rows: int) -> Bucket:
         """Returns the smallest bucket for `rows` canvases of which some need their logits."""
         rows = sizes.smallest(self.logit_rows, rows, "rows")
         return CanvasBucket(rows=rows, tokens=self._tokens_of(rows)[-1], with_logits=True)
@@ -174,7 +173,7 @@ class CanvasBuckets:
         # Only if short is less than half of most: then its launches omit at least two sizes.
         return (short, most) if 0 < 2 * short < most else (most,)
 
-    def whole_canvas(self, tokens: int) -> batch_lib.Bucket:
+    def whole_canvas(self, tokens: int) -> Bucket:
         """Returns the smallest bucket that always forwards one whole canvas of `tokens` tokens."""
         return CanvasBucket(
             rows=1,
@@ -184,7 +183,7 @@ class CanvasBuckets:
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
-class CanvasStay(stay_lib.Stay):
+class CanvasStay(Stay):
     """The stay of a canvas row, with the canvas as it was when the row began.
 
     `canvas_ids` is the whole canvas, None where a token is to be written; the suffix begins at
@@ -243,7 +242,7 @@ class CanvasRows:
         """Rows of the largest bucket."""
         return self._buckets.max_rows
 
-    def buckets(self) -> list[batch_lib.Bucket]:
+    def buckets(self) -> list[Bucket]:
         """Returns every bucket that a batch may have."""
         return self._buckets.all()
 
@@ -257,16 +256,16 @@ class CanvasRows:
         rest = min(rest, DEFAULT_TOKENS)
         return max(1, rest // block_size * block_size or rest)
 
-    def prepare(self, request: request_lib.Request) -> None:
+    def prepare(self, request: Request) -> None:
         """Raises a `RequestError` for a canvas that could not run even alone."""
         self._limits.check(request)
-        limits_lib.check_given(request)
+        limits.check_given(request)
         written = self._written_len(request)
-        limits_lib.check_schedule(request, written, self._limits.context_length)
+        limits.check_schedule(request, written, self._limits.context_length)
         total = len(request.prompt_ids) + written + len(request.suffix_ids)
         self._limits.check_pages(request, total)
 
-    def admit(self, request: request_lib.Request) -> CanvasStay | interface.Refusal:
+    def admit(self, request: Request) -> CanvasStay | interface.Refusal:
         """Takes the pages of the whole canvas; changes nothing without room.
 
         Tokens that the request has already committed are given on the new canvas.
@@ -285,10 +284,10 @@ class CanvasRows:
         stay.canvas_ids = [*request.prompt_ids, *places, *request.suffix_ids]
         return stay
 
-    def plan(self) -> batch_lib.ScheduleBatch | None:
+    def plan(self) -> ScheduleBatch | None:
         """Returns a launch of all running requests; None if no request runs."""
         rows = tuple(
-            batch_lib.ScheduledRow(
+            ScheduledRow(
                 request=request,
                 stay=request.held,
                 start=0,
@@ -302,14 +301,14 @@ class CanvasRows:
         for row in rows:
             row.stay.is_fresh = False
         bucket, max_steps = self._launch_of(rows)
-        return batch_lib.ScheduleBatch(
+        return ScheduleBatch(
             rows=rows,
             bucket=bucket,
             max_steps=max_steps,
             max_finished=self.live.max_finished(len(rows)),
         )
 
-    def _launch_of(self, rows: tuple[batch_lib.ScheduledRow, ...]) -> tuple[batch_lib.Bucket, int]:
+    def _launch_of(self, rows: tuple[ScheduledRow, ...]) -> tuple[Bucket, int]:
         """Returns the bucket of a launch and its largest number of steps.
 
         The first forward of a row covers its whole canvas, and with some options every forward
@@ -328,9 +327,7 @@ class CanvasRows:
                 return whole, self._decode_steps
         return self._buckets.canvas(len(rows), total), self._decode_steps
 
-    def apply(
-        self, request: request_lib.Request, result: batch_lib.RowResult
-    ) -> commits_lib.Progress:
+    def apply(self, request: Request, result: RowResult) -> Progress:
         """Stores the tokens that settled, if any; says whether one of them ends the output."""
         known = len(request.output_ids)
         if result.frames:
@@ -344,10 +341,10 @@ class CanvasRows:
         stay_of(request).tokens_per_step = new / max(result.nfe, 1)
         return progress
 
-    def settle(self, request: request_lib.Request, result: batch_lib.RowResult) -> None:
+    def settle(self, request: Request, result: RowResult) -> None:
         """Does nothing: no K,V of a canvas is ever final."""
 
-    def steps_left(self, request: request_lib.Request) -> float:
+    def steps_left(self, request: Request) -> float:
         """Returns the steps until the output is complete, at the pace of the last launch."""
         left, pace = (
             request.max_new_tokens - len(request.output_ids),
@@ -355,7 +352,7 @@ class CanvasRows:
         )
         return left / pace if pace else math.inf
 
-    def _append(self, request: request_lib.Request, block: batch_lib.CommittedBlock) -> list[int]:
+    def _append(self, request: Request, block: CommittedBlock) -> list[int]:
         """Stores tokens that settled and returns them, without those of an earlier stay.
 
         Tokens behind an end token are left out too: an early stop settles them all at once.
@@ -375,7 +372,7 @@ class CanvasRows:
         request.num_blocks = -(-len(request.output_ids) // length)
         return new
 
-    def _written_len(self, request: request_lib.Request) -> int:
+    def _written_len(self, request: Request) -> int:
         """Returns how many positions the canvas has between prompt and suffix.
 
         Without a suffix these are whole blocks, as far as context and pool allow.
@@ -388,7 +385,7 @@ class CanvasRows:
         return max(wanted, min(-(-wanted // length) * length, room))
 
 
-def stay_of(request: request_lib.Request) -> CanvasStay:
+def stay_of(request: Request) -> CanvasStay:
     """Returns the stay of a running canvas request."""
     stay = request.held
     assert isinstance(stay, CanvasStay)

@@ -11,15 +11,15 @@ import enum
 from typing import ClassVar, Protocol, Self, runtime_checkable
 
 from jdllm.device import facts
-from jdllm.kv_cache import prefix_cache as prefix_cache_lib
-from jdllm.scheduler import batch as batch_lib
-from jdllm.scheduler import commits as commits_lib
-from jdllm.scheduler import finish as finish_lib
-from jdllm.scheduler import limits as limits_lib
+from jdllm.kv_cache.prefix_cache import PrefixCache
 from jdllm.scheduler import live_requests
-from jdllm.scheduler import pages as pages_lib
-from jdllm.scheduler import request as request_lib
-from jdllm.scheduler import stay as stay_lib
+from jdllm.scheduler.batch import Bucket, Pause, RowResult, ScheduleBatch
+from jdllm.scheduler.commits import Progress
+from jdllm.scheduler.finish import Detokenize
+from jdllm.scheduler.limits import Limits
+from jdllm.scheduler.pages import RequestPages
+from jdllm.scheduler.request import Request
+from jdllm.scheduler.stay import Stay
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,15 +62,15 @@ class RowConfig:
     is_shifted: bool = False
     is_causal: bool = False
     device: facts.DeviceFacts = facts.DeviceFacts(platform="cpu", device_kind="cpu")
-    detokenize: finish_lib.Detokenize | None = None
+    detokenize: Detokenize | None = None
 
     def live_requests(self, cache: live_requests.Cache | None = None) -> live_requests.LiveRequests:
         """Returns live requests for a new scheduler: no request, and all pages free.
 
         `cache` is what the kind keeps on the device beside pages.
         """
-        prefixes = prefix_cache_lib.PrefixCache(self.page_size) if self.has_prefix_cache else None
-        pages = pages_lib.RequestPages(
+        prefixes = PrefixCache(self.page_size) if self.has_prefix_cache else None
+        pages = RequestPages(
             num_pages=self.num_pages,
             page_size=self.page_size,
             block_size=self.block_size,
@@ -83,9 +83,9 @@ class RowConfig:
         )
 
     @property
-    def limits(self) -> limits_lib.Limits:
+    def limits(self) -> Limits:
         """The sizes that bound one request."""
-        return limits_lib.Limits(
+        return Limits(
             context_length=self.context_length,
             block_size=self.block_size,
             page_size=self.page_size,
@@ -122,7 +122,7 @@ class Rows(Protocol):
         """The most rows that may run at once."""
         ...
 
-    def buckets(self) -> list[batch_lib.Bucket]:
+    def buckets(self) -> list[Bucket]:
         """Returns every bucket that a batch may have, to be compiled."""
         ...
 
@@ -130,15 +130,15 @@ class Rows(Protocol):
         """Returns how many tokens a request may write if it sets no limit; at least 1."""
         ...
 
-    def prepare(self, request: request_lib.Request) -> None:
+    def prepare(self, request: Request) -> None:
         """Prepares a new request; raises a `RequestError` if it could not finish even alone."""
         ...
 
-    def admit(self, request: request_lib.Request) -> stay_lib.Stay | Refusal:
+    def admit(self, request: Request) -> Stay | Refusal:
         """Takes what a waiting request needs to run; if it cannot run now, changes nothing."""
         ...
 
-    def plan(self) -> batch_lib.ScheduleBatch | batch_lib.Pause | None:
+    def plan(self) -> ScheduleBatch | Pause | None:
         """Returns the next launch, or how long to wait for it; None only if no request runs.
 
         Only kinds whose running rows may have nothing to launch, or whose waiting ones may not be
@@ -146,17 +146,15 @@ class Rows(Protocol):
         """
         ...
 
-    def apply(
-        self, request: request_lib.Request, result: batch_lib.RowResult
-    ) -> commits_lib.Progress:
+    def apply(self, request: Request, result: RowResult) -> Progress:
         """Stores what a launch gave a row; if the row ends, also everything that outlives it."""
         ...
 
-    def settle(self, request: request_lib.Request, result: batch_lib.RowResult) -> None:
+    def settle(self, request: Request, result: RowResult) -> None:
         """Updates the stay of a row that goes on after `apply`."""
         ...
 
-    def steps_left(self, request: request_lib.Request) -> float:
+    def steps_left(self, request: Request) -> float:
         """Returns in how many steps a running request is expected to end; infinite if unknown."""
         ...
 
@@ -165,10 +163,10 @@ class Rows(Protocol):
 class CanHalve(Protocol):
     """Rows whose launches can be made smaller when memory does not suffice, and larger again."""
 
-    def halve(self, batch: batch_lib.ScheduleBatch) -> bool:
+    def halve(self, batch: ScheduleBatch) -> bool:
         """Lowers the rows of launches like this one; returns False if that is impossible."""
         ...
 
-    def note_good(self, batch: batch_lib.ScheduleBatch) -> None:
+    def note_good(self, batch: ScheduleBatch) -> None:
         """Notes that memory sufficed for a launch."""
         ...

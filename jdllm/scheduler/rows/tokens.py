@@ -4,29 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from jdllm.scheduler import batch as batch_lib
-from jdllm.scheduler import commits as commits_lib
-from jdllm.scheduler import finish as finish_lib
-from jdllm.scheduler import request as request_lib
 from jdllm.scheduler import text_frames
+from jdllm.scheduler.batch import CommittedBlock, RowResult
+from jdllm.scheduler.commits import Progress
+from jdllm.scheduler.finish import Detokenize, check_request
+from jdllm.scheduler.request import Request
 
 # Stores a committed block in the request and returns the tokens that are new output.
-Append = Callable[[request_lib.Request, batch_lib.CommittedBlock], list[int]]
+Append = Callable[[Request, CommittedBlock], list[int]]
 
 
 def apply(
-    request: request_lib.Request,
-    result: batch_lib.RowResult,
+    request: Request,
+    result: RowResult,
     append: Append,
-    detokenize: finish_lib.Detokenize | None,
-) -> commits_lib.Progress:
+    detokenize: Detokenize | None,
+) -> Progress:
     """Appends the blocks that became final; the earliest end cuts the output."""
     nfe, new = request.nfe, []
     request.num_edited += result.num_edited
     for done, committed in enumerate(result.committed, start=1):
         request.nfe = nfe + committed.nfe
         tokens = append(request, committed)
-        finish = finish_lib.check_request(request, len(tokens), detokenize)
+        finish = check_request(request, len(tokens), detokenize)
         if finish is None:
             new += tokens
             continue
@@ -36,6 +36,6 @@ def apply(
         request.truncate(finish.finished_len)
         new += tokens[: len(tokens) - surplus]
         frames = text_frames.ending(result.frames, finish.finished_len)
-        return commits_lib.Progress(new_token_ids=new, frames=frames, finish=finish)
+        return Progress(new_token_ids=new, frames=frames, finish=finish)
     request.nfe = nfe + result.nfe
-    return commits_lib.Progress(new_token_ids=new, frames=result.frames)
+    return Progress(new_token_ids=new, frames=result.frames)

@@ -17,13 +17,12 @@ import math
 from typing import ClassVar, Self
 
 from jdllm import errors
-from jdllm.scheduler import batch as batch_lib
-from jdllm.scheduler import commits as commits_lib
-from jdllm.scheduler import limits as limits_lib
-from jdllm.scheduler import request as request_lib
-from jdllm.scheduler import sizes
-from jdllm.scheduler import stay as stay_lib
+from jdllm.scheduler import limits, sizes
+from jdllm.scheduler.batch import Bucket, CommittedBlock, RowResult, ScheduleBatch, ScheduledRow
+from jdllm.scheduler.commits import Progress
+from jdllm.scheduler.request import Request, RequestState
 from jdllm.scheduler.rows import interface, tokens
+from jdllm.scheduler.stay import Stay
 
 # Queries that attention takes at a time; a row's part of an encode launch is padded to them.
 LARGEST_TILE = 64
@@ -45,14 +44,14 @@ def tile_of(canvas_length: int) -> int:
     return min(LARGEST_TILE, canvas_length)
 
 
-class EncodeBucket(batch_lib.Bucket):
+class EncodeBucket(Bucket):
     """Context tokens of up to `rows` requests, packed into `tokens`."""
 
     name = "encode"
     denoises = False
 
 
-class NoiseBucket(batch_lib.Bucket):
+class NoiseBucket(Bucket):
     """Denoising steps of `rows` rows, one canvas each."""
 
     name = "denoise"
@@ -85,17 +84,17 @@ class UniformBuckets:
             canvas_length=canvas_length,
         )
 
-    def all(self) -> list[batch_lib.Bucket]:
+    def all(self) -> list[Bucket]:
         """Returns every bucket to compile."""
         encode = [self.encode(tokens) for tokens in self.encode_tokens]
         return encode + [self.denoise(rows) for rows in self.denoise_rows]
 
-    def denoise(self, rows: int) -> batch_lib.Bucket:
+    def denoise(self, rows: int) -> Bucket:
         """Returns the smallest bucket that holds `rows` rows."""
         rows = sizes.smallest(self.denoise_rows, rows, "rows")
         return NoiseBucket(rows=rows, tokens=rows * self.canvas_length)
 
-    def encode(self, tokens: int) -> batch_lib.Bucket:
+    def encode(self, tokens: int) -> Bucket:
         """Returns the smallest bucket that holds `tokens` tokens, padding of tiles included."""
         return EncodeBucket(
             rows=self.encode_rows, tokens=sizes.smallest(self.encode_tokens, tokens, "tokens")
@@ -135,7 +134,7 @@ class UniformRows:
         """Rows of the largest bucket."""
         return self._buckets.denoise_rows[-1]
 
-    def buckets(self) -> list[batch_lib.Bucket]:
+    def buckets(self) -> list[Bucket]:
         """Returns every bucket that a batch may have."""
         return self._buckets.all()
 
@@ -147,20 +146,20 @@ class UniformRows:
             1, min(self._limits.context_length - prompt_len, free // self._length * self._length)
         )
 
-    def prepare(self, request: request_lib.Request) -> None:
+    def prepare(self, request: Request) -> None:
         """Raises a `RequestError` for a request that could not finish alone in the pool.
 
         Also for options that this kind of rows does not serve.
         """
         self._limits.check(request)
-        limits_lib.check_open_ended(request)
+        limits.check_open_ended(request)
         _check_options(request)
         canvases = -(-request.max_new_tokens // self._length)
         self._limits.check_pages(request, len(request.prompt_ids) + canvases * self._length)
 
-    def admit(self, request: request_lib.Request) -> stay_lib.Stay | interface.Refusal:
+    def admit(self, request: Request) -> Stay | interface.Refusal:
         """Takes pages for committed tokens and a canvas; if too few are free, changes nothing."""
-        stay, pages = stay_lib.Stay(slot=self.live.next_slot), self.live.pages
+        stay, pages = Stay(slot=self.live.next_slot), self.live.pages
         if not pages.admit(request, stay):
             return interface.Refusal.NO_ROOM
         if not pages.grow(stay, request.num_tokens + self._length):
@@ -168,7 +167,7 @@ class UniformRows:
             return interface.Refusal.NO_ROOM
         return stay
 
-    def plan(self) -> batch_lib.ScheduleBatch | None:
+    def plan(self) -> ScheduleBatch | None:
         """Returns the next launch, of either phase; None if no request runs."""
         plans = [self._encode, self._denoise]
         if self._encoded_in_a_row >= self._max_prefill_tokens:
@@ -179,25 +178,23 @@ class UniformRows:
                 return batch
         return None
 
-    def apply(
-        self, request: request_lib.Request, result: batch_lib.RowResult
-    ) -> commits_lib.Progress:
+    def apply(self, request: Request, result: RowResult) -> Progress:
         """Stores the canvas that is done, if it is; says whether it ends the output."""
         return tokens.apply(request, result, _append, self._detokenize)
 
-    def settle(self, request: request_lib.Request, result: batch_lib.RowResult) -> None:
+    def settle(self, request: Request, result: RowResult) -> None:
         """Offers full pages to the prefix cache; a row whose canvas is done begins a new one."""
         request.held.is_fresh |= bool(result.committed)
         self.live.pages.publish(request)
 
-    def steps_left(self, request: request_lib.Request) -> float:
+    def steps_left(self, request: Request) -> float:
         """Returns infinity: canvases take an unpredictable number of steps."""
         del request
         return math.inf
 
-    def _encode(self) -> batch_lib.ScheduleBatch | None:
+    def _encode(self) -> ScheduleBatch | None:
         """Packs tokens without K,V of the oldest requests, up to the token budget."""
-        rows: list[batch_lib.ScheduledRow] = []
+        rows: list[ScheduledRow] = []
         budget = self._budget
         for request in self.live.running:
             if budget < self._tile:
@@ -207,9 +204,7 @@ class UniformRows:
             count = min(count, budget)
             if count == 0:
                 continue
-            rows.append(
-                batch_lib.ScheduledRow(request=request, stay=stay, start=start, num_tokens=count)
-            )
+            rows.append(ScheduledRow(request=request, stay=stay, start=start, num_tokens=count))
             budget -= sizes.in_units(count, self._tile)
             stay.context_len += count  # whatever reads their K,V is a later launch
         if not rows:
@@ -218,20 +213,20 @@ class UniformRows:
             sum(sizes.in_units(row.num_tokens, self._tile) for row in rows)
         )
         self._encoded_in_a_row += bucket.tokens
-        return batch_lib.ScheduleBatch(rows=tuple(rows), bucket=bucket)
+        return ScheduleBatch(rows=tuple(rows), bucket=bucket)
 
-    def _denoise(self) -> batch_lib.ScheduleBatch | None:
+    def _denoise(self) -> ScheduleBatch | None:
         """Plans steps of the canvas of every request whose context is encoded."""
         running = self.live.running
-        rows: list[batch_lib.ScheduledRow] = []
+        rows: list[ScheduledRow] = []
         for request in [one for one in running if not _needs_encoding(one)]:
-            if request.state is not request_lib.RequestState.RUNNING:
+            if request.state is not RequestState.RUNNING:
                 break  # An older one needed its pages: no other follows.
             if not self.live.reserve(request, request.num_tokens + self._length):
                 break  # The request was the youngest.
             stay = request.held
             rows.append(
-                batch_lib.ScheduledRow(
+                ScheduledRow(
                     request=request,
                     stay=stay,
                     start=stay.context_len,
@@ -244,7 +239,7 @@ class UniformRows:
         self._encoded_in_a_row = 0
         for row in rows:
             row.stay.is_fresh = False
-        return batch_lib.ScheduleBatch(
+        return ScheduleBatch(
             rows=tuple(rows),
             bucket=self._buckets.denoise(len(rows)),
             # Only one step where a context waits: its row leaves a place empty.
@@ -252,16 +247,16 @@ class UniformRows:
         )
 
 
-def _needs_encoding(request: request_lib.Request) -> bool:
+def _needs_encoding(request: Request) -> bool:
     return request.held.context_len < request.num_tokens
 
 
-def _append(request: request_lib.Request, block: batch_lib.CommittedBlock) -> list[int]:
+def _append(request: Request, block: CommittedBlock) -> list[int]:
     request.num_blocks += 1
     return request.extend(block.tokens, block.steps, block.logprobs)
 
 
-def _check_options(request: request_lib.Request) -> None:
+def _check_options(request: Request) -> None:
     sampling = request.sampling
     asked = [name for name in _NEED_LOGITS if getattr(sampling, name)]
     if (sampling.repetition_penalty or 1) != 1:

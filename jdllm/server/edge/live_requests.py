@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from jdllm.engine import requests as engine_requests
+from jdllm.engine import requests
 from jdllm.server.edge import request_context
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class LiveRequest:
         """Returns the ids of the unfinished choices of a prompt, or of all prompts."""
         prompts = [name] if name in self._counts else self._counts
         ids = {
-            engine_requests.choice_id(prompt, self._counts[prompt], index)
+            requests.choice_id(prompt, self._counts[prompt], index)
             for prompt in prompts
             for index in range(self._counts[prompt])
         }

@@ -21,7 +21,7 @@ from jdllm.server.images import encoding, events
 
 if TYPE_CHECKING:
     from jdllm.engine.images import requests
-    from jdllm.server.images import request as request_lib
+    from jdllm.server.images.request import GenerationRequest
 
 File = TypeVar("File", bytes, str)
 
@@ -33,7 +33,7 @@ class Answer:
     """One answer. `base_url` is the server's address as the client wrote it, with a slash."""
 
     server: state.ServerState
-    body: request_lib.GenerationRequest
+    body: GenerationRequest
     call: events.Call
     output_format: requests.OutputFormat
     base_url: str

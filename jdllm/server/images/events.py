@@ -18,7 +18,7 @@ from jdllm.server import running, state
 from jdllm.server.edge import metrics, responses
 
 if TYPE_CHECKING:
-    from jdllm.engine.images import requests as image_requests
+    from jdllm.engine.images.requests import ImageEvent, ImageRequest
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,15 +28,13 @@ class Call:
     `field_names` maps the engine's names of fields to the body's, where the two differ.
     """
 
-    requests: Sequence[image_requests.ImageRequest]
+    requests: Sequence[ImageRequest]
     rid: str
     priority: int | None = None
     field_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
-async def stream(
-    server: state.ServerState, call: Call
-) -> AsyncGenerator[image_requests.ImageEvent, None]:
+async def stream(server: state.ServerState, call: Call) -> AsyncGenerator[ImageEvent, None]:
     """Yields previews and images as they come.
 
     If one image ends by a fault or an abort, the others are given up, and the error is raised.
@@ -59,9 +57,9 @@ async def stream(
         raise renamed(error, call.field_names) from None
 
 
-async def collect(server: state.ServerState, call: Call) -> list[image_requests.ImageEvent]:
+async def collect(server: state.ServerState, call: Call) -> list[ImageEvent]:
     """Returns the last event of every image, in the order of the requests."""
-    finals: dict[int, image_requests.ImageEvent] = {}
+    finals: dict[int, ImageEvent] = {}
     async with contextlib.aclosing(stream(server, call)) as events:
         async for event in events:
             if event.kind == "final":
@@ -76,7 +74,7 @@ def renamed(error: errors.RequestError, names: Mapping[str, str]) -> errors.Requ
     return type(error)(str(error), param=names[error.param], code=error.code)
 
 
-def _raise_end(server: state.ServerState, event: image_requests.ImageEvent) -> None:
+def _raise_end(server: state.ServerState, event: ImageEvent) -> None:
     """Raises for an image that ended without a picture: there is no answer without one."""
     if event.kind == "fault":
         raise responses.GenerationFault(f"the request ended by a fault: {event.message}")

@@ -14,14 +14,14 @@ from pydantic import StrictBool, StrictFloat, StrictStr
 
 from jdllm import errors, value_checks
 from jdllm.engine.images import checks
-from jdllm.engine.images import requests as image_requests
+from jdllm.engine.images.requests import ImageFacts, ImageRequest, OutputFormat
 from jdllm.foreign import fields
 from jdllm.server.edge import bodies, request_model
 from jdllm.server.images import encoding, events
 
 MAX_IMAGES = 10  # OpenAI's
 RESPONSE_FORMATS = ("b64_json", "url")
-OUTPUT_FORMATS = (*get_args(image_requests.OutputFormat), "jpg")
+OUTPUT_FORMATS = (*get_args(OutputFormat), "jpg")
 
 # What `image_requests.ImageRequest` and the body have under the same name.
 OPTIONS = (
@@ -134,10 +134,10 @@ class GenerationRequest(PipelineOptions):
         """The names that the engine's fields have in this body, where they differ."""
         return self._field_names
 
-    def file_format(self, facts: image_requests.ImageFacts) -> image_requests.OutputFormat:
+    def file_format(self, facts: ImageFacts) -> OutputFormat:
         """Returns the format of the files; checks the options that not every format has."""
         given = self.output_format or facts.default_output_format
-        found = cast(image_requests.OutputFormat, "jpeg" if given == "jpg" else given)
+        found = cast(OutputFormat, "jpeg" if given == "jpg" else given)
         if found == "png" and self.output_compression not in (None, encoding.DEFAULT_COMPRESSION):
             raise errors.RequestError(
                 "output_compression needs output_format jpeg or webp: a PNG is lossless",
@@ -149,9 +149,9 @@ class GenerationRequest(PipelineOptions):
             )
         return found
 
-    def image_requests(self, facts: image_requests.ImageFacts) -> list[image_requests.ImageRequest]:
+    def image_requests(self, facts: ImageFacts) -> list[ImageRequest]:
         """Returns one resolved request for each image; errors use the names of this body."""
-        first = image_requests.ImageRequest(
+        first = ImageRequest(
             prompt=self.prompt,
             partial_images=self.partial_images,
             **{name: getattr(self, name) for name in OPTIONS},

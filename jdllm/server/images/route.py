@@ -13,9 +13,9 @@ from jdllm import errors
 from jdllm.host import offload
 from jdllm.server import running, sse, state
 from jdllm.server.edge import bodies, responses, schemas
-from jdllm.server.images import answer as answer_lib
 from jdllm.server.images import events
-from jdllm.server.images import request as request_lib
+from jdllm.server.images.answer import Answer
+from jdllm.server.images.request import GenerationRequest
 
 router = fastapi.APIRouter()
 
@@ -33,14 +33,14 @@ NOT_BUILT = {
 }
 
 
-@router.post("/v1/images/generations", openapi_extra=schemas.body(request_lib.GenerationRequest))
+@router.post("/v1/images/generations", openapi_extra=schemas.body(GenerationRequest))
 async def create_images(request: requests.Request) -> starlette_responses.Response:
     """Makes images of a prompt, as one object or as a stream of events."""
     server = state.of(request)
-    body = await bodies.read(request, request_lib.GenerationRequest)
+    body = await bodies.read(request, GenerationRequest)
     server.check_model(body.model)
     facts = server.images.facts
-    answer = answer_lib.Answer(
+    answer = Answer(
         server=server,
         body=body,
         call=events.Call(

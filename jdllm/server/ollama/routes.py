@@ -13,19 +13,25 @@ from starlette import responses as starlette_responses
 from jdllm import errors, version
 from jdllm.server import prompts, running, sse, state
 from jdllm.server.edge import bodies, responses, schemas
-from jdllm.server.ollama import answer as answer_lib
-from jdllm.server.ollama import model_cards
-from jdllm.server.ollama import request as request_lib
+from jdllm.server.ollama import answer, model_cards
+from jdllm.server.ollama.answer import Form, Kind
+from jdllm.server.ollama.request import (
+    FIELD_NAMES,
+    ChatRequest,
+    GenerateRequest,
+    Request,
+    ShowRequest,
+)
 from jdllm.server.openai import chat
 
 router = fastapi.APIRouter()
 
 
-@router.post("/api/chat", openapi_extra=schemas.body(request_lib.ChatRequest))
+@router.post("/api/chat", openapi_extra=schemas.body(ChatRequest))
 async def ollama_chat(request: requests.Request) -> starlette_responses.Response:
     """Answers a conversation, by default as a stream of lines."""
     server = state.of(request)
-    body = await bodies.read(request, request_lib.ChatRequest)
+    body = await bodies.read(request, ChatRequest)
     form = _form(server, body, "chat")
     if not body.messages:
         return _loaded(body, form)
@@ -35,11 +41,11 @@ async def ollama_chat(request: requests.Request) -> starlette_responses.Response
     return await _respond(request, server, body, form, prompt_list)
 
 
-@router.post("/api/generate", openapi_extra=schemas.body(request_lib.GenerateRequest))
+@router.post("/api/generate", openapi_extra=schemas.body(GenerateRequest))
 async def ollama_generate(request: requests.Request) -> starlette_responses.Response:
     """Answers a question, continues a text (`raw`), or writes what stands before `suffix`."""
     server = state.of(request)
-    body = await bodies.read(request, request_lib.GenerateRequest)
+    body = await bodies.read(request, GenerateRequest)
     form = _form(server, body, "generate")
     if not body.prompt:
         return _loaded(body, form)
@@ -54,9 +60,7 @@ async def ollama_generate(request: requests.Request) -> starlette_responses.Resp
     return await _respond(request, server, body, form, prompt_list)
 
 
-async def _chat_ids(
-    server: state.ServerState, body: request_lib.ChatRequest | request_lib.GenerateRequest
-) -> list[int]:
+async def _chat_ids(server: state.ServerState, body: ChatRequest | GenerateRequest) -> list[int]:
     return await chat.template_ids(
         server,
         body.chat_messages,
@@ -66,17 +70,15 @@ async def _chat_ids(
     )
 
 
-def _form(
-    server: state.ServerState, body: request_lib.Request, kind: answer_lib.Kind
-) -> answer_lib.Form:
+def _form(server: state.ServerState, body: Request, kind: Kind) -> Form:
     """Returns the form of the answer, having checked which model is asked."""
     server.check_model(body.model_name())
-    return answer_lib.Form(kind=kind, model=body.model or model_cards.tagged_name(server))
+    return Form(kind=kind, model=body.model or model_cards.tagged_name(server))
 
 
 def _prompt_list(
     server: state.ServerState,
-    body: request_lib.Request,
+    body: Request,
     prompt_ids: list[int],
     prompt_field: str,
     suffix: list[int] | None = None,
@@ -88,7 +90,7 @@ def _prompt_list(
         prompts=[prompt_ids],
         params=[body.sampling(remaining)],
         request_ids=[running.new_request_id("ollama")],
-        field_names=request_lib.FIELD_NAMES | prompt_names,
+        field_names=FIELD_NAMES | prompt_names,
         suffix_ids=suffix,
     )
 
@@ -96,22 +98,22 @@ def _prompt_list(
 async def _respond(
     request: requests.Request,
     server: state.ServerState,
-    body: request_lib.Request,
-    form: answer_lib.Form,
+    body: Request,
+    form: Form,
     prompt_list: running.PromptList,
 ) -> starlette_responses.Response:
     if body.stream is not False:
         return sse.EventStream(
             form.lines(running.stream(server, prompt_list)),
             ping_interval_s=server.ping_interval_s,
-            framing=answer_lib.FRAMING,
+            framing=answer.FRAMING,
         )
     work = running.collect(server, prompt_list)
     (final,) = await running.unless_client_leaves(request, work)
     return responses.json_response(form.whole(final))
 
 
-def _loaded(body: request_lib.Request, form: answer_lib.Form) -> starlette_responses.Response:
+def _loaded(body: Request, form: Form) -> starlette_responses.Response:
     """Answers a request without a prompt, which asks to load the model, or to unload it."""
     if body.keep_alive in (0, "0", "0s", "0m", "0h"):
         raise errors.RequestError("keep_alive: this server keeps its model", param="keep_alive")
@@ -138,11 +140,11 @@ async def ollama_version() -> starlette_responses.Response:
     )
 
 
-@router.post("/api/show", openapi_extra=schemas.body(request_lib.ShowRequest))
+@router.post("/api/show", openapi_extra=schemas.body(ShowRequest))
 async def ollama_show(request: requests.Request) -> starlette_responses.Response:
     """Describes the model that is served; 404 for any other name."""
     server = state.of(request)
-    body = await bodies.read(request, request_lib.ShowRequest)
+    body = await bodies.read(request, ShowRequest)
     name = body.model or body.name
     if name is None:
         raise errors.RequestError("model is required", param="model")

@@ -15,6 +15,7 @@ from jdllm.server import prompts, running, state
 from jdllm.server.edge import bodies, schemas, token_logprobs
 from jdllm.server.openai import answer as openai_format
 from jdllm.server.openai import conversation_fields
+from jdllm.server.openai.answer import Answer, Choice, Shape
 from jdllm.server.openai.requests import ChatRequest
 from jdllm.templates import budget
 
@@ -55,7 +56,7 @@ async def chat_completions(request: requests.Request) -> starlette_responses.Res
         is_prompt_only=body.is_prompt_only,
         shows_frames=body.stream is True,
     )
-    answer = openai_format.Answer(
+    answer = Answer(
         server=server, shape=SHAPE, prompt_list=prompt_list, answer_id=answer_id, body=body
     )
     return await answer.respond(request)
@@ -89,7 +90,7 @@ async def template_ids(
     )
 
 
-def _choice(index: int, generation: generations.Generation) -> openai_format.Choice:
+def _choice(index: int, generation: generations.Generation) -> Choice:
     return {
         "index": index,
         "message": {"role": "assistant", "content": generation.text},
@@ -98,9 +99,7 @@ def _choice(index: int, generation: generations.Generation) -> openai_format.Cho
     }
 
 
-def _chunk_choices(
-    index: int, generation: generations.Generation, is_first: bool
-) -> list[openai_format.Choice]:
+def _chunk_choices(index: int, generation: generations.Generation, is_first: bool) -> list[Choice]:
     deltas: list[dict[str, str]] = []
     if is_first:
         deltas.append({"role": "assistant", "content": ""})
@@ -114,7 +113,7 @@ def _chunk_choices(
     return choices
 
 
-SHAPE = openai_format.Shape(
+SHAPE = Shape(
     object_name="chat.completion",
     chunk_object_name="chat.completion.chunk",
     choice=_choice,

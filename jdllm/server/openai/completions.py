@@ -14,6 +14,7 @@ from starlette import responses as starlette_responses
 from jdllm.server import prompts, running, state
 from jdllm.server.edge import bodies, schemas, token_logprobs
 from jdllm.server.openai import answer as openai_format
+from jdllm.server.openai.answer import Answer, Choice, Shape
 from jdllm.server.openai.requests import CompletionRequest
 
 if TYPE_CHECKING:
@@ -54,22 +55,22 @@ async def completions(request: requests.Request) -> starlette_responses.Response
     if body.echo:
         skips = body.skip_special_tokens is not False
         shape = _echoing(await prompts.texts(server, given, skip_special_tokens=skips))
-    answer = openai_format.Answer(
+    answer = Answer(
         server=server, shape=shape, prompt_list=prompt_list, answer_id=answer_id, body=body
     )
     return await answer.respond(request)
 
 
-def _echoing(texts: Sequence[str]) -> openai_format.Shape:
+def _echoing(texts: Sequence[str]) -> Shape:
     """Returns a shape whose outputs begin with the texts of their prompts."""
 
-    def choice(index: int, generation: generations.Generation) -> openai_format.Choice:
+    def choice(index: int, generation: generations.Generation) -> Choice:
         plain = _choice(index, generation)
         return plain | {"text": texts[generation.prompt_index] + plain["text"]}
 
     def chunk_choices(
         index: int, generation: generations.Generation, is_first: bool
-    ) -> list[openai_format.Choice]:
+    ) -> list[Choice]:
         chunks = _chunk_choices(index, generation, is_first)
         if is_first:
             chunks[0]["text"] = texts[generation.prompt_index] + chunks[0]["text"]
@@ -78,7 +79,7 @@ def _echoing(texts: Sequence[str]) -> openai_format.Shape:
     return dataclasses.replace(SHAPE, choice=choice, chunk_choices=chunk_choices)
 
 
-def _choice(index: int, generation: generations.Generation) -> openai_format.Choice:
+def _choice(index: int, generation: generations.Generation) -> Choice:
     return {
         "index": index,
         "text": generation.text,
@@ -87,16 +88,14 @@ def _choice(index: int, generation: generations.Generation) -> openai_format.Cho
     }
 
 
-def _chunk_choices(
-    index: int, generation: generations.Generation, is_first: bool
-) -> list[openai_format.Choice]:
+def _chunk_choices(index: int, generation: generations.Generation, is_first: bool) -> list[Choice]:
     if not generation.delta_text and generation.finish_reason is None and not is_first:
         return []
     text = generation.delta_text
     return [{"index": index, "text": text, "logprobs": None, **openai_format.ending(generation)}]
 
 
-SHAPE = openai_format.Shape(
+SHAPE = Shape(
     object_name="text_completion",
     chunk_object_name="text_completion",
     choice=_choice,

@@ -17,9 +17,9 @@ from jdllm.engine import detokenizer
 
 if TYPE_CHECKING:
     from jdllm.engine import generations
-    from jdllm.engine import tokenizer as tokenizer_lib
-    from jdllm.scheduler import batch as batch_lib
+    from jdllm.engine.tokenizer import Tokenizer
     from jdllm.scheduler import text_frames
+    from jdllm.scheduler.batch import Frame
 
 OBJECT = "jdllm.denoise"
 # For each choice: a frame of a long canvas takes 10 kB, and no eye sees more of them.
@@ -37,9 +37,7 @@ class Thinning:
         self._at_s = now()
         self._allowed = float(BURST)
 
-    def keep(
-        self, frames: Sequence[batch_lib.Frame], *, is_last: bool = False
-    ) -> Sequence[batch_lib.Frame]:
+    def keep(self, frames: Sequence[Frame], *, is_last: bool = False) -> Sequence[Frame]:
         """Returns the frames of an event that are sent, evenly spread, the last one included.
 
         `is_last`: no event follows.
@@ -58,7 +56,7 @@ class Thinning:
 class Frames:
     """Makes the frames of one answer; `tokenizer` gives each position its text."""
 
-    def __init__(self, tokenizer: tokenizer_lib.Tokenizer, *, skip_special_tokens: bool):
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool):
         def decode(ids: tuple[int, ...]) -> str:
             return tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 

@@ -14,14 +14,15 @@ from starlette import responses as starlette_responses
 from jdllm import version
 from jdllm.engine import requests as engine_requests
 from jdllm.engine.images import checks
-from jdllm.engine.images import requests as image_requests
+from jdllm.engine.images.requests import ImageRequest
 from jdllm.options import sampling_params
 from jdllm.server import running, state
 from jdllm.server.edge import request_forms, responses
-from jdllm.server.images import events as image_events
+from jdllm.server.images import events
+from jdllm.server.images.events import Call
 
 if TYPE_CHECKING:
-    from jdllm.engine import tokenizer as tokenizer_lib
+    from jdllm.engine.tokenizer import Tokenizer
 
 router = fastapi.APIRouter()
 
@@ -88,13 +89,9 @@ async def _probe(server: state.ServerState) -> None:
     if server.served.output_modality == "image":
         facts = server.images.facts
         height, width = facts.compiled_size or (None, None)  # others may wait for a compilation
-        probe = image_requests.ImageRequest(
-            prompt=PROBE, height=height, width=width, num_inference_steps=1
-        )
+        probe = ImageRequest(prompt=PROBE, height=height, width=width, num_inference_steps=1)
         request = checks.resolve(probe, facts)
-        await image_events.collect(
-            server, image_events.Call(requests=[request], rid=rid, priority=priority)
-        )
+        await events.collect(server, Call(requests=[request], rid=rid, priority=priority))
         return
     prompt_list = running.PromptList(
         prompts=[probe_ids(server.engine.tokenizer)],
@@ -105,7 +102,7 @@ async def _probe(server: state.ServerState) -> None:
     await running.collect(server, prompt_list)
 
 
-def probe_ids(tokenizer: tokenizer_lib.Tokenizer | None) -> list[int]:
+def probe_ids(tokenizer: Tokenizer | None) -> list[int]:
     """Returns a short prompt for warm-up and health checks."""
     return [0] if tokenizer is None else tokenizer.encode(PROBE)
 

@@ -20,7 +20,7 @@ from jdllm.server import state
 from jdllm.server.edge import responses
 
 if TYPE_CHECKING:
-    from jdllm.engine import stats as stats_lib
+    from jdllm.engine.stats import EngineStats
 
 router = fastapi.APIRouter()
 
@@ -103,7 +103,7 @@ def _load(server: state.ServerState, sections: set[str]) -> dict[str, Any]:
     return load
 
 
-def _token_load(stats: stats_lib.EngineStats, sections: set[str]) -> dict[str, Any]:
+def _token_load(stats: EngineStats, sections: set[str]) -> dict[str, Any]:
     """Returns the numbers that only an engine with tokens and their pages has."""
     load: dict[str, Any] = {
         "num_used_tokens": stats.num_used_tokens,

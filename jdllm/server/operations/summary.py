@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from jdllm.engine import engine as engine_lib
-    from jdllm.engine.images import engine as image_engine
+    from jdllm.engine.engine import Engine
     from jdllm.engine.images import requests
+    from jdllm.engine.images.engine import ImageEngine
     from jdllm.options import config
 
 Route = Literal["chat", "ids", "image"]
@@ -26,7 +26,7 @@ EXAMPLES: dict[Route, tuple[str, dict[str, Any]]] = {
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
-def engine_lines(engine: engine_lib.Engine) -> list[str]:
+def engine_lines(engine: Engine) -> list[str]:
     """Returns lines about model, decoding, device, kernels and memory."""
     options, stats, info = engine.config, engine.stats(), engine.server_info()
     algorithms = (options.dllm_algorithm or "").split(",")
@@ -46,7 +46,7 @@ def engine_lines(engine: engine_lib.Engine) -> list[str]:
     ]
 
 
-def image_engine_lines(engine: image_engine.ImageEngine) -> list[str]:
+def image_engine_lines(engine: ImageEngine) -> list[str]:
     """Returns lines about pipeline, denoising, device, kernels and memory."""
     options, stats, info, facts = engine.config, engine.stats(), engine.server_info(), engine.facts
     guidance = facts.default_guidance_scale
@@ -88,7 +88,7 @@ def url(host: str, port: int) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def route(engine: engine_lib.Engine | requests.ImageServing) -> Route:
+def route(engine: Engine | requests.ImageServing) -> Route:
     """Returns the route on which people ask the model."""
     if engine.output_modality == "image":
         return "image"

@@ -7,7 +7,8 @@ import math
 import re
 
 from jdllm import errors
-from jdllm.train import config as config_lib
+from jdllm.train import config
+from jdllm.train.config import RunConfig
 
 _AT_LEAST_ONE = (
     "caption_tokens",
@@ -25,7 +26,7 @@ _SIZE = re.compile(r"(\d+)x(\d+)")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SceneConfig(config_lib.RunConfig):
+class SceneConfig(RunConfig):
     """All options of a run of the recipe `scenes`, except where it writes.
 
     `model_path` is a pipeline folder without weights and tokenizer. The first stage trains its
@@ -71,7 +72,7 @@ class SceneConfig(config_lib.RunConfig):
     data_workers: int = 0
 
     def __post_init__(self) -> None:
-        config_lib.check(self, at_least_one=_AT_LEAST_ONE)
+        config.check(self, at_least_one=_AT_LEAST_ONE)
         for name in ("caption_tokens", "train_caption_tokens"):
             if getattr(self, name) % 32:
                 raise errors.ConfigError(f"{name}={getattr(self, name)} must be a multiple of 32")

@@ -27,7 +27,7 @@ from jdllm.models.images.autoencoder import layers
 from jdllm.models.images.autoencoder.config import AutoencoderConfig
 from jdllm.pipelines import flow_schedule, interface
 from jdllm.pipelines import folder as pipeline_folder
-from jdllm.pipelines import z_image as z_image_pipeline
+from jdllm.pipelines.z_image import ZImagePipeline
 from jdllm.train.recipe import Params
 from jdllm.train.scenes import tokenizer
 
@@ -66,13 +66,13 @@ class Networks:
         return self.configs[VAE]
 
     @property
-    def pipeline(self) -> z_image_pipeline.ZImagePipeline:
+    def pipeline(self) -> ZImagePipeline:
         """The pipeline that serves these models, for what it knows of sizes and steps."""
         dtype = self.shapes[f"{TRANSFORMER}.x_pad_token"].dtype
         parts = interface.Parts(
             graphdefs=self.graphdefs, configs=self.configs, schedule=self.schedule, dtype=dtype
         )
-        return z_image_pipeline.ZImagePipeline.build(parts)
+        return ZImagePipeline.build(parts)
 
 
 def build(

@@ -13,9 +13,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32, PRNGKeyArray, UInt8
 
 from jdllm.train.recipe import Params
-from jdllm.train.scenes import networks as networks_lib
 from jdllm.train.scenes.config import SceneConfig
-from jdllm.train.scenes.networks import FACTOR, SHIFT, TEXT, TRANSFORMER, VAE, Networks
+from jdllm.train.scenes.networks import (
+    FACTOR,
+    LEAST_DEVIATION,
+    SHIFT,
+    TEXT,
+    TRANSFORMER,
+    VAE,
+    Networks,
+)
 from jdllm.train.scenes.update import Metrics
 
 Pictures = UInt8[Array, "B H W 3"]
@@ -145,4 +152,4 @@ def to_images(pictures: Pictures) -> Float32[Array, "B H W 3"]:
 
 def measured(latents: Latents) -> tuple[Float32[Array, ""], Float32[Array, ""]]:
     """Returns shift and factor that give latents mean 0 and variance 1."""
-    return jnp.mean(latents), 1 / jnp.maximum(jnp.std(latents), networks_lib.LEAST_DEVIATION)
+    return jnp.mean(latents), 1 / jnp.maximum(jnp.std(latents), LEAST_DEVIATION)

@@ -11,9 +11,8 @@ from jdllm import errors
 from jdllm.checkpoint import source
 from jdllm.pipelines import folder as pipeline_folder
 from jdllm.train.recipe import Params
-from jdllm.train.scenes import networks as networks_lib
 from jdllm.train.scenes import update
-from jdllm.train.scenes.networks import FACTOR, SHIFT, TEXT, TRANSFORMER, Networks
+from jdllm.train.scenes.networks import FACTOR, SHIFT, TEXT, TRANSFORMER, Networks, read_params
 
 _TOKENIZER = pathlib.Path("tokenizer") / "tokenizer.json"
 
@@ -35,7 +34,7 @@ def read(networks: Networks, name: str, params: Params) -> Params:
         raise errors.ConfigError(f"teacher={name!r} is neither a folder nor a bundled model")
     try:
         _check_models(networks, folder)
-        weights = networks_lib.read_params(networks, folder)
+        weights = read_params(networks, folder)
         _check_autoencoder(weights, params)
     except errors.ConfigError as error:
         raise errors.ConfigError(f"teacher={name!r}: {error}") from error

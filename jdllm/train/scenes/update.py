@@ -13,13 +13,13 @@ from jaxtyping import Array, Float32, Int32
 
 from jdllm.train import optimizers
 from jdllm.train.recipe import Params
-from jdllm.train.scenes import networks as networks_lib
+from jdllm.train.scenes import networks
 from jdllm.train.scenes.config import SceneConfig
 
 # The components that a stage trains.
 STAGES = {
-    "vae": (networks_lib.VAE,),
-    "flow": (networks_lib.TEXT, networks_lib.TRANSFORMER),
+    "vae": (networks.VAE,),
+    "flow": (networks.TEXT, networks.TRANSFORMER),
 }
 Value = TypeVar("Value")
 Metrics = dict[str, Float32[Array, ""]]
@@ -40,7 +40,7 @@ class SceneState:
     @property
     def stage(self) -> str:
         """The present stage, which reads the device."""
-        return "flow" if float(self.params[networks_lib.FACTOR]) else "vae"
+        return "flow" if float(self.params[networks.FACTOR]) else "vae"
 
 
 def init(config: SceneConfig, params: Params, *, average: Params, step: int) -> SceneState:

@@ -10,10 +10,10 @@ import safetensors.numpy
 from support.gemma_rows import CANVAS, GOLDEN, GemmaRows, heads_of_layers, load, weights_of_rank
 
 from jdllm import errors
-from jdllm import spec as spec_lib
 from jdllm.engine.start import weights_fit
 from jdllm.models import loading, registry, split
 from jdllm.runner import full_forward
+from jdllm.spec import AttentionPattern
 from jdllm.train import step
 
 # Those of the goldens: float32 sums in another order; logits are of size 30.
@@ -55,7 +55,7 @@ def test_facts_of_the_config():
     spec = loading.read_spec(GOLDEN)
     diffusion = spec.diffusion
     assert (diffusion.block_size, diffusion.mask_token_id, diffusion.kind) == (8, None, "uniform")
-    assert diffusion.attention_pattern is spec_lib.AttentionPattern.CAUSAL
+    assert diffusion.attention_pattern is AttentionPattern.CAUSAL
     assert diffusion.eos_token_ids == (1,) and diffusion.end_of_text_id == 0
     assert [(one.count, one.dim) for one in spec.kv_heads] == [(2, 16), (1, 32)] * 2
     # K and V of two heads of 16, or of one of 32, are 64 numbers a layer.

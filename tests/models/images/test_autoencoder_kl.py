@@ -16,9 +16,10 @@ from jdllm import errors
 from jdllm.checkpoint import weight_table
 from jdllm.models import loading
 from jdllm.models.images import autoencoder_kl
-from jdllm.models.images import pixels as pixels_lib
 from jdllm.models.images.autoencoder import config as config_lib
 from jdllm.models.images.autoencoder import layers
+from jdllm.models.images.autoencoder.config import read
+from jdllm.models.images.pixels import to_uint8
 
 ATOL = 5e-5  # the goldens' tolerance for decoded images
 FLOAT32, BFLOAT16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
@@ -43,7 +44,7 @@ def test_decodes_as_diffusers(vae, golden, size):
     images = vae.decode_denormalised(jnp.asarray(golden[f"decode/{size}/z"]))
     assert images.dtype == jnp.float32
     np.testing.assert_allclose(channels_first(images), golden[f"decode/{size}/out"], atol=ATOL)
-    pixels = np.asarray(pixels_lib.to_uint8(images)).astype(int)
+    pixels = np.asarray(to_uint8(images)).astype(int)
     off = np.abs(pixels - golden[f"decode/{size}/uint8"])
     assert off.max() <= 1 and (off > 0).mean() < 1e-3
 
@@ -82,7 +83,7 @@ def test_a_row_does_not_see_its_batch(vae, golden):
 
 def test_pixels_are_clipped_and_rounded_half_to_even():
     values = np.array([-9.0, -1.0, 0.0, 1.0, 1.5, np.inf], np.float32)
-    pixels = pixels_lib.to_uint8(jnp.asarray(values))
+    pixels = to_uint8(jnp.asarray(values))
     assert pixels.dtype == jnp.uint8
     assert pixels.tolist() == [0, 0, 128, 255, 255, 255]  # 127.5 rounds to 128
 
@@ -133,13 +134,13 @@ def test_number_of_parameters(component, count):
 
 @pytest.mark.parametrize(("side", "tera"), [(64, 2.48), (128, 9.92)])
 def test_flops_of_the_published_model(side, tera):
-    flops = config_lib.flops(config_lib.read(tiny_autoencoder.PUBLISHED), side, side)
+    flops = config_lib.flops(read(tiny_autoencoder.PUBLISHED), side, side)
     logits_and_values = 4 * side**4 * 512
     assert (flops - logits_and_values) / 1e12 == pytest.approx(tera, abs=5e-3)
 
 
 def test_flops_are_those_that_xla_counts():
-    config = config_lib.read({**tiny_autoencoder.PUBLISHED, "use_post_quant_conv": True})
+    config = read({**tiny_autoencoder.PUBLISHED, "use_post_quant_conv": True})
     vae = autoencoder_kl.COMPONENT
     graphdef, shapes = vae.abstract(config, FLOAT32)
     z = jax.ShapeDtypeStruct((1, 16, 32, 48), jnp.float32)
@@ -240,7 +241,7 @@ BAD = {
 def test_what_cannot_be_served_is_named(key):
     value, message = BAD[key]
     with pytest.raises(errors.ConfigError, match=message):
-        config_lib.read({**tiny_autoencoder.HF, key.rstrip("."): value})
+        read({**tiny_autoencoder.HF, key.rstrip("."): value})
 
 
 @pytest.mark.parametrize(
@@ -248,12 +249,12 @@ def test_what_cannot_be_served_is_named(key):
 )
 def test_a_missing_size_is_named(key):
     with pytest.raises(errors.ConfigError, match=key):
-        config_lib.read({k: v for k, v in tiny_autoencoder.HF.items() if k != key})
+        read({k: v for k, v in tiny_autoencoder.HF.items() if k != key})
 
 
 def test_missing_flags_have_the_defaults_of_diffusers():
     flags = ("use_quant_conv", "use_post_quant_conv", "mid_block_add_attention", "shift_factor")
-    config = config_lib.read({k: v for k, v in tiny_autoencoder.HF.items() if k not in flags})
+    config = read({k: v for k, v in tiny_autoencoder.HF.items() if k not in flags})
     assert config.has_quant_conv and config.has_post_quant_conv and config.has_mid_attention
     assert config.shift_factor == 0 and config.scale == 8
 
@@ -261,6 +262,6 @@ def test_missing_flags_have_the_defaults_of_diffusers():
 def test_a_checkpoint_without_a_tensor_is_refused():
     found = tiny_autoencoder.tensors()
     shapes = {name: array.shape for name, array in found.items() if "decoder.conv_out" not in name}
-    rows = autoencoder_kl.WITH_ENCODER.weight_rows(config_lib.read(tiny_autoencoder.HF))
+    rows = autoencoder_kl.WITH_ENCODER.weight_rows(read(tiny_autoencoder.HF))
     with pytest.raises(errors.ConfigError, match=r"decoder\.conv_out\.weight"):
         weight_table.match(rows, shapes)

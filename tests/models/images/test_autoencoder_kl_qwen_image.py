@@ -13,12 +13,12 @@ from support import marks
 
 from jdllm import errors
 from jdllm.models import loading
-from jdllm.models.images import autoencoder_kl_qwen_image as autoencoder
+from jdllm.models.images import autoencoder_kl_qwen_image
 
 ATOL = 5e-5  # of the goldens' README
-ONE = autoencoder.COMPONENT
+ONE = autoencoder_kl_qwen_image.COMPONENT
 HF = golden.config("vae")
-PUBLISHED = autoencoder.read({})  # the defaults of the class
+PUBLISHED = autoencoder_kl_qwen_image.read({})  # the defaults of the class
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +137,7 @@ def test_number_of_parameters():
 
 @pytest.mark.parametrize(("side", "tera"), [(64, 1.07), (128, 4.30)])
 def test_flops_of_the_published_model(side, tera):
-    flops = autoencoder.flops(PUBLISHED, side, side)
+    flops = autoencoder_kl_qwen_image.flops(PUBLISHED, side, side)
     logits_and_values = 4 * side**4 * 384
     assert (flops - logits_and_values) / 1e12 == pytest.approx(tera, abs=6e-3)
 

@@ -18,6 +18,7 @@ from jdllm.device import sharding
 from jdllm.models.images import registry, split, z_image_config
 from jdllm.models.images.qwen_image_config import QwenImageConfig
 from jdllm.pipelines import folder as pipeline_folder
+from jdllm.pipelines.folder import ModelFolder
 from jdllm.runner.image import sizes
 
 CONFIGS = pathlib.Path(__file__).parents[3] / "configs"
@@ -102,7 +103,7 @@ def reads_nothing(monkeypatch):
     def read(*_args, **_options):
         raise AssertionError("a component was loaded")
 
-    monkeypatch.setattr(pipeline_folder.ModelFolder, "load", read)
+    monkeypatch.setattr(ModelFolder, "load", read)
 
 
 @pytest.mark.usefixtures("reads_nothing")

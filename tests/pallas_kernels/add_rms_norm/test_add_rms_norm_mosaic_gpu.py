@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import pallas_kernels
-from pallas_kernels.add_rms_norm import mosaic_gpu as norm_kernel
+from pallas_kernels.add_rms_norm import mosaic_gpu
 from pallas_kernels.hopper import compat
 
 if not compat.supported():
@@ -39,7 +39,7 @@ def assert_within_one_rounding(ours, expected):
 
 def test_add_rms_norm_equals_the_reference():
     x, added, weight = normal(5, 1024), normal(5, 1024, seed=1), normal(1024, seed=2)
-    total, normed = kernel_interpreter.run(norm_kernel.add_rms_norm, x, (added,), weight, eps=EPS)
+    total, normed = kernel_interpreter.run(mosaic_gpu.add_rms_norm, x, (added,), weight, eps=EPS)
     # Op by op: inside one jit XLA may skip a rounding.
     np.testing.assert_array_equal(bits(total), bits(x + added))
     assert_within_one_rounding(normed, pallas_kernels.rms_norm(x + added, weight, EPS))
@@ -50,7 +50,7 @@ def test_add_rms_norm_equals_the_reference():
 def test_several_additions_round_one_by_one(width, count):
     x, *added = (normal(3, width, seed=seed) for seed in range(count + 1))
     weight = normal(width, seed=9)
-    run = functools.partial(kernel_interpreter.run, norm_kernel.add_rms_norm, eps=EPS)
+    run = functools.partial(kernel_interpreter.run, mosaic_gpu.add_rms_norm, eps=EPS)
     total, normed = run(x, tuple(added), weight)
     expected = x + functools.reduce(jnp.add, added)
     np.testing.assert_array_equal(bits(total), bits(expected))
@@ -60,9 +60,9 @@ def test_several_additions_round_one_by_one(width, count):
 @pytest.mark.parametrize("width", [512, 1024])
 def test_a_row_of_nan_stays_alone(width):
     x, added, weight = normal(5, width), normal(5, width, seed=1), normal(width, seed=2)
-    clean = kernel_interpreter.run(norm_kernel.add_rms_norm, x, (added,), weight, eps=EPS)
+    clean = kernel_interpreter.run(mosaic_gpu.add_rms_norm, x, (added,), weight, eps=EPS)
     dirty = kernel_interpreter.run(
-        norm_kernel.add_rms_norm, x.at[2].set(jnp.nan), (added,), weight, eps=EPS
+        mosaic_gpu.add_rms_norm, x.at[2].set(jnp.nan), (added,), weight, eps=EPS
     )
     for before, after in zip(clean, dirty, strict=True):
         others = np.arange(5) != 2
@@ -81,14 +81,14 @@ def test_shapes_that_do_not_fit_are_refused_with_the_shapes():
 @pytest.mark.parametrize("D", [1024, 2048, 3584, 4096])
 def test_serving_shapes_lower_for_cuda(T, D):
     def run(x, added, weight):
-        return norm_kernel.add_rms_norm(x, (added, x), weight, eps=EPS)
+        return mosaic_gpu.add_rms_norm(x, (added, x), weight, eps=EPS)
 
-    assert norm_kernel.why_not(dtype=jnp.bfloat16, width=D) is None
+    assert mosaic_gpu.why_not(dtype=jnp.bfloat16, width=D) is None
     wide, row = jax.ShapeDtypeStruct((T, D), jnp.bfloat16), jax.ShapeDtypeStruct((D,), jnp.bfloat16)
     traced = jax.jit(run).trace(wide, wide, row)
     assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 def test_what_the_kernel_cannot_serve_has_a_reason():
-    assert "16-bit" in norm_kernel.why_not(dtype=jnp.float32, width=1024)
-    assert "multiple of 512" in norm_kernel.why_not(dtype=jnp.bfloat16, width=1280)
+    assert "16-bit" in mosaic_gpu.why_not(dtype=jnp.float32, width=1024)
+    assert "multiple of 512" in mosaic_gpu.why_not(dtype=jnp.bfloat16, width=1280)

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import pallas_kernels
-from pallas_kernels import peers as peers_lib
-from pallas_kernels.all_reduce import mosaic_gpu as kernel
+from pallas_kernels.all_reduce import mosaic_gpu
 from pallas_kernels.hopper import compat
+from pallas_kernels.peers import buffer_words
 
 if not compat.supported():
     pytest.skip("needs the Mosaic GPU of a newer jax", allow_module_level=True)
@@ -47,7 +47,7 @@ def interpreted_sum(parts, *, two_shot, seed, peers=None, buffers=None, resident
             for piece in range(per_thread // size)
         ]  # fmt: skip
         pieces = [[lane_code.load(words_ref, place) for place in piece] for piece in places]
-        total = kernel.exchange_row(
+        total = mosaic_gpu.exchange_row(
             rank, addresses, row, pieces, mailbox=peers.row_mailbox, two_shot=two_shot
         )
         for piece, numbers in zip(places, total, strict=True):
@@ -141,7 +141,9 @@ def _lone_rank(peers):
         (addresses,) = refs
         rank, row = map(lane_code.scalar, scalars)
         pieces = [[lane_code.thread(), lane_code.thread()]]
-        kernel.exchange_row(rank, addresses, row, pieces, mailbox=peers.row_mailbox, two_shot=False)
+        mosaic_gpu.exchange_row(
+            rank, addresses, row, pieces, mailbox=peers.row_mailbox, two_shot=False
+        )
 
     run_threads(
         emit,
@@ -168,23 +170,23 @@ def test_serving_shapes_lower_for_cuda(T, D, ranks):
     peers = ranks_lib.peers(ranks, rows=4096, width=D)
 
     def run(x, added, weight, peers):
-        return kernel.all_reduce_add_rms_norm(x, (added, x), weight, peers, eps=1e-6)
+        return mosaic_gpu.all_reduce_add_rms_norm(x, (added, x), weight, peers, eps=1e-6)
 
     x = bfloat16(T, D)
-    assert kernel.why_not(dtype=jnp.bfloat16, tokens=T, width=D, peers=peers) is None
+    assert mosaic_gpu.why_not(dtype=jnp.bfloat16, tokens=T, width=D, peers=peers) is None
     assert "mosaic_gpu" in lowered(run, x, x, bfloat16(D), peers)
-    assert "mosaic_gpu" in lowered(lambda x, peers: kernel.all_reduce((x,), peers), x, peers)
+    assert "mosaic_gpu" in lowered(lambda x, peers: mosaic_gpu.all_reduce((x,), peers), x, peers)
 
 
 def test_what_the_kernel_cannot_serve_has_a_reason():
     peers = ranks_lib.peers(2, rows=64, width=1024)
-    why_not = functools.partial(kernel.why_not, peers=peers)
+    why_not = functools.partial(mosaic_gpu.why_not, peers=peers)
     assert "bfloat16" in why_not(dtype=jnp.float16, tokens=1, width=1024)
     assert "multiple of 512" in why_not(dtype=jnp.bfloat16, tokens=1, width=640)
     assert "rows of 2048 bytes" in why_not(dtype=jnp.bfloat16, tokens=1, width=1536)
     assert "64 rows, these are 65" in why_not(dtype=jnp.bfloat16, tokens=65, width=1024)
     with pytest.raises(ValueError, match="a buffer of"):
-        peers_lib.buffer_words(ranks=8, rows=65536, row_bytes=16384, chunks=1)
+        buffer_words(ranks=8, rows=65536, row_bytes=16384, chunks=1)
 
 
 @pytest.mark.parametrize(

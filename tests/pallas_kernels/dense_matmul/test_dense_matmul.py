@@ -10,7 +10,7 @@ import pytest
 from support import devices
 
 import pallas_kernels
-from pallas_kernels.dense_matmul import api as dense_matmul_api
+from pallas_kernels.dense_matmul import api
 from pallas_kernels.hopper import compat
 
 SHAPE = {"dtype": jnp.bfloat16, "tokens": 128, "columns": 4096, "contraction": 4096}
@@ -81,7 +81,7 @@ def test_xla_is_differentiable():
 
 def test_auto_takes_the_kernel_for_few_tokens_on_hopper(monkeypatch):
     devices.pretend(monkeypatch, devices.HOPPER)
-    choose = dense_matmul_api.choose
+    choose = api.choose
     assert choose(**SHAPE).implementation == "mosaic_gpu"
 
 
@@ -98,19 +98,17 @@ WIDE = {  # name: sizes at which the kernel was measured to beat XLA
 def test_more_tokens_take_the_wide_kernel_at_measured_shapes_on_hopper_only(monkeypatch, name):
     shape = {"dtype": jnp.bfloat16} | WIDE[name]
     devices.pretend(monkeypatch, devices.HOPPER)
-    assert dense_matmul_api.choose(**shape).implementation == "mosaic_gpu"
+    assert api.choose(**shape).implementation == "mosaic_gpu"
     a100 = dataclasses.replace(devices.HOPPER, compute_capability=(8, 0))
     for other in (a100, devices.CPU):
         devices.pretend(monkeypatch, other)
-        assert dense_matmul_api.choose(**shape).implementation == "xla"
+        assert api.choose(**shape).implementation == "xla"
 
 
 def test_sizes_between_measured_wins_where_xla_won_go_to_xla(monkeypatch):
     devices.pretend(monkeypatch, devices.HOPPER)
     shape = {"dtype": jnp.bfloat16, "columns": 18944, "contraction": 3584, "swiglu": True}
-    chosen = [
-        dense_matmul_api.choose(tokens=tokens, **shape).implementation for tokens in (192, 256, 384)
-    ]
+    chosen = [api.choose(tokens=tokens, **shape).implementation for tokens in (192, 256, 384)]
     assert chosen == ["mosaic_gpu", "xla", "mosaic_gpu"]
 
 
@@ -153,11 +151,11 @@ def test_the_ops_call_the_kernel_of_their_number_of_tokens(monkeypatch):
 )
 def test_what_the_kernel_cannot_serve_goes_to_xla_with_the_reason(monkeypatch, changes, reason):
     devices.pretend(monkeypatch, devices.HOPPER)
-    choice = dense_matmul_api.choose(**SHAPE | changes)
+    choice = api.choose(**SHAPE | changes)
     assert choice.implementation == "xla"
     assert re.search(reason, str(choice))
     with pytest.raises(ValueError, match="dense_matmul: mosaic_gpu cannot run here"):
-        dense_matmul_api.choose("mosaic_gpu", **SHAPE | changes)
+        api.choose("mosaic_gpu", **SHAPE | changes)
 
 
 @pytest.mark.parametrize("op", [pallas_kernels.dense_matmul, pallas_kernels.swiglu_matmul])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support import marks
 
-from pallas_kernels.dense_matmul import mosaic_gpu as gpu_kernel
+from pallas_kernels.dense_matmul import mosaic_gpu
 from pallas_kernels.hopper import compat, limits
 
 if not compat.supported():
@@ -21,7 +21,7 @@ from support.dense_products import (
     interpreted,
 )
 
-Tile = gpu_kernel.Tile
+Tile = mosaic_gpu.Tile
 # name: (tokens, result's columns, contraction, swiglu, tile); they cover all branches of the
 # kernel.
 WAYS = {
@@ -47,7 +47,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", marks.every(2, WAYS))
 def test_equals_numpy(way):
-    check_equals_numpy(gpu_kernel.dense_matmul, *WAYS[way])
+    check_equals_numpy(mosaic_gpu.dense_matmul, *WAYS[way])
 
 
 def test_stores_in_pieces_where_shared_memory_is_short(monkeypatch):
@@ -56,27 +56,27 @@ def test_stores_in_pieces_where_shared_memory_is_short(monkeypatch):
     stage, piece = 2 * (96 + 64) * 64, 2 * 64 * 32
     monkeypatch.setattr(limits, "BUFFERS", 2 * stage + piece)
     x, w = arrays(40, 96, 128, False)
-    (out,) = interpreted(gpu_kernel.dense_matmul, x, w, tile=tile)
+    (out,) = interpreted(mosaic_gpu.dense_matmul, x, w, tile=tile)
     np.testing.assert_allclose(out, expected(x, w, False), **TOLERANCE)
 
 
 def test_float16():
     x, w = arrays(8, 64, 128, False, dtype=jnp.float16)
-    (out,) = interpreted(gpu_kernel.dense_matmul, x, w, tile=Tile(columns=32, stages=2))
+    (out,) = interpreted(mosaic_gpu.dense_matmul, x, w, tile=Tile(columns=32, stages=2))
     np.testing.assert_allclose(out, expected(x, w, False), **TOLERANCE)
 
 
 def test_float16_is_not_split_since_a_part_may_overflow():
     half = jax.ShapeDtypeStruct((32, 4096), jnp.float16)
     w = jax.ShapeDtypeStruct((4096, 4096), jnp.float16)
-    assert len(jax.eval_shape(gpu_kernel.dense_matmul, half, w)) == 1
+    assert len(jax.eval_shape(mosaic_gpu.dense_matmul, half, w)) == 1
     wide = (jax.ShapeDtypeStruct(a.shape, jnp.bfloat16) for a in (half, w))
-    assert len(jax.eval_shape(gpu_kernel.dense_matmul, *wide)) > 1
+    assert len(jax.eval_shape(mosaic_gpu.dense_matmul, *wide)) > 1
 
 
 @pytest.mark.parametrize("way", ["cluster-and-splits", "swiglu-ragged-cluster"])
 def test_a_row_ignores_its_neighbours_bit_for_bit_and_nan_stays_in_its_row(way):
-    check_rows_are_their_own(gpu_kernel.dense_matmul, *WAYS[way])
+    check_rows_are_their_own(mosaic_gpu.dense_matmul, *WAYS[way])
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_a_row_ignores_its_neighbours_bit_for_bit_and_nan_stays_in_its_row(way):
 def test_tiles_that_do_not_fit_are_refused_with_the_shapes(options, message):
     x, w = arrays(8, 64, 256, False)
     with pytest.raises(ValueError, match=message) as caught:
-        gpu_kernel.dense_matmul(x, w, **options)
+        mosaic_gpu.dense_matmul(x, w, **options)
     assert "(8, 256)" in str(caught.value)
 
 
@@ -125,13 +125,13 @@ SHAPES = {
 @pytest.mark.parametrize("name", SHAPES)
 def test_serving_shapes_have_the_measured_tiles_and_lower_for_cuda(name):
     columns, contraction, swiglu, tile = SHAPES[name]
-    assert gpu_kernel.tile_for(128, columns, contraction, swiglu=swiglu) == tile
+    assert mosaic_gpu.tile_for(128, columns, contraction, swiglu=swiglu) == tile
     for tokens in (32, 64, 128):
         arguments = [
             jax.ShapeDtypeStruct(shape, jnp.bfloat16)
             for shape in ((tokens, contraction), ((1 + swiglu) * columns, contraction))
         ]
-        call = jax.jit(lambda x, w: gpu_kernel.dense_matmul(x, w, swiglu=swiglu))
+        call = jax.jit(lambda x, w: mosaic_gpu.dense_matmul(x, w, swiglu=swiglu))
         text = call.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
         assert "mosaic_gpu" in text
 
@@ -143,14 +143,14 @@ def test_any_shape_has_a_tile_that_fits(swiglu):
         for contraction in (64, 192, 1024, 2048, 4160, 18944):
             for tokens in (8, 24, 64, 128):
                 for sms in (114, 132):
-                    tile = gpu_kernel.tile_for(tokens, columns, contraction, swiglu=swiglu, sms=sms)
-                    plan = gpu_kernel._Plan(
+                    tile = mosaic_gpu.tile_for(tokens, columns, contraction, swiglu=swiglu, sms=sms)
+                    plan = mosaic_gpu._Plan(
                         tile=tile, tokens=tokens, columns=columns, contraction=contraction,
                         halves=1 + swiglu, dtype=jnp.dtype(jnp.bfloat16),
                     )  # fmt: skip
                     assert plan.layout()[0] >= 2
                     shape = (1 + swiglu) * columns, contraction
-                    gpu_kernel._check(
+                    mosaic_gpu._check(
                         plan, jax.ShapeDtypeStruct((tokens, contraction), jnp.bfloat16),
                         jax.ShapeDtypeStruct(shape, jnp.bfloat16),
                     )  # fmt: skip

@@ -9,7 +9,8 @@ import pytest
 from support import marks
 
 from pallas_kernels import device, tiles
-from pallas_kernels.dense_matmul import wide_matmul as gpu_kernel
+from pallas_kernels.dense_matmul import wide_matmul
+from pallas_kernels.dense_matmul.wide_matmul import Plan
 from pallas_kernels.hopper import compat
 
 if not compat.supported():
@@ -25,7 +26,7 @@ from support.dense_products import (
     interpreted,
 )
 
-Tile = gpu_kernel.Tile
+Tile = wide_matmul.Tile
 # name: (tokens, result's columns, contraction, swiglu, tile); they cover all branches of the
 # kernel. The clusters are small: the interpreter hangs if more threads wait for one another than it
 # has.
@@ -63,7 +64,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", marks.every(2, WAYS))
 def test_equals_numpy(way):
-    check_equals_numpy(gpu_kernel.wide_matmul, *WAYS[way])
+    check_equals_numpy(wide_matmul.wide_matmul, *WAYS[way])
 
 
 @pytest.mark.parametrize("way", ["tiles-of-tokens", "share-tokens"])
@@ -74,19 +75,19 @@ def test_few_multiprocessors_walk_many_tiles(monkeypatch, way):
     few = dataclasses.replace(device.local_device(), num_multiprocessors=2 * tile.cluster)
     devices.pretend(monkeypatch, few)
     x, w = arrays(tokens, columns, contraction, swiglu)
-    (out,) = interpreted(gpu_kernel.wide_matmul, x, w, swiglu=swiglu, tile=tile)
+    (out,) = interpreted(wide_matmul.wide_matmul, x, w, swiglu=swiglu, tile=tile)
     np.testing.assert_allclose(out, expected(x, w, swiglu), **TOLERANCE)
 
 
 def test_float16():
     x, w = arrays(144, 32, 128, False, dtype=jnp.float16)
-    (out,) = interpreted(gpu_kernel.wide_matmul, x, w, tile=Tile(tokens=192, columns=32, stages=2))
+    (out,) = interpreted(wide_matmul.wide_matmul, x, w, tile=Tile(tokens=192, columns=32, stages=2))
     np.testing.assert_allclose(out, expected(x, w, False), **TOLERANCE)
 
 
 @pytest.mark.parametrize("way", ["swapped-of-128", "swiglu-sharing"])
 def test_a_row_ignores_its_neighbours_bit_for_bit_and_nan_stays_in_its_row(way):
-    check_rows_are_their_own(gpu_kernel.wide_matmul, *WAYS[way])
+    check_rows_are_their_own(wide_matmul.wide_matmul, *WAYS[way])
 
 
 @pytest.mark.parametrize(
@@ -104,7 +105,7 @@ def test_a_row_ignores_its_neighbours_bit_for_bit_and_nan_stays_in_its_row(way):
 def test_tiles_that_do_not_fit_are_refused_with_the_shapes(options, message):
     x, w = arrays(144, 64, 256, False)
     with pytest.raises(ValueError, match=message) as caught:
-        gpu_kernel.wide_matmul(x, w, **options)
+        wide_matmul.wide_matmul(x, w, **options)
     assert "(144, 256)" in str(caught.value)
 
 
@@ -120,7 +121,7 @@ def test_tiles_that_do_not_fit_are_refused_with_the_shapes(options, message):
 def test_shapes_that_no_tile_serves_are_refused(tokens, columns, contraction, message):
     x, w = arrays(tokens, columns, contraction, False)
     with pytest.raises(ValueError, match=message):
-        gpu_kernel.wide_matmul(x, w, tile=Tile(tokens=256, rows=128, columns=32))
+        wide_matmul.wide_matmul(x, w, tile=Tile(tokens=256, rows=128, columns=32))
 
 
 @pytest.mark.parametrize(
@@ -151,9 +152,9 @@ def name_of(entry):
 @pytest.mark.parametrize("entry", MEASURED, ids=name_of)
 def test_every_entry_suits_its_shape_and_lowers_for_cuda(entry):
     tokens, (columns, contraction, halves) = entry["when"]["tokens"], entry["equal"].values()
-    tile = gpu_kernel.tile_for(tokens, columns, contraction, swiglu=halves == 2)
+    tile = wide_matmul.tile_for(tokens, columns, contraction, swiglu=halves == 2)
     assert tile == Tile(**entry["tile"])
-    plan = gpu_kernel.Plan(
+    plan = Plan(
         tile=tile, tokens=tokens, columns=columns, contraction=contraction, halves=halves,
         dtype=jnp.dtype(jnp.bfloat16),
     )  # fmt: skip
@@ -164,7 +165,7 @@ def test_every_entry_suits_its_shape_and_lowers_for_cuda(entry):
         jax.ShapeDtypeStruct(shape, jnp.bfloat16)
         for shape in ((tokens, contraction), (halves * columns, contraction))
     ]
-    call = jax.jit(lambda x, w: gpu_kernel.wide_matmul(x, w, swiglu=halves == 2))
+    call = jax.jit(lambda x, w: wide_matmul.wide_matmul(x, w, swiglu=halves == 2))
     traced = call.trace(*arguments)
     assert [out.shape for out in traced.out_info] == [(tokens, columns)] * tile.splits
     assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -174,9 +175,9 @@ def test_every_entry_suits_its_shape_and_lowers_for_cuda(entry):
 def test_tokens_between_the_entries_are_not_copied(tokens):
     """Padding x and slicing each part would be separate launches."""
     arguments = [jax.ShapeDtypeStruct((n, 12288), jnp.bfloat16) for n in (tokens, 4096)]
-    traced = jax.jit(gpu_kernel.wide_matmul).trace(*arguments)
+    traced = jax.jit(wide_matmul.wide_matmul).trace(*arguments)
     assert [out.shape for out in traced.out_info] == [(tokens, 4096)] * 4
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "mosaic_gpu" in text
     assert "stablehlo.slice" not in text
-    assert gpu_kernel.tile_for(tokens + 8, 4096, 12288, swiglu=False) is None
+    assert wide_matmul.tile_for(tokens + 8, 4096, 12288, swiglu=False) is None

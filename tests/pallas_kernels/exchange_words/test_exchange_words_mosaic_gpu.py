@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import peers as peers_lib
-from pallas_kernels.exchange_words import mosaic_gpu as kernel
+from pallas_kernels.exchange_words import mosaic_gpu
 from pallas_kernels.hopper import compat
+from pallas_kernels.peers import CHUNK_WORDS
 
 if not compat.supported():
     pytest.skip("needs the Mosaic GPU of a newer jax", allow_module_level=True)
@@ -17,7 +17,7 @@ from support.lane_interpreter import run_threads
 
 from pallas_kernels.hopper import lane_code
 
-CHUNK = peers_lib.CHUNK_WORDS
+CHUNK = CHUNK_WORDS
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -32,7 +32,7 @@ def test_every_rank_gets_the_words_of_all(ranks, seed):
     def emit(refs, _, scalars):
         addresses, words_ref, out_ref = refs
         rank, chunk = map(lane_code.scalar, scalars)
-        kernel.exchange_chunk(
+        mosaic_gpu.exchange_chunk(
             rank, addresses, chunk, words_ref, out_ref, mailbox=peers.word_mailbox, chunks=chunks
         )
 
@@ -58,11 +58,13 @@ def test_every_rank_gets_the_words_of_all(ranks, seed):
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_serving_shapes_lower_for_cuda(ranks, count):
     peers = ranks_lib.peers(ranks, rows=4, width=512, chunks=64)
-    assert kernel.why_not(words=count, peers=peers) is None
-    traced = jax.jit(kernel.exchange_words).trace(jax.ShapeDtypeStruct((count,), jnp.int32), peers)
+    assert mosaic_gpu.why_not(words=count, peers=peers) is None
+    traced = jax.jit(mosaic_gpu.exchange_words).trace(
+        jax.ShapeDtypeStruct((count,), jnp.int32), peers
+    )
     assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 def test_more_words_than_the_mailbox_has_are_refused_with_a_reason():
     peers = ranks_lib.peers(2, rows=4, width=512, chunks=2)
-    assert "for 1024 words, these are 1025" in kernel.why_not(words=1025, peers=peers)
+    assert "for 1024 words, these are 1025" in mosaic_gpu.why_not(words=1025, peers=peers)

@@ -9,8 +9,8 @@ import pytest
 from support import marks
 
 from pallas_kernels import tiles
-from pallas_kernels.extend_attention import mosaic_gpu as gpu_kernel
-from pallas_kernels.extend_attention import work_items
+from pallas_kernels.extend_attention import mosaic_gpu, work_items
+from pallas_kernels.extend_attention.mosaic_gpu import AttentionTile
 from pallas_kernels.hopper import compat
 
 if not compat.supported():
@@ -54,7 +54,7 @@ PROBLEMS = {
     ),
     "prefill_causal": Problem(
         rows=((0, 120), (37, 8)), padding=8, visibility="causal",
-        tile=gpu_kernel.AttentionTile(persistent=False),
+        tile=AttentionTile(persistent=False),
     ),
     # An item has one warpgroup and one kv head, though two would fit, and more tokens than rows.
     "windows_of_64_rows": Problem(
@@ -132,7 +132,7 @@ def make_plan(problem: Problem, tokens: int, **changes) -> work_items.Plan:
     spec = shapes(problem, tokens)
     options = {"visibility": problem.visibility, "block_size": problem.block, "scale": 1.0}
     options |= {"q_len": problem.q_len, "window": problem.window, "tile": problem.tile} | changes
-    return gpu_kernel.make_plan(spec[0], spec[1], spec[-1], **options)
+    return mosaic_gpu.make_plan(spec[0], spec[1], spec[-1], **options)
 
 
 def shapes(problem: Problem, tokens: int, dtype=jnp.bfloat16) -> list[jax.ShapeDtypeStruct]:
@@ -226,7 +226,7 @@ PREFILL = [
 
 def lower(problem: Problem, tokens: int) -> None:
     def call(*arrays):
-        return gpu_kernel.extend_attention(
+        return mosaic_gpu.extend_attention(
             *arrays, visibility=problem.visibility, block_size=problem.block, scale=0.1,
             q_len=problem.q_len, window=problem.window, tile=problem.tile,
         )  # fmt: skip
@@ -250,7 +250,7 @@ def test_windows_and_wide_heads_lower_for_cuda(index, is_ragged):
 
 
 def test_a_window_bounds_the_keys_that_are_split():
-    tile = gpu_kernel.AttentionTile(kv_tokens=64, split_tokens=256)
+    tile = AttentionTile(kv_tokens=64, split_tokens=256)
     problem = dataclasses.replace(serving(4, 32, context=4064, visibility="full"), tile=tile)
     whole, few = (make_plan(problem, 128, window=window) for window in (None, 480))
     assert whole.num_splits == 4096 // 256
@@ -264,7 +264,7 @@ def test_prefill_lowers_for_cuda(index):
 
 
 def test_the_combine_of_splits_lowers_for_cuda():
-    tile = gpu_kernel.AttentionTile(kv_tokens=64, split_tokens=128)
+    tile = AttentionTile(kv_tokens=64, split_tokens=128)
     for rows, q_len in ((1, 32), (3, 4)):  # a whole tile, rows inside a window
         problem = dataclasses.replace(serving(rows, q_len, context=4064, block=4), tile=tile)
         lower(problem, rows * q_len)
@@ -275,7 +275,7 @@ def test_every_entry_of_the_table_is_lowered_above():
     plans += [make_plan(dataclasses.replace(p, q_len=None), tokens) for p, tokens in PREFILL]
     used = {plan.tile for plan in plans}
     entries = tiles.entries("extend_attention")
-    assert used == {gpu_kernel.AttentionTile(**entry["tile"]) for entry in entries}
+    assert used == {AttentionTile(**entry["tile"]) for entry in entries}
 
 
 @pytest.mark.parametrize(
@@ -297,7 +297,7 @@ def test_refusals_say_what_is_needed(facts, reason):
         "dtype": jnp.bfloat16, "head_dim": 128, "page_size": 64, "block_size": 32, "q_heads": 16,
         "kv_heads": 4,
     }  # fmt: skip
-    found = gpu_kernel.why_not(**(defaults | facts))
+    found = mosaic_gpu.why_not(**(defaults | facts))
     assert found is None if reason is None else reason in found
 
 
@@ -305,9 +305,9 @@ def test_refusals_say_what_is_needed(facts, reason):
     "changes, message",
     [
         ({"q_len": 24}, "q_len must be whole blocks.*q_len=24"),
-        ({"tile": gpu_kernel.AttentionTile(stages=9)}, "bytes of shared memory.*stages=9"),
+        ({"tile": AttentionTile(stages=9)}, "bytes of shared memory.*stages=9"),
         (
-            {"q_len": None, "tile": gpu_kernel.AttentionTile(split_tokens=64)},
+            {"q_len": None, "tile": AttentionTile(split_tokens=64)},
             "cannot be split.*split_tokens=64",
         ),
         ({"block_size": 6}, "power of two from 4.*block_size=6"),

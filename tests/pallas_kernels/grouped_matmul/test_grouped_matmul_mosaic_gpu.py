@@ -9,8 +9,8 @@ import pytest
 from support import marks
 
 from pallas_kernels import grouped_matmul, interleave_gate_up, tiles
-from pallas_kernels.grouped_matmul import expert_tiles
-from pallas_kernels.grouped_matmul import mosaic_gpu as gpu_kernel
+from pallas_kernels.grouped_matmul import expert_tiles, mosaic_gpu
+from pallas_kernels.grouped_matmul.mosaic_gpu import Tile
 from pallas_kernels.hopper import compat
 
 if not compat.supported():
@@ -21,7 +21,7 @@ from support import kernel_interpreter
 # bfloat16 operands; hidden values and each expert's result are rounded to 8 bits once more.
 TOLERANCE = {"rtol": 2e-2, "atol": 2e-2}
 T, D, F, E, TOP = 20, 128, 64, 5, 2
-SMALL = gpu_kernel.Tile(rows=8, warpgroups=1, block_k=64, stages=2)
+SMALL = Tile(rows=8, warpgroups=1, block_k=64, stages=2)
 both_sources_of_rows = pytest.mark.parametrize("gathers", [False, True], ids=["copied", "gathered"])
 
 
@@ -79,7 +79,7 @@ def routing(kind, rng, *, tokens=T, experts=E, top=TOP):
 def interpreted(*arguments, tile=SMALL, **options):
     return np.asarray(
         kernel_interpreter.run(
-            gpu_kernel.grouped_matmul, *arguments, tile=tile, num_ctas=3, **options
+            mosaic_gpu.grouped_matmul, *arguments, tile=tile, num_ctas=3, **options
         )
     )
 
@@ -121,8 +121,8 @@ def test_gelu_experts_equal_loops(gathers):
         2,
         [
             # Two warpgroups if the sizes allow, else one; pieces of 8, 16 and 32 rows stored.
-            (gpu_kernel.Tile(rows=24, warpgroups=2, block_k=128, stages=2), 192, 256),
-            (gpu_kernel.Tile(rows=48, warpgroups=2, block_k=64, stages=3), 128, 128),
+            (Tile(rows=24, warpgroups=2, block_k=128, stages=2), 192, 256),
+            (Tile(rows=48, warpgroups=2, block_k=64, stages=3), 128, 128),
         ],
     ),
     ids=["fitted", "wide"],
@@ -142,7 +142,7 @@ def test_every_way_through_the_tiles(tile, size, width, gathers):
 @both_sources_of_rows
 @pytest.mark.parametrize(
     "tile",
-    [SMALL, gpu_kernel.Tile(rows=24, warpgroups=2, block_k=128, stages=2)],
+    [SMALL, Tile(rows=24, warpgroups=2, block_k=128, stages=2)],
     ids=["several-tiles", "one-tile"],
 )
 @pytest.mark.parametrize("tokens", marks.every(2, [20, 3]))
@@ -210,7 +210,7 @@ def test_gathered_rows_give_the_bits_of_copied_ones():
     rng = np.random.default_rng(9)
     arguments = (jnp.asarray(rng.normal(size=(T, D)), jnp.bfloat16), *weights())
     routed = routing("random", rng)
-    tile = gpu_kernel.Tile(rows=16, warpgroups=1, block_k=64, stages=3)
+    tile = Tile(rows=16, warpgroups=1, block_k=64, stages=3)
     copied, gathered = (
         interpreted(*arguments, *routed, shared=shared_expert(), tile=gathering(tile, gathers))
         for gathers in (False, True)
@@ -336,7 +336,7 @@ def serving_arguments(tokens, *, choices=8, experts=256, width=2048, size=512):
 
 def lower(*arguments, **options):
     def run(*arrays):
-        return gpu_kernel.grouped_matmul(*arrays, **options)
+        return mosaic_gpu.grouped_matmul(*arrays, **options)
 
     return jax.jit(run).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
@@ -345,12 +345,12 @@ def lower(*arguments, **options):
 @pytest.mark.parametrize("has_shared", [False, True], ids=["routed", "with-shared"])
 @pytest.mark.parametrize("entry", marks.every(3, tiles.entries("grouped_matmul")), ids=str)
 def test_every_tuned_tile_lowers(entry, has_shared, gathers):
-    tile = gathering(gpu_kernel.Tile(**entry["tile"]), gathers)
+    tile = gathering(Tile(**entry["tile"]), gathers)
     arguments = serving_arguments(64)
     shared = [jax.ShapeDtypeStruct(w.shape[1:], w.dtype) for w in arguments[1:3]] * has_shared
 
     def run(arrays, shared):
-        return gpu_kernel.grouped_matmul(*arrays, shared=tuple(shared) or None, tile=tile)
+        return mosaic_gpu.grouped_matmul(*arrays, shared=tuple(shared) or None, tile=tile)
 
     lowered = jax.jit(run).trace(arguments, shared).lower(lowering_platforms=("cuda",))
     assert "mosaic_gpu" in lowered.as_text()
@@ -380,15 +380,15 @@ def test_gelu_experts_lower_at_published_sizes(tokens):
 def test_what_the_kernel_cannot_serve_is_named():
     arguments = [jnp.zeros(a.shape, a.dtype) for a in serving_arguments(2, experts=3, width=192)]
     with pytest.raises(ValueError, match=r"hidden size must be a multiple of 128, not 192"):
-        gpu_kernel.grouped_matmul(*arguments)
+        mosaic_gpu.grouped_matmul(*arguments)
     with pytest.raises(ValueError, match="needs an NVIDIA GPU"):
         grouped_matmul(*arguments, implementation="mosaic_gpu")
     with pytest.raises(ValueError, match="no such tile"):
-        gpu_kernel.Tile(rows=12, warpgroups=1, block_k=64, stages=2)
+        Tile(rows=12, warpgroups=1, block_k=64, stages=2)
     with pytest.raises(ValueError, match="gathers takes block_k 64 or 128"):
-        gpu_kernel.Tile(rows=16, warpgroups=1, block_k=256, stages=2, gathers=True)
+        Tile(rows=16, warpgroups=1, block_k=256, stages=2, gathers=True)
     with pytest.raises(ValueError, match="shared_memory"):
         lower(
             *serving_arguments(4),
-            tile=gpu_kernel.Tile(rows=128, warpgroups=2, block_k=128, stages=4),
+            tile=Tile(rows=128, warpgroups=2, block_k=128, stages=4),
         )

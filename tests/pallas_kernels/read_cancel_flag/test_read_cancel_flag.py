@@ -7,7 +7,7 @@ from support import devices
 
 import pallas_kernels
 from pallas_kernels.hopper import compat
-from pallas_kernels.read_cancel_flag import mosaic_gpu as gpu_kernel
+from pallas_kernels.read_cancel_flag import mosaic_gpu
 
 ADDRESS = jnp.zeros((2,), jnp.int32)
 
@@ -41,5 +41,5 @@ def test_a_forced_kernel_says_why_it_cannot_run(monkeypatch):
 @pytest.mark.parametrize("shape", [(4,), (64, 32)])
 def test_the_kernel_lowers_for_cuda(shape):
     arguments = (ADDRESS, jax.ShapeDtypeStruct(shape, jnp.int32))
-    traced = jax.jit(gpu_kernel.read_cancel_flag).trace(*arguments)
+    traced = jax.jit(mosaic_gpu.read_cancel_flag).trace(*arguments)
     assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import pallas_kernels
-from pallas_kernels.rotate_and_cache import api as rotate_and_cache_api
+from pallas_kernels.rotate_and_cache import api
 
 N, K, H, PAGES, PAGE = 4, 2, 16, 3, 8
 EPS = 1e-6
@@ -103,10 +103,10 @@ def test_what_the_kernel_cannot_serve_has_a_reason():
         sizes = {"dtype": jnp.bfloat16, "pool_dtype": jnp.bfloat16, "head_dim": 128}
         sizes |= {"rotary_dim": 128} | changed
         with pytest.raises(ValueError, match="rotate_and_cache: mosaic_gpu cannot run here") as e:
-            rotate_and_cache_api.choose("mosaic_gpu", **sizes)
+            api.choose("mosaic_gpu", **sizes)
         return str(e.value)
 
     assert "NVIDIA GPU" in reason()
-    assert rotate_and_cache_api.choose(
+    assert api.choose(
         dtype=jnp.float32, pool_dtype=jnp.float32, head_dim=128, rotary_dim=128
     ).refusals

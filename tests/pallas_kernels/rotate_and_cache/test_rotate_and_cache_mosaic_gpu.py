@@ -16,7 +16,8 @@ from support import marks
 
 import pallas_kernels
 from pallas_kernels.hopper import compat
-from pallas_kernels.rotate_and_cache import mosaic_gpu as kernel
+from pallas_kernels.rotate_and_cache import mosaic_gpu
+from pallas_kernels.rotate_and_cache.mosaic_gpu import Tile
 
 if not compat.supported():
     pytest.skip("needs the Mosaic GPU of a newer jax", allow_module_level=True)
@@ -186,7 +187,7 @@ class Threads(Interpreter):
 def run_threads(arguments, options, *, tile=None):
     """Returns (q, pool) as the kernel's threads write them; parts of q that none writes are NaN."""
     qkv, bias, q_weight, k_weight, cos, sin, pool, kv_indices = arguments
-    plan = kernel._plan(*arguments, **options, tile=tile)
+    plan = mosaic_gpu._plan(*arguments, **options, tile=tile)
     q = jnp.full((plan.tokens, plan.num_query_heads, plan.head_dim), jnp.nan, pool.dtype)
     optional = [array for array in (bias, q_weight, k_weight) if array is not None]
     arrays = [np.array(array) for array in (*qkv, cos, sin, kv_indices, pool, *optional, q)]
@@ -205,9 +206,9 @@ def run_threads(arguments, options, *, tile=None):
             block = function.add_entry_block()
         with ir.InsertionPoint(block):
             *refs, cta = block.arguments
-            kernel.rotate_rows(refs, lane_code.scalar(Scalar(cta)), plan)
+            mosaic_gpu.rotate_rows(refs, lane_code.scalar(Scalar(cta)), plan)
             func.ReturnOp([])
-        threads = 32 * kernel._WARPS
+        threads = 32 * mosaic_gpu._WARPS
         ctas = np.repeat(np.arange(plan.ctas, dtype=np.uint32), threads)
         values = dict(zip(block.arguments, [*arrays, ctas], strict=True))
         written = Threads(block, values, ctas=plan.ctas, threads=threads).written
@@ -221,7 +222,7 @@ def run_threads(arguments, options, *, tile=None):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_interpreted_kernel_equals_the_steps_apart(shape, parts):
     arguments, options = make_case(SHAPES[shape], 9, parts=parts, dropped=(3, 8))
-    q, pool = kernel_interpreter.run(kernel.rotate_and_cache, *arguments, **options)
+    q, pool = kernel_interpreter.run(mosaic_gpu.rotate_and_cache, *arguments, **options)
     expected_q, expected_pool = expected(arguments, options)
     exact = parts == 1 and not SHAPES[shape][-1]
     assert_same(q, expected_q, exact=exact)
@@ -234,7 +235,7 @@ def test_interpreted_kernel_equals_the_steps_apart(shape, parts):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_threads_equal_the_steps_apart(shape, T, heads_per_thread, parts):
     arguments, options = make_case(SHAPES[shape], T, parts=parts, dropped=(3, 8) if T > 8 else ())
-    tile = kernel.Tile(heads_per_thread=heads_per_thread)
+    tile = Tile(heads_per_thread=heads_per_thread)
     q, pool = run_threads(arguments, options, tile=tile)
     expected_q, expected_pool = expected(arguments, options)
     assert_same(q, expected_q, exact=False)
@@ -271,14 +272,14 @@ def test_a_token_of_nan_touches_its_own_rows_alone(shape):
 
 
 def run_interpreted(arguments, options):
-    return kernel_interpreter.run(kernel.rotate_and_cache, *arguments, **options)
+    return kernel_interpreter.run(mosaic_gpu.rotate_and_cache, *arguments, **options)
 
 
 @pytest.mark.parametrize("shape", ["llada", "dream", "mini"])
 def test_a_row_does_not_depend_on_tokens_beside_it_nor_on_the_tile(shape):
     arguments, options = make_case(SHAPES[shape], 11)
-    q, pool = run_threads(arguments, options, tile=kernel.Tile(heads_per_thread=1))
-    other_q, other_pool = run_threads(arguments, options, tile=kernel.Tile(heads_per_thread=3))
+    q, pool = run_threads(arguments, options, tile=Tile(heads_per_thread=1))
+    other_q, other_pool = run_threads(arguments, options, tile=Tile(heads_per_thread=3))
     np.testing.assert_array_equal(bits(q), bits(other_q))
     np.testing.assert_array_equal(bits(pool), bits(other_pool))
     (qkv,), *constants, cos, sin, pool_before, kv_indices = arguments
@@ -308,7 +309,7 @@ def test_serving_shapes_lower_for_cuda(model, T, dtype):
 
 @pytest.mark.parametrize("heads_per_thread", range(1, 9))
 def test_every_tile_lowers_for_cuda(heads_per_thread):
-    tile = kernel.Tile(heads_per_thread=heads_per_thread)
+    tile = Tile(heads_per_thread=heads_per_thread)
     for model in SERVED:
         lowered(model, 32, tile=tile, parts=4)
 
@@ -327,7 +328,7 @@ def lowered(model, T, *, parts=1, dtype=jnp.bfloat16, tile=None, pages=40, page_
     angle = jax.ShapeDtypeStruct((T, rotary_dim // 2), jnp.float32)
 
     def run(*arguments):
-        return kernel.rotate_and_cache(
+        return mosaic_gpu.rotate_and_cache(
             *arguments, num_query_heads=N, num_kv_heads=K, eps=EPS, tile=tile
         )
 
@@ -357,28 +358,28 @@ def test_what_does_not_fit_is_refused_with_the_shapes():
     with pytest.raises(
         ValueError, match=r"qkv\[0\] must be bfloat16\(4, 1280\), .*bfloat16\(4, 1024\)"
     ):
-        kernel.rotate_and_cache(*arguments, **(options | {"num_query_heads": 6}))
+        mosaic_gpu.rotate_and_cache(*arguments, **(options | {"num_query_heads": 6}))
     with pytest.raises(ValueError, match="q and k have both a norm or none"):
-        kernel.rotate_and_cache(*arguments[:3], None, *arguments[4:], **options)
+        mosaic_gpu.rotate_and_cache(*arguments[:3], None, *arguments[4:], **options)
     with pytest.raises(ValueError, match=r"kv_indices must be int32\(4,\)"):
-        kernel.rotate_and_cache(*arguments[:-1], arguments[-1][:3], **options)
+        mosaic_gpu.rotate_and_cache(*arguments[:-1], arguments[-1][:3], **options)
     with pytest.raises(ValueError, match="heads_per_thread=9"):
-        kernel.Tile(heads_per_thread=9)
+        Tile(heads_per_thread=9)
 
 
 def test_what_the_kernel_cannot_serve_has_a_reason():
     served = {"dtype": jnp.bfloat16, "head_dim": 128, "rotary_dim": 128}
-    assert kernel.why_not(**served) is None
-    assert "16-bit" in kernel.why_not(**(served | {"dtype": jnp.float32}))
-    assert "head_dim" in kernel.why_not(**(served | {"head_dim": 80}))
-    assert "rotary" in kernel.why_not(**(served | {"rotary_dim": 24}))
-    assert "rotary" in kernel.why_not(**(served | {"rotary_dim": 256}))
+    assert mosaic_gpu.why_not(**served) is None
+    assert "16-bit" in mosaic_gpu.why_not(**(served | {"dtype": jnp.float32}))
+    assert "head_dim" in mosaic_gpu.why_not(**(served | {"head_dim": 80}))
+    assert "rotary" in mosaic_gpu.why_not(**(served | {"rotary_dim": 24}))
+    assert "rotary" in mosaic_gpu.why_not(**(served | {"rotary_dim": 256}))
 
 
 def test_tiles_take_a_token_in_fewer_warps_as_tokens_grow():
     for N, K, H, *_ in SERVED.values():
         heads = [
-            kernel.tile_for(tokens=T, num_heads=N + 2 * K, head_dim=H).heads_per_thread
+            mosaic_gpu.tile_for(tokens=T, num_heads=N + 2 * K, head_dim=H).heads_per_thread
             for T in (8, 32, 128, 512, 2048, 8192)
         ]
         assert heads[0] == 1 and heads == sorted(heads) and heads[-1] > 1

@@ -7,7 +7,8 @@ import pytest
 
 from pallas_kernels import top_k_routing
 from pallas_kernels.hopper import compat, lane_code
-from pallas_kernels.top_k_routing import mosaic_gpu as gpu_kernel
+from pallas_kernels.top_k_routing import mosaic_gpu
+from pallas_kernels.top_k_routing.mosaic_gpu import Rule
 
 if not compat.supported():
     pytest.skip("needs the Mosaic GPU of a newer jax", allow_module_level=True)
@@ -29,7 +30,7 @@ def routed(logits, bias, **options):
     """Returns what the kernel's threads write, in numpy."""
     T, E = logits.shape
     k = options["experts_per_token"]
-    rule = gpu_kernel.Rule(tokens=T, num_experts=E, **options)
+    rule = Rule(tokens=T, num_experts=E, **options)
     ids, weights = np.full(T * k, -1, np.int32), np.full(T * k, np.nan, np.float32)
     arrays = [np.array(logits).reshape(-1), ids.view(np.uint32), weights]
     if bias is not None:
@@ -38,7 +39,7 @@ def routed(logits, bias, **options):
     def emit(refs, _, scalars):
         logits, *shift, ids, weights = refs
         shift = shift[0] if shift else None
-        gpu_kernel.route_token(logits, shift, ids, weights, lane_code.scalar(*scalars), rule)
+        mosaic_gpu.route_token(logits, shift, ids, weights, lane_code.scalar(*scalars), rule)
 
     with np.errstate(all="ignore"):
         for cta in range(-(-T // 4)):
@@ -98,12 +99,12 @@ def test_a_row_of_nan_leaves_its_neighbours_alone():
 @pytest.mark.parametrize(("num_experts", "num_groups"), [(256, 8), (128, 1), (384, 4)])
 def test_serving_shapes_lower_for_cuda(tokens, num_experts, num_groups):
     def run(logits, bias):
-        return gpu_kernel.top_k_routing(
+        return mosaic_gpu.top_k_routing(
             logits, bias, experts_per_token=8, num_groups=num_groups,
             kept_groups=max(1, num_groups // 2), scaling_factor=2.5,
         )  # fmt: skip
 
-    assert gpu_kernel.why_not(num_experts=num_experts) is None
+    assert mosaic_gpu.why_not(num_experts=num_experts) is None
     shapes = (
         jax.ShapeDtypeStruct((tokens, num_experts), jnp.float32),
         jax.ShapeDtypeStruct((num_experts,), jnp.float32),
@@ -114,7 +115,7 @@ def test_serving_shapes_lower_for_cuda(tokens, num_experts, num_groups):
 
 def test_softmax_scores_lower_for_cuda():
     def run(logits):
-        return gpu_kernel.top_k_routing(
+        return mosaic_gpu.top_k_routing(
             logits, None, experts_per_token=8, num_groups=1, kept_groups=1, scaling_factor=1.0,
             scores="softmax",
         )  # fmt: skip
@@ -125,12 +126,12 @@ def test_softmax_scores_lower_for_cuda():
 
 
 def test_what_the_kernel_cannot_route_has_a_reason():
-    assert "multiple of 128" in gpu_kernel.why_not(num_experts=64)
-    assert "at most 1024" in gpu_kernel.why_not(num_experts=2048)
-    assert "must divide 32" in gpu_kernel.why_not(num_experts=384, num_groups=3)
-    assert "not renormalised" in gpu_kernel.why_not(num_experts=128, renormalizes=False)
-    assert "at most 32" in gpu_kernel.why_not(num_experts=384, experts_per_token=33)
+    assert "multiple of 128" in mosaic_gpu.why_not(num_experts=64)
+    assert "at most 1024" in mosaic_gpu.why_not(num_experts=2048)
+    assert "must divide 32" in mosaic_gpu.why_not(num_experts=384, num_groups=3)
+    assert "not renormalised" in mosaic_gpu.why_not(num_experts=128, renormalizes=False)
+    assert "at most 32" in mosaic_gpu.why_not(num_experts=384, experts_per_token=33)
     with pytest.raises(ValueError, match=r"num_groups=3.*\(2, 384\)"):
-        gpu_kernel.top_k_routing(
+        mosaic_gpu.top_k_routing(
             *random_router(2, 384), **PUBLISHED | {"num_groups": 3, "kept_groups": 1}
         )

@@ -11,8 +11,8 @@ from support import marks
 
 from pallas_kernels import tiles
 from pallas_kernels.hopper import compat
-from pallas_kernels.unembed_stats import api, partials, reference
-from pallas_kernels.unembed_stats import mosaic_gpu as gpu_kernel
+from pallas_kernels.unembed_stats import api, mosaic_gpu, partials, reference
+from pallas_kernels.unembed_stats.mosaic_gpu import Plan, UnembedTile
 
 if not compat.supported():
     pytest.skip("needs the Mosaic GPU of a newer jax", allow_module_level=True)
@@ -21,10 +21,10 @@ from support import kernel_interpreter
 
 D = 128
 TOLERANCE = {"rtol": 1e-5, "atol": 2e-5}  # float32 sums of 128 products of bfloat16
-BY_COLUMNS = gpu_kernel.UnembedTile(columns=32, split="columns", stages=2, sms=3)
-BY_ROWS = gpu_kernel.UnembedTile(columns=32, stages=3, sms=3)
-PAIR = gpu_kernel.UnembedTile(columns=32, pair=True, stages=2, sms=4)
-TEAMS = gpu_kernel.UnembedTile(columns=32, split="columns", stages=3, sms=5, teams=2)
+BY_COLUMNS = UnembedTile(columns=32, split="columns", stages=2, sms=3)
+BY_ROWS = UnembedTile(columns=32, stages=3, sms=3)
+PAIR = UnembedTile(columns=32, pair=True, stages=2, sms=4)
+TEAMS = UnembedTile(columns=32, split="columns", stages=3, sms=5, teams=2)
 
 
 def problem(T, V, *, seed=0, exact=False):
@@ -54,7 +54,7 @@ def interpreted(x, w, rows, tile, forbidden=(), num_rows=None, first_id=None):
     if num_rows is not None:
         num_rows = jnp.int32(num_rows)
     return kernel_interpreter.run(
-        gpu_kernel.partial_stats,
+        mosaic_gpu.partial_stats,
         x,
         w,
         rows,
@@ -227,7 +227,7 @@ def test_every_tile_of_the_table_lowers_for_cuda(T, draws, has_num_rows):
         }
 
     def op(x, w, rows, num_rows):
-        return gpu_kernel.partial_stats(x, w, rows, forbidden_ids=(V - 1,), num_rows=num_rows)
+        return mosaic_gpu.partial_stats(x, w, rows, forbidden_ids=(V - 1,), num_rows=num_rows)
 
     num_rows = shape((), jnp.int32) if has_num_rows else None
     arguments = (shape((T, width), jnp.bfloat16), shape((V, width), jnp.bfloat16), rows, num_rows)
@@ -248,8 +248,8 @@ def test_the_lowered_shapes_take_every_entry_of_the_table():
 @pytest.mark.parametrize("T", [1, 64, 65, 128, 200, 256, 300, 512, 1024, 2048, 20_000])
 @pytest.mark.parametrize("V", [20, 50_257, 126_464, 151_936, 157_184])
 def test_the_tiles_cover_the_vocabulary_and_fit_shared_memory(T, V):
-    tile = gpu_kernel.table_tile(T, draws=False)
-    plan = gpu_kernel.Plan(
+    tile = mosaic_gpu.table_tile(T, draws=False)
+    plan = Plan(
         tile=tile, T=T, V=V, D=2048, dtype=jnp.dtype(jnp.bfloat16), forbidden_ids=(), row_names=()
     )
     assert plan.columns % 16 == 0 and plan.columns <= tile.columns
@@ -257,7 +257,7 @@ def test_the_tiles_cover_the_vocabulary_and_fit_shared_memory(T, V):
     assert 1 <= plan.workers <= plan.num_tiles
     assert plan.teams * plan.workers * plan.cluster <= tile.sms
     assert T <= plan.padded_rows < T + plan.group_rows
-    stage = (plan.cta_rows + plan.tile_columns) * gpu_kernel.DEPTH * 2
+    stage = (plan.cta_rows + plan.tile_columns) * mosaic_gpu.DEPTH * 2
     assert tile.stages * stage + 12 * 1024 <= 227 * 1024
 
 
@@ -271,13 +271,13 @@ def test_the_tiles_cover_the_vocabulary_and_fit_shared_memory(T, V):
     ids=["dtype", "width", "forbidden"],
 )
 def test_what_it_cannot_serve_is_said(facts, message):
-    assert message in gpu_kernel.why_not(**facts)
+    assert message in mosaic_gpu.why_not(**facts)
 
 
 def test_a_forced_shape_that_it_cannot_serve_is_printed():
     x, w = jnp.zeros((3, 100), jnp.bfloat16), jnp.zeros((50, 100), jnp.bfloat16)
     with pytest.raises(ValueError, match=r"hidden size.*\(3, 100\).*\(50, 100\)"):
-        gpu_kernel.partial_stats(x, w, {})
+        mosaic_gpu.partial_stats(x, w, {})
 
 
 @pytest.mark.parametrize(
@@ -285,4 +285,4 @@ def test_a_forced_shape_that_it_cannot_serve_is_printed():
 )
 def test_bad_tiles_are_refused(wrong):
     with pytest.raises(ValueError, match="must be"):
-        gpu_kernel.UnembedTile(**wrong)
+        UnembedTile(**wrong)

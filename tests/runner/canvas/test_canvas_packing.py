@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdllm.decoding.canvas import interface as canvas
+from jdllm.decoding.canvas.interface import Window
 from jdllm.runner.canvas import packing as canvas_packing
 from jdllm.scheduler.rows import canvas as canvas_rows
 
@@ -12,7 +12,7 @@ from jdllm.scheduler.rows import canvas as canvas_rows
 def window_of(low, high):
     low, high = jnp.asarray(low, jnp.int32), jnp.asarray(high, jnp.int32)
     none = jnp.zeros((len(low), 1), bool)
-    return canvas.Window(low=low, high=high, wanted=none, is_full=none[:, 0])
+    return Window(low=low, high=high, wanted=none, is_full=none[:, 0])
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -12,12 +12,12 @@ from support import golden_flux, golden_images, golden_qwen_image, image_launche
 from support import published_pipelines as published
 from support.image_launches import NEGATIVE, PROMPTS
 
-from jdllm.device import devices as device_lib
+from jdllm.device import devices
 from jdllm.pipelines import interface, loaded
-from jdllm.runner.image import kind as kind_lib
 from jdllm.runner.image import programs, sizes, state
+from jdllm.runner.image.kind import ImageKind
 from jdllm.runner.launch import interrupts
-from jdllm.scheduler import batch as batch_lib
+from jdllm.scheduler.batch import ScheduleBatch
 from jdllm.scheduler.rows.image import buckets
 
 AHEAD = (golden_flux.GOLDEN, golden_qwen_image.GOLDEN)
@@ -48,7 +48,7 @@ def guidance_of(image):
 def modulated(golden, model, asks, first_steps):
     """Returns the windows in memory after a launch for requests in SLOTS with captions ENTRIES."""
     config = dataclasses.replace(golden.config, num_slots=4, num_entries=4, window_steps=STEPS)
-    kind = kind_lib.ImageKind(model.pipeline, config)
+    kind = ImageKind(model.pipeline, config)
     memory = kind.create_memory()
     captions = captions_of(model.pipeline, config.max_tokens)
     memory["captions"] = state.Captions(entries=captions)
@@ -59,7 +59,7 @@ def modulated(golden, model, asks, first_steps):
     passes = programs.passes_of(model.pipeline.modulation)
     bucket = buckets.ModulateBucket(rows=4, num_passes=passes)
     program = kind.program(bucket)
-    batch = batch_lib.ScheduleBatch(rows=tuple(rows), bucket=bucket)
+    batch = ScheduleBatch(rows=tuple(rows), bucket=bucket)
     inputs = program.inputs(batch, interrupts.shapes())
     parts = {name: memory[name] for name in program.uses}
     after, outputs = jax.jit(program.step)(model.params, parts, inputs)
@@ -78,7 +78,7 @@ FLUX, QWEN_IMAGE = AHEAD
 def test_a_window_holds_what_each_of_its_steps_would_make(golden, dtype):
     """Of both captions of guided rows, and for rows at other steps of other schedules."""
     size = golden.sizes[0]
-    model = loaded.load(golden.folder(), dtype, device_lib.facts(), show_progress=False)
+    model = loaded.load(golden.folder(), dtype, devices.facts(), show_progress=False)
     asks = [golden.ask(PROMPTS[1], steps=steps, size=size, negative=NEGATIVE) for steps in (5, 2)]
     windows, captions = modulated(golden, model, asks, first_steps=(1, 0))
     passes = programs.passes_of(model.pipeline.modulation)
@@ -108,7 +108,7 @@ def test_bytes_of_windows_are_those_of_the_arrays():
         windows = sizes.windows(pipeline, (1,), config.num_slots, None)
         if windows is not None:
             config = dataclasses.replace(config, window_steps=windows.steps)
-        memory = jax.eval_shape(kind_lib.ImageKind(pipeline, config).create_memory)
+        memory = jax.eval_shape(ImageKind(pipeline, config).create_memory)
         leaves = jax.tree.leaves(memory.get("modulations", ()))
         held = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
         assert held == config.num_slots * sizes.window_bytes(pipeline, windows)

@@ -11,11 +11,11 @@ import pytest
 from support import golden_pipelines, image_launches
 from support.image_launches import NEGATIVE, PROMPTS
 
-from jdllm.device import devices as device_lib
+from jdllm.device import devices
 from jdllm.pipelines import loaded
-from jdllm.runner.image import kind as kind_lib
+from jdllm.runner.image.kind import ImageKind
 from jdllm.runner.launch import compile_counter, interrupts
-from jdllm.scheduler import batch as batch_lib
+from jdllm.scheduler.batch import ScheduleBatch
 
 # Batched against alone inside one implementation; with guidance the reference has 4e-5.
 ATOL_ALONE = 5e-5
@@ -225,9 +225,9 @@ def test_memory_is_never_copied(golden):
 
 @golden_pipelines.of_each
 def test_latents_and_noise_levels_are_float32_whatever_the_weights_are(golden):
-    model = loaded.load(golden.folder(), "bfloat16", device_lib.facts(), show_progress=False)
+    model = loaded.load(golden.folder(), "bfloat16", devices.facts(), show_progress=False)
     assert {array.dtype for array in model.params.values()} == {jnp.dtype("bfloat16")}
-    kind = kind_lib.ImageKind(model.pipeline, golden.config)
+    kind = ImageKind(model.pipeline, golden.config)
     memory = jax.eval_shape(kind.create_memory)
     largest = max(jax.tree.leaves(memory["captions"]), key=lambda leaf: leaf.size)
     assert largest.dtype == jnp.bfloat16
@@ -237,7 +237,7 @@ def test_latents_and_noise_levels_are_float32_whatever_the_weights_are(golden):
         image_launches.decode_bucket(size, "latent"),
     ):
         program = kind.program(bucket)
-        empty = batch_lib.ScheduleBatch(rows=(), bucket=bucket)
+        empty = ScheduleBatch(rows=(), bucket=bucket)
         inputs = program.inputs(empty, interrupts.shapes())
         parts = {name: memory[name] for name in program.uses}
         after, outputs = jax.eval_shape(program.step, model.params, parts, inputs)

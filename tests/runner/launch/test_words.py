@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jdllm.runner.launch import words as packing
+from jdllm.runner.launch.words import Layout
 
 
 def tree_of(seed):
@@ -33,7 +34,7 @@ def same_bits(tree, other):
 @pytest.mark.parametrize("seed", range(5))
 def test_packing_keeps_every_bit_on_the_host_and_on_the_device(seed, alignment):
     tree = tree_of(seed)
-    layout = packing.Layout.of(tree, alignment=alignment)
+    layout = Layout.of(tree, alignment=alignment)
     words = layout.pack(tree, layout.num_words + 3)
     assert words.shape == (layout.num_words + 3,) and words.dtype == packing.WORD
     assert not words[-3:].any()
@@ -45,7 +46,7 @@ def test_packing_keeps_every_bit_on_the_host_and_on_the_device(seed, alignment):
 
 def test_leaves_begin_at_whole_alignments():
     tree = {"a": np.full(5, 1, np.int32), "b": np.full(8, 2, np.int32), "c": np.int32(3)}
-    layout = packing.Layout.of(tree, alignment=8)
+    layout = Layout.of(tree, alignment=8)
     expected = [1] * 5 + [0] * 3 + [2] * 8 + [3]
     assert layout.pack(tree, layout.num_words).tolist() == expected
 
@@ -74,7 +75,7 @@ def test_a_launch_writes_its_results_into_the_buffer_of_its_inputs():
 
 
 def test_leaves_of_another_shape_are_refused():
-    layout = packing.Layout.of({"a": np.zeros(4, np.int32)})
+    layout = Layout.of({"a": np.zeros(4, np.int32)})
     for wrong in (np.zeros(1, np.int32), np.zeros((2, 2), np.int32), np.int32(0)):
         with pytest.raises(ValueError, match=r"the layout has \(4,\)"):
             layout.pack({"a": wrong}, 4)
@@ -82,4 +83,4 @@ def test_leaves_of_another_shape_are_refused():
 
 def test_leaves_that_are_no_words_are_refused():
     with pytest.raises(ValueError, match="int8"):
-        packing.Layout.of({"a": jnp.zeros(3, jnp.int8)})
+        Layout.of({"a": jnp.zeros(3, jnp.int8)})

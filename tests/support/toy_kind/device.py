@@ -12,7 +12,7 @@ import numpy as np
 from jdllm.device import facts
 from jdllm.runner.launch import driver, interrupts, program
 from jdllm.runner.launch.rows import select
-from jdllm.scheduler import batch as batch_lib
+from jdllm.scheduler.batch import Bucket, Frame, LaunchResult, RowResult, ScheduleBatch
 
 WIDTH = 3  # numbers of a row
 
@@ -99,10 +99,10 @@ class ToyKind:
         zeros = jnp.zeros((N,), jnp.int32)
         return {"slots": State(jnp.zeros((N, WIDTH), jnp.int32), zeros, zeros + 0)}
 
-    def program(self, bucket: batch_lib.Bucket) -> program.Program:
+    def program(self, bucket: Bucket) -> program.Program:
         return program.Program(step=self.step, uses=("slots",), inputs=self.inputs, results=results)
 
-    def inputs(self, batch: batch_lib.ScheduleBatch, interrupt: interrupts.Interrupt) -> Inputs:
+    def inputs(self, batch: ScheduleBatch, interrupt: interrupts.Interrupt) -> Inputs:
         R = batch.bucket.rows
         slot, is_fresh = np.full((R,), self.num_slots, np.int32), np.zeros((R,), bool)
         seed, num_steps = np.zeros((R,), np.int32), np.zeros((R,), np.int32)
@@ -136,19 +136,18 @@ class ToyKind:
         return {"slots": slots}, outputs
 
 
-def results(outputs: Outputs, batch: batch_lib.ScheduleBatch) -> batch_lib.LaunchResult:
+def results(outputs: Outputs, batch: ScheduleBatch) -> LaunchResult:
     rows = []
     for i in range(len(batch.rows)):
         count, step = int(outputs.count[i]), int(outputs.step[i])
         frames = tuple(
-            batch_lib.Frame(step=step - count + k + 1, value=outputs.frames[i, k])
-            for k in range(count)
+            Frame(step=step - count + k + 1, value=outputs.frames[i, k]) for k in range(count)
         )
         is_done = bool(frames) and step == outputs.num_steps[i]
         product = frames[-1].value if is_done else None
-        rows.append(batch_lib.RowResult(nfe=count, frames=frames, product=product))
+        rows.append(RowResult(nfe=count, frames=frames, product=product))
     steps = int(outputs.steps_run)
-    return batch_lib.LaunchResult(
+    return LaunchResult(
         rows=tuple(rows),
         num_steps=steps,
         computed_tokens=steps * batch.bucket.rows,

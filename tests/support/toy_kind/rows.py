@@ -10,22 +10,22 @@ import dataclasses
 from typing import ClassVar, Self
 
 from jdllm import errors
-from jdllm.scheduler import batch as batch_lib
-from jdllm.scheduler import commits as commits_lib
-from jdllm.scheduler import request as request_lib
 from jdllm.scheduler import sizes
-from jdllm.scheduler import stay as stay_lib
+from jdllm.scheduler.batch import Bucket, RowResult, ScheduleBatch, ScheduledRow
+from jdllm.scheduler.commits import FinishReason, Progress
+from jdllm.scheduler.request import Request
 from jdllm.scheduler.rows import interface
+from jdllm.scheduler.stay import Stay
 
 
-class ToyBucket(batch_lib.Bucket):
+class ToyBucket(Bucket):
     """Up to `rows` rows, of one position each."""
 
     name = "toy"
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
-class ToyStay(stay_lib.Stay):
+class ToyStay(Stay):
     """A row on the device, and the steps that its launches have told of."""
 
     num_steps: int = 0
@@ -51,22 +51,22 @@ class ToyRows:
     def max_rows(self) -> int:
         return self._sizes[-1]
 
-    def buckets(self) -> list[batch_lib.Bucket]:
+    def buckets(self) -> list[Bucket]:
         return [ToyBucket(rows=rows, tokens=rows) for rows in self._sizes]
 
     def default_new_tokens(self, prompt_len: int, block_length: int | None) -> int:
         return 1
 
-    def prepare(self, request: request_lib.Request) -> None:
+    def prepare(self, request: Request) -> None:
         if request.max_new_tokens < 1:
             raise errors.RequestError("steps must be at least 1", param="num_inference_steps")
 
-    def admit(self, request: request_lib.Request) -> ToyStay | None:
+    def admit(self, request: Request) -> ToyStay | None:
         return ToyStay(slot=self.live.next_slot)
 
-    def plan(self) -> batch_lib.ScheduleBatch | None:
+    def plan(self) -> ScheduleBatch | None:
         rows = tuple(
-            batch_lib.ScheduledRow(
+            ScheduledRow(
                 request=one, stay=one.held, start=0, num_tokens=1, is_fresh=one.held.is_fresh
             )
             for one in self.live.running
@@ -76,28 +76,26 @@ class ToyRows:
         for row in rows:
             row.stay.is_fresh = False
         size = sizes.smallest(self._sizes, len(rows), "rows")
-        return batch_lib.ScheduleBatch(
+        return ScheduleBatch(
             rows=rows,
             bucket=ToyBucket(rows=size, tokens=size),
             max_steps=self._decode_steps,
             max_finished=self.live.max_finished(len(rows)),
         )
 
-    def apply(
-        self, request: request_lib.Request, result: batch_lib.RowResult
-    ) -> commits_lib.Progress:
+    def apply(self, request: Request, result: RowResult) -> Progress:
         request.nfe += result.nfe
         finish = None
         if result.product is not None:
-            finish = commits_lib.FinishReason(kind="length", finished_len=0)
-        return commits_lib.Progress(frames=result.frames, finish=finish, product=result.product)
+            finish = FinishReason(kind="length", finished_len=0)
+        return Progress(frames=result.frames, finish=finish, product=result.product)
 
-    def settle(self, request: request_lib.Request, result: batch_lib.RowResult) -> None:
+    def settle(self, request: Request, result: RowResult) -> None:
         stay = request.held
         assert isinstance(stay, ToyStay)
         stay.num_steps += result.nfe
 
-    def steps_left(self, request: request_lib.Request) -> float:
+    def steps_left(self, request: Request) -> float:
         stay = request.held
         assert isinstance(stay, ToyStay)
         return request.max_new_tokens - stay.num_steps

@@ -20,24 +20,34 @@ import time
 from collections.abc import Callable
 
 from jdllm import errors
-from jdllm.device import devices as device_lib
-from jdllm.device import facts, sharding
-from jdllm.engine import core as core_lib
+from jdllm.device import devices, facts, sharding
+from jdllm.engine.core import EngineCore
 from jdllm.engine.start import build as text_build
 from jdllm.engine.start import sizing, startup
 from jdllm.engine.start.images import first_use, start_programs
 from jdllm.options import batching_rules, image_params
-from jdllm.options import config as config_lib
+from jdllm.options.config import Quantization
 from jdllm.pipelines import folder as pipeline_folder
 from jdllm.pipelines import interface, loaded
+from jdllm.pipelines.folder import PipelineFolder
 from jdllm.runner import model_runner
-from jdllm.runner.image import kind as kind_lib
 from jdllm.runner.image import sizes as sizes_lib
+from jdllm.runner.image.kind import ImageKind, ImageKindConfig
+from jdllm.runner.image.sizes import (
+    check_residuals,
+    check_split,
+    check_weights,
+    entries_that_fit,
+    entry_bytes,
+    fitted,
+)
 from jdllm.runner.launch import compile_counter, executables
-from jdllm.scheduler import scheduler as scheduler_lib
 from jdllm.scheduler.rows.image import buckets as image_buckets
 from jdllm.scheduler.rows.image import limits as image_limits
-from jdllm.scheduler.rows.image import rows as image
+from jdllm.scheduler.rows.image.buckets import ImageBuckets
+from jdllm.scheduler.rows.image.limits import ImageLimits
+from jdllm.scheduler.rows.image.rows import ImageRowConfig, ImageRows
+from jdllm.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +80,7 @@ class ImageBuildConfig:
     directory: pathlib.Path
     load_format: str = "auto"
     dtype: str = "auto"
-    quantization: config_lib.Quantization | None = None
+    quantization: Quantization | None = None
     variant: str | None = None
     tp_size: int = 1
     random_seed: int = 0
@@ -107,13 +117,13 @@ class BuiltImages:
 
     config: ImageBuildConfig
     device: facts.DeviceFacts
-    folder: pipeline_folder.PipelineFolder
+    folder: PipelineFolder
     pipeline: interface.Pipeline
-    core: core_lib.EngineCore
+    core: EngineCore
     runner: model_runner.ModelRunner
-    rows: image.ImageRows
-    buckets: image_buckets.ImageBuckets
-    limits: image_limits.ImageLimits
+    rows: ImageRows
+    buckets: ImageBuckets
+    limits: ImageLimits
     default_size: tuple[int, int]  # (height, width) in pixels
     num_slots: int
     dtype: str  # of the weights
@@ -145,14 +155,14 @@ def build(config: ImageBuildConfig, progress: startup.StartupProgress) -> BuiltI
         config.directory, load_format=config.load_format, variant=config.variant
     )
     # What can be refused without the weights is refused before they are read.
-    sizes_lib.check_split(folder, config.tp_size)
+    check_split(folder, config.tp_size)
     if config.tp_size > 1:
-        device_lib.prepare_several()
-    mesh = sharding.make_mesh(config.tp_size, device_lib.every())
-    device = device_lib.facts(config.tp_size)
+        devices.prepare_several()
+    mesh = sharding.make_mesh(config.tp_size, devices.every())
+    device = devices.facts(config.tp_size)
     dtype = loaded.resolve_dtype(config.dtype, device)
     limits = _limits(config, loaded.without_modules(folder, dtype))
-    sizes_lib.check_weights(
+    check_weights(
         folder,
         dtype,
         share=config.mem_fraction_static,
@@ -176,20 +186,20 @@ def build(config: ImageBuildConfig, progress: startup.StartupProgress) -> BuiltI
     buckets = _buckets(config, pipeline, limits, device, default_size)
     num_slots = config.max_running_requests or _default_rows(device)
     max_tokens = buckets.tokens[-1]
-    num_entries = sizes_lib.entries_that_fit(pipeline, max_tokens, _caption_bytes(config, device))
+    num_entries = entries_that_fit(pipeline, max_tokens, _caption_bytes(config, device))
     free_bytes = sizing.free_bytes(config.mem_fraction_static, config.tp_size)
     residual_bytes = 0
     if config.has_step_cache:
         slot_bytes = sizes_lib.residual_bytes(pipeline, config.max_pixels)
-        sizes_lib.check_residuals(num_slots, slot_bytes, free_bytes)
+        check_residuals(num_slots, slot_bytes, free_bytes)
         residual_bytes = num_slots * slot_bytes
     left_bytes = None if free_bytes is None else free_bytes - residual_bytes
     modulate_rows = (1,) if device.is_cpu else buckets.rows
     windows = sizes_lib.windows(pipeline, modulate_rows, num_slots, left_bytes)
     buckets = dataclasses.replace(buckets, windows=windows)
-    kind = kind_lib.ImageKind(
+    kind = ImageKind(
         pipeline,
-        kind_lib.ImageKindConfig(
+        ImageKindConfig(
             num_slots=num_slots,
             num_entries=num_entries,
             max_pixels=config.max_pixels,
@@ -206,9 +216,9 @@ def build(config: ImageBuildConfig, progress: startup.StartupProgress) -> BuiltI
     runner.compile(at_start, progress.advance)
     free_bytes = sizing.free_bytes(config.mem_fraction_static, config.tp_size)
     if free_bytes is not None:
-        buckets = sizes_lib.fitted(buckets, runner.bytes_by_bucket, free_bytes)
-    rows = image.ImageRows(
-        image.ImageRowConfig(
+        buckets = fitted(buckets, runner.bytes_by_bucket, free_bytes)
+    rows = ImageRows(
+        ImageRowConfig(
             max_running_requests=num_slots,
             buckets=buckets,
             limits_of_images=limits,
@@ -233,8 +243,8 @@ def build(config: ImageBuildConfig, progress: startup.StartupProgress) -> BuiltI
         device=device,
         folder=folder,
         pipeline=pipeline,
-        core=core_lib.EngineCore(
-            scheduler_lib.Scheduler(rows, max_queued_requests=config.max_queued_requests),
+        core=EngineCore(
+            Scheduler(rows, max_queued_requests=config.max_queued_requests),
             runner,
             max_total_tokens=None,
             overlaps=not config.disable_overlap_schedule,
@@ -253,13 +263,13 @@ def build(config: ImageBuildConfig, progress: startup.StartupProgress) -> BuiltI
         residual_bytes=residual_bytes,
         window_bytes=num_slots * sizes_lib.window_bytes(pipeline, windows),
         slot_bytes=num_slots * sizes_lib.slot_bytes(pipeline, config.max_pixels),
-        caption_bytes=num_entries * sizes_lib.entry_bytes(pipeline, max_tokens),
+        caption_bytes=num_entries * entry_bytes(pipeline, max_tokens),
         startup_s=time.monotonic() - began_s,
         compiles_at_ready=compile_counter.COUNTER.count,
     )
 
 
-def _limits(config: ImageBuildConfig, pipeline: interface.Pipeline) -> image_limits.ImageLimits:
+def _limits(config: ImageBuildConfig, pipeline: interface.Pipeline) -> ImageLimits:
     """Returns the bounds of images; raises a ConfigError if the schedule does not allow them."""
     least = pipeline.size_multiple**2
     if config.max_pixels < least:
@@ -267,7 +277,7 @@ def _limits(config: ImageBuildConfig, pipeline: interface.Pipeline) -> image_lim
             f"max_image_pixels={config.max_pixels} must be at least {least}: sides are multiples "
             f"of {pipeline.size_multiple} pixels"
         )
-    limits = image_limits.ImageLimits(
+    limits = ImageLimits(
         size_multiple=pipeline.size_multiple,
         latent_shape=pipeline.latent_shape,
         max_pixels=config.max_pixels,
@@ -281,16 +291,16 @@ def _limits(config: ImageBuildConfig, pipeline: interface.Pipeline) -> image_lim
 def _buckets(
     config: ImageBuildConfig,
     pipeline: interface.Pipeline,
-    limits: image_limits.ImageLimits,
+    limits: ImageLimits,
     device: facts.DeviceFacts,
     default_size: tuple[int, int],
-) -> image_buckets.ImageBuckets:
+) -> ImageBuckets:
     """Returns the compiled sizes, before it is known what fits into memory."""
     sizes = config.sizes or (default_size,)
     for size in sizes:
         _check_size(*size, limits)
     rows = _rows(config, device)
-    buckets = image_buckets.ImageBuckets(
+    buckets = ImageBuckets(
         rows=rows,
         tokens=_caption_lengths(pipeline, device),
         sizes=sizes,
@@ -348,9 +358,9 @@ def _most_requests(
 
 
 def _default_size(
-    folder: pipeline_folder.PipelineFolder,
+    folder: PipelineFolder,
     pipeline: interface.Pipeline,
-    limits: image_limits.ImageLimits,
+    limits: ImageLimits,
 ) -> tuple[int, int]:
     """Returns the (height, width) of images for which a request says nothing.
 
@@ -369,7 +379,7 @@ def _default_size(
     return height, width
 
 
-def _check_size(height: int, width: int, limits: image_limits.ImageLimits) -> None:
+def _check_size(height: int, width: int, limits: ImageLimits) -> None:
     one = image_params.ImageParams(height=height, width=width, num_inference_steps=1)
     try:
         limits.check(one)
@@ -386,7 +396,7 @@ def _compiles_behind(config: ImageBuildConfig, device: facts.DeviceFacts) -> boo
 
 
 def _default_rows(device: facts.DeviceFacts) -> int:
-    defaults = image.ImageRows.defaults
+    defaults = ImageRows.defaults
     return defaults.cpu_rows if device.is_cpu else defaults.accelerator_rows
 
 

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from jdllm.runner import model_runner
-from jdllm.scheduler import batch as batch_lib
+from jdllm.scheduler.batch import Bucket
 
 logger = logging.getLogger(__name__)
 
@@ -56,11 +56,11 @@ class FirstUse:
         self._executor = concurrent.futures.ThreadPoolExecutor(
             num_threads, thread_name_prefix="compile"
         )
-        self._later: set[batch_lib.Bucket] = set()  # of the start, not compiled yet
-        self._asked: set[batch_lib.Bucket] = set()  # by requests, not compiled yet
-        self._states: dict[batch_lib.Bucket, State] = {}  # the most recently used last
+        self._later: set[Bucket] = set()  # of the start, not compiled yet
+        self._asked: set[Bucket] = set()  # by requests, not compiled yet
+        self._states: dict[Bucket, State] = {}  # the most recently used last
         self._lock = threading.Lock()  # of the three, and of the numbers
-        self._to_compile: queue.PriorityQueue[tuple[int, int, batch_lib.Bucket]] = (
+        self._to_compile: queue.PriorityQueue[tuple[int, int, Bucket]] = (
             queue.PriorityQueue()  # by rows, then in the order of the questions
         )
         self._numbers = itertools.count()
@@ -73,7 +73,7 @@ class FirstUse:
         """Programs that have been asked for, or are to be there anyway, and are not there yet."""
         return len(self._asked) + len(self._later)
 
-    def compile_later(self, buckets: Sequence[batch_lib.Bucket]) -> None:
+    def compile_later(self, buckets: Sequence[Bucket]) -> None:
         """Compiles programs that belong to the start; those for one row that wait go first."""
         if not buckets:
             return
@@ -83,7 +83,7 @@ class FirstUse:
         for bucket in buckets:
             self._enqueue(bucket)
 
-    def is_ready(self, bucket: batch_lib.Bucket) -> bool:
+    def is_ready(self, bucket: Bucket) -> bool:
         """Returns whether a launch of this bucket can start; if not, it can soon.
 
         If a program for one row cannot be compiled, the launch says so. One for several rows is
@@ -114,7 +114,7 @@ class FirstUse:
         self._is_closed = True
         self._executor.shutdown(wait=False, cancel_futures=True)
 
-    def _enqueue(self, bucket: batch_lib.Bucket) -> None:
+    def _enqueue(self, bucket: Bucket) -> None:
         self._to_compile.put((bucket.rows, next(self._numbers), bucket))
         self._executor.submit(self._compile_next)
 
@@ -146,7 +146,7 @@ class FirstUse:
         logger.info("compiled %s in %.1f s", bucket, time.monotonic() - began_s)
         self._ends(bucket, "ready" if self._fits(bucket) else "never")
 
-    def _fits(self, bucket: batch_lib.Bucket) -> bool:
+    def _fits(self, bucket: Bucket) -> bool:
         if bucket.rows == 1 or self._free_bytes is None:
             return True
         needed = self._runner.bytes_by_bucket[bucket]
@@ -158,7 +158,7 @@ class FirstUse:
         )  # fmt: skip
         return False
 
-    def _ends(self, bucket: batch_lib.Bucket, state: State) -> None:
+    def _ends(self, bucket: Bucket, state: State) -> None:
         with self._lock:
             if bucket in self._later:
                 self._later.discard(bucket)

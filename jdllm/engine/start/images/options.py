@@ -11,12 +11,13 @@ from jdllm.checkpoint import source
 from jdllm.engine.images import checks, requests
 from jdllm.engine.start import startup
 from jdllm.engine.start.images import build as images
-from jdllm.options import config as config_lib
+from jdllm.engine.start.images.build import BuiltImages, ImageBuildConfig
+from jdllm.options.config import EngineConfig
 from jdllm.pipelines import folder
 from jdllm.scheduler.rows.image import limits as image_limits
 
 
-def build_config(config: config_lib.EngineConfig) -> images.ImageBuildConfig:
+def build_config(config: EngineConfig) -> ImageBuildConfig:
     """Returns the options of the build; finds the pipeline folder, or downloads it.
 
     Raises a ConfigError for a model that writes text, for options that only such models have, and
@@ -34,7 +35,7 @@ def build_config(config: config_lib.EngineConfig) -> images.ImageBuildConfig:
             f"{directory} is no image pipeline: it holds no {source.MODEL_INDEX_NAME}; for a model "
             "that writes text use jdllm.Engine or jdllm.LLM"
         )
-    return images.ImageBuildConfig(
+    return ImageBuildConfig(
         directory=directory,
         load_format=config.load_format,
         variant=config.variant,
@@ -64,14 +65,14 @@ def build_config(config: config_lib.EngineConfig) -> images.ImageBuildConfig:
 
 
 def build(
-    config: config_lib.EngineConfig, progress: startup.StartupProgress
-) -> tuple[config_lib.EngineConfig, images.BuiltImages]:
+    config: EngineConfig, progress: startup.StartupProgress
+) -> tuple[EngineConfig, BuiltImages]:
     """Builds a pipeline; returns the options with what was chosen, too."""
     made = images.build(build_config(config), progress)
     return resolved(config, made), made
 
 
-def find(config: config_lib.EngineConfig) -> pathlib.Path:
+def find(config: EngineConfig) -> pathlib.Path:
     """Returns the directory of the model; without a name it is the bundled image model."""
     name = config.model_path
     if name is None:
@@ -85,7 +86,7 @@ def find(config: config_lib.EngineConfig) -> pathlib.Path:
     )
 
 
-def resolved(config: config_lib.EngineConfig, built: images.BuiltImages) -> config_lib.EngineConfig:
+def resolved(config: EngineConfig, built: BuiltImages) -> EngineConfig:
     """Returns the options with what the build has chosen."""
     path = str(built.folder.path)
     return dataclasses.replace(
@@ -101,7 +102,7 @@ def resolved(config: config_lib.EngineConfig, built: images.BuiltImages) -> conf
     )
 
 
-def facts(built: images.BuiltImages) -> requests.ImageFacts:
+def facts(built: BuiltImages) -> requests.ImageFacts:
     """Returns what a built pipeline says of itself."""
     pipeline, limits = built.pipeline, built.limits
     defaults, options = pipeline.defaults, pipeline.options

@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 from jdllm.pipelines import interface
-from jdllm.scheduler import batch as batch_lib
-from jdllm.scheduler.rows.image import buckets as image_buckets
+from jdllm.scheduler.batch import Bucket
+from jdllm.scheduler.rows.image.buckets import ImageBuckets
 
 
-def at_start(
-    buckets: image_buckets.ImageBuckets, pipeline: interface.Pipeline
-) -> list[batch_lib.Bucket]:
+def at_start(buckets: ImageBuckets, pipeline: interface.Pipeline) -> list[Bucket]:
     """Returns what is compiled before the first request: no guided steps, or only these."""
     # The other option asks for guidance only together with a negative prompt.
     is_switch = pipeline.options.cfg_switch == "guidance_scale"
@@ -19,9 +17,7 @@ def at_start(
     return _programs(buckets, pipeline, is_guided=is_guided)
 
 
-def after_start(
-    buckets: image_buckets.ImageBuckets, pipeline: interface.Pipeline
-) -> list[batch_lib.Bucket]:
+def after_start(buckets: ImageBuckets, pipeline: interface.Pipeline) -> list[Bucket]:
     """Returns what follows: guided steps, where requests need only a negative prompt for them."""
     is_switch = pipeline.options.cfg_switch == "true_cfg_scale"
     if not is_switch or (pipeline.defaults.true_cfg_scale or 0.0) <= 1:
@@ -31,8 +27,8 @@ def after_start(
 
 
 def _programs(
-    buckets: image_buckets.ImageBuckets, pipeline: interface.Pipeline, *, is_guided: bool
-) -> list[batch_lib.Bucket]:
+    buckets: ImageBuckets, pipeline: interface.Pipeline, *, is_guided: bool
+) -> list[Bucket]:
     """Returns the programs of requests that are guided, or of those that are not.
 
     Where captions are padded, most are as long as the default.

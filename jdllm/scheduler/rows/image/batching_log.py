@@ -11,7 +11,7 @@ import collections
 import logging
 from collections.abc import Sequence
 
-from jdllm.scheduler import request as request_lib
+from jdllm.scheduler.request import Request
 from jdllm.scheduler.rows.image.stay import image_of
 
 logger = logging.getLogger(__name__)
@@ -28,9 +28,9 @@ class BatchingLog:
 
     def note(
         self,
-        members: Sequence[request_lib.Request],
-        sharing: Sequence[request_lib.Request],
-        ready: Sequence[request_lib.Request],
+        members: Sequence[Request],
+        sharing: Sequence[Request],
+        ready: Sequence[Request],
         *,
         most: int,
         bound: str,
@@ -85,7 +85,7 @@ class BatchingLog:
         self._rejected: collections.Counter[str] = collections.Counter()
 
 
-def _difference(first: request_lib.Request, other: request_lib.Request) -> str | None:
+def _difference(first: Request, other: Request) -> str | None:
     """Returns the option that keeps a request out of the steps of another; None if none does."""
     one, two = image_of(first), image_of(other)
     if one.height != two.height:

@@ -13,8 +13,8 @@ from typing import ClassVar
 
 from jdllm import errors
 from jdllm.options import image_params
-from jdllm.scheduler import batch as batch_lib
-from jdllm.scheduler import sizes as sizes_lib
+from jdllm.scheduler.batch import Bucket, ScheduledRow
+from jdllm.scheduler.sizes import check_ascending, smallest
 
 # In pixels: rows of a launch times the size of an image. Compute bounds a step of 12 images of
 # 512 x 512 (H200, Z-Image: 21.2 ms a row at 4 rows, 21.4 at 12), so more rows gain nothing.
@@ -33,7 +33,7 @@ def one_token_for_16x16(height: int, width: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class EncodeBucket(batch_lib.Bucket):
+class EncodeBucket(Bucket):
     """Up to `rows` captions of at most `tokens` tokens each, written into entries of the store."""
 
     name: ClassVar[str] = "encode"
@@ -41,7 +41,7 @@ class EncodeBucket(batch_lib.Bucket):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class BeginBucket(batch_lib.Bucket):
+class BeginBucket(Bucket):
     """Writes given latents into the slot of one row."""
 
     name: ClassVar[str] = "begin"
@@ -54,7 +54,7 @@ class BeginBucket(batch_lib.Bucket):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ModulateBucket(batch_lib.Bucket):
+class ModulateBucket(Bucket):
     """Makes what modulates a window of steps of up to `rows` requests, `num_passes` for each."""
 
     name: ClassVar[str] = "modulate"
@@ -65,7 +65,7 @@ class ModulateBucket(batch_lib.Bucket):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class StepBucket(batch_lib.Bucket):
+class StepBucket(Bucket):
     """One denoising step of up to `rows` requests with captions of at most `tokens` tokens.
 
     Guided requests take 2 * `rows` rows of the transformer. `is_cached`: rows may leave out blocks
@@ -81,7 +81,7 @@ class StepBucket(batch_lib.Bucket):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeBucket(batch_lib.Bucket):
+class DecodeBucket(Bucket):
     """Gives images (of 8 bits, or floats) or latents of up to `rows` rows: the clean prediction.
 
     After the last step of all, the clean prediction is the final latents. So previews and final
@@ -98,7 +98,7 @@ class DecodeBucket(batch_lib.Bucket):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ImageRow(batch_lib.ScheduledRow):
+class ImageRow(ScheduledRow):
     """A row of a launch of images; in the launch that begins it, its latents are given."""
 
     start: int = 0
@@ -193,10 +193,10 @@ class ImageBuckets:
     def __post_init__(self) -> None:
         for name in ("rows", "encode_rows", "decode_rows"):
             ladder: tuple[int, ...] = getattr(self, name)
-            sizes_lib.check_ascending(name, ladder)
+            check_ascending(name, ladder)
             if ladder[0] != 1:
                 raise errors.ConfigError(f"{name}={ladder} must begin with 1")
-        sizes_lib.check_ascending("tokens", self.tokens)
+        check_ascending("tokens", self.tokens)
         if self.encode_tokens < self.tokens[-1]:
             raise errors.ConfigError(
                 f"{self.encode_tokens=} of a launch must hold the longest caption of "
@@ -205,7 +205,7 @@ class ImageBuckets:
         if not self.guided:
             raise errors.ConfigError("guided is empty: no kind of step is served")
 
-    def all(self) -> list[batch_lib.Bucket]:
+    def all(self) -> list[Bucket]:
         """Returns every bucket of the sizes that are compiled at start."""
         encode = [
             EncodeBucket(rows=rows, tokens=tokens)
@@ -215,7 +215,7 @@ class ImageBuckets:
         sized = [bucket for size in self.sizes for bucket in self.of(*size)]
         return [*encode, *self._modulate(), *sized]
 
-    def _modulate(self) -> list[batch_lib.Bucket]:
+    def _modulate(self) -> list[Bucket]:
         if (windows := self.windows) is None:
             return []
         buckets = (
@@ -225,9 +225,9 @@ class ImageBuckets:
         )
         return list(dict.fromkeys(buckets))
 
-    def of(self, height: int, width: int) -> list[batch_lib.Bucket]:
+    def of(self, height: int, width: int) -> list[Bucket]:
         """Returns the buckets that images of one size need, but for the encoding of captions."""
-        begin: batch_lib.Bucket = BeginBucket(height=height, width=width)
+        begin: Bucket = BeginBucket(height=height, width=width)
         steps = [
             StepBucket(
                 rows=rows, tokens=tokens, height=height, width=width,
@@ -256,7 +256,7 @@ class ImageBuckets:
         most = self.most_decode_rows(height, width)
         return up_to(self.decode_rows, self._bounded(most, height, width))
 
-    def sizes_like(self, bucket: batch_lib.Bucket) -> tuple[int, ...]:
+    def sizes_like(self, bucket: Bucket) -> tuple[int, ...]:
         """Returns the rows that launches of a bucket's shape may have."""
         match bucket:
             case EncodeBucket(tokens=tokens):
@@ -284,7 +284,7 @@ class ImageBuckets:
 
     def tokens_of(self, length: int) -> int:
         """Returns the smallest compiled length of a caption that holds `length` tokens."""
-        return sizes_lib.smallest(self.tokens, length, "tokens")
+        return smallest(self.tokens, length, "tokens")
 
 
 def up_to(ladder: Sequence[int], most: int) -> tuple[int, ...]:

@@ -12,13 +12,13 @@ import dataclasses
 from collections.abc import Sequence
 
 from jdllm import errors
-from jdllm.scheduler import stay as stay_lib
+from jdllm.scheduler.stay import Stay
 
 Caption = tuple[int, ...]  # the tokens
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
-class CaptionStay(stay_lib.Stay):
+class CaptionStay(Stay):
     """A stay that holds entries of the store: the caption's, and for guidance the negative one's.
 
     Two equal captions are one entry, which the stay holds twice.
@@ -87,7 +87,7 @@ class CaptionStore:
         """Notes that a launch that encodes the entry's caption has been planned."""
         self._entries[entry].is_written = True
 
-    def release(self, stay: stay_lib.Stay) -> None:
+    def release(self, stay: Stay) -> None:
         """Takes back what a stay holds; a caption that was never encoded is forgotten."""
         assert isinstance(stay, CaptionStay)
         for number in stay.entries:

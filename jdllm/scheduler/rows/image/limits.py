@@ -10,7 +10,7 @@ import numpy as np
 
 from jdllm import errors
 from jdllm.options import image_params
-from jdllm.scheduler import request as request_lib
+from jdllm.scheduler.request import Request
 
 DEFAULT_MAX_PIXELS = 2048 * 2048
 
@@ -88,7 +88,7 @@ class ImageLimits:
 
 
 def check_captions(
-    request: request_lib.Request,
+    request: Request,
     image: image_params.ImageParams,
     *,
     guided: tuple[bool, ...],

@@ -15,12 +15,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from jdllm.scheduler import batch as batch_lib
-from jdllm.scheduler import request as request_lib
+from jdllm.scheduler.batch import ScheduleBatch
+from jdllm.scheduler.request import Request
 from jdllm.scheduler.rows.image import buckets
-from jdllm.scheduler.rows.image import captions as image_captions
-from jdllm.scheduler.rows.image import programs as image_programs
-from jdllm.scheduler.rows.image import row_limits as image_row_limits
+from jdllm.scheduler.rows.image.captions import CaptionStore
+from jdllm.scheduler.rows.image.programs import Programs
+from jdllm.scheduler.rows.image.row_limits import RowLimits
 from jdllm.scheduler.rows.image.stay import image_of, stay_of
 
 
@@ -30,25 +30,25 @@ class Modulation:
     def __init__(
         self,
         windows: buckets.Windows | None,
-        captions: image_captions.CaptionStore,
-        programs: image_programs.Programs,
-        row_limits: image_row_limits.RowLimits,
+        captions: CaptionStore,
+        programs: Programs,
+        row_limits: RowLimits,
     ):
         self._windows = windows
         self._captions = captions
         self._programs = programs
         self._row_limits = row_limits
 
-    def is_there(self, request: request_lib.Request) -> bool:
+    def is_there(self, request: Request) -> bool:
         """Returns whether that of the next step has been planned."""
         return self._windows is None or self._num_left(request, self._windows) > 0
 
-    def place(self, request: request_lib.Request) -> int:
+    def place(self, request: Request) -> int:
         """Returns where that of the next step stands in the window."""
         stay = stay_of(request)
         return 0 if stay.window is None else stay.num_planned - stay.window
 
-    def plan(self, running: Sequence[request_lib.Request]) -> batch_lib.ScheduleBatch | None:
+    def plan(self, running: Sequence[Request]) -> ScheduleBatch | None:
         """Returns a launch for the rows that are due, and others; None if no row is."""
         windows = self._windows
         if windows is None:
@@ -73,14 +73,14 @@ class Modulation:
                     request=one, stay=stay, step=stay.window, is_fresh=stay.is_fresh
                 )
             )
-        return batch_lib.ScheduleBatch(rows=tuple(rows), bucket=bucket)
+        return ScheduleBatch(rows=tuple(rows), bucket=bucket)
 
-    def _num_left(self, request: request_lib.Request, windows: buckets.Windows) -> int:
+    def _num_left(self, request: Request, windows: buckets.Windows) -> int:
         """Returns how many steps of the window have not been planned."""
         stay = stay_of(request)
         return 0 if stay.window is None else stay.window + windows.steps - stay.num_planned
 
-    def _is_due(self, request: request_lib.Request, windows: buckets.Windows) -> bool:
+    def _is_due(self, request: Request, windows: buckets.Windows) -> bool:
         stay = stay_of(request)
         return (
             stay.num_planned < image_of(request).num_inference_steps
@@ -89,13 +89,13 @@ class Modulation:
             and self._programs.has(_shape(request, windows))
         )
 
-    def _gains(self, request: request_lib.Request, windows: buckets.Windows) -> bool:
+    def _gains(self, request: Request, windows: buckets.Windows) -> bool:
         """Returns whether a row that is not due has more steps in a window that begins now."""
         stay, steps = stay_of(request), image_of(request).num_inference_steps
         left = self._num_left(request, windows)
         return 0 < left < windows.steps and stay.num_planned + left < steps
 
 
-def _shape(request: request_lib.Request, windows: buckets.Windows) -> buckets.ModulateBucket:
+def _shape(request: Request, windows: buckets.Windows) -> buckets.ModulateBucket:
     """Returns the bucket of one row that a request needs."""
     return windows.bucket(is_guided=image_of(request).is_guided)

@@ -12,20 +12,27 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from jdllm.options import image_params
-from jdllm.scheduler import batch as batch_lib
-from jdllm.scheduler import request as request_lib
-from jdllm.scheduler.rows.image import buckets as buckets_lib
-from jdllm.scheduler.rows.image import captions as image_captions
+from jdllm.scheduler import batch
+from jdllm.scheduler.request import Request
 from jdllm.scheduler.rows.image import stay
+from jdllm.scheduler.rows.image.buckets import (
+    BeginBucket,
+    DecodeBucket,
+    EncodeBucket,
+    ImageBuckets,
+    StepBucket,
+    Windows,
+)
+from jdllm.scheduler.rows.image.captions import CaptionStore
 
-Bucket = TypeVar("Bucket", bound=batch_lib.Bucket)
+Bucket = TypeVar("Bucket", bound=batch.Bucket)
 
 
 class Programs:
     """Asks for programs; `is_ready` says whether that of a bucket is compiled (None: all are)."""
 
-    def __init__(self, buckets: buckets_lib.ImageBuckets, captions: image_captions.CaptionStore):
-        self.is_ready: Callable[[batch_lib.Bucket], bool] | None = None
+    def __init__(self, buckets: ImageBuckets, captions: CaptionStore):
+        self.is_ready: Callable[[batch.Bucket], bool] | None = None
         self.is_missing = False  # one was asked for in this round that is not compiled
         self._buckets = buckets
         self._captions = captions
@@ -36,7 +43,7 @@ class Programs:
         self.is_missing = False
         self._answers.clear()
 
-    def has(self, bucket: batch_lib.Bucket) -> bool:
+    def has(self, bucket: batch.Bucket) -> bool:
         """Returns whether a program is compiled; if not, it is asked for."""
         is_ready = self.is_ready is None or self.is_ready(bucket)
         self.is_missing |= not is_ready
@@ -46,7 +53,7 @@ class Programs:
         """Returns the first bucket with a program; the caller knows that there is one."""
         return next(filter(self.has, buckets))
 
-    def has_all(self, request: request_lib.Request) -> bool:
+    def has_all(self, request: Request) -> bool:
         """Returns whether all are compiled that a waiting request needs; asks for all others."""
         if self.is_ready is None:
             return True
@@ -74,20 +81,20 @@ def _alone(
     tokens: int,
     unknown: Iterable[int],
     draws_latents: bool,
-    windows: buckets_lib.Windows | None,
+    windows: Windows | None,
     outputs: Iterable[image_params.Output],
-) -> list[batch_lib.Bucket]:
+) -> list[batch.Bucket]:
     """Returns the buckets of one row with which a request runs alone, in the order of their use."""
     height, width = group.height, group.width
-    buckets: list[batch_lib.Bucket] = [
-        buckets_lib.EncodeBucket(rows=1, tokens=length) for length in sorted(unknown)
+    buckets: list[batch.Bucket] = [
+        EncodeBucket(rows=1, tokens=length) for length in sorted(unknown)
     ]
     if windows is not None:
         buckets.append(windows.bucket(is_guided=group.is_guided))
     if not draws_latents:
-        buckets.append(buckets_lib.BeginBucket(height=height, width=width))
-    buckets.append(buckets_lib.StepBucket(rows=1, tokens=tokens, **group._asdict()))
+        buckets.append(BeginBucket(height=height, width=width))
+    buckets.append(StepBucket(rows=1, tokens=tokens, **group._asdict()))
     return buckets + [
-        buckets_lib.DecodeBucket(rows=1, height=height, width=width, output=output)
+        DecodeBucket(rows=1, height=height, width=width, output=output)
         for output in sorted(outputs)
     ]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from jdllm.scheduler import batch as batch_lib
+from jdllm.scheduler.batch import Bucket
 from jdllm.scheduler.rows.image import buckets
 
 # Good launches before a larger one is tried: at first, times so much after each further fault, and
@@ -47,14 +47,14 @@ class RowLimits:
 
     def __init__(self, first_patience: int = FIRST_PATIENCE):
         self._first_patience = first_patience
-        self._limits: dict[batch_lib.Bucket, _Limit] = {}  # by the shape of one row
+        self._limits: dict[Bucket, _Limit] = {}  # by the shape of one row
 
-    def allowed(self, shape: batch_lib.Bucket, ladder: Sequence[int]) -> tuple[int, ...]:
+    def allowed(self, shape: Bucket, ladder: Sequence[int]) -> tuple[int, ...]:
         """Returns the sizes of `ladder` that launches of a shape may have."""
         limit = self._limits.get(_of_one_row(shape))
         return buckets.up_to(ladder, ladder[-1] if limit is None else limit.most)
 
-    def halve(self, bucket: batch_lib.Bucket) -> bool:
+    def halve(self, bucket: Bucket) -> bool:
         """Notes that a launch did not fit; returns False if smaller launches are impossible."""
         if bucket.rows == 1:
             return False
@@ -65,9 +65,7 @@ class RowLimits:
             self._limits[shape] = _Limit(most=bucket.rows // 2, patience=self._first_patience)
         return True
 
-    def note_good(
-        self, bucket: batch_lib.Bucket, sizes: Callable[[batch_lib.Bucket], Sequence[int]]
-    ) -> bool:
+    def note_good(self, bucket: Bucket, sizes: Callable[[Bucket], Sequence[int]]) -> bool:
         """Notes a launch that fitted; returns whether its shape may have more rows from now on.
 
         `sizes` gives the ladder of a shape.
@@ -91,5 +89,5 @@ class RowLimits:
         return True
 
 
-def _of_one_row(bucket: batch_lib.Bucket) -> batch_lib.Bucket:
+def _of_one_row(bucket: Bucket) -> Bucket:
     return dataclasses.replace(bucket, rows=1, tokens=0)

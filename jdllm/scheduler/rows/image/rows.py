@@ -25,14 +25,24 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar, Self
 
 from jdllm import errors
-from jdllm.scheduler import batch as batch_lib
-from jdllm.scheduler import commits as commits_lib
-from jdllm.scheduler import request as request_lib
+from jdllm.scheduler.batch import Bucket, Pause, RowResult, ScheduleBatch
+from jdllm.scheduler.commits import FinishReason, Progress
+from jdllm.scheduler.request import Request
 from jdllm.scheduler.rows import interface
 from jdllm.scheduler.rows.image import batching_log, limits, modulation, programs, row_limits
-from jdllm.scheduler.rows.image import buckets as buckets_lib
-from jdllm.scheduler.rows.image import captions as image_captions
 from jdllm.scheduler.rows.image import sharing as image_sharing
+from jdllm.scheduler.rows.image.buckets import (
+    BeginBucket,
+    CaptionRow,
+    DecodeRow,
+    EncodeBucket,
+    ImageBuckets,
+    ImageRow,
+    StepBucket,
+    StepRow,
+    by_room,
+)
+from jdllm.scheduler.rows.image.captions import CaptionStore
 from jdllm.scheduler.rows.image.stay import (
     ImageStay,
     captions_of,
@@ -59,7 +69,7 @@ class ImageRowConfig(interface.RowConfig):
     says how images share steps.
     """
 
-    buckets: buckets_lib.ImageBuckets
+    buckets: ImageBuckets
     limits_of_images: limits.ImageLimits
     num_entries: int
     start_delay_s: float = 0.0
@@ -86,7 +96,7 @@ class ImageRows:
     )
 
     def __init__(self, config: ImageRowConfig, now: Callable[[], float] = time.monotonic):
-        self.captions = image_captions.CaptionStore(config.num_entries)
+        self.captions = CaptionStore(config.num_entries)
         self.live = config.live_requests(self.captions)
         self.programs = programs.Programs(config.buckets, self.captions)
         self._config = config
@@ -112,11 +122,11 @@ class ImageRows:
         """The most rows that may run at once: more than fit into a step take turns."""
         return self._config.max_running_requests
 
-    def buckets(self) -> list[batch_lib.Bucket]:
+    def buckets(self) -> list[Bucket]:
         """Returns every bucket of the sizes that are compiled at start."""
         return self._buckets.all()
 
-    def buckets_of(self, height: int, width: int) -> list[batch_lib.Bucket]:
+    def buckets_of(self, height: int, width: int) -> list[Bucket]:
         """Returns the buckets that images of one size need, but for the encoding of captions."""
         return self._buckets.of(height, width)
 
@@ -125,7 +135,7 @@ class ImageRows:
         del prompt_len, block_length
         return 1
 
-    def prepare(self, request: request_lib.Request) -> None:
+    def prepare(self, request: Request) -> None:
         """Raises a `RequestError` that names the field for a request that could never run."""
         if request.image is None:
             raise errors.RequestError("this model makes images and no text", param="model")
@@ -139,7 +149,7 @@ class ImageRows:
             num_entries=self.captions.num_entries,
         )
 
-    def admit(self, request: request_lib.Request) -> ImageStay | interface.Refusal:
+    def admit(self, request: Request) -> ImageStay | interface.Refusal:
         """Takes entries for the captions, if all programs are there that the request needs."""
         if not self.programs.has_all(request):
             return interface.Refusal.NOT_READY
@@ -155,7 +165,7 @@ class ImageRows:
             has_begun=image.latents is None,
         )
 
-    def plan(self) -> batch_lib.ScheduleBatch | batch_lib.Pause | None:
+    def plan(self) -> ScheduleBatch | Pause | None:
         """Returns the next launch, or a pause if there is nothing to launch for any row."""
         if not self.live.by_id:
             return None
@@ -163,7 +173,7 @@ class ImageRows:
         self.programs.end_round()
         return planned
 
-    def _plan(self) -> batch_lib.ScheduleBatch | batch_lib.Pause:
+    def _plan(self) -> ScheduleBatch | Pause:
         ready = [one for one in self.live.running if self._can_step(one)]
         held_s = self._held_s(ready)
         if held_s:
@@ -182,11 +192,9 @@ class ImageRows:
             self._is_steps_turn = False
             return self._step(ready)
         poll_s = PROGRAM_POLL_S if self.programs.is_missing else math.inf
-        return batch_lib.Pause(seconds=min(held_s or math.inf, poll_s))
+        return Pause(seconds=min(held_s or math.inf, poll_s))
 
-    def apply(
-        self, request: request_lib.Request, result: batch_lib.RowResult
-    ) -> commits_lib.Progress:
+    def apply(self, request: Request, result: RowResult) -> Progress:
         """Counts the row's forwards; returns previews and, at the end, the product."""
         request.nfe += result.nfe
         stay = stay_of(request)
@@ -198,33 +206,33 @@ class ImageRows:
         elif result.nfe and stay.num_done == image_of(request).num_inference_steps:
             request.denoised_s = self._now()
         if result.is_invalid:
-            return commits_lib.Progress()
+            return Progress()
         request.num_frames += len(result.frames)
         finish = None
         if result.product is not None:
-            finish = commits_lib.FinishReason(kind="stop", finished_len=0)
-        return commits_lib.Progress(frames=result.frames, finish=finish, product=result.product)
+            finish = FinishReason(kind="stop", finished_len=0)
+        return Progress(frames=result.frames, finish=finish, product=result.product)
 
-    def settle(self, request: request_lib.Request, result: batch_lib.RowResult) -> None:
+    def settle(self, request: Request, result: RowResult) -> None:
         """Does nothing: a stay is updated when launches are planned."""
 
-    def steps_left(self, request: request_lib.Request) -> float:
+    def steps_left(self, request: Request) -> float:
         """Returns how many steps of the request have not been reported."""
         return image_of(request).num_inference_steps - stay_of(request).num_done
 
-    def halve(self, batch: batch_lib.ScheduleBatch) -> bool:
+    def halve(self, batch: ScheduleBatch) -> bool:
         """Lowers the rows of launches of this shape; returns False if the batch had one row."""
         is_smaller = self._row_limits.halve(batch.bucket)
         if is_smaller:
             logger.warning("too little memory for %s: smaller launches from now on", batch.bucket)
         return is_smaller
 
-    def note_good(self, batch: batch_lib.ScheduleBatch) -> None:
+    def note_good(self, batch: ScheduleBatch) -> None:
         """Counts launches that fitted; after many of them, larger ones are tried again."""
         if self._row_limits.note_good(batch.bucket, self._buckets.sizes_like):
             logger.info("memory sufficed for %s: larger launches on trial", batch.bucket)
 
-    def _can_step(self, request: request_lib.Request) -> bool:
+    def _can_step(self, request: Request) -> bool:
         stay = stay_of(request)
         return (
             stay.num_planned < image_of(request).num_inference_steps
@@ -235,7 +243,7 @@ class ImageRows:
             and self.programs.has(self._step_shape(request))
         )
 
-    def _held_s(self, ready: Sequence[request_lib.Request]) -> float:
+    def _held_s(self, ready: Sequence[Request]) -> float:
         """Returns how long the first step is to be held, so that more requests can join."""
         delay_s = self._config.start_delay_s
         if not (delay_s and ready) or any(stay_of(one).num_planned for one in self.live.running):
@@ -246,7 +254,7 @@ class ImageRows:
                 return 0.0
         return max(0.0, min(one.arrival_s for one in ready) + delay_s - self._now())
 
-    def _step(self, ready: Sequence[request_lib.Request]) -> batch_lib.ScheduleBatch:
+    def _step(self, ready: Sequence[Request]) -> ScheduleBatch:
         """Returns a step of the group whose turn it is."""
         order = sorted(ready, key=lambda one: stay_of(one).turn)  # stable: ties by rank
         group = [one for one in order if group_of(one) == group_of(order[0])]
@@ -258,7 +266,7 @@ class ImageRows:
         for one in members:
             stay = stay_of(one)
             rows.append(
-                buckets_lib.StepRow(
+                StepRow(
                     request=one,
                     stay=stay,
                     step=stay.num_planned,
@@ -270,11 +278,9 @@ class ImageRows:
                 one.began_s = self._now()
             stay.num_planned += 1
             stay.turn, stay.is_fresh = self._num_turns, False
-        return batch_lib.ScheduleBatch(rows=tuple(rows), bucket=bucket)
+        return ScheduleBatch(rows=tuple(rows), bucket=bucket)
 
-    def _best_step(
-        self, group: Sequence[request_lib.Request]
-    ) -> tuple[buckets_lib.StepBucket, list[request_lib.Request]]:
+    def _best_step(self, group: Sequence[Request]) -> tuple[StepBucket, list[Request]]:
         """Returns the best step for the first of a group, and who could share it, in this order."""
         shapes = [self._step_shape(one) for one in group]
         lengths = [shape.tokens for shape in shapes]
@@ -286,9 +292,9 @@ class ImageRows:
 
     def _log_batching(
         self,
-        members: Sequence[request_lib.Request],
-        sharing: Sequence[request_lib.Request],
-        ready: Sequence[request_lib.Request],
+        members: Sequence[Request],
+        sharing: Sequence[Request],
+        ready: Sequence[Request],
     ) -> None:
         """Notes a step of `members` for the log, if it is wanted; see `BatchingLog.note`."""
         if self._batching_log is None:
@@ -302,7 +308,7 @@ class ImageRows:
         waits_s = [now - one.arrival_s for one in members if not stay_of(one).num_planned]
         self._batching_log.note(members, sharing, ready, most=most, bound=bound, waits_s=waits_s)
 
-    def _decode(self) -> batch_lib.ScheduleBatch | None:
+    def _decode(self) -> ScheduleBatch | None:
         """Returns a launch for the oldest output that is due, and others of its shape."""
         due = [one for one in self.live.running if is_output_due(one)]
         # Of equally old ones, first the previews: their rows wait for them.
@@ -312,35 +318,31 @@ class ImageRows:
             return None
         members = [one for one in due if output_of(one) == shape]
         ladder = self._buckets.decode_sizes(shape.height, shape.width)
-        sizes = buckets_lib.by_room(self._row_limits.allowed(shape, ladder), len(members))
+        sizes = by_room(self._row_limits.allowed(shape, ladder), len(members))
         bucket = self.programs.first(dataclasses.replace(shape, rows=size) for size in sizes)
         rows = []
         for one in members[: bucket.rows]:
             stay = stay_of(one)
             is_final = is_final_due(one)
-            rows.append(
-                buckets_lib.DecodeRow(
-                    request=one, stay=stay, step=stay.num_planned, is_final=is_final
-                )
-            )
+            rows.append(DecodeRow(request=one, stay=stay, step=stay.num_planned, is_final=is_final))
             stay.is_decoded, stay.previews = is_final, stay.previews[1:]
-        return batch_lib.ScheduleBatch(rows=tuple(rows), bucket=bucket)
+        return ScheduleBatch(rows=tuple(rows), bucket=bucket)
 
-    def _encode_or_begin(self) -> batch_lib.ScheduleBatch | None:
+    def _encode_or_begin(self) -> ScheduleBatch | None:
         """Returns what the first row by rank needs that lacks its caption or given latents."""
         captions = list(self._missing_captions())
         for one in self.live.running:
             stay, image = stay_of(one), image_of(one)
             if captions and captions[0].request is one and (batch := self._encode(captions)):
                 return batch
-            begin = buckets_lib.BeginBucket(height=image.height, width=image.width)
+            begin = BeginBucket(height=image.height, width=image.width)
             if not stay.has_begun and self.programs.has(begin):
-                row = buckets_lib.ImageRow(request=one, stay=stay, is_fresh=stay.is_fresh)
+                row = ImageRow(request=one, stay=stay, is_fresh=stay.is_fresh)
                 stay.has_begun, stay.is_fresh = True, False
-                return batch_lib.ScheduleBatch(rows=(row,), bucket=begin)
+                return ScheduleBatch(rows=(row,), bucket=begin)
         return None
 
-    def _missing_captions(self) -> Iterator[buckets_lib.CaptionRow]:
+    def _missing_captions(self) -> Iterator[CaptionRow]:
         """Yields each caption to be encoded once, with the first request by rank that holds it."""
         seen = set()
         for one in self.live.running:
@@ -348,32 +350,32 @@ class ImageRows:
                 if not self.captions.is_written(entry) and entry not in seen:
                     seen.add(entry)
                     ids = self.captions.caption(entry)
-                    yield buckets_lib.CaptionRow(
+                    yield CaptionRow(
                         request=one, stay=one.held, num_tokens=len(ids), ids=ids, entry=entry
                     )
 
-    def _encode(self, captions: Sequence[buckets_lib.CaptionRow]) -> batch_lib.ScheduleBatch | None:
+    def _encode(self, captions: Sequence[CaptionRow]) -> ScheduleBatch | None:
         """Returns a launch of the first captions, as many as one may have; None if not compiled."""
         for count in range(len(captions), 0, -1):
             rows = tuple(captions[:count])
             tokens = max(self._buckets.tokens_of(row.num_tokens) for row in rows)
-            shape = buckets_lib.EncodeBucket(rows=1, tokens=tokens)
+            shape = EncodeBucket(rows=1, tokens=tokens)
             sizes = self._row_limits.allowed(shape, self._buckets.encode_sizes(tokens))
-            bucket = dataclasses.replace(shape, rows=buckets_lib.by_room(sizes, count)[0])
+            bucket = dataclasses.replace(shape, rows=by_room(sizes, count)[0])
             if bucket.rows >= count and self.programs.has(bucket):
                 for row in rows:
                     self.captions.note_written(row.entry)
-                return batch_lib.ScheduleBatch(rows=rows, bucket=bucket)
+                return ScheduleBatch(rows=rows, bucket=bucket)
         return None
 
-    def _step_sizes(self, request: request_lib.Request) -> tuple[int, ...]:
+    def _step_sizes(self, request: Request) -> tuple[int, ...]:
         """Returns how many requests of this group a step may have."""
         height, width, is_guided, _ = group_of(request)
         ladder = self._buckets.step_sizes(height, width, is_guided)
         return self._row_limits.allowed(self._step_shape(request), ladder)
 
-    def _step_shape(self, request: request_lib.Request) -> buckets_lib.StepBucket:
+    def _step_shape(self, request: Request) -> StepBucket:
         """Returns the bucket of a step of the request alone."""
         longest = max(len(self.captions.caption(entry)) for entry in stay_of(request).entries)
         tokens = self._buckets.tokens_of(longest)
-        return buckets_lib.StepBucket(rows=1, tokens=tokens, **group_of(request)._asdict())
+        return StepBucket(rows=1, tokens=tokens, **group_of(request)._asdict())

@@ -14,7 +14,7 @@ import functools
 import itertools
 from collections.abc import Iterator, Sequence
 
-from jdllm.scheduler.rows.image import buckets as image_buckets
+from jdllm.scheduler.rows.image.buckets import ImageBuckets, StepBucket
 
 # Captions are kept apart only if steps take so much less time, as a share. What they cost is not
 # known more exactly.
@@ -22,11 +22,11 @@ LEAST_GAIN = 0.03
 
 
 def choices(
-    buckets: image_buckets.ImageBuckets,
-    shape: image_buckets.StepBucket,
+    buckets: ImageBuckets,
+    shape: StepBucket,
     sizes: Sequence[int],
     lengths: Sequence[int],
-) -> dict[image_buckets.StepBucket, list[int]]:
+) -> dict[StepBucket, list[int]]:
     """Returns the buckets that a step may have, the best one first, and who could share each.
 
     The images have the size of `shape` and captions of the compiled `lengths`, in their turns; a
@@ -55,7 +55,7 @@ def choices(
     enough = (1 + LEAST_GAIN) * min(costs)
     parts = next(parts for parts, one in zip(divided, costs, strict=True) if one <= enough)
     together = next(dict(part) for part in parts if lengths[0] in dict(part))
-    found: dict[image_buckets.StepBucket, list[int]] = {}
+    found: dict[StepBucket, list[int]] = {}
     for shared in (together, {lengths[0]}):
         places = [place for place, length in enumerate(lengths) if length in shared]
         by_rate = functools.partial(rate, longest=max(shared), count=len(places))

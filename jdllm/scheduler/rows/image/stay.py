@@ -6,7 +6,7 @@ import dataclasses
 from typing import NamedTuple
 
 from jdllm.options import image_params
-from jdllm.scheduler import request as request_lib
+from jdllm.scheduler.request import Request
 from jdllm.scheduler.rows.image import buckets, captions
 
 
@@ -35,20 +35,20 @@ class ImageStay(captions.CaptionStay):
         return bool(self.previews) and self.num_planned == self.previews[0]
 
 
-def stay_of(request: request_lib.Request) -> ImageStay:
+def stay_of(request: Request) -> ImageStay:
     """Returns the stay of a running image request."""
     stay = request.held
     assert isinstance(stay, ImageStay)
     return stay
 
 
-def image_of(request: request_lib.Request) -> image_params.ImageParams:
+def image_of(request: Request) -> image_params.ImageParams:
     """Returns the options of an image request."""
     assert request.image is not None, "checked when the request arrived"
     return request.image
 
 
-def captions_of(request: request_lib.Request) -> list[tuple[int, ...]]:
+def captions_of(request: Request) -> list[tuple[int, ...]]:
     """Returns the ids of a request's caption and, if it is guided, of the negative one."""
     negative_ids = image_of(request).negative_ids
     ids = tuple(request.prompt_ids)
@@ -64,25 +64,25 @@ class Group(NamedTuple):
     is_cached: bool
 
 
-def group_of(request: request_lib.Request) -> Group:
+def group_of(request: Request) -> Group:
     """Returns the group whose steps a request takes."""
     image = image_of(request)
     is_cached = image.residual_diff_threshold > 0
     return Group(image.height, image.width, image.is_guided, is_cached)
 
 
-def is_final_due(request: request_lib.Request) -> bool:
+def is_final_due(request: Request) -> bool:
     """Returns whether all steps have been planned, but not the decoding of their result."""
     stay = stay_of(request)
     return stay.num_planned == image_of(request).num_inference_steps and not stay.is_decoded
 
 
-def is_output_due(request: request_lib.Request) -> bool:
+def is_output_due(request: Request) -> bool:
     """Returns whether a preview or the result is to be decoded."""
     return stay_of(request).is_preview_due or is_final_due(request)
 
 
-def output_of(request: request_lib.Request) -> buckets.DecodeBucket:
+def output_of(request: Request) -> buckets.DecodeBucket:
     """Returns the shape, for one row, of the output that is due; previews are always images."""
     image = image_of(request)
     output = image.output if is_final_due(request) else "image"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from jdllm.server import running, sse, state
 from jdllm.server.edge import responses
 from jdllm.server.openai import answer
-from jdllm.server.openai.responses import request as request_lib
+from jdllm.server.openai.responses.request import ResponseRequest
 
 if TYPE_CHECKING:
     from jdllm.engine import generations
@@ -35,7 +35,7 @@ class Answer:
     """One answer; counts the events that it has sent."""
 
     server: state.ServerState
-    body: request_lib.ResponseRequest
+    body: ResponseRequest
     prompt_list: running.PromptList
     answer_id: str
     message_id: str = dataclasses.field(default_factory=lambda: new_id("msg"))

@@ -10,17 +10,17 @@ from jdllm import errors
 from jdllm.server import running, sse, state
 from jdllm.server.edge import bodies, responses, schemas
 from jdllm.server.openai import chat
-from jdllm.server.openai.responses import answer as answer_lib
-from jdllm.server.openai.responses import request as request_lib
+from jdllm.server.openai.responses.answer import Answer, new_id
+from jdllm.server.openai.responses.request import ResponseRequest
 
 router = fastapi.APIRouter()
 
 
-@router.post("/v1/responses", openapi_extra=schemas.body(request_lib.ResponseRequest))
+@router.post("/v1/responses", openapi_extra=schemas.body(ResponseRequest))
 async def create_response(request: requests.Request) -> starlette_responses.Response:
     """Answers a text or a conversation, as one object or as a stream of events."""
     server = state.of(request)
-    body = await bodies.read(request, request_lib.ResponseRequest)
+    body = await bodies.read(request, ResponseRequest)
     server.check_model(body.model)
     names = body.field_names()
     running.check_places(server, 1, field_names=names)
@@ -36,7 +36,7 @@ async def create_response(request: requests.Request) -> starlette_responses.Resp
         name = "input" if (error.param or "").startswith("messages") else error.param
         raise type(error)(str(error), param=name, code=error.code) from error
     remaining = server.engine.default_max_new_tokens(len(prompt_ids))
-    answer_id = body.rid or answer_lib.new_id("resp")
+    answer_id = body.rid or new_id("resp")
     prompt_list = running.PromptList(
         prompts=[prompt_ids],
         params=[body.sampling(remaining)],
@@ -44,9 +44,7 @@ async def create_response(request: requests.Request) -> starlette_responses.Resp
         field_names=names,
         priority=body.priority,
     )
-    answer = answer_lib.Answer(
-        server=server, body=body, prompt_list=prompt_list, answer_id=answer_id
-    )
+    answer = Answer(server=server, body=body, prompt_list=prompt_list, answer_id=answer_id)
     if body.stream:
         return sse.EventStream(
             answer.frames(), ping_interval_s=server.ping_interval_s, framing=answer.framing()
