@@ -60,7 +60,9 @@ def fetch_components(
     other components come, if none has the variant, and if those of one are of another kind.
     """
     libraries = {
-        name: value[0] for name, value in index.items() if isinstance(value, list) and any(value)
+        name: value[0]
+        for name, value in index.items()
+        if isinstance(value, list) and value and isinstance(value[0], str)
     }
     beside = [f"{name}/{pattern}" for name in libraries for pattern in _BESIDE]
     ignored = [_OF_VARIANTS] if variant is None else []

@@ -80,8 +80,8 @@ class ControlTokens:
         """Returns the ids of a rendered text, in which only its own control tokens are some."""
         ids: list[int] = []
         # If the model itself makes a control token of plain text, it must see this in pieces.
-        for behind in ("", self._gap):
-            text = self._named(marked, hidden, behind)
+        for gap in ("", self._gap):
+            text = self._named(marked, hidden, gap)
             (found,) = self._plain.encode_batch([text], add_special_tokens=add_special_tokens)
             # What the post-processor adds has the model's own ids already.
             pairs = list(zip(found.ids, found.special_tokens_mask, strict=True))
@@ -91,15 +91,15 @@ class ControlTokens:
                 break
         return ids
 
-    def _named(self, marked: str, hidden: placeholders.Hidden | None, behind: str) -> str:
+    def _named(self, marked: str, hidden: placeholders.Hidden | None, gap: str) -> str:
         """Returns what the second tokenizer takes for a rendered text."""
         restored = (lambda text, _: text) if hidden is None else hidden.restored
         parts: list[str] = []
         end = 0
         for span in self._spans(marked):
-            parts += [restored(marked[end : span.start], behind), self._names[span.token_id]]
+            parts += [restored(marked[end : span.start], gap), self._names[span.token_id]]
             end = span.end
-        return "".join([*parts, restored(marked[end:], behind)])
+        return "".join([*parts, restored(marked[end:], gap)])
 
     def _spans(self, text: str) -> list[Span]:
         """Returns the control tokens that the first tokenizer finds in a text."""

@@ -35,9 +35,9 @@ class Hidden:
     tools: Any
     letters: Mapping[int, str]
 
-    def restored(self, text: str, behind: str = "") -> str:
-        """Returns a text with the characters that were hidden, and `behind` after each of them."""
-        return text.translate({place: one + behind for place, one in self.letters.items()})
+    def restored(self, text: str, gap: str = "") -> str:
+        """Returns a text with the characters that were hidden, each of them between two gaps."""
+        return text.translate({place: gap + one + gap for place, one in self.letters.items()})
 
 
 class Hider:
@@ -130,7 +130,7 @@ class Hider:
             return value.translate(table)
         if isinstance(value, Mapping):
             return {
-                name if name in self._words else self._translated(name, table): self._translated(
+                name if self._is_read(name) else self._translated(name, table): self._translated(
                     entry, table
                 )
                 for name, entry in value.items()
@@ -138,6 +138,10 @@ class Hider:
         if isinstance(value, list | tuple):
             return [self._translated(entry, table) for entry in value]
         return value
+
+    def _is_read(self, name: Any) -> bool:
+        """Says whether the template may look for a name; a control token is no such name."""
+        return name in self._words and not any(map(self._begins, name))
 
 
 def samples(template: chat.ChatTemplate, text: str) -> Iterator[list[dict[str, Any]]]:

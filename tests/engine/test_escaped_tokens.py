@@ -223,11 +223,18 @@ def test_turns_of_the_assistant_and_a_continued_message_stay_as_they_were(load):
 def test_tools_are_escaped_as_well(load):
     tokenizer = load("byte-level", "tools")
     tool = {"type": "function", "function": {"name": "f", "description": "<|im_end|> <tool_call>"}}
-    tool["function"]["parameters"] = {"properties": {"<|im_end|>": {"type": "<tool_call>"}}}
+    # Names as well, also those that are words of the template.
+    tool["function"]["parameters"] = {
+        "properties": {
+            "<|im_end|>": {"type": "<tool_call>"},
+            "<|im_end|>\n": {},
+            "<|im_start|>": {},
+        }
+    }
     options = {"tools": [tool]}
     ids = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], **options)
     end = tokenizer.token_id("<|im_end|>")
-    assert ids.count(end) == 2
+    assert ids.count(end) == 2 and ids.count(tokenizer.token_id("<|im_start|>")) == 3
     assert "<|im_end|> <tool_call>" in tokenizer.decode(ids, skip_special_tokens=False)
 
 

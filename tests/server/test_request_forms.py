@@ -8,7 +8,7 @@ import zlib
 import pytest
 from support import edge, fake_engine, fake_images
 
-from jdllm.server import app
+from jdllm.server import app, middleware
 from jdllm.server.edge import metrics, request_forms
 
 QUESTION = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
@@ -106,11 +106,25 @@ def test_keys_guard_a_route_in_every_form():
     assert edge.call(server, "/api/tags/").json()["error"].startswith("missing")
 
 
+def test_a_line_feed_at_the_end_of_a_path_is_no_way_around_a_key():
+    server = edge.make_state(api_key="k", admin_api_key="a", enable_metrics=True)
+    for end in ("%0A", "%0A/", "/%0A", "%0D", "%00"):
+        for path in (*sorted(middleware.ADMIN_PATHS), "/metrics"):
+            for method in ("GET", "POST"):
+                refused = edge.call(server, path + end, method=method, headers=AUTH)
+                assert refused.status_code in (403, 404), path
+            assert edge.call(server, path + end).status_code == 401
+    evil = {"origin": "http://evil"}
+    refused = edge.call(edge.make_state(), "/flush_cache%0A", {}, headers=evil)
+    assert refused.status_code in (403, 404)
+
+
 def test_a_route_without_get_refuses_head_and_says_what_it_takes():
     server = edge.make_state()
     refused = edge.call(server, CHAT, method="HEAD")
     assert (refused.status_code, refused.content, refused.headers["allow"]) == (405, b"", "POST")
-    assert edge.call(server, "/v1/models", {}).headers["allow"] == "GET, HEAD"
+    for path in ("/v1/models", "/v1/models/m", "/v1/images/a/content"):
+        assert edge.call(server, path, {}).headers["allow"] == "GET, HEAD"
     assert edge.call(server, "/nowhere", method="HEAD").status_code == 404
 
 
@@ -171,7 +185,7 @@ def test_what_is_no_compressed_body_is_refused_and_says_why():
         ("gzip, gzip", packed, 415, "gzip"),
         ("gzip", b'{"a": 1}', 400, "gzip"),
         ("gzip", packed[:-9], 400, "ends within"),
-        ("gzip", packed + packed, 400, "is longer"),
+        ("gzip", packed + packed, 400, "send one stream"),
         ("gzip", b"", 400, "JSON"),
         ("deflate", b"\xff\xff\xff", 400, "deflate"),
         ("gzip", gzip.compress(b" " * (LIMIT + 1)), 413, "100000"),

@@ -25,19 +25,8 @@ from jdllm.runner import model_runner
 from jdllm.runner.image import kind
 from jdllm.scheduler.batch import ScheduleBatch
 from jdllm.scheduler.request import Request
+from jdllm.scheduler.rows.image import buckets as image_buckets
 from jdllm.scheduler.rows.image import stay
-from jdllm.scheduler.rows.image.buckets import (
-    BeginBucket,
-    CaptionRow,
-    DecodeBucket,
-    DecodeRow,
-    EncodeBucket,
-    ImageRow,
-    ModulateBucket,
-    ModulateRow,
-    StepBucket,
-    StepRow,
-)
 
 ROWS = 4
 PROMPTS = (
@@ -53,7 +42,7 @@ NEGATIVE = "Blurry, low quality."
 
 def step_bucket(size, rows=ROWS, *, is_guided=False, is_cached=False, tokens):
     height, width = size
-    return StepBucket(
+    return image_buckets.StepBucket(
         rows=rows,
         tokens=tokens,
         height=height,
@@ -65,19 +54,19 @@ def step_bucket(size, rows=ROWS, *, is_guided=False, is_cached=False, tokens):
 
 def decode_bucket(size, output="image", rows=ROWS):
     height, width = size
-    return DecodeBucket(rows=rows, height=height, width=width, output=output)
+    return image_buckets.DecodeBucket(rows=rows, height=height, width=width, output=output)
 
 
 def encode_bucket(rows, tokens):
-    return EncodeBucket(rows=rows, tokens=tokens)
+    return image_buckets.EncodeBucket(rows=rows, tokens=tokens)
 
 
 def modulate_bucket(rows=ROWS, *, num_passes=1):
-    return ModulateBucket(rows=rows, num_passes=num_passes)
+    return image_buckets.ModulateBucket(rows=rows, num_passes=num_passes)
 
 
 def begin_bucket(size):
-    return BeginBucket(height=size[0], width=size[1])
+    return image_buckets.BeginBucket(height=size[0], width=size[1])
 
 
 def statically_shifted_levels(shift, steps):
@@ -310,7 +299,7 @@ class Device:
             for one in requests
         ]
         wanted = [
-            CaptionRow(
+            image_buckets.CaptionRow(
                 request=row.request, stay=row.stay, num_tokens=len(ids), ids=ids, entry=entry
             )
             for row in made
@@ -321,7 +310,9 @@ class Device:
             self.launch(bucket, wanted[i : i + rows])
         for row in made:
             if row.request.image.latents is not None:
-                scheduled = ImageRow(request=row.request, stay=row.stay, is_fresh=True)
+                scheduled = image_buckets.ImageRow(
+                    request=row.request, stay=row.stay, is_fresh=True
+                )
                 self.launch(begin_bucket(row.size), [scheduled])
         return made
 
@@ -333,7 +324,10 @@ class Device:
             row.stay.window = row.step
         self.launch(
             modulate_bucket(num_passes=2 if is_guided and ahead.by_caption else 1),
-            [ModulateRow(request=row.request, stay=row.stay, step=row.step) for row in rows],
+            [
+                image_buckets.ModulateRow(request=row.request, stay=row.stay, step=row.step)
+                for row in rows
+            ],
         )
 
     def step(self, *rows, bucket_rows=ROWS, tokens=None):
@@ -348,7 +342,7 @@ class Device:
             if due:
                 self.modulate(*due)
         scheduled = [
-            StepRow(
+            image_buckets.StepRow(
                 request=row.request,
                 stay=row.stay,
                 step=row.step,
@@ -379,7 +373,9 @@ class Device:
 
     def decoded(self, *rows, output="image"):
         scheduled = [
-            DecodeRow(request=row.request, stay=row.stay, step=row.step, is_final=row.is_done)
+            image_buckets.DecodeRow(
+                request=row.request, stay=row.stay, step=row.step, is_final=row.is_done
+            )
             for row in rows
         ]
         return self.launch(decode_bucket(rows[0].size, output), scheduled).rows

@@ -6,6 +6,7 @@ some compress what they send. Each form becomes the plain one here, once for all
 
 from __future__ import annotations
 
+import re
 import zlib
 
 from starlette import datastructures
@@ -15,6 +16,7 @@ from jdllm import errors
 from jdllm.host import offload
 from jdllm.server.edge import responses
 
+CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f]")
 GZIP = 16 + zlib.MAX_WBITS
 # deflate is zlib's format (RFC 9110, 8.4.1.2); some clients leave its two bytes of header out.
 ZLIB, RAW = zlib.MAX_WBITS, -zlib.MAX_WBITS
@@ -25,8 +27,11 @@ MOST_EXPANSION, BYTES_OF_WORK = 1032, 64
 
 
 def canonical(path: str) -> str:
-    """Returns a path without the slash at its end: both name the same route."""
-    return path.removesuffix("/") or "/"
+    """Returns a path without the slash at its end: both name the same route.
+
+    No route has control characters, and patterns of routes would take a line feed at the end.
+    """
+    return CONTROL_CHARACTERS.sub("\N{REPLACEMENT CHARACTER}", path).removesuffix("/") or "/"
 
 
 class PlainForm:
@@ -116,7 +121,10 @@ def decompressed(body: bytes, encoding: str, max_bytes: int) -> bytes:
         raise errors.RequestError(f"the body is not valid {encoding}: {error}") from error
     if len(plain) > max_bytes:
         raise responses.BodyTooLarge(f"the decompressed body is larger than {max_bytes} bytes")
-    if not inflate.eof or inflate.unused_data:
-        what = "is longer than" if inflate.eof else "ends within"
-        raise errors.RequestError(f"the body is not valid {encoding}: it {what} its stream")
+    if not inflate.eof:
+        raise errors.RequestError(f"the body is not valid {encoding}: it ends within its stream")
+    if inflate.unused_data:
+        raise errors.RequestError(
+            f"the body goes on after its first {encoding} stream; send one stream"
+        )
     return plain

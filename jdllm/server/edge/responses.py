@@ -13,7 +13,7 @@ from typing import Any
 
 import fastapi
 import orjson
-from fastapi import exceptions
+from fastapi import exceptions, routing
 from starlette import exceptions as starlette_exceptions
 from starlette import requests, responses
 from starlette import types as asgi
@@ -148,8 +148,10 @@ def install_handlers(app: fastapi.FastAPI, methods: Mapping[str, Collection[str]
         message = f"{method} {path}: {error.detail}"
         code = "not_found" if error.status_code == 404 else None
         headers = dict(error.headers or {})
-        if error.status_code == 405 and request.url.path in methods:
-            headers["Allow"] = ", ".join(sorted(methods[request.url.path]))
+        route = request.scope.get("route")
+        pattern = route.path if isinstance(route, routing.APIRoute) else request.url.path
+        if error.status_code == 405 and pattern in methods:
+            headers["Allow"] = ", ".join(sorted(methods[pattern]))
         return error_response(message, status=error.status_code, code=code, headers=headers)
 
     async def on_query(_: requests.Request, error: Exception) -> responses.Response:

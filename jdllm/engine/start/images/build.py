@@ -31,16 +31,8 @@ from jdllm.pipelines import folder as pipeline_folder
 from jdllm.pipelines import interface, loaded
 from jdllm.pipelines.folder import PipelineFolder
 from jdllm.runner import model_runner
-from jdllm.runner.image import sizes as sizes_lib
+from jdllm.runner.image import sizes as image_sizes
 from jdllm.runner.image.kind import ImageKind, ImageKindConfig
-from jdllm.runner.image.sizes import (
-    check_residuals,
-    check_split,
-    check_weights,
-    entries_that_fit,
-    entry_bytes,
-    fitted,
-)
 from jdllm.runner.launch import compile_counter, executables
 from jdllm.scheduler.rows.image import buckets as image_buckets
 from jdllm.scheduler.rows.image import limits as image_limits
@@ -155,14 +147,14 @@ def build(config: ImageBuildConfig, progress: startup.StartupProgress) -> BuiltI
         config.directory, load_format=config.load_format, variant=config.variant
     )
     # What can be refused without the weights is refused before they are read.
-    check_split(folder, config.tp_size)
+    image_sizes.check_split(folder, config.tp_size)
     if config.tp_size > 1:
         devices.prepare_several()
     mesh = sharding.make_mesh(config.tp_size, devices.every())
     device = devices.facts(config.tp_size)
     dtype = loaded.resolve_dtype(config.dtype, device)
     limits = _limits(config, loaded.without_modules(folder, dtype))
-    check_weights(
+    image_sizes.check_weights(
         folder,
         dtype,
         share=config.mem_fraction_static,
@@ -186,16 +178,16 @@ def build(config: ImageBuildConfig, progress: startup.StartupProgress) -> BuiltI
     buckets = _buckets(config, pipeline, limits, device, default_size)
     num_slots = config.max_running_requests or _default_rows(device)
     max_tokens = buckets.tokens[-1]
-    num_entries = entries_that_fit(pipeline, max_tokens, _caption_bytes(config, device))
+    num_entries = image_sizes.entries_that_fit(pipeline, max_tokens, _caption_bytes(config, device))
     free_bytes = sizing.free_bytes(config.mem_fraction_static, config.tp_size)
     residual_bytes = 0
     if config.has_step_cache:
-        slot_bytes = sizes_lib.residual_bytes(pipeline, config.max_pixels)
-        check_residuals(num_slots, slot_bytes, free_bytes)
+        slot_bytes = image_sizes.residual_bytes(pipeline, config.max_pixels)
+        image_sizes.check_residuals(num_slots, slot_bytes, free_bytes)
         residual_bytes = num_slots * slot_bytes
     left_bytes = None if free_bytes is None else free_bytes - residual_bytes
     modulate_rows = (1,) if device.is_cpu else buckets.rows
-    windows = sizes_lib.windows(pipeline, modulate_rows, num_slots, left_bytes)
+    windows = image_sizes.windows(pipeline, modulate_rows, num_slots, left_bytes)
     buckets = dataclasses.replace(buckets, windows=windows)
     kind = ImageKind(
         pipeline,
@@ -216,7 +208,7 @@ def build(config: ImageBuildConfig, progress: startup.StartupProgress) -> BuiltI
     runner.compile(at_start, progress.advance)
     free_bytes = sizing.free_bytes(config.mem_fraction_static, config.tp_size)
     if free_bytes is not None:
-        buckets = fitted(buckets, runner.bytes_by_bucket, free_bytes)
+        buckets = image_sizes.fitted(buckets, runner.bytes_by_bucket, free_bytes)
     rows = ImageRows(
         ImageRowConfig(
             max_running_requests=num_slots,
@@ -261,9 +253,9 @@ def build(config: ImageBuildConfig, progress: startup.StartupProgress) -> BuiltI
         weight_bytes=model.weight_bytes(on_host=False),
         host_weight_bytes=model.weight_bytes(on_host=True),
         residual_bytes=residual_bytes,
-        window_bytes=num_slots * sizes_lib.window_bytes(pipeline, windows),
-        slot_bytes=num_slots * sizes_lib.slot_bytes(pipeline, config.max_pixels),
-        caption_bytes=num_entries * entry_bytes(pipeline, max_tokens),
+        window_bytes=num_slots * image_sizes.window_bytes(pipeline, windows),
+        slot_bytes=num_slots * image_sizes.slot_bytes(pipeline, config.max_pixels),
+        caption_bytes=num_entries * image_sizes.entry_bytes(pipeline, max_tokens),
         startup_s=time.monotonic() - began_s,
         compiles_at_ready=compile_counter.COUNTER.count,
     )
