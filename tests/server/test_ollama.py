@@ -140,6 +140,12 @@ def test_without_a_limit_or_with_one_beyond_it_the_rest_of_the_context(limit):
     assert engine.seen_params[0].max_new_tokens == fake_engine.CONTEXT - len(PROMPT)
 
 
+@pytest.mark.parametrize("penalty", [None, "", False, 1])
+def test_a_window_is_nothing_without_a_penalty(penalty):
+    options = {"repeat_penalty": penalty, "repeat_last_n": 3}
+    assert edge.call(edge.make_state(), CHAT, chat(options=options)).status_code == 200
+
+
 def test_a_seed_of_minus_one_is_no_seed():
     engine = fake_engine.FakeEngine()
     edge.call(edge.make_state(engine), CHAT, chat(options={"seed": -1, "num_predict": 4}))

@@ -89,6 +89,7 @@ class Request(request_model.RequestModel):
 
     def _sampling_options(self, default_max_tokens: int) -> dict[str, Any]:
         options: dict[str, Any] = {}
+        foreign: dict[str, Any] = {}
         for name, value in (self.options or {}).items():
             if value is None or name in MOOT:
                 continue
@@ -101,8 +102,8 @@ class Request(request_model.RequestModel):
             elif name == "repeat_last_n":
                 self._check_window(value)
             else:
-                places = lookup.places("dllm.{}")
-                fields.check({name: value}, NEUTRAL_OPTIONS, KNOWN, places)
+                foreign[name] = value
+        fields.check(foreign, NEUTRAL_OPTIONS, KNOWN, lookup.places("dllm.{}"))
         wanted = value_checks.whole(options.get("max_new_tokens"))
         if wanted in (None, *_NO_LIMIT) or (type(wanted) is int and wanted > default_max_tokens):
             options["max_new_tokens"] = default_max_tokens
@@ -114,7 +115,8 @@ class Request(request_model.RequestModel):
         """Refuses a window of the repetition penalty, unless there is no such penalty."""
         _check_hint("repeat_last_n", window)
         penalty = (self.options or {}).get("repeat_penalty")
-        if penalty not in (None, 1) and window != -1:
+        is_none = penalty is None or neutral_values.is_empty(penalty) or penalty == 1
+        if not is_none and window != -1:
             raise errors.RequestError(
                 f"repeat_last_n={errors.quote(window)} is not supported; the penalty counts the "
                 "whole context, which is -1",
