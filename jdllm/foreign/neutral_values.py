@@ -60,6 +60,7 @@ def check(
     """
     labels = labels or {}
     known = {*known}
+    names = known.union(defaults, labels)
     unknown = 0
     for name, value in extra.items():
         if value is None:
@@ -79,8 +80,13 @@ def check(
                 )
         else:
             unknown += 1
-            names = known.union(defaults, labels)
-            if unknown > MAX_UNKNOWN or not asks_nothing(name, value, names):
+            if unknown > MAX_UNKNOWN:
+                raise errors.RequestError(
+                    f"more than {MAX_UNKNOWN} unknown parameters, such as {errors.quote(name)}; "
+                    "leave them out",
+                    param=name,
+                )
+            if not _asks_nothing(name, value, names):
                 hint = foreign_names.hint(name, {*known, *labels}, places)
                 raise errors.RequestError(
                     f"unknown parameter {errors.quote(name)}{hint}", param=name
@@ -92,7 +98,7 @@ def is_empty(value: Any) -> bool:
     return value is False or (isinstance(value, str | list | tuple | dict) and not value)
 
 
-def asks_nothing(name: str, value: Any, known: Collection[str]) -> bool:
+def _asks_nothing(name: str, value: Any, known: Collection[str]) -> bool:
     """Says whether `value` is empty, and does not switch off what is on by default.
 
     `known` are the names of which `name` may be a misspelling.

@@ -78,8 +78,7 @@ class DllmParams:
         known = lookup.option_names()
         for name in options:
             if name not in known:
-                places = {"{} beside dllm": SamplingParams.__dataclass_fields__}
-                hint = names.hint(name, ("algorithm", "stream_mode", *known), places)
+                hint = names.hint(name, ("algorithm", "stream_mode", *known), _beside_dllm())
                 raise errors.RequestError(
                     f"unknown dLLM option {errors.quote(name)}{hint}", param=f"dllm.{name}"
                 )
@@ -144,11 +143,17 @@ class DllmParams:
             )
         known = ("algorithm", "stream_mode", *lookup.option_names())
         given: dict[str, Any] = {}
+        foreign: dict[str, Any] = {}
         for name, value in ((str(name), value) for name, value in options.items()):
             is_off = value is False and lookup.is_flag(name)
-            is_none = value is None or neutral_values.asks_nothing(name, value, known)
-            if is_off or not is_none:
+            if name not in known:
+                foreign[name] = value
+            elif is_off or not (value is None or neutral_values.is_empty(value)):
                 given[name] = value
+        try:
+            neutral_values.check(foreign, {}, known, places=_beside_dllm())
+        except errors.RequestError as error:
+            raise errors.RequestError(str(error), param=f"dllm.{error.param}") from error
         return cls(**given)
 
     def resolve(self, default: DllmParams) -> DllmParams:
@@ -325,6 +330,10 @@ class SamplingParams:
 
 
 SamplingParams.__init__ = names.explained(lookup.places("dllm.{}"))(SamplingParams.__init__)
+
+
+def _beside_dllm() -> names.Places:
+    return {"{} beside dllm": SamplingParams.__dataclass_fields__}
 
 
 def check_neutral(key: str, value: Any, known: Sequence[str] | set[str]) -> None:

@@ -7,6 +7,7 @@ send is a field that is tested.
 
 from __future__ import annotations
 
+import difflib
 import json
 import pathlib
 from typing import Any
@@ -24,7 +25,9 @@ from jdllm.foreign import fields as fields_of_foreign
 from jdllm.foreign import fields as foreign_fields
 from jdllm.foreign import neutral_values
 from jdllm.options import sampling_params
+from jdllm.options.sampling_params import DllmParams, SamplingParams
 from jdllm.server.edge import request_model
+from jdllm.server.ollama import request as ollama
 from jdllm.server.openai import conversation_fields
 from jdllm.server.openai.requests import ChatRequest, CompletionRequest, OpenAIRequest
 from jdllm.server.openai.responses.request import ResponseRequest
@@ -187,12 +190,38 @@ def test_values_of_another_type_are_not_the_default():
 
 def test_many_or_long_unknown_names_cost_little():
     many = {f"unknown_{i}": False for i in range(100_000)}
-    with pytest.raises(errors.RequestError, match="unknown parameter"):
+    with pytest.raises(errors.RequestError, match="more than 100 unknown parameters, such as"):
         parse("chat", many)
     with pytest.raises(errors.RequestError) as refused:
         parse("chat", {"x" * 10**6: [5] * 10**6})
     assert len(str(refused.value)) < 10_000
     assert len(refused.value.param or "") < 100
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        DllmParams.from_mapping,
+        SamplingParams.from_mapping,
+        lambda many: ollama.Request.model_validate({"options": many}).sampling(5),
+    ],
+    ids=["dllm", "sampling_params", "options"],
+)
+def test_unknown_names_inside_of_an_object_are_counted_together(read, monkeypatch):
+    compared: list[str] = []
+
+    def matches(name: str, *args: Any, **options: Any) -> list[str]:
+        compared.append(name)
+        return []
+
+    monkeypatch.setattr(difflib, "get_close_matches", matches)
+    most = neutral_values.MAX_UNKNOWN
+    read({f"abc_tokens{i}": False for i in range(most)})
+    compared.clear()
+    with pytest.raises(errors.RequestError, match=f"more than {most} unknown") as refused:
+        read({f"abc_tokens{i}": False for i in range(20 * most)})
+    assert len(compared) <= most
+    assert str(refused.value.param).endswith(f"abc_tokens{most}")
 
 
 # What sglang-router 0.3.2 makes of a client's plain request, recorded in front of two servers.
