@@ -172,6 +172,15 @@ def test_the_items_of_an_answer_with_reasoning_can_be_sent_back():
     assert bytes(engine.seen_prompts[0]).decode() == "<user>hi<assistant>yes<user>hi"
 
 
+EMPTY_THOUGHT = {"type": "reasoning", "summary": []}
+
+
+def test_reasoning_alone_is_no_input():
+    response = edge.call(edge.make_state(), "/v1/responses", {"input": [EMPTY_THOUGHT] * 2})
+    assert response.status_code == 400
+    assert edge.error_of(response)["param"] == "input"
+
+
 def test_reasoning_items_belong_to_the_turn_that_follows():
     thought = {"type": "reasoning", "summary": [], "content": [{"text": "hm"}]}
     summary = {"type": "reasoning", "summary": [{"text": "so"}]}
@@ -185,6 +194,9 @@ def test_reasoning_items_belong_to_the_turn_that_follows():
          [turn | {"tool_calls": [CALL], "reasoning_content": "hm\nso"}]),
         ([summary, call], [{"role": "assistant", "content": None, "tool_calls": [CALL],
                             "reasoning_content": "so"}]),
+        ([thought, summary, EMPTY_THOUGHT, said], [turn | {"reasoning_content": "hm\nso"}]),
+        ([said, thought, summary, call],
+         [said | {"tool_calls": [CALL], "reasoning_content": "hm\nso"}]),
         ([thought, USER, said], [USER, said]),
         ([said, thought], [said]),
     ):  # fmt: skip

@@ -84,6 +84,10 @@ def turns(value: Any, instructions: str | None) -> list[tuple[str, ChatMessage]]
             )
         for i, item in enumerate(value):
             _append(found, item, f"input.{i}")
+        if not found.named:
+            raise errors.RequestError(
+                "input holds reasoning alone; add a message, a call or a result", param="input"
+            )
     else:
         raise errors.RequestError(
             "input must be a string or a list of items, and not empty", param="input"
@@ -93,7 +97,10 @@ def turns(value: Any, instructions: str | None) -> list[tuple[str, ChatMessage]]
 
 @dataclasses.dataclass
 class _Turns:
-    """The turns so far; `reasoning` waits for the assistant's turn that it belongs to."""
+    """The turns so far; `reasoning` waits for the assistant's turn that it belongs to.
+
+    Reasoning that no such turn follows is dropped: it is a hint of an answer without a text.
+    """
 
     named: list[tuple[str, ChatMessage]] = dataclasses.field(default_factory=list)
     reasoning: str = ""
@@ -103,6 +110,9 @@ class _Turns:
             turn["reasoning_content"] = self.reasoning
         self.reasoning = ""
         self.named.append((name, turn))
+
+    def add_reasoning(self, text: str) -> None:
+        self.reasoning = "\n".join(part for part in (self.reasoning, text) if part)
 
     def add_call(self, call: _FunctionCall, name: str) -> None:
         """Adds a call to the assistant's turn: the text and the calls of one answer are one turn.
@@ -140,7 +150,7 @@ def _append(found: _Turns, item: Any, name: str) -> None:
             content = _content(result.output, f"{name}.output")
             found.add(name, {"role": "tool", "tool_call_id": result.call_id, "content": content})
         case "reasoning":
-            found.reasoning = bodies.part(_Reasoning, item, name).text
+            found.add_reasoning(bodies.part(_Reasoning, item, name).text)
         case "item_reference":
             raise errors.RequestError(
                 f"{name}: this server stores no items; send the item itself, as clients do with "
