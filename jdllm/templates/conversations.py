@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from jdllm.templates import chat
 
 _KNOWN = frozenset({"role", "content", "name", "tool_calls", "tool_call_id"})
-_SERVED = _KNOWN.union(message_fields.REASONING)
 
 
 def for_template(
@@ -75,7 +74,10 @@ def _readable(turn: dict[str, Any], words: frozenset[str]) -> dict[str, Any]:
         read.update(reasoning)  # the template gets it under all of these names
     dropped = message_fields.HINTS.union(reasoning)
     rest = {name: value for name, value in turn.items() if name not in read | dropped}
-    neutral_values.check(rest, message_fields.REFUSED, _SERVED)
+    for name in message_fields.REASONING:
+        if name in rest:
+            raise errors.RequestError(f"only messages of the assistant have {name}", param=name)
+    neutral_values.check(rest, message_fields.REFUSED, _KNOWN.union(reasoning))
     return {name: value for name, value in turn.items() if name in read}
 
 

@@ -119,6 +119,14 @@ def test_what_no_message_can_mean_is_refused_by_name(messages, param):
     assert edge.error_of(response)["param"] == param
 
 
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content", "thinking"])
+@pytest.mark.parametrize("role", ["system", "user", "tool"])
+def test_no_hint_names_the_field_that_is_refused(role, name):
+    message = {"role": role, "content": "x", name: "hm"}
+    response = edge.call(edge.make_state(), CHAT, {"messages": [message]})
+    assert edge.error_of(response)["message"] == f"only messages of the assistant have {name}"
+
+
 def test_a_call_that_is_nested_too_deeply_is_a_400():
     arguments: dict = {}
     for _ in range(900):
