@@ -96,8 +96,8 @@ def near(name: object, known: Iterable[str]) -> str | None:
 def described_choices(num_choices: int, num_prompts: int) -> str:
     """Returns what a request asks for, as the errors about too many choices call it."""
     if num_prompts == 1:
-        return f"n={num_choices}"
-    return f"a list of {num_prompts} prompts with {num_choices} choices"
+        return f"n={quote(num_choices)}"
+    return f"a list of {num_prompts} prompts with {quote(num_choices)} choices"
 
 
 def quote(value: object) -> str:

@@ -105,7 +105,7 @@ def checked_ids(server: state.ServerState, ids: list[int], param: str) -> list[i
     if not 0 <= min(ids) <= max(ids) < vocab_size:
         bad = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
         raise errors.RequestError(
-            f"token id {bad} is outside the vocabulary of {vocab_size}", param=param
+            f"token id {errors.quote(bad)} is outside the vocabulary of {vocab_size}", param=param
         )
     return ids
 

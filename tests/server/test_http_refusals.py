@@ -182,6 +182,24 @@ def test_bad_body_is_400(raw, content_type):
     edge.error_of(response)
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, chat(n=1e300)),
+        (TEXT, text(n=1e300, prompt=["a", "b"])),
+        (TEXT, text(best_of=1e300)),
+        (TEXT, text(prompt=[1e300])),
+        ("/generate", gen(text=None, input_ids=[[1, 1e300]])),
+        ("/detokenize", {"tokens": [1e300]}),
+        ("/v1/responses", {"input": "hi", "max_output_tokens": -1e300}),
+    ],
+)
+def test_a_huge_float_is_quoted_within_a_line(path, body):
+    response = edge.call(edge.make_state(), path, body)
+    assert response.status_code == 400
+    assert "<an integer of 99" in edge.error_of(response)["message"]
+
+
 def test_huge_integers_are_400():
     raw = json.dumps(text(seed=2**70)).encode()
     response = edge.call(

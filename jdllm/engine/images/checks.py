@@ -146,8 +146,8 @@ def _scale(
         if value in (0.0, 1.0):  # both ask for no guidance
             return None
         raise errors.RequestError(
-            f"{param}={value} is not supported: the pipeline of {facts.family} has no such option; "
-            "leave it out",
+            f"{param}={errors.quote(value)} is not supported: the pipeline of {facts.family} has "
+            "no such option; leave it out",
             param=param,
         )
     return float(value)

@@ -106,7 +106,8 @@ class OpenAIRequest(RequestModel):
             )
         if self.best_of not in (None, 1, self.n):
             raise errors.RequestError(
-                f"best_of={self.best_of} is not supported; leave it out or equal to n",
+                f"best_of={errors.quote(self.best_of)} is not supported; leave it out or equal "
+                "to n",
                 param="best_of",
             )
         if self.rid is not None:

@@ -147,7 +147,7 @@ class ResponseRequest(request_model.RequestModel):
             )
         if self.max_output_tokens is not None and self.max_output_tokens < 1:
             raise errors.RequestError(
-                f"max_output_tokens={self.max_output_tokens} must be at least 1",
+                f"max_output_tokens={errors.quote(self.max_output_tokens)} must be at least 1",
                 param="max_output_tokens",
             )
         if self.rid is not None:
