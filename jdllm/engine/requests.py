@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 from jaxtyping import Int
 
-from jdllm import errors
+from jdllm import errors, value_checks
 from jdllm.engine import detokenizer, generations
 from jdllm.engine.loop import Event, FaultEvent
 from jdllm.engine.tokenizer import Tokenizer
@@ -188,7 +188,7 @@ def prompt_rows(prompts: str | Sequence[int] | Sequence[Prompt]) -> Sequence[Pro
     """Returns a list of prompts; `prompts` may be one, as text or as ids."""
     if isinstance(prompts, str):
         return [prompts]
-    is_ids = len(prompts) > 0 and isinstance(prompts[0], int | np.integer)
+    is_ids = len(prompts) > 0 and isinstance(prompts[0], int | float | np.integer)
     # A cast: the first element decides, which no checker follows.
     return typing.cast(Sequence[Prompt], [prompts] if is_ids else prompts)
 
@@ -212,4 +212,11 @@ def id_rows(
         )
     is_single = not any(nested)
     rows = [rows] if is_single else rows
-    return [row.tolist() if isinstance(row, np.ndarray) else list(row) for row in rows], is_single
+    return [_ids(row) for row in rows], is_single
+
+
+def _ids(row: Sequence[Any] | np.ndarray) -> list[Any]:
+    """Returns the ids of a prompt, 8.0 as 8; what is no number stays as it is."""
+    ids = row.tolist() if isinstance(row, np.ndarray) else list(row)
+    # Most rows have no float, and a look at their types is faster than one at each id.
+    return [value_checks.whole(one) for one in ids] if float in set(map(type, ids)) else ids

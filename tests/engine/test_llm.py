@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import tokenizers
 import transformers
@@ -59,6 +60,18 @@ def test_the_tokenizer_is_that_of_transformers_with_our_template(llm):
     assert [text] == prompts_of(llm, [USER, ASSISTANT])
     ids = llm.engine.tokenizer.apply_chat_template([USER])
     assert hf.apply_chat_template([USER], add_generation_prompt=True)["input_ids"] == ids
+
+
+def test_ids_may_be_whole_floats(llm):
+    (wanted,) = llm.generate({"prompt_token_ids": [1, 2]}, LIMIT, use_tqdm=False)
+    for ids in ([1.0, 2.0], [1, 2.0], np.array([1.0, 2.0])):
+        (found,) = llm.generate({"prompt_token_ids": ids}, LIMIT, use_tqdm=False)
+        assert found.prompt_token_ids == [1, 2]
+        assert found.outputs[0].token_ids == wanted.outputs[0].token_ids
+    assert list(llm.engine.iterate([1.0, 2.0], LIMIT))
+    for wrong in ([1.5], [1, float("nan")], [True], ["a"]):
+        with pytest.raises(errors.RequestError):
+            llm.generate({"prompt_token_ids": wrong}, LIMIT, use_tqdm=False)
 
 
 @pytest.mark.parametrize(
