@@ -17,6 +17,7 @@ from jdllm.device import devices
 from jdllm.runner import model_runner
 from jdllm.runner.image import sizes
 from jdllm.runner.image.kind import ImageKind
+from jdllm.scheduler.batch import ScheduleBatch
 
 STEPS = 6
 ATOL_LATENTS = 6e-4  # that of test_golden_runs.py
@@ -198,7 +199,7 @@ def _products(jaxpr):
 
 
 def _empty(bucket):
-    return image_launches.batch_lib.ScheduleBatch(rows=(), bucket=bucket)
+    return ScheduleBatch(rows=(), bucket=bucket)
 
 
 @golden_pipelines.of_few

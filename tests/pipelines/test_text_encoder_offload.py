@@ -184,7 +184,7 @@ def test_what_fits_in_8_bits_is_not_refused_and_is_advised():
 def test_a_device_without_such_memory_is_an_error(monkeypatch):
     array = jax.numpy.ones((2,))
     monkeypatch.setattr(
-        host_weights, "device_facts", dataclasses.make_dataclass("Facts", ["HOST_MEMORY"])("none")
+        host_weights, "facts", dataclasses.make_dataclass("Facts", ["HOST_MEMORY"])("none")
     )
     with pytest.raises(errors.ConfigError, match="text_encoder_cpu_offload"):
         host_weights.moved_to_host({"w": array})
