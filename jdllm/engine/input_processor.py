@@ -121,7 +121,7 @@ class InputProcessor:
         if isinstance(prompt, str):
             return self.encode(prompt)
         if isinstance(prompt, list | tuple | np.ndarray):
-            return list(prompt)
+            return requests.whole_ids(prompt)
         raise errors.RequestError(
             f"a prompt is text or a list of token ids, not {errors.quote(prompt)}", param="prompt"
         )

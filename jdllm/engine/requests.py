@@ -212,10 +212,10 @@ def id_rows(
         )
     is_single = not any(nested)
     rows = [rows] if is_single else rows
-    return [_ids(row) for row in rows], is_single
+    return [whole_ids(row) for row in rows], is_single
 
 
-def _ids(row: Sequence[Any] | np.ndarray) -> list[Any]:
+def whole_ids(row: Sequence[Any] | np.ndarray) -> list[Any]:
     """Returns the ids of a prompt, 8.0 as 8; what is no number stays as it is."""
     ids = row.tolist() if isinstance(row, np.ndarray) else list(row)
     # Most rows have no float, and a look at their types is faster than one at each id.

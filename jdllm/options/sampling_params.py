@@ -141,14 +141,15 @@ class DllmParams:
             raise errors.RequestError(
                 f"dllm must be an object, got {type(options).__name__}", param="dllm"
             )
-        known = ("algorithm", "stream_mode", *lookup.option_names())
+        known = {"algorithm", "stream_mode", *lookup.option_names()}
         given: dict[str, Any] = {}
         foreign: dict[str, Any] = {}
         for name, value in ((str(name), value) for name, value in options.items()):
-            is_off = value is False and lookup.is_flag(name)
             if name not in known:
                 foreign[name] = value
-            elif is_off or not (value is None or neutral_values.is_empty(value)):
+                continue
+            is_off = value is False and lookup.is_flag(name)
+            if is_off or not (value is None or neutral_values.is_empty(value)):
                 given[name] = value
         try:
             neutral_values.check(foreign, {}, known, places=_beside_dllm())
